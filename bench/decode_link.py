@@ -1,6 +1,6 @@
 """Compares ways to carry tokens from a decode worker to a router: CPU of both sides per token.
 
-    python -m bench.decode_link [--gaps 0,5] [--streams 1,32,64,256] [--rounds 5]
+    python -m bench.decode_link [--gaps 0,5] [--streams 1,32,64,256] [--rounds 5] [--output bench/results]
 
 The first way is a gRPC stream for each request, with a message for each token (Generate). The second is the decode
 link, with a message for each step of the engine. The third is the link's messages over TCP, each behind its length: its
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 import sys
 import time
@@ -33,13 +34,23 @@ from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.rpc.channel import open_channel
-from headrace_router.decode_link.answer import LinkedAnswer
+from headrace_router.decode_link.answer import LinkedAnswer, TokenBatch
 from headrace_router.decode_link.answers import LinkedAnswers
 from headrace_router.decode_link.link import WINDOW_TOKENS
-from headrace_router.decode_link.links import DecodeLinks
+from headrace_router.decode_link.links import DecodeLinks, LinkedCall
 from headrace_router.decode_link.outgoing import OutgoingRequests
 
 _LENGTH_BYTES: Final = 4
+_NOTES: Final = """# From a decode worker to a router
+
+{rounds} rounds, {cpus} CPUs for everything, shared with other work: compare the ratios. Made by
+`python -m bench.decode_link`. The script's first lines describe the ways and the columns.
+
+{table}
+
+Link's messages over TCP have no TLS, no credentials and no limits. CPU of the worker comes in ticks of 10 ms, so small
+figures are coarse. At a gap of 0, the worker's steps join while a message is written.
+"""
 _GENERATE: Final = "Generate, a stream for each request"
 _LINK: Final = "Link"
 _FRAMED: Final = "Link's messages over TCP"
@@ -146,7 +157,7 @@ async def by_link(port: int) -> AsyncIterator[Ask]:
         links = DecodeLinks(lambda: channel)
 
         async def ask(request: decode_pb2.GenerateRequest) -> int:
-            return await _count(links.open(request, Deadline.after(60.0), Context()).read)
+            return await _count(links.open(request, Deadline.after(60.0), Context()))
 
         yield ask
         await links.close()
@@ -173,7 +184,7 @@ async def by_frames(port: int) -> AsyncIterator[Ask]:
         answers.add(answer)
         outgoing.open(opened)
         asyncio.get_running_loop().call_soon(flush)
-        return await _count(answer.read)
+        return await _count(answer)
 
     yield ask
     frames.close()
@@ -187,10 +198,18 @@ def _ignored(value: object) -> None:
     pass
 
 
-async def _count(read: Callable[[], Awaitable[decode_pb2.GenerateResponse]]) -> int:
+async def _count(answer: LinkedCall | LinkedAnswer) -> int:
+    """As the router's attempts do: tokens go past the reader, which waits for the end."""
     tokens = 0
+
+    def add(batch: TokenBatch) -> bool:
+        nonlocal tokens
+        tokens += len(batch.token_ids)
+        return True
+
+    answer.forward(add)
     while True:
-        event = await read()
+        event = await answer.read()
         if event.HasField("finished"):
             return tokens
         tokens += len(event.tokens.token_ids)
@@ -245,7 +264,11 @@ async def main(arguments: argparse.Namespace) -> None:
                                 worker_s = cpu_seconds(worker.pid) - worker_s
                             used = own_s / count / TOKENS * 1e6, worker_s / count / TOKENS * 1e6
                             rows.setdefault((gap_ms, streams, name), []).append(used)
-    print(table(rows))
+    drawn = table(rows)
+    print(drawn)
+    if arguments.output:
+        text = _NOTES.format(rounds=arguments.rounds, cpus=os.cpu_count(), table=drawn)
+        (Path(arguments.output) / "decode_link.md").write_text(text)
 
 
 def table(rows: dict[tuple[int, int, str], list[tuple[float, float]]]) -> str:
@@ -269,5 +292,6 @@ if __name__ == "__main__":
     parser.add_argument("--gaps", default="0,5")
     parser.add_argument("--streams", default="1,32,64,256")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", default="")
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     uvloop.run(main(parser.parse_args()))

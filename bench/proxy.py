@@ -1,24 +1,27 @@
 """Compares the router as a streaming proxy with vllm-router: CPU per request and time added to the first token.
 
-    python -m bench.proxy [--gaps 0,5] [--streams 1,32,64] [--rounds 2] [--vllm-router PATH] [--output bench/results]
+    python -m bench.proxy [--gaps 0,5,20] [--streams 1,32,64,256] [--rounds 3] [--model NAME=FOLDER]
+        [--vllm-router PATH] [--no-sim-workers] [--output bench/results]
 
-Answers have 64 tokens, a gap of --gaps milliseconds apart. The workers do nothing else (bench/proxy_workers.py: one
-message or server-sent event per token). The load is closed-loop. CPU is that of the router's process with all its
-threads, from /proc/PID/stat. "Direct" calls the worker itself over the same protocol, in turns with the proxy. The
-time that a proxy adds to the first token is the difference of the medians. vllm-router's columns need its command (pip
-install vllm-router==0.1.17) and are left out without it. All processes share the machine, so compare ratios within one
-run.
+Prompts have 200 tokens. Answers have 64, a gap of --gaps milliseconds apart. The workers do nothing else
+(bench/proxy_workers.py: one message for each step, or one server-sent event for each token). The load is closed-loop.
+CPU is that of the router's process with all its threads, by the kernel's clock of that process. "Direct" calls the
+worker itself over the same protocol, in turns with the proxy. The time that a proxy adds to the first token is the
+difference of the medians. vllm-router's columns need its command (pip install vllm-router==0.1.17) and are left out
+without it. All processes share the machine, so compare ratios within one run.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import shutil
 import socket
 import statistics
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -41,7 +44,8 @@ from bench.proxy_workers import MODEL, TOKENS
 from headrace_cli.client import list_members
 
 DIRECT: Final = "direct, gRPC"
-OURS: Final = "Headrace"
+OURS: Final = "Headrace, gRPC"
+OPENAI: Final = "Headrace, OpenAI HTTP"
 LOOK_ASIDE: Final = "Headrace, look-aside"
 SIM_DIRECT: Final = "direct, sim worker"
 SIM: Final = "Headrace, sim worker"
@@ -50,11 +54,13 @@ DIRECT_HTTP: Final = "direct, HTTP"
 VLLM: Final = "vllm-router"
 _BASELINES: Final = {
     OURS: DIRECT,
+    OPENAI: DIRECT_HTTP,
     LOOK_ASIDE: DIRECT,
     VLLM: DIRECT_HTTP,
     SIM: SIM_DIRECT,
     SIM_LOOK_ASIDE: SIM_DIRECT,
 }
+_CPU_CLOCK: Final = 2
 _START_S: Final = 30.0
 _WARM_REQUESTS: Final = 8
 
@@ -76,6 +82,7 @@ class Cell:
 
     first_s: list[float] = field(default_factory=list)
     cpu_s: float = 0.0
+    cpu_us_of_rounds: list[float] = field(default_factory=list)
     requests: int = 0
     messages: int = 0
 
@@ -83,6 +90,7 @@ class Cell:
         """Adds another round."""
         self.first_s += sample.first_s
         self.cpu_s += cpu_s
+        self.cpu_us_of_rounds.append(cpu_s / len(sample.first_s) * 1e6)
         self.requests += len(sample.first_s)
         self.messages += sample.messages
 
@@ -104,8 +112,8 @@ def cpu_seconds(pid: int) -> float:
     """User and system time of a process with all threads. 0 for pid 0."""
     if not pid:
         return 0.0
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    # The kernel's encoding of a process in the id of a clock of CPU time.
+    return time.clock_gettime((~pid << 3) | _CPU_CLOCK)
 
 
 def free_port() -> int:
@@ -152,9 +160,9 @@ def _ended_early(log: Path) -> RuntimeError:
 
 
 @asynccontextmanager
-async def ways(folder: Path, vllm_router: str) -> AsyncIterator[list[Way]]:
-    """Everything started and connected."""
-    registry, router, http_worker, other = (free_port() for _ in range(4))
+async def ways(folder: Path, vllm_router: str, model: str) -> AsyncIterator[list[Way]]:
+    """Everything started and connected. `model` is the router's, with its tokenizer."""
+    registry, router, door, http_worker, other = (free_port() for _ in range(5))
     here = f"127.0.0.1:{registry}"
     async with AsyncExitStack() as stack:
 
@@ -169,15 +177,18 @@ async def ways(folder: Path, vllm_router: str) -> AsyncIterator[list[Way]]:
         ours, log = await start(
             "router",
             *(sys.executable, "-m", "headrace_router", f"--listen=127.0.0.1:{router}"),
-            *(f"--registry={here}", f"--model={MODEL}", "--look-aside", "--log-level=warning"),
+            *(f"--registry={here}", f"--model={model}", "--look-aside", "--log-level=warning"),
+            f"--http-listen=127.0.0.1:{door}",
         )
-        await until_listening(router, ours, log)
+        await until_listening(door, ours, log)
         worker = next(m for m in await list_members(here) if m.worker_id == "decode-0")
         endpoint = f"127.0.0.1:{router}"
         found = [
             Way(DIRECT, lambda n, g: grpc_worker(worker.endpoint, worker.incarnation, n, g), 0),
             Way(OURS, lambda n, g: grpc_router(endpoint, n, g), ours.pid),
             Way(LOOK_ASIDE, lambda n, g: grpc_look_aside(endpoint, n, g), ours.pid),
+            Way(DIRECT_HTTP, lambda n, g: http(http_worker, n, g), 0),
+            Way(OPENAI, lambda n, g: http(door, n, g, reads_usage=True), ours.pid),
         ]
         if vllm_router:
             theirs, log = await start(
@@ -187,10 +198,7 @@ async def ways(folder: Path, vllm_router: str) -> AsyncIterator[list[Way]]:
                 *("--prometheus-port", str(free_port()), "--log-level", "warning"),
             )
             await until_listening(other, theirs, log)
-            found += [
-                Way(DIRECT_HTTP, lambda n, g: http(http_worker, n, g), 0),
-                Way(VLLM, lambda n, g: http(other, n, g), theirs.pid),
-            ]
+            found.append(Way(VLLM, lambda n, g: http(other, n, g), theirs.pid))
         await asyncio.sleep(2)
         yield found
 
@@ -255,11 +263,36 @@ async def measure(found: list[Way], gaps: list[int], streams: list[int], rounds:
     return cells
 
 
+def ratio(cell: Cell, other: Cell | None) -> str:
+    """The median over rounds of the ratio of both CPU times. Empty without the other one, or its rounds."""
+    if other is None or len(other.cpu_us_of_rounds) != len(cell.cpu_us_of_rounds):
+        return ""
+    pairs = zip(cell.cpu_us_of_rounds, other.cpu_us_of_rounds, strict=True)
+    return f"{statistics.median(one / two for one, two in pairs):.2f}"
+
+
+def as_json(cells: Cells) -> str:
+    """The same figures for programs."""
+    rows = [
+        {
+            "gap_ms": gap_ms,
+            "streams": count,
+            "way": name,
+            "requests": cell.requests,
+            "cpu_us_a_request": [round(value, 1) for value in cell.cpu_us_of_rounds],
+            "first_token_ms": round(cell.first_ms, 3),
+            "tokens_a_message": round(TOKENS * cell.requests / cell.messages, 2),
+        }
+        for (gap_ms, count, name), cell in sorted(cells.items(), key=lambda item: item[0][:2])
+    ]
+    return json.dumps(rows, indent=1) + "\n"
+
+
 def table(cells: Cells) -> str:
     """A row for each gap and number of streams of each proxy."""
     titles = (
         *("gap, ms", "streams", "proxy", "CPU µs/request", "CPU µs/token"),
-        *("first token, ms", "direct, ms", "added, ms", "tokens/message"),
+        *("ratio to vllm-router", "first token, ms", "direct, ms", "added, ms", "tokens/message"),
     )
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for (gap_ms, count, name), cell in sorted(cells.items(), key=lambda item: item[0][:2]):
@@ -268,6 +301,7 @@ def table(cells: Cells) -> str:
         direct = cells[gap_ms, count, _BASELINES[name]]
         lines.append(
             f"| {gap_ms} | {count} | {name} | {cell.cpu_us:.0f} | {cell.cpu_us / TOKENS:.1f} "
+            f"| {ratio(cell, cells.get((gap_ms, count, VLLM)))} "
             f"| {cell.first_ms:.2f} | {direct.first_ms:.2f} | {cell.first_ms - direct.first_ms:+.2f} "
             f"| {TOKENS * cell.requests / cell.messages:.1f} |"
         )
@@ -280,20 +314,22 @@ _NOTES: Final = """# The router as a streaming proxy
 
 {table}
 
-The ways. Headrace: gRPC on both sides. The router tokenizes the prompt, places it by cached prefixes and load, signs a
-ticket, admits by tenant, and records spans for `headrace trace`. It turns each token into text (never part of a
-character), looks for stop strings, and counts usage. It gathers the tokens of 2 ms into one message, and of up to 25
-ms while its event loop is busy. It is Python: most of its cost is grpcio's asyncio layer, for each call and for each
-message. The plain rows are its worst case, because those workers send every token as a message. "Sim worker" is a real
-decode worker with the simulated engine, which gathers as the router does. Look-aside: one Route call at the router and
-one stream at the worker. The router's CPU does not depend on the length of the answer, and no text is made.
+Prompts have about 200 tokens, answers 64. The ratio to vllm-router is the median over the rounds of one run.
+
+The ways. Headrace: one gRPC stream carries the tokens of all requests from the worker, a message for each step. The
+router tokenizes the prompt, places it by cached prefixes and load, signs a ticket, admits by tenant, and records spans
+for `headrace trace`. It turns each token into text (never part of a character), looks for stop strings, and counts
+usage. It gathers the tokens of 2 ms into one message, and of up to 25 ms while its event loop is busy. Clients use
+gRPC or OpenAI HTTP. "Sim worker" is a real decode worker with the simulated engine. Look-aside: one Route call at the
+router and one stream at the worker. The router's CPU does not depend on the length of the answer, and no text is made.
 vllm-router ({vllm}, round_robin, plain proxying): native code, HTTP on both sides. It forwards the worker's bytes,
 which contain text already, with health checks, retries, a circuit breaker and metrics. It does not tokenize, parse the
 stream or, in this mode, place by prefix. So it does less for each token than ours. The table compares the price of a
 proxy in a deployment, not equal work. The loads differ as well: grpcio's asyncio client costs far more than the bare
 HTTP client. With many streams the gRPC columns also queue for CPU in the load and the workers, "direct" included. The
-time added to the first token is mostly that queue. With one stream and a gap, CPU ticks of 10 ms and the idle wakeups
-of the process have a large weight.
+time added to the first token is mostly that queue. With one stream and a gap, the idle wakeups of the process have a
+large weight. One write to a socket takes a large part of the cost of a token, in every proxy that sends each token at
+once.
 """
 
 
@@ -303,9 +339,9 @@ async def main(arguments: argparse.Namespace) -> None:
     gaps = [int(text) for text in arguments.gaps.split(",")]
     streams = [int(text) for text in arguments.streams.split(",")]
     with TemporaryDirectory() as folder:
-        async with ways(Path(folder), vllm_router) as found:
+        async with ways(Path(folder), vllm_router, arguments.model) as found:
             cells = await measure(found, gaps, streams, arguments.rounds)
-        for gap_ms in gaps:
+        for gap_ms in gaps if arguments.sim_workers else ():
             async with sim_ways(Path(folder), gap_ms) as found:
                 cells |= await measure(found, [gap_ms], streams, arguments.rounds)
     drawn = table(cells)
@@ -318,13 +354,16 @@ async def main(arguments: argparse.Namespace) -> None:
             vllm="0.1.17" if vllm_router else "not installed, so left out",
         )
         (Path(arguments.output) / "proxy.md").write_text(text)
+        (Path(arguments.output) / "proxy.json").write_text(as_json(cells))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="See the module's text.")
-    parser.add_argument("--gaps", default="0,5")
-    parser.add_argument("--streams", default="1,32,64")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--gaps", default="0,5,20")
+    parser.add_argument("--streams", default="1,32,64,256")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", default=f"{MODEL}=models/SmolLM2-135M-Instruct")
+    parser.add_argument("--sim-workers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--vllm-router", default="vllm-router")
     parser.add_argument("--output", default="")
     uvloop.run(main(parser.parse_args()))

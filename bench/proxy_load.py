@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -21,7 +22,12 @@ from headrace_common.rpc.channel import open_channel
 
 # Decode workers admit routers without a ticket.
 _CALLER = Credentials(role=Role.ROUTER)
-PROMPT = "hello " * 32
+_WORDS = "river stone market window garden letter winter travel engine silver "
+PROMPT = _WORDS * 20
+"""200 tokens of most models."""
+_USAGE = re.compile(rb'"completion_tokens": ?(\d+)')
+# The last events of an answer, with its usage.
+_TAIL_BYTES = 1_024
 
 
 @dataclass(slots=True)
@@ -132,9 +138,13 @@ async def grpc_worker(
 
 
 class _HttpStream(asyncio.Protocol):
-    """One kept connection, one request at a time."""
+    """One kept connection, one request at a time.
 
-    def __init__(self) -> None:
+    `reads_usage`: tokens are those of the last event, because an event may have several.
+    """
+
+    def __init__(self, *, reads_usage: bool) -> None:
+        self._reads_usage = reads_usage
         self._transport: Any = None
         self._tail = b""
         self._ended: asyncio.Future[None] | None = None
@@ -153,6 +163,9 @@ class _HttpStream(asyncio.Protocol):
         begin_s = time.perf_counter()
         self._transport.write(request)
         await self._ended
+        if self._reads_usage:
+            found = _USAGE.search(self._tail)
+            self.tokens = int(found[1]) if found is not None else 0
         sample.add(begin_s, self.first_s, self.messages, self.tokens)
 
     def data_received(self, data: bytes) -> None:
@@ -164,7 +177,7 @@ class _HttpStream(asyncio.Protocol):
             self.first_s = self.first_s or time.perf_counter()
             self.messages += 1
             self.tokens += count
-        self._tail = (self._tail + data)[-16:]
+        self._tail = (self._tail + data)[-_TAIL_BYTES:]
         whole = self._tail.endswith(b"0\r\n\r\n")
         if whole and self._ended is not None and not self._ended.done():
             self._ended.set_result(None)
@@ -176,18 +189,31 @@ class _HttpStream(asyncio.Protocol):
 
 
 @asynccontextmanager
-async def http(port: int, streams: int, gap_ms: int) -> AsyncIterator[list[Ask]]:
+async def http(
+    port: int, streams: int, gap_ms: int, *, reads_usage: bool = False
+) -> AsyncIterator[list[Ask]]:
     """An OpenAI-style completion, with a connection for each stream."""
-    body = json.dumps(
-        {"model": MODEL, "prompt": PROMPT, "max_tokens": TOKENS + gap_ms, "stream": True}
-    ).encode()
+    content: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": PROMPT,
+        "max_tokens": TOKENS + gap_ms,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    if reads_usage:
+        content["stream_options"] = {"include_usage": True}
+    body = json.dumps(content).encode()
     request = (
         b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nContent-Type: application/json\r\n"
         b"Content-Length: %d\r\n\r\n%s" % (port, len(body), body)
     )
     loop = asyncio.get_running_loop()
     connections = [
-        await loop.create_connection(_HttpStream, "127.0.0.1", port) for _ in range(streams)
+        await loop.create_connection(
+            lambda: _HttpStream(reads_usage=reads_usage), "127.0.0.1", port
+        )
+        for _ in range(streams)
     ]
 
     def asker(protocol: _HttpStream) -> Ask:

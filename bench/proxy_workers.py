@@ -45,9 +45,16 @@ _RESERVED: Final = decode_pb2.GenerateResponse(reserved=decode_pb2.Reserved()).S
 _FINISHED: Final = decode_pb2.GenerateResponse(
     finished=decode_pb2.Finished(reason=sampling_pb2.FINISH_REASON_LENGTH)
 ).SerializeToString()
+
+
+def token_of(index: int) -> int:
+    """A word, in the simulated model and in the real ones."""
+    return 300 + index
+
+
 _MESSAGES: Final = tuple(
     decode_pb2.GenerateResponse(
-        tokens=decode_pb2.Tokens(token_ids=[97 + index % 26])
+        tokens=decode_pb2.Tokens(token_ids=[token_of(index)])
     ).SerializeToString()
     for index in range(TOKENS)
 )
@@ -103,7 +110,7 @@ class Steps:
             del self._next_token[stream_id]
         message.tokens.stream_ids.extend(generating)
         message.tokens.token_counts.extend([1] * len(generating))
-        message.tokens.token_ids.extend([97 + self._next_token[s] % 26 for s in generating])
+        message.tokens.token_ids.extend([token_of(self._next_token[s]) for s in generating])
         for stream_id in generating:
             self._next_token[stream_id] += 1
         return message

@@ -92,6 +92,14 @@ POLICY_TENANTS_MAX: Final = 1_000
 POLICY_TENANT_WEIGHT_MAX: Final = 1_000
 
 
+STATUS_STREAMS_OF_CALLER_MAX: Final = 64
+"""Streams of a worker's state, WatchStatus and SubscribeKvEvents, that one caller may open there.
+
+A caller is the name in a credential, or else a host. A router has two, and twice as many for a moment when it restarts.
+"""
+STATUS_STREAMS_MAX: Final = 1_024
+"""The same for all callers of a worker."""
+
 WRITE_LEASE_S: Final = 5.0
 """Seconds that a prefill rank may write without a message from decode, unless a setting says otherwise."""
 WRITE_QUARANTINE_S: Final = 15.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from tests.ports import free_port
-from tests.suite.deployment import suite
+from tests.suite.deployment import Suite, suite
 from tests.vllm.conftest import RunJob
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -33,43 +34,91 @@ def test_text_over_http_equals_that_of_grpc_and_of_vllm_alone(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     plain = run_job("tests.vllm.plain:chat_texts", model=MODEL, prompts=PROMPTS, max_tokens=TOKENS)
-    served = asyncio.run(texts_of_both(tmp_path))
+    served = asyncio.run(use(tmp_path))
     assert served == [(text, text, text) for text in plain["texts"]]
     assert "Paris" in plain["texts"][0]
 
 
-async def texts_of_both(folder: Path) -> list[tuple[str, str, str]]:
-    """The text over HTTP, streamed over HTTP, and over gRPC, for each prompt."""
+WORKER = (("dtype", "float32"), ("max_model_len", "512"))
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Paris"]}, "days": {"enum": [1, 2]}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+async def use(folder: Path) -> list[tuple[str, str, str]]:
+    """The text over HTTP, streamed over HTTP, and over gRPC, for each prompt. Also asks for forms and tokens."""
     listen = f"127.0.0.1:{free_port()}"
     settings = (
         ("router", "http_listen", listen),
         *((role, name, value) for role in ("prefill", "decode") for name, value in WORKER),
     )
-    found: list[tuple[str, str, str]] = []
     async with (
         suite(folder, engine="vllm", model=f"models/{MODEL}", settings=settings) as it,
         openai.AsyncOpenAI(base_url=f"http://{listen}/v1", api_key="none", timeout=60) as client,
     ):
-        for prompt in PROMPTS:
-            fields: dict[str, Any] = {
-                "model": MODEL,
-                "messages": [{"role": "user", "content": prompt}],
-                "max_completion_tokens": TOKENS,
-                "temperature": 0,
-            }
-            whole = await client.chat.completions.create(**fields)
-            parts = [
-                chunk.choices[0].delta.content or ""
-                async for chunk in await client.chat.completions.create(**fields, stream=True)
-            ]
-            messages = [inference_pb2.ChatMessage(role="user", content=prompt)]
-            sampling = sampling_pb2.SamplingParams(max_tokens=TOKENS, temperature=0)
-            request = inference_pb2.GenerateRequest(
-                chat=inference_pb2.Chat(messages=messages), sampling=sampling
-            )
-            over_grpc = (await it.ask(request, 60)).text
-            found.append((whole.choices[0].message.content or "", "".join(parts), over_grpc))
-    return found
+        texts = [await texts_of(it, client, prompt) for prompt in PROMPTS]
+        await check_forms(client)
+        await check_tokens(client)
+    return texts
 
 
-WORKER = (("dtype", "float32"), ("max_model_len", "512"))
+async def texts_of(it: Suite, client: openai.AsyncOpenAI, prompt: str) -> tuple[str, str, str]:
+    fields: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_completion_tokens": TOKENS,
+        "temperature": 0,
+    }
+    whole = await client.chat.completions.create(**fields)
+    parts = [
+        chunk.choices[0].delta.content or ""
+        async for chunk in await client.chat.completions.create(**fields, stream=True)
+    ]
+    messages = [inference_pb2.ChatMessage(role="user", content=prompt)]
+    sampling = sampling_pb2.SamplingParams(max_tokens=TOKENS, temperature=0)
+    request = inference_pb2.GenerateRequest(
+        chat=inference_pb2.Chat(messages=messages), sampling=sampling
+    )
+    over_grpc = (await it.ask(request, 60)).text
+    return whole.choices[0].message.content or "", "".join(parts), over_grpc
+
+
+async def check_forms(client: openai.AsyncOpenAI) -> None:
+    """A small model keeps the form of a schema, and calls the function that it must call."""
+    schema = WEATHER["function"]["parameters"]
+    fields: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "The weather of two days in Paris?"}],
+        "max_completion_tokens": 64,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "weather", "schema": schema}}
+    answer = await client.chat.completions.create(**fields, response_format=form)
+    assert set(json.loads(answer.choices[0].message.content or "")) == {"city", "days"}
+    called = await client.chat.completions.create(
+        **fields, tools=[WEATHER], tool_choice="required", parallel_tool_calls=False
+    )
+    (call,) = called.choices[0].message.tool_calls or ()  # type: ignore[misc]
+    assert call.type == "function"
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["city"] in ("Rome", "Paris")
+
+
+async def check_tokens(client: openai.AsyncOpenAI) -> None:
+    """A special token's text becomes the token, and a text becomes the tokens of its answer."""
+    answer = await client.completions.create(
+        model=MODEL, prompt="1, 2, 3, 4,", max_tokens=1, temperature=0, logit_bias={"28": 100}
+    )
+    text = answer.choices[0].text
+    body = {"prompt": text, "add_special_tokens": False}
+    url = str(client.base_url).replace("/v1/", "/tokenize")
+    tokens = await client.post(url, cast_to=object, body=body)
+    assert tokens == {"count": 1, "max_model_len": 512, "tokens": [28]}

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
 
+from headrace_common.access.recheck import rechecked
 from headrace_common.callers.turns import FairTurns
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.errors import (
@@ -43,15 +44,21 @@ _CALLER: Final = ContextVar("caller", default="")
 
 @dataclass(frozen=True, slots=True)
 class CallerLimits:
-    """`calls_max` bounds a caller's calls in flight, and `rejected_per_s` its invalid ones."""
+    """`calls_max` bounds a caller's calls in flight, and `rejected_per_s` its invalid ones.
+
+    The API key of an open call is looked up again every `check_s`.
+    """
 
     calls_max: int
     rejected_per_s: float
+    check_s: float
 
     @classmethod
     def from_config(cls, config: ClientFacingConfig) -> CallerLimits:
         """The limits of the settings."""
-        return cls(config.max_calls_per_caller, config.max_rejected_per_s)
+        return cls(
+            config.max_calls_per_caller, config.max_rejected_per_s, config.credential_check_s
+        )
 
 
 def _ignore_refusal(reason: str, count: int) -> None:
@@ -78,7 +85,7 @@ class CallerBounds:
         self._on_flood: Callable[[str], None] = _ignore_flood
         self._limits = limits
         self._rejected = RateByCaller(
-            limits.rejected_per_s, _BURST_S * limits.rejected_per_s, clock
+            limits.rejected_per_s, max(1.0, _BURST_S * limits.rejected_per_s), clock
         )
         self._floods = RateByCaller(_FLOOD_PER_S, _FLOOD_BURST, clock)
         self._calls: Counter[str] = Counter()
@@ -140,6 +147,23 @@ class CallerBounds:
             finally:
                 _remove_one(self._waiting, caller)
         raise _too_many_rejected(self._limits.rejected_per_s, self._rejected.excess_s(caller))
+
+    @asynccontextmanager
+    async def rechecked(self, tenant_now: Callable[[], str], tenant: str) -> AsyncIterator[None]:
+        """Ends the block with Unauthenticated once `tenant_now` does not return the tenant of the call any more."""
+
+        def check() -> None:
+            if tenant_now() != tenant:
+                self.count_refused(REFUSED_KEY, 1)
+                raise Unauthenticated(
+                    "the API key was removed while its request ran; use another key"
+                )
+
+        if not tenant:
+            yield
+            return
+        async with rechecked(check, self._limits.check_s):
+            yield
 
     async def wait_turn(self) -> None:
         """Waits until the caller may do expensive work, up to the next wait. Outside `call` it is no wait."""

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from urllib.parse import unquote
 
 from headrace_common.process.host_blocks import HostBlocks, block_hosts
 from headrace_common.process.rates import RateByCaller
@@ -273,6 +274,12 @@ def host_of(address: str) -> str:
             return str(ipaddress.ip_network((ip, 64), strict=False))
         ip = ip.ipv4_mapped
     return str(ip)
+
+
+def host_of_peer(peer: str) -> str:
+    """The host of a peer as gRPC names it, such as "ipv4:10.0.0.7:40112"."""
+    address = unquote(peer.partition(":")[2]).rpartition(":")[0]
+    return host_of(address.strip("[]"))
 
 
 def _end_all(connections: Sequence[Connection]) -> int:

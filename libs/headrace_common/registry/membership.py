@@ -15,7 +15,7 @@ from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
-from headrace_common.errors import HeadraceError, NotFound, RegistryUnavailable
+from headrace_common.errors import HeadraceError, NotFound, QueueFull, RegistryUnavailable
 from headrace_common.registry.link import CALL_TIMEOUT_S, RegistryLink
 from headrace_common.tasks import end_task, run_forever
 
@@ -71,8 +71,9 @@ class Membership:
                     min(CALL_TIMEOUT_S, max(_START_CALL_TIMEOUT_MIN_S, deadline.remaining_s()))
                 )
                 break
-            # The lease may end before the descriptor arrives, for instance when etcd stands still.
-            except (RegistryUnavailable, NotFound) as error:
+            # The lease may end before the descriptor arrives, for instance when etcd stands still. A member that
+            # registers too often may do so in a moment.
+            except (RegistryUnavailable, NotFound, QueueFull) as error:
                 if deadline.expired:
                     raise
                 await self._link.back_off(error)

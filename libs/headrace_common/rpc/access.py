@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from headrace_common.access.authorizer import Authorizer
+from headrace_common.access.recheck import rechecked
 from headrace_common.access.roles import ANONYMOUS, Caller, set_current_caller
 from headrace_common.access.table import Listener, is_served
 from headrace_common.errors import HeadraceError
@@ -45,8 +48,10 @@ class InternalAccess(grpc.aio.ServerInterceptor):
     receives the request after the check. RPCs that only the client listener serves are UNIMPLEMENTED.
     """
 
-    def __init__(self, authorizer: Authorizer) -> None:
+    def __init__(self, authorizer: Authorizer, check_s: float) -> None:
+        """The token of an open stream is checked again every `check_s`."""
         self._authorizer = authorizer
+        self._check_s = check_s
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -64,8 +69,20 @@ class InternalAccess(grpc.aio.ServerInterceptor):
         except HeadraceError as error:
             return rejecting(handler, error)
         if caller is not None:
-            return guarded(handler, lambda _: _calling(caller))
+            if not (handler.request_streaming or handler.response_streaming):
+                return guarded(handler, lambda _: _calling(caller))
+            metadata = tuple(handler_call_details.invocation_metadata or ())
+            return guarded(handler, lambda _: self._calling(caller, method, metadata))
         return self._guarded_by_certificate(handler, method)
+
+    @asynccontextmanager
+    async def _calling(
+        self, caller: Caller, method: str, metadata: Sequence[tuple[str, Any]]
+    ) -> AsyncIterator[None]:
+        set_current_caller(caller)
+        check = partial(self._authorizer.caller_of_metadata, method, metadata)
+        async with rechecked(check, self._check_s):
+            yield
 
     def _guarded_by_certificate(self, handler: Handler, method: str) -> Handler:
         @asynccontextmanager

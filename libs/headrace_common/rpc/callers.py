@@ -6,14 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeAlias
-from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 
 from headrace_common.callers.bounds import REFUSED_BODY, CallerBounds
 from headrace_common.errors import DeadlineExceeded, InvalidRequest
-from headrace_common.process.connections import host_of
+from headrace_common.process.connections import host_of_peer
 from headrace_common.rpc.handlers import (
     Context,
     Handler,
@@ -34,12 +33,6 @@ TenantOf: TypeAlias = Callable[[Iterable[tuple[str, Any]]], str]
 def caller_name(tenant: str, host: str) -> str:
     """The name of a caller in the bounds: its tenant, or else its host."""
     return f"tenant:{tenant}" if tenant else host
-
-
-def host_of_peer(peer: str) -> str:
-    """The host of a peer as gRPC names it, such as "ipv4:10.0.0.7:40112"."""
-    address = unquote(peer.partition(":")[2]).rpartition(":")[0]
-    return host_of(address.strip("[]"))
 
 
 class CallerInterceptor(WrappingInterceptor):
@@ -78,10 +71,13 @@ class CallerInterceptor(WrappingInterceptor):
     @asynccontextmanager
     async def _bounded(self, context: Context) -> AsyncIterator[None]:
         host = host_of_peer(context.peer())
-        caller = caller_name(self._tenant_of(context.invocation_metadata() or ()), host)
+        metadata = context.invocation_metadata() or ()
+        tenant = self._tenant_of(metadata)
+        caller = caller_name(tenant, host)
         with self._bounds.call(caller, host):
             await self._bounds.pace(caller, host)
-            yield
+            async with self._bounds.rechecked(lambda: self._tenant_of(metadata), tenant):
+                yield
 
 
 async def _first(context: Context, bounds: CallerBounds) -> bytes:

@@ -16,7 +16,7 @@ from headrace_common.access.described import descriptors_of
 from headrace_common.access.table import Listener
 from headrace_common.access.tls import TlsIdentity, tls_identity
 from headrace_common.client_config import ClientFacingConfig
-from headrace_common.config import split_host_port
+from headrace_common.config import ServiceConfig, split_host_port
 from headrace_common.errors import ConfigError
 from headrace_common.reloading import ReloadedFiles
 from headrace_common.rpc.channel import (
@@ -33,12 +33,20 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES_MAX),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
 )
-INTERNAL_OPTIONS: tuple[tuple[str, int], ...] = (("grpc.max_concurrent_streams", 4_096),)
+_INTERNAL_STREAMS_MAX = 4_096
 # RPCs that have arrived and that the event loop has not begun. Beyond it, gRPC cancels RPCs of every client. Its own
 # limit is a thousand, which a burst of one client exceeds.
 _PENDING_MAX = 65_536
 # A caller that connects has this long to complete the handshakes of TLS and HTTP/2.
 _HANDSHAKE_S = 10.0
+
+
+def internal_options(config: ServiceConfig) -> tuple[tuple[str, int], ...]:
+    """The bounds on connections to internal_listen."""
+    return (
+        ("grpc.max_concurrent_streams", _INTERNAL_STREAMS_MAX),
+        ("grpc.max_connection_age_ms", _milliseconds(config.internal_connection_age_s)),
+    )
 
 
 def client_options(config: ClientFacingConfig, max_connections: int) -> tuple[tuple[str, int], ...]:

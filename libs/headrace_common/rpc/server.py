@@ -31,7 +31,7 @@ from headrace_common.rpc.access import ClientAccess, InternalAccess
 from headrace_common.rpc.callers import CallerInterceptor, TenantOf
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
 from headrace_common.rpc.in_flight import ClientStreams, InFlightInterceptor
-from headrace_common.rpc.listener import INTERNAL_OPTIONS, Address, RpcListener, client_options
+from headrace_common.rpc.listener import Address, RpcListener, client_options, internal_options
 from headrace_common.rpc.status import ErrorInterceptor
 from headrace_common.rpc.trace_context import TraceInterceptor
 
@@ -89,13 +89,13 @@ class GrpcServer:
             services,
             [
                 ErrorInterceptor(),
-                InternalAccess(Authorizer.from_config(config)),
+                InternalAccess(Authorizer.from_config(config), config.credential_check_s),
                 *common,
                 *interceptors,
             ],
             tls=Credentials.from_config(config).tls,
             message_bytes_max=message_bytes_max,
-            options=INTERNAL_OPTIONS,
+            options=internal_options(config),
         )
         self.server: grpc.aio.Server = internal.server
         self.client_server: grpc.aio.Server | None = None

@@ -15,6 +15,7 @@ from typing import Final, TypeAlias
 from google.protobuf.message import DecodeError
 
 from headrace.decode.v1 import decode_pb2
+from headrace_common.errors import Unauthenticated
 from headrace_common.limits import TICKET_BYTES_MAX
 from headrace_common.tickets.keys import FindKey, SigningKey, require_signed, unauthenticated
 
@@ -67,17 +68,7 @@ def check_ticket(
     `worker_id` None means any worker. `late_s` extends the lifetime of the ticket. An expired ticket's error has the
     time of `clock` in its metadata, as `unix_ns`.
     """
-    ticket, claims = decode_pb2.Ticket(), decode_pb2.TicketClaims()
-    try:
-        if len(request.ticket) > TICKET_BYTES_MAX:
-            raise DecodeError("too long")
-        ticket.ParseFromString(request.ticket)
-        claims.ParseFromString(ticket.claims)
-    except DecodeError:
-        raise unauthenticated("is not a ticket", "signature") from None
-    require_signed(
-        find_key, _KIND, claims=ticket.claims, signature=ticket.signature, key_id=ticket.key_id
-    )
+    claims = require_signed_ticket(find_key, request.ticket)
     now_ns = clock(claims.worker_id, claims.incarnation)
     if now_ns > claims.expire_unix_ns + late_s * 1e9:
         error = unauthenticated("has expired; ask the router for another", "expiry")
@@ -91,6 +82,27 @@ def check_ticket(
         raise unauthenticated(
             "is for another request; send what the router gave, unchanged", "request_hash"
         )
+    return claims
+
+
+def require_signed_ticket(find_key: FindKey, data: bytes) -> decode_pb2.TicketClaims:
+    """The claims of a serialized ticket. Raises Unauthenticated unless a known router has signed it."""
+    ticket, claims = decode_pb2.Ticket(), decode_pb2.TicketClaims()
+    if not data:
+        raise Unauthenticated(
+            "a ticket is required here; ask a router, by Generate or by Route",
+            metadata={"ticket": "missing"},
+        )
+    try:
+        if len(data) > TICKET_BYTES_MAX:
+            raise DecodeError("too long")
+        ticket.ParseFromString(data)
+        claims.ParseFromString(ticket.claims)
+    except DecodeError:
+        raise unauthenticated("is not a ticket", "signature") from None
+    require_signed(
+        find_key, _KIND, claims=ticket.claims, signature=ticket.signature, key_id=ticket.key_id
+    )
     return claims
 
 

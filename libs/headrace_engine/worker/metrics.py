@@ -29,6 +29,7 @@ class WorkerMetrics:
         self._transfers = meter.create_counter(schema.METRIC_TRANSFERS, "{transfer}")
         self._bytes = meter.create_counter(schema.METRIC_TRANSFER_BYTES, "By")
         self._ticket_refusals = meter.create_counter(schema.METRIC_TICKET_REFUSALS, "{ticket}")
+        self._callers_refused = meter.create_counter(schema.METRIC_CALLERS_REFUSED, "{refusal}")
         self._active = meter.create_gauge(schema.METRIC_TRANSFERS_ACTIVE, "{transfer}")
         self._requests = meter.create_gauge(schema.METRIC_WORKER_REQUESTS, "{request}")
         self._blocks_used = meter.create_gauge(schema.METRIC_BLOCKS_USED, "{block}")
@@ -66,6 +67,10 @@ class WorkerMetrics:
         self._ticket_refusals.add(
             1, {schema.ATTRIBUTE_WORKER_ID: worker_id, schema.ATTRIBUTE_TICKET_PART: part}
         )
+
+    def count_refused(self, refusal: str, count: int) -> None:
+        """Clients of this process exceeded the bounds on each caller."""
+        self._callers_refused.add(count, {schema.ATTRIBUTE_REFUSAL: refusal})
 
     def sample(self) -> None:
         """Sets the gauges of every reporting worker from its current status."""

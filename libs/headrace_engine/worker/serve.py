@@ -10,6 +10,9 @@ import grpc.aio
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.callers.bounds import CallerBounds, CallerLimits
+from headrace_common.client_config import ClientFacingConfig
+from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
 from headrace_common.rpc.server import ClientServices, GrpcServer
@@ -30,7 +33,8 @@ class RoleServer(ABC):
     client listener. `reserves_blocks`: whether its KV blocks are
     reserved by requests, rather than used as a cache only. `descriptor` is registered, if there is
     one. `on_routers` is called with the live routers. `ticket_keys` gets the keys that routers send
-    with WatchStatus. `interceptors` and `message_bytes_max` are for the server.
+    with WatchStatus. `interceptors` and `message_bytes_max` are for the server,
+    `client_interceptors` for `client_services`.
     """
 
     role: ClassVar[registry_pb2.Member.Role.ValueType]
@@ -41,6 +45,7 @@ class RoleServer(ABC):
     on_routers: RouterListener | None = None
     ticket_keys: TicketKeys | None = None
     interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
+    client_interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
     message_bytes_max: int = MESSAGE_BYTES_MAX
 
     @abstractmethod
@@ -78,9 +83,11 @@ async def serve_worker(
     config, engine = hosted.config, hosted.engine
     worker = build(host, hosted)
     clients: ClientServices | None = None
-    if worker.client_services:
+    settings: ServiceConfig = config
+    if worker.client_services and isinstance(settings, ClientFacingConfig):
         clients = ClientServices(
-            worker.client_services, worker.interceptors, worker.message_bytes_max
+            *(worker.client_services, worker.client_interceptors, worker.message_bytes_max),
+            CallerBounds(CallerLimits.from_config(settings), host.metrics.count_refused),
         )
     services = (*worker.services, WORKER_SERVICE)
     server = GrpcServer(config, services, clients, worker.interceptors, worker.message_bytes_max)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -18,9 +19,15 @@ from headrace_common.errors import (
     DeadlineExceeded,
     InvalidRequest,
     PermissionDenied,
+    QueueFull,
     StaleIncarnation,
 )
-from headrace_common.limits import DRAIN_GRACE_MAX_S
+from headrace_common.limits import (
+    DRAIN_GRACE_MAX_S,
+    STATUS_STREAMS_MAX,
+    STATUS_STREAMS_OF_CALLER_MAX,
+)
+from headrace_common.process.connections import host_of_peer
 from headrace_common.tickets.keys import TicketKeys
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_kv.layout.layout import WorkerRef
@@ -58,6 +65,8 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._prefix_events = prefix_events
         self._on_drain = on_drain
         self._ticket_keys = ticket_keys
+        self._streams: Counter[str] = Counter()
+        """Open streams by caller."""
 
     async def WatchStatus(
         self,
@@ -68,6 +77,7 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
         """See worker.proto."""
         interval_s = interval_s_of(request)
+        self._count_stream(context)
         if request.ticket_public_key:
             self._use_ticket_key(request.ticket_public_key, context)
         loop = asyncio.get_running_loop()
@@ -79,6 +89,22 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
                 await asyncio.sleep(min(POLL_S, max(0.0, send_by - loop.time())))
                 if self._status() != sent:
                     break
+
+    def _count_stream(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Counts a stream until it ends. Raises QueueFull beyond the streams of one caller, or of all."""
+        caller = current_caller().name or host_of_peer(context.peer())
+        for used, bound in (
+            (self._streams[caller], STATUS_STREAMS_OF_CALLER_MAX),
+            (self._streams.total(), STATUS_STREAMS_MAX),
+        ):
+            if used >= bound:
+                raise QueueFull(
+                    f"{used} streams of this worker's state are open; end some",
+                    metadata={"queue": "status streams", "maxsize": str(bound), "caller": caller},
+                )
+        self._streams[caller] += 1
+        # gRPC may drop a suspended generator without closing it. The stubs' callback type is a plain class.
+        context.add_done_callback(lambda _: self._streams.subtract([caller]))  # type: ignore[arg-type]
 
     def _use_ticket_key(
         self, public_key: bytes, context: grpc.aio.ServicerContext[Any, Any]
@@ -119,6 +145,7 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
             )
         interval_s = interval_s_of(request)
         _check_incarnation(request.incarnation, events.ref)
+        self._count_stream(context)
         with events.subscribe(request.since_sequence) as subscription:
             async for message in subscription.messages(interval_s):
                 yield message

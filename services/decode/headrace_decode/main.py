@@ -16,7 +16,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.process.run import run_service
 from headrace_common.tickets.keys import TicketKeys
-from headrace_common.tickets.request_gate import DecodeGate, message_bytes_max
+from headrace_common.tickets.request_gate import ClientDecodeGate, DecodeGate, message_bytes_max
 from headrace_decode.admission.admission import Admission, Capacity
 from headrace_decode.config import DecodeConfig
 from headrace_decode.service import DecodeService
@@ -70,6 +70,9 @@ class DecodeServer(RoleServer):
         self.ticket_keys = keys = TicketKeys()
         count_refusal = partial(host.metrics.ticket_refused, ref.worker_id)
         self.interceptors = (DecodeGate(engine.max_model_len),)
+        self.client_interceptors = (
+            ClientDecodeGate(engine.max_model_len, keys.find, count_refusal),
+        )
         self.message_bytes_max = message_bytes_max(engine.max_model_len)
         self._drain_grace_s = config.drain_grace_s
         self._checks = checks = _digest_checks(config, engine)

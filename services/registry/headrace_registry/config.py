@@ -113,6 +113,14 @@ class RegistryConfig(ServiceConfig):
         description="Members of one role, up to which a credential without a name may register another one. A "
         "credential with a name registers the member of that name also beyond that.",
     )
+    max_routers: PositiveCount = Field(
+        64,
+        description="Routers registered at once. Every worker connects to each of them.",
+    )
+    max_registrations_per_s: PositiveSeconds = Field(
+        1.0,
+        description="Registrations of one member each second, and 20 times as many at once.",
+    )
     prefix_hash_key: Annotated[SecretStr, AfterValidator(_check_secret)] = Field(
         SecretStr(""),
         description="Secret from which hashes of cached prompt prefixes are keyed, the same for every registry of a "

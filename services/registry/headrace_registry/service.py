@@ -16,6 +16,8 @@ from headrace_common.durations import duration_from_seconds, seconds_from_durati
 from headrace_common.errors import PermissionDenied, QueueFull
 from headrace_common.identity import is_worker_id
 from headrace_common.limits import CLOCK_OFFSET_NOTED_S, PAGE_SIZE_MAX
+from headrace_common.process.connections import host_of_peer
+from headrace_common.process.rates import RateByCaller
 from headrace_common.registry.policy import DEFAULT_RETRY_BUDGET
 from headrace_registry import validation
 from headrace_registry.store.base import Store
@@ -23,6 +25,11 @@ from headrace_registry.store.base import Store
 _LOG = logging.getLogger(__name__)
 
 _Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+# A member may use up the registrations of so many seconds at once, as after crashes.
+_REGISTRATIONS_AT_ONCE: Final = 20.0
+# Registrations a second from one host, by credentials without a name. They could change their member's name each time.
+_UNNAMED_PER_S: Final = 20.0
+_UNNAMED_AT_ONCE: Final = 100
 
 
 _CREDENTIAL_ROLES: Final = {
@@ -57,11 +64,19 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         max_members: int,
         max_unnamed_members: int,
         prefix_hash_key: int = 0,
+        *,
+        max_routers: int = 64,
+        registrations_per_s: float = 1.0,
     ) -> None:
         self._store = store
         self._max_members = max_members
         self._max_unnamed_members = max_unnamed_members
         self._prefix_hash_key = prefix_hash_key
+        self._max_routers = max_routers
+        self._registrations = RateByCaller(
+            registrations_per_s, max(1.0, _REGISTRATIONS_AT_ONCE * registrations_per_s)
+        )
+        self._unnamed = RateByCaller(_UNNAMED_PER_S, _UNNAMED_AT_ONCE + max_unnamed_members)
 
     async def Register(
         self, request: registry_pb2.RegisterRequest, context: _Context
@@ -74,6 +89,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             }
         )
         _require_own_identity(request.member)
+        self._require_rate(request.member.worker_id, host_of_peer(context.peer()))
         if request.member.worker_id not in self._store.members:
             self._require_room(request.member.role)
         ttl_s = math.ceil(seconds_from_duration(request.ttl))
@@ -91,6 +107,24 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             registration_order=registration.order,
         )
 
+    def _require_rate(self, worker_id: str, host: str) -> None:
+        """Raises QueueFull when a member, or a host without a name in its credential, registers too often.
+
+        Every registration is written to the store, and every watcher reads it.
+        """
+        rates = [(self._registrations, worker_id)]
+        if not current_caller().name:
+            rates.append((self._unnamed, host))
+        for rate, name in rates:
+            if excess_s := rate.excess_s(name):
+                raise QueueFull(
+                    f"{name} registers too often: wait {excess_s:.1f} s, and find out why it loses its lease",
+                    metadata={"queue": "registrations", "worker_id": worker_id},
+                    retry_after_s=excess_s,
+                )
+        for rate, name in rates:
+            rate.count(name)
+
     def _require_room(self, role: registry_pb2.Member.Role.ValueType) -> None:
         """Raises QueueFull when the caller may not register another member."""
         known = self._store.members
@@ -98,6 +132,13 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             raise QueueFull(
                 f"the registry has reached its limit of {self._max_members} members: raise its max_members",
                 metadata={"max_members": str(self._max_members)},
+            )
+        routers = sum(member.role == registry_pb2.Member.ROLE_ROUTER for member in known.values())
+        if role == registry_pb2.Member.ROLE_ROUTER and routers >= self._max_routers:
+            raise QueueFull(
+                f"{routers} routers are registered, and every worker works for each of them: raise the registry's "
+                "max_routers",
+                metadata={"max_routers": str(self._max_routers)},
             )
         if current_caller().name:
             return

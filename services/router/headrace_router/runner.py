@@ -7,7 +7,10 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import TypeAlias
+
+from opentelemetry.trace import Span
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.callers.bounds import CallerBounds
@@ -15,17 +18,37 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining
 from headrace_common.process.pacing import LoopLoad
 from headrace_router.admission.admission import Admission, AdmissionPermit
+from headrace_router.answers import AnswerGroup, ResponseWriter, answer_count
 from headrace_router.dispatch.completion import finish_reason_name
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.metrics import RouterMetrics
 from headrace_router.request.preparation import RequestPreparer
 from headrace_router.request.request import RoutedRequest
 from headrace_router.request.response_stream import ResponseStream, TextOutlet
-from headrace_router.request.validation import REQUEST_ID_CHARACTERS_MAX
+from headrace_router.request.validation import REQUEST_ID_CHARACTERS_MAX, PreparedRequest
 from headrace_router.tracing.request_span import RequestTracer, trace_id_of
 
-ResponseWriter: TypeAlias = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
-"""Sends one message to the client. It returns when the client can take another."""
+_Prepare: TypeAlias = Callable[[Span, str], Awaitable[PreparedRequest]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What all answers to one request share."""
+
+    tenant: str
+    deadline: Deadline
+    arrival_unix_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """One answer to run. `prepare` gets its root span and the tenant, and `on_response` its empty response."""
+
+    request_id: str
+    prepare: _Prepare
+    write: ResponseWriter
+    on_response: Callable[[ResponseStream], None] = lambda response: None
+    outlet: TextOutlet | None = None
 
 
 class RequestRunner:
@@ -74,19 +97,61 @@ class RequestRunner:
     ) -> None:
         """Writes the response to `request`, message by message. Cancellation ends all work for the request.
 
-        `outlet` may get the text of some messages instead of `write`, between the first and the last message. Raises
-        HeadraceError, before or between messages.
+        `outlet` may get the text of some messages instead of `write`, between the first and the last message of a
+        single answer. Raises HeadraceError, before or between messages.
         """
         arrival_unix_ns = time.time_ns()
+        terms = _Terms(tenant, deadline, arrival_unix_ns)
+        request_id = request_id_of(request)
+
+        async def prepare(root: Span, tenant: str) -> PreparedRequest:
+            return await self._preparer.prepare(request, request_id, root, deadline, tenant)
+
         with self._metrics.count_failures():
-            permit = await self.admit(tenant, deadline)
-            with self._admission.holding(permit):
-                response = await self._run_admitted(
-                    request, (write, outlet), permit, deadline, arrival_unix_ns
-                )
+            if answer_count(request) == 1:
+                self.reject_when_draining()
+                await self._answer(_Answer(request_id, prepare, write, outlet=outlet), terms)
+            else:
+                await self._answer_several(AnswerGroup(request, write), request_id, prepare, terms)
+
+    async def _answer_several(
+        self, group: AnswerGroup, request_id: str, prepare: _Prepare, terms: _Terms
+    ) -> None:
+        self.reject_when_draining()
+
+        async def prepare_first(root: Span, tenant: str) -> PreparedRequest:
+            return group.first_prepared(await prepare(root, tenant))
+
+        async def run_first() -> None:
+            first = _Answer(request_id, prepare_first, group.writer(0), group.first_started)
+            await self._answer(first, terms)
+            group.first_ended()
+
+        async def run_other(number: int) -> None:
+            prepared = await group.prepared(number)
+
+            async def give(root: Span, tenant: str) -> PreparedRequest:
+                return prepared
+
+            answer = _Answer(prepared.request_id, give, group.writer(number))
+            await self._answer(answer, terms)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(run_first())
+                for number in range(1, group.count):
+                    tasks.create_task(run_other(number))
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        await group.finish()
+
+    async def _answer(self, answer: _Answer, terms: _Terms) -> None:
+        permit = await self._admission.admit(terms.tenant, terms.deadline)
+        with self._admission.holding(permit):
+            response = await self._run_admitted(answer, permit, terms)
+        first_ms = (response.first_token_unix_ns - terms.arrival_unix_ns) / 1e6
         self._metrics.count_request(
-            finish_reason_name(response.finish_reason),
-            (response.first_token_unix_ns - arrival_unix_ns) / 1e6 if response.started else None,
+            finish_reason_name(response.finish_reason), first_ms if response.started else None
         )
 
     @asynccontextmanager
@@ -107,30 +172,22 @@ class RequestRunner:
         await self._callers.wait_turn()
 
     async def _run_admitted(
-        self,
-        request: inference_pb2.GenerateRequest,
-        writers: tuple[ResponseWriter, TextOutlet | None],
-        permit: AdmissionPermit,
-        deadline: Deadline,
-        arrival_unix_ns: int,
+        self, answer: _Answer, permit: AdmissionPermit, terms: _Terms
     ) -> ResponseStream:
-        request_id = request_id_of(request)
-        with self._tracer.request_span(request_id, arrival_unix_ns) as root:
-            prepared = await self._preparer.prepare(
-                request, request_id, root, deadline, permit.tenant
-            )
+        with self._tracer.request_span(answer.request_id, terms.arrival_unix_ns) as root:
+            prepared = await answer.prepare(root, permit.tenant)
             await permit.acquire_tokens(len(prepared.token_ids))
             await permit.acquire_slot(prepared.model)
             await self.wait_turn()
             response = ResponseStream(prepared, trace_id_of(root), self._load)
+            answer.on_response(response)
             routed = RoutedRequest(
-                *(prepared, response, root, deadline, arrival_unix_ns, permit.tenant),
+                *(prepared, response, root, terms.deadline, terms.arrival_unix_ns, permit.tenant),
                 slot_wait_s=lambda: permit.slot_wait_s,
             )
-            write, outlet = writers
-            if outlet is not None:
-                response.use_outlet(outlet)
-            await self._stream(routed, write, permit)
+            if answer.outlet is not None:
+                response.use_outlet(answer.outlet)
+            await self._stream(routed, answer.write, permit)
             return response
 
     async def _stream(

@@ -14,7 +14,8 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from headrace_common.rpc.trace_context import traceparent
 from headrace_router.admission.admission import Admission
-from headrace_router.admission.tenants import DEFAULT_TENANT, Tenants
+from headrace_router.admission.tenants import DEFAULT_TENANT, TenantAliases, Tenants
+from headrace_router.answers import answer_count
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.lookaside.tickets import LookAside, candidates_to_proto
 from headrace_router.models import ModelCatalog
@@ -48,6 +49,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._models = models
         self._prefixes = prefixes
         self._tenants = tenants
+        self._aliases = TenantAliases(tenants)
         self._runner = runner
         self._admission = admission
         self._preparer = preparer
@@ -115,9 +117,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             caller = permit.tenant if self._tenants.keyed else _host_of(context)
             # Without a free slot, the client's request waits for its share in Generate.
             free = self._admission.has_free_slot(prepared.model)
-            if not request.explain and free and self._direct.has_room(caller):
+            one = answer_count(request.request) == 1
+            if one and not request.explain and free and self._direct.has_room(caller):
                 direct = self._look_aside.grant(
-                    prepared, decision, permit.tenant, traceparent(root)
+                    *(prepared, decision, self._aliases.alias_of(permit.tenant)),
+                    traceparent(root),
                 )
             if direct is not None:
                 # The request keeps its permit until it has ended on its decode worker.
@@ -153,7 +157,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 return response
             finally:
                 held_permit.release_tokens()
-        permit = await self._admission.admit(claims.tenant, deadline)
+        permit = await self._admission.admit(self._aliases.tenant_of(claims.tenant), deadline)
         with self._admission.holding(permit):
             await permit.acquire_tokens(prompt_tokens)
             return await self._look_aside.prefill(request, claims, deadline)

@@ -21,7 +21,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
-from headrace_common.tickets.request_gate import DecodeGate, message_bytes_max
+from headrace_common.tickets.request_gate import ClientDecodeGate, DecodeGate, message_bytes_max
 from headrace_decode.admission.admission import Admission, Capacity
 from headrace_decode.service import DecodeService
 from headrace_engine.worker.status import WorkerStatusServicer
@@ -105,7 +105,8 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
     names = ["headrace.decode.v1.DecodeService"]
     gate, bytes_max = [DecodeGate(CONTEXT_TOKENS)], message_bytes_max(CONTEXT_TOKENS)
     config = ClientFacingConfig(insecure=insecure)
-    clients = ClientServices(names, gate, bytes_max)
+    client_gate = ClientDecodeGate(CONTEXT_TOKENS, ROUTER.known.find, lambda part: None)
+    clients = ClientServices(names, [client_gate], bytes_max)
     server = GrpcServer(config, names, clients, gate, bytes_max)
     for listening in (server.server, server.client_server):
         assert listening is not None

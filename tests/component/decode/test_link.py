@@ -345,6 +345,19 @@ async def test_opens_are_bounded_and_need_credit(
     await until(lambda: three in link.reserved, what="Reserved")
 
 
+async def test_a_router_that_floods_a_link_loses_it(
+    served: Served, link: LinkClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "LINK_STREAMS_MAX", 2)
+    opens = [
+        decode_pb2.LinkOpen(stream_id=number, request=local(f"x{number}"), credit_tokens=1)
+        for number in range(1, 20)
+    ]
+    await link.write(opens=opens)
+    assert isinstance(await link.error(), ProtocolViolation)
+    await freed(served)
+
+
 @pytest.mark.parametrize("insecure", [False])
 async def test_only_routers_open_links(served: Served) -> None:
     served.engine.play(DecodeEnded(False, 0))

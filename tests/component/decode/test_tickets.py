@@ -20,6 +20,7 @@ from headrace_common.errors import (
     HeadraceError,
     InvalidRequest,
     PermissionDenied,
+    QueueFull,
     Unauthenticated,
 )
 from headrace_common.rpc.channel import open_channel
@@ -27,6 +28,7 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tickets.direct import TicketSigner
 from headrace_common.tickets.keys import SigningKey
 from headrace_decode import attempts
+from headrace_engine.worker import status
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.prefill_rank import (
     PREFILL_REF,
@@ -131,6 +133,33 @@ async def test_a_router_s_remote_prefill_needs_a_key_that_its_status_stream_has_
         assert await watch.read()
         await accepted
         watch.cancel()
+
+
+async def test_the_status_streams_of_one_router_are_bounded(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "STATUS_STREAMS_OF_CALLER_MAX", 3)
+    async with open_channel(served.endpoint, Credentials(role=Role.ROUTER)) as channel:
+        stub = replace(served, channel=channel).worker
+        open_calls = [stub.WatchStatus(worker_pb2.WatchStatusRequest()) for _ in range(3)]
+        for call in open_calls:
+            assert await call.read()
+        refused = stub.WatchStatus(worker_pb2.WatchStatusRequest())
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await refused.read()
+        assert isinstance(error_from_rpc(raised.value), QueueFull)
+        open_calls[0].cancel()
+
+        async def admitted() -> bool:
+            call = stub.WatchStatus(worker_pb2.WatchStatusRequest())
+            try:
+                return bool(await call.read())
+            except grpc.aio.AioRpcError:
+                return False
+            finally:
+                call.cancel()
+
+        await until(admitted, 20, "room for a stream")
 
 
 @pytest.mark.parametrize("role", [Role.OPERATOR, Role.ROUTER])

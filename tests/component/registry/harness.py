@@ -163,6 +163,8 @@ class Registry:
                 config.max_members,
                 config.max_unnamed_members,
                 config.read_prefix_hash_key(),
+                max_routers=config.max_routers,
+                registrations_per_s=config.max_registrations_per_s,
             ),
             self.server.server,
         )

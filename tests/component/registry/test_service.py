@@ -208,6 +208,38 @@ async def test_credentials_without_a_name_register_a_bounded_number_of_each_role
         await stub.Register(refused, metadata=decode[1])
 
 
+async def test_a_member_that_registers_again_and_again_is_refused_and_others_are_not() -> None:
+    async with (
+        running_registry(max_registrations_per_s=0.001) as registry,
+        registry_stub(registry.endpoint) as stub,
+    ):
+        for _ in range(2):
+            await stub.Register(register(worker()))
+        error = await error_of(QueueFull, stub.Register(register(worker())))
+        assert "decode-0 registers too often" in error.detail
+        assert error.retry_after_s
+        await stub.Register(register(worker("decode-1")))
+
+
+async def test_the_routers_are_bounded_and_a_known_one_may_register_again() -> None:
+    def router(name: str) -> registry_pb2.Member:
+        member = worker(name)
+        member.role = registry_pb2.Member.ROLE_ROUTER
+        member.ClearField("model")
+        return member
+
+    async with (
+        running_registry(max_routers=2) as registry,
+        registry_stub(registry.endpoint) as stub,
+    ):
+        for number in range(2):
+            await stub.Register(register(router(f"router-{number}")))
+        error = await error_of(QueueFull, stub.Register(register(router("router-2"))))
+        assert "raise the registry's max_routers" in error.detail
+        await stub.Register(register(router("router-1")))
+        await stub.Register(register(worker("decode-1")))
+
+
 async def test_a_watcher_that_does_not_read_expires_and_delays_no_other() -> None:
     # Without bandwidth probes, the receive window of a connection stays at 64 KiB.
     small = [("grpc.http2.bdp_probe", 0), ("grpc.enable_http_proxy", 0)]

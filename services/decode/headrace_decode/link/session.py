@@ -127,6 +127,11 @@ class LinkSession:
             )
         self._last_stream_id = stream_id
         full = self._outgoing.count >= LINK_STREAMS_MAX
+        if self._outgoing.count >= 2 * LINK_STREAMS_MAX:
+            # Even the refusals are bounded.
+            raise ProtocolViolation(
+                "the router opens requests that were refused, and reads no refusal"
+            )
         self._outgoing.open(stream_id, opened.credit_tokens)
         lane = self._lanes[stream_id] = _Lane(stream_id)
         if not opened.credit_tokens:

@@ -133,6 +133,7 @@ class RequestDispatcher:
                     request, token_ids, decision, load_reservation.links, number, retries
                 )
                 attempt = Attempt(self._attempt_context, request, plan)
+                request.response.attempt_started(worker)
                 outcome = await self._run_attempt(request, attempt, number, retries)
             finally:
                 load_reservation.release()
@@ -241,7 +242,7 @@ class RequestDispatcher:
                         suspect=retries.avoided,
                         local_only=retries.local_only,
                     ),
-                    self._candidates(request.model, token_ids, request.cache_salt),
+                    self._candidates(request, token_ids),
                 )
                 attributes |= {
                     schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
@@ -254,13 +255,18 @@ class RequestDispatcher:
             # The failure that excluded the workers is more precise than NoDecodeWorker.
             raise retries.last_error or error from None
 
-    def _candidates(self, model: str, token_ids: Sequence[int], cache_salt: str) -> Candidates:
-        table = self._workers.table(model)
+    def _candidates(self, request: PreparedRequest, token_ids: Sequence[int]) -> Candidates:
+        table = self._workers.table(request.model)
+        cached_tokens = self._prefixes.cached_tokens(table, token_ids, request.cache_salt)
+        if request.cached_on is not None:
+            cached_tokens = table.with_cached_prompt(
+                cached_tokens, request.cached_on, len(request.token_ids)
+            )
         return Candidates(
             decode=table,
-            cached_tokens=self._prefixes.cached_tokens(table, token_ids, cache_salt),
+            cached_tokens=cached_tokens,
             prefill=self._queue.pulling_workers(),
-            queue_wait_s=self._queue.estimate(model).wait_s,
+            queue_wait_s=self._queue.estimate(request.model).wait_s,
         )
 
     def _plan(

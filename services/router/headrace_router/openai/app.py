@@ -27,7 +27,6 @@ from headrace_router.openai.conversion import (
     chat_request,
     completion_requests,
     openai_violations,
-    single_choices,
     tokenize_request,
 )
 from headrace_router.openai.errors import HttpError
@@ -139,12 +138,14 @@ class OpenAiApp:
 
     async def _serve_in_bounds(self, exchange: HttpExchange) -> None:
         callers = self._parts.callers
-        tenant = tenant_or_none(self._parts.tenants, exchange.headers.items())
+        tenant_now = partial(tenant_or_none, self._parts.tenants, exchange.headers.items())
+        tenant = tenant_now()
         caller = caller_name(tenant, exchange.host)
         with callers.call(caller, exchange.host):
             await callers.pace(caller, exchange.host)
             try:
-                await self._serve(exchange)
+                async with callers.rechecked(tenant_now, tenant):
+                    await self._serve(exchange)
             except HttpError:
                 callers.count_rejection(caller)
                 raise
@@ -273,40 +274,25 @@ class OpenAiApp:
         write: Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]],
         write_text: Callable[[int, str], bool] | None = None,
     ) -> None:
-        """Runs all choices. The first error ends them all. `write_text` is a TextOutlet for each choice.
-
-        The first choice of a prompt starts alone. The others start with its first token, when the prompt is cached.
-        """
+        """Runs the requests of all prompts. The first error ends them all. `write_text` is a TextOutlet by choice."""
         deadline = Deadline.after(self._deadline_s)
 
-        async def run(
-            index: int,
-            request: inference_pb2.GenerateRequest,
-            started: asyncio.Event,
-            *,
-            waits: bool,
-        ) -> None:
+        async def run(first_index: int, request: inference_pb2.GenerateRequest) -> None:
             async def write_choice(message: inference_pb2.GenerateResponse) -> None:
-                started.set()
-                await write(index, message)
+                await write(first_index + message.choice, message)
 
-            if waits:
-                await started.wait()
-            outlet = None if write_text is None else partial(write_text, index)
+            outlet = None if write_text is None else partial(write_text, first_index)
             await self._parts.runner.run(request, tenant, deadline, write_choice, outlet)
-            started.set()
 
-        if generation.choices == 1:
-            await run(0, generation.requests[0], asyncio.Event(), waits=False)
+        if len(generation.requests) == 1:
+            await run(0, generation.requests[0])
             return
-        index = 0
+        first_index = 0
         try:
             async with asyncio.TaskGroup() as group:
                 for request in generation.requests:
-                    started = asyncio.Event()
-                    for number, choice in enumerate(single_choices(request)):
-                        group.create_task(run(index, choice, started, waits=number > 0))
-                        index += 1
+                    group.create_task(run(first_index, request))
+                    first_index += request.n
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 
@@ -317,17 +303,21 @@ class OpenAiApp:
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
-        request = tokenize_request(parse_body(TokenizeBody, await self._body(exchange)))
+        body = parse_body(TokenizeBody, await self._body(exchange))
+        preparer = self._parts.preparer
         try:
             async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
-                prepared = await self._parts.preparer.tokenize(request, tenant)
+                prepared = await preparer.tokenize(tokenize_request(body), tenant)
+                tokens: Sequence[int] = prepared.token_ids
+                if body.prompt is not None and body.add_special_tokens is False:
+                    tokens = await preparer.tokenize_part(prepared.model, body.prompt, tenant)
         except InvalidRequest as error:
             raise InvalidRequest(openai_violations(error.violations, chat=False)) from error
         await exchange.respond_object(
             {
-                "count": len(prepared.token_ids),
-                "max_model_len": self._parts.preparer.max_model_len(prepared.model),
-                "tokens": list(prepared.token_ids),
+                "count": len(tokens),
+                "max_model_len": preparer.max_model_len(prepared.model),
+                "tokens": list(tokens),
             }
         )
 

@@ -30,7 +30,6 @@ _SAME_NAMES = (
     "seed",
     "skip_special_tokens",
 )
-_SEEDS = 2**63
 _MODES = {
     "none": tools_pb2.ToolChoice.MODE_NONE,
     "auto": tools_pb2.ToolChoice.MODE_AUTO,
@@ -167,23 +166,6 @@ def _set_response_format(sampling: sampling_pb2.SamplingParams, body: ResponseFo
         sampling.structured_outputs.json_object = True
     elif body.json_schema is not None and body.json_schema.schema_ is not None:
         sampling.structured_outputs.json = _json(body.json_schema.schema_)
-
-
-def single_choices(
-    request: inference_pb2.GenerateRequest,
-) -> list[inference_pb2.GenerateRequest]:
-    """A request for each choice. Each but the first has another seed, if there is one, and another id."""
-    choices: list[inference_pb2.GenerateRequest] = []
-    for index in range(request.n):
-        choice = inference_pb2.GenerateRequest()
-        choice.CopyFrom(request)
-        choice.n = 1
-        if index:
-            choice.request_id = f"{request.request_id}-{index}"
-            if request.sampling.HasField("seed"):
-                choice.sampling.seed = (request.sampling.seed + index) % _SEEDS
-        choices.append(choice)
-    return choices
 
 
 def _chat(

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 ChunkWriter: TypeAlias = Callable[[bytes], bool]
 """Sends a chunk of a response that has started. False, and nothing is sent, when it would have to wait."""
-CHUNKS_EXTENSION = "headrace.chunks"
+CHUNKS_EXTENSION = "headrace_chunks"
 """The name of the server's ChunkWriter among the extensions of an ASGI scope."""
 
 BODY_WAIT_S = 30.0

@@ -32,6 +32,7 @@ Prompt: TypeAlias = (
 )
 
 
+_NO_TEXT = "Input should be a valid string"
 # A remedy that a validator gives for one field.
 _FIELD_REMEDY = re.compile(r"([a-z_]+): (.*)", re.DOTALL)
 
@@ -190,8 +191,6 @@ class CompletionBody(GenerationBody):
     def _check_completion(self) -> CompletionBody:
         if self.echo:
             raise ValueError("echo: is not supported; put the prompt before the text yourself")
-        if self.best_of is not None and self.best_of != self.choice_count:
-            raise ValueError("best_of: must equal n; leave it out")
         if self.suffix:
             raise ValueError("suffix: is not supported; leave it out")
         return self
@@ -206,6 +205,13 @@ class TokenizeBody(Body):
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     continue_final_message: bool = False
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeBody:
+        if self.messages is not None and self.add_special_tokens is not None:
+            raise ValueError("add_special_tokens: the template of a chat decides; leave it out")
+        return self
 
 
 class DetokenizeBody(Body):
@@ -239,7 +245,12 @@ def _violations(error: ValidationError) -> dict[str, str]:
         # The members of a union have a violation each.
         name = path or "body"
         violations[name] = f"{violations[name]}, or: {message}" if name in violations else message
-    return violations
+    # Where a part of a list is wrong, a text was only the alternative to the list.
+    return {
+        name: message
+        for name, message in violations.items()
+        if message != _NO_TEXT or not any(other.startswith(f"{name}[") for other in violations)
+    }
 
 
 def _path(location: tuple[int | str, ...]) -> str:

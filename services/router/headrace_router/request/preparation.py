@@ -71,6 +71,11 @@ class RequestPreparer:
         """The validated request, outside any trace. Raises InvalidRequest."""
         return await self._run(request, "", tenant)
 
+    async def tokenize_part(self, model: str, text: str, tenant: str) -> list[int]:
+        """Tokens of a text that `tokenize` accepts, without special tokens around it."""
+        codec = self._codecs[model]
+        return await self._threads.run(tenant, len(text.encode()), lambda: codec.encode_part(text))
+
     async def detokenize(self, model: str, token_ids: Sequence[int], tenant: str) -> str:
         """The text of tokens. Raises InvalidRequest when they are invalid or exceed the context length."""
         codec = self._codecs[model]

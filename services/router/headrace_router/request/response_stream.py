@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.process.pacing import FlushPace, LoopLoad
+from headrace_kv.layout.layout import WorkerRef
 from headrace_router.request.validation import PreparedRequest
 from headrace_text.detokenizer import IncrementalDetokenizer
 from headrace_text.stop_strings import StopStringScanner
@@ -87,6 +88,8 @@ class ResponseStream:
         )
         self.first_token_by = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
         """How the first token was generated."""
+        self.decode_worker: WorkerRef | None = None
+        """The decode worker of the latest attempt."""
         self.first_token_unix_ns = 0
         self.second_token_unix_ns = 0
         """Arrival of the second batch of tokens. A fast decode worker sends several tokens in a batch."""
@@ -97,6 +100,13 @@ class ResponseStream:
     def started(self) -> bool:
         """Whether an attempt has added a token."""
         return len(self._generated) > len(self._request.generated)
+
+    @property
+    def kv_is_on_decode(self) -> bool:
+        """Whether a decode worker has generated a token from the KV cache of the whole prompt."""
+        if self.first_token_by == first_token_pb2.FIRST_TOKEN_POLICY_DECODE:
+            return self.started
+        return self.second_token_unix_ns > 0
 
     @property
     def generated(self) -> tuple[int, ...]:
@@ -119,6 +129,10 @@ class ResponseStream:
         if self.stopped:
             return sampling_pb2.FINISH_REASON_STOP
         return ended_by(self._request, self._generated)
+
+    def attempt_started(self, decode_worker: WorkerRef) -> None:
+        """An attempt adds its tokens from now on."""
+        self.decode_worker = decode_worker
 
     def now_unix_ns(self) -> int:
         """The wall clock of the response's start, continued by the monotonic clock: a clock that is set changes no

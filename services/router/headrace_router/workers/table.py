@@ -109,6 +109,18 @@ class LoadTable:
                 marked[row] = True
         return marked
 
+    def with_cached_prompt(
+        self, cached_tokens: Numbers, ref: WorkerRef, prompt_tokens: int
+    ) -> Numbers:
+        """The cached tokens of all workers, if worker `ref` has all whole blocks of a prompt."""
+        row = self._rows.get(ref)
+        if row is None:
+            return cached_tokens
+        raised: Numbers = cached_tokens.copy()
+        whole = prompt_tokens - prompt_tokens % self.workers[row].layout.block_tokens
+        raised[row] = max(raised[row], whole)
+        return raised
+
     def paired(self, prefill_layouts: Collection[KvLayout]) -> Flags:
         """True in the rows of workers that can receive from a prefill worker with one of these fingerprints."""
         by_layout = np.array([layout in prefill_layouts for layout in self.layouts], np.bool_)

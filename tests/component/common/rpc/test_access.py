@@ -16,6 +16,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace_common.access.credentials import TlsFiles
+from headrace_common.access.roles import TOKEN_KEY, Role
+from headrace_common.access.tokens import create_token, new_private_key, public_key_of
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import (
@@ -51,6 +53,8 @@ class Recorded:
 
     async def stream(self, request: bytes, context: Any) -> AsyncIterator[bytes]:
         yield b"answer to " + request
+        if request == b"hold":
+            await asyncio.Event().wait()
         yield b"end"
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -131,6 +135,52 @@ async def test_a_permitted_caller_without_a_request_gets_an_error(
     error = error_from_rpc(caught.value)
     assert isinstance(error, InvalidRequest)
     assert "missing" in error.violations["request"]
+
+
+async def test_an_open_stream_ends_after_the_key_of_its_token_was_removed(tmp_path: Path) -> None:
+    recorded = Recorded()
+    keys = [new_private_key(), new_private_key()]
+    file = tmp_path / "keys.pem"
+    file.write_bytes(b"\n".join(map(public_key_of, keys)))
+    config = ServiceConfig(credential_check_s=0.1, token_keys_file=str(file))
+    server = GrpcServer(config, ())
+    server.server.add_generic_rpc_handlers([recorded.handlers()])
+    endpoint = await server.start()
+    tokens = [create_token(key, Role.OPERATOR, "", 600) for key in keys]
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        call: Any = channel.unary_stream(_WATCH)
+        ending, going_on = (
+            call(b"hold", metadata=((TOKEN_KEY, token),), timeout=60) for token in tokens
+        )
+        assert await ending.read() == await going_on.read() == b"answer to hold"
+        file.write_bytes(public_key_of(keys[1]))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await ending.read()
+        assert isinstance(error_from_rpc(caught.value), Unauthenticated)
+        assert not going_on.done()
+        going_on.cancel()
+    await server.stop(None)
+
+
+async def test_a_connection_of_the_deployment_ends_by_its_age_and_its_streams_go_on() -> None:
+    server = GrpcServer(ServiceConfig(internal_connection_age_s=0.5, insecure=True), ())
+    server.server.add_generic_rpc_handlers([Recorded().handlers()])
+    endpoint = await server.start()
+    port = int(endpoint.rpartition(":")[2])
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        watch: Any = channel.unary_stream(_WATCH)
+        held = watch(b"hold", timeout=60)
+        assert await held.read() == b"answer to hold"
+        answer: Any = channel.unary_unary(_SET_POLICY)
+
+        async def on_another_connection() -> bool:
+            assert await answer(b"hi", timeout=20) == b"answer to hi"
+            return len(connections_to(port)) > 1
+
+        await until(on_another_connection, 30, "another connection", 0.1)
+        assert not held.done()
+        held.cancel()
+    await server.stop(None)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]", "localhost"])

@@ -13,9 +13,10 @@ import grpc.aio
 import pytest
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
-from headrace_common.callers.bounds import REFUSED_BODY, CallerBounds, CallerLimits
+from headrace_common.callers.bounds import REFUSED_BODY, REFUSED_KEY, CallerBounds, CallerLimits
 from headrace_common.client_config import ClientFacingConfig
-from headrace_common.errors import HeadraceError, InvalidRequest, QueueFull
+from headrace_common.errors import HeadraceError, InvalidRequest, QueueFull, Unauthenticated
+from headrace_common.process.connections import host_of_peer
 from headrace_common.rpc import callers as interceptor
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer
@@ -25,6 +26,7 @@ from tests.waiting import until
 _SERVICE = "headrace.inference.v1.InferenceService"
 _CALLS_MAX = 2
 _WAIT_S = 20.0
+_CHECK_S = 0.05
 
 
 class _Servicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -52,8 +54,16 @@ class _Servicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 class _Served:
-    def __init__(self, channel: grpc.aio.Channel, servicer: _Servicer, bounds: CallerBounds):
-        self.channel, self.servicer, self.bounds = channel, servicer, bounds
+    """`removed`: tenants of which no key is known any more."""
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        servicer: _Servicer,
+        bounds: CallerBounds,
+        removed: set[str],
+    ) -> None:
+        self.channel, self.servicer, self.bounds, self.removed = channel, servicer, bounds, removed
         self._generate: Any = channel.unary_stream(f"/{_SERVICE}/Generate")
 
     async def ask(self, tenant: str, body: bytes = b"") -> str:
@@ -66,23 +76,25 @@ class _Served:
         return inference_pb2.GenerateResponse.FromString(data[0]).text
 
 
-def _tenant_of(metadata: Any) -> str:
-    return str(dict(metadata).get("x-tenant", ""))
-
-
 @asynccontextmanager
 async def _served(refused: Counter[str]) -> AsyncIterator[_Served]:
     def count(refusal: str, number: int) -> None:
         refused[refusal] += number
 
-    servicer, bounds = _Servicer(), CallerBounds(CallerLimits(_CALLS_MAX, 1.0), count)
-    clients = ClientServices((_SERVICE,), callers=bounds, tenant_of=_tenant_of)
+    removed: set[str] = set()
+
+    def tenant_of(metadata: Any) -> str:
+        tenant = str(dict(metadata).get("x-tenant", ""))
+        return "" if tenant in removed else tenant
+
+    servicer, bounds = _Servicer(), CallerBounds(CallerLimits(_CALLS_MAX, 0.01, _CHECK_S), count)
+    clients = ClientServices((_SERVICE,), callers=bounds, tenant_of=tenant_of)
     server = GrpcServer(ClientFacingConfig(), (), clients)
     assert server.client_server is not None
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.client_server)
     await server.start()
     async with open_channel(server.client_endpoint) as channel:
-        yield _Served(channel, servicer, bounds)
+        yield _Served(channel, servicer, bounds, removed)
     await server.stop(0)
 
 
@@ -121,6 +133,20 @@ async def test_a_tenant_of_many_invalid_requests_is_refused_and_another_is_not()
         assert await it.ask("b") == "answer"
 
 
+async def test_an_open_call_ends_after_its_key_was_removed() -> None:
+    refused: Counter[str] = Counter()
+    async with _served(refused) as it:
+        ended, other = (asyncio.create_task(it.ask(tenant)) for tenant in "ab")
+        await until(lambda: it.bounds.calls("tenant:a") + it.bounds.calls("tenant:b") == 2, _WAIT_S)
+        it.removed.add("a")
+        error = await _error_of(ended)
+        assert isinstance(error, Unauthenticated)
+        assert "was removed while its request ran" in error.detail
+        assert refused == {REFUSED_KEY: 1}
+        it.servicer.release.set()
+        assert await other == "answer"
+
+
 async def test_a_request_that_does_not_arrive_ends_its_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -146,9 +172,9 @@ async def test_a_unary_request_that_cannot_be_parsed_is_invalid() -> None:
 
 
 def test_callers_are_tenants_or_hosts() -> None:
-    assert interceptor.host_of_peer("ipv4:10.0.0.7:40112") == "10.0.0.7"
-    assert interceptor.host_of_peer("ipv6:%5B2001:db8::7%5D:40112") == "2001:db8::/64"
-    assert interceptor.host_of_peer("ipv6:%5B::ffff:10.0.0.7%5D:40112") == "10.0.0.7"
+    assert host_of_peer("ipv4:10.0.0.7:40112") == "10.0.0.7"
+    assert host_of_peer("ipv6:%5B2001:db8::7%5D:40112") == "2001:db8::/64"
+    assert host_of_peer("ipv6:%5B::ffff:10.0.0.7%5D:40112") == "10.0.0.7"
     assert interceptor.caller_name("", "10.0.0.7") == "10.0.0.7"
     # A tenant may have the name of a host.
     assert interceptor.caller_name("10.0.0.7", "10.0.0.9") == "tenant:10.0.0.7"

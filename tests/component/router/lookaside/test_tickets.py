@@ -159,7 +159,7 @@ async def test_a_ticket_is_for_the_request_and_counts_on_its_worker(open_rig: Ri
     assert direct.endpoint == worker.member.client_endpoint
     assert bytes(direct.token_ids) == PROMPT
     claims = check_ticket(open_rig.router_key.known.find, decode_request_of(direct), "d0")
-    assert claims.tenant == "default"
+    assert claims.tenant == ""
     assert open_rig.router.workers.table("sim").requests.sum() == 1
 
 

@@ -34,7 +34,7 @@ def bounds_of(refused: Counter[str], calls_max: int = 4) -> CallerBounds:
         refused[refusal] += number
 
     # The clock stands still, so that no debt is forgotten.
-    return CallerBounds(CallerLimits(calls_max, 10.0), count, clock=lambda: 0.0)
+    return CallerBounds(CallerLimits(calls_max, 10.0, 60.0), count, clock=lambda: 0.0)
 
 
 def reject(bounds: CallerBounds, caller: str, count: int, host: str = HOST) -> None:

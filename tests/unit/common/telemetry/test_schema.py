@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,12 +17,16 @@ GENERATED = ROOT / "libs/headrace"
 # gRPC packages have names with the same prefix.
 PREFIX = "headrace."
 AREAS = ("decode", "engine", "inference", "kv", "prefill", "registry", "worker")
+# What the command line prints as JSON states its schema, such as headrace.workers.v1.
+JSON_SCHEMA = re.compile(r"headrace\.[a-z-]+\.v[0-9]+")
 PACKAGES = tuple(f"headrace.{area}." for area in AREAS)
 
 
 def is_telemetry_name(text: str) -> bool:
     """Whether a literal is a telemetry name. The prefix alone is not: programs remove it for display."""
-    return len(text) > len(PREFIX) and text.startswith(PREFIX) and not is_package_name(text)
+    if JSON_SCHEMA.fullmatch(text) or is_package_name(text):
+        return False
+    return len(text) > len(PREFIX) and text.startswith(PREFIX)
 
 
 def is_package_name(text: str) -> bool:

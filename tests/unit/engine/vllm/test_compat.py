@@ -110,6 +110,7 @@ def test_only_these_modules_import_vllm() -> None:
         "compat.py",
         "rank/logits_tap.py",
         "service/engine_args.py",
+        "service/first_token_grammar.py",
         "service/launch.py",
         "service/sampling.py",
         "standalone/connector_scheduler.py",

@@ -16,7 +16,6 @@ from headrace_router.openai.conversion import (
     chat_request,
     completion_requests,
     openai_violations,
-    single_choices,
     tokenize_request,
 )
 from headrace_router.openai.requests import (
@@ -96,12 +95,9 @@ def test_each_prompt_of_a_completion_becomes_a_request(prompt: Any, fields: Any)
     assert seen == fields
 
 
-def test_choices_have_their_own_seeds_and_ids() -> None:
-    requests = single_choices(chat_request(chat(n=3, seed=2**63 - 1), "r1"))
-    assert [one.sampling.seed for one in requests] == [2**63 - 1, 0, 1]
-    assert [one.request_id for one in requests] == ["r1", "r1-1", "r1-2"]
-    without = single_choices(chat_request(chat(n=2), "r1"))
-    assert not any(one.sampling.HasField("seed") for one in without)
+def test_choices_are_left_to_the_runner() -> None:
+    (request,) = completion_requests(completion(n=2, best_of=3), "r1")
+    assert (request.n, request.best_of) == (2, 3)
 
 
 WEATHER: dict[str, Any] = {
@@ -248,7 +244,6 @@ def test_a_wrong_field_of_a_chat_is_named_with_its_remedy(
     [
         ({"echo": True}, "echo"),
         ({"suffix": "x"}, "suffix"),
-        ({"best_of": 3}, "best_of"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a"] * 65}, "prompt"),
         ({"logprobs": True}, "logprobs"),
@@ -296,6 +291,18 @@ def test_tokenize_takes_one_prompt() -> None:
     for body in (TokenizeBody(), TokenizeBody(prompt="x", messages=[USER])):  # type: ignore[list-item]
         with pytest.raises(InvalidRequest, match="one of prompt and messages"):
             tokenize_request(body)
+
+
+def test_a_part_that_is_no_text_is_the_only_violation() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+    assert list(caught.value.violations) == ["messages[0].content[0].type"]
+
+
+def test_a_template_decides_about_special_tokens() -> None:
+    data = json.dumps({"messages": [USER], "add_special_tokens": False}).encode()
+    with pytest.raises(InvalidRequest, match="the template of a chat decides"):
+        parse_body(TokenizeBody, data)
 
 
 def test_violations_have_the_names_of_openai_fields() -> None:

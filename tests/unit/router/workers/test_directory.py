@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
+
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_kv.layout.layout import KvLayout, WorkerRef
@@ -155,3 +157,20 @@ async def test_slots_count_workers_that_accept_requests() -> None:
     ):
         table.set(_REF, load)
         assert table.slots(2) == DecodeSlots(*expected, routers=2)
+
+
+async def test_a_worker_counts_as_caching_the_whole_blocks_of_a_prompt() -> None:
+    directory = WorkerDirectory(_Channels(), b"")
+    directory.update([_member()])
+    worker = directory.worker(_REF)
+    assert worker is not None
+    await directory.close()
+    table, block = LoadTable([worker]), worker.layout.block_tokens
+    known = np.array([1.0])
+    prompt_tokens = 3 * block + block // 2
+    assert table.with_cached_prompt(known, _REF, prompt_tokens).tolist() == [3 * block]
+    more = np.array([3.0 * block + 1])
+    assert table.with_cached_prompt(more, _REF, prompt_tokens).tolist() == more.tolist()
+    other = WorkerRef(_REF.worker_id, "another")
+    assert table.with_cached_prompt(known, other, prompt_tokens).tolist() == [1.0]
+    assert known.tolist() == [1.0]
