@@ -66,6 +66,7 @@ class ByteCodec(TextCodec):
         tokens_max: int | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        cache_scope: str = "",
     ) -> list[int]:
         lines = [f"{name}: {value}" for name, value in sorted((template_kwargs or {}).items())]
         lines += [f"tool: {json.dumps(tool, ensure_ascii=False)}" for tool in tools]

@@ -11,7 +11,8 @@ from headrace_common.errors import InvalidRequest
 from headrace_text.chat_template import ChatTemplate, template_values
 from headrace_text.codec import ChatMessage, ToolCall, TooManyTokens
 from headrace_text.control_tokens import ControlTokens, EscapedChat, control_texts, texts_in
-from headrace_text.tokenizing import bounded_ids, encode, make_tokenizer, reject_far_too_long
+from headrace_text.piece_cache import PieceCache
+from headrace_text.tokenizing import encode, make_tokenizer, reject_far_too_long
 
 _NO_TEXT = (
     "has the text of a control token, which this model's tokenizer cannot encode as text; remove it"
@@ -45,6 +46,7 @@ class ChatEncoder:
         )
         self._control_tokens = ControlTokens(texts)
         self._control_ids = frozenset(map(tokenizer.token_to_id, texts))
+        self._pieces = PieceCache(tokenizer, added, texts)
         # With this switch a tokenizer treats special tokens as text. Here these are the control tokens.
         tokens = [{**token, "special": token["content"] in texts} for token in added]
         self._plain = make_tokenizer(folder, {**description, "added_tokens": tokens})
@@ -54,9 +56,16 @@ class ChatEncoder:
         )
 
     def encode(
-        self, values: Mapping[str, Any], continue_final_message: bool, tokens_max: int | None
+        self,
+        values: Mapping[str, Any],
+        continue_final_message: bool,
+        tokens_max: int | None,
+        cache_scope: str = "",
     ) -> list[int]:
-        """Tokens of a conversation. `values` are as of `template_values`. Raises InvalidRequest and TooManyTokens."""
+        """Tokens of a conversation. `values` are as of `template_values`. Raises InvalidRequest and TooManyTokens.
+
+        `cache_scope`: see PieceCache.
+        """
         texts = "\n".join(text for _, text in texts_in(values))
         reject_far_too_long(self._tokenizer, texts, tokens_max)
         escaped = self._control_tokens.escape(values)
@@ -66,7 +75,7 @@ class ChatEncoder:
         # The template contains the special tokens: adding them here would double them.
         if escaped.originals:
             return self._encode_escaped(text, escaped, tokens_max)
-        return bounded_ids(encode(self._tokenizer, text), tokens_max)
+        return self._pieces.encode(text, cache_scope, tokens_max)
 
     def _encode_escaped(self, text: str, escaped: EscapedChat, tokens_max: int | None) -> list[int]:
         """Encodes the texts between two control tokens of the template by themselves, as tokenizers do."""

@@ -85,12 +85,14 @@ class TextCodec(ABC):
         tokens_max: int | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        cache_scope: str = "",
     ) -> list[int]:
         """Tokens of a conversation, formatted by the model's chat template.
 
         `tools` are OpenAI's objects. `template_kwargs` are further variables of the template, by names that are not in
         RESERVED_NAMES. Only the template makes control tokens: their text in the arguments stays text. Raises
-        InvalidRequest with the template's own error message, and TooManyTokens above `tokens_max`.
+        InvalidRequest with the template's own error message, and TooManyTokens above `tokens_max`. Only calls with an
+        equal `cache_scope` share cached tokens.
         """
 
     def encode_part(self, text: str) -> list[int]:

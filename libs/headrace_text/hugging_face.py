@@ -66,11 +66,12 @@ class HuggingFaceCodec(TextCodec):
         tokens_max: int | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
+        cache_scope: str = "",
     ) -> list[int]:
         if self._chat is None:
             raise InvalidRequest({"chat": "the model has no chat template; send text instead"})
         values = template_values(messages, tools, template_kwargs)
-        return self._chat.encode(values, continue_final_message, tokens_max)
+        return self._chat.encode(values, continue_final_message, tokens_max, cache_scope)
 
     def encode_part(self, text: str) -> list[int]:
         return bounded_ids(encode(self._tokenizer, text), None)

@@ -186,7 +186,8 @@ class SpanTracer:
         events: tuple[SpanEvent, ...],
     ) -> None:
         """Records a span that has ended, with its start and its end."""
-        if not isinstance(parent, trace.Span):
+        # Context is a dict, and an abstract class is slow to ask.
+        if parent is None or isinstance(parent, dict):
             parent = trace.get_current_span(parent)
         context = parent.get_span_context()
         if not context.is_valid:

@@ -32,6 +32,7 @@ Prompt: TypeAlias = (
 )
 
 
+_NO_TEXT = "Input should be a valid string"
 # A remedy that a validator gives for one field.
 _FIELD_REMEDY = re.compile(r"([a-z_]+): (.*)", re.DOTALL)
 
@@ -244,7 +245,12 @@ def _violations(error: ValidationError) -> dict[str, str]:
         # The members of a union have a violation each.
         name = path or "body"
         violations[name] = f"{violations[name]}, or: {message}" if name in violations else message
-    return violations
+    # Where a part of a list is wrong, a text was only the alternative to the list.
+    return {
+        name: message
+        for name, message in violations.items()
+        if message != _NO_TEXT or not any(other.startswith(f"{name}[") for other in violations)
+    }
 
 
 def _path(location: tuple[int | str, ...]) -> str:

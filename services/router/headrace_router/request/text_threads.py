@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 # The event loop itself prepares a request of this size. That takes less time than a thread's turn.
-_INLINE_BYTES = 1_024
+_INLINE_BYTES = 2_048
 # A text of this size takes some 50 ms. Shorter ones do not wait for longer ones.
 _SHORT_BYTES = 64 * 1_024
 # Streams go first where processors are scarce.

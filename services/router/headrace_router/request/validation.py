@@ -98,7 +98,7 @@ def prepare(
     if not any(path.partition(".")[0] in (*_PROMPT_FIELDS, "prompt") for path in violations):
         prompt_violations = _byte_violations(request, codec, context, bytes_per_token)
         if not prompt_violations:
-            token_ids, prompt_violations = _tokenized(request, codec, context)
+            token_ids, prompt_violations = _tokenized(request, codec, context, cache_salt)
         violations.update(prompt_violations)
     violations.update(_vocabulary_violations(request, codec.vocabulary_size, context))
     if violations:
@@ -205,11 +205,11 @@ def _byte_violations(
 
 
 def _tokenized(
-    request: inference_pb2.GenerateRequest, codec: TextCodec, context: int
+    request: inference_pb2.GenerateRequest, codec: TextCodec, context: int, cache_scope: str
 ) -> tuple[Sequence[int], dict[str, str]]:
     """The prompt's tokens, and the violations that only they show."""
     try:
-        token_ids = _prompt_tokens(request, codec, context or None)
+        token_ids = _prompt_tokens(request, codec, context or None, cache_scope)
     except TooManyTokens as error:
         if not error.count:
             why = f"has far more tokens than the context of {context}; shorten it"
@@ -221,7 +221,10 @@ def _tokenized(
 
 
 def _prompt_tokens(
-    request: inference_pb2.GenerateRequest, codec: TextCodec, tokens_max: int | None
+    request: inference_pb2.GenerateRequest,
+    codec: TextCodec,
+    tokens_max: int | None,
+    cache_scope: str,
 ) -> Sequence[int]:
     if request.HasField("tokens"):
         return request.tokens.ids
@@ -233,6 +236,7 @@ def _prompt_tokens(
         tokens_max=tokens_max,
         tools=tools_of(request.chat),
         template_kwargs=template_kwargs_of(request.chat),
+        cache_scope=cache_scope,
     )
 
 

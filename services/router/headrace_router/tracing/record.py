@@ -58,13 +58,14 @@ class SpanFacts:
     @classmethod
     def of_ended(cls, span: EndedSpan) -> SpanFacts:
         """The facts of a span of this router."""
+        attributes = span.attributes if span.name in _NAMES_WITH_ATTRIBUTES else {}
         return cls(
             span.name,
             span.span_id.to_bytes(SPAN_ID_BYTES, "big"),
             span.parent_id.to_bytes(SPAN_ID_BYTES, "big"),
             bool(span.error),
-            str(span.attributes.get(schema.ATTRIBUTE_REQUEST_ID, "")),
-            str(span.attributes.get(schema.ATTRIBUTE_PREFILL_WORKER_ID, "")),
+            str(attributes.get(schema.ATTRIBUTE_REQUEST_ID, "")),
+            str(attributes.get(schema.ATTRIBUTE_PREFILL_WORKER_ID, "")),
         )
 
 

@@ -293,6 +293,12 @@ def test_tokenize_takes_one_prompt() -> None:
             tokenize_request(body)
 
 
+def test_a_part_that_is_no_text_is_the_only_violation() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+    assert list(caught.value.violations) == ["messages[0].content[0].type"]
+
+
 def test_a_template_decides_about_special_tokens() -> None:
     data = json.dumps({"messages": [USER], "add_special_tokens": False}).encode()
     with pytest.raises(InvalidRequest, match="the template of a chat decides"):
