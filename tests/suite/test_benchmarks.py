@@ -110,6 +110,22 @@ def test_transport_costs() -> None:
     assert re.search(r"runs of \d+ KiB and more go by themselves", output)
 
 
+def test_worker_cost(tmp_path: Path) -> None:
+    size = ("--streams=2", "--rounds=1", "--seconds=1", "--gap-ms=0", f"--output={tmp_path}")
+    (table,) = tables(run("worker_cost", *size))
+    assert [row["way"] for row in table] == ["verify on", "verify off"]
+    assert_columns_positive(table, "router, CPU ms/request", "prefill", "decode", "requests/s")
+    assert tables((tmp_path / "worker_cost.md").read_text()) == [table]
+
+
+def test_idle_workers(tmp_path: Path) -> None:
+    size = ("--workers=3", "--settle=0", "--seconds=1", f"--output={tmp_path}")
+    output = run("idle_workers", *size)
+    (table,) = tables((tmp_path / "idle_workers.md").read_text())
+    assert [row["idle decode workers"] for row in table] == ["3"]
+    assert output.count("this checkout") == 1
+
+
 def test_planner() -> None:
     head, *rows, verdict = run("planner", "--tokens=1024", "--rounds=1").splitlines()[1:]
     assert head.split()[:2] == ["case", "fragments"]

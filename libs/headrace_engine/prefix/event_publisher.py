@@ -18,6 +18,7 @@ from headrace_kv.prefix.hashing import PrefixHasher, key_fingerprint, prefix_has
 
 FLUSH_S: Final = 0.02
 SUBSCRIBERS_MAX: Final = 64
+SETTLED_S: Final = 1.0
 BUFFERED_MESSAGES_MAX: Final = 4_096
 BUFFERED_BYTES_MAX: Final = 4 << 20
 
@@ -170,7 +171,8 @@ class Subscription:
         self._changed.set()
 
     async def messages(self, interval_s: float) -> AsyncIterator[Message]:
-        """Yields without end. Heartbeats for each tier follow the missed events, and then every interval.
+        """Yields without end. Heartbeats for each tier follow the missed events, later ones within 1 s, and then every
+        interval.
 
         Raises QueueFull when messages are read too slowly.
         """
@@ -184,6 +186,8 @@ class Subscription:
                 message = self._buffer.popleft()
                 self._buffered_bytes -= message.ByteSize()
                 yield message
+                # A digest soon shows whether the events have left both sides equal.
+                due_s = min(due_s, loop.time() + SETTLED_S)
             if self._overrun:
                 raise QueueFull("KV events come faster than they are read: subscribe again")
             if loop.time() >= due_s:

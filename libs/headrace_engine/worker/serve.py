@@ -21,6 +21,7 @@ from headrace_engine.worker.config import Config, worker_member
 from headrace_engine.worker.host import HostedWorker, RouterListener, WorkerHost
 from headrace_engine.worker.membership import WorkerMembership
 from headrace_engine.worker.status import WorkerStatusServicer
+from headrace_engine.worker.status_signal import StatusSignal
 from headrace_kv.layout.layout import KvDescriptor
 
 WORKER_SERVICE = "headrace.worker.v1.WorkerService"
@@ -33,8 +34,9 @@ class RoleServer(ABC):
     client listener. `reserves_blocks`: whether its KV blocks are
     reserved by requests, rather than used as a cache only. `descriptor` is registered, if there is
     one. `on_routers` is called with the live routers. `ticket_keys` gets the keys that routers send
-    with WatchStatus. `interceptors` and `message_bytes_max` are for the server,
-    `client_interceptors` for `client_services`.
+    with WatchStatus. `status_signal` is notified when an idle worker begins something.
+    `interceptors` and `message_bytes_max` are for the server, `client_interceptors` for
+    `client_services`.
     """
 
     role: ClassVar[registry_pb2.Member.Role.ValueType]
@@ -44,6 +46,7 @@ class RoleServer(ABC):
     descriptor: KvDescriptor | None = None
     on_routers: RouterListener | None = None
     ticket_keys: TicketKeys | None = None
+    status_signal: StatusSignal | None = None
     interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
     client_interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
     message_bytes_max: int = MESSAGE_BYTES_MAX
@@ -101,6 +104,7 @@ async def serve_worker(
             engine.reset_prefix_cache,
             server.request_drain,
             ticket_keys=worker.ticket_keys,
+            signal=worker.status_signal,
         ),
         server.server,
     )
@@ -134,6 +138,8 @@ async def _serve(
 
     async def drain(deadline: Deadline) -> None:
         worker.start_drain(deadline)
+        if worker.status_signal is not None:
+            worker.status_signal.notify()
         await membership.leave()
         await worker.finish_drain(deadline)
 

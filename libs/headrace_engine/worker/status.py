@@ -30,11 +30,14 @@ from headrace_common.limits import (
 from headrace_common.process.connections import host_of_peer
 from headrace_common.tickets.keys import TicketKeys
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
+from headrace_engine.worker.status_signal import StatusSignal
 from headrace_kv.layout.layout import WorkerRef
 
 DEFAULT_INTERVAL_S = 1.0
 SHORTEST_INTERVAL_S = 0.1
 LONGEST_INTERVAL_S = 60.0
+# A worker with requests sends as often as this, whatever the caller accepts.
+BUSY_INTERVAL_S = 1.0
 POLL_S = 0.05
 RESET_WAIT_S = 60.0
 # The response must arrive before the caller's deadline.
@@ -45,11 +48,13 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     """Streams the results of `snapshot`: at once, on every change, and at least once per interval.
 
     Changes are found by polling every `POLL_S`. So the owners of requests need no list of watchers,
-    and a burst of changes is one message. An RPC without its part of the worker is UNIMPLEMENTED:
-    SubscribeKvEvents without `prefix_events`, ResetPrefixCache without `reset_prefix_cache`, which is
-    Engine's, and Drain without `on_drain`. That starts a drain with the given grace in seconds, or
-    with the worker's own for None, and returns its deadline. `ticket_keys` gets the keys of routers
-    while their stream is open; a worker without it ignores them.
+    and a burst of changes is one message. An idle worker with a `signal` waits for that instead.
+
+    An RPC without its part of the worker is UNIMPLEMENTED: SubscribeKvEvents without `prefix_events`,
+    ResetPrefixCache without `reset_prefix_cache`, which is Engine's, and Drain without `on_drain`. That
+    starts a drain with the given grace in seconds, or with the worker's own for None, and returns its
+    deadline. `ticket_keys` gets the keys of routers while their stream is open; a worker without it
+    ignores them.
     """
 
     def __init__(
@@ -59,7 +64,9 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         reset_prefix_cache: Callable[[], Awaitable[bool]] | None = None,
         on_drain: Callable[[float | None], Deadline] | None = None,
         ticket_keys: TicketKeys | None = None,
+        signal: StatusSignal | None = None,
     ) -> None:
+        self._signal = signal
         self._snapshot = snapshot
         self._reset_prefix_cache = reset_prefix_cache
         self._prefix_events = prefix_events
@@ -84,9 +91,13 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         while True:
             sent = self._status()
             yield _stamped(sent)
-            send_by = loop.time() + interval_s
+            idle = _is_idle(sent)
+            send_by = loop.time() + (interval_s if idle else min(interval_s, BUSY_INTERVAL_S))
             while loop.time() < send_by:
-                await asyncio.sleep(min(POLL_S, max(0.0, send_by - loop.time())))
+                if idle and self._signal is not None:
+                    await self._signal.wait_until(send_by)
+                else:
+                    await asyncio.sleep(min(POLL_S, max(0.0, send_by - loop.time())))
                 if self._status() != sent:
                     break
 
@@ -201,6 +212,18 @@ def _stamped(status: worker_pb2.WatchStatusResponse) -> worker_pb2.WatchStatusRe
     stamped = worker_pb2.WatchStatusResponse(sent_unix_ns=time.time_ns())
     stamped.MergeFrom(status)
     return stamped
+
+
+def _is_idle(status: worker_pb2.WatchStatusResponse) -> bool:
+    """Whether nothing changes in a worker before it begins something."""
+    return status.state == worker_pb2.WatchStatusResponse.STATE_SERVING and not (
+        status.running_requests
+        or status.waiting_requests
+        or status.active_transfers
+        or status.reserved_blocks
+        or status.quarantined_blocks
+        or status.used_blocks
+    )
 
 
 def _check_incarnation(incarnation: str, actual: WorkerRef) -> None:

@@ -25,6 +25,7 @@ from headrace_engine.interface import Engine
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
 from headrace_engine.worker.serve import RoleServer
+from headrace_engine.worker.status_signal import StatusSignal
 from headrace_kv.handoff.tickets import RouterTickets
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
@@ -68,6 +69,7 @@ class DecodeServer(RoleServer):
         config, ref, engine = hosted.config, hosted.ref, hosted.engine
         self.descriptor = engine.descriptor
         self.ticket_keys = keys = TicketKeys()
+        self.status_signal = signal = StatusSignal()
         count_refusal = partial(host.metrics.ticket_refused, ref.worker_id)
         self.interceptors = (DecodeGate(engine.max_model_len),)
         self.client_interceptors = (
@@ -95,7 +97,7 @@ class DecodeServer(RoleServer):
             ref=ref,
             engine=engine,
             receiver=receiver,
-            admission=Admission(_capacity(config, engine)),
+            admission=Admission(_capacity(config, engine), on_admitted=signal.notify),
             telemetry=host.telemetry.for_worker(ref.worker_id),
             request_timeout_s=config.request_timeout_s,
             ticket_keys=keys,

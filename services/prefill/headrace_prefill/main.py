@@ -15,6 +15,7 @@ from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
 from headrace_engine.worker.serve import RoleServer
+from headrace_engine.worker.status_signal import StatusSignal
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_prefill.config import PrefillConfig
 from headrace_prefill.puller import TaskPuller
@@ -46,6 +47,7 @@ class PrefillServer(RoleServer):
         hosted: HostedWorker[PrefillConfig],
     ) -> None:
         config, ref, engine = hosted.config, hosted.ref, hosted.engine
+        self.status_signal = StatusSignal()
         self._worker = PrefillWorker(
             ref=ref,
             engine=engine,
@@ -53,6 +55,7 @@ class PrefillServer(RoleServer):
             slot_count=config.max_num_seqs,
             task_timeout_s=config.task_timeout_s,
             on_ended=partial(host.metrics.transfer_ended, ref.worker_id),
+            on_received=self.status_signal.notify,
         )
         self._puller = TaskPuller(
             config,

@@ -33,7 +33,8 @@ log = logging.getLogger(__name__)
 class PrefillWorker:
     """Owns the worker's slots. Tasks wait for a slot only when there are more routers than slots.
 
-    `on_ended` gets the error's reason, or "", and the payload bytes of every task.
+    `on_received` is called when a task has come. `on_ended` gets the error's reason, or "", and the payload bytes of
+    every task.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class PrefillWorker:
         slot_count: int,
         task_timeout_s: float,
         on_ended: Callable[[str, int], None] | None = None,
+        on_received: Callable[[], None] = lambda: None,
     ) -> None:
         self.ref = ref
         self.slot_count = slot_count
@@ -53,6 +55,7 @@ class PrefillWorker:
         self._telemetry = telemetry
         self._task_timeout_s = task_timeout_s
         self._on_ended = on_ended
+        self._on_received = on_received
         self._slots = asyncio.Semaphore(slot_count)
         self._held = 0
         self._running = 0
@@ -73,6 +76,7 @@ class PrefillWorker:
         outcome: PrefillOutcome | None = None
         error: HeadraceError | None = None
         self._held += 1
+        self._on_received()
         try:
             outcome = await self._prefill(task, on_start, on_first_token)
         except asyncio.CancelledError:

@@ -25,6 +25,7 @@ from headrace_common.tickets.request_gate import ClientDecodeGate, DecodeGate, m
 from headrace_decode.admission.admission import Admission, Capacity
 from headrace_decode.service import DecodeService
 from headrace_engine.worker.status import WorkerStatusServicer
+from headrace_engine.worker.status_signal import StatusSignal
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from tests.component.decode.prefill_rank import RESERVATION, ROUTER, PrefillRank, next_event
@@ -84,6 +85,7 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
     spans = InMemorySpanExporter()
     telemetry = init_telemetry("decode", REF.worker_id, ServiceConfig())
     telemetry.add_exporter(spans)
+    signal = StatusSignal()
     receiver = Receiver(
         ref=REF,
         layout=engine.descriptor.layout,
@@ -97,7 +99,9 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
         engine=engine,
         receiver=receiver,
         # A clock that stands still: what was refused stays contended, however slow the machine is.
-        admission=Admission(Capacity(32, 16, CONTEXT_TOKENS, 2), clock=lambda: 0.0),
+        admission=Admission(
+            Capacity(32, 16, CONTEXT_TOKENS, 2), clock=lambda: 0.0, on_admitted=signal.notify
+        ),
         telemetry=telemetry,
         request_timeout_s=10,
         ticket_keys=ROUTER.known,
@@ -114,7 +118,10 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
         WorkerStatusServicer(
-            service.status, on_drain=server.request_drain, ticket_keys=ROUTER.known
+            service.status,
+            on_drain=server.request_drain,
+            ticket_keys=ROUTER.known,
+            signal=signal,
         ),
         server.server,
     )

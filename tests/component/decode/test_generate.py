@@ -292,6 +292,32 @@ async def test_status_is_sent_at_once_on_change_and_every_interval(served: Serve
     watch.cancel()
 
 
+async def test_a_worker_with_requests_sends_every_second_and_an_idle_one_every_interval(
+    served: Served,
+) -> None:
+    request = worker_pb2.WatchStatusRequest()
+    request.max_interval.FromSeconds(60)
+    watch = served.worker.WatchStatus(request)
+    stream = aiter(watch)
+    await asyncio.wait_for(anext(stream), 1)
+    call = await served.reserve(remote_prefill=False)
+    states: list[tuple[int, int]] = []
+    async with asyncio.timeout(5):
+        # The last one is repeated although nothing has changed, so that routers see when the worker stands still.
+        while len(states) < 2 or states[-1] != states[-2]:
+            status = await anext(stream)
+            states.append((status.reserved_blocks, status.running_requests))
+    assert states[-1][0] == 3
+    call.cancel()
+    async with asyncio.timeout(2):
+        async for status in stream:
+            if status.reserved_blocks == 0 and status.running_requests == 0:
+                break
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(anext(stream), 1.2)
+    watch.cancel()
+
+
 @pytest.mark.parametrize("interval_ms", [0, 99, 60_001])
 async def test_an_impossible_interval_is_refused_by_name(served: Served, interval_ms: int) -> None:
     message = worker_pb2.WatchStatusRequest()

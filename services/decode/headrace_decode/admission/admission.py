@@ -39,11 +39,17 @@ class Admission:
     """Owns the blocks and slots that are reserved for attempts, from `admit` to `release`.
 
     While other requests are refused, no blocks go to an answer that cannot complete before its
-    deadline: it would block the others in vain.
+    deadline: it would block the others in vain. `on_admitted` is called for each attempt.
     """
 
-    def __init__(self, capacity: Capacity, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        capacity: Capacity,
+        clock: Callable[[], float] = time.monotonic,
+        on_admitted: Callable[[], None] = lambda: None,
+    ) -> None:
         self._capacity = capacity
+        self._on_admitted = on_admitted
         self._completion_time = CompletionTimeEstimator()
         self._hint = RetryHint(clock)
         self._clock = clock
@@ -80,6 +86,7 @@ class Admission:
         self._check_time(prompt_tokens, max_tokens, remaining_s)
         self._blocks_by_transfer[transfer_id] = needed
         self._total_blocks += needed
+        self._on_admitted()
 
     def answer_completed(
         self,

@@ -94,7 +94,7 @@ class LookAside:
         if not worker.client_endpoint or not self._workers.accepts_tickets(worker.ref):
             return None
         tokens = len(request.token_ids) + len(request.generated)
-        reservation = self._workers.reserve_load(worker.ref, tokens)
+        reservation = self._workers.reserve_load(worker.ref, tokens, routed=False)
         if reservation is None:
             return None
         loop = asyncio.get_running_loop()

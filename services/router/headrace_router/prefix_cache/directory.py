@@ -23,6 +23,7 @@ from headrace_router.prefix_cache.index import SLOTS_MAX, PrefixIndex
 from headrace_router.prefix_cache.lookup import Depths
 from headrace_router.prefix_cache.model_index import ModelIndex
 from headrace_router.workers.dials import Dials
+from headrace_router.workers.heartbeats import heartbeat_interval_s
 from headrace_router.workers.table import LoadTable, Numbers
 
 _LOG = logging.getLogger(__name__)
@@ -97,6 +98,9 @@ class PrefixCacheDirectory:
             if member.role in _ROLES
         }
         wanted = {key for _, key in self._registered.values()}
+        interval_s = heartbeat_interval_s(len(wanted))
+        for feed in self._feeds.values():
+            feed.set_interval(interval_s)
         for gone in set(self._feeds) - wanted:
             self._end(self._feeds.pop(gone))
             self._faults.pop(gone.ref, None)
@@ -109,6 +113,7 @@ class PrefixCacheDirectory:
                 self._dials,
                 self._event_timeout_s,
                 partial(self._check_hashing, key),
+                interval_s=interval_s,
             )
         used = {(key.model, key.block_tokens) for key in wanted}
         self._indexes = {
@@ -228,10 +233,14 @@ class PrefixCacheDirectory:
         closing.add_done_callback(self._closing.discard)
 
     async def _run_upkeep(self) -> None:
+        check_s = 0.0
         while True:
             await asyncio.sleep(_UPKEEP_INTERVAL_S)
-            for feed in self._feeds.values():
-                feed.check_timeout()
+            now_s = asyncio.get_running_loop().time()
+            if now_s >= check_s:
+                # An event, and a new feed, make it later.
+                due = [feed.check_timeout(now_s) for feed in self._feeds.values()]
+                check_s = min((now_s + self._event_timeout_s, *due))
             for index in [index for sizes in self._indexes.values() for index in sizes.values()]:
                 await index.sweep()
 

@@ -11,20 +11,22 @@ import grpc
 import grpc.aio
 
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ProtocolViolation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import event_from_proto
 from headrace_router.prefix_cache.index import ApplyResult, PrefixIndex
 from headrace_router.workers.dials import Dials, RetryDelay
+from headrace_router.workers.heartbeats import SHORTEST_S, must_change
 
 _LOG = logging.getLogger(__name__)
 
-# A worker without an event for this long loses the credit for its cache. Workers send heartbeats.
+# A worker that should send every second loses the credit for its cache without an event for this long.
 EVENT_TIMEOUT_S: Final = 5.0
 _BACKOFF_MIN_S: Final = 0.05
 _BACKOFF_MAX_S: Final = 5.0
 
-_EndReason = Literal["broken", "resync", "unserved"]
+_EndReason = Literal["broken", "paced", "resync", "unserved"]
 
 
 class KvEventFeed:
@@ -47,7 +49,10 @@ class KvEventFeed:
         dials: Dials,
         event_timeout_s: float = EVENT_TIMEOUT_S,
         on_hashing: Callable[[worker_pb2.KvHashing], None] | None = None,
+        *,
+        interval_s: float = SHORTEST_S,
     ) -> None:
+        self._interval_s = self._wanted_interval_s = interval_s
         self.ref = ref
         self.endpoint = endpoint
         self.index: PrefixIndex | None = None
@@ -58,15 +63,25 @@ class KvEventFeed:
         self._channel: grpc.aio.Channel | None = None
         self._event_timeout_s = event_timeout_s
         self._on_hashing = on_hashing
-        self._last_event_s = asyncio.get_running_loop().time()
+        self._due_s = asyncio.get_running_loop().time() + self._limit_s
         self._closing: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._follow(), name=f"kv-events-{ref}")
         self._task.add_done_callback(self._on_task_done)
 
-    def check_timeout(self) -> None:
-        """Suspends the worker when its last event is too old. Must be called regularly."""
-        if asyncio.get_running_loop().time() - self._last_event_s > self._event_timeout_s:
-            self._suspend()
+    def check_timeout(self, now_s: float) -> float:
+        """Suspends the worker when its last event is too old, by the loop's time. Returns when to call it again."""
+        if now_s <= self._due_s:
+            return self._due_s
+        self._suspend()
+        return now_s + self._event_timeout_s
+
+    def set_interval(self, interval_s: float) -> None:
+        """Asks for other heartbeats after the next event, if the difference is worth a new stream."""
+        self._wanted_interval_s = interval_s
+
+    @property
+    def _limit_s(self) -> float:
+        return self._event_timeout_s + self._interval_s - SHORTEST_S
 
     def close(self) -> asyncio.Task[None]:
         """Removes the worker from the index at once. The returned task ends once the channel is closed."""
@@ -97,9 +112,12 @@ class KvEventFeed:
 
     async def _follow(self) -> None:
         while True:
-            if await self._subscribe() == "unserved":
+            reason = await self._subscribe()
+            if reason == "unserved":
                 self._suspend()
                 return
+            if reason == "paced":
+                continue
             if self.index is None:
                 await self._close_channel()
             await asyncio.sleep(self._retry.failed_s())
@@ -116,11 +134,13 @@ class KvEventFeed:
             while message is not None and self.index is not None:
                 if self._apply(self.index, message) is ApplyResult.NEEDS_RESYNC:
                     return "resync"
+                if must_change(self._interval_s, self._wanted_interval_s):
+                    return "paced"
                 message = await self._next_message(call)
         except grpc.aio.AioRpcError as error:
             return self._end_reason(error)
         except TimeoutError:
-            _LOG.warning("%s has sent no KV events for %g s", self.ref, self._event_timeout_s)
+            _LOG.warning("%s has sent no KV events for %g s", self.ref, self._limit_s)
         except ProtocolViolation as error:
             _LOG.warning("KV events of %s: %s", self.ref, error.detail)
         finally:
@@ -132,15 +152,18 @@ class KvEventFeed:
         if self._channel is None:
             self._channel = self._open_channel(self.endpoint)
         since = 0 if self.index is None else self.index.resume_after(self.ref)
+        self._interval_s = self._wanted_interval_s
         return worker_pb2_grpc.WorkerServiceStub(self._channel).SubscribeKvEvents(
             worker_pb2.SubscribeKvEventsRequest(
-                incarnation=self.ref.incarnation, since_sequence=since
+                incarnation=self.ref.incarnation,
+                since_sequence=since,
+                max_interval=duration_from_seconds(self._interval_s),
             )
         )
 
     async def _next_message(self, call: Any) -> worker_pb2.SubscribeKvEventsResponse | None:
         """None at the end of the stream."""
-        async with asyncio.timeout(self._event_timeout_s):
+        async with asyncio.timeout(self._limit_s):
             message = await call.read()
         return message if isinstance(message, worker_pb2.SubscribeKvEventsResponse) else None
 
@@ -158,7 +181,7 @@ class KvEventFeed:
             self._on_hashing(message.heartbeat.hashing)
         result = index.apply(self.ref, event)
         if result is ApplyResult.APPLIED:
-            self._last_event_s = asyncio.get_running_loop().time()
+            self._due_s = asyncio.get_running_loop().time() + self._limit_s
             if event.kind == "heartbeat":
                 self._retry.answered()
         return result

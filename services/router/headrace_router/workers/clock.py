@@ -9,7 +9,7 @@ import time
 from collections import deque
 from typing import Final
 
-# A clock that is set back is known after as many messages. A worker sends at least one a second.
+# A clock that is set back is known after as many messages. A worker with requests sends at least one a second.
 _MESSAGES: Final = 8
 
 

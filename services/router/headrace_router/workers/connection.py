@@ -20,13 +20,15 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.workers.clock import WorkerClock
 from headrace_router.workers.dials import Dials, RetryDelay
+from headrace_router.workers.heartbeats import SHORTEST_S, must_change
 from headrace_router.workers.table import Load, Worker
 
 _LOG = logging.getLogger(__name__)
 
-_STATUS_INTERVAL_S = 1.0
-# A worker without a status message for this long counts as unreachable.
+# A worker that should send every second counts as unreachable without a status for this long.
 _STATUS_TIMEOUT_S = 3.0
+# An idle worker may be later than its interval by this time.
+_IDLE_MARGIN_S = 2.0
 # The delay before the second try. See RetryDelay.
 _RECONNECT_S = 0.5
 # No tickets are granted for a worker for this long after its clock was set forward: it may be set again.
@@ -36,11 +38,14 @@ _CLOCK_SET_PAUSE_S = 5.0
 class LoadReservation:
     """A request placed on a worker. It keeps the worker's channel and links open until released."""
 
-    def __init__(self, connection: WorkerConnection, tokens: int, status_count: int) -> None:
-        """`status_count`: how many statuses had arrived from the worker."""
+    def __init__(
+        self, connection: WorkerConnection, tokens: int, status_count: int, *, routed: bool
+    ) -> None:
+        """`status_count`: how many statuses had arrived from the worker. `routed`: see WorkerDirectory.reserve_load."""
         self._connection = connection
         self.tokens = tokens
         self.status_count = status_count
+        self.routed = routed
         self.links = connection.links
 
     def release(self) -> None:
@@ -68,6 +73,9 @@ class WorkerConnection:
     """Follows one decode worker's status. Calls `on_load` after every change of its load.
 
     A worker that has never sent a status has no open channel between two tries: gRPC would go on to connect it.
+
+    An idle worker sends every `interval_s`. Its channel's pings show sooner that its process is gone. Once this router
+    has a request there, the worker has 3 s to send the change.
     """
 
     def __init__(
@@ -77,9 +85,17 @@ class WorkerConnection:
         dials: Dials,
         on_load: Callable[[WorkerConnection], None],
         ticket_public_key: bytes,
+        interval_s: float = SHORTEST_S,
     ) -> None:
         """`ticket_public_key` is the router's, for the worker."""
         self.worker = worker
+        self._interval_s = self._wanted_interval_s = interval_s
+        self._ticket_public_key = ticket_public_key
+        # When the latest status came, or the stream was opened, and since when requests are routed to the worker.
+        self._heard_s = 0.0
+        self._routed_since_s = 0.0
+        self._routed_count = 0
+        self._reading: asyncio.Timeout | None = None
         self._open_channel = open_channel
         self._channel: grpc.aio.Channel | None = None
         self.links = DecodeLinks(lambda: self.channel)
@@ -96,10 +112,6 @@ class WorkerConnection:
         self.clock = WorkerClock()
         self._noted_offset_s = 0.0
         self._no_tickets_until_s = 0.0
-        self._request = worker_pb2.WatchStatusRequest(
-            max_interval=duration_from_seconds(_STATUS_INTERVAL_S),
-            ticket_public_key=ticket_public_key,
-        )
         self._retired = False
         self._closing: asyncio.Task[None] | None = None
         self._watch = asyncio.create_task(self._watch_status())
@@ -156,10 +168,19 @@ class WorkerConnection:
         """The same incarnation at the same endpoint has registered other limits."""
         self.worker = worker
 
-    def reserve(self, tokens: int) -> LoadReservation:
-        """Counts a request of `tokens` as placed on the worker."""
-        reservation = LoadReservation(self, tokens, self._status_count)
+    def set_interval(self, interval_s: float) -> None:
+        """Asks for other intervals after the next status, if the difference is worth a new stream."""
+        self._wanted_interval_s = interval_s
+
+    def reserve(self, tokens: int, *, routed: bool) -> LoadReservation:
+        """Counts a request of `tokens` as placed on the worker. `routed`: see WorkerDirectory.reserve_load."""
+        reservation = LoadReservation(self, tokens, self._status_count, routed=routed)
         self._reservations.add(reservation)
+        if routed:
+            self._routed_count += 1
+            if self._routed_count == 1:
+                self._routed_since_s = asyncio.get_running_loop().time()
+                self._update_due()
         self._reserved.add(tokens)
         self._unreported.add(tokens)
         self._on_load(self)
@@ -169,6 +190,10 @@ class WorkerConnection:
         """See LoadReservation.release."""
         if reservation in self._reservations:
             self._reservations.remove(reservation)
+            if reservation.routed:
+                self._routed_count -= 1
+                if not self._routed_count:
+                    self._update_due()
             self._reserved.remove(reservation.tokens)
             if reservation.status_count == self._status_count:
                 self._unreported.remove(reservation.tokens)
@@ -178,6 +203,7 @@ class WorkerConnection:
     def mark_unreachable(self) -> None:
         """A connection to the worker has broken: it is unreachable until its next status."""
         self._set_status(None)
+        self._update_due()
 
     def retire(self) -> None:
         """The worker has left the registry. Requests on it may still end."""
@@ -248,7 +274,8 @@ class WorkerConnection:
     async def _watch_status(self) -> None:
         while True:
             try:
-                await self._follow_status()
+                if await self._follow_status():
+                    continue
             except (grpc.aio.AioRpcError, TimeoutError) as error:
                 if self._status is not None:
                     _LOG.warning("decode worker %s stopped reporting: %r", self.worker.ref, error)
@@ -257,11 +284,20 @@ class WorkerConnection:
                 await self._close_channel()
             await asyncio.sleep(self._retry.failed_s())
 
-    async def _follow_status(self) -> None:
-        """Returns when the stream has ended. Raises AioRpcError or TimeoutError when it breaks."""
+    async def _follow_status(self) -> bool:
+        """Returns when the stream has ended: True when it is to be opened again with another interval.
+
+        Raises AioRpcError or TimeoutError when it breaks.
+        """
         async with self._dials.turn(self._retry):
             request_ns = time.monotonic_ns()
-            call = worker_pb2_grpc.WorkerServiceStub(self.channel).WatchStatus(self._request)
+            self._interval_s = self._wanted_interval_s
+            self._heard_s = asyncio.get_running_loop().time()
+            request = worker_pb2.WatchStatusRequest(
+                max_interval=duration_from_seconds(self._interval_s),
+                ticket_public_key=self._ticket_public_key,
+            )
+            call = worker_pb2_grpc.WorkerServiceStub(self.channel).WatchStatus(request)
             status = await self._next_status(call)
         first_request_ns: int | None = request_ns
         while status is not None:
@@ -269,17 +305,42 @@ class WorkerConnection:
             self._read_clock(status, first_request_ns)
             first_request_ns = None
             self._set_status(status)
+            if must_change(self._interval_s, self._wanted_interval_s):
+                call.cancel()
+                return True
             status = await self._next_status(call)
         call.cancel()
+        return False
 
     async def _next_status(self, call: Any) -> worker_pb2.WatchStatusResponse | None:
         """None when the stream has ended, or belongs to another incarnation."""
-        async with asyncio.timeout(_STATUS_TIMEOUT_S):
-            status = await call.read()
+        async with asyncio.timeout_at(self._due_s()) as reading:
+            self._reading = reading
+            try:
+                status = await call.read()
+            finally:
+                self._reading = None
+        self._heard_s = asyncio.get_running_loop().time()
         if status is grpc.aio.EOF or status.incarnation != self.worker.ref.incarnation:
             return None
         found: worker_pb2.WatchStatusResponse = status
         return found
+
+    def _due_s(self) -> float:
+        """When the worker counts as unreachable, unless a status comes before. By the event loop's clock."""
+        status = self._status
+        if status is None or status.running_requests + status.waiting_requests:
+            return self._heard_s + _STATUS_TIMEOUT_S
+        if self._interval_s <= SHORTEST_S:
+            return self._heard_s + _STATUS_TIMEOUT_S
+        idle_s = self._heard_s + self._interval_s + _IDLE_MARGIN_S
+        if not self._routed_count:
+            return idle_s
+        return min(idle_s, max(self._heard_s, self._routed_since_s) + _STATUS_TIMEOUT_S)
+
+    def _update_due(self) -> None:
+        if self._reading is not None and not self._reading.expired():
+            self._reading.reschedule(self._due_s())
 
     def _close_if_unused(self) -> None:
         if self._retired and not self._reservations and self._closing is None:

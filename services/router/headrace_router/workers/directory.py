@@ -16,6 +16,7 @@ from headrace_kv.layout.proto import layout_from_proto
 from headrace_router.workers.availability import WorkerAvailability
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
 from headrace_router.workers.dials import Dials
+from headrace_router.workers.heartbeats import heartbeat_interval_s
 from headrace_router.workers.slots import DecodeSlots
 from headrace_router.workers.table import LoadTable, Worker
 
@@ -74,11 +75,13 @@ class WorkerDirectory:
         self._registered = {one.worker.ref: one for one in registered}
         for ref in self._connections.keys() - self._registered.keys():
             self._connections.pop(ref).retire()
+        interval_s = heartbeat_interval_s(len(self._registered))
         for ref, one in self._registered.items():
             worker = one.worker
             connection = self._connections.get(ref)
             if connection is not None and connection.worker.endpoint == worker.endpoint:
                 connection.replace_worker(worker)
+                connection.set_interval(interval_s)
                 continue
             if connection is not None:
                 connection.retire()
@@ -88,6 +91,7 @@ class WorkerDirectory:
                 self._dials,
                 self._update_load,
                 self._ticket_public_key,
+                interval_s,
             )
         self._rebuild_tables()
 
@@ -156,12 +160,17 @@ class WorkerDirectory:
         if connection is not None:
             connection.mark_unreachable()
 
-    def reserve_load(self, ref: WorkerRef, tokens: int) -> LoadReservation | None:
-        """Counts a request of `tokens` as placed on the worker. None when the worker has left or never reported."""
+    def reserve_load(
+        self, ref: WorkerRef, tokens: int, *, routed: bool = True
+    ) -> LoadReservation | None:
+        """Counts a request of `tokens` as placed on the worker. None when the worker has left or never reported.
+
+        `routed`: whether this router sends the request now, rather than a client that may never do so.
+        """
         connection = self._connections.get(ref)
         if connection is None or not connection.has_reported:
             return None
-        return connection.reserve(tokens)
+        return connection.reserve(tokens, routed=routed)
 
     async def close(self) -> None:
         """Closes every channel."""
@@ -201,8 +210,8 @@ class WorkerDirectory:
         if table is None or worker.ref not in table:
             self._rebuild_tables()
             return
-        table.set(worker.ref, connection.load())
-        self._table_changed(worker.model)
+        if table.set(worker.ref, connection.load()):
+            self._table_changed(worker.model)
 
     def _table_changed(self, model: str) -> None:
         table = self.table(model)

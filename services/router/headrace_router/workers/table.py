@@ -61,6 +61,7 @@ class LoadTable:
         self.total_tokens: Numbers = np.zeros(count)
         self.reachable: Flags = np.zeros(count, np.bool_)
         self.draining: Flags = np.zeros(count, np.bool_)
+        self._loads: dict[int, Load] = {}
         self._rows = {worker.ref: row for row, worker in enumerate(self.workers)}
         # Workers with one layout fingerprint can receive from the same prefill workers.
         self.layouts: tuple[KvLayout, ...] = ()
@@ -76,15 +77,19 @@ class LoadTable:
     def __contains__(self, ref: WorkerRef) -> bool:
         return ref in self._rows
 
-    def set(self, ref: WorkerRef, load: Load) -> None:
-        """Sets a worker's load."""
+    def set(self, ref: WorkerRef, load: Load) -> bool:
+        """Sets a worker's load. False when it was the same before."""
         row = self._rows[ref]
+        if self._loads.get(row) == load:
+            return False
+        self._loads[row] = load
         self.requests[row] = load.requests
         self.external_requests[row] = load.external_requests
         self.held_tokens[row] = load.held_tokens
         self.total_tokens[row] = load.total_tokens
         self.reachable[row] = load.reachable
         self.draining[row] = load.draining
+        return True
 
     @property
     def any_available(self) -> bool:

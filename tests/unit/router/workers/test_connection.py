@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc.aio
@@ -16,6 +18,7 @@ from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.table import Worker
+from tests.waiting import until
 
 _BLOCK_TOKENS = 16
 _LAYOUT = KvLayout.attention(
@@ -71,7 +74,7 @@ async def _check(events: list[tuple[str, int, int]]) -> None:
     try:
         for kind, number, blocks in events:
             if kind == "reserve":
-                made.append(connection.reserve(number))
+                made.append(connection.reserve(number, routed=True))
                 naive.reservations[made[-1]] = (number, False)
             elif kind == "release" and made:
                 reservation = made[number % len(made)]
@@ -127,3 +130,85 @@ async def test_a_worker_accepts_tickets_while_it_reports_and_its_clock_is_known(
         assert not accepts(), "it may have forgotten the key"
     finally:
         await connection.close()
+
+
+class _SlowWorker:
+    """A channel to a worker that sends one idle status on each stream, and then nothing."""
+
+    def __init__(self) -> None:
+        self.requests: list[worker_pb2.WatchStatusRequest] = []
+        self.silence = asyncio.Event()
+        self.sent = False
+
+    def unary_stream(self, *arguments: object, **options: object) -> Any:
+        return self._call
+
+    unary_unary = unary_stream
+
+    def _call(self, request: worker_pb2.WatchStatusRequest) -> Any:
+        self.requests.append(request)
+        self.sent = False
+        return self
+
+    async def read(self) -> worker_pb2.WatchStatusResponse:
+        if self.sent:
+            await self.silence.wait()
+            self.silence.clear()
+        self.sent = True
+        return worker_pb2.WatchStatusResponse(incarnation=_WORKER.ref.incarnation)
+
+    def cancel(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def _idle_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[tuple[WorkerConnection, _SlowWorker]]:
+    """A worker that need not send for a minute. One with requests would have 0.05 s."""
+    monkeypatch.setattr("headrace_router.workers.connection._STATUS_TIMEOUT_S", 0.05)
+    channel: Any = _SlowWorker()
+    connection = WorkerConnection(_WORKER, lambda _: channel, Dials(), lambda _: None, b"", 60.0)
+    await until(lambda: connection.load().reachable)
+    yield connection, channel
+    await connection.close()
+
+
+async def test_an_idle_worker_may_be_silent_until_a_request_is_routed_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with _idle_worker(monkeypatch) as (connection, channel):
+        assert channel.requests[0].max_interval.seconds == 60
+        direct = connection.reserve(1, routed=False)
+        connection.reserve(1, routed=True).release()
+        await asyncio.sleep(0.2)
+        assert connection.load().reachable
+        connection.reserve(1, routed=True)
+        await until(lambda: not connection.load().reachable)
+        direct.release()
+
+
+async def test_an_unreachable_worker_is_asked_again_long_before_its_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with _idle_worker(monkeypatch) as (connection, channel):
+        connection.mark_unreachable()
+        assert not connection.load().reachable
+        await until(lambda: connection.load().reachable)
+        assert len(channel.requests) == 2
+
+
+async def test_another_interval_takes_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with _idle_worker(monkeypatch) as (connection, channel):
+        connection.set_interval(40.0)
+        channel.silence.set()
+        await until(lambda: not channel.silence.is_set())
+        assert len(channel.requests) == 1
+        connection.set_interval(20.0)
+        channel.silence.set()
+        await until(lambda: len(channel.requests) == 2)
+        assert channel.requests[1].max_interval.seconds == 20
+        assert connection.load().reachable
