@@ -29,6 +29,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "router": (
             "httptools",
             "jinja2",
+            "jsonschema",
             "numpy",
             "sortedcontainers",
             "tokenizers",
