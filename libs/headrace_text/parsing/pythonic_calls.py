@@ -9,7 +9,6 @@ import re
 from headrace_text.parsing.buffered import BufferedParser
 from headrace_text.parsing.pieces import CallArguments, CallStart
 
-_DEPTH_MAX = 64
 _SIGNS = re.compile(r"[\"'()\[\]{}]")
 _NAME = re.compile(r"\s*[A-Za-z_][\w.]*\s*\(")
 _NAME_BEGINNING = re.compile(r"\s*([A-Za-z_][\w.]*\s*)?")
@@ -129,8 +128,6 @@ class PythonicCalls(BufferedParser):
 
 def parse_call(source: str) -> tuple[str, str] | None:
     """The name and the arguments, as JSON, of a call with literal arguments. None for other text."""
-    if _too_deep(source):
-        return None
     try:
         call = ast.parse(source.strip(), mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
@@ -139,17 +136,9 @@ def parse_call(source: str) -> tuple[str, str] | None:
         if len(arguments) < len(call.keywords):
             return None
         return ast.unparse(call.func), json.dumps(arguments, ensure_ascii=False)
+    # The last two are what Python raises for text that is nested too deeply.
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
-
-
-def _too_deep(source: str) -> bool:
-    depth = 0
-    for match in _SIGNS.finditer(source):
-        depth += (match[0] in "([{") - (match[0] in ")]}")
-        if depth > _DEPTH_MAX:
-            return True
-    return False
 
 
 def _literal(node: ast.expr) -> object:

@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,22 @@ pathlib.Path(__file__).with_name("begun").touch()
 time.sleep(60)
 """
 
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts modules. No process outlives the test."""
+    with ExitStack() as stack:
+
+        def begin(arguments: list[str], **environment: str) -> subprocess.Popen[str]:
+            process = stack.enter_context(_start(arguments, **environment))
+            stack.callback(process.kill)
+            return process
+
+        yield begin
+
+
 DECODE = ("--engine=sim", "--transport=in_memory", "--worker-id=d")
 
 
@@ -26,9 +44,11 @@ DECODE = ("--engine=sim", "--transport=in_memory", "--worker-id=d")
     ("module", "package"),
     [("headrace_cli", "rich"), ("headrace_decode", "uvloop"), ("headrace_router", "uvloop")],
 )
-def test_ctrl_c_during_imports_prints_nothing(tmp_path: Path, module: str, package: str) -> None:
+def test_ctrl_c_during_imports_prints_nothing(
+    start: Start, tmp_path: Path, module: str, package: str
+) -> None:
     (tmp_path / f"{package}.py").write_text(SLOW_IMPORT)
-    process = _start([module], PYTHONPATH=_path(str(tmp_path)))
+    process = start([module], PYTHONPATH=_path(str(tmp_path)))
     _wait_for(process, tmp_path / "begun")
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=20)
@@ -36,25 +56,25 @@ def test_ctrl_c_during_imports_prints_nothing(tmp_path: Path, module: str, packa
     assert process.returncode == -signal.SIGINT
 
 
-def test_termination_while_the_registry_is_absent_is_quiet() -> None:
-    process = _start(["headrace_decode", *DECODE, "--registry=127.0.0.1:1"])
+def test_termination_while_the_registry_is_absent_is_quiet(start: Start) -> None:
+    process = start(["headrace_decode", *DECODE, "--registry=127.0.0.1:1"])
     assert process.stderr is not None
     line = process.stderr.readline()
     assert "waiting for the registry on 127.0.0.1:1" in line
     _end_quietly(process)
 
 
-def test_termination_while_the_registry_is_silent_is_quiet(tmp_path: Path) -> None:
+def test_termination_while_the_registry_is_silent_is_quiet(start: Start, tmp_path: Path) -> None:
     port_file = tmp_path / "port"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         registry = f"--registry=127.0.0.1:{silent.getsockname()[1]}"
-        process = _start(["headrace_decode", *DECODE, registry, f"--port-file={port_file}"])
+        process = start(["headrace_decode", *DECODE, registry, f"--port-file={port_file}"])
         _wait_for(process, port_file)
         _end_quietly(process)
 
 
-def test_a_worker_without_a_registry_ends_before_it_loads_a_model() -> None:
-    process = _start(
+def test_a_worker_without_a_registry_ends_before_it_loads_a_model(start: Start) -> None:
+    process = start(
         [
             *("headrace_decode", "--engine=vllm", "--worker-id=d", "--model=/nowhere"),
             *("--registry=127.0.0.1:1", "--registration-timeout-s=0.3"),

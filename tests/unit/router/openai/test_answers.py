@@ -106,7 +106,20 @@ def test_deltas_make_the_same_message() -> None:
 
 def test_an_answer_that_was_cut_says_so() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": '
-    assert whole(rules(), text, LENGTH)["finish_reason"] == "length"
+    choice = whole(rules(ModelParsers("hermes")), text, LENGTH)
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": '
+    assert choice["finish_reason"] == "length"
+
+
+def test_an_answer_with_a_form_begins_without_reasoning() -> None:
+    forms: tuple[dict[str, Any], ...] = (
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "{}"}},
+    )
+    for fields in forms:
+        message = whole(rules(tools=None, **fields), "{}")["message"]
+        assert (message["content"], "reasoning_content" in message) == ("{}", False)
+    assert whole(rules(tools=None), "{}")["message"]["reasoning_content"] == "{}"
 
 
 def test_required_calls_are_read_from_json() -> None:

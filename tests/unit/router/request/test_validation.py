@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -210,3 +211,23 @@ def test_ignore_eos_keeps_the_clients_stop_tokens_only() -> None:
 
 def test_a_prompt_may_fill_the_context_up_to_one_token() -> None:
     assert _prepare(_text("x" * 15)).sampling.max_tokens == 1
+
+
+def test_cached_tokens_of_chats_belong_to_a_salt() -> None:
+    scopes: list[str] = []
+
+    class Recording(ByteCodec):
+        def encode_chat(self, *args: Any, cache_scope: str = "", **named: Any) -> list[int]:
+            scopes.append(cache_scope)
+            return super().encode_chat(*args, **named)
+
+    for salt in ("a", "b"):
+        prepare(
+            inference_pb2.GenerateRequest(chat=_CHAT),
+            request_id="r1",
+            codecs={"sim": Recording()},
+            max_model_len={"sim": 64},
+            bytes_per_token=16,
+            cache_salt=salt,
+        )
+    assert scopes == ["a", "b"]

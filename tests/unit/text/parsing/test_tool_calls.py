@@ -106,8 +106,9 @@ def test_a_text_that_only_looks_like_a_call_is_content() -> None:
         assert parse(new_parser("llama3_json"), [text]) == ("", text, [])
     text = "<tool_call>weather in Rome</tool_call>"
     assert parse(new_parser("hermes"), [text]) == ("", text, [])
-    nested = "[f(a=" + "[" * 500 + "]" * 500 + ")]"
-    assert parse(new_parser("pythonic"), [nested]) == ("", nested, [])
+    for value in ("[" * 500 + "]" * 500, "-" * 50_000 + "1", "1+" * 50_000 + "1", "open('x')"):
+        text = f"[f(a={value})]"
+        assert parse(new_parser("pythonic"), [text]) == ("", text, [])
 
 
 def test_the_model_can_write_the_id_of_a_call() -> None:
