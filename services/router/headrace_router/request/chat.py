@@ -97,7 +97,8 @@ def forced_call_schema(chat: inference_pb2.Chat) -> str | None:
         return json.dumps(schemas[choice.function_name], ensure_ascii=False)
     definitions: dict[str, Any] = {}
     for schema in schemas.values():
-        definitions.update(schema.pop("$defs", {}))
+        definitions.update(_definitions(schema))
+        schema.pop("$defs", None)
     calls = [
         {
             "type": "object",
@@ -161,9 +162,10 @@ def _tool_violations(chat: inference_pb2.Chat) -> Iterator[tuple[str, str]]:
             yield f"{path}.name", f"{tool.name} is the name of an earlier tool; choose another"
         seen.add(tool.name)
         if tool.parameters:
-            problem = schema_problem(tool.parameters)
-            if problem:
-                yield f"{path}.parameters", problem
+            try:
+                parse_object(tool.parameters, SCHEMA_BYTES_MAX)
+            except JsonRejected as error:
+                yield f"{path}.parameters", str(error)
 
 
 def _tool_choice_violations(chat: inference_pb2.Chat) -> Iterator[tuple[str, str]]:
@@ -183,23 +185,31 @@ def _tool_choice_violations(chat: inference_pb2.Chat) -> Iterator[tuple[str, str
 
 
 def _forced_call_violations(chat: inference_pb2.Chat) -> Iterator[tuple[str, str]]:
-    """Of the one schema that tools make together."""
-    definitions: dict[str, Any] = {}
-    if chat.tool_choice.mode == _MODE.MODE_REQUIRED:
-        for index, tool in enumerate(chat.tools):
-            own = _parameters(tool).get("$defs", {})
-            for name, schema in own.items():
-                if definitions.setdefault(name, schema) != schema:
-                    yield (
-                        f"chat.tools[{index}].parameters",
-                        f"$defs has another {name} than an earlier tool; rename it",
-                    )
+    """Of the one schema that tools make together. Elsewhere the model only reads their schemas."""
+    choice, definitions = chat.tool_choice, dict[str, Any]()
     size = len((forced_call_schema(chat) or "").encode())
     if size > SCHEMA_BYTES_MAX:
         yield (
             "chat.tools",
             f"have {size} bytes of JSON Schema together, more than {SCHEMA_BYTES_MAX}; shorten them",
         )
+        return
+    for index, tool in enumerate(chat.tools):
+        if choice.mode == _MODE.MODE_FUNCTION and tool.name != choice.function_name:
+            continue
+        path = f"chat.tools[{index}].parameters"
+        problem = schema_problem(tool.parameters) if tool.parameters else None
+        if problem:
+            yield path, problem
+            continue
+        for name, schema in _definitions(_parameters(tool)).items():
+            if definitions.setdefault(name, schema) != schema:
+                yield path, f"$defs has another {name} than an earlier tool; rename it"
+
+
+def _definitions(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = schema.get("$defs")
+    return found if isinstance(found, dict) else {}
 
 
 def _kwargs_violations(text: str) -> dict[str, str]:

@@ -21,6 +21,7 @@ from headrace_router.request.chat import (
     template_kwargs_of,
     tools_of,
 )
+from headrace_router.request.schema import schema_problem
 from headrace_router.request.validation import prepare
 from headrace_text.byte_codec import ByteCodec
 
@@ -114,6 +115,21 @@ _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
     (_outputs(), "sampling.structured_outputs", "set one of json"),
     (_outputs(json_object=False), "sampling.structured_outputs.json_object", "must be true"),
     (_outputs(json="true"), "sampling.structured_outputs.json", "not of a plain value"),
+    (
+        _outputs(json='{"properties": {"a": {"type": "objekt"}}}'),
+        *("sampling.structured_outputs.json", "objekt' is not valid"),
+    ),
+    (
+        _outputs(json='{"$schema": 5}'),
+        *("sampling.structured_outputs.json", "$schema must be a string"),
+    ),
+    (
+        _chat(
+            tools=[_tool(parameters='{"type": 5}')],
+            tool_choice=tools_pb2.ToolChoice(mode=Mode.MODE_REQUIRED),
+        ),
+        *("chat.tools[0].parameters", "5 is not valid"),
+    ),
     (_outputs(regex=""), "sampling.structured_outputs.regex", "not be empty"),
     (_outputs(regex="a" * 4_097), "sampling.structured_outputs.regex", "at most 4096 bytes"),
     (_outputs(regex="a\0"), "sampling.structured_outputs.regex", "NUL"),
@@ -265,6 +281,20 @@ def test_workers_get_what_the_router_does_not_do_itself() -> None:
     assert (prepared.keeps_stop, prepared.skips_special_tokens) == (True, False)
 
 
+def test_a_schema_may_name_its_draft_and_use_patterns_of_other_languages() -> None:
+    for schema in (
+        {"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"type": "string"}]},
+        {"$schema": "http://127.0.0.1:1/unknown", "pattern": "\\p{L}"},
+        {"$ref": "http://127.0.0.1:1/elsewhere"},
+    ):
+        assert schema_problem(json.dumps(schema)) is None
+
+
+def test_the_schema_of_a_tool_that_the_model_only_reads_may_be_of_any_form() -> None:
+    request = _chat(tools=[_tool(parameters='{"type": "objekt"}')])
+    assert _prepare(request, 512).sampling.structured_outputs.WhichOneof("constraint") is None
+
+
 def test_a_forced_call_becomes_a_structured_output() -> None:
     request = _choice(mode=Mode.MODE_FUNCTION, function_name="look")
     sampling = _prepare(request, 512).sampling
@@ -278,7 +308,11 @@ def test_a_forced_call_becomes_a_structured_output() -> None:
 @pytest.mark.parametrize(
     ("parameters", "field", "remedy"),
     [
-        ('{"$defs": {"d": %d}}', "chat.tools[1].parameters", "another d than an earlier tool"),
+        (
+            '{"$defs": {"d": {"const": %d}}}',
+            "chat.tools[1].parameters",
+            "another d than an earlier tool",
+        ),
         (f'{{"%d": "{"x" * 40_000}"}}', "chat.tools", "more than 65536"),
     ],
 )
