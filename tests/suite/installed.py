@@ -2,7 +2,8 @@
 
     python -m tests.suite.installed [--versions constraints|lowest|newest] [PYTHON...]
 
-installs both with each PYTHON from pip's index, and asks one question. Interpreters that are missing are named.
+installs both with each PYTHON from pip's index, and asks one question. The output names the interpreters that are
+missing.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ _NAMES = "from importlib.metadata import distributions; print(*(d.metadata['Name
 
 
 def install(
-    folder: Path, wheel: Path, extras: Sequence[str], options: Sequence[str | Path], python: str
+    folder: Path, archive: Path, extras: Sequence[str], options: Sequence[str | Path], python: str
 ) -> Path:
-    """A new environment of `python` with the wheel, its extras and what they need. `options` are pip's."""
+    """A new environment of `python` with an archive or wheel, its extras and what they need. `options` are pip's."""
     subprocess.run(
         [python, "-m", "venv", "--without-pip", folder], timeout=CALL_TIMEOUT_S, check=True
     )
@@ -56,7 +57,7 @@ def install(
         [
             *(sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install"),
             *("-qq", "--no-compile", "--only-binary=:all:", "--disable-pip-version-check"),
-            *(*options, f"{wheel}[{','.join(extras)}]"),
+            *(*options, f"{archive}[{','.join(extras)}]"),
         ],
         timeout=INSTALL_TIMEOUT_S,
         check=True,
@@ -144,7 +145,7 @@ def main() -> int:
     options = parser.parse_args()
     failed = False
     with tempfile.TemporaryDirectory(prefix="headrace-installed-") as name:
-        _, wheel = build(Path(name) / "dist")
+        archive, wheel = build(Path(name) / "dist")
         chosen = _version_options(options.versions, Path(name))
         for python in options.pythons:
             found = shutil.which(python)
@@ -155,7 +156,8 @@ def main() -> int:
                 print(f"{python}: not on this machine")
                 continue
             folder = Path(name) / Path(python).name
-            client = install(folder / "client", wheel, CLIENT, chosen, found)
+            # From the source archive, so pip builds with the requirements that pyproject.toml states.
+            client = install(folder / "client", archive, CLIENT, chosen, found)
             services = install(folder / "services", wheel, SERVICES, chosen, found)
             with deployed(services, folder / "logs") as address:
                 done = chat(client, address)
