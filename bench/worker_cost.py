@@ -226,7 +226,8 @@ async def main(arguments: argparse.Namespace) -> None:
 _NOTES: Final = """# The CPU of a request in the services
 
 Made by `python -m bench.worker_cost`: 1 prefill and 2 decode workers with simulated engines, {streams} streams, a step
-of {gap} ms, 200 prompt tokens, 64 answer tokens, every prompt prefilled remotely, medians of {rounds} rounds.
+of {gap} ms. Requests have 200 prompt tokens and 64 answer tokens. Every prompt is prefilled remotely. The figures are
+medians of {rounds} rounds.
 
 {table}
 

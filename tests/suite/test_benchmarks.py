@@ -118,6 +118,16 @@ def test_worker_cost(tmp_path: Path) -> None:
     assert tables((tmp_path / "worker_cost.md").read_text()) == [table]
 
 
+def test_many_streams(tmp_path: Path) -> None:
+    size = ("--streams=40", "--tokens=12", "--step-ms=50", f"--output={tmp_path}")
+    # It ends with an error when a token is lost, repeated or wrong although a worker is killed.
+    (table,) = tables(run("many_streams", *size))
+    assert [(row["streams"], row["lost"]) for row in table] == [("40", "0")]
+    (row,) = table
+    assert float(row["last slow s"]) > float(row["fast readers, median s"])
+    assert tables((tmp_path / "many_streams.md").read_text()) == [table]
+
+
 def test_idle_workers(tmp_path: Path) -> None:
     size = ("--workers=3", "--settle=0", "--seconds=1", f"--output={tmp_path}")
     output = run("idle_workers", *size)
