@@ -14,6 +14,7 @@ import os
 import resource
 import socket
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from headrace_common.process.rates import RateByCaller
 _LOG = logging.getLogger(__name__)
 
 _CHECK_S: Final = 0.05
+# Connections that other hosts open while this process closes its own do not change the number of descriptors.
+_RECHECK_S: Final = 1.0
 _DESCRIPTORS: Final = Path("/proc/self/fd")
 # For connections that the process opens, its files and its libraries.
 _RESERVED_DESCRIPTORS: Final = 512
@@ -163,11 +166,16 @@ class ConnectionGuard:
     def _guard(self) -> None:
         least = min(self._bounds.per_host, int(self._bounds.total * _FULL_SHARE))
         least = min(least, int(_BURST_S * self._bounds.opened_per_s))
+        others, checked_s = 0, -math.inf
         while not self._ended.wait(_CHECK_S):
             with _logged(self._port):
-                crowded = len(list(_DESCRIPTORS.iterdir())) > least
-                if crowded or self._in_force:
-                    self._check(connections_to(self._port))
+                # Counting descriptors is cheap, asking each what it is costs a hundred times as much.
+                count = len(os.listdir(_DESCRIPTORS))  # noqa: PTH208 - no path for each
+                due = count > least and time.monotonic() - checked_s >= _RECHECK_S
+                if self._in_force or count - others > least or due:
+                    found = connections_to(self._port)
+                    others, checked_s = count - len(found), time.monotonic()
+                    self._check(found)
 
     def _check(self, found: Sequence[Connection]) -> None:
         busy = self._busy()
