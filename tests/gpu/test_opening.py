@@ -53,7 +53,13 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
         return memory
 
     def open_one(
-        kind: str, host: str, protocol: str = "auto", memory: Any = None, admitted: Any = None
+        kind: str,
+        host: str,
+        protocol: str = "auto",
+        memory: Any = None,
+        *,
+        rdma_devices: Any = (),
+        admitted: Any = None,
     ) -> KvTransport:
         seen.calls.append((kind, protocol, memory.staged))
         transport = open_transport("in_memory", host, memory=memory)
@@ -89,7 +95,13 @@ def test_without_an_adapter_the_memory_is_staged(
     usual: Callable[..., KvTransport] = vars(opening)["open_transport"]
 
     def refuse(
-        kind: str, host: str, protocol: str = "auto", memory: Any = None, admitted: Any = None
+        kind: str,
+        host: str,
+        protocol: str = "auto",
+        memory: Any = None,
+        *,
+        rdma_devices: Any = (),
+        admitted: Any = None,
     ) -> KvTransport:
         if protocol == "rdma":
             raise ConfigError("this machine has no RDMA device")
