@@ -57,9 +57,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
         host: str,
         protocol: str = "auto",
         memory: Any = None,
-        *,
-        rdma_devices: Any = (),
-        admitted: Any = None,
+        **settings: Any,
     ) -> KvTransport:
         seen.calls.append((kind, protocol, memory.staged))
         transport = open_transport("in_memory", host, memory=memory)
@@ -99,9 +97,7 @@ def test_without_an_adapter_the_memory_is_staged(
         host: str,
         protocol: str = "auto",
         memory: Any = None,
-        *,
-        rdma_devices: Any = (),
-        admitted: Any = None,
+        **settings: Any,
     ) -> KvTransport:
         if protocol == "rdma":
             raise ConfigError("this machine has no RDMA device")
