@@ -101,7 +101,7 @@ def test_without_an_adapter_the_memory_is_staged(
     ) -> KvTransport:
         if protocol == "rdma":
             raise ConfigError("this machine has no RDMA device")
-        return usual(kind, host, protocol, memory, admitted)
+        return usual(kind, host, protocol, memory, **settings)
 
     monkeypatch.setattr(opening, "open_transport", refuse)
     transport, order = open_one()
