@@ -14,7 +14,7 @@ import pytest
 
 from headrace.decode.v1 import decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
-from headrace_cli.client import API_KEY_VARIABLE, open_router_internally
+from headrace_cli.client import API_KEY_FILE_VARIABLE, open_router_internally
 from headrace_common.access.credentials import Credentials
 from headrace_common.rpc.channel import open_channel
 from headrace_common.tickets.direct_request import decode_request_of
@@ -140,7 +140,7 @@ async def test_a_tenant_sees_only_its_own_hits(
         # The router's index is as separate as the engines' caches.
         await first.ask(THIRD)
         key_file = tmp_path / "key"
-        monkeypatch.setenv(API_KEY_VARIABLE, str(key_file))
+        monkeypatch.setenv(API_KEY_FILE_VARIABLE, str(key_file))
         key_file.write_text(f"{FIRST}\n")
 
         async def announced() -> bool:

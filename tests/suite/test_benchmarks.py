@@ -191,12 +191,17 @@ def test_tenant_caches(tmp_path: Path) -> None:
 def test_proxy(tmp_path: Path) -> None:
     size = ("--gaps=0", "--streams=1", "--rounds=1", "--vllm-router=", f"--output={tmp_path}")
     [table] = tables(run("proxy", *size))
-    ours = ["Headrace", "Headrace, look-aside"]
+    ours = ["Headrace, gRPC", "Headrace, look-aside", "Headrace, OpenAI HTTP"]
     ours += ["Headrace, sim worker", "Headrace, sim worker, look-aside"]
     assert [row["proxy"] for row in table] == ours
     # The CPU time counts in ticks of 10 ms, and a fast router may spend none.
     assert_columns_positive(table, "first token, ms", "direct, ms", "tokens/message")
     assert tables((tmp_path / "proxy.md").read_text()) == [table]
+
+
+def test_decode_link(tmp_path: Path) -> None:
+    size = ("--gaps=0", "--streams=1", "--rounds=1", f"--output={tmp_path}")
+    assert tables(run("decode_link", *size))
 
 
 def test_fairness(tmp_path: Path) -> None:
@@ -225,10 +230,11 @@ def test_overload(tmp_path: Path) -> None:
 def test_security(tmp_path: Path) -> None:
     sizes = ("--rounds=1", "--seconds=0.5", "--streams=2", "--attacks=messages,without_key")
     attacks, costs = tables(run("security", *sizes, f"--output={tmp_path}"))
-    assert [row["attack"] for row in attacks] == ["quiet", "messages", "without key"]
+    rows = ["messages", "messages, elsewhere", "without key", "without key, elsewhere"]
+    assert [row["attack"] for row in attacks] == ["quiet", *rows]
     times = ("answers", "TTFT p50, ms", "TTFT p99, ms", "gap p99, ms", "longest gap, ms")
     assert_columns_positive(attacks, *times, "p99 over quiet", "gap p99 over quiet")
-    assert_columns_positive(attacks[1:], "rejected/s")
+    assert_columns_positive(attacks[1:], "calls/s")
     kinds = ["plaintext", "tokens", "TLS", "TLS, roles"]
     assert [(row["path"], row["kind"]) for row in costs] == [
         (path, kind) for path in ("router", "look-aside") for kind in kinds

@@ -40,7 +40,8 @@ class Router(inference_pb2_grpc.InferenceServiceServicer):
                 yield inference_pb2.GenerateResponse(text=character, token_ids=[ord(character)])
             if request.text == "endless":
                 await asyncio.sleep(30)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
+            # The latter while a message is being sent.
             self.cancelled += 1
             raise
         yield inference_pb2.GenerateResponse(finish_reason=sampling_pb2.FINISH_REASON_STOP)

@@ -16,7 +16,7 @@ import socket
 import struct
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -75,7 +75,13 @@ def _stopped(order: Order, pid: int) -> bool:
     return text.rpartition(")")[2].split()[0] == "T"
 
 
-SIGNAL = Freezer(lambda order: order, _stopped, lambda order, pid: os.kill(pid, signal.SIGCONT))
+def _continue(order: Order, pid: int) -> None:
+    # Its timer may have ended it already.
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+SIGNAL = Freezer(lambda order: order, _stopped, _continue)
 
 
 @contextmanager
