@@ -11,8 +11,8 @@ from headrace_text.codec import ChatMessage, TextCodec, TooManyTokens
 _BYTE_COUNT = 256
 # The simulated engine has the same default.
 _VOCABULARY_SIZE = 32_000
-# Tokens beyond the bytes have no text of their own. Each decodes to a word of two syllables, so that people can read,
-# compare and search completions on any terminal.
+# Tokens beyond the bytes have no text of their own. Each decodes to an ASCII word of two syllables, because every
+# terminal shows it and a search finds it.
 _SYLLABLES = tuple(
     consonant + vowel + end
     for end in ("", "n")
