@@ -8,6 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.roles import Role
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import (
@@ -16,6 +17,7 @@ from headrace_common.config import (
     OptionalWorkerId,
     PositiveCount,
     PositiveSeconds,
+    reachable_addresses,
     require_order,
     split_list,
 )
@@ -83,6 +85,11 @@ class RouterConfig(ClientFacingConfig):
     http_listen: OptionalHostPort = Field(
         "",
         description="host:port of the OpenAI HTTP API; port 0 takes any free port. Empty: no HTTP.",
+    )
+    status_listen: OptionalHostPort = Field(
+        "",
+        description="host:port of the status page, for callers with the role operator; port 0 takes any free port. "
+        "Empty: no page.",
     )
     tool_call_parser: ToolCallParserList = Field(
         (),
@@ -196,10 +203,25 @@ class RouterConfig(ClientFacingConfig):
             ("worker_wait_s", "default_deadline_s"),
             ("max_trace_bytes", "max_stored_trace_bytes"),
         )
-        problems = self.unguarded_problems("http_listen")
+        problems = self.unguarded_problems("http_listen") + self._status_problems()
         if problems:
             raise ValueError("; ".join(problems))
         return self
+
+    def _status_problems(self) -> list[str]:
+        guarded = self.insecure or self.tls_certificate_file or self.token_keys_file
+        return [
+            f"{name} is {address}, which other hosts may reach, and no credentials are configured: set the tls_ files "
+            "or token_keys_file, or set insecure, which shows the page to every caller"
+            for name, address in reachable_addresses(self, "status_listen")
+            if not guarded
+        ]
+
+    @property
+    def status_tls(self) -> TlsFiles:
+        """The files of status_listen. Browsers need no certificate where tokens are verified."""
+        authority = "" if self.token_keys_file else self.tls_authority_file
+        return TlsFiles(self.tls_certificate_file, self.tls_key_file, authority)
 
     @model_validator(mode="after")
     def _check_scope(self) -> RouterConfig:
