@@ -152,7 +152,7 @@ ATTRIBUTE_LAST_CAUSE: Final = "headrace.link.last_cause"
 ATTRIBUTE_LAST_CAUSE_MS: Final = "headrace.link.last_cause_ms"
 # Bandwidth with which a link is compared, in 10^9 bits per second.
 ATTRIBUTE_BANDWIDTH_GBIT_PER_S: Final = "headrace.link.bandwidth_gbit_per_s"
-# Where that bandwidth is from: "setting", or "measured", the best of this worker's links to that host by that transport.
+# Where that bandwidth is from: "setting", or "measured": this worker's best link to that host by that transport.
 ATTRIBUTE_BANDWIDTH_FROM: Final = "headrace.link.bandwidth_from"
 # Milliseconds in which the bytes should have moved: bytes / (0.9 * bandwidth).
 ATTRIBUTE_EXPECTED_MS: Final = "headrace.link.expected_ms"
