@@ -101,9 +101,9 @@ def sum_from_proto(message: latency_pb2.LatencySum) -> Sum:
     """The inverse of sum_to_proto. Parts of a newer version count as UNACCOUNTED."""
     parts: dict[Part, int] = {}
     for one in message.parts:
-        part = Part(one.part) if one.part in _NUMBERS else Part.UNACCOUNTED
+        part = Part(one.part) if int(one.part) in _NUMBERS else Part.UNACCOUNTED
         parts[part] = parts.get(part, 0) + one.duration_us
     return Sum(message.total_us, parts)
 
 
-_NUMBERS = frozenset(Part)
+_NUMBERS = frozenset(int(part) for part in Part)

@@ -175,15 +175,19 @@ def test_without_reports_of_the_workers_the_rest_is_unaccounted() -> None:
 def test_no_stamp_breaks_a_sum(data: st.DataObject) -> None:
     times = st.none() | st.integers(-200, 1_200)
     attempts = [
-        AttemptSteps(
-            data.draw(st.integers(0, 500)),
-            *(data.draw(times) for _ in range(4)),
-            remote=data.draw(st.booleans()),
-            first_token_by=data.draw(st.sampled_from(FirstTokenBy)),
-            decode=data.draw(st.none() | st.builds(DecodeSteps, st.integers(0, 900), *[times] * 7)),
-            prefill=data.draw(
-                st.none() | st.builds(PrefillSteps, st.integers(0, 900), *[times] * 5)
-            ),
+        data.draw(
+            st.builds(
+                AttemptSteps,
+                st.integers(0, 500),
+                start=times,
+                reserved=times,
+                queued=times,
+                pulled=times,
+                remote=st.booleans(),
+                first_token_by=st.sampled_from(FirstTokenBy),
+                decode=st.none() | st.builds(DecodeSteps, st.integers(0, 900), *[times] * 7),
+                prefill=st.none() | st.builds(PrefillSteps, st.integers(0, 900), *[times] * 5),
+            )
         )
         for _ in range(data.draw(st.integers(0, 3)))
     ]
