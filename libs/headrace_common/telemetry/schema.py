@@ -168,6 +168,48 @@ ATTRIBUTE_EXPOSED_MS: Final = "headrace.exposed_ms"
 # Bytes of KV that decode ranks copied to each other.
 ATTRIBUTE_LOCAL_BYTES: Final = "headrace.local_bytes"
 
+# Microseconds of each part of the time to the first token, on the root span; of the time to the second token, on
+# headrace.second_token. Parts without time are left out, and those of one span add up to headrace.latency.total_us.
+# latency.proto describes the parts.
+ATTRIBUTE_LATENCY_TOTAL_US: Final = "headrace.latency.total_us"
+# The router's waits before its choice of workers.
+ATTRIBUTE_LATENCY_ADMISSION_US: Final = "headrace.latency.admission_us"
+# Chat template, tokenizer and validation.
+ATTRIBUTE_LATENCY_TOKENIZE_US: Final = "headrace.latency.tokenize_us"
+# Choice of the workers.
+ATTRIBUTE_LATENCY_ROUTE_US: Final = "headrace.latency.route_us"
+# Attempts that failed, with the pauses after them.
+ATTRIBUTE_LATENCY_RETRY_US: Final = "headrace.latency.retry_us"
+# The request to the decode worker, to its reservation.
+ATTRIBUTE_LATENCY_RESERVE_US: Final = "headrace.latency.reserve_us"
+# The prefill queue.
+ATTRIBUTE_LATENCY_QUEUE_US: Final = "headrace.latency.queue_us"
+# The prefill worker's wait for its first forward pass with the task.
+ATTRIBUTE_LATENCY_BATCH_WAIT_US: Final = "headrace.latency.batch_wait_us"
+# Forward passes over the prompt.
+ATTRIBUTE_LATENCY_PREFILL_US: Final = "headrace.latency.prefill_us"
+# The part of the transfer that computing does not hide.
+ATTRIBUTE_LATENCY_TRANSFER_EXPOSED_US: Final = "headrace.latency.transfer_exposed_us"
+# The decode worker's wait for its first step with the request.
+ATTRIBUTE_LATENCY_DECODE_WAIT_US: Final = "headrace.latency.decode_wait_us"
+# The decode worker's step that makes the token.
+ATTRIBUTE_LATENCY_FIRST_STEP_US: Final = "headrace.latency.first_step_us"
+# Messages between the processes, and the pacing of the stream.
+ATTRIBUTE_LATENCY_NETWORK_US: Final = "headrace.latency.network_us"
+# The rest, which no measured step explains.
+ATTRIBUTE_LATENCY_UNACCOUNTED_US: Final = "headrace.latency.unaccounted_us"
+# Microseconds of the transfer beside prefill's computation, on the root span.
+ATTRIBUTE_TRANSFER_HIDDEN_US: Final = "headrace.latency.transfer_hidden_us"
+# The token that waits for the exposed transfer: "first_token" or "second_token", on the root span.
+ATTRIBUTE_TRANSFER_OWNER: Final = "headrace.transfer.owner"
+# Milliseconds of the exposed transfer in the owner's time, on the root span.
+ATTRIBUTE_TRANSFER_EXPOSED_MS: Final = "headrace.transfer.exposed_ms"
+# Milliseconds by which a worker's clock is ahead of the router's. The router's trace store adds it to a worker's spans,
+# and moves them to its own clock.
+ATTRIBUTE_CLOCK_AHEAD_MS: Final = "headrace.clock.ahead_ms"
+# Bound on the error of that offset in milliseconds; on the root span, on the error of borders between hosts.
+ATTRIBUTE_CLOCK_ERROR_MS: Final = "headrace.clock.error_ms"
+
 # Queue of a metric: "prefill" (tasks), "prefill tokens", "requests" (admitted), "waiting" (for admission) or "tokens"
 # (of prompts without a first token).
 ATTRIBUTE_QUEUE: Final = "headrace.queue.name"
