@@ -14,8 +14,8 @@ from headrace_common.access.authorizer import Authorizer
 from headrace_common.access.certificates import SUBJECT_NAMES
 from headrace_common.access.roles import TOKEN_KEY
 from headrace_common.errors import HeadraceError, InternalError, PermissionDenied, Unauthenticated
-from headrace_router.openai.errors import HttpError
-from headrace_router.openai.exchange import (
+from headrace_frontend.openai.errors import HttpError
+from headrace_frontend.openai.exchange import (
     PEER_NAMES_EXTENSION,
     HttpExchange,
     Receive,

@@ -20,8 +20,8 @@ from headrace_common.access.roles import Role
 from headrace_common.access.tokens import create_token, new_private_key, public_key_of
 from headrace_common.config import load_config
 from headrace_common.errors import ConfigError
+from headrace_frontend.openai.server import HttpServer
 from headrace_router.config import RouterConfig
-from headrace_router.openai.server import HttpServer
 from headrace_router.status.app import StatusApp
 from headrace_router.status.reader import StatusReader
 from tests.suite.certificates import Authority
