@@ -235,5 +235,5 @@ class ContextsRecord(Record):
 class StatusPageRecord(Record):
     """`headrace status --json`."""
 
-    schema: ClassVar[str] = "headrace.status_page.v1"
+    schema: ClassVar[str] = "headrace.status-page.v1"
     url: str

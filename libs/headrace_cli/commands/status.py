@@ -33,7 +33,7 @@ def status(
     ] = DEFAULT_ADDRESS,
     as_json: Json = False,
 ) -> None:
-    """Prints the address of a router's status page, with this operator's token. Whoever has it can read the page."""
+    """Prints the address of a router's status page, with this operator's token: keep it secret."""
     with failures_as_exit():
         url = page_url(address, Credentials.from_environment(Role.OPERATOR))
         if as_json:

@@ -4,39 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
 
 from headrace.inference.v1 import trace_pb2
 from headrace_common.durations import ns_from_duration, unix_ns_from_timestamp
 from headrace_common.telemetry import schema
-from headrace_common.trace_view.model import LayerWrite, Link, Step, TraceView
-from headrace_common.trace_view.parts import parts_of
+from headrace_common.trace_view.links import TRANSFER_SPANS, TimedSpan, read_links
+from headrace_common.trace_view.model import TRANSFER_EXPOSED, Step, TraceView
+from headrace_common.trace_view.parts import parts_of_steps, reported_parts
 
-_NS_PER_MS = 1e6
+_NS_PER_US = 1_000
 _SERVICE_PREFIX = "headrace-"
-_LinkKey: TypeAlias = tuple[str, str, str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class TimedSpan:
-    """A span with its times since the request's arrival."""
-
-    span: trace_pb2.Span
-    start_ns: int
-    end_ns: int
-
-    def text(self, attribute: str, default: str = "") -> str:
-        return self.span.attributes.get(attribute, default)
-
-    def number(self, attribute: str) -> int:
-        """An attribute as an integer; 0 where it is missing or no number."""
-        text = self.span.attributes.get(attribute, "")
-        return int(text) if text.lstrip("-").isdecimal() else 0
 
 
 def read_trace(trace: trace_pb2.Trace) -> TraceView:
-    """What the trace says. Spans that have not arrived leave their part unaccounted."""
+    """What the trace says. Spans that have not arrived leave their time unaccounted."""
     origin_ns = _origin_ns(trace)
     spans = [_timed(span, origin_ns) for span in trace.spans]
     named: dict[str, list[TimedSpan]] = defaultdict(list)
@@ -44,17 +25,26 @@ def read_trace(trace: trace_pb2.Trace) -> TraceView:
         named[one.span.name].append(one)
     root = next(iter(named[schema.SPAN_REQUEST]), None)
     first = next(iter(named[schema.SPAN_FIRST_TOKEN]), None)
-    ttft_ns = first.end_ns if first is not None else 0
+    second = next(iter(named[schema.SPAN_SECOND_TOKEN]), None)
+    total_ns = root.end_ns if root else max((one.end_ns for one in spans), default=0)
+    parts = reported_parts(root.span.attributes) if root else ()
+    parts = parts or parts_of_steps(named, first.end_ns if first is not None else total_ns)
+    second_parts = reported_parts(second.span.attributes) if second else ()
     return TraceView(
         trace_id=trace.trace_id,
         request_id=trace.request_id,
         start_unix_ns=origin_ns,
         complete=trace.complete,
-        ttft_ns=ttft_ns,
-        total_ns=root.end_ns if root else max((one.end_ns for one in spans), default=0),
-        parts=parts_of(named, ttft_ns),
-        links=_links(spans, named[schema.SPAN_ATTEMPT]),
+        ttft_ns=sum(part.duration_ns for part in parts),
+        total_ns=total_ns,
+        parts=parts,
+        links=read_links(spans),
         steps=_steps(spans),
+        answered=first is not None,
+        second_parts=second_parts,
+        exposed_in_second=any(part.name == TRANSFER_EXPOSED for part in second_parts),
+        hidden_ns=_NS_PER_US * root.number(schema.ATTRIBUTE_TRANSFER_HIDDEN_US) if root else 0,
+        clock_error_ns=round(root.real(schema.ATTRIBUTE_CLOCK_ERROR_MS) * 1e6) if root else 0,
         first_token_by=_first_text(spans, schema.ATTRIBUTE_FIRST_TOKEN),
         prompt_tokens=root.number(schema.ATTRIBUTE_PROMPT_TOKENS) if root else 0,
         completion_tokens=root.number(schema.ATTRIBUTE_COMPLETION_TOKENS) if root else 0,
@@ -82,76 +72,9 @@ def _first_text(spans: Iterable[TimedSpan], attribute: str) -> str:
     return next((one.text(attribute) for one in spans if one.text(attribute)), "")
 
 
-def _links(spans: Sequence[TimedSpan], attempts: Sequence[TimedSpan]) -> tuple[Link, ...]:
-    """The links of all attempts, by name."""
-    by_id = {one.span.span_id: one for one in spans}
-    found: dict[_LinkKey, list[TimedSpan]] = defaultdict(list)
-    for one in spans:
-        if one.span.name == schema.SPAN_TRANSFER_LAYER:
-            key = (
-                one.span.worker_id,
-                one.text(schema.ATTRIBUTE_SOURCE_RANK, "0"),
-                _decode_worker(one, by_id) or _last_decode_worker(attempts),
-                one.text(schema.ATTRIBUTE_DESTINATION_RANK, "0"),
-            )
-            found[key].append(one)
-    links = [_link(destination, sent) for (_, _, destination, _), sent in found.items()]
-    return tuple(sorted(links, key=lambda link: link.name))
-
-
-def _decode_worker(one: TimedSpan, by_id: dict[str, TimedSpan]) -> str:
-    """The decode worker of the attempt that a span belongs to. Empty when that span is missing."""
-    seen: set[str] = set()
-    while one.span.parent_span_id in by_id and one.span.span_id not in seen:
-        seen.add(one.span.span_id)
-        one = by_id[one.span.parent_span_id]
-        if one.span.name == schema.SPAN_ATTEMPT:
-            return one.text(schema.ATTRIBUTE_DECODE_WORKER_ID)
-    return ""
-
-
-def _last_decode_worker(attempts: Sequence[TimedSpan]) -> str:
-    return attempts[-1].text(schema.ATTRIBUTE_DECODE_WORKER_ID) if attempts else ""
-
-
-def _link(destination: str, sent: Sequence[TimedSpan]) -> Link:
-    writes = [
-        LayerWrite(
-            layer=one.number(schema.ATTRIBUTE_LAYER),
-            ready_ns=one.start_ns - _wait_ns(one),
-            submitted_ns=one.start_ns,
-            landed_ns=one.end_ns,
-            payload_bytes=one.number(schema.ATTRIBUTE_PAYLOAD_BYTES),
-        )
-        for one in sent
-    ]
-    return Link(
-        source=sent[0].span.worker_id,
-        source_rank=sent[0].number(schema.ATTRIBUTE_SOURCE_RANK),
-        destination=destination or "decode",
-        destination_rank=sent[0].number(schema.ATTRIBUTE_DESTINATION_RANK),
-        transport=_joined(sent, schema.ATTRIBUTE_TRANSPORT),
-        strategy=_joined(sent, schema.ATTRIBUTE_STRATEGY),
-        runs=sum(one.number(schema.ATTRIBUTE_RUNS) for one in sent),
-        entries=sum(one.number(schema.ATTRIBUTE_ENTRIES) for one in sent),
-        writes=tuple(sorted(writes, key=lambda write: (write.submitted_ns, write.layer))),
-    )
-
-
-def _wait_ns(one: TimedSpan) -> int:
-    try:
-        return max(0, round(float(one.text(schema.ATTRIBUTE_SEND_WAIT_MS, "0")) * _NS_PER_MS))
-    except ValueError:
-        return 0
-
-
-def _joined(sent: Iterable[TimedSpan], attribute: str) -> str:
-    return "+".join(sorted({one.text(attribute) for one in sent} - {""}))
-
-
 def _steps(spans: Sequence[TimedSpan]) -> tuple[Step, ...]:
-    """The spans as a tree, depth first, by start. Writes of layers are in the links."""
-    shown = [one for one in spans if one.span.name != schema.SPAN_TRANSFER_LAYER]
+    """The spans as a tree, depth first, by start. Those of transfers are in the links."""
+    shown = [one for one in spans if one.span.name not in TRANSFER_SPANS]
     known = {one.span.span_id for one in shown}
     children: dict[str, list[TimedSpan]] = defaultdict(list)
     for one in shown:

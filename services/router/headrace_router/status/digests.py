@@ -111,7 +111,7 @@ def digest_of(view: TraceView) -> RequestDigest:
         LinkUse(
             *(link.name, link.source, link.destination, link.transport),
             payload_bytes=link.payload_bytes,
-            busy_ns=link.busy_ns,
+            busy_ns=link.moving_ns,
         )
         for link in view.links
     ]
@@ -121,7 +121,7 @@ def digest_of(view: TraceView) -> RequestDigest:
         request_id=view.request_id,
         start_unix_ns=view.start_unix_ns,
         complete=view.complete,
-        ttft_ns=view.ttft_ns,
+        ttft_ns=view.ttft_ns if view.answered else 0,
         total_ns=view.total_ns,
         prompt_tokens=view.prompt_tokens,
         parts=tuple((part.name, part.duration_ns) for part in view.parts),
@@ -131,9 +131,9 @@ def digest_of(view: TraceView) -> RequestDigest:
 
 
 def sum_links(digests: Iterable[RequestDigest]) -> list[LinkSum]:
-    """The links that these requests used, slowest first. Links of an unknown speed are last."""
+    """The links that the complete ones of these requests used, slowest first. Those of an unknown speed are last."""
     uses: dict[tuple[str, str], list[LinkUse]] = {}
-    for digest in digests:
+    for digest in filter(lambda one: one.complete, digests):
         for use in digest.links:
             uses.setdefault((use.name, use.transport), []).append(use)
     links = [

@@ -1,4 +1,4 @@
-"""The status page over HTTP: its bytes for everybody, its data for operators only."""
+"""The status page over HTTP: its bytes for every caller, its data for operators only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import pytest
 
@@ -29,6 +29,10 @@ from tests.suite.certificates import Authority
 DOCUMENT = b'{"secret":"topology"}'
 
 
+class Reader(Protocol):
+    async def read(self) -> bytes: ...
+
+
 class FixedReader:
     async def read(self) -> bytes:
         return DOCUMENT
@@ -42,10 +46,10 @@ def config_of(**settings: str) -> RouterConfig:
 
 
 @asynccontextmanager
-async def served(**settings: str) -> AsyncIterator[str]:
+async def served(reader: Reader | None = None, **settings: str) -> AsyncIterator[str]:
     """Serves a page, and yields its host:port."""
     config = config_of(status_listen="127.0.0.1:0", **settings)
-    app = StatusApp(cast("StatusReader", FixedReader()), Authorizer.from_config(config))
+    app = StatusApp(cast("StatusReader", reader or FixedReader()), Authorizer.from_config(config))
     server = HttpServer(app, config, "status_listen", config.status_tls)
     server.start()
     try:
