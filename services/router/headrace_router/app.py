@@ -50,6 +50,7 @@ from headrace_router.service import InferenceService
 from headrace_router.tracing.request_span import RequestTracer
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
 from headrace_router.tracing.store import TraceLimits, TraceStore
+from headrace_router.tracing.worker_clocks import WorkerClocks
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.pairs import PairReporter
@@ -200,7 +201,7 @@ def assemble(
     preparer = RequestPreparer(
         codecs, workers, telemetry, config.max_bytes_per_token, salts.salt_of
     )
-    tracer = RequestTracer(telemetry, traces)
+    tracer = RequestTracer(telemetry, traces, WorkerClocks())
     callers = CallerBounds(CallerLimits.from_config(config), metrics.count_refused)
     runner = RequestRunner(
         callers=callers,

@@ -77,8 +77,8 @@ def test_a_local_prefill() -> None:
         "admission": 20,
         "tokenize": 20,
         "route": 10,
-        "reserve": 20,
-        "decode_wait": 30,
+        "reserve": 15,
+        "decode_wait": 35,
         "prefill": 350,
         "network": 15,
     }
@@ -94,7 +94,7 @@ def test_a_first_token_from_prefill() -> None:
         request(attempt), first_token=(345, 0), first_message=346, second_token=(460, 0)
     )
     found = break_down(steps, 1_000)
-    assert parts(found.first)["prefill"] == 200
+    assert parts(found.first)["prefill"] == 205
     assert "transfer_exposed" not in parts(found.first)
     assert parts(found.second) == {
         "transfer_exposed": 55,
