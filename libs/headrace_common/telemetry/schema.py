@@ -29,7 +29,10 @@ SPAN_STREAM: Final = "headrace.stream"
 SPAN_PREFILL: Final = "headrace.prefill"
 # The engine's forward passes.
 SPAN_PREFILL_COMPUTE: Final = "headrace.prefill.compute"
-# One layer's write to one decode rank.
+# What one prefill rank wrote to one decode rank for one task: from the first layer being ready to the last
+# acknowledgement. A failed or cancelled task has them too. headrace.link.layers has the times of each layer.
+SPAN_TRANSFER_LINK: Final = "headrace.transfer.link"
+# One layer's write of a link, child of its span. Only where the prefill worker's setting trace_layers is on.
 SPAN_TRANSFER_LAYER: Final = "headrace.transfer.layer"
 # One Generate call on the decode worker.
 SPAN_DECODE: Final = "headrace.decode"
@@ -123,10 +126,88 @@ ATTRIBUTE_CONTROL_BYTES: Final = "headrace.control_bytes"
 ATTRIBUTE_SEND_WAIT_MS: Final = "headrace.send_wait_ms"
 # Number of expected keys (source rank, destination rank, layer).
 ATTRIBUTE_EXPECTED_KEYS: Final = "headrace.expected_keys"
-# Milliseconds from prefill's last layer being ready to its arrival.
+# Layer writes of a link, one for each layer and chunk of the prompt.
+ATTRIBUTE_WRITES: Final = "headrace.link.writes"
+# The times of a link's last 512 layer writes, packed: headrace_common.telemetry.layer_stamps decodes them. They count
+# from the start of the link's span.
+ATTRIBUTE_LINK_LAYERS: Final = "headrace.link.layers"
+# Host of the receiving rank's memory.
+ATTRIBUTE_DESTINATION_HOST: Final = "headrace.link.destination_host"
+# Host of the sending rank's memory.
+ATTRIBUTE_SOURCE_HOST: Final = "headrace.link.source_host"
+# Memory that the rank sent from: "host", "device" (adapters read it) or "device_staged" (copied to host memory
+# first).
+ATTRIBUTE_LINK_MEMORY: Final = "headrace.link.memory"
+# "same_host" or "network".
+ATTRIBUTE_LINK_KIND: Final = "headrace.link.kind"
+# Milliseconds in which bytes of a link were on the way. Overlapping writes count once.
+ATTRIBUTE_MOVING_MS: Final = "headrace.link.moving_ms"
+# Bytes of a link by the seconds in which they were on the way, in 10^9 bytes per second.
+ATTRIBUTE_GIGABYTES_PER_S: Final = "headrace.link.gb_per_s"
+# Layer of the write that landed last on a link.
+ATTRIBUTE_LAST_LAYER: Final = "headrace.link.last_layer"
+# What most of the time of that write went to, see headrace_common.telemetry.layer_stamps.Cause.
+ATTRIBUTE_LAST_CAUSE: Final = "headrace.link.last_cause"
+# Milliseconds of that cause.
+ATTRIBUTE_LAST_CAUSE_MS: Final = "headrace.link.last_cause_ms"
+# Bandwidth with which a link is compared, in 10^9 bits per second.
+ATTRIBUTE_BANDWIDTH_GBIT_PER_S: Final = "headrace.link.bandwidth_gbit_per_s"
+# Where that bandwidth is from: "setting", or "measured": this worker's best link to that host by that transport.
+ATTRIBUTE_BANDWIDTH_FROM: Final = "headrace.link.bandwidth_from"
+# Milliseconds in which the bytes should have moved: bytes / (0.9 * bandwidth).
+ATTRIBUTE_EXPECTED_MS: Final = "headrace.link.expected_ms"
+# Share of the bandwidth with which the bytes moved, such as 0.31.
+ATTRIBUTE_BANDWIDTH_SHARE: Final = "headrace.link.bandwidth_share"
+# The link of a task that landed last, such as "prefill-1/r2 -> decode-0/r1".
+ATTRIBUTE_LAST_LINK: Final = "headrace.transfer.last_link"
+# Milliseconds from a task's first layer being ready to the landing of its last write. headrace.exposed_ms is the part
+# of them after the last layer was ready.
+ATTRIBUTE_TRANSFER_MS: Final = "headrace.transfer.ms"
+# Milliseconds from prefill's last layer being ready to the landing of the last write.
 ATTRIBUTE_EXPOSED_MS: Final = "headrace.exposed_ms"
 # Bytes of KV that decode ranks copied to each other.
 ATTRIBUTE_LOCAL_BYTES: Final = "headrace.local_bytes"
+# Microseconds of each part of the time to the first token, on the root span; of the time to the second token, on
+# headrace.second_token. Parts without time are left out, and those of one span add up to headrace.latency.total_us.
+# latency.proto describes the parts.
+ATTRIBUTE_LATENCY_TOTAL_US: Final = "headrace.latency.total_us"
+# The router's waits before its choice of workers.
+ATTRIBUTE_LATENCY_ADMISSION_US: Final = "headrace.latency.admission_us"
+# Chat template, tokenizer and validation.
+ATTRIBUTE_LATENCY_TOKENIZE_US: Final = "headrace.latency.tokenize_us"
+# Choice of the workers.
+ATTRIBUTE_LATENCY_ROUTE_US: Final = "headrace.latency.route_us"
+# Attempts that failed, with the pauses after them.
+ATTRIBUTE_LATENCY_RETRY_US: Final = "headrace.latency.retry_us"
+# The request to the decode worker, to its reservation.
+ATTRIBUTE_LATENCY_RESERVE_US: Final = "headrace.latency.reserve_us"
+# The prefill queue.
+ATTRIBUTE_LATENCY_QUEUE_US: Final = "headrace.latency.queue_us"
+# The prefill worker's wait for its first forward pass with the task.
+ATTRIBUTE_LATENCY_BATCH_WAIT_US: Final = "headrace.latency.batch_wait_us"
+# Forward passes over the prompt.
+ATTRIBUTE_LATENCY_PREFILL_US: Final = "headrace.latency.prefill_us"
+# The part of the transfer that computing does not hide.
+ATTRIBUTE_LATENCY_TRANSFER_EXPOSED_US: Final = "headrace.latency.transfer_exposed_us"
+# The decode worker's wait for its first step with the request.
+ATTRIBUTE_LATENCY_DECODE_WAIT_US: Final = "headrace.latency.decode_wait_us"
+# The decode worker's step that makes the token.
+ATTRIBUTE_LATENCY_FIRST_STEP_US: Final = "headrace.latency.first_step_us"
+# Messages between the processes, and the pacing of the stream.
+ATTRIBUTE_LATENCY_NETWORK_US: Final = "headrace.latency.network_us"
+# The rest, which no measured step explains.
+ATTRIBUTE_LATENCY_UNACCOUNTED_US: Final = "headrace.latency.unaccounted_us"
+# Microseconds of the transfer beside prefill's computation, on the root span.
+ATTRIBUTE_TRANSFER_HIDDEN_US: Final = "headrace.latency.transfer_hidden_us"
+# The token that waits for the exposed transfer: "first_token" or "second_token", on the root span.
+ATTRIBUTE_TRANSFER_OWNER: Final = "headrace.transfer.owner"
+# Milliseconds of the exposed transfer in the owner's time, on the root span.
+ATTRIBUTE_TRANSFER_EXPOSED_MS: Final = "headrace.transfer.exposed_ms"
+# Milliseconds by which a worker's clock is ahead of the router's. The router's trace store adds it to a worker's
+# spans, and moves them to its own clock.
+ATTRIBUTE_CLOCK_AHEAD_MS: Final = "headrace.clock.ahead_ms"
+# Bound on the error of that offset in milliseconds; on the root span, on the error of borders between hosts.
+ATTRIBUTE_CLOCK_ERROR_MS: Final = "headrace.clock.error_ms"
 # Queue of a metric: "prefill" (tasks), "prefill tokens", "requests" (admitted), "waiting" (for admission) or "tokens"
 # (of prompts without a first token).
 ATTRIBUTE_QUEUE: Final = "headrace.queue.name"

@@ -29,6 +29,7 @@ SPAN_KINDS: Final[Mapping[str, SpanKind]] = {
     schema.SPAN_ATTEMPT: SpanKind.CLIENT,
     schema.SPAN_QUEUE: SpanKind.PRODUCER,
     schema.SPAN_PREFILL: SpanKind.CONSUMER,
+    schema.SPAN_TRANSFER_LINK: SpanKind.CLIENT,
     schema.SPAN_TRANSFER_LAYER: SpanKind.CLIENT,
     schema.SPAN_DECODE: SpanKind.SERVER,
 }

@@ -17,15 +17,15 @@ from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining
 from headrace_common.process.pacing import LoopLoad
+from headrace_frontend.answers import AnswerGroup, ResponseWriter, answer_count
+from headrace_frontend.request.preparation import RequestPreparer
+from headrace_frontend.request.response_stream import ResponseStream, TextOutlet
+from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX, PreparedRequest
 from headrace_router.admission.admission import Admission, AdmissionPermit
-from headrace_router.answers import AnswerGroup, ResponseWriter, answer_count
 from headrace_router.dispatch.completion import finish_reason_name
 from headrace_router.dispatch.dispatcher import RequestDispatcher
+from headrace_router.dispatch.request import RoutedRequest
 from headrace_router.metrics import RouterMetrics
-from headrace_router.request.preparation import RequestPreparer
-from headrace_router.request.request import RoutedRequest
-from headrace_router.request.response_stream import ResponseStream, TextOutlet
-from headrace_router.request.validation import REQUEST_ID_CHARACTERS_MAX, PreparedRequest
 from headrace_router.tracing.request_span import RequestTracer, trace_id_of
 
 _Prepare: TypeAlias = Callable[[Span, str], Awaitable[PreparedRequest]]

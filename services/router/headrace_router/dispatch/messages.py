@@ -5,9 +5,9 @@ from __future__ import annotations
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
+from headrace_frontend.request.validation import PreparedRequest
 from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_LOGITS, Policy
 from headrace_router.placement import Decision
-from headrace_router.request.validation import PreparedRequest
 
 # Means decode.
 _UNSPECIFIED = first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED
