@@ -8,11 +8,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2
+from headrace.prefill.v1 import prefill_pb2
 from headrace_common.latency.breakdown import Breakdown, break_down
+from headrace_common.latency.clock_offset import ClockOffset
 from headrace_common.latency.steps import (
     AttemptSteps,
+    DecodeSteps,
     FirstTokenBy,
+    PrefillSteps,
     RequestSteps,
     decode_steps,
     prefill_steps,
@@ -35,13 +40,15 @@ class AttemptTimeline:
     """The steps of one attempt, from the choice of its workers on."""
 
     def __init__(self, clocks: WorkerClocks) -> None:
-        self.steps = AttemptSteps(_now_us())
+        self.route_start_us = _now_us()
         self.differences: dict[str, ClockDifference] = {}
-        """Of the workers that have reported, by worker id."""
+        """How far the clocks of the workers that have reported are ahead, by worker id."""
         self._clocks = clocks
         self._decode_worker_id = ""
         self._answer: LinkedAnswer | None = None
         self._queued: QueuedTask | None = None
+        self._remote = False
+        self._first_token_by = FirstTokenBy.DECODE
         self._start_ns = 0
         self._reserved_exchange = False
         self._task_exchange = False
@@ -62,9 +69,8 @@ class AttemptTimeline:
         """The decode worker is asked."""
         self._start_ns = time.monotonic_ns()
         self._decode_worker_id, self._answer = worker.worker_id, answer
-        self.steps.start = self._start_ns // 1_000
-        self.steps.remote = remote
-        self.steps.first_token_by = _MAKERS.get(first_token, FirstTokenBy.DECODE)
+        self._remote = remote
+        self._first_token_by = _MAKERS.get(first_token, FirstTokenBy.DECODE)
 
     def queued(self, task: QueuedTask) -> None:
         """The prompt is in the prefill queue."""
@@ -72,19 +78,27 @@ class AttemptTimeline:
 
     def collect(self) -> AttemptSteps:
         """The steps that are known now."""
-        if self._answer is not None and self._answer.reserved_ns:
-            self.steps.reserved = self._answer.reserved_ns // 1_000
-            self._collect_decode(self._answer)
-        if self._queued is not None:
-            self._collect_queue(self._queued)
+        answer, queued = self._answer, self._queued
+        decode = self._decode_steps(answer) if answer is not None else None
+        prefill = self._prefill_steps(queued) if queued is not None else None
         errors_ns = (one.error_ns for one in self.differences.values())
-        self.steps.error_us = max(errors_ns, default=0) // 1_000
-        return self.steps
+        return AttemptSteps(
+            route_start=self.route_start_us,
+            start=_us_or_none(self._start_ns),
+            reserved=_us_or_none(answer.reserved_ns) if answer is not None else None,
+            queued=_us_or_none(queued.queued_ns) if queued is not None else None,
+            pulled=_us_or_none(queued.pulled_ns) if queued is not None else None,
+            remote=self._remote,
+            first_token_by=self._first_token_by,
+            decode=decode,
+            prefill=prefill,
+            error_us=max(errors_ns, default=0) // 1_000,
+        )
 
-    def _collect_decode(self, answer: LinkedAnswer) -> None:
+    def _decode_steps(self, answer: LinkedAnswer) -> DecodeSteps | None:
         times = answer.times
         if times is None:
-            return
+            return None
         clock = self._clocks.clock(self._decode_worker_id)
         if not self._reserved_exchange:
             self._reserved_exchange = True
@@ -92,19 +106,16 @@ class AttemptTimeline:
             clock.add_exchange(
                 *(self._start_ns, times.received_unix_ns, replied_ns, answer.reserved_ns)
             )
-        self.differences[self._decode_worker_id] = difference_now(clock)
-        self.steps.decode = decode_steps(times, clock.ours_ns(times.received_unix_ns) // 1_000)
+        return decode_steps(times, self._received_us(clock, self._decode_worker_id, times))
 
-    def _collect_queue(self, queued: QueuedTask) -> None:
-        self.steps.queued = queued.queued_ns // 1_000
+    def _prefill_steps(self, queued: QueuedTask) -> PrefillSteps | None:
         if queued.worker is None or not queued.pulled_ns:
-            return
-        self.steps.pulled = queued.pulled_ns // 1_000
+            return None
         done = queued.outcome.result().done if queued.outcome.done() else None
         first = queued.first_token.result() if queued.first_token.done() else None
         report = done if done is not None and done.HasField("times") else first
         if report is None or not report.HasField("times"):
-            return
+            return None
         times, worker_id = report.times, queued.worker.worker_id
         clock = self._clocks.clock(worker_id)
         if not self._task_exchange and report is done:
@@ -114,13 +125,21 @@ class AttemptTimeline:
                 *(queued.pulled_ns, times.received_unix_ns, replied_ns, queued.ended_ns)
             )
         if not clock.known:
-            return
-        self.differences[worker_id] = difference_now(clock)
-        received_us = clock.ours_ns(times.received_unix_ns) // 1_000
+            return None
+        received_us = self._received_us(clock, worker_id, times)
         steps = prefill_steps(times, received_us)
-        if first is not None:
-            steps = replace(steps, sent=received_us + first.times.sent_us)
-        self.steps.prefill = steps
+        if first is None:
+            return steps
+        return replace(steps, sent=received_us + first.times.sent_us)
+
+    def _received_us(
+        self,
+        clock: ClockOffset,
+        worker_id: str,
+        times: decode_pb2.AttemptTimes | prefill_pb2.TaskTimes,
+    ) -> int:
+        self.differences[worker_id] = difference_now(clock)
+        return clock.ours_ns(times.received_unix_ns) // 1_000
 
 
 class RequestTimeline:
@@ -129,7 +148,8 @@ class RequestTimeline:
     def __init__(self, clocks: WorkerClocks | None = None, arrival_ns: int = 0) -> None:
         """`arrival_ns` is by the monotonic clock; 0 means now."""
         self._clocks = clocks or WorkerClocks()
-        self._steps = RequestSteps((arrival_ns or time.monotonic_ns()) // 1_000)
+        self._arrival_us = arrival_ns // 1_000 or _now_us()
+        self._tokenize: list[tuple[int, int]] = []
         self._attempts: list[AttemptTimeline] = []
         self._response: ResponseStream | None = None
 
@@ -141,7 +161,7 @@ class RequestTimeline:
     def tokenized(self, interval_ns: tuple[int, int]) -> None:
         """The prompt became tokens within this interval of the monotonic clock."""
         start_ns, end_ns = interval_ns
-        self._steps.tokenize.append((start_ns // 1_000, end_ns // 1_000))
+        self._tokenize.append((start_ns // 1_000, end_ns // 1_000))
 
     def responding(self, response: ResponseStream) -> None:
         """`response` gets the tokens."""
@@ -162,16 +182,24 @@ class RequestTimeline:
 
     def break_down(self) -> Breakdown:
         """The sums, from the steps that are known now. Without a first token, the first one lasts until now."""
-        steps, response = self._steps, self._response
-        steps.attempts = [attempt.collect() for attempt in self._attempts]
-        if response is not None and response.started and steps.attempts:
-            first_us = response.monotonic_us(response.first_token_unix_ns)
-            steps.first_token = first_us, self._attempt_at(first_us)
+        response = self._response
+        first: tuple[int, int] | None = None
+        second: tuple[int, int] | None = None
+        message: int | None = None
+        if response is not None and response.started and self._attempts:
+            first = self._token_at(response.monotonic_us(response.first_token_unix_ns))
             if response.second_token_unix_ns:
-                second_us = response.monotonic_us(response.second_token_unix_ns)
-                steps.second_token = second_us, self._attempt_at(second_us)
+                second = self._token_at(response.monotonic_us(response.second_token_unix_ns))
             if response.first_message_unix_ns:
-                steps.first_message = response.monotonic_us(response.first_message_unix_ns)
+                message = response.monotonic_us(response.first_message_unix_ns)
+        steps = RequestSteps(
+            arrival=self._arrival_us,
+            tokenize=tuple(self._tokenize),
+            attempts=tuple(attempt.collect() for attempt in self._attempts),
+            first_token=first,
+            second_token=second,
+            first_message=message,
+        )
         return break_down(steps, _now_us())
 
     async def wait_report(self, timeout_s: float) -> None:
@@ -205,13 +233,17 @@ class RequestTimeline:
         outcome = self._attempts[-1].outcome
         return None if outcome is None or outcome.done() else outcome
 
-    def _attempt_at(self, time_us: int) -> int:
-        """The attempt that was running."""
+    def _token_at(self, time_us: int) -> tuple[int, int]:
+        """The arrival of a token, with the attempt that was running."""
         index = len(self._attempts) - 1
-        while index > 0 and self._attempts[index].steps.route_start > time_us:
+        while index > 0 and self._attempts[index].route_start_us > time_us:
             index -= 1
-        return index
+        return time_us, index
 
 
 def _now_us() -> int:
     return time.monotonic_ns() // 1_000
+
+
+def _us_or_none(time_ns: int) -> int | None:
+    return time_ns // 1_000 if time_ns else None
