@@ -71,6 +71,10 @@ class _OpenCall:
     caller: str
     weight: float = 1.0
 
+    def add_weight(self, more: float) -> None:
+        """Lets the call count more."""
+        self.weight += more
+
 
 _CALL: Final = ContextVar[_OpenCall | None]("open call", default=None)
 
@@ -156,7 +160,7 @@ class CallerBounds:
         """Lets the current call count more if it is rejected: so many bytes of its request have arrived."""
         opened = _CALL.get()
         if opened is not None:
-            opened.weight += count / _BYTES_PER_REJECTION
+            opened.add_weight(count / _BYTES_PER_REJECTION)
 
     def timed(self, check: Callable[[], Result]) -> Result:
         """The result of a check. Its time lets the current call count more if it is rejected."""
@@ -167,7 +171,7 @@ class CallerBounds:
         try:
             return check()
         finally:
-            opened.weight += (self._cpu_clock() - start_s) / _CHECK_S_PER_REJECTION
+            opened.add_weight((self._cpu_clock() - start_s) / _CHECK_S_PER_REJECTION)
 
     async def pace(self, caller: str, host: str) -> None:
         """Raises QueueFull after a wait when too many calls of the caller were rejected. Call it inside `call`."""
