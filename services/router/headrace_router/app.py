@@ -28,6 +28,7 @@ from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck, needed_request_bytes
+from headrace_frontend.salts import CacheSalts
 from headrace_frontend.tenants import Tenants, load_tenants, tenant_or_none
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.admission.admission import Admission, AdmissionLimits
@@ -44,7 +45,6 @@ from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import PullService
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
-from headrace_router.prefix_cache.salts import CacheSalts
 from headrace_router.runner import RequestRunner
 from headrace_router.service import InferenceService
 from headrace_router.tracing.request_span import RequestTracer
