@@ -131,7 +131,7 @@ class LowerTiers:
             tier.release([block for name, block in hit.blocks if name == tier.name])
 
     def drop(self, tier: Tier, block_ids: Iterable[int]) -> TierPlan:
-        """Forgets blocks whose content is lost, for example after a failed copy."""
+        """Forgets blocks with lost content, for example after a failed copy."""
         found = next(one for one in self._tiers if one.name == tier)
         plan = TierPlan()
         prefixes = found.drop(block_ids)
