@@ -33,6 +33,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
+from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_kv.prefix.events import KvEvent, Tier, event_to_proto
@@ -46,7 +47,6 @@ from headrace_router.placement import (
 )
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
-from headrace_router.request.validation import PreparedRequest
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_text.byte_codec import ByteCodec
 

@@ -24,7 +24,7 @@ from headrace.inference.v1 import (
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import RouterClient, RouterOperator, worker_status
 from headrace_cli.up.deployment import Deployment, Signals, deployed
-from headrace_cli.up.supervisor import Child, Spawn
+from headrace_cli.up.supervisor import Child, ChildProcess, Spawn
 from headrace_cli.up.topology import ProcessSpec, Topology
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
@@ -34,6 +34,7 @@ from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import SimSettings
 from tests.channels import operator_channel
 from tests.fork_server import forking
+from tests.ports import free_port
 from tests.waiting import until
 
 VOCABULARY = 32_000
@@ -337,11 +338,31 @@ async def suite(
         async with (
             forking(wanted.engine) as spawn,
             nullcontext(spawn if spawning is None else spawning(spawn)) as start,
-            deployed(wanted, folder, Console(file=log), signals, start) as deployment,
+            deployed(
+                wanted, folder, Console(file=log), signals, _on_known_ports(start)
+            ) as deployment,
             open_channel(deployment.router) as channel,
             operator_channel(deployment.router_internal) as internal_channel,
         ):
             yield Suite(deployment, channel, internal_channel, sim or default_model())
+
+
+def _on_known_ports(spawn: Spawn) -> Spawn:
+    """Starts processes on ports that the system assigns to no connection.
+
+    While a process is down, the system could assign its port, and the process could not restart on its address.
+    """
+
+    async def start(spec: ProcessSpec) -> ChildProcess:
+        arguments = tuple(
+            argument.removesuffix(":0") + f":{free_port()}"
+            if argument in ("--internal-listen=127.0.0.1:0", "--listen=127.0.0.1:0")
+            else argument
+            for argument in spec.arguments
+        )
+        return await spawn(replace(spec, arguments=arguments))
+
+    return start
 
 
 @asynccontextmanager

@@ -22,9 +22,17 @@ from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets.direct import TicketSigner
 from headrace_common.tickets.handoff import sign_handoff
 from headrace_common.tickets.keys import SigningKey
+from headrace_frontend.openai.answers import ModelParsers
+from headrace_frontend.openai.app import OpenAiApp
+from headrace_frontend.openai.metrics_page import MetricsPage
+from headrace_frontend.openai.parts import OpenAiParts
+from headrace_frontend.request.preparation import RequestPreparer
+from headrace_frontend.request.size import RequestSizeCheck, needed_request_bytes
+from headrace_frontend.salts import CacheSalts
+from headrace_frontend.tenants import Tenants, load_tenants, tenant_or_none
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.admission.admission import Admission, AdmissionLimits
-from headrace_router.admission.tenants import Tenants, load_tenants, tenant_or_none
+from headrace_router.client_gate import ClientGate
 from headrace_router.config import RouterConfig
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.lookaside.keys import RouterKeys
@@ -32,17 +40,11 @@ from headrace_router.lookaside.tickets import LookAside
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
-from headrace_router.openai.answers import ModelParsers
-from headrace_router.openai.app import OpenAiApp, OpenAiParts
-from headrace_router.openai.metrics_page import MetricsPage
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import PullService
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
-from headrace_router.prefix_cache.salts import CacheSalts
-from headrace_router.request.client_gate import ClientGate, needed_request_bytes
-from headrace_router.request.preparation import RequestPreparer
 from headrace_router.runner import RequestRunner
 from headrace_router.service import InferenceService
 from headrace_router.tracing.request_span import RequestTracer
@@ -226,10 +228,14 @@ def assemble(
         live = workers.max_model_len()
         return {name: live.get(name) or codec.max_model_len for name, codec in codecs.items()}
 
-    gate = ClientGate(tenants, metrics, max_model_len, config.max_bytes_per_token)
+    size = RequestSizeCheck(max_model_len, config.max_bytes_per_token)
+    gate = ClientGate(tenants, metrics, size)
     parsers = {name: ModelParsers(*names) for name, names in config.parsers.items()}
     openai = OpenAiApp(
-        OpenAiParts(codecs, parsers, models, tenants, runner, preparer, gate, metrics, callers),
+        OpenAiParts(
+            *(codecs, parsers, models, tenants, runner, preparer, size),
+            *(metrics.count_failures, callers),
+        ),
         MetricsPage(
             load_tenants(config.metrics_keys_file, "metrics_keys_file"), telemetry.metrics.text
         ),

@@ -9,10 +9,8 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from headrace_common.access.roles import Role
-from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import (
     NonNegativeSeconds,
-    OptionalHostPort,
     OptionalWorkerId,
     PositiveCount,
     PositiveSeconds,
@@ -20,9 +18,8 @@ from headrace_common.config import (
     split_list,
 )
 from headrace_common.limits import POLICY_RETRY_BUDGET_MAX, TICKET_LIFETIME_MAX_S
-from headrace_router.prefix_cache.salts import PrefixCacheScope
+from headrace_frontend.config import FrontendConfig
 from headrace_text.model_hub import parse_hub_model
-from headrace_text.parsing.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 
 def _name_and_folder(entry: str) -> tuple[str, str]:
@@ -51,27 +48,7 @@ def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
 ModelList = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_models)]
 
 
-def _check_parsers(entries: tuple[str, ...], known: Collection[str]) -> tuple[str, ...]:
-    for entry in entries:
-        name = entry.rpartition("=")[2].strip()
-        if name not in known:
-            raise ValueError(f"{name!r} is no parser; use one of: {', '.join(sorted(known))}")
-    return entries
-
-
-ToolCallParserList = Annotated[
-    tuple[str, ...],
-    BeforeValidator(split_list),
-    AfterValidator(lambda entries: _check_parsers(entries, TOOL_CALL_PARSERS)),
-]
-ReasoningParserList = Annotated[
-    tuple[str, ...],
-    BeforeValidator(split_list),
-    AfterValidator(lambda entries: _check_parsers(entries, REASONING_PARSERS)),
-]
-
-
-class RouterConfig(ClientFacingConfig):
+class RouterConfig(FrontendConfig):
     """Headrace's router: places requests on workers and streams the responses."""
 
     role = Role.ROUTER
@@ -80,60 +57,18 @@ class RouterConfig(ClientFacingConfig):
         description="Served models, separated by commas: NAME=FOLDER, FOLDER (its last part is the name), "
         "NAME=hf:OWNER/NAME or hf:OWNER/NAME on a Hugging Face hub (its tokenizer is downloaded), or sim."
     )
-    http_listen: OptionalHostPort = Field(
-        "",
-        description="host:port of the OpenAI HTTP API; port 0 takes any free port. Empty: no HTTP.",
-    )
-    tool_call_parser: ToolCallParserList = Field(
-        (),
-        description="How the models write tool calls: a parser's name, or MODEL=NAME for each model, separated by "
-        "commas. Empty: tools need tool_choice required or a function. Names: docs/openai.md.",
-    )
-    reasoning_parser: ReasoningParserList = Field(
-        (),
-        description="How the models write reasoning: a parser's name, or MODEL=NAME for each model, separated by "
-        "commas. Empty: reasoning stays in the content. Names: docs/openai.md.",
-    )
     router_id: OptionalWorkerId = Field(
         "",
         description="Name that stays the same after a restart. Empty: derived from the address.",
-    )
-    max_concurrent_requests: PositiveCount = Field(
-        1_024, description="Requests in flight before new ones are rejected."
     )
     max_queued_tokens: PositiveCount = Field(
         4_194_304,
         description="Prompt tokens of requests without a first token, before more are rejected.",
     )
-    max_bytes_per_token: PositiveCount = Field(
-        16,
-        description="Bytes of text that a prompt may have for each token of the model's context. Longer text is "
-        "rejected before it is tokenized.",
-    )
-    max_request_bytes: PositiveCount = Field(
-        4_456_448,
-        description="Bytes of a request before and after decompression, at most. The default is enough for a "
-        "context of 131,072 tokens: 1 MiB, and 26 bytes for each token.",
-    )
     admission_wait_s: PositiveSeconds = Field(
         2.0,
         description="Seconds that a request beyond its tenant's share waits for a slot of a decode worker. A request "
         "within the share waits until its deadline.",
-    )
-    api_keys_file: str = Field(
-        "",
-        description="File of API keys: one line KEY TENANT for each, or TOML; read again when it changes. "
-        "Empty: requests need no key.",
-    )
-    metrics_keys_file: str = Field(
-        "",
-        description="File of keys that permit reading /metrics of http_listen, and nothing else: one line KEY NAME for "
-        "each; read again when it changes. Empty: /metrics is closed.",
-    )
-    prefix_cache_scope: PrefixCacheScope = Field(
-        "auto",
-        description="Which requests share cached prefixes: all (shared), or those of one tenant (tenant), so that no "
-        "tenant can find out what others have asked. auto: tenant with api_keys_file, shared without.",
     )
     max_queued_tasks: PositiveCount = Field(
         1_024, description="Prompts that may wait for a prefill worker before more are rejected."
@@ -196,51 +131,11 @@ class RouterConfig(ClientFacingConfig):
             ("worker_wait_s", "default_deadline_s"),
             ("max_trace_bytes", "max_stored_trace_bytes"),
         )
-        problems = self.unguarded_problems("http_listen")
-        if problems:
-            raise ValueError("; ".join(problems))
         return self
-
-    @model_validator(mode="after")
-    def _check_scope(self) -> RouterConfig:
-        if self.prefix_cache_scope == "tenant" and not self.api_keys_file:
-            raise ValueError(
-                "prefix_cache_scope is tenant, and without API keys all callers are one tenant: set api_keys_file, or "
-                "leave prefix_cache_scope at auto"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_parsed_models(self) -> RouterConfig:
-        for setting in ("tool_call_parser", "reasoning_parser"):
-            self._by_model(setting)
-        return self
-
-    def _by_model(self, setting: str) -> dict[str, str]:
-        """The setting's value for each served model. Raises ValueError."""
-        values: dict[str, str] = {}
-        for entry in getattr(self, setting):
-            model, equals, value = entry.rpartition("=")
-            for name in [model.strip()] if equals else list(self.models):
-                if name not in self.models:
-                    raise ValueError(f"{setting} has the model {name!r}, which model does not name")
-                if name in values:
-                    raise ValueError(f"{setting} has two parsers for the model {name!r}; leave one")
-                values[name] = value.strip()
-        return values
 
     @property
-    def parsers(self) -> dict[str, tuple[str, str]]:
-        """The parsers of tool calls and of reasoning for each served model. Empty: none."""
-        calls, reasoning = self._by_model("tool_call_parser"), self._by_model("reasoning_parser")
-        return {name: (calls.get(name, ""), reasoning.get(name, "")) for name in self.models}
-
-    @property
-    def separates_tenants(self) -> bool:
-        """Whether each tenant has a prefix cache of its own."""
-        if self.prefix_cache_scope == "auto":
-            return bool(self.api_keys_file)
-        return self.prefix_cache_scope == "tenant"
+    def model_names(self) -> Collection[str]:
+        return self.models
 
     @property
     def models(self) -> dict[str, str]:

@@ -22,9 +22,9 @@ from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_common.tickets.keys import SigningKey
+from headrace_frontend.openai.server import HttpServer
 from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
-from headrace_router.openai.server import HttpServer
 from headrace_text.load import load_codecs
 
 _LOG = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ import pytest
 from headrace_common.config import load_config
 from headrace_common.errors import ConfigError
 from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
+from headrace_frontend.request.size import needed_request_bytes
 from headrace_router.app import _warn_of_short_requests
 from headrace_router.config import RouterConfig
 from headrace_router.main import join_models
-from headrace_router.request.client_gate import needed_request_bytes
 from headrace_text.byte_codec import ByteCodec
 
 

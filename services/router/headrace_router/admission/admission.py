@@ -18,8 +18,8 @@ from typing import Final
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, HeadraceError, InvalidRequest, QueueFull
+from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_router.admission.fair_share import CapacityRequest, FairPool, Grant
-from headrace_router.admission.tenants import DEFAULT_TENANT
 
 _RETRY_MIN_S: Final = 0.05
 _RETRY_MAX_S: Final = 60.0

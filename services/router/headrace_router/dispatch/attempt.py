@@ -24,11 +24,11 @@ from headrace_router.dispatch.attempt_span import AttemptSpan
 from headrace_router.dispatch.decode_call import DecodeCall
 from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_LOGITS, Policy
 from headrace_router.dispatch.messages import decode_request, prefill_task
+from headrace_router.dispatch.request import RoutedRequest
 from headrace_router.dispatch.retry_policy import FailedAttempt
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
-from headrace_router.request.request import RoutedRequest
 
 _LOG = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ from opentelemetry.trace import Status, StatusCode
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.trace_context import traceparent
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.recorded_span import recorded_span
 from headrace_common.telemetry.setup import Telemetry
+from headrace_router.dispatch.request import RoutedRequest
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.task import QueuedTask
-from headrace_router.request.request import RoutedRequest
-from headrace_router.tracing.spans import recorded_span
 
 
 class AttemptSpan:

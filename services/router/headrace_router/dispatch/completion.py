@@ -10,7 +10,7 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_router.dispatch.attempt import Attempt, AttemptOutcome
 from headrace_router.dispatch.first_token import BY_DECODE, MAKER_NAMES
-from headrace_router.request.request import RoutedRequest
+from headrace_router.dispatch.request import RoutedRequest
 
 
 def finish_response(

@@ -14,7 +14,9 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, WorkerGone
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.recorded_span import recorded_span
 from headrace_common.telemetry.setup import Telemetry
+from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.decode_link.links import DecodeLinks
@@ -26,6 +28,7 @@ from headrace_router.dispatch.attempt import (
 )
 from headrace_router.dispatch.completion import finish_response
 from headrace_router.dispatch.first_token import first_token_maker
+from headrace_router.dispatch.request import RoutedRequest
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S, RetryState
 from headrace_router.placement import (
     Candidates,
@@ -36,9 +39,6 @@ from headrace_router.placement import (
 )
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
-from headrace_router.request.request import RoutedRequest
-from headrace_router.request.validation import PreparedRequest
-from headrace_router.tracing.spans import recorded_span
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import LoadTable, Numbers, Worker
 

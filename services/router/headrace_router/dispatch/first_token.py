@@ -6,8 +6,8 @@ from typing import Final, TypeAlias
 
 from headrace.inference.v1 import first_token_pb2
 from headrace.registry.v1 import registry_pb2
+from headrace_frontend.request.validation import PreparedRequest
 from headrace_router.placement import Decision
-from headrace_router.request.validation import PreparedRequest
 
 Policy: TypeAlias = first_token_pb2.FirstTokenPolicy.ValueType
 

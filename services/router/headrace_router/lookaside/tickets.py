@@ -27,6 +27,8 @@ from headrace_common.errors import (
 from headrace_common.identity import new_transfer_id
 from headrace_common.tickets.direct import TicketSigner, check_ticket
 from headrace_common.tickets.direct_request import decode_request_of
+from headrace_frontend.request.response_stream import ended_by
+from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.dispatch.first_token import BY_DECODE
@@ -35,8 +37,6 @@ from headrace_router.lookaside.keys import RouterKeys
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.placement import CandidateCost, Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.request.response_stream import ended_by
-from headrace_router.request.validation import PreparedRequest
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Worker
 

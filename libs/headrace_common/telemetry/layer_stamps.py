@@ -1,0 +1,147 @@
+"""The layer writes of one link, packed into one attribute of its span.
+
+A link is a pair of a sending and a receiving rank. The text is base64 of 32-bit unsigned little-endian words: the
+version, then WORDS_PER_WRITE words for each write, oldest first. Times are in microseconds. Pure.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+from array import array
+from dataclasses import dataclass
+from typing import Final, Literal
+
+VERSION: Final = 1
+WORDS_PER_WRITE: Final = 12
+WRITES_MAX: Final = 512
+"""Writes in one attribute. Of more, the last ones are kept."""
+NEVER: Final = 0xFFFF_FFFF
+"""In place of the time of moving: the write had not landed when its transfer ended."""
+
+Cause = Literal[
+    "compute",
+    "lease",
+    "window",
+    "queue",
+    "staging_slot",
+    "gather",
+    "move",
+    "acknowledge",
+    "unfinished",
+]
+"""What a write's time went to.
+
+"compute": the link was idle until the layer was ready. "lease": the handshake, or decode's reservation. "window": as
+many bytes as allowed were in flight to the peer. "queue": the sender's thread had other work. "staging_slot": the
+transport had no free slot, here or at the peer. "gather": copies to staging memory. "move": bytes on the way, with the
+receiver's scatter. "acknowledge": earlier writes had not landed yet. "unfinished": the write had not landed when its
+transfer ended.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStamps:
+    """One write: tokens [start_token, end_token) of one layer. Times count from the start of the link's span, in ns.
+
+    ready <= submitted <= gathered <= landed <= acknowledged. `ready`: the engine had written the layer. `submitted`:
+    the transport had the first bytes. `gathered`: the slots were free and the bytes were in staging memory; equals
+    `submitted` for writes that are not staged. `acknowledged`: the message to decode was queued. A write that had not
+    landed when its transfer ended is not `finished`, and its times stop where it stopped.
+    """
+
+    layer: int
+    start_token: int
+    end_token: int
+    payload_bytes: int
+    ready_ns: int
+    submitted_ns: int
+    gathered_ns: int
+    landed_ns: int
+    acknowledged_ns: int
+    lease_wait_ns: int
+    window_wait_ns: int
+    staging_wait_ns: int
+    finished: bool
+
+    @property
+    def parts_ns(self) -> dict[Cause, int]:
+        """The nanoseconds from ready to acknowledged, by what they went to."""
+        queue_ns = self.submitted_ns - self.ready_ns - self.lease_wait_ns - self.window_wait_ns
+        return {
+            "lease": self.lease_wait_ns,
+            "window": self.window_wait_ns,
+            "queue": max(0, queue_ns),
+            "staging_slot": self.staging_wait_ns,
+            "gather": max(0, self.gathered_ns - self.submitted_ns - self.staging_wait_ns),
+            "move": self.landed_ns - self.gathered_ns,
+            "acknowledge": self.acknowledged_ns - self.landed_ns,
+        }
+
+    def cause(self, previous_landed_ns: int = 0) -> tuple[Cause, int]:
+        """What most of the time until the write had landed went to, and how many ns of it.
+
+        `previous_landed_ns` is when the link's write before it had landed: from then until this layer was ready, the
+        link waited for "compute".
+        """
+        if not self.finished:
+            return "unfinished", max(self.acknowledged_ns, self.submitted_ns) - self.ready_ns
+        parts = self.parts_ns
+        del parts["acknowledge"]
+        parts["compute"] = max(0, self.ready_ns - previous_landed_ns)
+        cause = max(parts, key=lambda name: parts[name])
+        return cause, parts[cause]
+
+
+def pack_writes(words: array[int]) -> str:
+    """The attribute's text: `words` are those of the writes, WORDS_PER_WRITE each, of which the last are kept."""
+    kept = array("I", (VERSION,))
+    kept.extend(words[-WORDS_PER_WRITE * WRITES_MAX :])
+    if sys.byteorder == "big":
+        kept.byteswap()
+    return base64.b64encode(kept.tobytes()).decode("ascii")
+
+
+def unpack_writes(text: str) -> tuple[LayerStamps, ...]:
+    """The writes in an attribute's text, oldest first. Empty for a text that is none, or of another version."""
+    try:
+        content = base64.b64decode(text, validate=True)
+    except ValueError:
+        return ()
+    if len(content) % 4:
+        return ()
+    words = array("I", content)
+    if sys.byteorder == "big":
+        words.byteswap()
+    if not words or words[0] != VERSION or (len(words) - 1) % WORDS_PER_WRITE:
+        return ()
+    return tuple(
+        _unpack(words[start : start + WORDS_PER_WRITE])
+        for start in range(1, len(words), WORDS_PER_WRITE)
+    )
+
+
+def _unpack(words: array[int]) -> LayerStamps:
+    layer, start_token, end_token, payload_bytes = words[:4]
+    ready, lease, window, wait, staging, gather, move, acknowledge = (
+        1_000 * word for word in words[4:]
+    )
+    finished = words[10] != NEVER
+    submitted = ready + wait
+    gathered = submitted + staging + gather
+    landed = gathered + move if finished else gathered
+    return LayerStamps(
+        layer=layer,
+        start_token=start_token,
+        end_token=end_token,
+        payload_bytes=payload_bytes,
+        ready_ns=ready,
+        submitted_ns=submitted,
+        gathered_ns=gathered,
+        landed_ns=landed,
+        acknowledged_ns=landed + acknowledge,
+        lease_wait_ns=lease,
+        window_wait_ns=window,
+        staging_wait_ns=staging,
+        finished=finished,
+    )

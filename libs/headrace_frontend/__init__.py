@@ -1,0 +1,10 @@
+"""What every process that serves clients needs: from a client's request to tokens, and from tokens to its response.
+
+- config: the settings that such processes share
+- tenants: API keys
+- answers: several answers to one prompt
+- request: validation and tokenizing of requests, and the text of responses
+- openai: the OpenAI HTTP API
+
+The process itself runs the requests: openai.parts has the interfaces that it implements.
+"""

@@ -1,0 +1,210 @@
+"""Several answers to one prompt, which share its KV cache.
+
+The first answer starts alone. The others start when the KV cache of the prompt is on a decode worker, and prefer that
+worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from opentelemetry.trace import Span
+
+from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_common.limits import ANSWERS_MAX
+from headrace_frontend.request.response_stream import ResponseStream, TextOutlet
+from headrace_frontend.request.sampling import SEED_MAX
+from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX, PreparedRequest
+
+ResponseWriter: TypeAlias = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
+"""Sends one message to the client. It returns when the client can take another."""
+
+PrepareAnswer: TypeAlias = Callable[[Span, str], Awaitable[PreparedRequest]]
+"""Returns the validated request, for the root span of its trace and its tenant."""
+
+# Shorter prompts fill few blocks or none, and computing them takes less time than waiting for the first answer.
+_SHARED_TOKENS_MIN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer to run. `on_response` gets its empty response."""
+
+    request_id: str
+    prepare: PrepareAnswer
+    write: ResponseWriter
+    on_response: Callable[[ResponseStream], None] = lambda response: None
+    outlet: TextOutlet | None = None
+
+
+def answer_count(request: inference_pb2.GenerateRequest) -> int:
+    """Answers to generate. 1 for a count that is invalid: the validation of that one rejects it."""
+    count = max(1, request.n, request.best_of)
+    return count if count <= ANSWERS_MAX else 1
+
+
+class AnswerGroup:
+    """The answers to one prompt. `write` sends a message to the client."""
+
+    def __init__(self, request: inference_pb2.GenerateRequest, write: ResponseWriter) -> None:
+        self.count = answer_count(request)
+        self._kept = max(1, request.n)
+        self._write = write
+        self._ranks = request.best_of > self._kept
+        self._hides_logprobs = self._ranks and not request.sampling.HasField("logprobs")
+        self._writing = asyncio.Lock()
+        self._held: list[list[inference_pb2.GenerateResponse]] = [[] for _ in range(self.count)]
+        self._first: PreparedRequest | None = None
+        self._response: ResponseStream | None = None
+        self._shared = asyncio.Event()
+
+    def first_prepared(self, prepared: PreparedRequest) -> PreparedRequest:
+        """The request of the first answer, which makes those of the others."""
+        self._first = self._with_logprobs(prepared)
+        if len(prepared.token_ids) < _SHARED_TOKENS_MIN:
+            self._shared.set()
+        return self._first
+
+    def first_started(self, response: ResponseStream) -> None:
+        """The first answer's response, which shows when the KV cache has arrived."""
+        self._response = response
+
+    def first_ended(self) -> None:
+        """The first answer has ended."""
+        self._shared.set()
+
+    async def prepared(self, number: int) -> PreparedRequest:
+        """The request of answer `number`, once the KV cache of its prompt can be shared."""
+        await self._shared.wait()
+        assert self._first is not None
+        sampling = self._first.sampling
+        if sampling.HasField("seed"):
+            sampling = sampling_pb2.SamplingParams()
+            sampling.CopyFrom(self._first.sampling)
+            sampling.seed = (sampling.seed + number) % (SEED_MAX + 1)
+        return replace(
+            self._first,
+            request_id=f"{self._first.request_id}-{number}",
+            sampling=sampling,
+            cached_on=self._response.decode_worker if self._response is not None else None,
+        )
+
+    def writer(self, number: int) -> ResponseWriter:
+        """Receives the messages of answer `number`."""
+
+        async def write(message: inference_pb2.GenerateResponse) -> None:
+            if self._response is not None and self._response.kv_is_on_decode:
+                self._shared.set()
+            if self._first is not None:
+                message.request_id = self._first.request_id
+            message.choice = number
+            if self._ranks:
+                self._held[number].append(message)
+                return
+            async with self._writing:
+                await self._write(message)
+
+        return write
+
+    async def finish(self) -> None:
+        """Sends the best answers, if they are ranked. All have ended."""
+        if not self._ranks:
+            return
+        ranked = sorted(self._held, key=mean_logprob, reverse=True)
+        for number, messages in enumerate(ranked[: self._kept]):
+            for message in messages:
+                message.choice = number
+                if self._hides_logprobs:
+                    message.ClearField("logprobs")
+                await self._write(message)
+
+    def _with_logprobs(self, prepared: PreparedRequest) -> PreparedRequest:
+        if not self._hides_logprobs:
+            return prepared
+        sampling = sampling_pb2.SamplingParams()
+        sampling.CopyFrom(prepared.sampling)
+        sampling.logprobs = 0
+        return replace(prepared, sampling=sampling)
+
+
+async def run_answers(
+    request: inference_pb2.GenerateRequest,
+    answer: Answer,
+    run: Callable[[Answer], Awaitable[None]],
+) -> None:
+    """Runs all answers to a request with `run`. `answer` is the only one of most requests.
+
+    The first error ends all.
+    """
+    if answer_count(request) == 1:
+        await run(answer)
+        return
+    group = AnswerGroup(request, answer.write)
+
+    async def prepare_first(root: Span, tenant: str) -> PreparedRequest:
+        return group.first_prepared(await answer.prepare(root, tenant))
+
+    async def run_first() -> None:
+        await run(Answer(answer.request_id, prepare_first, group.writer(0), group.first_started))
+        group.first_ended()
+
+    async def run_other(number: int) -> None:
+        prepared = await group.prepared(number)
+
+        async def give(root: Span, tenant: str) -> PreparedRequest:
+            return prepared
+
+        await run(Answer(prepared.request_id, give, group.writer(number)))
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(run_first())
+            for number in range(1, group.count):
+                tasks.create_task(run_other(number))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    await group.finish()
+
+
+async def write_response(
+    response: ResponseStream,
+    produce: Callable[[], Awaitable[None]],
+    write: ResponseWriter,
+    on_message: Callable[[], None] = lambda: None,
+) -> None:
+    """Writes a response to the client while `produce` fills it. Raises the error of `produce`.
+
+    `on_message` is called before each message.
+    """
+
+    async def fill() -> None:
+        try:
+            await produce()
+        # `next_message` raises it again.
+        except Exception as error:  # noqa: BLE001
+            response.fail(error)
+
+    producer = asyncio.create_task(fill())
+    try:
+        while (message := await response.next_message()) is not None:
+            on_message()
+            await write(message)
+    finally:
+        producer.cancel()
+        await asyncio.wait({producer})
+
+
+def request_id_of(request: inference_pb2.GenerateRequest) -> str:
+    """The client's id, cut to the size limit: a rejected request can be found by it, too. Else a new one."""
+    return request.request_id[:REQUEST_ID_CHARACTERS_MAX] or f"r{secrets.token_hex(12)}"
+
+
+def mean_logprob(messages: list[inference_pb2.GenerateResponse]) -> float:
+    """Of the tokens in the messages of one answer."""
+    logprobs = [entry.logprob for message in messages for entry in message.logprobs]
+    return math.fsum(logprobs) / len(logprobs) if logprobs else -math.inf

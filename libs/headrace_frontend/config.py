@@ -1,0 +1,134 @@
+"""Settings of the processes that serve clients' requests: the router, and decode workers behind a gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from headrace_common.client_config import ClientFacingConfig
+from headrace_common.config import OptionalHostPort, PositiveCount, split_list
+from headrace_frontend.salts import PrefixCacheScope
+from headrace_text.parsing.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
+
+
+def _check_parsers(entries: tuple[str, ...], known: Collection[str]) -> tuple[str, ...]:
+    for entry in entries:
+        name = entry.rpartition("=")[2].strip()
+        if name not in known:
+            raise ValueError(f"{name!r} is no parser; use one of: {', '.join(sorted(known))}")
+    return entries
+
+
+ToolCallParserList = Annotated[
+    tuple[str, ...],
+    BeforeValidator(split_list),
+    AfterValidator(lambda entries: _check_parsers(entries, TOOL_CALL_PARSERS)),
+]
+ReasoningParserList = Annotated[
+    tuple[str, ...],
+    BeforeValidator(split_list),
+    AfterValidator(lambda entries: _check_parsers(entries, REASONING_PARSERS)),
+]
+
+
+class FrontendConfig(ClientFacingConfig):
+    """The settings of the OpenAI HTTP API, and the bounds on clients' requests."""
+
+    http_listen: OptionalHostPort = Field(
+        default="",
+        description="host:port of the OpenAI HTTP API; port 0 takes any free port. Empty: no HTTP.",
+    )
+    tool_call_parser: ToolCallParserList = Field(
+        default=(),
+        description="How the models write tool calls: a parser's name, or MODEL=NAME for each model, separated by "
+        "commas. Empty: tools need tool_choice required or a function. Names: docs/openai.md.",
+    )
+    reasoning_parser: ReasoningParserList = Field(
+        default=(),
+        description="How the models write reasoning: a parser's name, or MODEL=NAME for each model, separated by "
+        "commas. Empty: reasoning stays in the content. Names: docs/openai.md.",
+    )
+    max_bytes_per_token: PositiveCount = Field(
+        default=16,
+        description="Bytes of text that a prompt may have for each token of the model's context. Longer text is "
+        "rejected before it is tokenized.",
+    )
+    max_request_bytes: PositiveCount = Field(
+        default=4_456_448,
+        description="Bytes of a request before and after decompression, at most. The default is enough for a "
+        "context of 131,072 tokens: 1 MiB, and 26 bytes for each token.",
+    )
+    api_keys_file: str = Field(
+        default="",
+        description="File of API keys: one line KEY TENANT for each, or TOML; read again when it changes. "
+        "Empty: requests need no key.",
+    )
+    metrics_keys_file: str = Field(
+        default="",
+        description="File of keys that permit reading /metrics of http_listen, and nothing else: one line KEY NAME for "
+        "each; read again when it changes. Empty: /metrics is closed.",
+    )
+
+    prefix_cache_scope: PrefixCacheScope = Field(
+        default="auto",
+        description="Which requests share cached prefixes: all (shared), or those of one tenant (tenant), so that no "
+        "tenant can find out what others have asked. auto: tenant with api_keys_file, shared without.",
+    )
+    max_concurrent_requests: PositiveCount = Field(
+        default=1_024, description="Requests in flight before new ones are rejected."
+    )
+
+    @property
+    def model_names(self) -> Collection[str]:
+        """The names of the served models."""
+        raise NotImplementedError
+
+    @property
+    def parsers(self) -> dict[str, tuple[str, str]]:
+        """The parsers of tool calls and of reasoning for each served model. Empty: none."""
+        calls, reasoning = self._by_model("tool_call_parser"), self._by_model("reasoning_parser")
+        return {name: (calls.get(name, ""), reasoning.get(name, "")) for name in self.model_names}
+
+    @model_validator(mode="after")
+    def _check_http(self) -> FrontendConfig:
+        problems = self.unguarded_problems("http_listen")
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @model_validator(mode="after")
+    def _check_parsed_models(self) -> FrontendConfig:
+        for setting in ("tool_call_parser", "reasoning_parser"):
+            self._by_model(setting)
+        return self
+
+    @model_validator(mode="after")
+    def _check_scope(self) -> FrontendConfig:
+        if self.prefix_cache_scope == "tenant" and not self.api_keys_file:
+            raise ValueError(
+                "prefix_cache_scope is tenant, and without API keys all callers are one tenant: set api_keys_file, or "
+                "leave prefix_cache_scope at auto"
+            )
+        return self
+
+    @property
+    def separates_tenants(self) -> bool:
+        """Whether each tenant has a prefix cache of its own."""
+        if self.prefix_cache_scope == "auto":
+            return bool(self.api_keys_file)
+        return self.prefix_cache_scope == "tenant"
+
+    def _by_model(self, setting: str) -> dict[str, str]:
+        """The setting's value for each served model. Raises ValueError."""
+        values: dict[str, str] = {}
+        for entry in getattr(self, setting):
+            model, equals, value = entry.rpartition("=")
+            for name in [model.strip()] if equals else list(self.model_names):
+                if name not in self.model_names:
+                    raise ValueError(f"{setting} has the model {name!r}, which model does not name")
+                if name in values:
+                    raise ValueError(f"{setting} has two parsers for the model {name!r}; leave one")
+                values[name] = value.strip()
+        return values

@@ -1,0 +1,171 @@
+"""Reasoning and tool calls in the answers to chats."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace_common.errors import InvalidRequest
+from headrace_frontend.openai.requests import ChatCompletionBody
+from headrace_text.parsing.answer import AnswerParser
+from headrace_text.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from headrace_text.parsing.registry import (
+    new_reasoning_parser,
+    new_required_call_parser,
+    new_tool_call_parser,
+)
+
+_MISTRAL_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True)
+class ModelParsers:
+    """The names of the parsers for one model. Empty: none."""
+
+    tool_calls: str = ""
+    reasoning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRules:
+    """How to divide the answers to one chat. `None` for all three means that text is content."""
+
+    tool_calls: str | None = None
+    """The name of the parser of tool calls, where the model decides about them."""
+    required: str | None = None
+    """The function that must be called, or an empty text for any. The answer then is JSON."""
+    reasoning: str | None = None
+    schemas: Mapping[str, Any] = field(default_factory=dict)
+    """The JSON Schema of each tool's arguments by name."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template."""
+    constrained: bool = False
+    single_call: bool = False
+    """Whether only the first call is returned."""
+
+    @property
+    def divides(self) -> bool:
+        """Whether answers can have other parts than content."""
+        return (self.tool_calls, self.required, self.reasoning) != (None, None, None)
+
+    def new_parser(self) -> AnswerParser:
+        """A parser for one answer."""
+        calls = None
+        if self.required is not None:
+            calls = new_required_call_parser(self.required)
+        elif self.tool_calls is not None:
+            calls = new_tool_call_parser(self.tool_calls, self.schemas)
+        reasoning = None
+        if self.reasoning is not None:
+            reasoning = new_reasoning_parser(
+                self.reasoning, self.variables, constrained=self.constrained
+            )
+        return AnswerParser(reasoning, calls)
+
+    def new_call_id(self, piece: CallStart) -> str:
+        """An id in the form that the model's chat template accepts."""
+        if self.tool_calls == "mistral":
+            return "".join(secrets.choice(_MISTRAL_ID_CHARACTERS) for _ in range(9))
+        return piece.call_id or f"chatcmpl-tool-{secrets.token_hex(16)}"
+
+
+def rules_of(body: ChatCompletionBody, parsers: ModelParsers) -> AnswerRules:
+    """The rules for a request. Raises InvalidRequest when the model needs a parser that it does not have."""
+    choice = body.tool_choice
+    required: str | None = None
+    automatic = False
+    if body.tools and choice == "required":
+        required = ""
+    elif body.tools and choice is not None and not isinstance(choice, str):
+        required = choice.function.name
+    elif body.tools:
+        automatic = choice != "none"
+    if automatic and not parsers.tool_calls:
+        raise InvalidRequest(
+            {
+                "tool_choice": "auto needs a parser of the model's tool calls; set the router's tool_call_parser, or "
+                "choose required, a function or none"
+            }
+        )
+    formatted = body.response_format is not None and body.response_format.type != "text"
+    return AnswerRules(
+        tool_calls=parsers.tool_calls if automatic else None,
+        required=required,
+        reasoning=parsers.reasoning or None,
+        schemas={tool.function.name: tool.function.parameters for tool in body.tools or ()},
+        variables=body.template_variables,
+        constrained=formatted or required is not None or body.structured_outputs is not None,
+        single_call=body.parallel_tool_calls is False,
+    )
+
+
+class ChatAnswer:
+    """One answer to a chat, divided as its text arrives."""
+
+    def __init__(self, rules: AnswerRules) -> None:
+        self._rules = rules
+        self._parser = rules.new_parser()
+        self._calls = 0
+
+    @property
+    def called(self) -> bool:
+        """Whether the answer has a tool call so far."""
+        return self._calls > 0
+
+    def delta(self, text: str, *, last: bool) -> dict[str, Any]:
+        """The fields of a message's delta that more text completes. Empty if there are none."""
+        pieces = self._parser.feed(text)
+        if last:
+            pieces += self._parser.finish()
+        return self._delta(pieces)
+
+    def _delta(self, pieces: Iterable[Piece]) -> dict[str, Any]:
+        delta: dict[str, Any] = {}
+        calls: list[dict[str, Any]] = []
+        for piece in pieces:
+            match piece:
+                case Content(text):
+                    delta["content"] = delta.get("content", "") + text
+                case Reasoning(text):
+                    delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+                case CallStart(name):
+                    self._calls += 1
+                    function = {"name": name, "arguments": ""}
+                    calls.append(
+                        {
+                            "index": self._calls - 1,
+                            "id": self._rules.new_call_id(piece),
+                            "type": "function",
+                            "function": function,
+                        }
+                    )
+                case CallArguments(text):
+                    if not calls:
+                        calls.append({"index": self._calls - 1, "function": {"arguments": ""}})
+                    calls[-1]["function"]["arguments"] += text
+        if self._rules.single_call:
+            calls = [call for call in calls if not call["index"]]
+        if calls:
+            delta["tool_calls"] = calls
+        return delta
+
+
+def whole_message(text: str, rules: AnswerRules) -> dict[str, Any]:
+    """The message of a whole answer."""
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+    if not rules.divides:
+        return message
+    delta = ChatAnswer(rules).delta(text, last=True)
+    calls = [
+        {name: value for name, value in call.items() if name != "index"}
+        for call in delta.get("tool_calls", ())
+    ]
+    message["content"] = delta.get("content", "" if not delta else None)
+    if "reasoning_content" in delta:
+        message["reasoning_content"] = delta["reasoning_content"]
+    if calls:
+        message["tool_calls"] = calls
+    return message

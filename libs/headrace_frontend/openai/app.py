@@ -1,0 +1,325 @@
+"""The OpenAI HTTP API: routes, keys, and the way of a request through the process."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+from opentelemetry import context as otel_context
+
+from headrace.inference.v1 import inference_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated
+from headrace_common.rpc.callers import caller_name
+from headrace_common.rpc.trace_context import context_from_traceparent
+from headrace_frontend.openai.answers import rules_of
+from headrace_frontend.openai.conversion import (
+    chat_request,
+    completion_requests,
+    openai_violations,
+    tokenize_request,
+)
+from headrace_frontend.openai.errors import HttpError
+from headrace_frontend.openai.exchange import HttpExchange, Receive, Scope, Send
+from headrace_frontend.openai.metrics_page import MetricsPage
+from headrace_frontend.openai.parts import OpenAiParts
+from headrace_frontend.openai.requests import (
+    ChatCompletionBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    parse_body,
+)
+from headrace_frontend.openai.responses import (
+    DONE_EVENT,
+    ChatFormat,
+    CollectedChoice,
+    CompletionFormat,
+    ResponseFormat,
+    ResponseHead,
+    models_object,
+)
+from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX, resolve_model
+from headrace_frontend.tenants import tenant_or_none
+
+_LOG = logging.getLogger(__name__)
+_SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    # Proxies such as nginx would collect events.
+    "x-accel-buffering": "no",
+}
+
+_Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Generation:
+    """One HTTP request as requests of the InferenceService, one for each prompt."""
+
+    requests: Sequence[inference_pb2.GenerateRequest]
+    streamed: bool
+    format: ResponseFormat
+    formatted: bool = False
+    """Whether response_format sets the form of the answer."""
+
+    @property
+    def choices(self) -> int:
+        """The number of choices of all prompts."""
+        return sum(request.n for request in self.requests)
+
+
+class OpenAiApp:
+    """The ASGI application. `deadline_s` bounds every request, and `body_bytes_max` every body."""
+
+    def __init__(
+        self, parts: OpenAiParts, metrics: MetricsPage, *, deadline_s: float, body_bytes_max: int
+    ) -> None:
+        self._parts = parts
+        self._deadline_s = deadline_s
+        self._body_bytes_max = body_bytes_max
+        self._started_s = int(time.time())
+        self._routes: Mapping[str, tuple[str, _Handler]] = {
+            "/v1/chat/completions": ("POST", self._chat),
+            "/v1/completions": ("POST", self._complete),
+            "/v1/models": ("GET", self._list_models),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
+            "/health": ("GET", self._report_health),
+            "/ready": ("GET", self._report_ready),
+            "/metrics": ("GET", metrics.respond),
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one HTTP request."""
+        exchange = HttpExchange(scope, receive, send)
+        try:
+            await self._serve_in_bounds(exchange)
+        except (HeadraceError, HttpError) as error:
+            await exchange.respond_error(error)
+        except Exception as error:  # noqa: BLE001 - the outermost frame of a request
+            error_id = secrets.token_hex(4)
+            _LOG.exception("%s failed, error %s", exchange.path, error_id)
+            await exchange.respond_error(
+                InternalError(
+                    f"a bug in Headrace; the log of this process has error {error_id}",
+                    metadata={"error_id": error_id, "exception": type(error).__name__},
+                )
+            )
+
+    async def _serve_in_bounds(self, exchange: HttpExchange) -> None:
+        callers = self._parts.callers
+        tenant_now = partial(tenant_or_none, self._parts.tenants, exchange.headers.items())
+        tenant = tenant_now()
+        caller = caller_name(tenant, exchange.host)
+        with callers.call(caller, exchange.host):
+            await callers.pace(caller, exchange.host)
+            try:
+                async with callers.rechecked(tenant_now, tenant):
+                    await self._serve(exchange)
+            except HttpError:
+                callers.count_rejection(caller)
+                raise
+
+    async def _serve(self, exchange: HttpExchange) -> None:
+        method, handler = self._routes.get(exchange.path, ("", None))
+        if handler is None:
+            raise HttpError(404, "unknown_path", f"use one of {', '.join(self._routes)}")
+        if exchange.method != method:
+            raise HttpError(405, "method", f"use {method} for {exchange.path}", {"allow": method})
+        otel_context.attach(context_from_traceparent(exchange.headers.get("traceparent", "")))
+        await handler(exchange)
+
+    def _tenant_of(self, exchange: HttpExchange) -> str:
+        with self._parts.count_failures():
+            try:
+                return self._parts.tenants.tenant_of(exchange.headers.items())
+            except Unauthenticated as error:
+                # The remedy names gRPC's metadata.
+                raise Unauthenticated(
+                    "a valid API key is required; send it as header 'Authorization: Bearer KEY'"
+                ) from error
+
+    async def _body(self, exchange: HttpExchange) -> bytes:
+        data = await exchange.read_json(self._body_bytes_max)
+        self._parts.size.check(len(data))
+        await self._parts.callers.wait_turn()
+        return data
+
+    async def _chat(self, exchange: HttpExchange) -> None:
+        tenant = self._tenant_of(exchange)
+        body = parse_body(ChatCompletionBody, await self._body(exchange))
+        request_id = _request_id(exchange)
+        head = self._head(body, f"chatcmpl-{request_id}")
+        rules = rules_of(body, self._parts.parsers[head.model])
+        request = chat_request(body, request_id)
+        if rules.divides and not request.sampling.HasField("skip_special_tokens"):
+            # The tags around calls and reasoning may be special tokens.
+            request.sampling.skip_special_tokens = False
+        codec = self._parts.codecs[head.model]
+        generation = _Generation(
+            [request],
+            streamed=body.stream,
+            format=ChatFormat(head, codec, includes_usage=body.includes_usage, rules=rules),
+            formatted=body.response_format is not None,
+        )
+        await self._generate(exchange, generation, tenant)
+
+    async def _complete(self, exchange: HttpExchange) -> None:
+        tenant = self._tenant_of(exchange)
+        body = parse_body(CompletionBody, await self._body(exchange))
+        request_id = _request_id(exchange)
+        head = self._head(body, f"cmpl-{request_id}")
+        codec = self._parts.codecs[head.model]
+        generation = _Generation(
+            completion_requests(body, request_id),
+            streamed=body.stream,
+            format=CompletionFormat(head, codec, includes_usage=body.includes_usage),
+        )
+        await self._generate(exchange, generation, tenant)
+
+    def _head(self, body: GenerationBody, response_id: str) -> ResponseHead:
+        """Raises InvalidRequest when the model is not served."""
+        model = resolve_model(body.model, self._parts.codecs)
+        return ResponseHead(response_id, int(time.time()), model)
+
+    async def _generate(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
+        respond = self._stream if generation.streamed else self._collect
+        chat = isinstance(generation.format, ChatFormat)
+        try:
+            await exchange.run_while_connected(respond(exchange, generation, tenant))
+        except InvalidRequest as error:
+            violations = openai_violations(
+                error.violations, chat=chat, formatted=generation.formatted
+            )
+            raise InvalidRequest(violations) from error
+
+    async def _stream(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
+        """Sends an event for each message of each choice."""
+        form = generation.format
+        usages = [inference_pb2.Usage() for _ in range(generation.choices)]
+        offsets: dict[int, int] = {}
+        ending: list[bytes] = []
+
+        async def write(index: int, message: inference_pb2.GenerateResponse) -> None:
+            if not exchange.started:
+                await exchange.start(200, _SSE_HEADERS)
+            data = form.event(index, message, offsets.get(index, 0))
+            if index not in offsets:
+                data = form.first_event(index) + data
+            offsets[index] = offsets.get(index, 0) + len(message.text)
+            if message.finish_reason:
+                usages[index] = message.usage
+            if generation.choices == 1 and message.finish_reason:
+                # One write for all that is left.
+                ending.append(data)
+            elif data:
+                await exchange.write(data)
+
+        def write_text(index: int, text: str) -> bool:
+            data = form.text_event(index, text)
+            if data is None or not exchange.write_now(data):
+                return False
+            offsets[index] += len(text)
+            return True
+
+        await self._run_all(generation, tenant, write, write_text)
+        ending.append(form.usage_event(usages, len(generation.requests)) + DONE_EVENT)
+        await exchange.finish(b"".join(ending))
+
+    async def _collect(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
+        """Sends one object at the end."""
+        form = generation.format
+        choices = [CollectedChoice() for _ in range(generation.choices)]
+
+        async def write(index: int, message: inference_pb2.GenerateResponse) -> None:
+            choices[index].add(message, form.tokens_of(message))
+
+        await self._run_all(generation, tenant, write)
+        await exchange.respond(200, form.whole(choices, len(generation.requests)))
+
+    async def _run_all(
+        self,
+        generation: _Generation,
+        tenant: str,
+        write: Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]],
+        write_text: Callable[[int, str], bool] | None = None,
+    ) -> None:
+        """Runs the requests of all prompts. The first error ends them all. `write_text` is a TextOutlet by choice."""
+        deadline = Deadline.after(self._deadline_s)
+
+        async def run(first_index: int, request: inference_pb2.GenerateRequest) -> None:
+            async def write_choice(message: inference_pb2.GenerateResponse) -> None:
+                await write(first_index + message.choice, message)
+
+            outlet = None if write_text is None else partial(write_text, first_index)
+            await self._parts.runner.run(request, tenant, deadline, write_choice, outlet)
+
+        if len(generation.requests) == 1:
+            await run(0, generation.requests[0])
+            return
+        first_index = 0
+        try:
+            async with asyncio.TaskGroup() as group:
+                for request in generation.requests:
+                    group.create_task(run(first_index, request))
+                    first_index += request.n
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+
+    async def _list_models(self, exchange: HttpExchange) -> None:
+        self._tenant_of(exchange)
+        models = self._parts.models.list_models()
+        await exchange.respond_object(models_object(models, self._started_s))
+
+    async def _tokenize(self, exchange: HttpExchange) -> None:
+        tenant = self._tenant_of(exchange)
+        body = parse_body(TokenizeBody, await self._body(exchange))
+        preparer = self._parts.preparer
+        try:
+            async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
+                prepared = await preparer.tokenize(tokenize_request(body), tenant)
+                tokens: Sequence[int] = prepared.token_ids
+                if body.prompt is not None and body.add_special_tokens is False:
+                    tokens = await preparer.tokenize_part(prepared.model, body.prompt, tenant)
+        except InvalidRequest as error:
+            raise InvalidRequest(openai_violations(error.violations, chat=False)) from error
+        await exchange.respond_object(
+            {
+                "count": len(tokens),
+                "max_model_len": preparer.max_model_len(prepared.model),
+                "tokens": list(tokens),
+            }
+        )
+
+    async def _detokenize(self, exchange: HttpExchange) -> None:
+        tenant = self._tenant_of(exchange)
+        body = parse_body(DetokenizeBody, await self._body(exchange))
+        model = resolve_model(body.model, self._parts.codecs)
+        async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
+            text = await self._parts.preparer.detokenize(model, body.tokens, tenant)
+        await exchange.respond_object({"prompt": text})
+
+    async def _report_health(self, exchange: HttpExchange) -> None:
+        await exchange.respond_object({"status": "ok"})
+
+    async def _report_ready(self, exchange: HttpExchange) -> None:
+        """200 while new requests can be served."""
+        self._parts.runner.reject_when_draining()
+        if not self._parts.models.list_models():
+            raise HttpError(503, "no_decode_worker", "no decode worker serves a model yet")
+        await exchange.respond_object({"status": "ready"})
+
+
+def _request_id(exchange: HttpExchange) -> str:
+    """The client's id in X-Request-Id, or a new one."""
+    return exchange.headers.get("x-request-id", "")[
+        :REQUEST_ID_CHARACTERS_MAX
+    ] or secrets.token_hex(12)

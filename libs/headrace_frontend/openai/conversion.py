@@ -1,0 +1,226 @@
+"""Converts OpenAI requests into those of the InferenceService. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from headrace.inference.v1 import inference_pb2, sampling_pb2, tools_pb2
+from headrace_common.errors import InvalidRequest
+from headrace_frontend.openai.messages import MessageBody, ToolBody, ToolChoice
+from headrace_frontend.openai.requests import (
+    ChatCompletionBody,
+    CompletionBody,
+    GenerationBody,
+    Prompt,
+    ResponseFormatBody,
+    StructuredOutputsBody,
+    TokenizeBody,
+)
+
+_SAME_NAMES = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "skip_special_tokens",
+)
+_MODES = {
+    "none": tools_pb2.ToolChoice.MODE_NONE,
+    "auto": tools_pb2.ToolChoice.MODE_AUTO,
+    "required": tools_pb2.ToolChoice.MODE_REQUIRED,
+}
+# Fields of gRPC's requests that have another name, or another place, in OpenAI's.
+_RENAMED = (
+    (re.compile(r"^chat\.tools\[(\d+)\]\."), r"tools[\1].function."),
+    (re.compile(r"^chat\.tool_choice\..*"), "tool_choice"),
+    (re.compile(r"^chat\.template_kwargs"), "chat_template_kwargs"),
+    (re.compile(r"(\.tool_calls\[\d+\])\.(name|arguments)"), r"\1.function.\2"),
+    (re.compile(r"^(tokens\.ids|text)"), "prompt"),
+    (re.compile(r"^(sampling|chat)\."), ""),
+    (re.compile(r"^(structured_outputs\.choice)\.texts"), r"\1"),
+)
+
+
+def chat_request(body: ChatCompletionBody, request_id: str) -> inference_pb2.GenerateRequest:
+    """The request of a chat."""
+    sampling = _sampling(body)
+    if body.max_completion_tokens is not None:
+        sampling.max_tokens = body.max_completion_tokens
+    if body.logprobs:
+        sampling.logprobs = body.top_logprobs or 0
+    if body.response_format is not None:
+        _set_response_format(sampling, body.response_format)
+    chat = _chat(body.messages, body.tools, body.template_variables)
+    chat.continue_final_message = body.continue_final_message
+    if body.tools and body.tool_choice is not None:
+        single = body.parallel_tool_calls is False
+        chat.tool_choice.CopyFrom(_tool_choice(body.tool_choice, single=single))
+    return inference_pb2.GenerateRequest(
+        model=body.model,
+        chat=chat,
+        sampling=sampling,
+        request_id=request_id,
+        n=body.choice_count,
+    )
+
+
+def completion_requests(
+    body: CompletionBody, request_id: str
+) -> list[inference_pb2.GenerateRequest]:
+    """One request for each prompt."""
+    sampling = _sampling(body)
+    if body.logprobs is not None:
+        sampling.logprobs = body.logprobs
+    return [
+        inference_pb2.GenerateRequest(
+            model=body.model,
+            sampling=sampling,
+            request_id=f"{request_id}-{index}" if index else request_id,
+            n=body.choice_count,
+            best_of=body.best_of or 0,
+            **prompt,
+        )
+        for index, prompt in enumerate(_prompts(body.prompt))
+    ]
+
+
+def tokenize_request(body: TokenizeBody) -> inference_pb2.GenerateRequest:
+    """A request with the prompt to tokenize. Raises InvalidRequest."""
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest({"prompt": "set one of prompt and messages"})
+    if body.messages is not None:
+        chat = _chat(body.messages, body.tools, body.chat_template_kwargs or {})
+        chat.continue_final_message = body.continue_final_message
+        return inference_pb2.GenerateRequest(model=body.model, chat=chat)
+    return inference_pb2.GenerateRequest(model=body.model, text=body.prompt)
+
+
+def openai_violations(
+    violations: Mapping[str, str], *, chat: bool, formatted: bool = False
+) -> dict[str, str]:
+    """Remedies by OpenAI's names of the invalid fields. `formatted`: response_format sets the form of the answer."""
+    names = {
+        "max_tokens": "max_completion_tokens" if chat else "max_tokens",
+        "logprobs": "top_logprobs" if chat else "logprobs",
+    }
+    if formatted:
+        names["structured_outputs.json"] = "response_format.json_schema.schema"
+    renamed: dict[str, str] = {}
+    for path, remedy in violations.items():
+        field = path
+        for pattern, name in _RENAMED:
+            field = pattern.sub(name, field, count=1)
+        renamed[names.get(field, field)] = remedy
+    return renamed
+
+
+def _sampling(body: GenerationBody) -> sampling_pb2.SamplingParams:
+    sampling = sampling_pb2.SamplingParams(
+        stop=[body.stop] if isinstance(body.stop, str) else body.stop,
+        stop_token_ids=body.stop_token_ids,
+        ignore_eos=body.ignore_eos,
+        min_tokens=body.min_tokens,
+        bad_words=body.bad_words,
+        allowed_token_ids=body.allowed_token_ids,
+        include_stop_str_in_output=body.include_stop_str_in_output,
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+        max_tokens=body.max_tokens,
+        # vLLM writes -1 for all tokens.
+        top_k=None if body.top_k is None else max(0, body.top_k),
+    )
+    for name in _SAME_NAMES:
+        value = getattr(body, name)
+        if value is not None:
+            setattr(sampling, name, value)
+    if body.structured_outputs is not None:
+        sampling.structured_outputs.CopyFrom(_structured_outputs(body.structured_outputs))
+    return sampling
+
+
+def _structured_outputs(body: StructuredOutputsBody) -> sampling_pb2.StructuredOutputs:
+    """Raises InvalidRequest for more than one constraint, which the message cannot have."""
+    values = {
+        "json": body.json_
+        if body.json_ is None or isinstance(body.json_, str)
+        else _json(body.json_),
+        "json_object": body.json_object,
+        "regex": body.regex,
+        "choice": None if body.choice is None else sampling_pb2.Choice(texts=body.choice),
+        "grammar": body.grammar,
+        "structural_tag": body.structural_tag,
+    }
+    given: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    if len(given) > 1:
+        raise InvalidRequest({"structured_outputs": f"set only one of {' and '.join(given)}"})
+    return sampling_pb2.StructuredOutputs(**given)
+
+
+def _set_response_format(sampling: sampling_pb2.SamplingParams, body: ResponseFormatBody) -> None:
+    if body.type == "json_object":
+        sampling.structured_outputs.json_object = True
+    elif body.json_schema is not None and body.json_schema.schema_ is not None:
+        sampling.structured_outputs.json = _json(body.json_schema.schema_)
+
+
+def _chat(
+    messages: list[MessageBody], tools: list[ToolBody] | None, variables: Mapping[str, Any]
+) -> inference_pb2.Chat:
+    return inference_pb2.Chat(
+        messages=map(_message, messages),
+        tools=map(_tool, tools or ()),
+        template_kwargs=_json(variables) if variables else "",
+    )
+
+
+def _message(body: MessageBody) -> inference_pb2.ChatMessage:
+    return inference_pb2.ChatMessage(
+        role=body.role,
+        content=body.text,
+        name=body.name or "",
+        tool_calls=[
+            tools_pb2.ToolCall(
+                id=call.id or "", name=call.function.name, arguments=call.function.arguments or ""
+            )
+            for call in body.tool_calls or ()
+        ],
+        tool_call_id=body.tool_call_id or "",
+        reasoning=body.reasoning_content or body.reasoning or "",
+    )
+
+
+def _tool(body: ToolBody) -> tools_pb2.Tool:
+    function = body.function
+    return tools_pb2.Tool(
+        name=function.name,
+        description=function.description or "",
+        parameters="" if function.parameters is None else _json(function.parameters),
+        strict=function.strict,
+    )
+
+
+def _tool_choice(body: ToolChoice, *, single: bool) -> tools_pb2.ToolChoice:
+    if not isinstance(body, str):
+        mode = tools_pb2.ToolChoice.MODE_FUNCTION
+        return tools_pb2.ToolChoice(mode=mode, function_name=body.function.name)
+    return tools_pb2.ToolChoice(mode=_MODES[body], single_call=single and body == "required")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _prompts(prompt: Prompt) -> Iterator[dict[str, Any]]:
+    """The prompt fields of a GenerateRequest, for each prompt."""
+    if isinstance(prompt, str):
+        yield {"text": prompt}
+    elif isinstance(prompt[0], int):
+        yield {"tokens": inference_pb2.TokenIds(ids=prompt)}
+    else:
+        for part in prompt:
+            yield from _prompts(part)

@@ -1,0 +1,155 @@
+"""One HTTP request over ASGI: reading its body within bounds, and writing its response."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
+from typing import Any, TypeAlias, TypeVar
+
+from headrace_common.errors import Cancelled, HeadraceError
+from headrace_common.process.connections import host_of
+from headrace_frontend.openai.errors import (
+    HttpError,
+    error_bytes,
+    headers_of,
+    status_of,
+)
+
+Message: TypeAlias = MutableMapping[str, Any]
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+Result = TypeVar("Result")
+
+ChunkWriter: TypeAlias = Callable[[bytes], bool]
+"""Sends a chunk of a response that has started. False, and nothing is sent, when it would have to wait."""
+CHUNKS_EXTENSION = "headrace_chunks"
+"""The name of the server's ChunkWriter among the extensions of an ASGI scope."""
+
+BODY_WAIT_S = 30.0
+"""Time in which a client must send its request."""
+
+
+class HttpExchange:
+    """One request and its response."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers: dict[str, str] = {
+            name.decode("latin-1").lower(): value.decode("latin-1")
+            for name, value in scope["headers"]
+        }
+        self._chunks: ChunkWriter | None = scope.get("extensions", {}).get(CHUNKS_EXTENSION)
+        self.host = host_of((scope.get("client") or ("unknown", 0))[0])
+        """The client's host."""
+        self._receive = receive
+        self._send = send
+        self.started = False
+        """Whether the response's status is sent."""
+
+    async def read_json(self, bytes_max: int) -> bytes:
+        """The body of a JSON request. Raises HttpError before it receives more than `bytes_max` bytes."""
+        self._check_headers(bytes_max)
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_WAIT_S):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise Cancelled("the client closed the connection")
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > bytes_max:
+                        raise _too_large(bytes_max)
+                    if not message.get("more_body", False):
+                        return b"".join(parts)
+        except TimeoutError:
+            raise HttpError(
+                408,
+                "body_timeout",
+                f"the body did not arrive within {BODY_WAIT_S:g} s; send it at once",
+            ) from None
+
+    def _check_headers(self, bytes_max: int) -> None:
+        media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        # A page of another site can make a browser send other types, but not this one.
+        if media_type != "application/json":
+            raise HttpError(
+                415, "media_type", "send the body as JSON, with content-type: application/json"
+            )
+        if self.headers.get("content-encoding", "identity") != "identity":
+            raise HttpError(415, "content_encoding", "send the body without content-encoding")
+        length = self.headers.get("content-length", "")
+        if length.isdecimal() and int(length) > bytes_max:
+            raise _too_large(bytes_max)
+
+    async def run_while_connected(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `work`, which is cancelled when the client closes the connection. Raises Cancelled then."""
+        task = asyncio.create_task(work)
+        watcher = asyncio.create_task(self._disconnected())
+        try:
+            await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Cancelled("the client closed the connection")
+            return task.result()
+        finally:
+            watcher.cancel()
+            task.cancel()
+            await asyncio.wait({task, watcher})
+
+    async def _disconnected(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def start(self, status: int, headers: Mapping[str, str]) -> None:
+        """Sends the status and the headers."""
+        self.started = True
+        pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+
+    async def write(self, data: bytes) -> None:
+        """Sends a part of the body. Waits while the client does not read."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    def write_now(self, data: bytes) -> bool:
+        """As `write`, without an event loop's turn. False, and nothing is sent, when the client does not read."""
+        return self.started and self._chunks is not None and self._chunks(data)
+
+    async def finish(self, data: bytes = b"") -> None:
+        """Sends the last part of the body, and ends it."""
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def respond(
+        self, status: int, data: bytes, headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Sends a whole JSON response."""
+        await self.start(
+            status,
+            {
+                "content-type": "application/json",
+                "content-length": str(len(data)),
+                **(headers or {}),
+            },
+        )
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def respond_object(self, value: Any) -> None:
+        """Sends a value as JSON, with status 200."""
+        await self.respond(200, json.dumps(value).encode())
+
+    async def respond_error(self, error: HeadraceError | HttpError) -> None:
+        """Sends an error: as the response, or as the last event of a stream that has started."""
+        if self.started:
+            await self.write(b"data: " + error_bytes(error) + b"\n\n")
+            await self.finish()
+        else:
+            await self.respond(status_of(error), error_bytes(error), headers_of(error))
+
+
+def _too_large(bytes_max: int) -> HttpError:
+    return HttpError(
+        413, "body_too_large", f"the body has more than {bytes_max} bytes; shorten the prompt"
+    )

@@ -1,0 +1,34 @@
+"""The router's metrics over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace_common.errors import Unauthenticated
+from headrace_common.telemetry.prometheus import CONTENT_TYPE
+from headrace_frontend.openai.errors import HttpError
+from headrace_frontend.openai.exchange import HttpExchange
+from headrace_frontend.tenants import Tenants
+
+
+class MetricsPage:
+    """Serves /metrics to callers with a key of its own. Without such keys it is closed."""
+
+    def __init__(self, readers: Tenants, read: Callable[[], str]) -> None:
+        """`readers` has the keys, and `read` returns the metrics as text."""
+        self._readers = readers
+        self._read = read
+
+    async def respond(self, exchange: HttpExchange) -> None:
+        """Raises HttpError while the page is closed, and Unauthenticated without a valid key."""
+        if not self._readers.keyed:
+            raise HttpError(
+                403, "metrics_closed", "/metrics is closed; set the router's metrics_keys_file"
+            )
+        try:
+            self._readers.tenant_of(exchange.headers.items())
+        except Unauthenticated as error:
+            raise Unauthenticated(
+                "a key of metrics_keys_file is required; send it as header 'Authorization: Bearer KEY'"
+            ) from error
+        await exchange.respond(200, self._read().encode(), {"content-type": CONTENT_TYPE})

@@ -1,0 +1,199 @@
+"""The HTTP server of the OpenAI API."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from dataclasses import astuple
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from headrace_common.access.credentials import TlsFiles
+from headrace_common.config import split_host_port
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import ConfigError
+from headrace_common.reloading import ReloadedFiles
+from headrace_frontend.config import FrontendConfig
+from headrace_frontend.openai.app import OpenAiApp
+from headrace_frontend.openai.exchange import CHUNKS_EXTENSION, ChunkWriter
+
+_LOG = logging.getLogger(__name__)
+
+HEADER_WAIT_S = 10.0
+"""Time in which a client must send the headers of its first request."""
+# The kernel ends a connection to a client that reads nothing for this long.
+_UNREAD_MAX_MS = 60_000
+_BACKLOG = 1_024
+_CANCEL_WAIT_S = 1.0
+
+
+class HttpServer:
+    """Serves the app on `http_listen`. Raises ConfigError when it cannot listen there."""
+
+    def __init__(self, app: OpenAiApp, config: FrontendConfig) -> None:
+        self._listen = config.http_listen
+        self._tls = _tls_context(config.listen_tls)
+        self._socket = _listening_socket(config.http_listen)
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                http=_Protocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=config.max_connections,
+                timeout_keep_alive=max(1, round(config.connection_idle_s)),
+                # The drain has a deadline of its own.
+                timeout_graceful_shutdown=None,
+                ssl_context_factory=None if self._tls is None else self._context,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    def _context(
+        self, config: uvicorn.Config, default: Callable[[], ssl.SSLContext]
+    ) -> ssl.SSLContext:
+        assert self._tls is not None
+        return self._tls
+
+    @property
+    def url(self) -> str:
+        """The URL of the API, with the port that is really used."""
+        scheme = "http" if self._tls is None else "https"
+        host, _ = split_host_port(self._listen)
+        return f"{scheme}://{host}:{self._socket.getsockname()[1]}"
+
+    def start(self) -> None:
+        """Serves from now on."""
+        self._task = asyncio.create_task(self._server.serve([self._socket]), name="http-server")
+
+    async def drain(self, deadline: Deadline) -> None:
+        """Accepts no more connections, and returns when the requests in flight have ended, at the deadline at last."""
+        if self._task is None:
+            return
+        self._server.stop_accepting()
+        await asyncio.wait({self._task}, timeout=deadline.remaining_s() + _CANCEL_WAIT_S)
+
+    async def stop(self) -> None:
+        """Ends all requests."""
+        self._socket.close()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+
+class _Server(uvicorn.Server):
+    def stop_accepting(self) -> None:
+        """Lets `serve` return when the open requests have ended."""
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to the service."""
+        yield
+
+
+class _Protocol(HttpToolsProtocol):
+    """Ends connections that send no request."""
+
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._header_timer = self.loop.call_later(HEADER_WAIT_S, transport.abort)
+
+    def on_headers_complete(self) -> None:
+        self._stop_timer()
+        super().on_headers_complete()
+        # The application starts in a later turn of the event loop.
+        cycle: Any = self.cycle
+        self.scope["extensions"] = {CHUNKS_EXTENSION: _chunk_writer(cycle)}  # type: ignore[dict-item]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+
+def _chunk_writer(cycle: Any) -> ChunkWriter:
+    """Does what uvicorn's `send` does with a part of a body, without a coroutine and a message for each part."""
+    transport, flow = cycle.transport, cycle.flow
+
+    def write(data: bytes) -> bool:
+        if flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
+            return False
+        if cycle.response_complete or not data:
+            return False
+        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
+
+    return write
+
+
+def _listening_socket(listen: str) -> socket.socket:
+    host, port = split_host_port(listen)
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit it.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MAX_MS)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.bind((host.strip("[]"), port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"http_listen: cannot listen on {listen}: {error.strerror}; stop what uses the port or set http_listen",
+            metadata={"http_listen": listen},
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def _tls_context(files: TlsFiles) -> ssl.SSLContext | None:
+    """Presents the certificate of the client listener, and a replaced one in new handshakes."""
+    if not files.tls_certificate_file:
+        return None
+    contexts = ReloadedFiles(
+        [path for path in astuple(files) if path], lambda: _read_context(files)
+    )
+
+    def use_current(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+        connection.context = contexts.current()
+
+    context = _read_context(files)
+    context.sni_callback = use_current
+    return context
+
+
+def _read_context(files: TlsFiles) -> ssl.SSLContext:
+    """A context that requires certificates of clients, if `files` has an authority."""
+    try:
+        if not files.tls_authority_file:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        else:
+            context = ssl.create_default_context(
+                ssl.Purpose.CLIENT_AUTH, cafile=files.tls_authority_file
+            )
+            context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(files.tls_certificate_file, files.tls_key_file)
+    except OSError as error:
+        raise ConfigError(
+            f"the TLS files of listen, {files.tls_certificate_file} and {files.tls_key_file}, cannot be used: "
+            f"{error.strerror}; they must be PEM, and the key must belong to the certificate"
+        ) from error
+    return context

@@ -1,0 +1,265 @@
+"""Validates chats, and converts them for the chat template. Pure."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from headrace.inference.v1 import inference_pb2, tools_pb2
+from headrace_common.limits import (
+    CHAT_MESSAGES_MAX,
+    CHAT_NAME_CHARACTERS_MAX,
+    CHAT_ROLES,
+    CHAT_TOOLS_MAX,
+    SCHEMA_BYTES_MAX,
+    TEMPLATE_KWARGS_BYTES_MAX,
+)
+from headrace_frontend.request.json_text import JsonRejected, parse_object
+from headrace_frontend.request.schema import schema_problem
+from headrace_text.codec import RESERVED_NAMES, ChatMessage, ToolCall
+
+_MODE = tools_pb2.ToolChoice.Mode
+_FORCING_MODES = (_MODE.MODE_REQUIRED, _MODE.MODE_FUNCTION)
+_TOOL_NAME = re.compile(rf"[A-Za-z0-9_.:/-]{{1,{CHAT_NAME_CHARACTERS_MAX}}}")
+_NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+def chat_violations(chat: inference_pb2.Chat) -> dict[str, str]:
+    """Remedies by path of the invalid field."""
+    if not chat.messages:
+        return {"chat.messages": "must hold at least one message"}
+    if len(chat.messages) > CHAT_MESSAGES_MAX:
+        return {
+            "chat.messages": f"must hold at most {CHAT_MESSAGES_MAX} messages, not {len(chat.messages)}"
+        }
+    violations: dict[str, str] = {}
+    for index, message in enumerate(chat.messages):
+        violations.update(_message_violations(f"chat.messages[{index}]", message))
+    if chat.continue_final_message and chat.messages[-1].tool_calls:
+        violations["chat.continue_final_message"] = "the final message has tool_calls; leave it out"
+    violations.update(_tool_violations(chat))
+    violations.update(_tool_choice_violations(chat))
+    if not violations and forces_call(chat):
+        violations.update(_forced_call_violations(chat))
+    violations.update(_kwargs_violations(chat.template_kwargs))
+    return violations
+
+
+def text_bytes(chat: inference_pb2.Chat) -> int:
+    """Bytes of all texts that the chat template may write."""
+    return sum(len(text.encode()) for text in _texts(chat))
+
+
+def messages_of(chat: inference_pb2.Chat) -> list[ChatMessage]:
+    """The messages of a valid chat, for the chat template."""
+    return [
+        ChatMessage(
+            message.role,
+            message.content,
+            name=message.name,
+            tool_calls=tuple(
+                ToolCall(call.id, call.name, _arguments(call.arguments))
+                for call in message.tool_calls
+            ),
+            tool_call_id=message.tool_call_id,
+            reasoning=message.reasoning,
+        )
+        for message in chat.messages
+    ]
+
+
+def tools_of(chat: inference_pb2.Chat) -> list[dict[str, Any]]:
+    """The tools of a valid chat, as chat templates expect them: OpenAI's objects."""
+    return [_tool_object(tool) for tool in chat.tools]
+
+
+def template_kwargs_of(chat: inference_pb2.Chat) -> dict[str, Any]:
+    """The template variables of a valid chat."""
+    if not chat.template_kwargs:
+        return {}
+    return parse_object(chat.template_kwargs, TEMPLATE_KWARGS_BYTES_MAX)
+
+
+def forces_call(chat: inference_pb2.Chat) -> bool:
+    """Whether the answer must call a function."""
+    return chat.tool_choice.mode in _FORCING_MODES
+
+
+def forced_call_schema(chat: inference_pb2.Chat) -> str | None:
+    """The JSON Schema of an answer that must call a function, as text. None where the model decides."""
+    choice = chat.tool_choice
+    if not forces_call(chat):
+        return None
+    schemas = {tool.name: _parameters(tool) for tool in chat.tools}
+    if choice.mode == _MODE.MODE_FUNCTION:
+        return json.dumps(schemas[choice.function_name], ensure_ascii=False)
+    definitions: dict[str, Any] = {}
+    for schema in schemas.values():
+        definitions.update(_definitions(schema))
+        schema.pop("$defs", None)
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"type": "string", "enum": [name]}, "parameters": schema},
+            "required": ["name", "parameters"],
+        }
+        for name, schema in schemas.items()
+    ]
+    answer: dict[str, Any] = {
+        "type": "array",
+        "minItems": 1,
+        "items": {"type": "object", "anyOf": calls},
+    }
+    if choice.single_call:
+        answer["maxItems"] = 1
+    if definitions:
+        answer["$defs"] = definitions
+    return json.dumps(answer, ensure_ascii=False)
+
+
+def _message_violations(path: str, message: inference_pb2.ChatMessage) -> Iterator[tuple[str, str]]:
+    if message.role not in CHAT_ROLES:
+        yield f"{path}.role", f"must be one of {', '.join(CHAT_ROLES)}"
+    names = {"name": message.name, "tool_call_id": message.tool_call_id}
+    for index, call in enumerate(message.tool_calls[:CHAT_TOOLS_MAX]):
+        names |= {f"tool_calls[{index}].id": call.id, f"tool_calls[{index}].name": call.name}
+        if not call.name:
+            yield f"{path}.tool_calls[{index}].name", "must not be empty"
+    for field, name in names.items():
+        if len(name) > CHAT_NAME_CHARACTERS_MAX:
+            yield (
+                f"{path}.{field}",
+                f"must have at most {CHAT_NAME_CHARACTERS_MAX} characters, not {len(name)}",
+            )
+    if len(message.tool_calls) > CHAT_TOOLS_MAX:
+        yield (
+            f"{path}.tool_calls",
+            f"must hold at most {CHAT_TOOLS_MAX} calls, not {len(message.tool_calls)}",
+        )
+    if message.role != "assistant":
+        for field in ("tool_calls", "reasoning"):
+            if getattr(message, field):
+                yield f"{path}.{field}", "only a message of role assistant has it; leave it out"
+    if message.role != "tool" and message.tool_call_id:
+        yield f"{path}.tool_call_id", "only a message of role tool has it; leave it out"
+
+
+def _tool_violations(chat: inference_pb2.Chat) -> Iterator[tuple[str, str]]:
+    if len(chat.tools) > CHAT_TOOLS_MAX:
+        yield "chat.tools", f"must hold at most {CHAT_TOOLS_MAX} tools, not {len(chat.tools)}"
+        return
+    seen: set[str] = set()
+    for index, tool in enumerate(chat.tools):
+        path = f"chat.tools[{index}]"
+        if not _TOOL_NAME.fullmatch(tool.name):
+            yield (
+                f"{path}.name",
+                f'must be 1 to {CHAT_NAME_CHARACTERS_MAX} letters, digits and characters of "_.:/-"',
+            )
+        elif tool.name in seen:
+            yield f"{path}.name", f"{tool.name} is the name of an earlier tool; choose another"
+        seen.add(tool.name)
+        if tool.parameters:
+            try:
+                parse_object(tool.parameters, SCHEMA_BYTES_MAX)
+            except JsonRejected as error:
+                yield f"{path}.parameters", str(error)
+
+
+def _tool_choice_violations(chat: inference_pb2.Chat) -> Iterator[tuple[str, str]]:
+    choice, path = chat.tool_choice, "chat.tool_choice"
+    if choice.mode not in _MODE.values():
+        yield f"{path}.mode", "must be one of the named values"
+        return
+    if choice.mode in _FORCING_MODES and not chat.tools:
+        yield f"{path}.mode", "needs tools; set chat.tools or leave it out"
+    elif choice.mode == _MODE.MODE_FUNCTION:
+        if choice.function_name not in (tool.name for tool in chat.tools):
+            yield f"{path}.function_name", "must be the name of one of the tools"
+    elif choice.function_name:
+        yield f"{path}.function_name", "only MODE_FUNCTION takes it; leave it out"
+    if choice.single_call and choice.mode != _MODE.MODE_REQUIRED:
+        yield f"{path}.single_call", "only MODE_REQUIRED takes it; leave it out"
+
+
+def _forced_call_violations(chat: inference_pb2.Chat) -> Iterator[tuple[str, str]]:
+    """Of the one schema that tools make together. Elsewhere the model only reads their schemas."""
+    choice, definitions = chat.tool_choice, dict[str, Any]()
+    size = len((forced_call_schema(chat) or "").encode())
+    if size > SCHEMA_BYTES_MAX:
+        yield (
+            "chat.tools",
+            f"have {size} bytes of JSON Schema together, more than {SCHEMA_BYTES_MAX}; shorten them",
+        )
+        return
+    for index, tool in enumerate(chat.tools):
+        if choice.mode == _MODE.MODE_FUNCTION and tool.name != choice.function_name:
+            continue
+        path = f"chat.tools[{index}].parameters"
+        problem = schema_problem(tool.parameters) if tool.parameters else None
+        if problem:
+            yield path, problem
+            continue
+        for name, schema in _definitions(_parameters(tool)).items():
+            if definitions.setdefault(name, schema) != schema:
+                yield path, f"$defs has another {name} than an earlier tool; rename it"
+
+
+def _definitions(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = schema.get("$defs")
+    return found if isinstance(found, dict) else {}
+
+
+def _kwargs_violations(text: str) -> dict[str, str]:
+    path = "chat.template_kwargs"
+    if not text:
+        return {}
+    try:
+        kwargs = parse_object(text, TEMPLATE_KWARGS_BYTES_MAX)
+    except JsonRejected as error:
+        return {path: str(error)}
+    reserved = sorted(RESERVED_NAMES.intersection(kwargs))
+    if reserved:
+        return {path: f"{', '.join(reserved)} cannot be set; leave it out"}
+    return {}
+
+
+def _texts(chat: inference_pb2.Chat) -> Iterator[str]:
+    yield chat.template_kwargs
+    for message in chat.messages:
+        yield message.content
+        yield message.reasoning
+        yield message.name
+        for call in message.tool_calls:
+            yield call.name
+            yield call.arguments
+    for tool in chat.tools:
+        yield tool.name
+        yield tool.description
+        yield tool.parameters
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """No arguments when a model has written something else: the conversation could not continue otherwise."""
+    try:
+        return parse_object(text, len(text.encode()))
+    except JsonRejected:
+        return {}
+
+
+def _parameters(tool: tools_pb2.Tool) -> dict[str, Any]:
+    schema = parse_object(tool.parameters, SCHEMA_BYTES_MAX) if tool.parameters else {}
+    return schema or dict(_NO_ARGUMENTS)
+
+
+def _tool_object(tool: tools_pb2.Tool) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        function["description"] = tool.description
+    if tool.parameters:
+        function["parameters"] = parse_object(tool.parameters, SCHEMA_BYTES_MAX)
+    if tool.HasField("strict"):
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}

@@ -1,0 +1,136 @@
+"""Validates and tokenizes requests off the event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
+
+from opentelemetry import trace
+from opentelemetry.trace import Span
+
+from headrace.inference.v1 import inference_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import InvalidRequest
+from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.recorded_span import recorded_span
+from headrace_common.telemetry.setup import Telemetry
+from headrace_frontend.request.text_threads import TextThreads
+from headrace_frontend.request.validation import PreparedRequest, prepare
+from headrace_text.codec import TextCodec
+
+
+class ModelWorkers(Protocol):
+    """The decode workers of each served model."""
+
+    def max_model_len(self) -> Mapping[str, int]:
+        """The context length of each model with a live worker."""
+        ...
+
+    async def wait_for_worker(self, model: str, deadline: Deadline) -> bool:
+        """Waits for a worker of the model if a lost one may return. True when it had to wait."""
+        ...
+
+
+class RequestPreparer:
+    """Prepares requests for the models in `codecs`, by served name.
+
+    A prompt may have `bytes_per_token` bytes of text for each token of the context. `salt_of` gives the cache salt of a
+    tenant.
+    """
+
+    def __init__(
+        self,
+        codecs: Mapping[str, TextCodec],
+        workers: ModelWorkers,
+        telemetry: Telemetry,
+        bytes_per_token: int,
+        salt_of: Callable[[str], str],
+    ) -> None:
+        self._codecs = codecs
+        self._workers = workers
+        self._telemetry = telemetry
+        self._bytes_per_token = bytes_per_token
+        self._salt_of = salt_of
+        self._threads = TextThreads()
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.close()
+
+    async def prepare(
+        self,
+        request: inference_pb2.GenerateRequest,
+        request_id: str,
+        root: Span,
+        deadline: Deadline | None,
+        tenant: str,
+    ) -> PreparedRequest:
+        """The validated request. Raises InvalidRequest.
+
+        Waits for a decode worker if a lost one may return, unless `deadline` is None.
+        """
+        prepared = await self._prepare(request, request_id, root, tenant)
+        if deadline is not None and await self._workers.wait_for_worker(prepared.model, deadline):
+            # The workers' context length is known only now.
+            prepared = await self._prepare(request, request_id, root, tenant)
+        return prepared
+
+    async def tokenize(
+        self, request: inference_pb2.GenerateRequest, tenant: str
+    ) -> PreparedRequest:
+        """The validated request, outside any trace. Raises InvalidRequest."""
+        return await self._run(request, "", tenant)
+
+    async def tokenize_part(self, model: str, text: str, tenant: str) -> list[int]:
+        """Tokens of a text that `tokenize` accepts, without special tokens around it."""
+        codec = self._codecs[model]
+        return await self._threads.run(tenant, len(text.encode()), lambda: codec.encode_part(text))
+
+    async def detokenize(self, model: str, token_ids: Sequence[int], tenant: str) -> str:
+        """The text of tokens. Raises InvalidRequest when they are invalid or exceed the context length."""
+        codec = self._codecs[model]
+        length_max = self.max_model_len(model) or UNKNOWN_CONTEXT_TOKENS
+        if len(token_ids) > length_max:
+            raise InvalidRequest(
+                {"tokens": f"must hold at most {length_max} tokens, not {len(token_ids)}"}
+            )
+        wrong = next(
+            (i for i, token in enumerate(token_ids) if token >= codec.vocabulary_size), None
+        )
+        if wrong is not None:
+            raise InvalidRequest(
+                {
+                    f"tokens[{wrong}]": f"must be below {codec.vocabulary_size}, not {token_ids[wrong]}"
+                }
+            )
+        return await self._threads.run(tenant, 4 * len(token_ids), lambda: codec.decode(token_ids))
+
+    def max_model_len(self, model: str) -> int:
+        """The context length of a served model. 0 while it is unknown."""
+        return self._workers.max_model_len().get(model) or self._codecs[model].max_model_len
+
+    async def _prepare(
+        self, request: inference_pb2.GenerateRequest, request_id: str, root: Span, tenant: str
+    ) -> PreparedRequest:
+        parent = trace.set_span_in_context(root)
+        with recorded_span(self._telemetry, schema.SPAN_TOKENIZE, parent):
+            prepared = await self._run(request, request_id, tenant)
+        root.set_attribute(schema.ATTRIBUTE_MODEL, prepared.model)
+        root.set_attribute(schema.ATTRIBUTE_PROMPT_TOKENS, len(prepared.token_ids))
+        return prepared
+
+    async def _run(
+        self, request: inference_pb2.GenerateRequest, request_id: str, tenant: str
+    ) -> PreparedRequest:
+        prepare_request = partial(
+            prepare,
+            request,
+            request_id=request_id,
+            codecs=self._codecs,
+            max_model_len=self._workers.max_model_len(),
+            bytes_per_token=self._bytes_per_token,
+            cache_salt=self._salt_of(tenant),
+        )
+        return await self._threads.run(tenant, request.ByteSize(), prepare_request)

@@ -1,0 +1,327 @@
+"""The response to one request: converts tokens to text, finds stop strings and coalesces tokens into messages.
+
+The dispatcher adds tokens, and the RPC handler reads messages. Tokens that arrive while a message is written, or
+within the stream's minimum gap between two messages, share the next message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace_common.process.pacing import FlushPace, LoopLoad
+from headrace_frontend.request.validation import PreparedRequest
+from headrace_kv.layout.layout import WorkerRef
+from headrace_text.detokenizer import IncrementalDetokenizer
+from headrace_text.stop_strings import StopStringScanner
+
+PENDING_TOKENS_MAX = 1_024
+
+TextOutlet: TypeAlias = Callable[[str], bool]
+"""Sends text to the client at once. False, and nothing is sent, when the client cannot take it now."""
+
+
+class NewTokens(Protocol):
+    """Tokens of one request. Each has an entry of logprobs if those were requested."""
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The tokens."""
+        ...
+
+    @property
+    def logprobs(self) -> Sequence[sampling_pb2.TokenLogprobs]:
+        """The logprobs."""
+        ...
+
+
+@dataclass(slots=True)
+class _Pending:
+    """The content of the next message. Without stop strings, tokens become text when the message is built."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[sampling_pb2.TokenLogprobs] = field(default_factory=list)
+    tokens_with_text: int = 0
+    """How many of the token ids `text` contains."""
+
+    def add_text(self, text: str) -> None:
+        """`text` is that of all tokens that had no text yet."""
+        self.tokens_with_text = len(self.token_ids)
+        self.text.append(text)
+
+
+class ResponseStream:
+    """The response to one request, over all its attempts.
+
+    An attempt adds tokens after those of earlier attempts, and after those that the client sent with its request.
+    """
+
+    def __init__(
+        self, request: PreparedRequest, trace_id: str, load: LoopLoad | None = None
+    ) -> None:
+        self._request = request
+        self._trace_id = trace_id
+        self._detokenizer = IncrementalDetokenizer(
+            *(request.codec, request.token_ids), skip_special_tokens=request.skips_special_tokens
+        )
+        self._stop_scanner = StopStringScanner(request.stop_strings, keeps_stop=request.keeps_stop)
+        self._stop_token_ids = frozenset(() if request.keeps_stop else request.stop_token_ids)
+        self._generated = list(request.generated)
+        self._pending = _Pending()
+        self._last_message: inference_pb2.GenerateResponse | None = None
+        self._error: Exception | None = None
+        self._ended = False
+        self._sent_first_message = False
+        self._readable = asyncio.Event()
+        self._outlet: TextOutlet | None = None
+        self._reader_waits = False
+        self._drained = asyncio.Event()
+        self._pace = FlushPace(load or LoopLoad())
+        self._start_unix_ns, self._start_ns = time.time_ns(), time.monotonic_ns()
+        self.finish_reason: sampling_pb2.FinishReason.ValueType = (
+            sampling_pb2.FINISH_REASON_UNSPECIFIED
+        )
+        self.first_token_by = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
+        """How the first token was generated."""
+        self.decode_worker: WorkerRef | None = None
+        """The decode worker of the latest attempt."""
+        self.first_token_unix_ns = 0
+        self.second_token_unix_ns = 0
+        """Arrival of the second batch of tokens. A fast decode worker sends several tokens in a batch."""
+        self.last_token_unix_ns = 0
+        self._replay(request.generated)
+
+    @property
+    def started(self) -> bool:
+        """Whether an attempt has added a token."""
+        return len(self._generated) > len(self._request.generated)
+
+    @property
+    def kv_is_on_decode(self) -> bool:
+        """Whether a decode worker has generated a token from the KV cache of the whole prompt."""
+        if self.first_token_by == first_token_pb2.FIRST_TOKEN_POLICY_DECODE:
+            return self.started
+        return self.second_token_unix_ns > 0
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        """All tokens of the completion so far. The next attempt continues after them."""
+        return tuple(self._generated)
+
+    @property
+    def completion_tokens(self) -> int:
+        """The number of tokens of the completion so far."""
+        return len(self._generated)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string is complete. Tokens added after that are ignored."""
+        return self._stop_scanner.stopped
+
+    @property
+    def ended_by(self) -> sampling_pb2.FinishReason.ValueType:
+        """Why no token can follow. Unspecified while one can."""
+        if self.stopped:
+            return sampling_pb2.FINISH_REASON_STOP
+        return ended_by(self._request, self._generated)
+
+    def attempt_started(self, decode_worker: WorkerRef) -> None:
+        """An attempt adds its tokens from now on."""
+        self.decode_worker = decode_worker
+
+    def now_unix_ns(self) -> int:
+        """The wall clock of the response's start, continued by the monotonic clock: a clock that is set changes no
+        duration.
+        """
+        return self._start_unix_ns + time.monotonic_ns() - self._start_ns
+
+    def use_outlet(self, outlet: TextOutlet) -> None:
+        """Lets `add_tokens` send text itself while `next_message` waits for tokens. It saves a turn of the event loop.
+
+        The first message, the last one and those with logprobs still come from `next_message`.
+        """
+        self._outlet = outlet
+
+    async def add_first_tokens(
+        self, tokens: NewTokens, maker: first_token_pb2.FirstTokenPolicy.ValueType
+    ) -> None:
+        """As `add_tokens`, for a first token that `maker` generated before decode had the KV cache.
+
+        More tokens may follow it in the same batch.
+        """
+        self.first_token_by = maker
+        await self.add_tokens(tokens)
+
+    async def add_tokens(self, tokens: NewTokens) -> None:
+        """Adds tokens from a worker. Waits while more than PENDING_TOKENS_MAX tokens are not sent yet."""
+        self.add_tokens_now(tokens)
+        await self.wait_room()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether at most PENDING_TOKENS_MAX tokens are not sent yet."""
+        return len(self._pending.token_ids) <= PENDING_TOKENS_MAX
+
+    async def wait_room(self) -> None:
+        """Returns when the response has room."""
+        while not self.has_room:
+            self._drained.clear()
+            await self._drained.wait()
+
+    def add_tokens_now(self, tokens: NewTokens) -> None:
+        """As `add_tokens`, without waiting. The caller adds no more while the response has no room."""
+        if self.stopped or not tokens.token_ids:
+            return
+        now_unix_ns = self.now_unix_ns()
+        if not self.started:
+            self.first_token_unix_ns = now_unix_ns
+        elif not self.second_token_unix_ns:
+            self.second_token_unix_ns = now_unix_ns
+        self.last_token_unix_ns = now_unix_ns
+        if self._request.stop_strings:
+            self._append_until_stop(tokens)
+        else:
+            self._generated.extend(tokens.token_ids)
+            self._pending.token_ids.extend(tokens.token_ids)
+            self._pending.logprobs.extend(tokens.logprobs)
+        if self._reader_waits and self._outlet is not None and self._send_text(self._outlet):
+            return
+        self._readable.set()
+
+    def finish(
+        self,
+        reason: sampling_pb2.FinishReason.ValueType,
+        usage: inference_pb2.Usage,
+        timing: inference_pb2.Timing,
+    ) -> None:
+        """Ends the response. The next message is the last."""
+        self._detokenize_pending()
+        if not self.stopped:
+            may_stop = len(self._generated) > self._request.sampling.min_tokens
+            rest = self._stop_scanner.scan(self._detokenizer.flush(), may_stop=may_stop)
+            self._pending.text.append(rest)
+        self._pending.text.append(self._stop_scanner.flush())
+        # The flushed characters can complete a stop string.
+        self.finish_reason = sampling_pb2.FINISH_REASON_STOP if self.stopped else reason
+        self._last_message = inference_pb2.GenerateResponse(
+            finish_reason=self.finish_reason, usage=usage, timing=timing
+        )
+        self._ended = True
+        self._readable.set()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the response with an error. `next_message` raises it after the tokens that arrived before."""
+        self._error = error
+        self._ended = True
+        self._readable.set()
+
+    async def next_message(self) -> inference_pb2.GenerateResponse | None:
+        """The next message, with all tokens that have arrived. None after the last message.
+
+        Raises the error with which the response failed.
+        """
+        while True:
+            if not self._readable.is_set():
+                self._reader_waits = True
+                try:
+                    await self._readable.wait()
+                finally:
+                    self._reader_waits = False
+            if self._pending.token_ids or self._last_message is not None:
+                rest_s = self._pace.batch_s(time.monotonic())
+                if rest_s > 0:
+                    await asyncio.sleep(rest_s)
+                self._pace.record_flush(time.monotonic())
+                return self._build_message()
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return None
+            self._readable.clear()
+
+    def _send_text(self, outlet: TextOutlet) -> bool:
+        """Sends what is pending through the outlet. False when `next_message` must send it."""
+        pending = self._pending
+        if not self._sent_first_message or pending.logprobs or self.stopped:
+            return False
+        now_s = time.monotonic()
+        if self._pace.batch_s(now_s) > 0:
+            return False
+        self._detokenize_pending()
+        text = "".join(pending.text)
+        # No text: the tokens are a part of a character.
+        if text and not outlet(text):
+            return False
+        self._pace.record_flush(now_s)
+        self._pending = _Pending()
+        return True
+
+    def _append_until_stop(self, tokens: NewTokens) -> None:
+        """Converts tokens one by one, to find the token that completes a stop string. Ignores the tokens after it."""
+        for index, token_id in enumerate(tokens.token_ids):
+            if self.stopped:
+                break
+            self._generated.append(token_id)
+            self._pending.token_ids.append(token_id)
+            self._pending.logprobs.extend(tokens.logprobs[index : index + 1])
+            # A stop token ends the completion and is not part of its text.
+            if token_id not in self._stop_token_ids:
+                self._pending.text.append(self._scan(token_id, len(self._generated)))
+
+    def _replay(self, token_ids: Sequence[int]) -> None:
+        """Advances the detokenizer and the stop scanner over tokens that the client already has."""
+        with_text = self._without_stop_tokens(token_ids)
+        if self._request.stop_strings:
+            for number, token_id in enumerate(with_text, start=1):
+                self._scan(token_id, number)
+        else:
+            self._detokenizer.extend(with_text)
+
+    def _scan(self, token_id: int, number: int) -> str:
+        """The text after the completion's token number `number`, from 1."""
+        may_stop = number > self._request.sampling.min_tokens
+        return self._stop_scanner.scan(self._detokenizer.append(token_id), may_stop=may_stop)
+
+    def _detokenize_pending(self) -> None:
+        """Converts the pending tokens to text in one call. With stop strings, `add_tokens` has done so."""
+        pending = self._pending
+        if self._request.stop_strings or pending.tokens_with_text == len(pending.token_ids):
+            return
+        token_ids = self._without_stop_tokens(pending.token_ids[pending.tokens_with_text :])
+        pending.add_text(self._detokenizer.extend(token_ids))
+
+    def _without_stop_tokens(self, token_ids: Sequence[int]) -> list[int]:
+        return [token_id for token_id in token_ids if token_id not in self._stop_token_ids]
+
+    def _build_message(self) -> inference_pb2.GenerateResponse:
+        self._detokenize_pending()
+        pending, self._pending = self._pending, _Pending()
+        message = self._last_message or inference_pb2.GenerateResponse()
+        self._last_message = None
+        if not self._ended:
+            self._readable.clear()
+        self._drained.set()
+        message.request_id = self._request.request_id
+        message.text = "".join(pending.text)
+        message.token_ids.extend(pending.token_ids)
+        message.logprobs.extend(pending.logprobs)
+        if not self._sent_first_message:
+            message.trace_id = self._trace_id
+            self._sent_first_message = True
+        return message
+
+
+def ended_by(
+    request: PreparedRequest, generated: Sequence[int]
+) -> sampling_pb2.FinishReason.ValueType:
+    """Why no token can follow the generated ones, apart from stop strings. Unspecified while one can."""
+    if generated and generated[-1] in request.stop_token_ids:
+        return sampling_pb2.FINISH_REASON_STOP
+    if len(generated) >= request.sampling.max_tokens:
+        return sampling_pb2.FINISH_REASON_LENGTH
+    return sampling_pb2.FINISH_REASON_UNSPECIFIED

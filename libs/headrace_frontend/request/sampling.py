@@ -1,0 +1,207 @@
+"""Ranges and defaults of the sampling parameters. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from headrace.inference.v1 import sampling_pb2
+from headrace_common.limits import (
+    ALLOWED_TOKENS_MAX,
+    BAD_SEQUENCE_TOKENS_MAX,
+    BAD_SEQUENCES_MAX,
+    BAD_WORD_CHARACTERS_MAX,
+    BAD_WORDS_MAX,
+    LOGIT_BIAS_MAX,
+    LOGIT_BIASES_MAX,
+    STOP_STRING_CHARACTERS_MAX,
+    STOP_STRINGS_MAX,
+    STOP_TOKENS_MAX,
+)
+from headrace_frontend.request.structured_outputs import structured_outputs_violations
+from headrace_text.codec import TextCodec
+
+_Field: TypeAlias = Literal[
+    "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens"
+]
+LOGPROBS_MAX = 20
+SEED_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    low: float
+    high: float
+    default: float
+    low_included: bool = True
+
+    def contains(self, value: float) -> bool:
+        """False for NaN and infinities, too."""
+        return (self.low <= value if self.low_included else self.low < value) and value <= self.high
+
+    def __str__(self) -> str:
+        return f"{'from' if self.low_included else 'above'} {self.low:g} to {self.high:g}"
+
+
+_RANGES = {
+    "temperature": _Range(0, 2, 1),
+    "top_p": _Range(0, 1, 1, low_included=False),
+    "min_p": _Range(0, 1, 0),
+    "presence_penalty": _Range(-2, 2, 0),
+    "frequency_penalty": _Range(-2, 2, 0),
+    "repetition_penalty": _Range(0, 2, 1, low_included=False),
+}
+
+
+_ROUTERS_FIELDS: tuple[_Field, ...] = (
+    *("stop", "stop_token_ids", "bad_words", "include_stop_str_in_output"),
+    "skip_special_tokens",
+)
+
+
+def sampling_violations(sampling: sampling_pb2.SamplingParams) -> dict[str, str]:
+    """Remedies by path of the invalid field. Needs no knowledge of the model."""
+    violations: dict[str, str] = {}
+    for name, allowed in _RANGES.items():
+        value = getattr(sampling, name)
+        if sampling.HasField(name) and not allowed.contains(value):  # type: ignore[arg-type]
+            violations[f"sampling.{name}"] = f"must be {allowed}, not {value:g}"
+    if sampling.seed > SEED_MAX:
+        violations["sampling.seed"] = f"must be from 0 to {SEED_MAX}, not {sampling.seed}"
+    if sampling.HasField("max_tokens") and sampling.max_tokens < 1:
+        violations["sampling.max_tokens"] = (
+            "must be 1 or more; leave it out to use the rest of the context"
+        )
+    if sampling.logprobs > LOGPROBS_MAX:
+        violations["sampling.logprobs"] = (
+            f"must be from 0 to {LOGPROBS_MAX}, not {sampling.logprobs}"
+        )
+    violations.update(
+        _text_violations(
+            "sampling.stop", sampling.stop, STOP_STRINGS_MAX, STOP_STRING_CHARACTERS_MAX
+        )
+    )
+    violations.update(
+        _text_violations(
+            "sampling.bad_words", sampling.bad_words, BAD_WORDS_MAX, BAD_WORD_CHARACTERS_MAX
+        )
+    )
+    violations.update(_token_violations(sampling))
+    if sampling.HasField("structured_outputs"):
+        violations.update(structured_outputs_violations(sampling.structured_outputs))
+    return violations
+
+
+def vocabulary_violations(
+    sampling: sampling_pb2.SamplingParams, vocabulary_size: int
+) -> dict[str, str]:
+    """Remedies by path of the field with a token beyond the vocabulary. Ignores lists that are too long."""
+    violations: dict[str, str] = {}
+    lists: dict[str, tuple[Sequence[int], int]] = {
+        "stop_token_ids": (sampling.stop_token_ids, STOP_TOKENS_MAX),
+        "allowed_token_ids": (sampling.allowed_token_ids, ALLOWED_TOKENS_MAX),
+    }
+    for index, sequence in enumerate(sampling.bad_token_sequences[:BAD_SEQUENCES_MAX]):
+        lists[f"bad_token_sequences[{index}].ids"] = (sequence.ids, BAD_SEQUENCE_TOKENS_MAX)
+    for path, (ids, count_max) in lists.items():
+        violations.update(beyond_vocabulary(f"sampling.{path}", ids, count_max, vocabulary_size))
+    if len(sampling.logit_bias) <= LOGIT_BIASES_MAX:
+        for token_id in sampling.logit_bias:
+            if token_id >= vocabulary_size:
+                violations[f"sampling.logit_bias[{token_id}]"] = (
+                    f"the token must be below {vocabulary_size}; leave it out"
+                )
+                break
+    return violations
+
+
+def beyond_vocabulary(
+    path: str, ids: Sequence[int], count_max: int, vocabulary_size: int
+) -> dict[str, str]:
+    """The remedy for the first token beyond the vocabulary. None for a list of more than `count_max`, if not 0."""
+    if count_max and len(ids) > count_max:
+        return {}
+    index = next((i for i, token_id in enumerate(ids) if token_id >= vocabulary_size), None)
+    if index is None:
+        return {}
+    return {f"{path}[{index}]": f"must be below {vocabulary_size}, not {ids[index]}"}
+
+
+def _text_violations(
+    path: str, texts: Sequence[str], count_max: int, characters_max: int
+) -> Iterator[tuple[str, str]]:
+    if len(texts) > count_max:
+        yield path, f"must hold at most {count_max} strings, not {len(texts)}"
+    for index, text in enumerate(texts[:count_max]):
+        if not text:
+            yield f"{path}[{index}]", "must not be empty; leave it out"
+        elif len(text) > characters_max:
+            yield (
+                f"{path}[{index}]",
+                f"must have at most {characters_max} characters, not {len(text)}",
+            )
+
+
+def _token_violations(sampling: sampling_pb2.SamplingParams) -> Iterator[tuple[str, str]]:
+    bounded = {
+        "stop_token_ids": (len(sampling.stop_token_ids), STOP_TOKENS_MAX),
+        "allowed_token_ids": (len(sampling.allowed_token_ids), ALLOWED_TOKENS_MAX),
+        "logit_bias": (len(sampling.logit_bias), LOGIT_BIASES_MAX),
+        "bad_token_sequences": (len(sampling.bad_token_sequences), BAD_SEQUENCES_MAX),
+    }
+    for name, (count, count_max) in bounded.items():
+        if count > count_max:
+            what = "sequences" if name == "bad_token_sequences" else "tokens"
+            yield f"sampling.{name}", f"must hold at most {count_max} {what}, not {count}"
+    for index, sequence in enumerate(sampling.bad_token_sequences[:BAD_SEQUENCES_MAX]):
+        if not 0 < len(sequence.ids) <= BAD_SEQUENCE_TOKENS_MAX:
+            yield (
+                f"sampling.bad_token_sequences[{index}].ids",
+                f"must hold 1 to {BAD_SEQUENCE_TOKENS_MAX} tokens, not {len(sequence.ids)}",
+            )
+    for token_id, bias in sampling.logit_bias.items():
+        if not -LOGIT_BIAS_MAX <= bias <= LOGIT_BIAS_MAX:
+            yield (
+                f"sampling.logit_bias[{token_id}]",
+                f"must be from {-LOGIT_BIAS_MAX:g} to {LOGIT_BIAS_MAX:g}, not {bias:g}",
+            )
+            break
+    if sampling.HasField("max_tokens") and sampling.min_tokens > sampling.max_tokens:
+        yield (
+            "sampling.min_tokens",
+            f"must be at most max_tokens, {sampling.max_tokens}, not {sampling.min_tokens}",
+        )
+
+
+def with_defaults(
+    sampling: sampling_pb2.SamplingParams, max_tokens: int
+) -> sampling_pb2.SamplingParams:
+    """The parameters for the decode worker, with every default filled in.
+
+    They lack what the router does itself: it finds stop strings, for example. Stop tokens have a field of their own.
+    """
+    filled = sampling_pb2.SamplingParams()
+    filled.CopyFrom(sampling)
+    for name, allowed in _RANGES.items():
+        if not filled.HasField(name):  # type: ignore[arg-type]
+            setattr(filled, name, allowed.default)
+    if not filled.HasField("top_k"):
+        filled.top_k = 0
+    filled.max_tokens = max_tokens
+    for name in _ROUTERS_FIELDS:
+        filled.ClearField(name)
+    return filled
+
+
+def bad_word_tokens(words: Sequence[str], codec: TextCodec) -> Iterator[list[int]]:
+    """The token sequences of words that are not allowed, as in vLLM: at the beginning of a text, and after a space."""
+    for word in words:
+        plain = codec.encode_part(word.lstrip())
+        if plain:
+            yield plain
+        after_space = codec.encode_part(f" {word.lstrip()}")
+        if after_space and (
+            not plain or (after_space[0] != plain[0] and len(after_space) == len(plain))
+        ):
+            yield after_space

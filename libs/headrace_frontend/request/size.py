@@ -1,0 +1,46 @@
+"""The bytes that a client's request may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from headrace_common.errors import InvalidRequest
+from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
+
+# A token of the prompt and one of the answer so far, as numbers in a message.
+_NUMBER_BYTES = 10
+_OTHER_BYTES = 1024 * 1024
+
+
+def needed_request_bytes(context: int, bytes_per_token: int) -> int:
+    """Bytes that a request for a context of this many tokens can need."""
+    return _OTHER_BYTES + context * (bytes_per_token + _NUMBER_BYTES)
+
+
+class RequestSizeCheck:
+    """Bounds a request by the longest context.
+
+    `max_model_len` returns the context length of each served model, and `bytes_per_token` is the bound on a prompt's
+    text.
+    """
+
+    def __init__(
+        self, max_model_len: Callable[[], Mapping[str, int]], bytes_per_token: int
+    ) -> None:
+        self._max_model_len = max_model_len
+        self._bytes_per_token = bytes_per_token
+
+    def check(self, request_bytes: int) -> None:
+        """Raises InvalidRequest for more bytes than a prompt for the longest context needs."""
+        if request_bytes <= _OTHER_BYTES:
+            return
+        lengths = self._max_model_len().values()
+        context = max((length or UNKNOWN_CONTEXT_TOKENS for length in lengths), default=0)
+        bytes_max = needed_request_bytes(context, self._bytes_per_token)
+        if request_bytes > bytes_max:
+            raise InvalidRequest(
+                {
+                    "request": f"has {request_bytes} bytes, and a prompt for the context of {context} tokens "
+                    f"needs at most {bytes_max}; shorten it"
+                }
+            )

@@ -1,0 +1,293 @@
+"""Converts a client's request into one that can be placed, or reports everything that is invalid. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace_common.errors import InvalidRequest
+from headrace_common.limits import ANSWERS_MAX, UNKNOWN_CONTEXT_TOKENS
+from headrace_frontend.request.chat import (
+    chat_violations,
+    forced_call_schema,
+    forces_call,
+    messages_of,
+    template_kwargs_of,
+    text_bytes,
+    tools_of,
+)
+from headrace_frontend.request.sampling import (
+    bad_word_tokens,
+    beyond_vocabulary,
+    sampling_violations,
+    vocabulary_violations,
+    with_defaults,
+)
+from headrace_kv.layout.layout import WorkerRef
+from headrace_text.codec import TextCodec, TooManyTokens
+
+REQUEST_ID_CHARACTERS_MAX = 128
+_REQUEST_ID = re.compile(r"[!-~]*")
+_PROMPT_FIELDS = ("text", "chat", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """A valid request: the prompt as tokens, and every default filled in."""
+
+    request_id: str
+    model: str
+    codec: TextCodec
+    token_ids: tuple[int, ...]
+    sampling: sampling_pb2.SamplingParams
+    stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    placement: inference_pb2.PrefillPlacement.ValueType
+    first_token: first_token_pb2.FirstTokenPolicy.ValueType = (
+        first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED
+    )
+    generated: tuple[int, ...] = ()
+    """Tokens of the completion that the client already has."""
+    cache_salt: str = ""
+    """Only requests with an equal salt share cached blocks. Never from the client."""
+    keeps_stop: bool = False
+    """Whether the stop that ended the completion is part of its text."""
+    skips_special_tokens: bool = True
+    """Whether the text of special tokens is left out."""
+    cached_on: WorkerRef | None = None
+    """A decode worker that has the prompt's KV cache, as another answer to it has shown."""
+
+
+def resolve_model(name: str, codecs: Mapping[str, TextCodec]) -> str:
+    """The served name of the requested model. Raises InvalidRequest listing the served names."""
+    if name in codecs:
+        return name
+    served = ", ".join(sorted(codecs))
+    if name:
+        raise InvalidRequest({"model": f"{name!r} is not served; use one of: {served}"})
+    if len(codecs) > 1:
+        raise InvalidRequest({"model": f"must be set, as several are served; use one of: {served}"})
+    return next(iter(codecs))
+
+
+def prepare(
+    request: inference_pb2.GenerateRequest,
+    *,
+    request_id: str,
+    codecs: Mapping[str, TextCodec],
+    max_model_len: Mapping[str, int],
+    bytes_per_token: int,
+    cache_salt: str = "",
+) -> PreparedRequest:
+    """Validates and tokenizes a request. Slow for a long prompt: call it on a thread.
+
+    `max_model_len` is the context length of the live decode workers by model. The model's own files count for a model
+    without workers. A text of more than `bytes_per_token` times the context length is not tokenized. Raises
+    InvalidRequest with every violation at once.
+    """
+    violations = request_violations(request)
+    try:
+        model = resolve_model(request.model, codecs)
+    except InvalidRequest as error:
+        raise InvalidRequest({**error.violations, **violations}) from error
+    codec = codecs[model]
+    context = max_model_len.get(model) or codec.max_model_len
+    token_ids: Sequence[int] = ()
+    if not any(path.partition(".")[0] in (*_PROMPT_FIELDS, "prompt") for path in violations):
+        prompt_violations = _byte_violations(request, codec, context, bytes_per_token)
+        if not prompt_violations:
+            token_ids, prompt_violations = _tokenized(request, codec, context, cache_salt)
+        violations.update(prompt_violations)
+    violations.update(_vocabulary_violations(request, codec.vocabulary_size, context))
+    if violations:
+        raise InvalidRequest(violations)
+    max_tokens = request.sampling.max_tokens or _room(context, len(token_ids))
+    violations = _room_violations(request, max_tokens)
+    if violations:
+        raise InvalidRequest(violations)
+    model_stops = frozenset() if request.sampling.ignore_eos else codec.stop_token_ids
+    return PreparedRequest(
+        request_id=request_id,
+        model=model,
+        codec=codec,
+        token_ids=tuple(token_ids),
+        sampling=_workers_sampling(request, codec, max_tokens),
+        stop_token_ids=tuple(sorted(model_stops.union(request.sampling.stop_token_ids))),
+        stop_strings=tuple(request.sampling.stop),
+        placement=request.prefill_placement,
+        first_token=request.first_token,
+        generated=tuple(request.generated.ids),
+        cache_salt=cache_salt,
+        keeps_stop=request.sampling.include_stop_str_in_output,
+        skips_special_tokens=not request.sampling.HasField("skip_special_tokens")
+        or request.sampling.skip_special_tokens,
+    )
+
+
+def _workers_sampling(
+    request: inference_pb2.GenerateRequest, codec: TextCodec, max_tokens: int
+) -> sampling_pb2.SamplingParams:
+    sampling = with_defaults(request.sampling, max_tokens)
+    for ids in bad_word_tokens(request.sampling.bad_words, codec):
+        sampling.bad_token_sequences.add(ids=ids)
+    schema = forced_call_schema(request.chat)
+    if schema is not None:
+        sampling.structured_outputs.json = schema
+    return sampling
+
+
+def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]:
+    """Remedies by path of the invalid field. Needs no knowledge of the model."""
+    violations = sampling_violations(request.sampling)
+    given = [name for name in _PROMPT_FIELDS if request.HasField(name)]  # type: ignore[arg-type]
+    if not given:
+        violations["prompt"] = "set one of text, chat and tokens"
+    elif len(given) > 1:
+        violations["prompt"] = f"set only one of text, chat and tokens, not {' and '.join(given)}"
+    if given == ["text"] and not request.text:
+        violations["text"] = "must not be empty"
+    if given == ["tokens"] and not request.tokens.ids:
+        violations["tokens.ids"] = "must not be empty"
+    if given == ["chat"]:
+        violations.update(chat_violations(request.chat))
+        if request.sampling.HasField("structured_outputs") and forces_call(request.chat):
+            violations["chat.tool_choice.mode"] = (
+                "excludes sampling.structured_outputs; leave out one of them"
+            )
+    if len(request.request_id) > REQUEST_ID_CHARACTERS_MAX:
+        violations["request_id"] = f"must have at most {REQUEST_ID_CHARACTERS_MAX} characters"
+    elif not _REQUEST_ID.fullmatch(request.request_id):
+        violations["request_id"] = "must hold visible ASCII characters only, without spaces"
+    violations.update(_answer_violations(request))
+    if request.prefill_placement not in inference_pb2.PrefillPlacement.values():
+        violations["prefill_placement"] = "must be one of the named values"
+    if request.first_token not in first_token_pb2.FirstTokenPolicy.values():
+        violations["first_token"] = "must be one of the named values"
+    return violations
+
+
+def _answer_violations(request: inference_pb2.GenerateRequest) -> Iterator[tuple[str, str]]:
+    if request.n > ANSWERS_MAX:
+        yield "n", f"must be from 1 to {ANSWERS_MAX}, not {request.n}"
+    if request.best_of > ANSWERS_MAX:
+        yield "best_of", f"must be from n to {ANSWERS_MAX}, not {request.best_of}"
+    elif request.best_of and request.best_of < max(1, request.n):
+        yield "best_of", f"must be at least n, {request.n}, not {request.best_of}"
+    if request.generated.ids and max(request.n, request.best_of) > 1:
+        yield "generated", "must be empty for several answers; send n=1 for each of them"
+
+
+def _prompt_field(request: inference_pb2.GenerateRequest) -> str:
+    if request.HasField("chat"):
+        return "chat.messages"
+    return "tokens.ids" if request.HasField("tokens") else "text"
+
+
+def _byte_violations(
+    request: inference_pb2.GenerateRequest, codec: TextCodec, context: int, bytes_per_token: int
+) -> dict[str, str]:
+    """Counts bytes and ids, which takes far less time than tokenizing does."""
+    if request.HasField("tokens"):
+        return _length_violations(request, len(request.tokens.ids), context)
+    size = len(request.text.encode()) if request.HasField("text") else text_bytes(request.chat)
+    tokens_max = context or UNKNOWN_CONTEXT_TOKENS
+    bytes_max = tokens_max * min(bytes_per_token, codec.longest_token_bytes or bytes_per_token)
+    if size <= bytes_max:
+        return {}
+    return {
+        _prompt_field(
+            request
+        ): f"has {size} bytes of text, and the context of {tokens_max} tokens takes at "
+        f"most {bytes_max}; shorten it by {size - bytes_max} bytes"
+    }
+
+
+def _tokenized(
+    request: inference_pb2.GenerateRequest, codec: TextCodec, context: int, cache_scope: str
+) -> tuple[Sequence[int], dict[str, str]]:
+    """The prompt's tokens, and the violations that only they show."""
+    try:
+        token_ids = _prompt_tokens(request, codec, context or None, cache_scope)
+    except TooManyTokens as error:
+        if not error.count:
+            why = f"has far more tokens than the context of {context}; shorten it"
+            return (), {_prompt_field(request): why}
+        return (), _length_violations(request, error.count, context)
+    except InvalidRequest as error:
+        return (), error.violations
+    return token_ids, _length_violations(request, len(token_ids), context)
+
+
+def _prompt_tokens(
+    request: inference_pb2.GenerateRequest,
+    codec: TextCodec,
+    tokens_max: int | None,
+    cache_scope: str,
+) -> Sequence[int]:
+    if request.HasField("tokens"):
+        return request.tokens.ids
+    if request.HasField("text"):
+        return codec.encode(request.text, tokens_max)
+    return codec.encode_chat(
+        messages_of(request.chat),
+        continue_final_message=request.chat.continue_final_message,
+        tokens_max=tokens_max,
+        tools=tools_of(request.chat),
+        template_kwargs=template_kwargs_of(request.chat),
+        cache_scope=cache_scope,
+    )
+
+
+def _length_violations(
+    request: inference_pb2.GenerateRequest, prompt_tokens: int, context: int
+) -> dict[str, str]:
+    prompt_field = _prompt_field(request)
+    if not prompt_tokens:
+        return {prompt_field: "must make at least one token"}
+    if not context:
+        return {}
+    room = context - prompt_tokens
+    if room < 1:
+        return {
+            prompt_field: f"has {prompt_tokens} tokens, and the context of {context} must also fit "
+            f"one generated token; shorten it by {1 - room}"
+        }
+    if request.sampling.max_tokens > room:
+        return {
+            "sampling.max_tokens": f"must be at most {room}, as the prompt has {prompt_tokens} tokens of "
+            f"the context of {context}, not {request.sampling.max_tokens}"
+        }
+    return {}
+
+
+def _vocabulary_violations(
+    request: inference_pb2.GenerateRequest, vocabulary_size: int, context: int
+) -> dict[str, str]:
+    violations = vocabulary_violations(request.sampling, vocabulary_size)
+    for path, ids in (
+        ("tokens.ids", request.tokens.ids),
+        ("generated.ids", request.generated.ids),
+    ):
+        # A longer list is rejected for its length.
+        violations.update(beyond_vocabulary(path, ids, context, vocabulary_size))
+    return violations
+
+
+def _room_violations(request: inference_pb2.GenerateRequest, max_tokens: int) -> dict[str, str]:
+    """Those that need the number of tokens that fit into the context."""
+    violations: dict[str, str] = {}
+    count = len(request.generated.ids)
+    if count > max_tokens:
+        violations["generated.ids"] = f"must hold at most max_tokens, {max_tokens}, not {count}"
+    if request.sampling.min_tokens > max_tokens:
+        violations["sampling.min_tokens"] = (
+            f"must be at most {max_tokens}, the rest of the context, not {request.sampling.min_tokens}"
+        )
+    return violations
+
+
+def _room(max_model_len: int, prompt_tokens: int) -> int:
+    """Tokens that fit into the context after the prompt. 1 where the context length is unknown."""
+    return max(1, max_model_len - prompt_tokens)

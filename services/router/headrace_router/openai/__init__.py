@@ -1,1 +1,0 @@
-"""The OpenAI HTTP API of the router."""

@@ -1,0 +1,104 @@
+"""Texts are encoded in turn: short beside long ones, tenants one after another, cancelled ones never."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+
+from headrace_frontend.request.text_threads import TextThreads
+from tests.waiting import until
+
+_INLINE, _SHORT, _LONG = 1_000, 10_000, 1_000_000
+_LIMIT_S = 20.0
+
+
+class _Held:
+    """Holds the thread of long texts until it is released."""
+
+    def __init__(self) -> None:
+        self.begun, self.released = threading.Event(), threading.Event()
+
+    def work(self) -> str:
+        self.begun.set()
+        assert self.released.wait(_LIMIT_S)
+        return "held"
+
+
+@pytest.fixture
+async def threads() -> AsyncIterator[TextThreads]:
+    threads = TextThreads()
+    yield threads
+    threads.close()
+
+
+async def _hold(threads: TextThreads) -> tuple[_Held, asyncio.Task[str]]:
+    held = _Held()
+    task = asyncio.create_task(threads.run("first", _LONG, held.work))
+    await until(held.begun.is_set)
+    return held, task
+
+
+async def test_shorter_texts_pass_a_long_one(threads: TextThreads) -> None:
+    held, task = await _hold(threads)
+    async with asyncio.timeout(_LIMIT_S):
+        assert await threads.run("first", _INLINE, threading.get_ident) == threading.get_ident()
+        assert await threads.run("first", _SHORT, threading.get_ident) != threading.get_ident()
+    assert not task.done()
+    held.released.set()
+    assert await task == "held"
+
+
+async def test_tenants_take_turns(threads: TextThreads) -> None:
+    held, task = await _hold(threads)
+    order: list[str] = []
+    tasks = [
+        asyncio.create_task(threads.run(tenant, _LONG, partial(order.append, tenant)))
+        for tenant in ("flood", "flood", "flood", "flood", "other")
+    ]
+    await asyncio.sleep(0)
+    held.released.set()
+    await asyncio.wait_for(asyncio.gather(task, *tasks), _LIMIT_S)
+    assert order == ["flood", "other", "flood", "flood", "flood"]
+
+
+async def test_a_text_that_is_cancelled_before_its_turn_is_never_encoded(
+    threads: TextThreads,
+) -> None:
+    held, task = await _hold(threads)
+    ran: list[str] = []
+    # The first waits for its tenant's turn, the second for the thread.
+    waiting = [
+        asyncio.create_task(threads.run(tenant, _LONG, partial(ran.append, tenant)))
+        for tenant in ("first", "second")
+    ]
+    await asyncio.sleep(0)
+    for one in waiting:
+        one.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    held.released.set()
+    assert await task == "held"
+    await asyncio.wait_for(threads.run("third", _LONG, partial(ran.append, "third")), _LIMIT_S)
+    assert ran == ["third"]
+
+
+async def test_a_tenant_continues_when_its_encoded_text_is_cancelled(threads: TextThreads) -> None:
+    held, task = await _hold(threads)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    held.released.set()
+    assert await asyncio.wait_for(threads.run("first", _LONG, lambda: "next"), _LIMIT_S) == "next"
+
+
+async def test_the_threads_have_a_low_priority(threads: TextThreads) -> None:
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    here = niceness()
+    for size in (_SHORT, _LONG):
+        assert await threads.run("first", size, niceness) == max(10, here)
+    assert niceness() == here

@@ -1,0 +1,107 @@
+"""The packed times of a link's layer writes."""
+
+from __future__ import annotations
+
+import base64
+from array import array
+
+import pytest
+
+from headrace_common.telemetry.layer_stamps import (
+    NEVER,
+    WORDS_PER_WRITE,
+    WRITES_MAX,
+    Cause,
+    pack_writes,
+    unpack_writes,
+)
+
+# ready 50 us, then 10 lease, 20 window, 5 queue, 7 staging, 30 gather, 400 move, 3 until the acknowledgement.
+WRITE = (9, 0, 64, 4096, 50, 10, 20, 35, 7, 30, 400, 3)
+NAMES = (
+    *("layer", "start_token", "end_token", "payload_bytes"),
+    *("ready", "lease", "window", "wait", "staging", "gather", "move", "acknowledge"),
+)
+
+
+def packed(*writes: tuple[int, ...]) -> str:
+    return pack_writes(array("I", [word for write in writes for word in write]))
+
+
+def changed(**values: int) -> tuple[int, ...]:
+    return tuple(values.get(name, word) for name, word in zip(NAMES, WRITE, strict=True))
+
+
+def test_a_write_keeps_its_numbers_and_times() -> None:
+    (write,) = unpack_writes(packed(WRITE))
+    assert (write.layer, write.start_token, write.end_token, write.payload_bytes) == (
+        9,
+        0,
+        64,
+        4096,
+    )
+    assert (write.ready_ns, write.submitted_ns, write.gathered_ns) == (50_000, 85_000, 122_000)
+    assert (write.landed_ns, write.acknowledged_ns, write.finished) == (522_000, 525_000, True)
+    assert write.parts_ns == {
+        "lease": 10_000,
+        "window": 20_000,
+        "queue": 5_000,
+        "staging_slot": 7_000,
+        "gather": 30_000,
+        "move": 400_000,
+        "acknowledge": 3_000,
+    }
+    assert sum(write.parts_ns.values()) == write.acknowledged_ns - write.ready_ns
+
+
+@pytest.mark.parametrize(
+    "write,previous_landed_us,expected",
+    [
+        (WRITE, 50, ("move", 400_000)),
+        (changed(gather=900), 50, ("gather", 900_000)),
+        (changed(wait=935, window=920), 50, ("window", 920_000)),
+        (changed(wait=935, lease=910), 50, ("lease", 910_000)),
+        (changed(wait=935), 50, ("queue", 905_000)),
+        (changed(staging=800), 50, ("staging_slot", 800_000)),
+        (changed(ready=2_050), 50, ("compute", 2_000_000)),
+        (changed(ready=2_050), 2_040, ("move", 400_000)),
+        # The wait for earlier writes is theirs.
+        (changed(acknowledge=5_000), 50, ("move", 400_000)),
+        (changed(move=NEVER), 50, ("unfinished", 75_000)),
+    ],
+)
+def test_the_cause_is_the_longest_part(
+    write: tuple[int, ...], previous_landed_us: int, expected: tuple[Cause, int]
+) -> None:
+    (stamps,) = unpack_writes(packed(write))
+    assert stamps.cause(1_000 * previous_landed_us) == expected
+
+
+def test_the_last_writes_are_kept() -> None:
+    text = packed(*(changed(layer=number) for number in range(WRITES_MAX + 3)))
+    assert [write.layer for write in unpack_writes(text)] == list(range(3, WRITES_MAX + 3))
+    # The router's bound on one span.
+    assert len(text) < 40_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no base64!",
+        "QUI=",
+        base64.b64encode(array("I", (2, *WRITE)).tobytes()).decode(),
+        base64.b64encode(array("I", (1, *WRITE, 7)).tobytes()).decode(),
+        "é",
+    ],
+)
+def test_a_text_that_is_none_has_no_writes(text: str) -> None:
+    assert unpack_writes(text) == ()
+
+
+def test_the_words_are_those_of_the_documentation() -> None:
+    content = base64.b64decode(packed(WRITE))
+    assert int.from_bytes(content[:4], "little") == 1
+    words = [int.from_bytes(content[at : at + 4], "little") for at in range(4, len(content), 4)]
+    assert tuple(words) == WRITE
+    assert len(words) == WORDS_PER_WRITE

@@ -1,0 +1,166 @@
+"""Reasoning and tool calls in responses to chats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_common.errors import InvalidRequest
+from headrace_frontend.openai.answers import AnswerRules, ModelParsers, rules_of
+from headrace_frontend.openai.requests import ChatCompletionBody, parse_body
+from headrace_frontend.openai.responses import ChatFormat, CollectedChoice, ResponseHead
+from headrace_text.byte_codec import ByteCodec
+
+STOP = sampling_pb2.FINISH_REASON_STOP
+UNSPECIFIED = sampling_pb2.FINISH_REASON_UNSPECIFIED
+LENGTH = sampling_pb2.FINISH_REASON_LENGTH
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+NAMED = {"type": "function", "function": {"name": "f"}}
+ANSWER = (
+    '<think>why</think>So.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    '<tool_call>{"name": "g"}</tool_call>'
+)
+PARSERS = ModelParsers("hermes", "qwen3")
+
+
+def body_of(**fields: Any) -> ChatCompletionBody:
+    data = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, **fields}
+    return parse_body(ChatCompletionBody, json.dumps(data).encode())
+
+
+def rules(parsers: ModelParsers = PARSERS, **fields: Any) -> AnswerRules:
+    return rules_of(body_of(**fields), parsers)
+
+
+def chat_format(answer_rules: AnswerRules) -> ChatFormat:
+    head = ResponseHead("id", 1, "m")
+    return ChatFormat(head, ByteCodec(), includes_usage=False, rules=answer_rules)
+
+
+def streamed(
+    answer_rules: AnswerRules, parts: Sequence[str], reason: Any = STOP
+) -> tuple[dict[str, Any], str | None, int]:
+    """The message that a client puts together, the finish reason, and the number of events."""
+    form = chat_format(answer_rules)
+    message: dict[str, Any] = {}
+    calls: list[dict[str, Any]] = []
+    finish_reason, events = None, 0
+    for number, part in enumerate(parts):
+        last = reason if number == len(parts) - 1 else UNSPECIFIED
+        event = form.event(0, inference_pb2.GenerateResponse(text=part, finish_reason=last))
+        if not event:
+            continue
+        events += 1
+        (choice,) = json.loads(event.removeprefix(b"data: "))["choices"]
+        finish_reason = choice["finish_reason"]
+        for name in ("content", "reasoning_content"):
+            if name in choice["delta"]:
+                message[name] = message.get(name, "") + choice["delta"][name]
+        for delta in choice["delta"].get("tool_calls", ()):
+            if "id" in delta:
+                assert delta["index"] == len(calls)
+                calls.append({"name": delta["function"]["name"], "arguments": ""})
+            calls[delta["index"]]["arguments"] += delta["function"]["arguments"]
+    if calls:
+        message["tool_calls"] = calls
+    return message, finish_reason, events
+
+
+def whole(answer_rules: AnswerRules, text: str, reason: Any = STOP) -> dict[str, Any]:
+    choice = CollectedChoice()
+    choice.add(inference_pb2.GenerateResponse(text=text, finish_reason=reason), [])
+    parsed: dict[str, Any] = json.loads(chat_format(answer_rules).whole([choice], 1))
+    found: dict[str, Any] = parsed["choices"][0]
+    return found
+
+
+def test_a_message_has_reasoning_content_and_calls() -> None:
+    choice = whole(rules(), ANSWER)
+    message = choice["message"]
+    assert (message["reasoning_content"], message["content"]) == ("why", "So.")
+    calls = [(one["type"], one["function"]) for one in message["tool_calls"]]
+    assert calls == [
+        ("function", {"name": "f", "arguments": '{"a": 1}'}),
+        ("function", {"name": "g", "arguments": "{}"}),
+    ]
+    assert len({one["id"] for one in message["tool_calls"]}) == 2
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_deltas_make_the_same_message() -> None:
+    expected = {
+        "content": "So.",
+        "reasoning_content": "why",
+        "tool_calls": [{"name": "f", "arguments": '{"a": 1}'}, {"name": "g", "arguments": "{}"}],
+    }
+    message, reason, events = streamed(rules(), list(ANSWER))
+    assert (message, reason) == (expected, "tool_calls")
+    # Tags and parts of them are no events.
+    assert events < len(ANSWER) / 2
+    assert streamed(rules(), [ANSWER])[:2] == (expected, "tool_calls")
+
+
+def test_an_answer_that_was_cut_says_so() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": '
+    choice = whole(rules(ModelParsers("hermes")), text, LENGTH)
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": '
+    assert choice["finish_reason"] == "length"
+
+
+def test_an_answer_with_a_form_begins_without_reasoning() -> None:
+    forms: tuple[dict[str, Any], ...] = (
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "{}"}},
+    )
+    for fields in forms:
+        message = whole(rules(tools=None, **fields), "{}")["message"]
+        assert (message["content"], "reasoning_content" in message) == ("{}", False)
+    assert whole(rules(tools=None), "{}")["message"]["reasoning_content"] == "{}"
+
+
+def test_required_calls_are_read_from_json() -> None:
+    text = '[{"name": "f", "parameters": {"a": 1}}]'
+    required = rules(ModelParsers(), tool_choice="required")
+    choice = whole(required, text)
+    assert choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert choice["finish_reason"] == "tool_calls"
+    named = whole(rules(ModelParsers(), tool_choice=NAMED), '{"a": 2}')
+    assert named["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 2}'}
+    assert named["finish_reason"] == "stop"
+
+
+def test_one_call_can_be_asked_for() -> None:
+    message = whole(rules(parallel_tool_calls=False), ANSWER)["message"]
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["f"]
+
+
+def test_ids_have_the_form_of_the_model() -> None:
+    mistral = ModelParsers("mistral")
+    message = whole(rules(mistral), '[TOOL_CALLS][{"name": "f", "arguments": {}}]')["message"]
+    assert len(message["tool_calls"][0]["id"]) == 9
+    kimi = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    message = whole(rules(ModelParsers("kimi_k2")), kimi)["message"]
+    assert message["tool_calls"][0]["id"] == "functions.f:0"
+
+
+def test_without_tools_only_reasoning_is_apart() -> None:
+    message = whole(rules(tools=None), ANSWER)["message"]
+    assert message["reasoning_content"] == "why"
+    assert message["content"] == ANSWER.partition("</think>")[2]
+    plain = rules(ModelParsers("hermes"), tools=None)
+    assert not plain.divides
+    assert whole(plain, ANSWER)["message"]["content"] == ANSWER
+    assert "tool_calls" not in whole(rules(tool_choice="none"), ANSWER)["message"]
+
+
+def test_the_model_decides_about_calls_only_with_a_parser() -> None:
+    for automatic in (None, "auto"):
+        with pytest.raises(InvalidRequest, match="tool_call_parser"):
+            rules(ModelParsers(), tool_choice=automatic)
+    for decided in ("none", "required", NAMED):
+        rules(ModelParsers(), tool_choice=decided)

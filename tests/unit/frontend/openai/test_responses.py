@@ -1,0 +1,150 @@
+"""OpenAI responses from gRPC messages."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_common import errors
+from headrace_common.errors import HeadraceError, InvalidRequest, QueueFull
+from headrace_frontend.openai.answers import AnswerRules
+from headrace_frontend.openai.errors import HttpError, error_object, headers_of, status_of
+from headrace_frontend.openai.responses import (
+    ChatFormat,
+    CollectedChoice,
+    CompletionFormat,
+    ResponseHead,
+    usage_object,
+)
+from headrace_text.byte_codec import ByteCodec
+
+HEAD = ResponseHead("chatcmpl-1", 1_700_000_000, 'the "model"')
+LENGTH = sampling_pb2.FINISH_REASON_LENGTH
+
+
+def message(text: str = "", **fields: Any) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(text=text, **fields)
+
+
+def read(event: bytes) -> dict[str, Any]:
+    assert event.startswith(b"data: ")
+    assert event.endswith(b"\n\n")
+    assert event.count(b"\n") == 2
+    parsed: dict[str, Any] = json.loads(event.removeprefix(b"data: "))
+    return parsed
+
+
+def logprobs(token_id: int, logprob: float) -> dict[str, Any]:
+    other = sampling_pb2.TokenAlternative(token_id=98, logprob=-2.0)
+    entry = sampling_pb2.TokenLogprobs(logprob=logprob, alternatives=[other])
+    return {"token_ids": [token_id], "logprobs": [entry]}
+
+
+@given(st.text(min_size=1), st.booleans(), st.booleans())
+def test_the_event_of_a_text_is_that_of_its_message(text: str, chat: bool, usage: bool) -> None:
+    kind = ChatFormat if chat else CompletionFormat
+    form = kind(HEAD, ByteCodec(), includes_usage=usage)
+    for index in (0, 3, 0):
+        assert form.text_event(index, text) == form.event(index, message(text))
+
+
+def test_a_text_has_no_event_of_its_own_where_the_answer_is_divided() -> None:
+    form = ChatFormat(HEAD, ByteCodec(), includes_usage=False, rules=AnswerRules(required=""))
+    assert form.text_event(0, "a") is None
+
+
+@given(st.text(), st.booleans())
+def test_an_event_is_one_line_of_json_with_any_text(text: str, chat: bool) -> None:
+    kind = ChatFormat if chat else CompletionFormat
+    form = kind(HEAD, ByteCodec(), includes_usage=False)
+    event = read(form.event(3, message(text)))
+    (choice,) = event["choices"]
+    assert (event["id"], event["model"], choice["index"]) == (HEAD.id, HEAD.model, 3)
+    assert choice["finish_reason"] is None
+    if chat:
+        assert choice["delta"] == ({"content": text} if text else {})
+    else:
+        assert choice["text"] == text
+
+
+def test_usage_is_null_until_the_last_event() -> None:
+    form = ChatFormat(HEAD, ByteCodec(), includes_usage=True)
+    assert read(form.first_event(0))["usage"] is None
+    assert read(form.event(0, message("a", finish_reason=LENGTH)))["usage"] is None
+    usage = inference_pb2.Usage(prompt_tokens=5, completion_tokens=2, decode_cached_tokens=3)
+    last = read(form.usage_event([usage, usage], 1))
+    assert last["choices"] == []
+    assert last["usage"] == {
+        "prompt_tokens": 5,
+        "completion_tokens": 4,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    assert ChatFormat(HEAD, ByteCodec(), includes_usage=False).usage_event([usage], 1) == b""
+
+
+def test_each_prompt_counts_once() -> None:
+    usages = [inference_pb2.Usage(prompt_tokens=n, completion_tokens=1) for n in (5, 5, 7, 7)]
+    assert usage_object(usages, 2)["prompt_tokens"] == 12
+
+
+def test_logprobs_of_a_chat_have_text_and_bytes() -> None:
+    form = ChatFormat(HEAD, ByteCodec(), includes_usage=False)
+    event = read(form.event(0, message("a", **logprobs(97, -math.inf))))
+    (token,) = event["choices"][0]["logprobs"]["content"]
+    assert (token["token"], token["logprob"], token["bytes"]) == ("a", -9999.0, [97])
+    assert token["top_logprobs"] == [{"token": "b", "logprob": -2.0, "bytes": [98]}]
+
+
+def test_a_token_that_is_part_of_a_character_has_no_bytes() -> None:
+    form = ChatFormat(HEAD, ByteCodec(), includes_usage=False)
+    (token,) = form.tokens_of(message("", **logprobs(0xE4, -1.0)))
+    assert token["bytes"] is None
+
+
+def test_a_whole_completion_has_offsets_over_all_messages() -> None:
+    form = CompletionFormat(HEAD, ByteCodec(), includes_usage=False)
+    choice = CollectedChoice()
+    usage = inference_pb2.Usage(prompt_tokens=1, completion_tokens=2)
+    for part in (
+        message("a", **logprobs(97, -1.0)),
+        message("b", **logprobs(98, -2.0), finish_reason=LENGTH, usage=usage),
+    ):
+        choice.add(part, form.tokens_of(part))
+    whole = json.loads(form.whole([choice], 1))
+    assert whole["object"] == "text_completion"
+    assert whole["choices"][0]["text"] == "ab"
+    assert whole["choices"][0]["finish_reason"] == "length"
+    assert whole["choices"][0]["logprobs"]["text_offset"] == [0, 1]
+    assert whole["usage"]["total_tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    "kind", [one for one in HeadraceError.__subclasses__() if one is not InvalidRequest]
+)
+def test_every_error_has_a_status_and_its_reason(kind: type[HeadraceError]) -> None:
+    error = kind("what happened", metadata={"key": "value"})
+    body = error_object(error)["error"]
+    assert 400 <= status_of(error) < 600
+    assert body["message"] == "what happened"
+    assert body["code"] == kind.reason.lower()
+    assert body["headrace"] == {"reason": kind.reason, "metadata": {"key": "value"}}
+
+
+def test_clients_learn_when_to_retry() -> None:
+    assert headers_of(QueueFull("full", retry_after_s=2.4)) == {"retry-after": "2"}
+    assert headers_of(QueueFull("full")) == {"retry-after": "1"}
+    assert headers_of(errors.NotFound("gone")) == {}
+
+
+def test_statuses_of_invalid_requests() -> None:
+    assert status_of(InvalidRequest({"model": "is not served"})) == 404
+    assert status_of(InvalidRequest({"temperature": "too high"})) == 400
+    assert error_object(InvalidRequest({"n": "too many"}))["error"]["param"] == "n"
+    assert status_of(HttpError(405, "method", "use GET")) == 405

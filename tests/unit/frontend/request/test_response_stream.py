@@ -1,0 +1,269 @@
+"""The response stream between the decode worker and the client."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_common.errors import WorkerGone
+from headrace_common.process.pacing import LoopLoad
+from headrace_frontend.request.response_stream import ResponseStream, TextOutlet
+from headrace_frontend.request.validation import prepare
+from headrace_text.byte_codec import ByteCodec
+
+_STOP = sampling_pb2.FINISH_REASON_STOP
+_LENGTH = sampling_pb2.FINISH_REASON_LENGTH
+
+
+def _response(*stops: str, load: LoopLoad | None = None, **sampling: Any) -> ResponseStream:
+    request = inference_pb2.GenerateRequest(
+        text="prompt", sampling=sampling_pb2.SamplingParams(stop=stops, **sampling)
+    )
+    prepared = prepare(
+        request,
+        request_id="r1",
+        codecs={"sim": ByteCodec()},
+        max_model_len={"sim": 4_096},
+        bytes_per_token=16,
+    )
+    return ResponseStream(prepared, "trace", load)
+
+
+def _tokens(text: str) -> decode_pb2.Tokens:
+    return decode_pb2.Tokens(
+        token_ids=text.encode(),
+        logprobs=[sampling_pb2.TokenLogprobs(logprob=-1.0) for _ in text.encode()],
+    )
+
+
+def _finish(stream: ResponseStream, reason: sampling_pb2.FinishReason.ValueType = _LENGTH) -> None:
+    stream.finish(reason, inference_pb2.Usage(), inference_pb2.Timing())
+
+
+async def _rest(stream: ResponseStream) -> list[inference_pb2.GenerateResponse]:
+    responses: list[inference_pb2.GenerateResponse] = []
+    while (response := await stream.next_message()) is not None:
+        responses.append(response)
+    return responses
+
+
+def _stopped(stream: ResponseStream) -> bool:
+    return stream.stopped
+
+
+async def test_the_first_token_is_sent_at_once_and_later_tokens_share_a_message() -> None:
+    stream = _response()
+    await stream.add_tokens(_tokens("a"))
+    first = await stream.next_message()
+    assert first is not None
+    assert (first.text, first.trace_id, first.request_id) == ("a", "trace", "r1")
+    await stream.add_tokens(_tokens("b"))
+    await stream.add_tokens(_tokens("cd"))
+    _finish(stream)
+    (last,) = await _rest(stream)
+    assert (last.text, list(last.token_ids), len(last.logprobs)) == ("bcd", [98, 99, 100], 3)
+    assert last.finish_reason == _LENGTH
+    assert last.trace_id == ""
+    assert stream.completion_tokens == 4
+
+
+async def test_an_empty_response_has_a_last_message() -> None:
+    stream = _response()
+    _finish(stream)
+    (only,) = await _rest(stream)
+    assert only.trace_id == "trace"
+    assert only.finish_reason == _LENGTH
+
+
+async def test_a_stop_string_across_tokens_is_cut_and_its_tokens_are_counted() -> None:
+    stream = _response("END")
+    await stream.add_tokens(_tokens("xE"))
+    assert not _stopped(stream)
+    await stream.add_tokens(_tokens("NDyy"))
+    assert _stopped(stream)
+    _finish(stream)
+    responses = await _rest(stream)
+    assert "".join(response.text for response in responses) == "x"
+    assert stream.completion_tokens == 4
+    assert responses[-1].finish_reason == _STOP
+
+
+async def test_held_back_text_is_in_the_last_message() -> None:
+    stream = _response("END")
+    await stream.add_tokens(_tokens("xEN"))
+    _finish(stream)
+    assert "".join(response.text for response in await _rest(stream)) == "xEN"
+
+
+async def test_a_stop_token_has_no_text() -> None:
+    stream = _response(stop_token_ids=(ord("!"),))
+    await stream.add_tokens(_tokens("a!"))
+    _finish(stream, _STOP)
+    responses = await _rest(stream)
+    assert "".join(response.text for response in responses) == "a"
+    assert stream.completion_tokens == 2
+
+
+async def test_an_error_is_raised_after_the_tokens_before_it() -> None:
+    stream = _response()
+    await stream.add_tokens(_tokens("a"))
+    stream.fail(WorkerGone("away"))
+    first = await stream.next_message()
+    assert first is not None
+    assert first.text == "a"
+    with pytest.raises(WorkerGone):
+        await stream.next_message()
+
+
+async def test_a_slow_client_blocks_the_producer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace_frontend.request.response_stream.PENDING_TOKENS_MAX", 4)
+    stream = _response()
+    adding = asyncio.create_task(stream.add_tokens(_tokens("abcde")))
+    await asyncio.sleep(0.01)
+    assert not adding.done()
+    response = await stream.next_message()
+    assert response is not None
+    assert response.text == "abcde"
+    async with asyncio.timeout(1):
+        await adding
+
+
+class _FixedLoad(LoopLoad):
+    """A gap between messages that the test sets."""
+
+    def update(self, now_s: float) -> None:
+        pass
+
+
+def _into(sent: list[str]) -> TextOutlet:
+    def send(text: str) -> bool:
+        sent.append(text)
+        return True
+
+    return send
+
+
+async def _waits(stream: ResponseStream) -> asyncio.Task[inference_pb2.GenerateResponse | None]:
+    """A reader that waits for tokens."""
+    reader = asyncio.create_task(stream.next_message())
+    await asyncio.sleep(0)
+    assert not reader.done()
+    return reader
+
+
+def _ids(text: str) -> decode_pb2.Tokens:
+    return decode_pb2.Tokens(token_ids=text.encode())
+
+
+async def test_an_outlet_gets_the_text_between_the_first_and_the_last_message() -> None:
+    load = _FixedLoad()
+    load.gap_s = 0.0
+    stream = _response(load=load)
+    sent: list[str] = []
+    stream.use_outlet(_into(sent))
+    await stream.add_tokens(_ids("a"))
+    first = await stream.next_message()
+    assert first is not None
+    assert first.text == "a"
+    reader = await _waits(stream)
+    await stream.add_tokens(_ids("bc"))
+    assert sent == ["bc"]
+    # The next tokens come before the gap has passed: the reader sends them.
+    load.gap_s = 0.2
+    await stream.add_tokens(_ids("d"))
+    assert sent == ["bc"]
+    message = await reader
+    assert message is not None
+    assert message.text == "d"
+    load.gap_s = 0.0
+    reader = await _waits(stream)
+    # A part of a character has no text yet.
+    await stream.add_tokens(decode_pb2.Tokens(token_ids="é".encode()[:1]))
+    assert sent == ["bc"]
+    _finish(stream)
+    last = await reader
+    assert last is not None
+    assert (last.text, last.finish_reason) == ("", _LENGTH)
+    assert stream.completion_tokens == 5
+
+
+async def test_what_an_outlet_refuses_is_in_the_next_message_once() -> None:
+    load = _FixedLoad()
+    load.gap_s = 0.0
+    stream = _response(load=load)
+    stream.use_outlet(lambda text: False)
+    await stream.add_tokens(_ids("a"))
+    await stream.next_message()
+    reader = await _waits(stream)
+    await stream.add_tokens(_ids("b"))
+    await stream.add_tokens(_ids("c"))
+    message = await reader
+    assert message is not None
+    assert (message.text, list(message.token_ids)) == ("bc", [98, 99])
+
+
+async def test_logprobs_never_go_through_an_outlet() -> None:
+    load = _FixedLoad()
+    load.gap_s = 0.0
+    stream = _response(load=load)
+    stream.use_outlet(lambda text: True)
+    await stream.add_tokens(_tokens("a"))
+    await stream.next_message()
+    reader = await _waits(stream)
+    await stream.add_tokens(_tokens("b"))
+    message = await reader
+    assert message is not None
+    assert len(message.logprobs) == 1
+
+
+async def test_an_outlet_gets_no_part_of_a_stop_string() -> None:
+    load = _FixedLoad()
+    load.gap_s = 0.0
+    stream = _response("END", load=load)
+    sent: list[str] = []
+    stream.use_outlet(_into(sent))
+    await stream.add_tokens(_ids("a"))
+    await stream.next_message()
+    reader = await _waits(stream)
+    await stream.add_tokens(_ids("bE"))
+    await stream.add_tokens(_ids("NDx"))
+    assert sent == ["b"]
+    _finish(stream, _STOP)
+    last = await reader
+    assert last is not None
+    assert (last.text, last.finish_reason) == ("", _STOP)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    ("min_tokens", "text"),
+    [(0, "x"), (2, "x"), (3, "xENDyENDz"), (4, "xENDyENDz"), (7, "xENDyENDz"), (8, "xENDyENDz")],
+)
+async def test_a_stop_string_ends_no_answer_before_its_least_length(
+    min_tokens: int, text: str, together: bool
+) -> None:
+    stream = _response("EN", min_tokens=min_tokens)
+    for piece in ["xENDyENDz"] if together else "xENDyENDz":
+        await stream.add_tokens(_tokens(piece))
+    expected = {0: "x", 2: "x", 3: "xENDy", 4: "xENDy"}.get(min_tokens, text)
+    _finish(stream)
+    assert "".join(response.text for response in await _rest(stream)) == expected
+
+
+async def test_the_stop_string_may_be_kept() -> None:
+    stream = _response("EN", include_stop_str_in_output=True)
+    await stream.add_tokens(_tokens("xENDy"))
+    _finish(stream)
+    assert "".join(response.text for response in await _rest(stream)) == "xEN"
+
+
+async def test_the_text_of_a_stop_token_may_be_kept() -> None:
+    for kept, text in ((False, "x"), (True, "xE")):
+        stream = _response(stop_token_ids=[ord("E")], include_stop_str_in_output=kept)
+        await stream.add_tokens(_tokens("xE"))
+        _finish(stream, _STOP)
+        assert "".join(response.text for response in await _rest(stream)) == text

@@ -1,0 +1,135 @@
+"""Several answers to one prompt: when they start, where they go, and which are returned."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace_frontend.answers import AnswerGroup, answer_count
+from headrace_frontend.request.response_stream import ResponseStream
+from headrace_frontend.request.validation import PreparedRequest, prepare
+from headrace_kv.layout.layout import WorkerRef
+from headrace_text.byte_codec import ByteCodec
+
+WORKER = WorkerRef("decode-0", "1")
+
+
+class Written:
+    """What a client receives."""
+
+    def __init__(self) -> None:
+        self.messages: list[inference_pb2.GenerateResponse] = []
+
+    async def write(self, message: inference_pb2.GenerateResponse) -> None:
+        self.messages.append(message)
+
+
+def request_of(**fields: Any) -> inference_pb2.GenerateRequest:
+    fields = {"text": "x" * 100, "request_id": "r1", **fields}
+    return inference_pb2.GenerateRequest(**fields)
+
+
+def prepared_of(request: inference_pb2.GenerateRequest) -> PreparedRequest:
+    return prepare(
+        request,
+        request_id=request.request_id,
+        codecs={"sim": ByteCodec()},
+        max_model_len={"sim": 512},
+        bytes_per_token=16,
+    )
+
+
+def message_of(*logprobs: float) -> inference_pb2.GenerateResponse:
+    entries = [sampling_pb2.TokenLogprobs(logprob=value) for value in logprobs]
+    return inference_pb2.GenerateResponse(text=str(logprobs[0]), logprobs=entries)
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [({}, 1), ({"n": 1}, 1), ({"n": 3}, 3), ({"n": 2, "best_of": 5}, 5), ({"n": 17}, 1)],
+)
+def test_the_count_is_that_of_all_answers(fields: dict[str, int], count: int) -> None:
+    assert answer_count(request_of(**fields)) == count
+
+
+@pytest.mark.parametrize(
+    ("maker", "batches"),
+    [
+        (first_token_pb2.FIRST_TOKEN_POLICY_DECODE, 1),
+        (first_token_pb2.FIRST_TOKEN_POLICY_PREFILL, 2),
+        (first_token_pb2.FIRST_TOKEN_POLICY_LOGITS, 2),
+    ],
+)
+async def test_others_start_when_a_decode_worker_has_the_kv_cache(
+    maker: first_token_pb2.FirstTokenPolicy.ValueType, batches: int
+) -> None:
+    """A token of prefill, or from its logits, is no proof of that."""
+    written = Written()
+    sampling = sampling_pb2.SamplingParams(seed=2**63 - 1)
+    group = AnswerGroup(request_of(n=3, sampling=sampling), written.write)
+    first = group.first_prepared(prepared_of(request_of(sampling=sampling)))
+    response = ResponseStream(first, "trace")
+    group.first_started(response)
+    response.attempt_started(WORKER)
+    waiting = [asyncio.create_task(group.prepared(number)) for number in (1, 2)]
+    for batch in range(batches):
+        await asyncio.sleep(0)
+        assert not any(task.done() for task in waiting)
+        tokens = decode_pb2.Tokens(token_ids=[5])
+        if batch:
+            await response.add_tokens(tokens)
+        else:
+            await response.add_first_tokens(tokens, maker)
+        message = await response.next_message()
+        assert message is not None
+        await group.writer(0)(message)
+    others = await asyncio.gather(*waiting)
+    assert [other.cached_on for other in others] == [WORKER, WORKER]
+    assert [other.request_id for other in others] == ["r1-1", "r1-2"]
+    assert [other.sampling.seed for other in others] == [0, 1]
+    assert first.sampling.seed == 2**63 - 1
+
+
+async def test_answers_to_a_short_prompt_start_at_once() -> None:
+    group = AnswerGroup(request_of(n=2), Written().write)
+    first = group.first_prepared(prepared_of(request_of(text="short")))
+    async with asyncio.timeout(5):
+        other = await group.prepared(1)
+    assert (first.request_id, other.request_id) == ("r1", "r1-1")
+    assert not other.sampling.HasField("seed")
+
+
+async def test_messages_name_their_answer_and_the_clients_request() -> None:
+    written = Written()
+    group = AnswerGroup(request_of(n=2), written.write)
+    group.first_prepared(prepared_of(request_of()))
+    await group.writer(1)(inference_pb2.GenerateResponse(request_id="r1-1", text="b"))
+    await group.finish()
+    (message,) = written.messages
+    assert (message.request_id, message.choice, message.text) == ("r1", 1, "b")
+
+
+@pytest.mark.parametrize("asked", [False, True])
+async def test_the_best_answers_are_those_with_likely_tokens(asked: bool) -> None:
+    written = Written()
+    sampling = sampling_pb2.SamplingParams()
+    if asked:
+        sampling.logprobs = 2
+    request = request_of(n=2, best_of=3, sampling=sampling)
+    group = AnswerGroup(request, written.write)
+    first = group.first_prepared(prepared_of(request))
+    assert first.sampling.HasField("logprobs")
+    # The sum of the second is the lowest, but not its mean.
+    for number, logprobs in enumerate([(-3.0,), (-2.0, -2.0, -2.0), (-1.0, -2.5)]):
+        await group.writer(number)(message_of(*logprobs))
+    assert not written.messages
+    await group.finish()
+    assert [(message.choice, message.text) for message in written.messages] == [
+        (0, "-1.0"),
+        (1, "-2.0"),
+    ]
+    assert [bool(message.logprobs) for message in written.messages] == [asked, asked]

@@ -1,0 +1,88 @@
+"""The order of checks of a client's RPC: key, bytes, fields."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from headrace.inference.v1 import inference_pb2
+from headrace_common.errors import InvalidRequest, Unauthenticated
+from headrace_common.limits import CHAT_MESSAGES_MAX, REQUEST_FIELDS_MAX, UNKNOWN_CONTEXT_TOKENS
+from headrace_frontend.request.size import RequestSizeCheck
+from headrace_frontend.tenants import load_tenants
+from headrace_router.client_gate import ClientGate
+from headrace_router.metrics import RouterMetrics
+
+_GENERATE, _ROUTE, _PREFILL, _LIST = (
+    f"/headrace.inference.v1.InferenceService/{name}"
+    for name in ("Generate", "Route", "Prefill", "ListModels")
+)
+_MEBIBYTE = 1024 * 1024
+
+
+class _Metrics:
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+
+    count_failures = RouterMetrics.count_failures
+
+    def count_request(self, end_reason: str) -> None:
+        self.failures.append(end_reason)
+
+
+def _gate(
+    contexts: dict[str, int], keys_file: str = "", metrics: _Metrics | None = None
+) -> ClientGate:
+    counting = cast("RouterMetrics", metrics or _Metrics())
+    return ClientGate(load_tenants(keys_file), counting, RequestSizeCheck(lambda: contexts, 16))
+
+
+def test_generate_and_route_need_a_key_and_a_refusal_is_counted(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret tenant-a\n")
+    metrics = _Metrics()
+    gate = _gate({}, str(keys), metrics)
+    for method in (_GENERATE, _ROUTE):
+        with pytest.raises(Unauthenticated):
+            gate.check_call(method, ())
+        gate.check_call(method, (("x-api-key", "secret"),))
+    assert metrics.failures == ["UNAUTHENTICATED"] * 2
+    for method in (_PREFILL, _LIST, "/headrace.inference.v1.TraceService/GetTrace"):
+        gate.check_call(method, ())
+
+
+@pytest.mark.parametrize("method", [_GENERATE, _ROUTE, _PREFILL])
+@pytest.mark.parametrize(
+    "contexts,tokens", [({"a": 1_024, "b": 4_096}, 4_096), ({"a": 0}, UNKNOWN_CONTEXT_TOKENS)]
+)
+def test_bytes_are_bounded_by_the_longest_context(
+    method: str, contexts: dict[str, int], tokens: int
+) -> None:
+    gate = _gate(contexts)
+    bytes_max = _MEBIBYTE + 26 * tokens
+    # Protobuf rejects these bytes later.
+    gate.check_request(method, b"\xff" * bytes_max)
+    with pytest.raises(InvalidRequest, match=f"needs at most {bytes_max}") as caught:
+        gate.check_request(method, b"\xff" * (bytes_max + 1))
+    assert list(caught.value.violations) == ["request"]
+
+
+def test_a_chat_of_the_most_messages_passes_and_millions_do_not() -> None:
+    def data(count: int) -> bytes:
+        message = inference_pb2.ChatMessage(role="user", content="hello")
+        chat: Any = inference_pb2.Chat(messages=[message] * count)
+        return inference_pb2.GenerateRequest(chat=chat).SerializeToString()
+
+    gate = _gate({"a": 1_000_000})
+    gate.check_request(_GENERATE, data(CHAT_MESSAGES_MAX))
+    with pytest.raises(InvalidRequest, match=str(REQUEST_FIELDS_MAX)) as caught:
+        gate.check_request(_GENERATE, data(300_000))
+    assert list(caught.value.violations) == ["chat.messages"]
+
+
+def test_other_services_are_not_bounded_here() -> None:
+    _gate({"a": 1}).check_request(
+        "/headrace.prefill.v1.PrefillQueueService/Pull", bytes(_MEBIBYTE * 4)
+    )
