@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.registry.v1 import registry_pb2
+from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_router.workers import table
@@ -36,16 +37,15 @@ def test_a_table_computes_one_fingerprint_for_each_layout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[KvLayout] = []
-    real = table.fingerprint
 
     def counted(layout: KvLayout) -> KvLayout:
         asked.append(layout)
-        return real(layout)
+        return fingerprint(layout)
 
     monkeypatch.setattr(table, "fingerprint", counted)
     made = LoadTable(worker_from_member(_member(number, 2 + number % 2)) for number in range(40))
     assert len(asked) == 2
     assert len(made.layouts) == 2
     assert [int(index) for index in made.layout_of] == [
-        made.layouts.index(real(worker.layout)) for worker in made.workers
+        made.layouts.index(fingerprint(worker.layout)) for worker in made.workers
     ]
