@@ -93,7 +93,7 @@ async def serve_router(config: RouterConfig) -> None:
         await members.start()
         server = router.new_server(config)
         stack.push_async_callback(server.stop, None)
-        http = HttpServer(router.openai, config) if config.http_listen else None
+        http = HttpServer(router.openai, config, router.callers) if config.http_listen else None
         if http is not None:
             stack.push_async_callback(http.stop)
         endpoint = await server.start()
