@@ -91,6 +91,11 @@ class Gauge:
         with self._lock:
             self._values = {_checked((name,), len(self.labels)): kept[name] for name in kept}
 
+    def clear(self) -> None:
+        """Removes all series."""
+        with self._lock:
+            self._values = {}
+
     def remove(self, first: str) -> None:
         """Removes the series with this value of the first label."""
         with self._lock:
@@ -101,6 +106,22 @@ class Gauge:
     def points(self) -> dict[Labels, float]:
         with self._lock:
             return dict(self._values)
+
+
+class BucketCounts:
+    """Counts of values by size, for one owner. Cheaper than a series, into which they are merged once."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def record(self, value: float) -> None:
+        """Counts a value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
 
 
 class HistogramSeries:
@@ -124,6 +145,12 @@ class HistogramSeries:
             if trace_id:
                 self._exemplars[bucket] = Exemplar(value, trace_id, time.time())
 
+    def merge(self, counts: BucketCounts) -> None:
+        """Counts all values of `counts`, which has the same bounds."""
+        with self._lock:
+            self._counts = [a + b for a, b in zip(self._counts, counts.counts, strict=True)]
+            self._total += counts.total
+
     def point(self) -> HistogramPoint:
         with self._lock:
             return HistogramPoint(tuple(self._counts), self._total, tuple(self._exemplars))
@@ -146,6 +173,10 @@ class Histogram:
         with self._lock:
             values = _bounded(values, len(self._series), len(self.labels))
             return self._series.setdefault(values, HistogramSeries(self._bounds))
+
+    def local_counts(self) -> BucketCounts:
+        """Empty counts with this histogram's bounds, for `merge` of a series."""
+        return BucketCounts(self._bounds)
 
     def record(self, value: float, *values: str, trace_id: str = "") -> None:
         """Counts a value of the series with these labels."""
