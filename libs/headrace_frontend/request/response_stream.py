@@ -97,6 +97,8 @@ class ResponseStream:
         self.last_token_unix_ns = 0
         self.gaps: BucketCounts | None = None
         """Counts the seconds between two batches of tokens, where `count_gaps` was called."""
+        self.first_message_unix_ns = 0
+        """When the message with the first token was made; 0 before it."""
         self._replay(request.generated)
 
     @property
@@ -166,6 +168,10 @@ class ResponseStream:
     def count_gaps(self, counts: BucketCounts) -> None:
         """Counts the seconds between two batches of tokens from now on."""
         self.gaps = counts
+
+    def monotonic_us(self, unix_ns: int) -> int:
+        """Microseconds of the monotonic clock at a time of this response."""
+        return (unix_ns - self._start_unix_ns + self._start_ns) // 1_000
 
     def use_outlet(self, outlet: TextOutlet) -> None:
         """Lets `add_tokens` send text itself while `next_message` waits for tokens. It saves a turn of the event loop.
@@ -342,6 +348,7 @@ class ResponseStream:
         if not self._sent_first_message:
             message.trace_id = self._trace_id
             self._sent_first_message = True
+            self.first_message_unix_ns = self.now_unix_ns()
         return message
 
 

@@ -8,18 +8,20 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.roles import Role
 from headrace_common.config import (
     NonNegativeSeconds,
+    OptionalHostPort,
     OptionalWorkerId,
     PositiveCount,
     PositiveSeconds,
+    reachable_addresses,
     require_order,
     split_list,
 )
 from headrace_common.limits import POLICY_RETRY_BUDGET_MAX, TICKET_LIFETIME_MAX_S
 from headrace_frontend.config import FrontendConfig
-from headrace_router.prefix_cache.salts import PrefixCacheScope
 from headrace_text.model_hub import parse_hub_model
 
 
@@ -58,12 +60,14 @@ class RouterConfig(FrontendConfig):
         description="Served models, separated by commas: NAME=FOLDER, FOLDER (its last part is the name), "
         "NAME=hf:OWNER/NAME or hf:OWNER/NAME on a Hugging Face hub (its tokenizer is downloaded), or sim."
     )
+    status_listen: OptionalHostPort = Field(
+        "",
+        description="host:port of the status page, for callers with the role operator; port 0 takes any free port. "
+        "Empty: no page.",
+    )
     router_id: OptionalWorkerId = Field(
         "",
         description="Name that stays the same after a restart. Empty: derived from the address.",
-    )
-    max_concurrent_requests: PositiveCount = Field(
-        1_024, description="Requests in flight before new ones are rejected."
     )
     max_queued_tokens: PositiveCount = Field(
         4_194_304,
@@ -73,11 +77,6 @@ class RouterConfig(FrontendConfig):
         2.0,
         description="Seconds that a request beyond its tenant's share waits for a slot of a decode worker. A request "
         "within the share waits until its deadline.",
-    )
-    prefix_cache_scope: PrefixCacheScope = Field(
-        "auto",
-        description="Which requests share cached prefixes: all (shared), or those of one tenant (tenant), so that no "
-        "tenant can find out what others have asked. auto: tenant with api_keys_file, shared without.",
     )
     max_queued_tasks: PositiveCount = Field(
         1_024, description="Prompts that may wait for a prefill worker before more are rejected."
@@ -140,23 +139,25 @@ class RouterConfig(FrontendConfig):
             ("worker_wait_s", "default_deadline_s"),
             ("max_trace_bytes", "max_stored_trace_bytes"),
         )
+        problems = self._status_problems()
+        if problems:
+            raise ValueError("; ".join(problems))
         return self
 
-    @model_validator(mode="after")
-    def _check_scope(self) -> RouterConfig:
-        if self.prefix_cache_scope == "tenant" and not self.api_keys_file:
-            raise ValueError(
-                "prefix_cache_scope is tenant, and without API keys all callers are one tenant: set api_keys_file, or "
-                "leave prefix_cache_scope at auto"
-            )
-        return self
+    def _status_problems(self) -> list[str]:
+        guarded = self.insecure or self.tls_certificate_file or self.token_keys_file
+        return [
+            f"{name} is {address}, which other hosts may reach, and no credentials are configured: set the tls_ files "
+            "or token_keys_file, or set insecure, which shows the page to every caller"
+            for name, address in reachable_addresses(self, "status_listen")
+            if not guarded
+        ]
 
     @property
-    def separates_tenants(self) -> bool:
-        """Whether each tenant has a prefix cache of its own."""
-        if self.prefix_cache_scope == "auto":
-            return bool(self.api_keys_file)
-        return self.prefix_cache_scope == "tenant"
+    def status_tls(self) -> TlsFiles:
+        """The files of status_listen. Browsers need no certificate where tokens are verified."""
+        authority = "" if self.token_keys_file else self.tls_authority_file
+        return TlsFiles(self.tls_certificate_file, self.tls_key_file, authority)
 
     @property
     def model_names(self) -> Collection[str]:
