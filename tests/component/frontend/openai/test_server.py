@@ -191,7 +191,7 @@ async def test_idle_connections_of_a_host_are_bounded_and_others_stay() -> None:
     callers = CallerBounds(
         CallerLimits.from_config(config), lambda why, n: refused.update({why: n})
     )
-    server = HttpServer(app, config, callers)  # type: ignore[arg-type]
+    server = HttpServer(app, config, callers)
     server.start()
     try:
         with contextlib.ExitStack() as held:
@@ -225,7 +225,7 @@ async def test_idle_connections_of_a_host_are_bounded_and_others_stay() -> None:
 async def test_a_host_that_floods_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
     config = config_of(http_listen="127.0.0.1:0", max_new_connections_per_s="2")
     callers = CallerBounds(CallerLimits(1, 1.0, 60.0))
-    server = HttpServer(SlowApp(), config, callers)  # type: ignore[arg-type]
+    server = HttpServer(SlowApp(), config, callers)
     server.start()
     try:
         with contextlib.ExitStack() as held:

@@ -98,6 +98,7 @@ def test_listeners_share_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch
     config = config_of("127.0.0.1:0")
     assert config.client_listeners == 2
     assert config_of("").client_listeners == 1
+    assert config_of("127.0.0.1:0", "127.0.0.1:0").client_listeners == 3
     assert ConnectionBounds.from_config(config).total == 1_500
     assert limits == [(3_512, hard)]
     assert reserve_descriptors(1_500) == 1_500
@@ -105,6 +106,7 @@ def test_listeners_share_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch
     assert reserve_descriptors(4_096, 2) == 2_000, "the hard limit leaves fewer"
 
 
-def config_of(http_listen: str) -> RouterConfig:
+def config_of(http_listen: str, status_listen: str = "") -> RouterConfig:
     flags = ["--model=sim", "--max-connections=1500", f"--http-listen={http_listen}"]
+    flags.append(f"--status-listen={status_listen}")
     return load_config(RouterConfig, flags, prog="test", env_prefix="HEADRACE_TEST_ROUTER_")
