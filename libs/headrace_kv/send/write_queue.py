@@ -88,9 +88,13 @@ class RoundRobinQueue:
             if step is None:
                 continue
             self._give_turn(queue)
-            write = step[1]
-            if write is None or self._has_room(write.session, write.next_bytes):
+            transfer, write = step
+            if write is None:
                 return step
+            if self._has_room(write.session, write.next_bytes):
+                transfer.peer.window_wait.end()
+                return step
+            transfer.peer.window_wait.start()
         self._stalled = bool(self._turns)
         return None
 
