@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headrace.inference.v1 import inference_pb2, trace_pb2
 from headrace_common.telemetry import schema
+from tests.span_schema import ATTRIBUTES
 from tests.suite.deployment import prompt_of, suite
 
 LAYERS = 7
@@ -85,6 +86,9 @@ def check_steps(trace: trace_pb2.Trace) -> None:
     assert int(prefill.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES]) == LAYERS * 49 * 2 * 16
     assert 0 < int(prefill.attributes[schema.ATTRIBUTE_CONTROL_BYTES]) < 100 * LAYERS
     assert not any(span.error for span in trace.spans)
+    assert {
+        (span.name, name) for span in trace.spans for name in span.attributes
+    } <= ATTRIBUTES.keys()
 
 
 def check_times_and_parents(trace: trace_pb2.Trace) -> None:

@@ -50,6 +50,10 @@ def test_only_given_arguments_are_set() -> None:
         ("--max-logprobs 3 stray", "unrecognized arguments: stray"),
         ("-tp 2", "set tensor_parallel_size instead"),
         ("-sc {}", "speculative_config belongs to Headrace"),
+        (
+            "--structured-outputs-config.reasoning_parser=qwen3",
+            "set reasoning_parser of the router",
+        ),
     ],
 )
 def test_what_vllm_does_not_know_is_refused_by_name(text: str, words: str) -> None:

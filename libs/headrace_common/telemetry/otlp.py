@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.resource.v1 import resource_pb2
@@ -13,14 +12,18 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
+from headrace_common.telemetry.schema_tables import SPAN_KINDS
 from headrace_common.telemetry.spans import EndedSpan, SpanSource
 
 _SCOPE: Final = "headrace"
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 _TRACE_ID_BYTES: Final = 16
 _SPAN_ID_BYTES: Final = 8
+_PROTO_KINDS: Final = {
+    kind: trace_pb2.Span.SpanKind.Value(f"SPAN_KIND_{kind.name}") for kind in SpanKind
+}
 
 
 def export_request(spans: Iterable[tuple[SpanSource, EndedSpan]]) -> ExportTraceServiceRequest:
@@ -44,7 +47,7 @@ def span_to_proto(span: EndedSpan) -> trace_pb2.Span:
         span_id=span.span_id.to_bytes(_SPAN_ID_BYTES, "big"),
         parent_span_id=span.parent_id.to_bytes(_SPAN_ID_BYTES, "big") if span.parent_id else b"",
         name=span.name,
-        kind=trace_pb2.Span.SPAN_KIND_INTERNAL,
+        kind=_PROTO_KINDS[SPAN_KINDS.get(span.name, SpanKind.INTERNAL)],
         start_time_unix_nano=span.start_unix_ns,
         end_time_unix_nano=span.end_unix_ns,
         attributes=_attributes(span.attributes),
@@ -68,7 +71,7 @@ def readable_span(source: SpanSource, span: EndedSpan) -> ReadableSpan:
         resource=source.resource,
         attributes=span.attributes,
         events=[Event(name, details, unix_ns) for name, unix_ns, details in span.events],
-        kind=trace.SpanKind.INTERNAL,
+        kind=SPAN_KINDS.get(span.name, SpanKind.INTERNAL),
         status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
         start_time=span.start_unix_ns,
         end_time=span.end_unix_ns,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from headrace_text.parsing.buffered import BufferedParser
 from headrace_text.parsing.json_values import CallObject
 from headrace_text.parsing.pieces import CallArguments, CallStart, Piece
@@ -36,8 +38,8 @@ class _CallObjects(BufferedParser):
             return True
         return False
 
-    def _after_call(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _after_call(self) -> bool: ...
 
     def _after_failure(self) -> bool:
         return self._pass_on()

@@ -36,6 +36,9 @@ _DRAFT = "a KV transfer carries the target model's cache only"
 _LORA = "routers do not know adapters: serve a merged model"
 _HOOKS = "the connector's hooks depend on vLLM's own class"
 _NETWORK = "the engine has no port of its own"
+_REASONING = (
+    "answers of constrained form begin without reasoning: set reasoning_parser of the router"
+)
 _SAMPLING = "routers fill in the sampling defaults, so that each attempt of a request has the same"
 
 REFUSED: Final[Mapping[str, str]] = {
@@ -52,6 +55,8 @@ REFUSED: Final[Mapping[str, str]] = {
     "tokenizer_revision": _TOKENIZER,
     "generation_config": _SAMPLING,
     "override_generation_config": _SAMPLING,
+    "reasoning_parser": _REASONING,
+    "reasoning_parser_plugin": _REASONING,
     "logits_processors": "the first token may be sampled outside the engine, without them",
     "disable_log_stats": "the worker's own metrics replace vLLM's",
     "use_tqdm_on_load": "logs have no progress bars",
@@ -130,7 +135,10 @@ def parse_engine_args(arguments: Sequence[str]) -> dict[str, Any]:
     )
     given = {name: value for name in names if (value := getattr(parsed, name)) is not _UNSET}
     # The parser has resolved short names.
-    _check_owned(given)
+    structured = given.get("structured_outputs_config")
+    _check_owned(
+        (*given, *(["reasoning_parser"] if getattr(structured, "reasoning_parser", "") else []))
+    )
     return given
 
 

@@ -1,0 +1,88 @@
+"""How far another host's clock is from ours, from exchanges of messages with it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final, NamedTuple
+
+_EXCHANGES: Final = 16
+# Two clocks drift apart by at most this share: quartz has 100 ppm, and a clock that is being adjusted 500.
+_DRIFT: Final = 0.0006
+
+
+class _Exchange(NamedTuple):
+    """The other clock was ahead by at least `low_ns` and at most `high_ns` at `at_ns` of our clock."""
+
+    low_ns: int
+    high_ns: int
+    at_ns: int
+
+
+class ClockOffset:
+    """Relates another clock to ours, which must never be set: use the monotonic clock.
+
+    An exchange has four stamps: we send, the other side receives, it replies, and we receive. No message arrives
+    before it is sent, which bounds the offset from both sides. The bounds of the last exchanges are intersected, so
+    the fastest message in either direction determines the error. An exchange that contradicts the others shows that
+    the other clock was set: it replaces them.
+    """
+
+    def __init__(self) -> None:
+        self._exchanges: deque[_Exchange] = deque(maxlen=_EXCHANGES)
+        self._bounds: tuple[int, int] | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether there was an exchange."""
+        return self._bounds is not None
+
+    @property
+    def offset_ns(self) -> int:
+        """How far the other clock is ahead of ours. 0 while it is unknown."""
+        if self._bounds is None:
+            return 0
+        low, high = self._bounds
+        return (low + high) // 2
+
+    @property
+    def error_ns(self) -> int:
+        """Bound on the error of `offset_ns` at the last exchange. 0 while it is unknown."""
+        if self._bounds is None:
+            return 0
+        low, high = self._bounds
+        return (high - low + 1) // 2
+
+    def add_exchange(
+        self, sent_ns: int, received_ns: int, replied_ns: int, answered_ns: int
+    ) -> bool:
+        """Adds an exchange. `sent_ns` and `answered_ns` are by our clock, the others by the other one.
+
+        False for an exchange that is impossible, because the other clock was set meanwhile: it is ignored.
+        """
+        exchange = _Exchange(replied_ns - answered_ns, received_ns - sent_ns, answered_ns)
+        if exchange.low_ns > exchange.high_ns:
+            return False
+        self._exchanges.append(exchange)
+        bounds = self._intersection(answered_ns)
+        if bounds is None:
+            self._exchanges.clear()
+            self._exchanges.append(exchange)
+            bounds = (exchange.low_ns, exchange.high_ns)
+        self._bounds = bounds
+        return True
+
+    def ours_ns(self, other_ns: int) -> int:
+        """The time of our clock at a time of the other one."""
+        return other_ns - self.offset_ns
+
+    def _intersection(self, now_ns: int) -> tuple[int, int] | None:
+        low, high = None, None
+        for exchange in self._exchanges:
+            drift_ns = int(_DRIFT * abs(now_ns - exchange.at_ns))
+            if low is None or exchange.low_ns - drift_ns > low:
+                low = exchange.low_ns - drift_ns
+            if high is None or exchange.high_ns + drift_ns < high:
+                high = exchange.high_ns + drift_ns
+        if low is None or high is None or low > high:
+            return None
+        return low, high

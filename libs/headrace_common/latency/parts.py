@@ -1,0 +1,109 @@
+"""Divides a time into parts that do not overlap and add up to it exactly. Pure.
+
+Steps are claimed in an order: each claim gets what earlier claims have left of its interval. So a part is never
+negative and the sum is never wrong, even if steps overlap, are missing, or lie beyond the ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from headrace.inference.v1 import latency_pb2
+
+
+class Part(IntEnum):
+    """A part of the time to a token. The meanings are those of latency.proto."""
+
+    ADMISSION = latency_pb2.LATENCY_PART_ADMISSION
+    TOKENIZE = latency_pb2.LATENCY_PART_TOKENIZE
+    ROUTE = latency_pb2.LATENCY_PART_ROUTE
+    RETRY = latency_pb2.LATENCY_PART_RETRY
+    RESERVE = latency_pb2.LATENCY_PART_RESERVE
+    QUEUE = latency_pb2.LATENCY_PART_QUEUE
+    BATCH_WAIT = latency_pb2.LATENCY_PART_BATCH_WAIT
+    PREFILL = latency_pb2.LATENCY_PART_PREFILL
+    TRANSFER_EXPOSED = latency_pb2.LATENCY_PART_TRANSFER_EXPOSED
+    DECODE_WAIT = latency_pb2.LATENCY_PART_DECODE_WAIT
+    FIRST_STEP = latency_pb2.LATENCY_PART_FIRST_STEP
+    NETWORK = latency_pb2.LATENCY_PART_NETWORK
+    UNACCOUNTED = latency_pb2.LATENCY_PART_UNACCOUNTED
+
+    @property
+    def label(self) -> str:
+        """The name in telemetry, such as "transfer_exposed"."""
+        return self.name.lower()
+
+
+class Claim(NamedTuple):
+    """One step. A step without a duration, or with a start or an end that is None, claims nothing."""
+
+    part: Part
+    start: int | None
+    end: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A time in microseconds and its parts, which add up to it. Parts without time are left out."""
+
+    total_us: int
+    parts_us: Mapping[Part, int]
+
+    def __getitem__(self, part: Part) -> int:
+        """Microseconds of a part."""
+        return self.parts_us.get(part, 0)
+
+    @property
+    def greatest(self) -> Part | None:
+        """The part with the most time. None for a sum of 0."""
+        return max(self.parts_us, key=self.parts_us.__getitem__, default=None)
+
+
+def divide(start_us: int, end_us: int, claims: Iterable[Claim]) -> Sum:
+    """Divides [start_us, end_us) among the claims, in their order. The rest is UNACCOUNTED."""
+    parts: dict[Part, int] = {}
+    free = [(start_us, end_us)] if end_us > start_us else []
+    for part, claim_start, claim_end in claims:
+        if claim_start is None or claim_end is None or claim_end <= claim_start:
+            continue
+        left: list[tuple[int, int]] = []
+        for gap in free:
+            gap_start, gap_end = gap
+            taken_start = max(claim_start, gap_start)
+            taken_end = min(claim_end, gap_end)
+            if taken_end <= taken_start:
+                left.append(gap)
+                continue
+            parts[part] = parts.get(part, 0) + taken_end - taken_start
+            if gap_start < taken_start:
+                left.append((gap_start, taken_start))
+            if taken_end < gap_end:
+                left.append((taken_end, gap_end))
+        free = left
+    rest = sum(gap_end - gap_start for gap_start, gap_end in free)
+    if rest:
+        parts[Part.UNACCOUNTED] = parts.get(Part.UNACCOUNTED, 0) + rest
+    return Sum(max(0, end_us - start_us), parts)
+
+
+def sum_to_proto(one: Sum) -> latency_pb2.LatencySum:
+    """The parts in the order of LatencyPart."""
+    message = latency_pb2.LatencySum(total_us=one.total_us)
+    for part, duration_us in sorted(one.parts_us.items()):
+        message.parts.add(part=part.value, duration_us=duration_us)
+    return message
+
+
+def sum_from_proto(message: latency_pb2.LatencySum) -> Sum:
+    """The inverse of sum_to_proto. Parts of a newer version count as UNACCOUNTED."""
+    parts: dict[Part, int] = {}
+    for one in message.parts:
+        part = Part(one.part) if int(one.part) in _NUMBERS else Part.UNACCOUNTED
+        parts[part] = parts.get(part, 0) + one.duration_us
+    return Sum(message.total_us, parts)
+
+
+_NUMBERS = frozenset(int(part) for part in Part)

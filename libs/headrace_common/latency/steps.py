@@ -1,0 +1,117 @@
+"""The steps of a request, from which its sums are made. Times are microseconds of the router's clock. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from headrace.decode.v1 import decode_pb2
+from headrace.prefill.v1 import prefill_pb2
+
+
+class FirstTokenBy(StrEnum):
+    """How the first token is made: by the decode worker, by the prefill worker, or by decode from prefill's logits."""
+
+    DECODE = "decode"
+    PREFILL = "prefill"
+    LOGITS = "logits"
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeSteps:
+    """An attempt on its decode worker. None for a step that has not happened or is not known."""
+
+    received: int
+    reserved: int | None = None
+    kv_arrived: int | None = None
+    logits_arrived: int | None = None
+    sampled: int | None = None
+    token_received: int | None = None
+    step_start: int | None = None
+    first_token: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSteps:
+    """A task on its prefill worker. None for a step that has not happened or is not known."""
+
+    received: int
+    compute_start: int | None = None
+    compute_end: int | None = None
+    first_write: int | None = None
+    last_write: int | None = None
+    sent: int | None = None
+
+    @property
+    def hidden_us(self) -> int:
+        """Time of the transfer beside the computation."""
+        start, end = self.first_write, self.last_write
+        if start is None or end is None or self.compute_end is None:
+            return 0
+        return max(0, min(end, self.compute_end) - max(start, self.compute_start or start))
+
+
+@dataclass(slots=True)
+class AttemptSteps:
+    """One attempt. `start` is its request to the decode worker. `error_us` bounds the error of the workers' times."""
+
+    route_start: int
+    start: int | None = None
+    reserved: int | None = None
+    queued: int | None = None
+    pulled: int | None = None
+    remote: bool = False
+    first_token_by: FirstTokenBy = FirstTokenBy.DECODE
+    decode: DecodeSteps | None = None
+    prefill: PrefillSteps | None = None
+    error_us: int = 0
+
+
+@dataclass(slots=True)
+class RequestSteps:
+    """One request. `tokenize` has an interval for each try.
+
+    `first_token` and `second_token` are the arrivals at the router, each with the index of its attempt. `first_message`
+    is when the first token left for the client.
+    """
+
+    arrival: int
+    tokenize: list[tuple[int, int]] = field(default_factory=list)
+    attempts: list[AttemptSteps] = field(default_factory=list)
+    first_token: tuple[int, int] | None = None
+    second_token: tuple[int, int] | None = None
+    first_message: int | None = None
+
+
+def decode_steps(times: decode_pb2.AttemptTimes, received_us: int) -> DecodeSteps:
+    """The steps that a decode worker reported. `received_us` is its receipt of the request, by the router's clock."""
+
+    def at(after_us: int) -> int | None:
+        return received_us + after_us if after_us else None
+
+    return DecodeSteps(
+        received_us,
+        reserved=at(times.reserved_us),
+        kv_arrived=at(times.kv_arrived_us),
+        logits_arrived=at(times.logits_arrived_us),
+        sampled=at(times.sampled_us),
+        token_received=at(times.token_received_us),
+        step_start=at(times.step_start_us),
+        first_token=at(times.first_token_us),
+    )
+
+
+def prefill_steps(times: prefill_pb2.TaskTimes, received_us: int) -> PrefillSteps:
+    """The steps that a prefill worker reported. `received_us` is its receipt of the task, by the router's clock."""
+
+    def at(after_us: int) -> int | None:
+        return received_us + after_us if after_us else None
+
+    return PrefillSteps(
+        received_us,
+        compute_start=at(times.compute_start_us),
+        compute_end=at(times.compute_end_us),
+        first_write=at(times.first_write_us),
+        last_write=at(times.last_write_us),
+        sent=at(times.sent_us),
+    )

@@ -1,0 +1,72 @@
+"""Compares recorded spans with the schema of telemetry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from headrace_common.telemetry.spans import EndedSpan, SpanTracer
+from telemetry_schema import SCHEMA, load
+
+_LOADED = load(SCHEMA.read_text(encoding="utf-8"))
+_PYTHON_TYPES = {"string": str, "int": int, "double": float, "bool": bool}
+
+
+def _names(section: str, prefix: str) -> dict[str, str]:
+    return {prefix + key: entry["name"] for key, entry in _LOADED[section].items()}
+
+
+_PLACES = {**_names("spans", "SPAN_"), **_names("events", "EVENT_")}
+ATTRIBUTES: dict[tuple[str, str], str] = {
+    (_PLACES[place], entry["name"]): entry["type"]
+    for entry in _LOADED["attributes"].values()
+    for place in entry["of"]
+    if place in _PLACES
+}
+"""The types of attributes, by the span or event and the attribute's name."""
+_EVENTS = {
+    (_PLACES[place], entry["name"]) for entry in _LOADED["events"].values() for place in entry["of"]
+}
+_SPANS = frozenset(_names("spans", "SPAN_").values())
+
+
+def problems_of(span: EndedSpan) -> Iterator[str]:
+    """Yields what the schema does not have. Spans with other names belong to tests."""
+    if span.name not in _SPANS:
+        return
+    yield from _attribute_problems(span.name, span.attributes)
+    for name, _, attributes in span.events:
+        if (span.name, name) not in _EVENTS:
+            yield f"{span.name} has an event {name}"
+        yield from _attribute_problems(name, attributes)
+
+
+def _attribute_problems(place: str, attributes: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in attributes.items():
+        kind = ATTRIBUTES.get((place, name))
+        if kind is None:
+            yield f"{place} has an attribute {name}"
+            continue
+        values = value if kind.endswith("[]") else [value]
+        expected = _PYTHON_TYPES[kind.removesuffix("[]")]
+        if not all(type(item) is expected for item in values):
+            yield f"{name} of {place} is {value!r}, not {kind}"
+
+
+@contextmanager
+def spans_follow_schema() -> Iterator[set[str]]:
+    """Checks every span that this process records. Yields the problems found so far."""
+    problems: set[str] = set()
+    pass_on = SpanTracer._pass_on
+
+    def checked(tracer: SpanTracer, span: EndedSpan) -> None:
+        problems.update(problems_of(span))
+        pass_on(tracer, span)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SpanTracer, "_pass_on", checked)
+        yield problems
+    assert not problems, "\n".join(sorted(problems))

@@ -1,0 +1,81 @@
+"""Parts that add up, whatever the steps are."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.inference.v1 import latency_pb2
+from headrace_common.latency.parts import (
+    Claim,
+    Part,
+    Sum,
+    divide,
+    sum_from_proto,
+    sum_to_proto,
+)
+
+TIMES = st.integers(-50, 50)
+CLAIMS = st.lists(
+    st.builds(Claim, st.sampled_from(Part), st.none() | TIMES, st.none() | TIMES), max_size=12
+)
+
+
+def counted(start: int, end: int, claims: list[Claim]) -> dict[Part, int]:
+    """The parts by giving each microsecond to the first claim that contains it."""
+    parts: dict[Part, int] = {}
+    for time in range(start, end):
+        owner = next(
+            (
+                claim.part
+                for claim in claims
+                if claim.start is not None
+                and claim.end is not None
+                and claim.start <= time < claim.end
+            ),
+            Part.UNACCOUNTED,
+        )
+        parts[owner] = parts.get(owner, 0) + 1
+    return parts
+
+
+@given(TIMES, TIMES, CLAIMS)
+def test_parts_are_what_counting_finds(start: int, end: int, claims: list[Claim]) -> None:
+    found = divide(start, end, claims)
+    assert found.parts_us == counted(start, end, claims)
+    assert sum(found.parts_us.values()) == found.total_us == max(0, end - start)
+    assert all(duration > 0 for duration in found.parts_us.values())
+
+
+@given(TIMES, TIMES, CLAIMS, st.randoms(use_true_random=False))
+def test_claims_that_do_not_overlap_have_no_order(
+    start: int, end: int, claims: list[Claim], rng: random.Random
+) -> None:
+    apart: list[Claim] = []
+    for claim in claims:
+        if claim.start is None or claim.end is None:
+            continue
+        if all(claim.end <= other.start or other.end <= claim.start for other in apart):  # type: ignore[operator]
+            apart.append(claim)
+    shuffled = rng.sample(apart, len(apart))
+    assert divide(start, end, apart) == divide(start, end, shuffled)
+
+
+@given(TIMES, TIMES, CLAIMS)
+def test_a_sum_survives_its_message(start: int, end: int, claims: list[Claim]) -> None:
+    found = divide(start, end, claims)
+    assert sum_from_proto(sum_to_proto(found)) == found
+
+
+def test_a_part_of_a_newer_version_is_unaccounted() -> None:
+    message = latency_pb2.LatencySum(total_us=5)
+    message.parts.add(part=99, duration_us=5)
+    assert sum_from_proto(message) == Sum(5, {Part.UNACCOUNTED: 5})
+
+
+def test_the_greatest_part() -> None:
+    claims = [Claim(Part.QUEUE, 0, 3), Claim(Part.PREFILL, 3, 10)]
+    assert divide(0, 10, claims).greatest is Part.PREFILL
+    assert divide(0, 0, claims).greatest is None
