@@ -92,7 +92,8 @@ class LinkSent:
     The plan had `run_count` copies, and the transport got `entry_count` entries. `transport` and `strategy` are those
     of WriteResult; different ones are joined by "+". `destination_host` is empty where the session has none.
 
-    `start_unix_ns` is when the first layer was ready, `ready_unix_ns` when the last was, `landed_unix_ns` when the last
+    `start_unix_ns` is when the first layer was ready, `submitted_unix_ns` when its write was started or the end if it
+    was not, `ready_unix_ns` when the last layer was ready, `landed_unix_ns` when the last
     write had landed, and `end_unix_ns` when it was acknowledged or the transfer was stopped. For `moving_ns`, bytes
     were on the way. `layers` has the times of each write, see telemetry.layer_stamps.
     """
@@ -106,6 +107,7 @@ class LinkSent:
     entry_count: int
     write_count: int
     start_unix_ns: int
+    submitted_unix_ns: int
     ready_unix_ns: int
     landed_unix_ns: int
     end_unix_ns: int

@@ -62,7 +62,7 @@ def transfer_s(payload_bytes: int, gbit_per_s: float) -> float:
 def kv_shape(config: Mapping[str, Any], dtype: str = "") -> KvShape:
     """The shape of a model from its config.json. `dtype` replaces the model's own element type.
 
-    Raises ConfigError that names the field. Only layers that are all alike are counted.
+    Raises ConfigError that names the field. Layers without attention, which have a state of a fixed size, do not count.
     """
     inner = config.get("text_config")
     if isinstance(inner, Mapping):
@@ -71,7 +71,7 @@ def kv_shape(config: Mapping[str, Any], dtype: str = "") -> KvShape:
     dtype_bytes = _DTYPE_BYTES.get(name)
     if dtype_bytes is None:
         raise ConfigError(f"dtype {name}: choose one of {', '.join(DTYPES)}")
-    layers = _number(config, "num_hidden_layers")
+    layers = _layer_count(config)
     if config.get("kv_lora_rank") is not None:
         rank, rope = _number(config, "kv_lora_rank"), _number(config, "qk_rope_head_dim")
         return KvShape("mla", layers, mla_layer_bytes(rank, rope, dtype_bytes), name)
@@ -84,6 +84,17 @@ def kv_shape(config: Mapping[str, Any], dtype: str = "") -> KvShape:
     else:
         head_dim = _number(config, "hidden_size") // heads
     return KvShape("gqa", layers, gqa_layer_bytes(kv_heads, head_dim, dtype_bytes), name)
+
+
+def _layer_count(config: Mapping[str, Any]) -> int:
+    """Layers with attention."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list):
+        return _number(config, "num_hidden_layers")
+    count = sum("attention" in str(kind) and kind != "linear_attention" for kind in kinds)
+    if not count:
+        raise ConfigError("config.json: layer_types has no layer with attention")
+    return count
 
 
 def _text(config: Mapping[str, Any], field: str) -> str:

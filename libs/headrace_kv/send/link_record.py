@@ -29,6 +29,7 @@ class LinkRecord:
         self._transports: dict[str, None] = {}
         self._strategies: dict[str, None] = {}
         self._payload_bytes = self._run_count = self._entry_count = self._write_count = 0
+        self._submitted_ns = 0
         self._ready_ns = self._landed_ns = self._end_ns = self._start_ns
         self._moving_ns = 0
 
@@ -79,6 +80,7 @@ class LinkRecord:
             entry_count=self._entry_count,
             write_count=self._write_count,
             start_unix_ns=start_unix_ns,
+            submitted_unix_ns=start_unix_ns + self._submitted_ns - self._start_ns,
             ready_unix_ns=start_unix_ns + self._ready_ns - self._start_ns,
             landed_unix_ns=start_unix_ns + self._landed_ns - self._start_ns,
             end_unix_ns=start_unix_ns + self._end_ns - self._start_ns,
@@ -96,6 +98,7 @@ class LinkRecord:
         """`times_us` are the last four words."""
         ready_ns = write.ready_ns
         self._write_count += 1
+        self._submitted_ns = self._submitted_ns or submitted_ns
         self._ready_ns = max(self._ready_ns, ready_ns)
         wait_ns = max(0, submitted_ns - ready_ns)
         lease_ns = min(max(0, reserved_ns - ready_ns), wait_ns)
