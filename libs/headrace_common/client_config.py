@@ -77,8 +77,9 @@ class ClientFacingConfig(ServiceConfig):
     )
     max_rejected_per_s: PositiveSeconds = Field(
         default=50.0,
-        description="Calls of one caller that may be rejected each second, as invalid or without permission. Beyond it "
-        "further calls wait a second and are refused before their request arrives.",
+        description="Calls of one caller that may be rejected each second, as invalid or without permission. A request "
+        "that is large, or slow to check, counts more than once. Beyond it further calls wait a second and are refused "
+        "before their request arrives.",
     )
     host_block_s: NonNegativeSeconds = Field(
         default=30.0,

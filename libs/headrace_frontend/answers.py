@@ -8,21 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import math
+import secrets
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
+
+from opentelemetry.trace import Span
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.limits import ANSWERS_MAX
-from headrace_frontend.request.response_stream import ResponseStream
+from headrace_frontend.request.response_stream import ResponseStream, TextOutlet
 from headrace_frontend.request.sampling import SEED_MAX
-from headrace_frontend.request.validation import PreparedRequest
+from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX, PreparedRequest
 
 ResponseWriter: TypeAlias = Callable[[inference_pb2.GenerateResponse], Awaitable[None]]
 """Sends one message to the client. It returns when the client can take another."""
 
+PrepareAnswer: TypeAlias = Callable[[Span, str], Awaitable[PreparedRequest]]
+"""Returns the validated request, for the root span of its trace and its tenant."""
+
 # Shorter prompts fill few blocks or none, and computing them takes less time than waiting for the first answer.
 _SHARED_TOKENS_MIN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer to run. `on_response` gets its empty response."""
+
+    request_id: str
+    prepare: PrepareAnswer
+    write: ResponseWriter
+    on_response: Callable[[ResponseStream], None] = lambda response: None
+    outlet: TextOutlet | None = None
 
 
 def answer_count(request: inference_pb2.GenerateRequest) -> int:
@@ -113,6 +130,78 @@ class AnswerGroup:
         sampling.CopyFrom(prepared.sampling)
         sampling.logprobs = 0
         return replace(prepared, sampling=sampling)
+
+
+async def run_answers(
+    request: inference_pb2.GenerateRequest,
+    answer: Answer,
+    run: Callable[[Answer], Awaitable[None]],
+) -> None:
+    """Runs all answers to a request with `run`. `answer` is the only one of most requests.
+
+    The first error ends all.
+    """
+    if answer_count(request) == 1:
+        await run(answer)
+        return
+    group = AnswerGroup(request, answer.write)
+
+    async def prepare_first(root: Span, tenant: str) -> PreparedRequest:
+        return group.first_prepared(await answer.prepare(root, tenant))
+
+    async def run_first() -> None:
+        await run(Answer(answer.request_id, prepare_first, group.writer(0), group.first_started))
+        group.first_ended()
+
+    async def run_other(number: int) -> None:
+        prepared = await group.prepared(number)
+
+        async def give(root: Span, tenant: str) -> PreparedRequest:
+            return prepared
+
+        await run(Answer(prepared.request_id, give, group.writer(number)))
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(run_first())
+            for number in range(1, group.count):
+                tasks.create_task(run_other(number))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    await group.finish()
+
+
+async def write_response(
+    response: ResponseStream,
+    produce: Callable[[], Awaitable[None]],
+    write: ResponseWriter,
+    on_message: Callable[[], None] = lambda: None,
+) -> None:
+    """Writes a response to the client while `produce` fills it. Raises the error of `produce`.
+
+    `on_message` is called before each message.
+    """
+
+    async def fill() -> None:
+        try:
+            await produce()
+        # `next_message` raises it again.
+        except Exception as error:  # noqa: BLE001
+            response.fail(error)
+
+    producer = asyncio.create_task(fill())
+    try:
+        while (message := await response.next_message()) is not None:
+            on_message()
+            await write(message)
+    finally:
+        producer.cancel()
+        await asyncio.wait({producer})
+
+
+def request_id_of(request: inference_pb2.GenerateRequest) -> str:
+    """The client's id, cut to the size limit: a rejected request can be found by it, too. Else a new one."""
+    return request.request_id[:REQUEST_ID_CHARACTERS_MAX] or f"r{secrets.token_hex(12)}"
 
 
 def mean_logprob(messages: list[inference_pb2.GenerateResponse]) -> float:

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import OptionalHostPort, PositiveCount, split_list
+from headrace_frontend.salts import PrefixCacheScope
 from headrace_text.parsing.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 
@@ -70,6 +71,15 @@ class FrontendConfig(ClientFacingConfig):
         "each; read again when it changes. Empty: /metrics is closed.",
     )
 
+    prefix_cache_scope: PrefixCacheScope = Field(
+        default="auto",
+        description="Which requests share cached prefixes: all (shared), or those of one tenant (tenant), so that no "
+        "tenant can find out what others have asked. auto: tenant with api_keys_file, shared without.",
+    )
+    max_concurrent_requests: PositiveCount = Field(
+        default=1_024, description="Requests in flight before new ones are rejected."
+    )
+
     @property
     def model_names(self) -> Collection[str]:
         """The names of the served models."""
@@ -93,6 +103,22 @@ class FrontendConfig(ClientFacingConfig):
         for setting in ("tool_call_parser", "reasoning_parser"):
             self._by_model(setting)
         return self
+
+    @model_validator(mode="after")
+    def _check_scope(self) -> FrontendConfig:
+        if self.prefix_cache_scope == "tenant" and not self.api_keys_file:
+            raise ValueError(
+                "prefix_cache_scope is tenant, and without API keys all callers are one tenant: set api_keys_file, or "
+                "leave prefix_cache_scope at auto"
+            )
+        return self
+
+    @property
+    def separates_tenants(self) -> bool:
+        """Whether each tenant has a prefix cache of its own."""
+        if self.prefix_cache_scope == "auto":
+            return bool(self.api_keys_file)
+        return self.prefix_cache_scope == "tenant"
 
     def _by_model(self, setting: str) -> dict[str, str]:
         """The setting's value for each served model. Raises ValueError."""

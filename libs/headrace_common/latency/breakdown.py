@@ -98,8 +98,10 @@ def _first_token_claims(
     yield from _prefill_claims(attempt)
     decode = attempt.decode
     if attempt.first_token_by == FirstTokenBy.PREFILL:
-        made = attempt.prefill.sent if attempt.prefill is not None else None
-        yield Claim(Part.NETWORK, made, at)
+        if attempt.prefill is not None:
+            yield Claim(Part.NETWORK, attempt.prefill.sent, at)
+            # A task that was cancelled reports only when it made the token.
+            yield Claim(Part.PREFILL, attempt.prefill.received, attempt.prefill.sent)
     elif attempt.first_token_by == FirstTokenBy.LOGITS:
         if decode is not None:
             yield Claim(Part.TRANSFER_EXPOSED, _compute_end(attempt), decode.logits_arrived)
@@ -161,7 +163,15 @@ def _compute_end(attempt: AttemptSteps) -> int | None:
 
 def _placement_claims(attempt: AttemptSteps) -> Iterator[Claim]:
     yield Claim(Part.ROUTE, attempt.route_start, attempt.start)
-    yield Claim(Part.RESERVE, attempt.start, attempt.reserved)
+    reserved = attempt.queued or attempt.reserved
+    if (
+        attempt.queued is None
+        and attempt.decode is not None
+        and attempt.decode.reserved is not None
+    ):
+        # The decode worker goes on at once.
+        reserved = attempt.decode.reserved
+    yield Claim(Part.RESERVE, attempt.start, reserved)
     yield Claim(Part.QUEUE, attempt.queued, attempt.pulled)
 
 

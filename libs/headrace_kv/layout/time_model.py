@@ -91,7 +91,7 @@ def _layer_count(config: Mapping[str, Any]) -> int:
     kinds = config.get("layer_types")
     if not isinstance(kinds, list):
         return _number(config, "num_hidden_layers")
-    count = sum("attention" in str(kind) and kind != "linear_attention" for kind in kinds)
+    count = len([kind for kind in kinds if "attention" in str(kind) and kind != "linear_attention"])
     if not count:
         raise ConfigError("config.json: layer_types has no layer with attention")
     return count
@@ -103,7 +103,7 @@ def _text(config: Mapping[str, Any], field: str) -> str:
 
 
 def _number(config: Mapping[str, Any], field: str) -> int:
-    value = config.get(field)
+    value: object = config.get(field)
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _NUMBER_MAX:
         raise ConfigError(f"config.json: {field} must be a whole number above 0")
     return value

@@ -28,6 +28,7 @@ from headrace_kv.prefix.cache_salt import salt_violations
 from headrace_prefill.bandwidths import LinkBandwidths
 from headrace_prefill.link_spans import LinkSpans
 from headrace_prefill.spans import EndedTask, record_task
+from headrace_prefill.times import task_times
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,9 @@ class PrefillWorker:
         self._held += 1
         self._on_received()
         try:
-            outcome = await self._prefill(task, on_start, on_first_token, reports.append)
+            outcome = await self._prefill(
+                *(task, on_start, on_first_token, start_unix_ns), reports.append
+            )
         except asyncio.CancelledError:
             error = self._cancellation()
             current = asyncio.current_task()
@@ -121,9 +124,10 @@ class PrefillWorker:
         task: prefill_pb2.PrefillTask,
         on_start: Callable[[], Awaitable[None]] | None,
         on_first_token: Callable[[prefill_pb2.FirstToken], None] | None,
+        start_unix_ns: int,
         on_report: Callable[[SendReport], None],
     ) -> PrefillOutcome:
-        deadline = self._deadline(task)
+        deadline, start_ns = self._deadline(task), time.monotonic_ns()
         work = _work_from_proto(task, deadline)
         if work.target.with_logits and not self._engine.logits_bytes:
             what = f"the engine of {self.ref.worker_id} sends no logits"
@@ -131,7 +135,10 @@ class PrefillWorker:
 
         def forward_first_token(tokens: DecodeTokens) -> None:
             if on_first_token is not None:
-                on_first_token(_first_token_to_proto(task.transfer_id, tokens))
+                first = _first_token_to_proto(task.transfer_id, tokens)
+                sent_ns = start_unix_ns + time.monotonic_ns() - start_ns
+                first.times.CopyFrom(task_times(None, start_unix_ns, sent_ns))
+                on_first_token(first)
 
         try:
             async with asyncio.timeout(deadline.remaining_s()), self._slots:
@@ -211,7 +218,9 @@ def _first_token_to_proto(transfer_id: str, tokens: DecodeTokens) -> prefill_pb2
 
 def _done_to_proto(ended: EndedTask, duration_ns: int) -> prefill_pb2.TaskDone:
     done = prefill_pb2.TaskDone(
-        transfer_id=ended.task.transfer_id, duration=duration_from_ns(duration_ns)
+        transfer_id=ended.task.transfer_id,
+        duration=duration_from_ns(duration_ns),
+        times=task_times(ended.outcome, ended.start_unix_ns, ended.end_unix_ns),
     )
     if ended.error is not None:
         done.reason, done.detail = ended.error.reason, ended.error.detail

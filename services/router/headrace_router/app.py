@@ -28,6 +28,7 @@ from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck, needed_request_bytes
+from headrace_frontend.salts import CacheSalts
 from headrace_frontend.tenants import Tenants, load_tenants, tenant_or_none
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.admission.admission import Admission, AdmissionLimits
@@ -44,12 +45,12 @@ from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import PullService
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
-from headrace_router.prefix_cache.salts import CacheSalts
 from headrace_router.runner import RequestRunner
 from headrace_router.service import InferenceService
 from headrace_router.tracing.request_span import RequestTracer
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
 from headrace_router.tracing.store import TraceLimits, TraceStore
+from headrace_router.tracing.worker_clocks import WorkerClocks
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.pairs import PairReporter
@@ -200,7 +201,7 @@ def assemble(
     preparer = RequestPreparer(
         codecs, workers, telemetry, config.max_bytes_per_token, salts.salt_of
     )
-    tracer = RequestTracer(telemetry, traces)
+    tracer = RequestTracer(telemetry, traces, WorkerClocks())
     callers = CallerBounds(CallerLimits.from_config(config), metrics.count_refused)
     runner = RequestRunner(
         callers=callers,

@@ -19,7 +19,6 @@ from headrace_common.config import (
 )
 from headrace_common.limits import POLICY_RETRY_BUDGET_MAX, TICKET_LIFETIME_MAX_S
 from headrace_frontend.config import FrontendConfig
-from headrace_router.prefix_cache.salts import PrefixCacheScope
 from headrace_text.model_hub import parse_hub_model
 
 
@@ -62,9 +61,6 @@ class RouterConfig(FrontendConfig):
         "",
         description="Name that stays the same after a restart. Empty: derived from the address.",
     )
-    max_concurrent_requests: PositiveCount = Field(
-        1_024, description="Requests in flight before new ones are rejected."
-    )
     max_queued_tokens: PositiveCount = Field(
         4_194_304,
         description="Prompt tokens of requests without a first token, before more are rejected.",
@@ -73,11 +69,6 @@ class RouterConfig(FrontendConfig):
         2.0,
         description="Seconds that a request beyond its tenant's share waits for a slot of a decode worker. A request "
         "within the share waits until its deadline.",
-    )
-    prefix_cache_scope: PrefixCacheScope = Field(
-        "auto",
-        description="Which requests share cached prefixes: all (shared), or those of one tenant (tenant), so that no "
-        "tenant can find out what others have asked. auto: tenant with api_keys_file, shared without.",
     )
     max_queued_tasks: PositiveCount = Field(
         1_024, description="Prompts that may wait for a prefill worker before more are rejected."
@@ -141,22 +132,6 @@ class RouterConfig(FrontendConfig):
             ("max_trace_bytes", "max_stored_trace_bytes"),
         )
         return self
-
-    @model_validator(mode="after")
-    def _check_scope(self) -> RouterConfig:
-        if self.prefix_cache_scope == "tenant" and not self.api_keys_file:
-            raise ValueError(
-                "prefix_cache_scope is tenant, and without API keys all callers are one tenant: set api_keys_file, or "
-                "leave prefix_cache_scope at auto"
-            )
-        return self
-
-    @property
-    def separates_tenants(self) -> bool:
-        """Whether each tenant has a prefix cache of its own."""
-        if self.prefix_cache_scope == "auto":
-            return bool(self.api_keys_file)
-        return self.prefix_cache_scope == "tenant"
 
     @property
     def model_names(self) -> Collection[str]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import partial
 
 from opentelemetry.trace import Span
 
@@ -17,18 +15,22 @@ from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining
 from headrace_common.process.pacing import LoopLoad
-from headrace_frontend.answers import AnswerGroup, ResponseWriter, answer_count
+from headrace_frontend.answers import (
+    Answer,
+    ResponseWriter,
+    request_id_of,
+    run_answers,
+    write_response,
+)
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.response_stream import ResponseStream, TextOutlet
-from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX, PreparedRequest
+from headrace_frontend.request.validation import PreparedRequest
 from headrace_router.admission.admission import Admission, AdmissionPermit
 from headrace_router.dispatch.completion import finish_reason_name
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.dispatch.request import RoutedRequest
 from headrace_router.metrics import RouterMetrics
 from headrace_router.tracing.request_span import RequestTracer, trace_id_of
-
-_Prepare: TypeAlias = Callable[[Span, str], Awaitable[PreparedRequest]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +40,8 @@ class _Terms:
     tenant: str
     deadline: Deadline
     arrival_unix_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """One answer to run. `prepare` gets its root span and the tenant, and `on_response` its empty response."""
-
-    request_id: str
-    prepare: _Prepare
-    write: ResponseWriter
-    on_response: Callable[[ResponseStream], None] = lambda response: None
-    outlet: TextOutlet | None = None
+    arrival_ns: int
+    """By the monotonic clock."""
 
 
 class RequestRunner:
@@ -101,51 +94,18 @@ class RequestRunner:
         single answer. Raises HeadraceError, before or between messages.
         """
         arrival_unix_ns = time.time_ns()
-        terms = _Terms(tenant, deadline, arrival_unix_ns)
+        terms = _Terms(tenant, deadline, arrival_unix_ns, time.monotonic_ns())
         request_id = request_id_of(request)
 
         async def prepare(root: Span, tenant: str) -> PreparedRequest:
             return await self._preparer.prepare(request, request_id, root, deadline, tenant)
 
         with self._metrics.count_failures():
-            if answer_count(request) == 1:
-                self.reject_when_draining()
-                await self._answer(_Answer(request_id, prepare, write, outlet=outlet), terms)
-            else:
-                await self._answer_several(AnswerGroup(request, write), request_id, prepare, terms)
+            self.reject_when_draining()
+            answer = Answer(request_id, prepare, write, outlet=outlet)
+            await run_answers(request, answer, partial(self._answer, terms))
 
-    async def _answer_several(
-        self, group: AnswerGroup, request_id: str, prepare: _Prepare, terms: _Terms
-    ) -> None:
-        self.reject_when_draining()
-
-        async def prepare_first(root: Span, tenant: str) -> PreparedRequest:
-            return group.first_prepared(await prepare(root, tenant))
-
-        async def run_first() -> None:
-            first = _Answer(request_id, prepare_first, group.writer(0), group.first_started)
-            await self._answer(first, terms)
-            group.first_ended()
-
-        async def run_other(number: int) -> None:
-            prepared = await group.prepared(number)
-
-            async def give(root: Span, tenant: str) -> PreparedRequest:
-                return prepared
-
-            answer = _Answer(prepared.request_id, give, group.writer(number))
-            await self._answer(answer, terms)
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(run_first())
-                for number in range(1, group.count):
-                    tasks.create_task(run_other(number))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        await group.finish()
-
-    async def _answer(self, answer: _Answer, terms: _Terms) -> None:
+    async def _answer(self, terms: _Terms, answer: Answer) -> None:
         permit = await self._admission.admit(terms.tenant, terms.deadline)
         with self._admission.holding(permit):
             response = await self._run_admitted(answer, permit, terms)
@@ -172,18 +132,24 @@ class RequestRunner:
         await self._callers.wait_turn()
 
     async def _run_admitted(
-        self, answer: _Answer, permit: AdmissionPermit, terms: _Terms
+        self, answer: Answer, permit: AdmissionPermit, terms: _Terms
     ) -> ResponseStream:
-        with self._tracer.request_span(answer.request_id, terms.arrival_unix_ns) as root:
+        timeline = self._tracer.new_timeline(terms.arrival_ns)
+        with self._tracer.request_span(
+            answer.request_id, terms.arrival_unix_ns, timeline=timeline
+        ) as root:
             prepared = await answer.prepare(root, permit.tenant)
+            timeline.tokenized(prepared.tokenized_ns)
             await permit.acquire_tokens(len(prepared.token_ids))
             await permit.acquire_slot(prepared.model)
             await self.wait_turn()
             response = ResponseStream(prepared, trace_id_of(root), self._load)
+            timeline.responding(response)
             answer.on_response(response)
             routed = RoutedRequest(
                 *(prepared, response, root, terms.deadline, terms.arrival_unix_ns, permit.tenant),
                 slot_wait_s=lambda: permit.slot_wait_s,
+                timeline=timeline,
             )
             if answer.outlet is not None:
                 response.use_outlet(answer.outlet)
@@ -194,25 +160,9 @@ class RequestRunner:
         self, request: RoutedRequest, write: ResponseWriter, permit: AdmissionPermit
     ) -> None:
         """Runs the request and writes its response to the client."""
-        response = request.response
-
-        async def produce() -> None:
-            try:
-                await self._dispatcher.run(request)
-            # `next_message` raises it again.
-            except Exception as error:  # noqa: BLE001
-                response.fail(error)
-
-        producer = asyncio.create_task(produce())
-        try:
-            while (message := await response.next_message()) is not None:
-                permit.release_tokens()
-                await write(message)
-        finally:
-            producer.cancel()
-            await asyncio.wait({producer})
-
-
-def request_id_of(request: inference_pb2.GenerateRequest) -> str:
-    """The client's id, cut to the size limit: a rejected request can be found by it, too. Else a new one."""
-    return request.request_id[:REQUEST_ID_CHARACTERS_MAX] or f"r{secrets.token_hex(12)}"
+        await write_response(
+            request.response,
+            lambda: self._dispatcher.run(request),
+            write,
+            on_message=permit.release_tokens,
+        )

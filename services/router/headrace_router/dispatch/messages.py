@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import first_token_pb2, sampling_pb2
+from headrace.inference.v1 import sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
+from headrace_frontend.request.decode_request import decode_request as base_request
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_LOGITS, Policy
 from headrace_router.placement import Decision
-
-# Means decode.
-_UNSPECIFIED = first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED
 
 
 def decode_request(
@@ -21,18 +19,14 @@ def decode_request(
     first_token: Policy = BY_DECODE,
 ) -> decode_pb2.GenerateRequest:
     """The request to the chosen decode worker, without a ticket. `generated` is the completion so far."""
-    return decode_pb2.GenerateRequest(
-        request_id=request.request_id,
-        transfer_id=transfer_id,
+    call = base_request(
+        *(request, transfer_id, generated),
         incarnation=decision.worker.ref.incarnation,
-        token_ids=request.token_ids + generated,
-        generated_token_count=len(generated),
-        sampling=request.sampling,
-        stop_token_ids=request.stop_token_ids,
         remote_prefill=decision.remote,
-        first_token=_UNSPECIFIED if first_token == BY_DECODE else first_token,
-        cache_salt=request.cache_salt,
     )
+    if first_token != BY_DECODE:
+        call.first_token = first_token
+    return call
 
 
 def prefill_task(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 
 from hypothesis import given
@@ -11,6 +12,7 @@ from headrace_common.process.connections import (
     Connection,
     ConnectionBounds,
     _names_of,
+    open_descriptors,
     surplus,
 )
 
@@ -72,3 +74,12 @@ def test_callers_are_named_as_grpc_names_them() -> None:
     assert _names_of("::ffff:10.0.0.7", 4) == ("10.0.0.7", "ipv4:10.0.0.7:4")
     host, peer = _names_of("2001:db8::1:2:3:4", 5)
     assert (host, peer) == ("2001:db8::/64", "ipv6:%5B2001:db8::1:2:3:4%5D:5")
+
+
+def test_open_descriptors_are_counted() -> None:
+    before = open_descriptors()
+    held = [socket.socket() for _ in range(10)]
+    assert open_descriptors() == before + 10
+    for one in held:
+        one.close()
+    assert open_descriptors() == before

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from headrace_frontend.salts import CacheSalts
 from headrace_router.config import RouterConfig
-from headrace_router.prefix_cache.salts import CacheSalts
 
 KEY = 0x5EC2E7
 

@@ -14,7 +14,7 @@ PrefixCacheScope: TypeAlias = Literal["auto", "shared", "tenant"]
 class CacheSalts:
     """Gives each tenant its own salt, or all tenants the empty one.
 
-    `prefix_hash_key` returns the deployment's key, or 0 while it is unknown. Until then the salts are this router's
+    `prefix_hash_key` returns the deployment's key, or 0 while it is unknown. Until then the salts are this process's
     own, so tenants are separated from the first request on.
     """
 

@@ -1,0 +1,31 @@
+"""The request to a decode worker. Pure."""
+
+from __future__ import annotations
+
+from headrace.decode.v1 import decode_pb2
+from headrace_frontend.request.validation import PreparedRequest
+
+
+def decode_request(
+    request: PreparedRequest,
+    transfer_id: str,
+    generated: tuple[int, ...] = (),
+    *,
+    incarnation: str,
+    remote_prefill: bool,
+) -> decode_pb2.GenerateRequest:
+    """The request to one incarnation of a decode worker, without a ticket, for a first token from decode.
+
+    `generated` is the completion so far.
+    """
+    return decode_pb2.GenerateRequest(
+        request_id=request.request_id,
+        transfer_id=transfer_id,
+        incarnation=incarnation,
+        token_ids=request.token_ids + generated,
+        generated_token_count=len(generated),
+        sampling=request.sampling,
+        stop_token_ids=request.stop_token_ids,
+        remote_prefill=remote_prefill,
+        cache_salt=request.cache_salt,
+    )
