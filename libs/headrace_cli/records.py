@@ -229,3 +229,11 @@ class ContextsRecord(Record):
     current: str
     file: str
     contexts: list[ContextRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class StatusPageRecord(Record):
+    """`headrace status --json`."""
+
+    schema: ClassVar[str] = "headrace.status-page.v1"
+    url: str
