@@ -123,8 +123,8 @@ class LastWrite:
 def last_write(text: str) -> LastWrite | None:
     """The last write of a link, from an attribute's text. None without writes.
 
-    The cause is what the link did for most of the time since the layer was ready, or "compute" when it was idle for
-    longer before that. A wait for earlier writes of the link counts as what they did. Cheaper than `unpack_writes`.
+    The cause is what the link did for most of the time since the layer was ready. It is "compute" when the link was
+    idle for longer before that. A wait for earlier writes of the link counts as what they did. Cheaper than `unpack_writes`.
     """
     words = _words_of(text)
     if not words:

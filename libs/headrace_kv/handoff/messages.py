@@ -92,10 +92,10 @@ class LinkSent:
     The plan had `run_count` copies, and the transport got `entry_count` entries. `transport` and `strategy` are those
     of WriteResult; different ones are joined by "+". `destination_host` is empty where the session has none.
 
-    `start_unix_ns` is when the first layer was ready, `submitted_unix_ns` when its write was started or the end if it
-    was not, `ready_unix_ns` when the last layer was ready, `landed_unix_ns` when the last
-    write had landed, and `end_unix_ns` when it was acknowledged or the transfer was stopped. For `moving_ns`, bytes
-    were on the way. `layers` has the times of each write, see telemetry.layer_stamps.
+    The first layer was ready at `start_unix_ns`, and its write was started at `submitted_unix_ns`. The last layer was
+    ready at `ready_unix_ns`, and the last write had landed at `landed_unix_ns`. At `end_unix_ns`, the last write was
+    acknowledged or the transfer was stopped. For `moving_ns`, bytes were on the way. `layers` has the times of each
+    write, see telemetry.layer_stamps.
     """
 
     destination_rank: int
