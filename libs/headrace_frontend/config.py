@@ -65,11 +65,6 @@ class FrontendConfig(ClientFacingConfig):
         description="File of API keys: one line KEY TENANT for each, or TOML; read again when it changes. "
         "Empty: requests need no key.",
     )
-    metrics_keys_file: str = Field(
-        default="",
-        description="File of keys that permit reading /metrics of http_listen, and nothing else: one line KEY NAME for "
-        "each; read again when it changes. Empty: /metrics is closed.",
-    )
 
     prefix_cache_scope: PrefixCacheScope = Field(
         default="auto",

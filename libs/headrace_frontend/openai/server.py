@@ -8,17 +8,16 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from dataclasses import astuple
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace_common.access.credentials import TlsFiles
+from headrace_common.access.server_tls import server_context
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
-from headrace_common.reloading import ReloadedFiles
 from headrace_frontend.config import FrontendConfig
 from headrace_frontend.openai.exchange import (
     CHUNKS_EXTENSION,
@@ -49,7 +48,7 @@ class HttpServer:
     ) -> None:
         """`setting` names the setting with the address. `tls`: None means the files of `listen`."""
         self._listen = str(getattr(config, setting))
-        self._tls = _tls_context(config.listen_tls if tls is None else tls)
+        self._tls = server_context(config.listen_tls if tls is None else tls, setting)
         self._socket = _listening_socket(self._listen, setting)
         self._server = _Server(
             uvicorn.Config(
@@ -184,38 +183,3 @@ def _listening_socket(listen: str, setting: str) -> socket.socket:
         ) from error
     listener.setblocking(False)
     return listener
-
-
-def _tls_context(files: TlsFiles) -> ssl.SSLContext | None:
-    """Presents the certificate of the client listener, and a replaced one in new handshakes."""
-    if not files.tls_certificate_file:
-        return None
-    contexts = ReloadedFiles(
-        [path for path in astuple(files) if path], lambda: _read_context(files)
-    )
-
-    def use_current(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-        connection.context = contexts.current()
-
-    context = _read_context(files)
-    context.sni_callback = use_current
-    return context
-
-
-def _read_context(files: TlsFiles) -> ssl.SSLContext:
-    """A context that requires certificates of clients, if `files` has an authority."""
-    try:
-        if not files.tls_authority_file:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        else:
-            context = ssl.create_default_context(
-                ssl.Purpose.CLIENT_AUTH, cafile=files.tls_authority_file
-            )
-            context.verify_mode = ssl.CERT_REQUIRED
-        context.load_cert_chain(files.tls_certificate_file, files.tls_key_file)
-    except OSError as error:
-        raise ConfigError(
-            f"the TLS files of listen, {files.tls_certificate_file} and {files.tls_key_file}, cannot be used: "
-            f"{error.strerror}; they must be PEM, and the key must belong to the certificate"
-        ) from error
-    return context
