@@ -124,7 +124,7 @@ def last_write(text: str) -> LastWrite | None:
     """The last write of a link, from an attribute's text. None without writes.
 
     The cause is what the link did for most of the time since the layer was ready. It is "compute" when the link was
-    idle for longer before that. A wait for earlier writes of the link counts as what they did. Cheaper than `unpack_writes`.
+    idle for longer before that. A wait for earlier writes of the link counts as what they did.
     """
     words = _words_of(text)
     if not words:
