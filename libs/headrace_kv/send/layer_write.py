@@ -20,8 +20,7 @@ class LayerWrite:
 
     `next_batch`, of `next_bytes`, is the next batch to start. It is None once every batch was started. By
     time.monotonic_ns, the range was ready at `ready_ns`, its first batch was started at `submitted_ns`, and its last
-    one has landed at `landed_ns`; 0 before. Of the time until `submitted_ns`, `window_wait_ns` were a full window:
-    `window_before_ns` is the peer's WindowWait when the range was pushed.
+    one has landed at `landed_ns`; 0 before. Of the time until `submitted_ns`, `window_wait_ns` were a full window.
     """
 
     def __init__(
@@ -47,13 +46,21 @@ class LayerWrite:
         self._batches_in_flight = 0
         self.ready_ns = layer_range.ready_ns
         self.submitted_ns = self.landed_ns = 0
-        self.window_before_ns = self.window_wait_ns = 0
+        self.window_wait_ns = self._window_before_ns = 0
         self.results: list[WriteResult] = []
 
     @property
     def landed(self) -> bool:
         """Whether every batch has landed."""
         return self.next_batch is None and not self._batches_in_flight
+
+    def count_window_waits_from(self, total_ns: int) -> None:
+        """The total of the peer's WindowWait was `total_ns` when the range was pushed."""
+        self._window_before_ns = total_ns
+
+    def count_window_waits_to(self, total_ns: int) -> None:
+        """The total of the peer's WindowWait is `total_ns` when the first batch is started."""
+        self.window_wait_ns = total_ns - self._window_before_ns
 
     def start_batch(self) -> Runs:
         """Removes and returns the next batch, which is in flight from now on."""

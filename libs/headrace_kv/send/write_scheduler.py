@@ -75,7 +75,7 @@ class WriteScheduler:
         self._inbox.ranges_removed(1)
         for edge, span in transfer.claim(layer_range):
             write = transfer.peer.plan_write(layer_range, edge, span)
-            write.window_before_ns = window_before_ns
+            write.count_window_waits_from(window_before_ns)
             transfer.write_planned(write)
             self._queue.add_write(transfer, write)
         self._acknowledge(transfer)
@@ -91,7 +91,7 @@ class WriteScheduler:
             raise transfer.timeout_error()
         timeout_s = min(lease_s, transfer.deadline_s - now_s)
         if not write.submitted_ns:
-            write.window_wait_ns = transfer.peer.window_wait.total_ns() - write.window_before_ns
+            write.count_window_waits_to(transfer.peer.window_wait.total_ns())
         future = self._window.start(transfer, write, now_s, timeout_s)
         try:
             if write.next_batch is None:
