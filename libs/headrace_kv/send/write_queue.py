@@ -6,9 +6,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.peer import SenderPeer
 from headrace_kv.send.transfer import OutgoingTransfer
+from headrace_kv.send.writes.layer_write import LayerWrite
 from headrace_kv.transport.base import KvTransport, WriteResult
 
 Step = tuple[OutgoingTransfer, LayerWrite | None]

@@ -8,12 +8,12 @@ from concurrent.futures import Future
 from headrace_common.errors import TransferFailed
 from headrace_kv.send import proto
 from headrace_kv.send.context import SenderContext
-from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.mailbox import SenderInbox
 from headrace_kv.send.peer import SenderPeer
 from headrace_kv.send.transfer import OutgoingTransfer
 from headrace_kv.send.transfer_table import TransferTable
 from headrace_kv.send.write_queue import RoundRobinQueue, WriteWindow
+from headrace_kv.send.writes.layer_write import LayerWrite
 from headrace_kv.transport.base import WriteResult
 
 

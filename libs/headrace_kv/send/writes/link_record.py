@@ -7,7 +7,7 @@ from array import array
 
 from headrace_common.telemetry.layer_stamps import NEVER, WORDS_PER_WRITE, WRITES_MAX, pack_writes
 from headrace_kv.handoff.messages import LinkSent
-from headrace_kv.send.layer_write import LayerWrite
+from headrace_kv.send.writes.layer_write import LayerWrite
 from headrace_kv.transport.sessions import find_host
 
 _WORD_MAX = NEVER - 1
