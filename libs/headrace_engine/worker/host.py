@@ -37,7 +37,8 @@ class WorkerHost:
     """Owns the shared parts of a process of workers."""
 
     def __init__(self, role: Role, config: WorkerConfig) -> None:
-        self.telemetry = init_telemetry(role, config.worker_id, config)
+        readable = bool(getattr(config, "metrics_keys_file", ""))
+        self.telemetry = init_telemetry(role, config.worker_id, config, readable_metrics=readable)
         self.metrics = WorkerMetrics(self.telemetry.metrics.meter)
         self.registry = open_channel(config.registry, config)
         self.descriptors = DescriptorCache(self.registry)
@@ -48,6 +49,11 @@ class WorkerHost:
         self._listeners: list[RouterListener] = []
         self._servers: dict[str, GrpcServer] = {}
         self._signals = contextlib.ExitStack()
+
+    @property
+    def members(self) -> RegistryView:
+        """The members and the policy, once `follow_routers` has returned."""
+        return self._view
 
     async def follow_routers(self, listener: RouterListener | None) -> None:
         """Calls `listener` with the live routers, now and on every change.

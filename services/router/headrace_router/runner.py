@@ -25,12 +25,12 @@ from headrace_frontend.answers import (
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.response_stream import ResponseStream, TextOutlet
 from headrace_frontend.request.validation import PreparedRequest
+from headrace_frontend.request_span import RequestTracer, trace_id_of
 from headrace_router.admission.admission import Admission, AdmissionPermit
 from headrace_router.dispatch.completion import finish_reason_name
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.dispatch.request import RoutedRequest
 from headrace_router.metrics import RouterMetrics
-from headrace_router.tracing.request_span import RequestTracer, trace_id_of
 
 
 @dataclass(frozen=True, slots=True)

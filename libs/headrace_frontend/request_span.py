@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from opentelemetry import trace
@@ -12,15 +12,21 @@ from opentelemetry.trace import Span, Status, StatusCode
 from headrace_common.errors import HeadraceError
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
-from headrace_router.tracing.store import TraceStore
 
 
 class RequestTracer:
-    """Starts the traces of requests, and their records in the trace store."""
+    """Starts the traces of requests.
 
-    def __init__(self, telemetry: Telemetry, store: TraceStore) -> None:
+    `start_record` gets the trace id, the request id and the arrival in Unix nanoseconds of each trace to store.
+    """
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        start_record: Callable[[str, str, int], None] = lambda trace_id, request_id, start: None,
+    ) -> None:
         self._telemetry = telemetry
-        self._store = store
+        self._start_record = start_record
 
     @contextmanager
     def request_span(
@@ -28,7 +34,7 @@ class RequestTracer:
     ) -> Iterator[Span]:
         """The root span, over the block. It carries the error that the block raises.
 
-        `stored`: whether the trace store keeps the trace.
+        `stored`: whether the trace is stored.
         """
         root = self._telemetry.tracer.start_span(
             schema.SPAN_REQUEST,
@@ -36,7 +42,7 @@ class RequestTracer:
             attributes={schema.ATTRIBUTE_REQUEST_ID: request_id},
         )
         if stored:
-            self._store.start_trace(trace_id_of(root), request_id, arrival_unix_ns)
+            self._start_record(trace_id_of(root), request_id, arrival_unix_ns)
         try:
             yield root
         except HeadraceError as error:
