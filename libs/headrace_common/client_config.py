@@ -77,8 +77,9 @@ class ClientFacingConfig(ServiceConfig):
     )
     max_rejected_per_s: PositiveSeconds = Field(
         default=50.0,
-        description="Calls of one caller that may be rejected each second, as invalid or without permission. Beyond it "
-        "further calls wait a second and are refused before their request arrives.",
+        description="Calls of one caller that may be rejected each second, as invalid or without permission. A request "
+        "that is large, or slow to check, counts more than once. Beyond it further calls wait a second and are refused "
+        "before their request arrives.",
     )
     host_block_s: NonNegativeSeconds = Field(
         default=30.0,
@@ -98,6 +99,11 @@ class ClientFacingConfig(ServiceConfig):
     def clients_prove_themselves(self) -> bool:
         """Whether the RPCs of listen need a credential of their own, such as a ticket."""
         return False
+
+    @property
+    def client_listeners(self) -> int:
+        """The number of addresses at which clients connect."""
+        return 1
 
     @property
     def listen_tls(self) -> TlsFiles:

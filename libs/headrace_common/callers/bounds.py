@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from headrace_common.access.recheck import rechecked
 from headrace_common.callers.turns import FairTurns
@@ -39,7 +39,10 @@ _REFUSALS_WAITING_MAX: Final = 64
 _FLOOD_PER_S: Final = 500.0
 _FLOOD_BURST: Final = 1_000.0
 _BURST_S: Final = 2.0
-_CALLER: Final = ContextVar("caller", default="")
+# A rejected call counts once more for so many bytes of its request, and for so many seconds of its checks.
+_BYTES_PER_REJECTION: Final = 256 * 1024
+_CHECK_S_PER_REJECTION: Final = 0.001
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +64,22 @@ class CallerLimits:
         )
 
 
+@dataclass(slots=True)
+class _OpenCall:
+    """`weight` is what the call counts if it is rejected."""
+
+    caller: str
+    weight: float = 1.0
+
+    def add_weight(self, more: float) -> None:
+        """Lets the call count more."""
+        self.weight += more
+
+
+_CALL: Final = ContextVar[_OpenCall | None]("open call", default=None)
+
+
 def _ignore_refusal(reason: str, count: int) -> None:
-    pass
-
-
-def _ignore_flood(host: str) -> None:
     pass
 
 
@@ -80,10 +94,12 @@ class CallerBounds:
         limits: CallerLimits,
         count_refused: Callable[[str, int], None] = _ignore_refusal,
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.count_refused = count_refused
-        self._on_flood: Callable[[str], None] = _ignore_flood
+        self._on_flood: list[Callable[[str], None]] = []
         self._limits = limits
+        self._cpu_clock = cpu_clock
         self._rejected = RateByCaller(
             limits.rejected_per_s, max(1.0, _BURST_S * limits.rejected_per_s), clock
         )
@@ -95,8 +111,11 @@ class CallerBounds:
         self._turns = FairTurns(lambda: len(self._calls) <= 1)
 
     def report_floods(self, on_flood: Callable[[str], None]) -> None:
-        """Lets `on_flood` be called with the host of a flood, if no other caller has calls in flight from there."""
-        self._on_flood = on_flood
+        """Lets `on_flood` be called with the host of a flood, if no other caller has calls in flight from there.
+
+        Each listener has one.
+        """
+        self._on_flood.append(on_flood)
 
     def calls(self, caller: str) -> int:
         """Calls in flight of a caller."""
@@ -114,14 +133,15 @@ class CallerBounds:
                 f"{self._limits.calls_max} calls of this caller are in flight; wait for one to end",
                 metadata={"queue": "calls", "maxsize": str(self._limits.calls_max)},
             )
-        _CALLER.set(caller)
+        opened = _OpenCall(caller)
+        _CALL.set(opened)
         self._calls[caller] += 1
         callers = self._callers_of.setdefault(host, Counter())
         callers[caller] += 1
         try:
             yield
         except (InvalidRequest, Unauthenticated, PermissionDenied):
-            self._rejected.count(caller)
+            self._rejected.count(caller, opened.weight)
             raise
         finally:
             _remove_one(self._calls, caller)
@@ -129,9 +149,28 @@ class CallerBounds:
             if not callers:
                 self._callers_of.pop(host, None)
 
-    def count_rejection(self, caller: str) -> None:
-        """Counts a call that was rejected, if `call` does not know its error."""
-        self._rejected.count(caller)
+    def count_rejection(self) -> None:
+        """Counts that the current call is rejected, if `call` does not know its error. Call it inside `call`."""
+        opened = _CALL.get()
+        if opened is not None:
+            self._rejected.count(opened.caller, opened.weight)
+
+    def add_bytes(self, count: int) -> None:
+        """Lets the current call count more if it is rejected: so many bytes of its request have arrived."""
+        opened = _CALL.get()
+        if opened is not None:
+            opened.add_weight(count / _BYTES_PER_REJECTION)
+
+    def timed(self, check: Callable[[], Result]) -> Result:
+        """The result of a check. Its time lets the current call count more if it is rejected."""
+        opened = _CALL.get()
+        if opened is None:
+            return check()
+        start_s = self._cpu_clock()
+        try:
+            return check()
+        finally:
+            opened.add_weight((self._cpu_clock() - start_s) / _CHECK_S_PER_REJECTION)
 
     async def pace(self, caller: str, host: str) -> None:
         """Raises QueueFull after a wait when too many calls of the caller were rejected. Call it inside `call`."""
@@ -167,16 +206,17 @@ class CallerBounds:
 
     async def wait_turn(self) -> None:
         """Waits until the caller may do expensive work, up to the next wait. Outside `call` it is no wait."""
-        caller = _CALLER.get()
-        if caller:
-            await self._turns.wait(caller)
+        opened = _CALL.get()
+        if opened is not None:
+            await self._turns.wait(opened.caller)
 
     def _refuse_at_once(self, reason: str, caller: str, host: str) -> None:
         self.count_refused(reason, 1)
         self._floods.count(host)
         alone = self._callers_of.get(host, {}).keys() <= {caller}
         if alone and self._floods.excess_s(host):
-            self._on_flood(host)
+            for on_flood in self._on_flood:
+                on_flood(host)
 
 
 def _too_many_rejected(per_s: float, retry_after_s: float) -> HeadraceError:

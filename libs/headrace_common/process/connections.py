@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
+from headrace_common.client_config import ClientFacingConfig
 from headrace_common.process.host_blocks import HostBlocks, block_hosts
 from headrace_common.process.rates import RateByCaller
 
@@ -31,6 +32,8 @@ _LOG = logging.getLogger(__name__)
 _CHECK_S: Final = 0.05
 # Connections that other hosts open while this process closes its own do not change the number of descriptors.
 _RECHECK_S: Final = 1.0
+# The thread looks at so many descriptors a second at most, unless connections come.
+_DESCRIPTORS_PER_RECHECK_S: Final = 200
 _DESCRIPTORS: Final = Path("/proc/self/fd")
 # For connections that the process opens, its files and its libraries.
 _RESERVED_DESCRIPTORS: Final = 512
@@ -54,6 +57,16 @@ class ConnectionBounds:
     opened_per_s: float = math.inf
     block_s: float = 0.0
 
+    @classmethod
+    def from_config(cls, config: ClientFacingConfig) -> ConnectionBounds:
+        """The bounds of the settings. Raises this process's limit of open files for all client listeners."""
+        return cls(
+            reserve_descriptors(config.max_connections, config.client_listeners),
+            config.max_connections_per_host,
+            config.max_new_connections_per_s,
+            config.host_block_s,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Connection:
@@ -64,19 +77,22 @@ class Connection:
     peer: str
 
 
-def reserve_descriptors(wanted: int) -> int:
-    """Raises the limit of open files for `wanted` connections. Returns how many fit beside what the process needs."""
+def reserve_descriptors(wanted: int, listeners: int = 1) -> int:
+    """Raises the limit of open files for `wanted` connections to each of several listeners.
+
+    Returns how many each may have, beside what the process needs.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted
-    needed = wanted + _RESERVED_DESCRIPTORS
+    needed = wanted * listeners + _RESERVED_DESCRIPTORS
     if needed > soft:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    fitting = max(1, soft - _RESERVED_DESCRIPTORS)
+    fitting = max(1, (soft - _RESERVED_DESCRIPTORS) // listeners)
     if fitting < wanted:
         _LOG.warning(
-            "max_connections is %d, but the limit of open files leaves %d: raise it (ulimit -n)",
+            "max_connections is %d, but the limit of open files leaves %d to a listener: raise it (ulimit -n)",
             *(wanted, fitting),
         )
     return min(wanted, fitting)
@@ -170,8 +186,9 @@ class ConnectionGuard:
         while not self._ended.wait(_CHECK_S):
             with _logged(self._port):
                 # Counting descriptors is cheap, asking each what it is costs a hundred times as much.
-                count = len(os.listdir(_DESCRIPTORS))  # noqa: PTH208 - no path for each
-                due = count > least and time.monotonic() - checked_s >= _RECHECK_S
+                count = open_descriptors()
+                recheck_s = _RECHECK_S * max(1.0, count / _DESCRIPTORS_PER_RECHECK_S)
+                due = count > least and time.monotonic() - checked_s >= recheck_s
                 if self._in_force or count - others > least or due:
                     found = connections_to(self._port)
                     others, checked_s = count - len(found), time.monotonic()
@@ -214,6 +231,11 @@ def _logged(port: int) -> Iterator[None]:
         _LOG.warning("cannot count the connections to port %d: %s", port, error)
 
 
+def open_descriptors() -> int:
+    """The open descriptors of this process. Linux has the number as the folder's size since 6.2."""
+    return _DESCRIPTORS.stat().st_size or len(os.listdir(_DESCRIPTORS))  # noqa: PTH208 - no path for each
+
+
 def connections_to(port: int) -> list[Connection]:
     """The connections that this process has accepted on a port."""
     found: list[Connection] = []
@@ -248,7 +270,7 @@ def _connection_of(descriptor: int, port: int) -> Connection | None:
             address, peer_port = held.getpeername()[:2]
     except OSError:
         return None
-    return Connection(descriptor, *_names_of(address, peer_port))
+    return Connection(descriptor, *names_of(address, peer_port))
 
 
 def _copy_of(descriptor: int) -> socket.socket:
@@ -262,7 +284,7 @@ def _copy_of(descriptor: int) -> socket.socket:
         raise
 
 
-def _names_of(address: str, port: int) -> tuple[str, str]:
+def names_of(address: str, port: int) -> tuple[str, str]:
     """The host, and the peer as gRPC names it. The addresses of one IPv6 network of 64 bits are one host."""
     host = host_of(address)
     if "/" in host:
@@ -296,7 +318,7 @@ def _end_all(connections: Sequence[Connection]) -> int:
     for connection in connections:
         try:
             with _copy_of(connection.descriptor) as held:
-                if _names_of(*held.getpeername()[:2])[1] == connection.peer:
+                if names_of(*held.getpeername()[:2])[1] == connection.peer:
                     held.shutdown(socket.SHUT_RDWR)
                     ended += 1
         except OSError:

@@ -13,20 +13,30 @@ _WINDOW_S: Final = 0.05
 _BUSY_SHARE_HIGH: Final = 0.85
 _BUSY_SHARE_LOW: Final = 0.6
 _GAP_FACTOR: Final = 1.5
+# A message takes some 0.1 ms. Where messages are this small a share of the work, fewer of them would not help.
+_MESSAGES_PER_S_HIGH: Final = 1_000.0
+_MESSAGES_PER_S_LOW: Final = 100.0
 _SCHEDULER = Path("/proc/thread-self/schedstat")
 
 
 class LoopLoad:
     """The minimum gap between two messages of a stream, adapted to the load of one event loop.
 
-    A message costs much more than a token in it. While the loop is busy, the gap grows from 2 ms up to 25 ms, so that
-    each message has more tokens. Used only by the loop's thread.
+    A message costs much more than a token in it. While messages keep the loop busy, the gap grows from 2 ms up to
+    25 ms, so that each message has more tokens. A loop that is busy with few messages has other work, such as refusing
+    calls. Then the gap stays or shrinks. Used only by the loop's thread.
     """
 
     def __init__(self) -> None:
         self.gap_s = GAP_MIN_S
         self._updated_s = -math.inf
         self._busy_s = 0.0
+        self._messages = 0
+        """Sent since the last measurement."""
+
+    def count_message(self) -> None:
+        """Counts a message that a stream sends."""
+        self._messages += 1
 
     def update(self, now_s: float) -> None:
         """Measures the load, at most once in 50 ms. `now_s` is by time.monotonic."""
@@ -35,14 +45,15 @@ class LoopLoad:
             return
         busy_s = _busy_seconds()
         share = (busy_s - self._busy_s) / elapsed_s
-        self._updated_s, self._busy_s = now_s, busy_s
-        self.adapt(share)
+        messages_per_s = self._messages / elapsed_s
+        self._updated_s, self._busy_s, self._messages = now_s, busy_s, 0
+        self.adapt(share, messages_per_s)
 
-    def adapt(self, busy_share: float) -> None:
-        """Adapts the gap to the share of time in which the loop was busy."""
-        if busy_share > _BUSY_SHARE_HIGH:
+    def adapt(self, busy_share: float, messages_per_s: float) -> None:
+        """Adapts the gap to the share of time in which the loop was busy, and to the messages of all streams."""
+        if busy_share > _BUSY_SHARE_HIGH and messages_per_s > _MESSAGES_PER_S_HIGH:
             self.gap_s = min(GAP_MAX_S, self.gap_s * _GAP_FACTOR)
-        elif busy_share < _BUSY_SHARE_LOW:
+        elif busy_share < _BUSY_SHARE_LOW or messages_per_s < _MESSAGES_PER_S_LOW:
             self.gap_s = max(GAP_MIN_S, self.gap_s / _GAP_FACTOR)
 
 
@@ -60,6 +71,7 @@ class FlushPace:
 
     def record_flush(self, now_s: float) -> None:
         """Records that the stream sends a message."""
+        self._load.count_message()
         self._flushed_s = now_s
 
 

@@ -25,10 +25,10 @@ class RateByCaller:
         self._debts: OrderedDict[str, tuple[float, float]] = OrderedDict()
         """Events that no time has paid for yet, and when they were counted."""
 
-    def count(self, caller: str) -> None:
-        """Counts an event, also one beyond the rate."""
+    def count(self, caller: str, weight: float = 1.0) -> None:
+        """Counts an event as `weight` events, also one beyond the rate."""
         # What exceeds the burst by far would outlast its cause.
-        debt = min(self._debt(caller) + 1.0, 2.0 * self._burst)
+        debt = min(self._debt(caller) + weight, 2.0 * self._burst)
         self._debts[caller] = (debt, self._clock())
         self._debts.move_to_end(caller)
         if len(self._debts) > CALLERS_MAX:

@@ -57,10 +57,12 @@ class CallerInterceptor(WrappingInterceptor):
         async def answer(_: Any, context: Context) -> Any:
             async with self._bounded(context):
                 data = await _first(context, bounds)
+                bounds.add_bytes(len(data))
                 await bounds.wait_turn()
+                request = bounds.timed(lambda: parse(data))
                 if not generates:
-                    return await behaviour(parse(data), context)
-                async for response in behaviour(parse(data), context):
+                    return await behaviour(request, context)
+                async for response in behaviour(request, context):
                     await context.write(response)
                 return None
 

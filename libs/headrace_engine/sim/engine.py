@@ -30,7 +30,7 @@ from headrace_engine.interface import (
     Sampling,
 )
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
-from headrace_engine.sim.cache.host_tier import open_host_tier
+from headrace_engine.sim.cache.lower_tiers import SimLowerTiers, open_lower_tiers
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.clock import SimClock
@@ -118,6 +118,7 @@ class SimEngine(Engine):
         self._transports: list[KvTransport] = []
         self._senders: list[RankSender] = []
         self._scheduler: Scheduler | None = None
+        self._lower_tiers: SimLowerTiers | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -126,15 +127,6 @@ class SimEngine(Engine):
         self._memory = SimMemory(self.model, shape, hash(config.ref))
         local = config.role == "decode" and config.local_broadcast
         layout = self._memory.layout(shape.tensor_parallel_size if local else 1)
-        host = open_host_tier(shape.settings.host_blocks, self._memory)
-        tiers = (Tier.DEVICE,) if host is None else (Tier.DEVICE, Tier.HOST)
-        self.prefix_events = PrefixEventPublisher(config.ref, layout.block_tokens, tiers=tiers)
-        self._pools = CachePools(
-            layout.groups, shape.block_counts, self._memory.fill_guard, self.prefix_events, host
-        )
-        self._stepper = Stepper(
-            self.model, self._memory, self._pools, shape, self._clock, self._faults
-        )
         ranks = []
         for rank in range(layout.rank_count):
             transport = await asyncio.to_thread(self._open_transport)
@@ -144,12 +136,33 @@ class SimEngine(Engine):
             )
             ranks.append(self._memory.rank_memory(rank, transport.name, transport.session))
         self.descriptor = KvDescriptor(layout, tuple(ranks))
+        self._open_cache()
+        self._stepper = Stepper(
+            self.model, self._memory, self._pools, shape, self._clock, self._faults
+        )
         self.broadcast = LocalBroadcast(self.descriptor) if local else None
         self.max_model_len = shape.max_model_len
         if config.role == "prefill":
             self._senders = [self._new_sender(rank) for rank in range(len(ranks))]
         self._scheduler = Scheduler(shape, self._pools, self._stepper, self._clock)
         self._task = asyncio.create_task(self._scheduler.run(), name=f"sim engine {config.ref}")
+
+    def _open_cache(self) -> None:
+        settings, layout = self._shape.settings, self.descriptor.layout
+        self._lower_tiers = open_lower_tiers(
+            self.descriptor, settings.host_blocks, settings.disk_blocks
+        )
+        lower = () if self._lower_tiers is None else self._lower_tiers.names
+        self.prefix_events = PrefixEventPublisher(
+            self._config.ref, layout.block_tokens, tiers=(Tier.DEVICE, *lower)
+        )
+        self._pools = CachePools(
+            layout.groups,
+            self._shape.block_counts,
+            self._memory.fill_guard,
+            self.prefix_events,
+            self._lower_tiers,
+        )
 
     def _new_sender(self, rank: int) -> RankSender:
         loop = asyncio.get_running_loop()
@@ -305,6 +318,8 @@ class SimEngine(Engine):
                 _logger.warning("%d senders of %s still write", len(late), self._config.ref)
         await asyncio.gather(*(asyncio.to_thread(one.close) for one in self._transports))
         await self._clock.close()
+        if self._lower_tiers is not None:
+            self._lower_tiers.close()
         self._senders, self._transports = [], []
 
     def _rank_quiesced(self, report: SendReport) -> None:

@@ -37,9 +37,8 @@ class WorkerHost:
     """Owns the shared parts of a process of workers."""
 
     def __init__(self, role: Role, config: WorkerConfig) -> None:
-        readable = bool(getattr(config, "metrics_keys_file", ""))
-        self.telemetry = init_telemetry(role, config.worker_id, config, readable_metrics=readable)
-        self.metrics = WorkerMetrics(self.telemetry.metrics.meter)
+        self.telemetry = init_telemetry(role, config.worker_id, config)
+        self.metrics = WorkerMetrics(self.telemetry.metrics)
         self.registry = open_channel(config.registry, config)
         self.descriptors = DescriptorCache(self.registry)
         self._config = config

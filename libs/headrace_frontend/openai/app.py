@@ -30,6 +30,7 @@ from headrace_frontend.openai.exchange import HttpExchange, Receive, Scope, Send
 from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts
 from headrace_frontend.openai.requests import (
+    BodyKind,
     ChatCompletionBody,
     CompletionBody,
     DetokenizeBody,
@@ -125,7 +126,7 @@ class OpenAiApp:
                 async with callers.rechecked(tenant_now, tenant):
                     await self._serve(exchange)
             except HttpError:
-                callers.count_rejection(caller)
+                callers.count_rejection()
                 raise
 
     async def _serve(self, exchange: HttpExchange) -> None:
@@ -147,15 +148,17 @@ class OpenAiApp:
                     "a valid API key is required; send it as header 'Authorization: Bearer KEY'"
                 ) from error
 
-    async def _body(self, exchange: HttpExchange) -> bytes:
+    async def _body(self, exchange: HttpExchange, kind: type[BodyKind]) -> BodyKind:
         data = await exchange.read_json(self._body_bytes_max)
+        callers = self._parts.callers
+        callers.add_bytes(len(data))
         self._parts.size.check(len(data))
-        await self._parts.callers.wait_turn()
-        return data
+        await callers.wait_turn()
+        return callers.timed(lambda: parse_body(kind, data))
 
     async def _chat(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
-        body = parse_body(ChatCompletionBody, await self._body(exchange))
+        body = await self._body(exchange, ChatCompletionBody)
         request_id = _request_id(exchange)
         head = self._head(body, f"chatcmpl-{request_id}")
         rules = rules_of(body, self._parts.parsers[head.model])
@@ -174,7 +177,7 @@ class OpenAiApp:
 
     async def _complete(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
-        body = parse_body(CompletionBody, await self._body(exchange))
+        body = await self._body(exchange, CompletionBody)
         request_id = _request_id(exchange)
         head = self._head(body, f"cmpl-{request_id}")
         codec = self._parts.codecs[head.model]
@@ -281,7 +284,7 @@ class OpenAiApp:
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
-        body = parse_body(TokenizeBody, await self._body(exchange))
+        body = await self._body(exchange, TokenizeBody)
         preparer = self._parts.preparer
         try:
             async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
@@ -301,7 +304,7 @@ class OpenAiApp:
 
     async def _detokenize(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
-        body = parse_body(DetokenizeBody, await self._body(exchange))
+        body = await self._body(exchange, DetokenizeBody)
         model = resolve_model(body.model, self._parts.codecs)
         async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
             text = await self._parts.preparer.detokenize(model, body.tokens, tenant)

@@ -6,7 +6,6 @@ reservation as prefill ranks do: its blocks are not reused before the copies hav
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 from collections.abc import Callable, Collection
@@ -36,6 +35,7 @@ from headrace_kv.receive.observer import (
     TransferView,
     call_when_done,
 )
+from headrace_kv.transport.packing import copy_runs
 
 _log = logging.getLogger(__name__)
 
@@ -53,13 +53,7 @@ def copy_in_process(
     source: RankMemory, destination: RankMemory, runs: Runs, timeout_s: float
 ) -> None:
     """A LocalWrite for ranks in this process."""
-    for source_address, destination_address, length in zip(
-        runs.source_addresses.tolist(),
-        runs.destination_addresses.tolist(),
-        runs.lengths.tolist(),
-        strict=True,
-    ):
-        ctypes.memmove(destination_address, source_address, length)
+    copy_runs(runs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Copies many short runs to and from one contiguous buffer of this process."""
+"""Copies many short runs within this process, also to and from one contiguous buffer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,20 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from headrace_kv.plan.copy_plan import Int64Array
+from headrace_kv.plan.copy_plan import Int64Array, Runs
 
 Bytes = NDArray[np.uint8]
+
+
+def copy_runs(runs: Runs) -> None:
+    """Copies runs within this process, one after the other. Other threads run during long ones."""
+    for source, destination, length in zip(
+        runs.source_addresses.tolist(),
+        runs.destination_addresses.tolist(),
+        runs.lengths.tolist(),
+        strict=True,
+    ):
+        ctypes.memmove(destination, source, length)
 
 
 def by_length(lengths: Int64Array) -> Int64Array | None:

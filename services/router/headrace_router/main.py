@@ -20,6 +20,7 @@ from headrace_common.process.run import run_service
 from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
+from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_common.tickets.keys import SigningKey
 from headrace_frontend.openai.server import HttpServer
@@ -70,10 +71,9 @@ async def serve_router(config: RouterConfig) -> None:
     codecs = await asyncio.to_thread(load_codecs, config.models)
     ticket_key = SigningKey()
     async with AsyncExitStack() as stack:
-        telemetry = init_telemetry(
-            "router", router_id, config, readable_metrics=bool(config.metrics_keys_file)
-        )
+        telemetry = init_telemetry("router", router_id, config)
         stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)
+        await stack.enter_async_context(metrics_served(config, telemetry.metrics))
         registry = open_channel(config.registry, config)
         stack.push_async_callback(registry.close)
         membership: Membership | None = None
@@ -93,9 +93,16 @@ async def serve_router(config: RouterConfig) -> None:
         await members.start()
         server = router.new_server(config)
         stack.push_async_callback(server.stop, None)
-        http = HttpServer(router.openai, config) if config.http_listen else None
+        http = HttpServer(router.openai, config, router.callers) if config.http_listen else None
         if http is not None:
             stack.push_async_callback(http.stop)
+        status = (
+            HttpServer(router.status, config, router.callers, "status_listen", config.status_tls)
+            if router.status is not None
+            else None
+        )
+        if status is not None:
+            stack.push_async_callback(status.stop)
         endpoint = await server.start()
         member = _member(router_id, incarnation, (endpoint, server.client_endpoint), ticket_key)
         membership = Membership(registry, member)
@@ -108,6 +115,9 @@ async def serve_router(config: RouterConfig) -> None:
         if http is not None:
             http.start()
             _LOG.info("%s serves OpenAI HTTP on %s", router_id, http.url)
+        if status is not None:
+            status.start()
+            _LOG.info("%s serves its status page on %s", router_id, status.url)
         await server.serve_until_signal(lambda deadline: _drain(router, membership, http, deadline))
 
 

@@ -25,12 +25,12 @@ from headrace_frontend.answers import (
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.response_stream import ResponseStream, TextOutlet
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.request_span import RequestTracer, trace_id_of
 from headrace_router.admission.admission import Admission, AdmissionPermit
 from headrace_router.dispatch.completion import finish_reason_name
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.dispatch.request import RoutedRequest
 from headrace_router.metrics import RouterMetrics
+from headrace_router.tracing.request_span import RequestTracer, trace_id_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class _Terms:
     tenant: str
     deadline: Deadline
     arrival_unix_ns: int
+    arrival_ns: int
+    """By the monotonic clock."""
 
 
 class RequestRunner:
@@ -92,7 +94,7 @@ class RequestRunner:
         single answer. Raises HeadraceError, before or between messages.
         """
         arrival_unix_ns = time.time_ns()
-        terms = _Terms(tenant, deadline, arrival_unix_ns)
+        terms = _Terms(tenant, deadline, arrival_unix_ns, time.monotonic_ns())
         request_id = request_id_of(request)
 
         async def prepare(root: Span, tenant: str) -> PreparedRequest:
@@ -107,9 +109,8 @@ class RequestRunner:
         permit = await self._admission.admit(terms.tenant, terms.deadline)
         with self._admission.holding(permit):
             response = await self._run_admitted(answer, permit, terms)
-        first_ms = (response.first_token_unix_ns - terms.arrival_unix_ns) / 1e6
-        self._metrics.count_request(
-            finish_reason_name(response.finish_reason), first_ms if response.started else None
+        self._metrics.count_answer(
+            finish_reason_name(response.finish_reason), response, terms.arrival_unix_ns
         )
 
     @asynccontextmanager
@@ -132,16 +133,23 @@ class RequestRunner:
     async def _run_admitted(
         self, answer: Answer, permit: AdmissionPermit, terms: _Terms
     ) -> ResponseStream:
-        with self._tracer.request_span(answer.request_id, terms.arrival_unix_ns) as root:
+        timeline = self._tracer.new_timeline(terms.arrival_ns)
+        with self._tracer.request_span(
+            answer.request_id, terms.arrival_unix_ns, timeline=timeline
+        ) as root:
             prepared = await answer.prepare(root, permit.tenant)
+            timeline.tokenized(prepared.tokenized_ns)
             await permit.acquire_tokens(len(prepared.token_ids))
             await permit.acquire_slot(prepared.model)
             await self.wait_turn()
             response = ResponseStream(prepared, trace_id_of(root), self._load)
+            response.count_gaps(self._metrics.token_gaps())
+            timeline.responding(response)
             answer.on_response(response)
             routed = RoutedRequest(
                 *(prepared, response, root, terms.deadline, terms.arrival_unix_ns, permit.tenant),
                 slot_wait_s=lambda: permit.slot_wait_s,
+                timeline=timeline,
             )
             if answer.outlet is not None:
                 response.use_outlet(answer.outlet)

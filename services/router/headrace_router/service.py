@@ -15,7 +15,6 @@ from headrace_common.errors import InvalidRequest, PermissionDenied, Unauthentic
 from headrace_common.rpc.trace_context import traceparent
 from headrace_frontend.answers import answer_count, request_id_of
 from headrace_frontend.request.preparation import RequestPreparer
-from headrace_frontend.request_span import RequestTracer
 from headrace_frontend.tenants import DEFAULT_TENANT, TenantAliases, Tenants
 from headrace_router.admission.admission import Admission
 from headrace_router.dispatch.dispatcher import RequestDispatcher
@@ -23,6 +22,7 @@ from headrace_router.lookaside.tickets import LookAside, candidates_to_proto
 from headrace_router.models import ModelCatalog
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.runner import RequestRunner
+from headrace_router.tracing.request_span import RequestTracer
 
 # The router's error names what was waited for. It must reach the client before the client's own deadline.
 _DEADLINE_MARGIN_S = 0.2

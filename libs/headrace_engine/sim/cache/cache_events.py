@@ -50,13 +50,13 @@ class CacheEventReporter:
             block.tier_added()
             self._events.stored(parent, [block.block_hash])
 
-    def blocks_offloaded(self, prefixes: Items[int]) -> None:
-        """Cached blocks are in main memory too."""
+    def blocks_offloaded(self, prefixes: Items[int], tier: Tier) -> None:
+        """Cached blocks are in that tier too."""
         for prefix in prefixes:
             block = self._by_prefix.get(prefix)
             if block is not None:
                 block.tier_added()
-                self._events.stored(block.parent, [block.block_hash], Tier.HOST)
+                self._events.stored(block.parent, [block.block_hash], tier)
 
     def blocks_evicted(self, prefixes: Items[int], tier: Tier = Tier.DEVICE) -> None:
         """Blocks can no longer be found in that tier."""

@@ -181,15 +181,6 @@ class SimMemory:
             for view in self._views_of(group):
                 view[:, list(block_ids)] = self._guard.astype(view.dtype)
 
-    def save_block(self, group: int, block: int) -> tuple[WordArray, ...]:
-        """A copy of a block's content on all ranks."""
-        return tuple(view[:, block].copy() for view in self._views_of(group))
-
-    def restore_block(self, group: int, block: int, content: Sequence[WordArray]) -> None:
-        """Writes a result of `save_block` into a block of the same group."""
-        for view, saved in zip(self._views_of(group), content, strict=True):
-            view[:, block] = saved
-
     def guard_violations(self, group: int, block_ids: Sequence[int]) -> tuple[int, ...]:
         """Those of the given free blocks of a group that were written to. Raises ConfigError with verify=off."""
         if not self._verifies:

@@ -8,20 +8,20 @@ from functools import partial
 from math import lcm
 
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
-from headrace_engine.sim.cache.blocks import BlockPool
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
-from headrace_engine.sim.cache.host_tier import BlockContent, HostTier
+from headrace_engine.sim.cache.lower_tiers import SimLowerTiers
 from headrace_engine.sim.request.sequence import Sequence
 from headrace_kv.layout.layout import STATE, CacheGroup
-from headrace_kv.prefix.events import Tier
+from headrace_kv.manager.block_pool import BlockPool
+from headrace_kv.manager.lower_tiers import TierHit
 
 
 class CachePools:
     """One pool per group. A request gets all that it needs of every group, or nothing.
 
     `on_cleared(group, block_ids)` gets blocks with void content. The cached blocks of the first
-    group, which keeps tokens, are reported to `prefix_events`. Evicted blocks go to `host`, which only
-    a cache with a single group may have.
+    group, which keeps tokens, are reported to `prefix_events`. Evicted blocks go to `lower_tiers`, which
+    only a cache with a single group may have.
     """
 
     def __init__(
@@ -30,10 +30,10 @@ class CachePools:
         block_counts: tuple[int, ...],
         on_cleared: Callable[[int, Items[int]], None],
         prefix_events: PrefixEventPublisher,
-        host: HostTier | None = None,
+        lower_tiers: SimLowerTiers | None = None,
     ) -> None:
         self._groups = groups
-        self._host = host
+        self._lower_tiers = lower_tiers
         self._reporter = CacheEventReporter(prefix_events)
         self._pools = tuple(
             BlockPool(
@@ -62,6 +62,8 @@ class CachePools:
             return False
         for pool in self._pools:
             pool.evict_idle()
+        if self._lower_tiers is not None:
+            self._lower_tiers.clear(self._reporter)
         return True
 
     def free_ids_by_group(self) -> tuple[tuple[int, ...], ...]:
@@ -73,7 +75,7 @@ class CachePools:
         block_ids_by_group = self._cached_blocks(sequence)
         size = self._groups[0].block_tokens
         first_loaded = len(block_ids_by_group[0])
-        contents = self._host_blocks(sequence, first_loaded)
+        hit = self._lower_blocks(sequence, first_loaded)
         for pool, block_ids in zip(self._pools, block_ids_by_group, strict=True):
             pool.share(block_ids)
         for group, pool, block_ids in zip(
@@ -83,42 +85,41 @@ class CachePools:
             if fresh is None:
                 for each, held in zip(self._pools, block_ids_by_group, strict=True):
                     each.free(held)
+                if self._lower_tiers is not None:
+                    self._lower_tiers.release(hit)
                 return False
             block_ids.extend(fresh)
-        cached_blocks = first_loaded + len(contents)
+        cached_blocks = first_loaded + len(hit)
         sequence.blocks_allocated(
             tuple(tuple(block_ids) for block_ids in block_ids_by_group),
             cached_tokens=cached_blocks * size,
-            loaded_tokens=len(contents) * size,
+            loaded_tokens=len(hit) * size,
         )
-        self._load(sequence, first_loaded, contents)
+        self._load(sequence, first_loaded, hit)
         return True
 
-    def _host_blocks(self, sequence: Sequence, start_block: int) -> list[BlockContent]:
-        """The prompt's blocks from `start_block` on that are in main memory."""
-        if self._host is None:
-            return []
+    def _lower_blocks(self, sequence: Sequence, start_block: int) -> TierHit:
+        """The prompt's blocks from `start_block` on that are in lower tiers. They are held."""
+        if self._lower_tiers is None:
+            return TierHit(())
         size = self._groups[0].block_tokens
         reusable = sequence.reusable_tokens(self._keeps_state)
-        return self._host.find(sequence.prefixes(size, reusable)[start_block:])
+        return self._lower_tiers.hold(sequence.prefixes(size, reusable)[start_block:])
 
-    def _load(self, sequence: Sequence, start_block: int, contents: Items[BlockContent]) -> None:
-        if self._host is None or not contents:
+    def _load(self, sequence: Sequence, start_block: int, hit: TierHit) -> None:
+        if self._lower_tiers is None or not hit:
             return
-        end_block = start_block + len(contents)
+        end_block = start_block + len(hit)
         block_ids = sequence.block_ids_by_group[0][start_block:end_block]
-        for block, content in zip(block_ids, contents, strict=True):
-            self._host.load(block, content)
+        self._lower_tiers.load(hit, block_ids, self._reporter)
         size = self._groups[0].block_tokens
         self.register(sequence, start_block * size, end_block * size)
 
     def _offload(self, prefixes: Items[int], block_ids: Items[int]) -> None:
-        """Saves evicted blocks in main memory, if there is a tier for them, and reports the changes."""
-        if self._host is not None:
-            fresh = [prefix for prefix in prefixes if prefix not in self._host]
-            evicted = self._host.offload(prefixes, block_ids)
-            self._reporter.blocks_offloaded(fresh)
-            self._reporter.blocks_evicted(evicted, Tier.HOST)
+        """Copies evicted blocks to lower tiers, if there are any, and reports the changes."""
+        if self._lower_tiers is not None:
+            # The pool evicts the children first.
+            self._lower_tiers.store(prefixes[::-1], block_ids[::-1], self._reporter)
         self._reporter.blocks_evicted(prefixes)
 
     def _cached_blocks(self, sequence: Sequence) -> list[list[int]]:

@@ -52,6 +52,7 @@ class SimSettings:
     - `index_block_tokens`: tokens of one block of the index; 0 for block_tokens.
     - `stages`: pipeline stages, each with tensor_parallel_size ranks.
     - `host_blocks`: evicted blocks that are kept in main memory, of a model with attention only.
+    - `disk_blocks`: blocks that main memory has evicted and that are kept in a file in /var/tmp.
     - `host_copy_s_per_token`: seconds that copying them back takes.
     - `clock`: the path of a Unix socket where a test advances the time of computing by hand, see
       clock_control. Without it, computing takes real time.
@@ -81,6 +82,7 @@ class SimSettings:
     index_block_tokens: int = 0
     stages: int = 1
     host_blocks: int = 0
+    disk_blocks: int = 0
     host_copy_s_per_token: float = 0.0
     clock: str = ""
     verify: bool = True
@@ -119,6 +121,7 @@ _BOUNDS = {
     "index_block_tokens": (0, 1 << 20),
     "stages": (1, 512),
     "host_blocks": (0, 1 << 24),
+    "disk_blocks": (0, 1 << 24),
     "host_copy_s_per_token": (0, 60),
 }
 _PART_BYTES = (1, 65536)
@@ -213,6 +216,9 @@ def _contradictions(values: dict[str, Any]) -> list[_Fault]:
     if settings.host_blocks and (settings.index_layers or settings.state_layers):
         remedy = "omit it: index_layers and state_layers cannot be kept in main memory"
         faults.append(("model.host_blocks", settings.host_blocks, remedy))
+    if settings.disk_blocks and not settings.host_blocks:
+        remedy = "set host_blocks too: blocks reach the disk from main memory"
+        faults.append(("model.disk_blocks", settings.disk_blocks, remedy))
     if settings.stages > settings.layer_count:
         remedy = f"take 1 to {settings.layer_count}, the number of layers"
         faults.append(("model.stages", settings.stages, remedy))

@@ -72,6 +72,7 @@ class HttpDoor:
             *(served_model(config, hosted.engine), hosted.engine.max_model_len, host)
         )
         self._hash_key = 0
+        self._callers = CallerBounds(CallerLimits.from_config(config), host.metrics.count_refused)
         self.prefills = RouterPrefills(hosted.ref, lambda endpoint: open_channel(endpoint, config))
         self._worker = OwnWorker(
             *(hosted.ref, self._model.name, attempts, self.prefills, host.members)
@@ -89,7 +90,7 @@ class HttpDoor:
         config = self._config
         folder = SIMULATED_MODEL if config.engine == "sim" else config.model
         codecs = await asyncio.to_thread(load_codecs, {self._model.name: folder})
-        self._server = HttpServer(self._build_app(codecs), config)
+        self._server = HttpServer(self._build_app(codecs), config, self._callers)
         self._server.start()
         host, port = split_host_port(config.http_advertise or config.http_listen)
         return f"{host}:{port or self._server.port}"
@@ -97,7 +98,6 @@ class HttpDoor:
     def _build_app(self, codecs: Mapping[str, TextCodec]) -> OpenAiApp:
         config, model, host = self._config, self._model, self._host
         telemetry = host.telemetry.for_worker(self._worker.ref.worker_id)
-        callers = CallerBounds(CallerLimits.from_config(config), host.metrics.count_refused)
         salts = CacheSalts(
             by_tenant=config.separates_tenants, prefix_hash_key=lambda: self._hash_key
         )
@@ -105,7 +105,7 @@ class HttpDoor:
             codecs, model, telemetry, config.max_bytes_per_token, salts.salt_of
         )
         self._runner = OwnRequestRunner(
-            *(self._worker, self._preparer, callers, telemetry),
+            *(self._worker, self._preparer, self._callers, telemetry),
             requests_max=config.max_concurrent_requests,
         )
         parts = OpenAiParts(
@@ -117,7 +117,7 @@ class HttpDoor:
             preparer=self._preparer,
             size=RequestSizeCheck(model.max_model_len, config.max_bytes_per_token),
             count_failures=nullcontext,
-            callers=callers,
+            callers=self._callers,
         )
         metrics = MetricsPage(
             load_tenants(config.metrics_keys_file, "metrics_keys_file"), telemetry.metrics.text

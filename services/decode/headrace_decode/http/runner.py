@@ -32,6 +32,7 @@ from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.attempts import Attempts
 from headrace_decode.http.own_attempt import OwnAttempt, OwnOutcome, OwnRequest
 from headrace_decode.http.prefill import RouterPrefills
+from headrace_decode.http.request_span import request_span, trace_id_of
 from headrace_frontend.answers import (
     Answer,
     ResponseWriter,
@@ -42,7 +43,6 @@ from headrace_frontend.answers import (
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.response_stream import ResponseStream, TextOutlet
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_frontend.request_span import RequestTracer, trace_id_of
 from headrace_kv.layout.layout import WorkerRef
 
 _LOG = logging.getLogger(__name__)
@@ -89,7 +89,6 @@ class OwnRequestRunner:
         self._preparer = preparer
         self._callers = callers
         self._telemetry = telemetry
-        self._tracer = RequestTracer(telemetry)
         self._requests_max = requests_max
         self._requests = 0
         self._load = LoopLoad()
@@ -133,7 +132,7 @@ class OwnRequestRunner:
     async def _answer(self, terms: _Terms, answer: Answer) -> None:
         with (
             self._place(),
-            self._tracer.request_span(answer.request_id, terms.arrival_unix_ns) as root,
+            request_span(self._telemetry, answer.request_id, terms.arrival_unix_ns) as root,
         ):
             prepared = await answer.prepare(root, terms.tenant)
             await self._callers.wait_turn()

@@ -14,12 +14,12 @@ from headrace_common.errors import InvalidRequest, QueueFull
 from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
 from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
-from headrace_frontend.request_span import trace_id_of
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import salt_violations
 from headrace_router.dispatch.dispatcher import PolicySource
 from headrace_router.lookaside.prompts import DirectPrompts
 from headrace_router.prefill_queue.queue import PrefillQueue
+from headrace_router.tracing.request_span import trace_id_of
 from headrace_router.workers.table import Worker
 from headrace_text.codec import TextCodec
 

@@ -6,19 +6,26 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
 
 import grpc.aio
 
+from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
 from headrace_router.workers.availability import WorkerAvailability
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.heartbeats import heartbeat_interval_s
 from headrace_router.workers.slots import DecodeSlots
-from headrace_router.workers.table import LoadTable, Worker
+from headrace_router.workers.table import Load, LoadTable, Worker
+
+# A new table costs a time that grows with the number of workers. Workers that join together share one.
+_REBUILD_INTERVAL_S: Final = 0.05
+_LAYOUTS_MAX: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,8 @@ class WorkerDirectory:
         self._slots: dict[str, DecodeSlots] = {}
         self._router_count = 1
         self._loaded = False
+        self._rebuild: asyncio.TimerHandle | None = None
+        self._next_rebuild_s = 0.0
 
     def update(self, members: Iterable[registry_pb2.Member]) -> None:
         """Replaces the decode workers by the registry's. Requests on workers that left continue."""
@@ -66,6 +75,7 @@ class WorkerDirectory:
             self._availability.start()
         members = tuple(members)
         routers = sum(member.role == registry_pb2.Member.ROLE_ROUTER for member in members)
+        changed = self._router_count != max(1, routers)
         self._router_count = max(1, routers)
         registered = (
             self._convert(member)
@@ -75,16 +85,19 @@ class WorkerDirectory:
         self._registered = {one.worker.ref: one for one in registered}
         for ref in self._connections.keys() - self._registered.keys():
             self._connections.pop(ref).retire()
+            changed = True
         interval_s = heartbeat_interval_s(len(self._registered))
         for ref, one in self._registered.items():
             worker = one.worker
             connection = self._connections.get(ref)
             if connection is not None and connection.worker.endpoint == worker.endpoint:
+                changed = changed or connection.worker != worker
                 connection.replace_worker(worker)
                 connection.set_interval(interval_s)
                 continue
             if connection is not None:
                 connection.retire()
+                changed = True
             self._connections[ref] = WorkerConnection(
                 worker,
                 self._open_channel,
@@ -93,7 +106,9 @@ class WorkerDirectory:
                 self._ticket_public_key,
                 interval_s,
             )
-        self._rebuild_tables()
+        # A new worker has no row before it has reported.
+        if changed:
+            self._rebuild_tables()
 
     def _convert(self, member: registry_pb2.Member) -> _Registered:
         """Most members are the same objects as before."""
@@ -120,6 +135,14 @@ class WorkerDirectory:
     def decode_worker_counts(self) -> dict[str, int]:
         """The number of live decode workers by model."""
         return {model: len(table) for model, table in self._tables.items()}
+
+    def loads(self) -> dict[WorkerRef, Load]:
+        """The load of every worker that has reported its status."""
+        return {
+            ref: connection.load()
+            for ref, connection in self._connections.items()
+            if connection.has_reported
+        }
 
     def worker(self, ref: WorkerRef) -> Worker | None:
         """A live decode worker as it registered. None when it has left."""
@@ -174,10 +197,23 @@ class WorkerDirectory:
 
     async def close(self) -> None:
         """Closes every channel."""
+        if self._rebuild is not None:
+            self._rebuild.cancel()
+            self._rebuild = None
         connections, self._connections = list(self._connections.values()), {}
         await asyncio.gather(*(connection.close() for connection in connections))
 
+    def _schedule_rebuild(self) -> None:
+        """Rebuilds the tables soon: at once after a pause, else with all that report meanwhile."""
+        if self._rebuild is None:
+            loop = asyncio.get_running_loop()
+            self._rebuild = loop.call_at(self._next_rebuild_s, self._rebuild_tables)
+
     def _rebuild_tables(self) -> None:
+        if self._rebuild is not None:
+            self._rebuild.cancel()
+            self._rebuild = None
+        self._next_rebuild_s = asyncio.get_running_loop().time() + _REBUILD_INTERVAL_S
         by_model: dict[str, list[WorkerConnection]] = {}
         for connection in self._connections.values():
             if connection.has_reported:
@@ -208,7 +244,7 @@ class WorkerDirectory:
             return
         table = self._tables.get(worker.model)
         if table is None or worker.ref not in table:
-            self._rebuild_tables()
+            self._schedule_rebuild()
             return
         if table.set(worker.ref, connection.load()):
             self._table_changed(worker.model)
@@ -234,5 +270,11 @@ def worker_from_member(member: registry_pb2.Member) -> Worker:
         model=member.model,
         max_model_len=member.max_model_len,
         max_num_seqs=member.max_num_seqs,
-        layout=layout_from_proto(member.layout),
+        layout=_layout_of(member.layout.SerializeToString(deterministic=True)),
     )
+
+
+@lru_cache(maxsize=_LAYOUTS_MAX)
+def _layout_of(serialized: bytes) -> KvLayout:
+    """Equal layouts are one object: most workers of a deployment have the same."""
+    return layout_from_proto(layout_pb2.KvLayout.FromString(serialized))

@@ -66,12 +66,7 @@ class LoadTable:
         self._loads: dict[int, Load] = {}
         self._rows = {worker.ref: row for row, worker in enumerate(self.workers)}
         # Workers with one layout fingerprint can receive from the same prefill workers.
-        self.layouts: tuple[KvLayout, ...] = ()
-        groups: dict[KvLayout, int] = {}
-        self.layout_of = np.array(
-            [groups.setdefault(fingerprint(w.layout), len(groups)) for w in self.workers], np.intp
-        )
-        self.layouts = tuple(groups)
+        self.layouts, self.layout_of = _layout_groups(self.workers)
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -133,3 +128,18 @@ class LoadTable:
         by_layout = np.array([layout in prefill_layouts for layout in self.layouts], np.bool_)
         found: Flags = by_layout[self.layout_of]
         return found
+
+
+def _layout_groups(workers: Iterable[Worker]) -> tuple[tuple[KvLayout, ...], NDArray[np.intp]]:
+    """The fingerprints of the workers' layouts, and the index of each worker's."""
+    groups: dict[KvLayout, int] = {}
+    # Most workers share one object. Its fingerprint is computed once.
+    known: dict[int, int] = {}
+    indices: list[int] = []
+    for worker in workers:
+        index = known.get(id(worker.layout))
+        if index is None:
+            index = groups.setdefault(fingerprint(worker.layout), len(groups))
+            known[id(worker.layout)] = index
+        indices.append(index)
+    return tuple(groups), np.array(indices, np.intp)

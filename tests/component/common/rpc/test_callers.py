@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -77,7 +77,11 @@ class _Served:
 
 
 @asynccontextmanager
-async def _served(refused: Counter[str]) -> AsyncIterator[_Served]:
+async def _served(
+    refused: Counter[str],
+    rejected_per_s: float = 0.01,
+    cpu_clock: Callable[[], float] = lambda: 0.0,
+) -> AsyncIterator[_Served]:
     def count(refusal: str, number: int) -> None:
         refused[refusal] += number
 
@@ -87,7 +91,9 @@ async def _served(refused: Counter[str]) -> AsyncIterator[_Served]:
         tenant = str(dict(metadata).get("x-tenant", ""))
         return "" if tenant in removed else tenant
 
-    servicer, bounds = _Servicer(), CallerBounds(CallerLimits(_CALLS_MAX, 0.01, _CHECK_S), count)
+    limits = CallerLimits(_CALLS_MAX, rejected_per_s, _CHECK_S)
+    # The clock stands still, so that the speed of the machine does not matter.
+    servicer, bounds = _Servicer(), CallerBounds(limits, count, lambda: 0.0, cpu_clock)
     clients = ClientServices((_SERVICE,), callers=bounds, tenant_of=tenant_of)
     server = GrpcServer(ClientFacingConfig(), (), clients)
     assert server.client_server is not None
@@ -131,6 +137,21 @@ async def test_a_tenant_of_many_invalid_requests_is_refused_and_another_is_not()
         refused_one = next(error for error in errors if isinstance(error, QueueFull))
         assert "calls a second of this caller were rejected" in refused_one.detail
         assert await it.ask("b") == "answer"
+
+
+@pytest.mark.parametrize("cause", ["few and small", "large", "slow"])
+async def test_a_costly_invalid_request_exhausts_what_small_ones_do_not(cause: str) -> None:
+    text = "no" * (4 * 1024 * 1024 if cause == "large" else 1)
+    wrong = inference_pb2.GenerateRequest(text=text).SerializeToString()
+    ticks = iter(range(1_000))
+
+    def cpu_clock() -> float:
+        return float(next(ticks)) if cause == "slow" else 0.0
+
+    async with _served(Counter(), 10.0, cpu_clock) as it:
+        assert isinstance(await _error_of(it.ask("a", wrong)), InvalidRequest)
+        error = await _error_of(it.ask("a", wrong))
+        assert isinstance(error, InvalidRequest if cause == "few and small" else QueueFull)
 
 
 async def test_an_open_call_ends_after_its_key_was_removed() -> None:

@@ -47,6 +47,19 @@ async def test_evicted_blocks_are_loaded_until_main_memory_evicts_them() -> None
         assert await answer(engine, second, "f") < 72
 
 
+async def test_blocks_that_main_memory_evicts_return_from_the_disk() -> None:
+    random = Random(1)
+    prompts = [random_prompt(random, PROMPT_TOKENS) for _ in range(4)]
+    model = f"{MODEL},disk_blocks=40"
+    async with decode_engine(model=model, num_gpu_blocks_override=16) as engine:
+        for number, prompt in enumerate(prompts):
+            assert await answer(engine, prompt, f"a{number}") == 0
+        for number, prompt in enumerate(prompts):
+            assert await answer(engine, prompt, f"b{number}") == 72
+        assert await engine.reset_prefix_cache()
+        assert await answer(engine, prompts[3], "c") == 0
+
+
 async def test_loading_takes_its_time_and_delays_no_other_request() -> None:
     random = Random(2)
     first, second = random_prompt(random, PROMPT_TOKENS), random_prompt(random, PROMPT_TOKENS)
@@ -77,11 +90,14 @@ async def test_loading_takes_its_time_and_delays_no_other_request() -> None:
         assert clock.now_s() - start_s == 0.5 * (72 - 40) + 8
 
 
-@pytest.mark.parametrize("host_blocks", [1, 7, 40])
-async def test_answers_are_correct_for_blocks_of_every_tier(host_blocks: int) -> None:
+@pytest.mark.parametrize(("host_blocks", "disk_blocks"), [(1, 0), (7, 0), (40, 0), (1, 40), (7, 9)])
+async def test_answers_are_correct_for_blocks_of_every_tier(
+    host_blocks: int, disk_blocks: int
+) -> None:
     random = Random(host_blocks)
     beginnings = [random_prompt(random, random.randrange(20, 100)) for _ in range(4)]
-    model = f"sim:context=512,host_blocks={host_blocks},host_copy_s_per_token=0.00001"
+    tiers = f"host_blocks={host_blocks},disk_blocks={disk_blocks}"
+    model = f"sim:context=512,{tiers},host_copy_s_per_token=0.00001"
     cached = 0
     async with decode_engine(
         model=model, num_gpu_blocks_override=40, tensor_parallel_size=2
@@ -115,3 +131,5 @@ async def test_blocks_from_main_memory_are_sent() -> None:
 def test_only_attention_can_be_offloaded() -> None:
     with pytest.raises(ConfigError, match="host_blocks"):
         parse_settings("sim:host_blocks=1,state_layers=1")
+    with pytest.raises(ConfigError, match="set host_blocks too"):
+        parse_settings("sim:disk_blocks=1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -29,12 +30,15 @@ def refused(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return Counter()
 
 
-def bounds_of(refused: Counter[str], calls_max: int = 4) -> CallerBounds:
+def bounds_of(
+    refused: Counter[str], calls_max: int = 4, cpu_clock: Callable[[], float] = lambda: 0.0
+) -> CallerBounds:
     def count(refusal: str, number: int) -> None:
         refused[refusal] += number
 
     # The clock stands still, so that no debt is forgotten.
-    return CallerBounds(CallerLimits(calls_max, 10.0, 60.0), count, clock=lambda: 0.0)
+    limits = CallerLimits(calls_max, 10.0, 60.0)
+    return CallerBounds(limits, count, clock=lambda: 0.0, cpu_clock=cpu_clock)
 
 
 def reject(bounds: CallerBounds, caller: str, count: int, host: str = HOST) -> None:
@@ -76,6 +80,47 @@ async def test_too_many_rejected_calls_make_the_next_wait_and_be_refused(
     await bounds.pace("tenant:b", HOST)
 
 
+@pytest.mark.parametrize("by_count", [False, True])
+async def test_a_rejected_call_counts_more_by_the_bytes_of_its_request(
+    refused: Counter[str], *, by_count: bool
+) -> None:
+    bounds = bounds_of(refused)
+    for caller, size in (("tenant:a", 5 * 1024 * 1024), ("tenant:b", 4 * 1024 * 1024)):
+        with suppress(InvalidRequest), bounds.call(caller, HOST):
+            bounds.add_bytes(size)
+            if not by_count:
+                raise InvalidRequest({"text": "too long"})
+            bounds.count_rejection()
+    with pytest.raises(QueueFull):
+        await bounds.pace("tenant:a", HOST)
+    await bounds.pace("tenant:b", HOST)
+
+
+async def test_a_rejected_call_counts_more_by_the_time_of_its_checks(
+    refused: Counter[str],
+) -> None:
+    now_s = 0.0
+
+    def check() -> str:
+        nonlocal now_s
+        now_s += 0.022
+        if reading:
+            return "read"
+        raise InvalidRequest({"text": "wrong"})
+
+    bounds = bounds_of(refused, cpu_clock=lambda: now_s)
+    reading = True
+    with bounds.call("tenant:a", HOST):
+        assert bounds.timed(check) == "read"
+    await bounds.pace("tenant:a", HOST)
+    reading = False
+    with pytest.raises(InvalidRequest), bounds.call("tenant:a", HOST):
+        bounds.timed(check)
+    with pytest.raises(QueueFull):
+        await bounds.pace("tenant:a", HOST)
+    assert bounds.timed(lambda: "outside a call") == "outside a call"
+
+
 async def test_missing_keys_count_for_the_host_and_not_for_its_tenants(
     refused: Counter[str],
 ) -> None:
@@ -109,7 +154,9 @@ def test_a_flood_is_reported_unless_another_caller_has_calls_from_its_host(
 ) -> None:
     bounds = bounds_of(refused, calls_max=1)
     floods: list[str] = []
+    floods_elsewhere: list[str] = []
     bounds.report_floods(floods.append)
+    bounds.report_floods(floods_elsewhere.append)
     with ExitStack() as held:
         held.enter_context(bounds.call(HOST, HOST))
         if shared:
@@ -117,7 +164,7 @@ def test_a_flood_is_reported_unless_another_caller_has_calls_from_its_host(
         for _ in range(1_100):
             with suppress(QueueFull), bounds.call(HOST, HOST):
                 pass
-    assert set(floods) == (set() if shared else {HOST})
+    assert set(floods) == set(floods_elsewhere) == (set() if shared else {HOST})
 
 
 def test_a_rate_forgets_with_time_and_knows_a_bounded_number_of_callers() -> None:

@@ -8,6 +8,9 @@ import pytest
 
 from headrace_common.process.pacing import GAP_MAX_S, GAP_MIN_S, FlushPace, LoopLoad
 
+MANY, SOME, FEW = 2_000.0, 500.0, 50.0
+"""Messages of all streams, a second."""
+
 
 def test_slow_tokens_are_sent_at_once() -> None:
     pace = FlushPace(LoopLoad())
@@ -25,20 +28,34 @@ def test_fast_tokens_are_batched_for_the_rest_of_the_gap() -> None:
 def test_the_gap_follows_the_load_within_its_bounds() -> None:
     load = LoopLoad()
     for _ in range(50):
-        load.adapt(1.0)
+        load.adapt(1.0, MANY)
     assert load.gap_s == GAP_MAX_S
-    load.adapt(0.7)
+    load.adapt(0.7, MANY)
     assert load.gap_s == GAP_MAX_S, "a load between the thresholds changes nothing"
     for _ in range(50):
-        load.adapt(0.1)
+        load.adapt(0.1, MANY)
     assert load.gap_s == GAP_MIN_S
+
+
+def test_a_loop_that_is_busy_with_other_work_batches_no_tokens() -> None:
+    load = LoopLoad()
+    load.adapt(1.0, FEW)
+    assert load.gap_s == GAP_MIN_S
+    load.adapt(1.0, MANY)
+    load.adapt(1.0, SOME)
+    grown_s = load.gap_s
+    assert grown_s > GAP_MIN_S, "batched streams send fewer messages, and stay batched"
+    load.adapt(1.0, FEW)
+    assert load.gap_s < grown_s
 
 
 def test_the_gap_grows_while_the_thread_computes_and_shrinks_while_it_sleeps() -> None:
     load = LoopLoad()
+    pace = FlushPace(load)
     load.update(time.monotonic())
     ends_s = time.monotonic() + 0.3
     while time.monotonic() < ends_s:
+        pace.record_flush(time.monotonic())
         load.update(time.monotonic())
     assert load.gap_s > GAP_MIN_S
     for _ in range(10):

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
+from headrace_router.workers import directory as directory_module
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.slots import DecodeSlots
-from headrace_router.workers.table import Load, LoadTable
+from headrace_router.workers.table import Load, LoadTable, Worker
 from tests.waiting import until
 
 _LAYOUT = KvLayout.attention(
@@ -174,3 +177,20 @@ async def test_a_worker_counts_as_caching_the_whole_blocks_of_a_prompt() -> None
     other = WorkerRef(_REF.worker_id, "another")
     assert table.with_cached_prompt(known, other, prompt_tokens).tolist() == [1.0]
     assert known.tolist() == [1.0]
+
+
+async def test_workers_that_join_together_share_new_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    class Counted(LoadTable):
+        def __init__(self, workers: Iterable[Worker]) -> None:
+            super().__init__(workers)
+            made.append(len(self.workers))
+
+    monkeypatch.setattr(directory_module, "LoadTable", Counted)
+    directory = WorkerDirectory(_Channels(), b"")
+    directory.update([_member(worker_id=f"d{number}") for number in range(100)])
+    await until(lambda: directory.decode_worker_counts().get("sim") == 100)
+    # One by one they would make 100.
+    assert len([count for count in made if count]) <= 20
+    await directory.close()

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from headrace_engine.sim.cache.blocks import BlockPool
+from headrace_kv.manager.block_pool import BlockPool
 
 
 def new_pool(count: int = 8) -> tuple[BlockPool, list[int]]:

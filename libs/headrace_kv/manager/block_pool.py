@@ -3,22 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-
-Entry = TypeVar("Entry")
-
-
-def longest_run(entries: Mapping[int, Entry], prefixes: Iterable[int]) -> list[Entry]:
-    """The entries of `prefixes` up to the first that has none."""
-    found: list[Entry] = []
-    for prefix in prefixes:
-        if prefix not in entries:
-            break
-        found.append(entries[prefix])
-    return found
 
 
 class BlockPool:
@@ -56,7 +43,13 @@ class BlockPool:
 
     def find_cached(self, prefixes: Sequence[int]) -> list[int]:
         """Blocks of the longest cached run of `prefixes`, the prefix hashes of consecutive blocks."""
-        return longest_run(self._block_of, prefixes)
+        found: list[int] = []
+        for prefix in prefixes:
+            block = self._block_of.get(prefix)
+            if block is None:
+                break
+            found.append(block)
+        return found
 
     def share(self, block_ids: Sequence[int]) -> None:
         """Adds a holder to blocks that `find_cached` returned."""
@@ -103,6 +96,22 @@ class BlockPool:
     def evict_idle(self) -> None:
         """Evicts every cached block without a holder."""
         self._evict(len(self._idle))
+
+    def forget(self, block_ids: Iterable[int]) -> list[int]:
+        """Removes blocks from the cache without a report, because their content is lost. Returns their prefixes."""
+        prefixes: list[int] = []
+        cleared: list[int] = []
+        for block in block_ids:
+            prefix = self._prefix_of.pop(block, None)
+            if prefix is None:
+                continue
+            del self._block_of[prefix]
+            prefixes.append(prefix)
+            if not self._holders[block]:
+                del self._idle[block]
+                cleared.append(block)
+        self._clear(cleared)
+        return prefixes
 
     def _evict(self, count: int) -> None:
         blocks = [self._idle.popitem(last=False)[0] for _ in range(count)]

@@ -1,0 +1,1 @@
+"""Which blocks of which tier of memory hold which cached prefixes. Pure."""

@@ -1,0 +1,245 @@
+"""Which blocks of the tiers below KV memory hold which cached prefixes. Pure: plans copies, and makes none.
+
+All copies of a rank are made in the order in which they were planned. Therefore a plan is in effect as soon as it is
+returned: a later copy out of a block finds what an earlier copy put into it. Only blocks in KV memory, which others use
+too, need their holders until their copies have ended.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from headrace_common.errors import InternalError
+from headrace_kv.manager.block_pool import BlockPool
+from headrace_kv.prefix.events import Tier
+
+_COUNTED_PREFIXES_PER_BLOCK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TierCopy:
+    """Copies block `source_ids[i]` of one tier to block `destination_ids[i]` of another, on every rank."""
+
+    source: Tier
+    destination: Tier
+    source_ids: tuple[int, ...]
+    destination_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TierChange:
+    """Prefixes that can be found in a tier from now on (`stored`), or no longer."""
+
+    tier: Tier
+    stored: bool
+    prefixes: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class TierPlan:
+    """Copies, to be made in this order, and what they change, in the order in which it is announced."""
+
+    copies: list[TierCopy] = field(default_factory=list)
+    changes: list[TierChange] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class TierHit:
+    """Blocks of consecutive prefixes, each in the fastest tier that has it. They are held until `LowerTiers.load`."""
+
+    blocks: tuple[tuple[Tier, int], ...]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
+class LowerTiers:
+    """The tiers below KV memory, from the fastest to the slowest.
+
+    A block that a tier evicts moves to the next tier, and out of the last one. A prefix is stored when it was offered
+    `uses_min` times: 1 stores each, 2 those that have been used again. Prefixes that a tier holds are not stored twice.
+    """
+
+    def __init__(self, block_counts: Mapping[Tier, int], uses_min: int = 1) -> None:
+        self._tiers = tuple(_Tier(tier, count) for tier, count in sorted(block_counts.items()))
+        self._uses_min = uses_min
+        self._uses: OrderedDict[int, int] = OrderedDict()
+        self._counted_max = _COUNTED_PREFIXES_PER_BLOCK * sum(block_counts.values())
+
+    def __contains__(self, prefix: int) -> bool:
+        return any(prefix in tier for tier in self._tiers)
+
+    @property
+    def names(self) -> tuple[Tier, ...]:
+        """The tiers, from the fastest to the slowest."""
+        return tuple(tier.name for tier in self._tiers)
+
+    def counts(self) -> dict[Tier, int]:
+        """Blocks in use, by tier."""
+        return {tier.name: tier.used_count for tier in self._tiers}
+
+    def store(self, prefixes: Sequence[int], block_ids: Sequence[int]) -> TierPlan:
+        """Offers blocks of KV memory, parents first. The copies read these blocks."""
+        plan = TierPlan()
+        if not self._tiers:
+            return plan
+        wanted = [
+            (prefix, block)
+            for prefix, block in zip(prefixes, block_ids, strict=True)
+            if self._is_used_enough(prefix)
+        ]
+        self._store(0, Tier.DEVICE, wanted, plan)
+        return plan
+
+    def hold(self, prefixes: Iterable[int]) -> TierHit:
+        """The longest run of `prefixes` that the tiers have. Its blocks stay until `load` or `release`."""
+        found: list[tuple[Tier, int]] = []
+        for prefix in prefixes:
+            place = next(
+                ((tier, block) for tier in self._tiers if (block := tier.find(prefix)) is not None),
+                None,
+            )
+            if place is None:
+                break
+            tier, block = place
+            tier.hold(block)
+            found.append((tier.name, block))
+        return TierHit(tuple(found))
+
+    def load(self, hit: TierHit, block_ids: Sequence[int]) -> TierPlan:
+        """Copies held blocks into blocks of KV memory, of which there are as many, and releases them."""
+        if len(hit) != len(block_ids):
+            raise InternalError(f"{len(hit)} blocks are loaded into {len(block_ids)}")
+        plan = TierPlan()
+        for tier in self._tiers:
+            chosen = [
+                (held, block)
+                for (name, held), block in zip(hit.blocks, block_ids, strict=True)
+                if name == tier.name
+            ]
+            if chosen:
+                sources, destinations = zip(*chosen, strict=True)
+                plan.copies.append(TierCopy(tier.name, Tier.DEVICE, sources, destinations))
+        self.release(hit)
+        return plan
+
+    def release(self, hit: TierHit) -> None:
+        """Ends the hold on blocks. They count as used just now."""
+        for tier in self._tiers:
+            tier.release([block for name, block in hit.blocks if name == tier.name])
+
+    def drop(self, tier: Tier, block_ids: Iterable[int]) -> TierPlan:
+        """Forgets blocks with lost content, for example after a failed copy."""
+        found = next(one for one in self._tiers if one.name == tier)
+        plan = TierPlan()
+        prefixes = found.drop(block_ids)
+        if prefixes:
+            plan.changes.append(TierChange(tier, False, tuple(prefixes)))
+        return plan
+
+    def clear(self) -> TierPlan:
+        """Forgets every block that is not held."""
+        plan = TierPlan()
+        for tier in self._tiers:
+            prefixes = [prefix for prefix, _ in tier.evict_idle()]
+            if prefixes:
+                plan.changes.append(TierChange(tier.name, False, tuple(prefixes)))
+        self._uses.clear()
+        return plan
+
+    def _store(
+        self, index: int, source: Tier, offered: Sequence[tuple[int, int]], plan: TierPlan
+    ) -> None:
+        tier = self._tiers[index]
+        fresh: list[tuple[int, int]] = []
+        for prefix, block in offered:
+            present = tier.find(prefix)
+            if present is None:
+                fresh.append((prefix, block))
+            else:
+                tier.hold(present)
+                tier.release([present])
+        # A prefix is found only with its parents, so that the first ones are worth the most.
+        fresh = fresh[: tier.available_count]
+        if not fresh:
+            return
+        prefixes = [prefix for prefix, _ in fresh]
+        destinations, evicted = tier.store(prefixes)
+        if evicted:
+            if index + 1 < len(self._tiers):
+                self._store(index + 1, tier.name, evicted, plan)
+            gone = tuple(prefix for prefix, _ in evicted)
+            plan.changes.append(TierChange(tier.name, False, gone))
+        sources = tuple(block for _, block in fresh)
+        plan.copies.append(TierCopy(source, tier.name, sources, tuple(destinations)))
+        plan.changes.append(TierChange(tier.name, True, tuple(prefixes)))
+
+    def _is_used_enough(self, prefix: int) -> bool:
+        if self._uses_min <= 1 or prefix in self:
+            return True
+        uses = self._uses.pop(prefix, 0) + 1
+        if uses >= self._uses_min:
+            return True
+        self._uses[prefix] = uses
+        if len(self._uses) > self._counted_max:
+            self._uses.popitem(last=False)
+        return False
+
+
+class _Tier:
+    """The blocks of one tier. Each is free, idle with a prefix, or held with a prefix."""
+
+    def __init__(self, name: Tier, block_count: int) -> None:
+        self.name = name
+        self._evicted: list[tuple[int, int]] = []
+        self._pool = BlockPool(block_count, lambda _: None, self._on_evicted)
+
+    def __contains__(self, prefix: int) -> bool:
+        return self.find(prefix) is not None
+
+    @property
+    def available_count(self) -> int:
+        return self._pool.available_count
+
+    @property
+    def used_count(self) -> int:
+        return self._pool.count - len(self._pool.free_ids())
+
+    def find(self, prefix: int) -> int | None:
+        found = self._pool.find_cached([prefix])
+        return found[0] if found else None
+
+    def hold(self, block: int) -> None:
+        self._pool.share([block])
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        self._pool.free(block_ids)
+
+    def store(self, prefixes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Blocks for new prefixes, and what was evicted for them as (prefix, block), parents first."""
+        blocks = self._pool.allocate(len(prefixes))
+        if blocks is None:
+            raise InternalError(f"tier {self.name.name} has no room for {len(prefixes)} blocks")
+        for prefix, block in zip(prefixes, blocks, strict=True):
+            self._pool.register(block, prefix)
+        self._pool.free(blocks)
+        return blocks, self._take_evicted()
+
+    def evict_idle(self) -> list[tuple[int, int]]:
+        """Evicts every block that is not held."""
+        self._pool.evict_idle()
+        return self._take_evicted()
+
+    def drop(self, block_ids: Iterable[int]) -> list[int]:
+        """Forgets blocks. Returns their prefixes."""
+        return self._pool.forget(block_ids)
+
+    def _on_evicted(self, prefixes: Sequence[int], block_ids: Sequence[int]) -> None:
+        # The pool evicts the children first.
+        self._evicted += reversed(list(zip(prefixes, block_ids, strict=True)))
+
+    def _take_evicted(self) -> list[tuple[int, int]]:
+        evicted, self._evicted = self._evicted, []
+        return evicted

@@ -1,0 +1,50 @@
+"""Blocks of KV in this process's main memory, each in one piece."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from headrace_common.errors import ConfigError
+from headrace_kv.layout.arena import PAGE_BYTES, allocate_arena, suited_alignment_bytes
+from headrace_kv.layout.layout import TOKENS, KvLayout, RankMemory
+from headrace_kv.plan.regions import Dimension, place_regions
+from headrace_kv.transport.packing import Bytes
+
+_WHOLE_BLOCKS: Final[tuple[Dimension, ...]] = ("block", "layer", "part", "head", "token")
+
+
+class HostStorage:
+    """`block_count` blocks of one rank, with all its layers. Raises ConfigError for a layout with several groups.
+
+    Each block starts at a page, so that files can be read into it and written from it without another copy.
+    """
+
+    def __init__(self, layout: KvLayout, rank: int, block_count: int) -> None:
+        if len(layout.groups) != 1 or layout.groups[0].kind != TOKENS:
+            raise ConfigError(
+                "only KV of attention layers that are all alike can be kept in main memory or on disk",
+                metadata={"field": "host_blocks"},
+            )
+        one = place_regions(layout, rank, (1,), _WHOLE_BLOCKS)
+        self.block_bytes = -(-one.arena_bytes // PAGE_BYTES) * PAGE_BYTES
+        nbytes = self.block_bytes * block_count
+        self._arena = allocate_arena(nbytes, suited_alignment_bytes(nbytes))
+        # Padding is written to disk too. It must not be what this process had in that memory.
+        self._arena.reshape(block_count, self.block_bytes)[:, one.arena_bytes :] = 0
+        self.memory = RankMemory(
+            rank=rank,
+            transport="",
+            session="",
+            base_address=int(self._arena.ctypes.data),
+            arena_bytes=nbytes,
+            regions=tuple(
+                replace(region, block_count=block_count, block_stride_bytes=self.block_bytes)
+                for region in one.regions
+            ),
+        )
+
+    def block(self, block: int) -> Bytes:
+        """The bytes of a block, of shape [block_bytes], not a copy."""
+        start = block * self.block_bytes
+        return self._arena[start : start + self.block_bytes]

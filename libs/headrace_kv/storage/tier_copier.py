@@ -1,0 +1,108 @@
+"""Makes the copies between one rank's tiers. Planned by the same planner as transfers to other workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from headrace_common.errors import InternalError
+from headrace_kv.layout.layout import KvLayout, RankMemory
+from headrace_kv.manager.lower_tiers import TierCopy
+from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
+from headrace_kv.plan.shard_map import Edge, heads_held
+from headrace_kv.prefix.events import Tier
+from headrace_kv.storage.disk import DiskStorage
+from headrace_kv.storage.host import HostStorage
+from headrace_kv.transport.packing import copy_runs
+
+
+class TierCopier:
+    """The tiers of one rank. Blocks on disk pass through main memory. One thread calls it.
+
+    `device` is KV memory that this process reads and writes by address.
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        device: RankMemory,
+        *,
+        host_blocks: int,
+        disk_blocks: int = 0,
+        disk_folder: Path = Path("/var/tmp"),
+    ) -> None:
+        self._layers = [
+            layer for layer in layout.groups[0].layers if layer in layout.layers_of(device.rank)
+        ]
+        self._block_tokens = layout.groups[0].block_tokens
+        self._bounce = host_blocks
+        self._host = HostStorage(layout, device.rank, host_blocks + 1)
+        heads = heads_held(
+            device.rank % layout.tensor_parallel_size,
+            layout.tensor_parallel_size,
+            layout.groups[0].head_count,
+        )
+        self._edge = Edge(device.rank, device.rank, 0, 0, len(heads))
+        self._to_host = CopyPlanner(device, self._host.memory)
+        self._to_device = CopyPlanner(self._host.memory, device)
+        self._disk = (
+            DiskStorage(disk_folder, self._host.block_bytes, disk_blocks) if disk_blocks else None
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block in main memory and on disk."""
+        return self._host.block_bytes
+
+    def copy(self, copy: TierCopy, on_layer: Callable[[int], None] = lambda _: None) -> None:
+        """Makes a copy. Calls `on_layer` with each layer of KV memory that is complete.
+
+        Raises TransferFailed when the disk fails. Then some of the blocks are not copied.
+        """
+        kinds = (copy.source, copy.destination)
+        if kinds == (Tier.DEVICE, Tier.HOST):
+            self._copy_layers(self._to_host, copy.source_ids, copy.destination_ids, lambda _: None)
+        elif kinds == (Tier.HOST, Tier.DEVICE):
+            self._copy_layers(self._to_device, copy.source_ids, copy.destination_ids, on_layer)
+        elif kinds == (Tier.HOST, Tier.DISK):
+            for source, destination in zip(copy.source_ids, copy.destination_ids, strict=True):
+                self._disk_storage().write(destination, self._host.block(source))
+        elif kinds == (Tier.DISK, Tier.DEVICE):
+            for source, destination in zip(copy.source_ids, copy.destination_ids, strict=True):
+                self._disk_storage().read(source, self._host.block(self._bounce))
+                self._copy_layers(self._to_device, [self._bounce], [destination], lambda _: None)
+            for layer in self._layers:
+                on_layer(layer)
+        else:
+            raise InternalError(f"no copy from {copy.source.name} to {copy.destination.name}")
+
+    def close(self) -> None:
+        """Frees the file. Main memory is freed with this object."""
+        if self._disk is not None:
+            self._disk.close()
+
+    def _copy_layers(
+        self,
+        planner: CopyPlanner,
+        source_ids: Sequence[int],
+        destination_ids: Sequence[int],
+        on_layer: Callable[[int], None],
+    ) -> None:
+        span = BlockSpan(
+            0,
+            len(source_ids) * self._block_tokens,
+            np.asarray(source_ids, np.int64),
+            0,
+            np.asarray(destination_ids, np.int64),
+            0,
+        )
+        for layer in self._layers:
+            copy_runs(planner.plan(self._edge, layer, span))
+            on_layer(layer)
+
+    def _disk_storage(self) -> DiskStorage:
+        if self._disk is None:
+            raise InternalError("this rank has no blocks on disk")
+        return self._disk

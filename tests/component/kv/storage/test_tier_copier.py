@@ -1,0 +1,150 @@
+"""Copies of one rank's blocks between KV memory, main memory and a disk."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from headrace_common.errors import ConfigError, TransferFailed
+from headrace_kv.layout.layout import CacheGroup, KvLayout, Part, RankMemory
+from headrace_kv.manager.lower_tiers import TierCopy
+from headrace_kv.plan.regions import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
+from headrace_kv.prefix.events import Tier
+from headrace_kv.storage.disk import DiskStorage
+from headrace_kv.storage.tier_copier import TierCopier
+from headrace_kv.transport.packing import Bytes
+
+BLOCKS = 6
+LAYERS = 3
+TO_HOST, TO_DISK = (Tier.DEVICE, Tier.HOST), (Tier.HOST, Tier.DISK)
+FROM_HOST, FROM_DISK = (Tier.HOST, Tier.DEVICE), (Tier.DISK, Tier.DEVICE)
+
+
+@dataclass(slots=True)
+class Rank:
+    """KV memory full of random bytes, and its copier."""
+
+    arena: Bytes
+    memory: RankMemory
+    copier: TierCopier
+
+    def blocks(self, *block_ids: int) -> list[bytes]:
+        """The bytes of each block, in every region."""
+        return [b"".join(self.units(block)) for block in block_ids]
+
+    def units(self, block: int) -> Iterator[bytes]:
+        for region in self.memory.regions:
+            for head in range(region.head_count):
+                for token in range(region.block_tokens if region.token_addressable else 1):
+                    start = (
+                        region.offset_bytes
+                        + block * region.block_stride_bytes
+                        + head * region.head_stride_bytes
+                        + token * region.token_stride_bytes
+                    )
+                    yield self.arena[start : start + region.unit_bytes].tobytes()
+
+
+def layout_of(block_format: str = "token_outer", tensor_parallel_size: int = 1) -> KvLayout:
+    return KvLayout.attention(
+        model="m",
+        dtype="float16",
+        layer_count=LAYERS,
+        kv_head_count=4,
+        block_tokens=4,
+        parts={"k": 24, "v": 40},
+        tensor_parallel_size=tensor_parallel_size,
+        block_format=block_format,
+    )
+
+
+@pytest.fixture
+def copiers() -> Iterator[list[TierCopier]]:
+    opened: list[TierCopier] = []
+    yield opened
+    for copier in opened:
+        copier.close()
+
+
+def rank_of(
+    copiers: list[TierCopier],
+    folder: Path,
+    layout: KvLayout | None = None,
+    rank: int = 0,
+    order: tuple[Dimension, ...] = HEAD_OUTER,
+) -> Rank:
+    layout = layout or layout_of()
+    placed = place_regions(layout, rank, (BLOCKS,), order)
+    arena = np.frombuffer(random.Random(1).randbytes(placed.arena_bytes), np.uint8).copy()
+    memory = RankMemory(rank, "", "", int(arena.ctypes.data), arena.nbytes, placed.regions)
+    copier = TierCopier(layout, memory, host_blocks=4, disk_blocks=3, disk_folder=folder)
+    copiers.append(copier)
+    return Rank(arena, memory, copier)
+
+
+@pytest.mark.parametrize("order", [HEAD_OUTER, TOKENS_OUTER])
+@pytest.mark.parametrize("block_format", ["token_outer", "token_inner"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_blocks_return_with_their_bytes_from_every_tier(
+    copiers: list[TierCopier],
+    tmp_path: Path,
+    order: tuple[Dimension, ...],
+    block_format: str,
+    rank: int,
+) -> None:
+    one = rank_of(copiers, tmp_path, layout_of(block_format, 2), rank, order)
+    before = one.blocks(*range(BLOCKS))
+    one.copier.copy(TierCopy(*TO_HOST, (5, 1, 2), (0, 3, 2)))
+    one.copier.copy(TierCopy(*TO_DISK, (3, 2), (2, 0)))
+    # The places in main memory get other content.
+    one.copier.copy(TierCopy(*TO_HOST, (0, 4), (3, 2)))
+    one.arena[:] = 0
+    layers: list[int] = []
+    one.copier.copy(TierCopy(*FROM_HOST, (0, 3), (0, 2)), layers.append)
+    one.copier.copy(TierCopy(*FROM_DISK, (0, 2), (5, 4)), layers.append)
+    assert one.blocks(0, 2, 4, 5) == [before[index] for index in (5, 0, 1, 2)]
+    assert layers == [*range(LAYERS), *range(LAYERS)]
+    assert not any(any(block) for block in one.blocks(1, 3))
+
+
+def test_a_disk_that_changes_bytes_is_detected(copiers: list[TierCopier], tmp_path: Path) -> None:
+    storage = DiskStorage(tmp_path, 4096, 2)
+    content = np.arange(4096, dtype=np.uint32).astype(np.uint8)
+    target = np.zeros(4096, np.uint8)
+    storage.write(1, content)
+    storage.read(1, target)
+    assert (target == content).all()
+    with pytest.raises(TransferFailed, match="not written"):
+        storage.read(0, target)
+    os.pwrite(storage._descriptor, b"\xff", 4096 + 17)
+    with pytest.raises(TransferFailed, match="other bytes"):
+        storage.read(1, target)
+    storage.close()
+    with pytest.raises(TransferFailed, match="Bad file descriptor"):
+        storage.write(1, content)
+
+
+def test_the_file_has_no_name_and_a_folder_without_room_is_named(tmp_path: Path) -> None:
+    storage = DiskStorage(tmp_path, 4096, 2)
+    assert list(tmp_path.iterdir()) == []
+    storage.close()
+    with pytest.raises(ConfigError, match="missing"):
+        DiskStorage(tmp_path / "missing", 4096, 2)
+    with pytest.raises(ConfigError, match="make room there"):
+        DiskStorage(tmp_path, 1 << 40, 1 << 20)
+
+
+def test_models_with_several_caches_are_refused(tmp_path: Path) -> None:
+    attention = layout_of().groups[0]
+    state = CacheGroup("state", (LAYERS,), "state", 1, 0, (Part("conv", "float16", 8),))
+    layout = KvLayout("m", 1, (attention, state))
+    placed = place_regions(layout, 0, (2, 1))
+    memory = RankMemory(0, "", "", 0, placed.arena_bytes, placed.regions)
+    with pytest.raises(ConfigError, match="only KV of attention layers"):
+        TierCopier(layout, memory, host_blocks=1)

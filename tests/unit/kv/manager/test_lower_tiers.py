@@ -1,0 +1,166 @@
+"""Plans of copies between tiers, carried out on dictionaries."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from headrace_common.errors import InternalError
+from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierHit, TierPlan
+from headrace_kv.prefix.events import Tier
+
+DEVICE_BLOCKS = 16
+
+
+class Memories:
+    """The content of every tier's blocks, and the prefixes that were announced."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[Tier, dict[int, int]] = {tier: {} for tier in Tier}
+        self.announced: dict[Tier, set[int]] = {tier: set() for tier in Tier}
+
+    def carry_out(self, plan: TierPlan) -> None:
+        for copy in plan.copies:
+            source, destination = self.blocks[copy.source], self.blocks[copy.destination]
+            content = [source[block] for block in copy.source_ids]
+            assert len(set(copy.destination_ids)) == len(content)
+            destination.update(zip(copy.destination_ids, content, strict=True))
+        for change in plan.changes:
+            known = self.announced[change.tier]
+            if change.stored:
+                assert not known & set(change.prefixes)
+                known.update(change.prefixes)
+            else:
+                assert known >= set(change.prefixes)
+                known.difference_update(change.prefixes)
+
+
+def stored(tiers: LowerTiers, memories: Memories, *prefixes: int) -> TierPlan:
+    """Offers prefixes from blocks of KV memory that contain them."""
+    ids = range(len(prefixes))
+    memories.blocks[Tier.DEVICE] = dict(zip(ids, prefixes, strict=True))
+    plan = tiers.store(prefixes, ids)
+    memories.carry_out(plan)
+    return plan
+
+
+def test_evicted_blocks_move_down_before_their_places_are_filled() -> None:
+    tiers, memories = LowerTiers({Tier.DISK: 4, Tier.HOST: 2}), Memories()
+    assert tiers.names == (Tier.HOST, Tier.DISK)
+    stored(tiers, memories, 1, 2)
+    plan = stored(tiers, memories, 3)
+    assert plan.copies == [
+        TierCopy(Tier.HOST, Tier.DISK, (1,), (0,)),
+        TierCopy(Tier.DEVICE, Tier.HOST, (0,), (1,)),
+    ]
+    assert memories.announced[Tier.HOST] == {1, 3}
+    assert memories.announced[Tier.DISK] == {2}
+    assert tiers.counts() == {Tier.HOST: 2, Tier.DISK: 1}
+
+
+def test_a_run_is_loaded_from_several_tiers() -> None:
+    tiers, memories = LowerTiers({Tier.HOST: 2, Tier.DISK: 4}), Memories()
+    stored(tiers, memories, 1, 2)
+    stored(tiers, memories, 3)
+    hit = tiers.hold([1, 2, 3, 9])
+    assert len(hit) == 3
+    memories.carry_out(tiers.load(hit, [7, 8, 9]))
+    device = memories.blocks[Tier.DEVICE]
+    assert [device[block] for block in (7, 8, 9)] == [1, 2, 3]
+
+
+def test_held_blocks_stay_until_they_are_loaded() -> None:
+    tiers, memories = LowerTiers({Tier.HOST: 2}), Memories()
+    stored(tiers, memories, 1, 2)
+    hit = tiers.hold([1, 2])
+    assert stored(tiers, memories, 3).copies == []
+    memories.carry_out(tiers.load(hit, [4, 5]))
+    assert memories.blocks[Tier.DEVICE][5] == 2
+    stored(tiers, memories, 3)
+    assert 3 in tiers
+    assert 2 not in tiers
+
+
+def test_a_tier_takes_the_first_blocks_of_a_prompt_that_does_not_fit() -> None:
+    tiers, memories = LowerTiers({Tier.HOST: 2}), Memories()
+    stored(tiers, memories, 1, 2, 3)
+    assert len(tiers.hold([1, 2, 3])) == 2
+
+
+def test_only_prefixes_that_are_used_again_are_stored() -> None:
+    tiers, memories = LowerTiers({Tier.HOST: 4}, uses_min=2), Memories()
+    assert stored(tiers, memories, 1, 2).copies == []
+    stored(tiers, memories, 1, 3)
+    assert 1 in tiers
+    assert 2 not in tiers
+    # Counts are bounded: 16 other prefixes push the count of 2 out.
+    stored(tiers, memories, *range(100, 116))
+    stored(tiers, memories, 2)
+    assert 2 not in tiers
+
+
+def test_lost_blocks_are_forgotten_even_while_they_are_held() -> None:
+    tiers, memories = LowerTiers({Tier.HOST: 2}), Memories()
+    (copy,) = stored(tiers, memories, 1, 2).copies
+    hit = tiers.hold([1])
+    memories.carry_out(tiers.drop(Tier.HOST, copy.destination_ids))
+    assert not memories.announced[Tier.HOST]
+    assert 1 not in tiers
+    tiers.release(hit)
+    assert tiers.counts() == {Tier.HOST: 0}
+    assert tiers.drop(Tier.HOST, copy.destination_ids).changes == []
+
+
+def test_a_load_needs_as_many_blocks_as_it_holds() -> None:
+    with pytest.raises(InternalError):
+        LowerTiers({Tier.HOST: 1}).load(TierHit(()), [1])
+
+
+class TiersMachine(RuleBasedStateMachine):
+    """Random stores, holds, loads and losses. Each block contains the prefix that it was stored for."""
+
+    @initialize(host=st.integers(1, 6), disk=st.integers(0, 6), uses_min=st.integers(1, 2))
+    def start(self, host: int, disk: int, uses_min: int) -> None:
+        counts = {Tier.HOST: host} | ({Tier.DISK: disk} if disk else {})
+        self.tiers = LowerTiers(counts, uses_min)
+        self.memories = Memories()
+        self.held: list[tuple[list[int], TierHit]] = []
+
+    @rule(prefixes=st.lists(st.integers(0, 20), max_size=8, unique=True))
+    def store(self, prefixes: list[int]) -> None:
+        stored(self.tiers, self.memories, *prefixes)
+
+    @rule(prefixes=st.lists(st.integers(0, 20), max_size=8, unique=True))
+    def hold(self, prefixes: list[int]) -> None:
+        hit = self.tiers.hold(prefixes)
+        if len(hit) < len(prefixes):
+            assert prefixes[len(hit)] not in self.tiers
+        self.held.append((prefixes[: len(hit)], hit))
+
+    @rule(data=st.data())
+    def load(self, data: st.DataObject) -> None:
+        if self.held:
+            index = data.draw(st.integers(0, len(self.held) - 1))
+            prefixes, hit = self.held.pop(index)
+            targets = range(DEVICE_BLOCKS, DEVICE_BLOCKS + len(hit))
+            self.memories.carry_out(self.tiers.load(hit, targets))
+            device = self.memories.blocks[Tier.DEVICE]
+            assert [device[block] for block in targets] == prefixes
+
+    @rule()
+    def clear(self) -> None:
+        self.memories.carry_out(self.tiers.clear())
+
+    @invariant()
+    def announcements_are_true(self) -> None:
+        if hasattr(self, "tiers"):
+            for tier, count in self.tiers.counts().items():
+                assert len(self.memories.announced[tier]) == count
+            known = set().union(*self.memories.announced.values())
+            assert all((prefix in self.tiers) == (prefix in known) for prefix in range(21))
+
+
+TiersMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestTiers = TiersMachine.TestCase
