@@ -228,6 +228,8 @@ class ChatRecord(Record):
     prefill_worker: str | None
     decode_worker: str | None
     attempts: int
+    latency: Mapping[str, object] | None = None
+    """With --timing: the parts of the times to the first tokens, in microseconds."""
 
 
 @dataclass(frozen=True, slots=True)

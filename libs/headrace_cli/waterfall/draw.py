@@ -165,7 +165,7 @@ def _link_lines(view: TraceView, scale: Scale, width: int, marks: Charset) -> li
         line = Text(f"{clip(label, _LABEL_WIDTH, marks):<{_LABEL_WIDTH}} ")
         line.append(shade_line(lane, most, marks), style="red" if link.error else "magenta")
         speed = f"{format_gb_s(link.gb_s)} GB/s" if link.moving_ns > 0 else "-"
-        line.append(f" {speed:>{_NUMBER_WIDTH}}")
+        line.append(f" {clip(speed, _NUMBER_WIDTH, marks):>{_NUMBER_WIDTH}}")
         lines.append(line)
     hidden = len(view.links) - len(chosen)
     if hidden:

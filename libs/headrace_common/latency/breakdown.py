@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from headrace.inference.v1 import latency_pb2
-from headrace_common.latency.parts import Claim, Part, Sum, divide, sum_to_proto
+from headrace_common.latency.parts import (
+    Claim,
+    Part,
+    Sum,
+    divide,
+    sum_from_proto,
+    sum_to_proto,
+)
 from headrace_common.latency.steps import AttemptSteps, DecodeSteps, FirstTokenBy, RequestSteps
 
 
@@ -85,6 +93,28 @@ def breakdown_to_proto(one: Breakdown) -> latency_pb2.LatencyBreakdown:
     if one.second is not None:
         message.second_token.CopyFrom(sum_to_proto(one.second))
     return message
+
+
+def breakdown_object(message: latency_pb2.LatencyBreakdown) -> dict[str, Any]:
+    """A breakdown for JSON. Times are microseconds, and `second_token` is None where there is none."""
+    second = message.second_token if message.HasField("second_token") else None
+    owner = next((one for one, value in _OWNERS.items() if value == message.transfer_owner), "")
+    return {
+        "first_token": _sum_object(message.first_token),
+        "second_token": _sum_object(second) if second is not None else None,
+        "transfer_owner": str(owner) or None,
+        "transfer_exposed_us": message.transfer_exposed_us,
+        "transfer_hidden_us": message.transfer_hidden_us,
+        "clock_error_us": message.clock_error_us,
+    }
+
+
+def _sum_object(message: latency_pb2.LatencySum) -> dict[str, Any]:
+    parts = sum_from_proto(message).parts_us
+    return {
+        "total_us": message.total_us,
+        "parts_us": {part.label: duration_us for part, duration_us in parts.items()},
+    }
 
 
 def _first_token_claims(
@@ -178,6 +208,8 @@ def _placement_claims(attempt: AttemptSteps) -> Iterator[Claim]:
 def _router_claims(steps: RequestSteps, attempt: AttemptSteps | None) -> Iterator[Claim]:
     for start, end in steps.tokenize:
         yield Claim(Part.TOKENIZE, start, end)
+    if steps.slot_wait is not None:
+        yield Claim(Part.DECODE_WAIT, *steps.slot_wait)
     if not steps.attempts or attempt is None:
         return
     first_start = steps.attempts[0].route_start

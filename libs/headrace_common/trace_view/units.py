@@ -22,7 +22,9 @@ def format_bytes(count: int) -> str:
 
 
 def format_gb_s(speed: float) -> str:
-    """Gigabytes a second with two digits, such as "2.1" or "0.031"."""
+    """Gigabytes a second with two digits, such as "2.1", "0.031" or "<0.001"."""
+    if 0 < speed < 0.001:
+        return "<0.001"
     return f"{speed:.2g}" if speed < 10 else f"{speed:.0f}"
 
 

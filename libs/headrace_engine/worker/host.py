@@ -38,7 +38,7 @@ class WorkerHost:
 
     def __init__(self, role: Role, config: WorkerConfig) -> None:
         self.telemetry = init_telemetry(role, config.worker_id, config)
-        self.metrics = WorkerMetrics(self.telemetry.metrics.meter)
+        self.metrics = WorkerMetrics(self.telemetry.metrics)
         self.registry = open_channel(config.registry, config)
         self.descriptors = DescriptorCache(self.registry)
         self._config = config
@@ -48,6 +48,11 @@ class WorkerHost:
         self._listeners: list[RouterListener] = []
         self._servers: dict[str, GrpcServer] = {}
         self._signals = contextlib.ExitStack()
+
+    @property
+    def members(self) -> RegistryView:
+        """The members and the policy, once `follow_routers` has returned."""
+        return self._view
 
     async def follow_routers(self, listener: RouterListener | None) -> None:
         """Calls `listener` with the live routers, now and on every change.
