@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import Final
 
-from headrace_common.telemetry import schema
-from headrace_common.trace_view.model import LayerWrite, Link, Step, TraceView
+from headrace_common.trace_view.model import UNDRAWN_STEPS, LayerWrite, Link, Step, TraceView
 from headrace_common.trace_view.units import (
     format_bytes,
     format_gb_s,
@@ -36,9 +35,6 @@ table { border-collapse: collapse; } td, th { padding: 1px 14px 1px 0; text-alig
 td:first-child, th:first-child { text-align: left; } .error { color: #c01048; }
 details { margin: 6px 0; }
 """
-_WHOLE_STEPS: Final = frozenset(
-    (schema.SPAN_REQUEST, schema.SPAN_FIRST_TOKEN, schema.SPAN_SECOND_TOKEN)
-)
 
 
 def html_page(view: TraceView) -> str:
@@ -81,7 +77,7 @@ def _sum(view: TraceView) -> Iterable[str]:
 
 
 def _is_drawn(step: Step, end_ns: int) -> bool:
-    return step.name not in _WHOLE_STEPS and (step.start_ns < end_ns or bool(step.error))
+    return step.name not in UNDRAWN_STEPS and (step.start_ns < end_ns or bool(step.error))
 
 
 def _step(step: Step, end_ns: int) -> str:

@@ -12,8 +12,7 @@ from typing import Final
 from rich.text import Text
 
 from headrace_cli.waterfall.canvas import ASCII, BLOCKS, Charset, Scale, clip, shade_line, spread
-from headrace_common.telemetry import schema
-from headrace_common.trace_view.model import Link, PartTime, Step, TraceView
+from headrace_common.trace_view.model import UNDRAWN_STEPS, Link, PartTime, Step, TraceView
 from headrace_common.trace_view.units import (
     format_bytes,
     format_gb_s,
@@ -31,10 +30,6 @@ _NUMBER_WIDTH: Final = 11
 _PART_WIDTH: Final = 20
 _PART_STYLES: Final = {"transfer exposed": "red", "unaccounted": "dim"}
 _SERVICE_STYLES: Final = {"router": "cyan", "prefill": "yellow", "decode": "green"}
-# The scale shows these.
-_WHOLE_STEPS: Final = frozenset(
-    (schema.SPAN_REQUEST, schema.SPAN_FIRST_TOKEN, schema.SPAN_SECOND_TOKEN)
-)
 
 
 def clamp_width(width: int) -> int:
@@ -136,7 +131,7 @@ def _notes(view: TraceView) -> str:
 
 def _step_lines(step: Step, scale: Scale, width: int, marks: Charset) -> list[Text]:
     starts_later = step.start_ns >= scale.end_ns
-    if step.name in _WHOLE_STEPS or (starts_later and not step.error):
+    if step.name in UNDRAWN_STEPS or (starts_later and not step.error):
         return []
     label = f"{step.worker or step.service:<10} {'  ' * max(0, step.depth - 1)}{step.label}"
     line = Text(f"{clip(label, _LABEL_WIDTH, marks):<{_LABEL_WIDTH}} ")
