@@ -36,6 +36,7 @@ from headrace_common.access.addresses import is_loopback
 from headrace_common.access.roles import Role
 from headrace_common.errors import ConfigError
 from headrace_common.identity import is_worker_id
+from headrace_common.telemetry.sampler import TracesSampler
 from headrace_common.version import version
 
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
@@ -46,6 +47,11 @@ _MISSING = "\0missing"
 _KUBERNETES_LINK = re.compile(
     r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
 )
+# Variables of OpenTelemetry's standard, which the variables with our prefix override.
+_STANDARD_VARIABLES = {
+    "traces_sampler": "OTEL_TRACES_SAMPLER",
+    "traces_sampler_arg": "OTEL_TRACES_SAMPLER_ARG",
+}
 _URL_USER = re.compile(r"(?<=://)[^/@]+@")
 
 
@@ -143,6 +149,16 @@ class ServiceConfig(BaseModel):
         default="",
         description="OTLP/gRPC collector of all spans and metrics, such as http://127.0.0.1:4317; "
         "empty means none.",
+    )
+    traces_sampler: TracesSampler = Field(
+        default="parentbased_always_on",
+        description="Traces that are recorded, by the names of OpenTelemetry's standard. The variable "
+        "OTEL_TRACES_SAMPLER sets it too.",
+    )
+    traces_sampler_arg: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = Field(
+        default=1.0,
+        description="Share of traces that the samplers with traceidratio record. The variable OTEL_TRACES_SAMPLER_ARG "
+        "sets it too.",
     )
     metrics_listen: OptionalHostPort = Field(
         default="",
@@ -429,7 +445,11 @@ def _read_environment(
     cls: type[ServiceConfig], environ: Mapping[str, str], prefix: str, problems: dict[str, str]
 ) -> dict[str, _Setting]:
     known = {variable_of(name, prefix): name for name in cls.model_fields}
-    settings: dict[str, _Setting] = {}
+    settings = {
+        name: _Setting(environ[variable], f"environment {variable}")
+        for name, variable in _STANDARD_VARIABLES.items()
+        if environ.get(variable) and name in cls.model_fields
+    }
     for variable, value in environ.items():
         if not variable.startswith(prefix) or variable == f"{prefix}CONFIG":
             continue
