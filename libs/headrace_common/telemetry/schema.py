@@ -144,9 +144,10 @@ ATTRIBUTE_LINK_KIND: Final = "headrace.link.kind"
 ATTRIBUTE_MOVING_MS: Final = "headrace.link.moving_ms"
 # Bytes of a link by the seconds in which they were on the way, in 10^9 bytes per second.
 ATTRIBUTE_GIGABYTES_PER_S: Final = "headrace.link.gb_per_s"
-# Layer of the write that landed last on a link.
+# Layer of the write that landed last on a link, or in a task.
 ATTRIBUTE_LAST_LAYER: Final = "headrace.link.last_layer"
-# What most of the time of that write went to, see headrace_common.telemetry.layer_stamps.Cause.
+# What the link did for most of the time until that write had landed, see
+# headrace_common.telemetry.layer_stamps.last_write.
 ATTRIBUTE_LAST_CAUSE: Final = "headrace.link.last_cause"
 # Milliseconds of that cause.
 ATTRIBUTE_LAST_CAUSE_MS: Final = "headrace.link.last_cause_ms"

@@ -22,6 +22,9 @@ from headrace_common.telemetry.sampler import Sampler
 SpanEvent: TypeAlias = tuple[str, int, Mapping[str, AttributeValue]]
 """A name, a time in Unix nanoseconds, and attributes."""
 
+SpanLink: TypeAlias = tuple[int, int]
+"""The trace id and the span id of a related span that is no parent."""
+
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 _NOT_SAMPLED: Final = TraceFlags(TraceFlags.DEFAULT)
 _NO_STATE: Final = TraceState()
@@ -49,6 +52,7 @@ class EndedSpan(NamedTuple):
     attributes: Mapping[str, AttributeValue]
     error: str
     events: tuple[SpanEvent, ...]
+    links: tuple[SpanLink, ...] = ()
 
 
 SpanSink: TypeAlias = Callable[[SpanSource, EndedSpan], None]
@@ -64,6 +68,7 @@ class RecordedSpan(trace.Span):
         "_ended",
         "_error",
         "_events",
+        "_links",
         "_parent_id",
         "_sink",
         "name",
@@ -87,6 +92,7 @@ class RecordedSpan(trace.Span):
         self._sink = sink
         self._error = ""
         self._events: tuple[SpanEvent, ...] = ()
+        self._links: tuple[SpanLink, ...] = ()
         self._ended = False
 
     def get_span_context(self) -> SpanContext:
@@ -111,6 +117,12 @@ class RecordedSpan(trace.Span):
         timestamp: int | None = None,
     ) -> None:
         self._events += ((name, timestamp or time.time_ns(), attributes or {}),)
+
+    def add_link(
+        self, context: SpanContext, attributes: Mapping[str, AttributeValue] | None = None
+    ) -> None:
+        """Relates the span to another one. The attributes of links are not kept."""
+        self._links += ((context.trace_id, context.span_id),)
 
     def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
         if not isinstance(status, Status):
@@ -142,6 +154,7 @@ class RecordedSpan(trace.Span):
                 attributes=self._attributes,
                 error=self._error,
                 events=self._events,
+                links=self._links,
             )
         )
 
