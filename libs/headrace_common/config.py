@@ -36,7 +36,6 @@ from headrace_common.access.addresses import is_loopback
 from headrace_common.access.roles import Role
 from headrace_common.errors import ConfigError
 from headrace_common.identity import is_worker_id
-from headrace_common.telemetry.sampler import TracesSampler
 from headrace_common.version import version
 
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
@@ -118,6 +117,15 @@ PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveCount = Annotated[int, Field(gt=0)]
 NonNegativeCount = Annotated[int, Field(ge=0)]
+TracesSampler = Literal[
+    "always_on",
+    "always_off",
+    "traceidratio",
+    "parentbased_always_on",
+    "parentbased_always_off",
+    "parentbased_traceidratio",
+]
+"""The values of OTEL_TRACES_SAMPLER. The others of the standard ask another server."""
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, get_args
 
-TracesSampler = Literal[
-    "always_on",
-    "always_off",
-    "traceidratio",
-    "parentbased_always_on",
-    "parentbased_always_off",
-    "parentbased_traceidratio",
-]
-"""The values of OTEL_TRACES_SAMPLER. The others of the standard ask another server."""
+from headrace_common.config import TracesSampler
 
 SAMPLERS: Final[tuple[str, ...]] = get_args(TracesSampler)
 _PARENT_BASED: Final = "parentbased_"

@@ -10,8 +10,9 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from opentelemetry.trace import get_current_span
 
+from headrace_common.config import TracesSampler
 from headrace_common.rpc.trace_context import context_from_traceparent, traceparent
-from headrace_common.telemetry.sampler import SAMPLERS, Sampler, TracesSampler
+from headrace_common.telemetry.sampler import SAMPLERS, Sampler
 from headrace_common.telemetry.spans import EndedSpan, SpanSource, SpanTracer
 
 SOURCE = SpanSource("router", "r", Resource({}))
