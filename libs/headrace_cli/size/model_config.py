@@ -14,7 +14,7 @@ _CONFIG_BYTES_MAX: Final = 1 << 20
 
 
 def read_model_config(model: str) -> dict[str, Any]:
-    """The config.json of a file, a folder, or a model on a hub as "hf:OWNER/NAME". Raises ConfigError with the remedy."""
+    """The config.json of a file, a folder, or "hf:OWNER/NAME" on a hub. Raises ConfigError with the remedy."""
     try:
         hub_model = parse_hub_model(model)
     except ValueError as error:
