@@ -24,7 +24,7 @@ SITE: Final = BUILD / "site"
 CONFIG: Final = BUILD / "zensical.toml"
 TOP_PAGES: Final = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
 FOLDERS: Final = ("docs", "bench/results")
-STAGED_SUFFIXES: Final = (".md", ".svg")
+STAGED_SUFFIXES: Final = (".md", ".svg", ".png")
 BUILD_TIMEOUT_S: Final = 120
 
 _REMOTE: Final = re.compile(

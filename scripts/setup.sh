@@ -68,6 +68,8 @@ PYTHON
     fi
     if [[ $level == dev ]]; then
         command -v etcd >/dev/null || echo etcd-server
+        command -v chromium >/dev/null || echo chromium
+        command -v promtool >/dev/null || echo prometheus
         command -v node >/dev/null || echo nodejs
         command -v npm >/dev/null || echo npm
         command -v gcc >/dev/null || echo gcc libc6-dev

@@ -16,6 +16,7 @@ from headrace_cli.commands import (
     pair,
     policy,
     route,
+    status,
     token,
     trace,
     up,
@@ -34,7 +35,7 @@ app = typer.Typer(
 
 # The help lists them in this order.
 COMMANDS = (
-    *(up, demo, chat, bench, route, workers, drain, trace),
+    *(up, demo, chat, bench, route, workers, drain, trace, status),
     *(pair, policy, context, token, doctor),
 )
 for command in COMMANDS:

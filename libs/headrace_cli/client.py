@@ -190,8 +190,14 @@ def chat_request(
     max_tokens: int = 0,
     temperature: float | None = None,
     seed: int | None = None,
+    include_latency: bool = False,
 ) -> inference_pb2.GenerateRequest:
     """A request with messages of (role, content), oldest first. 0 tokens means what the context leaves."""
     return headrace_client.build_request(
-        messages=messages, model=model, max_tokens=max_tokens, temperature=temperature, seed=seed
+        messages=messages,
+        model=model,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        include_latency=include_latency,
     )

@@ -204,6 +204,8 @@ class ChatRecord(Record):
     prefill_worker: str | None
     decode_worker: str | None
     attempts: int
+    latency: Mapping[str, object] | None = None
+    """With --timing: the parts of the times to the first tokens, in microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,3 +231,11 @@ class ContextsRecord(Record):
     current: str
     file: str
     contexts: list[ContextRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class StatusPageRecord(Record):
+    """`headrace status --json`."""
+
+    schema: ClassVar[str] = "headrace.status-page.v1"
+    url: str

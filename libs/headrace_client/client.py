@@ -91,6 +91,7 @@ class Client:
         model: str = "",
         request_id: str = "",
         tokens_only: bool = False,
+        include_latency: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         **sampling: Unpack[Sampling],
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
@@ -101,6 +102,7 @@ class Client:
             tokens=tokens,
             model=model,
             request_id=request_id,
+            include_latency=include_latency,
             **sampling,
         )
         return self.stream(request, timeout_s, tokens_only=tokens_only)

@@ -46,11 +46,13 @@ def build_request(
     model: str = "",
     request_id: str = "",
     n: int = 1,
+    include_latency: bool = False,
     **sampling: Unpack[Sampling],
 ) -> inference_pb2.GenerateRequest:
     """A request with one prompt: plain text, messages oldest first, or token ids. `tools` go with messages.
 
-    `max_tokens` 0 means what the context leaves, and `n` is the number of answers. Raises InvalidRequest unless exactly
+    `max_tokens` 0 means what the context leaves, and `n` is the number of answers. With `include_latency`, the last
+    response has the parts of the time to the first token, as `timing.latency`. Raises InvalidRequest unless exactly
     one kind of prompt is given, and for values of the wrong type. The router validates the rest.
     """
     chat = [_message(message) for message in messages]
@@ -64,6 +66,7 @@ def build_request(
             model=model,
             request_id=request_id,
             n=n if n != 1 else 0,
+            include_latency=include_latency,
             sampling=sampling_pb2.SamplingParams(**given),  # type: ignore[arg-type]
         )
         if prompt:

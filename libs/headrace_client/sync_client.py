@@ -76,6 +76,7 @@ class SyncClient:
         model: str = "",
         request_id: str = "",
         tokens_only: bool = False,
+        include_latency: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         **sampling: Unpack[Sampling],
     ) -> Iterator[inference_pb2.GenerateResponse]:
@@ -86,6 +87,7 @@ class SyncClient:
             tokens=tokens,
             model=model,
             request_id=request_id,
+            include_latency=include_latency,
             **sampling,
         )
         return self.stream(request, timeout_s, tokens_only=tokens_only)

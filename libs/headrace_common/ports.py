@@ -22,3 +22,5 @@ PAIR_PROXY: Final = 8000
 """`headrace pair`: OpenAI HTTP for clients of two servers of stock vLLM."""
 ROUTER_HTTP: Final = 7056
 """`http_listen` of routers: OpenAI HTTP for clients."""
+ROUTER_STATUS: Final = 7057
+"""`status_listen` of routers: the status page, for operators."""

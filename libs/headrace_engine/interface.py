@@ -127,10 +127,15 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class DecodeTokens:
-    """New tokens, with one entry of logprobs each if they were requested."""
+    """New tokens, with one entry of logprobs each if they were requested.
+
+    `step_start_ns` is when the first step with the request began, by the host's monotonic clock; 0 when the engine does
+    not report it. Tokens of later steps may repeat it.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = field(default=())
+    step_start_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ from headrace_cli.options import DEFAULT_ROUTER, MaxTokens, RequestModel, Router
 from headrace_cli.records import ChatRecord
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import ConfigError, InternalError
+from headrace_common.latency.breakdown import breakdown_object
+from headrace_common.latency.parts import sum_from_proto
 
 EXIT_WORDS = ("/exit", "/quit")
 
@@ -38,6 +40,7 @@ class ChatOptions:
     seed: int | None = None
     system: str = ""
     timeout_s: float = 300.0
+    timing: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +70,24 @@ def chat(
     temperature: Temperature = None,
     seed: Seed = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that an answer may take.")] = 300,
+    timing: Annotated[
+        bool, typer.Option("--timing", help="Show the parts of the time to the first token.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Runs one prompt, or without a prompt a conversation."""
-    options = ChatOptions(model, max_tokens, temperature, seed, system, timeout)
+    options = ChatOptions(model, max_tokens, temperature, seed, system, timeout, timing)
 
     async def work() -> None:
         async with open_router(router) as client:
             answer = await chat_once(client, prompt, options, show=not as_json)
             if as_json:
                 print_record(chat_record(answer))
-            elif sys.stderr.isatty():
+                return
+            if sys.stderr.isatty():
                 notice_console().print(summary(answer), style="dim")
+            if timing:
+                notice_console().print("\n".join(latency_lines(answer)), highlight=False)
 
     if prompt:
         run_command(work())
@@ -106,6 +115,7 @@ async def ask(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
         seed=options.seed,
+        include_latency=options.timing,
     )
     text: list[str] = []
     trace_id = ""
@@ -179,6 +189,23 @@ def summary(answer: ChatAnswer) -> str:
     )
 
 
+def latency_lines(answer: ChatAnswer) -> list[str]:
+    """The parts of the times to the first tokens, one a line."""
+    latency = answer.last.timing.latency
+    lines: list[str] = []
+    for name, message in (
+        ("first token", latency.first_token),
+        ("second token", latency.second_token),
+    ):
+        if not message.total_us:
+            continue
+        lines.append(f"{name} {message.total_us / 1e3:9.1f} ms")
+        for part, duration_us in sum_from_proto(message).parts_us.items():
+            share = duration_us / message.total_us
+            lines.append(f"  {part.label:<17} {duration_us / 1e3:9.1f} ms {share:6.1%}")
+    return lines
+
+
 def chat_record(answer: ChatAnswer) -> ChatRecord:
     """A complete answer for programs."""
     last, usage, timing = answer.last, answer.last.usage, answer.last.timing
@@ -197,6 +224,7 @@ def chat_record(answer: ChatAnswer) -> ChatRecord:
         prefill_worker=timing.prefill_worker_id or None,
         decode_worker=timing.decode_worker_id or None,
         attempts=timing.attempts,
+        latency=breakdown_object(timing.latency) if timing.HasField("latency") else None,
     )
 
 

@@ -13,7 +13,8 @@ from typing import Final
 
 from headrace_common.access.roles import ANONYMOUS, Caller, Role
 
-_NAMES: Final = "x509_subject_alternative_name"
+SUBJECT_NAMES: Final = "x509_subject_alternative_name"
+"""The key of the names in gRPC's auth context."""
 _ID: Final = re.compile(
     r"spiffe://(?P<domain>[a-z0-9._-]{1,255})/headrace/(?P<role>[a-z]+)(/(?P<name>[a-z0-9._-]{1,63}))?"
 )
@@ -26,7 +27,7 @@ def caller_of_certificate(
 
     An empty `trust_domain` accepts every domain that the certificate authority signs.
     """
-    return _caller_of_names(tuple(auth_context.get(_NAMES, ())), trust_domain)
+    return _caller_of_names(tuple(auth_context.get(SUBJECT_NAMES, ())), trust_domain)
 
 
 # Every call of a connection has the same names.

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from headrace.inference.v1 import latency_pb2
-from headrace_common.latency.parts import Claim, Part, Sum, divide, sum_to_proto
+from headrace_common.latency.parts import (
+    Claim,
+    Part,
+    Sum,
+    divide,
+    sum_from_proto,
+    sum_to_proto,
+)
 from headrace_common.latency.steps import AttemptSteps, DecodeSteps, FirstTokenBy, RequestSteps
 
 
@@ -87,6 +95,28 @@ def breakdown_to_proto(one: Breakdown) -> latency_pb2.LatencyBreakdown:
     return message
 
 
+def breakdown_object(message: latency_pb2.LatencyBreakdown) -> dict[str, Any]:
+    """A breakdown for JSON. Times are microseconds, and `second_token` is None where there is none."""
+    second = message.second_token if message.HasField("second_token") else None
+    owner = next((one for one, value in _OWNERS.items() if value == message.transfer_owner), "")
+    return {
+        "first_token": _sum_object(message.first_token),
+        "second_token": _sum_object(second) if second is not None else None,
+        "transfer_owner": str(owner) or None,
+        "transfer_exposed_us": message.transfer_exposed_us,
+        "transfer_hidden_us": message.transfer_hidden_us,
+        "clock_error_us": message.clock_error_us,
+    }
+
+
+def _sum_object(message: latency_pb2.LatencySum) -> dict[str, Any]:
+    parts = sum_from_proto(message).parts_us
+    return {
+        "total_us": message.total_us,
+        "parts_us": {part.label: duration_us for part, duration_us in parts.items()},
+    }
+
+
 def _first_token_claims(
     steps: RequestSteps, attempt: AttemptSteps | None, at: int, sent: int
 ) -> Iterator[Claim]:
@@ -98,8 +128,10 @@ def _first_token_claims(
     yield from _prefill_claims(attempt)
     decode = attempt.decode
     if attempt.first_token_by == FirstTokenBy.PREFILL:
-        made = attempt.prefill.sent if attempt.prefill is not None else None
-        yield Claim(Part.NETWORK, made, at)
+        if attempt.prefill is not None:
+            yield Claim(Part.NETWORK, attempt.prefill.sent, at)
+            # A task that was cancelled reports only when it made the token.
+            yield Claim(Part.PREFILL, attempt.prefill.received, attempt.prefill.sent)
     elif attempt.first_token_by == FirstTokenBy.LOGITS:
         if decode is not None:
             yield Claim(Part.TRANSFER_EXPOSED, _compute_end(attempt), decode.logits_arrived)
@@ -161,7 +193,15 @@ def _compute_end(attempt: AttemptSteps) -> int | None:
 
 def _placement_claims(attempt: AttemptSteps) -> Iterator[Claim]:
     yield Claim(Part.ROUTE, attempt.route_start, attempt.start)
-    yield Claim(Part.RESERVE, attempt.start, attempt.reserved)
+    reserved = attempt.queued or attempt.reserved
+    if (
+        attempt.queued is None
+        and attempt.decode is not None
+        and attempt.decode.reserved is not None
+    ):
+        # The decode worker goes on at once.
+        reserved = attempt.decode.reserved
+    yield Claim(Part.RESERVE, attempt.start, reserved)
     yield Claim(Part.QUEUE, attempt.queued, attempt.pulled)
 
 

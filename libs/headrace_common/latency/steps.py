@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 from headrace.decode.v1 import decode_pb2
@@ -51,7 +51,7 @@ class PrefillSteps:
         return max(0, min(end, self.compute_end) - max(start, self.compute_start or start))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AttemptSteps:
     """One attempt. `start` is its request to the decode worker. `error_us` bounds the error of the workers' times."""
 
@@ -67,7 +67,7 @@ class AttemptSteps:
     error_us: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class RequestSteps:
     """One request. `tokenize` has an interval for each try.
 
@@ -76,8 +76,8 @@ class RequestSteps:
     """
 
     arrival: int
-    tokenize: list[tuple[int, int]] = field(default_factory=list)
-    attempts: list[AttemptSteps] = field(default_factory=list)
+    tokenize: tuple[tuple[int, int], ...] = ()
+    attempts: tuple[AttemptSteps, ...] = ()
     first_token: tuple[int, int] | None = None
     second_token: tuple[int, int] | None = None
     first_message: int | None = None

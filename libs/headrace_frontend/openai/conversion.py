@@ -67,6 +67,7 @@ def chat_request(body: ChatCompletionBody, request_id: str) -> inference_pb2.Gen
         sampling=sampling,
         request_id=request_id,
         n=body.choice_count,
+        include_latency=body.include_latency,
     )
 
 
@@ -84,6 +85,7 @@ def completion_requests(
             request_id=f"{request_id}-{index}" if index else request_id,
             n=body.choice_count,
             best_of=body.best_of or 0,
+            include_latency=body.include_latency,
             **prompt,
         )
         for index, prompt in enumerate(_prompts(body.prompt))

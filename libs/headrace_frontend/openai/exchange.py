@@ -20,12 +20,15 @@ Message: TypeAlias = MutableMapping[str, Any]
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
 Send: TypeAlias = Callable[[Message], Awaitable[None]]
+AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 Result = TypeVar("Result")
 
 ChunkWriter: TypeAlias = Callable[[bytes], bool]
 """Sends a chunk of a response that has started. False, and nothing is sent, when it would have to wait."""
 CHUNKS_EXTENSION = "headrace_chunks"
 """The name of the server's ChunkWriter among the extensions of an ASGI scope."""
+PEER_NAMES_EXTENSION = "headrace_peer_names"
+"""The URIs in the client's certificate, as bytes, among the extensions of an ASGI scope."""
 
 BODY_WAIT_S = 30.0
 """Time in which a client must send its request."""

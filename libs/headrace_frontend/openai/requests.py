@@ -85,6 +85,7 @@ class GenerationBody(Body):
     logit_bias: Annotated[dict[str, float], Field(max_length=LOGIT_BIASES_MAX)] | None = None
     structured_outputs: StructuredOutputsBody | None = None
     prompt_logprobs: int | None = None
+    include_latency: bool = False
     # These describe the caller's records, not the response.
     user: str | None = None
     metadata: dict[str, str] | None = None

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_common.latency.breakdown import breakdown_object
 from headrace_frontend.openai.answers import AnswerRules, ChatAnswer, whole_message
 from headrace_text.codec import TextCodec
 
@@ -44,6 +45,8 @@ class CollectedChoice:
     tokens: list[dict[str, Any]] = field(default_factory=list)
     reason: sampling_pb2.FinishReason.ValueType = sampling_pb2.FINISH_REASON_UNSPECIFIED
     usage: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
+    latency: dict[str, Any] | None = None
+    """Set when the client wants it."""
 
     def add(self, message: inference_pb2.GenerateResponse, tokens: list[dict[str, Any]]) -> None:
         """Appends a message. `tokens` has the message's logprobs."""
@@ -52,6 +55,12 @@ class CollectedChoice:
         if message.finish_reason:
             self.reason = message.finish_reason
             self.usage = message.usage
+            self.latency = _latency_of(message)
+
+    @property
+    def extensions(self) -> dict[str, Any]:
+        """Fields that OpenAI does not have."""
+        return {} if self.latency is None else {"latency": self.latency}
 
 
 class ResponseFormat(ABC):
@@ -105,6 +114,9 @@ class ResponseFormat(ABC):
         if message.logprobs:
             logprobs = json.dumps(self._logprobs(self.tokens_of(message), offset))
         ending = f'"{reason}"' if reason else "null"
+        latency = _latency_of(message) if message.finish_reason else None
+        if latency is not None:
+            ending = f'{ending}, "latency": {json.dumps(latency)}'
         return (
             f'{self._prefix}{{"index": {index}, {delta}, "logprobs": {logprobs}, '
             f'"finish_reason": {ending}}}{self._suffix}'
@@ -223,6 +235,7 @@ class ChatFormat(ResponseFormat):
             "finish_reason": self._reason_after_calls(
                 choice.reason, called="tool_calls" in message
             ),
+            **choice.extensions,
         }
 
     def _logprobs(self, tokens: list[dict[str, Any]], offset: int) -> dict[str, Any]:
@@ -244,6 +257,7 @@ class CompletionFormat(ResponseFormat):
             "text": "".join(choice.texts),
             "logprobs": self._logprobs(choice.tokens, 0) if choice.tokens else None,
             "finish_reason": _FINISH_REASONS.get(choice.reason),
+            **choice.extensions,
         }
 
     def _logprobs(self, tokens: list[dict[str, Any]], offset: int) -> dict[str, Any]:
@@ -260,6 +274,11 @@ class CompletionFormat(ResponseFormat):
             ],
             "text_offset": offsets,
         }
+
+
+def _latency_of(message: inference_pb2.GenerateResponse) -> dict[str, Any] | None:
+    timing = message.timing
+    return breakdown_object(timing.latency) if timing.HasField("latency") else None
 
 
 def usage_object(usages: Sequence[inference_pb2.Usage], prompts: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The HTTP server of the OpenAI API."""
+"""The HTTP server of the OpenAI API and of the status page."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.reloading import ReloadedFiles
 from headrace_frontend.config import FrontendConfig
-from headrace_frontend.openai.app import OpenAiApp
-from headrace_frontend.openai.exchange import CHUNKS_EXTENSION, ChunkWriter
+from headrace_frontend.openai.exchange import (
+    CHUNKS_EXTENSION,
+    PEER_NAMES_EXTENSION,
+    AsgiApp,
+    ChunkWriter,
+)
 
 _LOG = logging.getLogger(__name__)
 
@@ -34,12 +38,19 @@ _CANCEL_WAIT_S = 1.0
 
 
 class HttpServer:
-    """Serves the app on `http_listen`. Raises ConfigError when it cannot listen there."""
+    """Serves the app on the address of a setting. Raises ConfigError when it cannot listen there."""
 
-    def __init__(self, app: OpenAiApp, config: FrontendConfig) -> None:
-        self._listen = config.http_listen
-        self._tls = _tls_context(config.listen_tls)
-        self._socket = _listening_socket(config.http_listen)
+    def __init__(
+        self,
+        app: AsgiApp,
+        config: FrontendConfig,
+        setting: str = "http_listen",
+        tls: TlsFiles | None = None,
+    ) -> None:
+        """`setting` names the setting with the address. `tls`: None means the files of `listen`."""
+        self._listen = str(getattr(config, setting))
+        self._tls = _tls_context(config.listen_tls if tls is None else tls)
+        self._socket = _listening_socket(self._listen, setting)
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -106,9 +117,11 @@ class _Protocol(HttpToolsProtocol):
     """Ends connections that send no request."""
 
     _header_timer: asyncio.TimerHandle | None = None
+    _peer_names: tuple[bytes, ...] = ()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._peer_names = _subject_names(transport.get_extra_info("peercert"))
         self._header_timer = self.loop.call_later(HEADER_WAIT_S, transport.abort)
 
     def on_headers_complete(self) -> None:
@@ -116,7 +129,10 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         # The application starts in a later turn of the event loop.
         cycle: Any = self.cycle
-        self.scope["extensions"] = {CHUNKS_EXTENSION: _chunk_writer(cycle)}  # type: ignore[dict-item]
+        extensions: Any = {CHUNKS_EXTENSION: _chunk_writer(cycle)}
+        if self._peer_names:
+            extensions[PEER_NAMES_EXTENSION] = self._peer_names
+        self.scope["extensions"] = extensions
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -126,6 +142,12 @@ class _Protocol(HttpToolsProtocol):
         if self._header_timer is not None:
             self._header_timer.cancel()
             self._header_timer = None
+
+
+def _subject_names(certificate: Any) -> tuple[bytes, ...]:
+    """The URIs in a verified client certificate, as gRPC has them."""
+    names = (certificate or {}).get("subjectAltName", ())
+    return tuple(value.encode("ascii", "replace") for kind, value in names if kind == "URI")
 
 
 def _chunk_writer(cycle: Any) -> ChunkWriter:
@@ -143,7 +165,7 @@ def _chunk_writer(cycle: Any) -> ChunkWriter:
     return write
 
 
-def _listening_socket(listen: str) -> socket.socket:
+def _listening_socket(listen: str, setting: str) -> socket.socket:
     host, port = split_host_port(listen)
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -157,8 +179,8 @@ def _listening_socket(listen: str) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigError(
-            f"http_listen: cannot listen on {listen}: {error.strerror}; stop what uses the port or set http_listen",
-            metadata={"http_listen": listen},
+            f"{setting}: cannot listen on {listen}: {error.strerror}; stop what uses the port or set {setting}",
+            metadata={setting: listen},
         ) from error
     listener.setblocking(False)
     return listener

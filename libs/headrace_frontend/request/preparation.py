@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -115,8 +117,10 @@ class RequestPreparer:
         self, request: inference_pb2.GenerateRequest, request_id: str, root: Span, tenant: str
     ) -> PreparedRequest:
         parent = trace.set_span_in_context(root)
+        start_ns = time.monotonic_ns()
         with recorded_span(self._telemetry, schema.SPAN_TOKENIZE, parent):
             prepared = await self._run(request, request_id, tenant)
+        prepared = replace(prepared, tokenized_ns=(start_ns, time.monotonic_ns()))
         root.set_attribute(schema.ATTRIBUTE_MODEL, prepared.model)
         root.set_attribute(schema.ATTRIBUTE_PROMPT_TOKENS, len(prepared.token_ids))
         return prepared

@@ -94,6 +94,8 @@ class ResponseStream:
         self.second_token_unix_ns = 0
         """Arrival of the second batch of tokens. A fast decode worker sends several tokens in a batch."""
         self.last_token_unix_ns = 0
+        self.first_message_unix_ns = 0
+        """When the message with the first token was made; 0 before it."""
         self._replay(request.generated)
 
     @property
@@ -139,6 +141,10 @@ class ResponseStream:
         duration.
         """
         return self._start_unix_ns + time.monotonic_ns() - self._start_ns
+
+    def monotonic_us(self, unix_ns: int) -> int:
+        """Microseconds of the monotonic clock at a time of this response."""
+        return (unix_ns - self._start_unix_ns + self._start_ns) // 1_000
 
     def use_outlet(self, outlet: TextOutlet) -> None:
         """Lets `add_tokens` send text itself while `next_message` waits for tokens. It saves a turn of the event loop.
@@ -313,6 +319,7 @@ class ResponseStream:
         if not self._sent_first_message:
             message.trace_id = self._trace_id
             self._sent_first_message = True
+            self.first_message_unix_ns = self.now_unix_ns()
         return message
 
 

@@ -58,6 +58,10 @@ class PreparedRequest:
     """Whether the text of special tokens is left out."""
     cached_on: WorkerRef | None = None
     """A decode worker that has the prompt's KV cache, as another answer to it has shown."""
+    includes_latency: bool = False
+    """Whether the client wants its times to the first tokens as parts."""
+    tokenized_ns: tuple[int, int] = (0, 0)
+    """When this was made, by the monotonic clock: the start and the end."""
 
 
 def resolve_model(name: str, codecs: Mapping[str, TextCodec]) -> str:
@@ -123,6 +127,7 @@ def prepare(
         keeps_stop=request.sampling.include_stop_str_in_output,
         skips_special_tokens=not request.sampling.HasField("skip_special_tokens")
         or request.sampling.skip_special_tokens,
+        includes_latency=request.include_latency,
     )
 
 

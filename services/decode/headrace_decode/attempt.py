@@ -34,10 +34,14 @@ ERROR_MARGIN_SHARE = 0.1
 
 
 class Progress(NamedTuple):
-    """New tokens, and the end if it was reached."""
+    """New tokens, and the end if it was reached.
+
+    `times` come with the first token that was sampled from logits, and with the first one that was computed from KV.
+    """
 
     tokens: list[DecodeTokens]
     finished: decode_pb2.Finished | None
+    times: decode_pb2.AttemptTimes | None = None
 
 
 class Attempt:
@@ -208,17 +212,23 @@ class Attempt:
                 ended = event
             else:
                 raise InternalError("the engine reserved blocks twice")
+        times: decode_pb2.AttemptTimes | None = None
         if tokens:
-            self._count(sum(len(piece.token_ids) for piece in tokens))
-        return Progress(tokens, None if ended is None else self._finished(ended))
+            before = self.generated_tokens
+            self._count(sum(len(piece.token_ids) for piece in tokens), tokens[0].step_start_ns)
+            if not before or (before == 1 and self.work.from_logits):
+                times = self.timestamps.to_proto()
+        return Progress(tokens, None if ended is None else self._finished(ended), times)
 
-    def _count(self, token_count: int) -> None:
+    def _count(self, token_count: int, step_start_ns: int) -> None:
         """Only one token, sampled from logits, may come before the KV cache is complete (I3)."""
         self.generated_tokens += token_count
         from_kv = self.generated_tokens > (1 if self.work.from_logits else 0)
         if from_kv and self._waiter is not None and self._waiter.summary is None:
             self._waiter.require_complete()
-        self.timestamps.tokens_generated(sampled=self.work.from_logits, from_kv=from_kv)
+        self.timestamps.tokens_generated(
+            sampled=self.work.from_logits, from_kv=from_kv, step_start_ns=step_start_ns
+        )
 
     def _finished(self, ended: DecodeEnded) -> decode_pb2.Finished:
         self.cached_tokens = ended.cached_tokens

@@ -63,7 +63,9 @@ class RunningAttempt:
             with self._recorded():
                 progress = self._noted(await self.attempt.read())
             if progress.tokens:
-                yield decode_pb2.GenerateResponse(tokens=tokens_to_proto(progress.tokens))
+                yield decode_pb2.GenerateResponse(
+                    tokens=tokens_to_proto(progress.tokens, progress.times)
+                )
             if progress.finished is not None:
                 yield decode_pb2.GenerateResponse(finished=progress.finished)
                 return

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
+from headrace.decode.v1 import decode_pb2
+
 
 @dataclass(slots=True)
 class RequestTimestamps:
@@ -14,8 +16,8 @@ class RequestTimestamps:
     may be set meanwhile. Admission estimates the length of answers from them.
 
     `sampled_unix_ns` is for a first token that was sampled from logits. `first_token_unix_ns` is for
-    the first token that was computed from KV. `token_received_unix_ns` is for a first token that the
-    router brought.
+    the first token that was computed from KV, and `step_start_unix_ns` for the first step with the request.
+    `token_received_unix_ns` is for a first token that the router brought.
     """
 
     start_unix_ns: int = field(default_factory=time.time_ns)
@@ -24,6 +26,7 @@ class RequestTimestamps:
     sampled_unix_ns: int = 0
     arrived_unix_ns: int = 0
     token_received_unix_ns: int = 0
+    step_start_unix_ns: int = 0
     first_token_unix_ns: int = 0
     last_token_unix_ns: int = 0
     end_unix_ns: int = 0
@@ -45,21 +48,40 @@ class RequestTimestamps:
         """The router brought the first token."""
         self.token_received_unix_ns = self._now_ns()
 
-    def tokens_generated(self, *, sampled: bool, from_kv: bool) -> None:
+    def tokens_generated(self, *, sampled: bool, from_kv: bool, step_start_ns: int = 0) -> None:
         """The engine generated tokens: one sampled from logits among them, or some from KV, or both.
 
-        Only the first of either kind counts.
+        Only the first of either kind counts. `step_start_ns` is as in DecodeTokens.
         """
         now_ns = self._now_ns()
         if sampled:
             self.sampled_unix_ns = self.sampled_unix_ns or now_ns
         if from_kv:
+            if not self.first_token_unix_ns and step_start_ns:
+                self.step_start_unix_ns = self.start_unix_ns + step_start_ns - self._start_ns
             self.first_token_unix_ns = self.first_token_unix_ns or now_ns
         self.last_token_unix_ns = now_ns
 
     def ended(self) -> None:
         """The attempt is over."""
         self.end_unix_ns = self._now_ns()
+
+    def to_proto(self) -> decode_pb2.AttemptTimes:
+        """The times of this attempt until now."""
+        return decode_pb2.AttemptTimes(
+            received_unix_ns=self.start_unix_ns,
+            reserved_us=self._after_us(self.reserved_unix_ns),
+            kv_arrived_us=self._after_us(self.arrived_unix_ns),
+            logits_arrived_us=self._after_us(self.logits_unix_ns),
+            sampled_us=self._after_us(self.sampled_unix_ns),
+            token_received_us=self._after_us(self.token_received_unix_ns),
+            step_start_us=self._after_us(self.step_start_unix_ns),
+            first_token_us=self._after_us(self.first_token_unix_ns),
+        )
+
+    def _after_us(self, unix_ns: int) -> int:
+        """Microseconds since the start, at least 1. 0 for an event that has not happened."""
+        return max(1, (unix_ns - self.start_unix_ns) // 1_000) if unix_ns else 0
 
     def _now_ns(self) -> int:
         return self.start_unix_ns + time.monotonic_ns() - self._start_ns

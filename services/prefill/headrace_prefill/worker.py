@@ -26,6 +26,7 @@ from headrace_kv.handoff.messages import TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import salt_violations
 from headrace_prefill.spans import record_task
+from headrace_prefill.times import task_times
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class PrefillWorker:
         self._held += 1
         self._on_received()
         try:
-            outcome = await self._prefill(task, on_start, on_first_token)
+            outcome = await self._prefill(task, on_start, on_first_token, start_unix_ns)
         except asyncio.CancelledError:
             error = self._cancellation()
             current = asyncio.current_task()
@@ -95,7 +96,7 @@ class PrefillWorker:
         duration_ns = time.monotonic_ns() - start_ns
         end_unix_ns = start_unix_ns + duration_ns
         record_task(self._telemetry, self.ref, task, outcome, error, start_unix_ns, end_unix_ns)
-        done = _done_to_proto(task, outcome, error, duration_ns)
+        done = _done_to_proto(task, outcome, error, start_unix_ns, duration_ns)
         if self._on_ended is not None:
             self._on_ended(done.reason, done.payload_bytes)
         return done
@@ -115,8 +116,9 @@ class PrefillWorker:
         task: prefill_pb2.PrefillTask,
         on_start: Callable[[], Awaitable[None]] | None,
         on_first_token: Callable[[prefill_pb2.FirstToken], None] | None,
+        start_unix_ns: int,
     ) -> PrefillOutcome:
-        deadline = self._deadline(task)
+        deadline, start_ns = self._deadline(task), time.monotonic_ns()
         work = _work_from_proto(task, deadline)
         if work.target.with_logits and not self._engine.logits_bytes:
             what = f"the engine of {self.ref.worker_id} sends no logits"
@@ -124,7 +126,10 @@ class PrefillWorker:
 
         def forward_first_token(tokens: DecodeTokens) -> None:
             if on_first_token is not None:
-                on_first_token(_first_token_to_proto(task.transfer_id, tokens))
+                first = _first_token_to_proto(task.transfer_id, tokens)
+                sent_ns = start_unix_ns + time.monotonic_ns() - start_ns
+                first.times.CopyFrom(task_times(None, start_unix_ns, sent_ns))
+                on_first_token(first)
 
         try:
             async with asyncio.timeout(deadline.remaining_s()), self._slots:
@@ -206,10 +211,13 @@ def _done_to_proto(
     task: prefill_pb2.PrefillTask,
     outcome: PrefillOutcome | None,
     error: HeadraceError | None,
+    start_unix_ns: int,
     duration_ns: int,
 ) -> prefill_pb2.TaskDone:
     done = prefill_pb2.TaskDone(
-        transfer_id=task.transfer_id, duration=duration_from_ns(duration_ns)
+        transfer_id=task.transfer_id,
+        duration=duration_from_ns(duration_ns),
+        times=task_times(outcome, start_unix_ns, start_unix_ns + duration_ns),
     )
     if error is not None:
         done.reason, done.detail = error.reason, error.detail

@@ -14,6 +14,7 @@ from headrace.inference.v1 import inference_pb2_grpc, trace_pb2_grpc
 from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
+from headrace_common.access.authorizer import Authorizer
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
 from headrace_common.limits import TICKET_LIFETIME_MAX_S
 from headrace_common.rpc.channel import open_channel
@@ -47,9 +48,12 @@ from headrace_router.prefill_queue.task import SignTask
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.runner import RequestRunner
 from headrace_router.service import InferenceService
+from headrace_router.status.app import StatusApp
+from headrace_router.status.reader import StatusParts, StatusReader
 from headrace_router.tracing.request_span import RequestTracer
 from headrace_router.tracing.service import OTLP_SERVICE_NAME, SpanCollector, TraceReader
 from headrace_router.tracing.store import TraceLimits, TraceStore
+from headrace_router.tracing.worker_clocks import WorkerClocks
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.pairs import PairReporter
@@ -89,6 +93,9 @@ class Router:
     openai: OpenAiApp
     admission: Admission
     pairs: PairReporter
+    status: StatusApp | None
+    """None without the setting status_listen."""
+    status_reader: StatusReader
 
     def new_server(self, config: RouterConfig) -> GrpcServer:
         """A server with every service of the router. Raises ConfigError."""
@@ -117,6 +124,7 @@ class Router:
         self.prefixes.update(members)
         self.router_keys.update(members)
         self.pairs.update(members)
+        self.status_reader.update(members)
 
     async def close(self) -> None:
         """Ends every stream to workers."""
@@ -200,7 +208,7 @@ def assemble(
     preparer = RequestPreparer(
         codecs, workers, telemetry, config.max_bytes_per_token, salts.salt_of
     )
-    tracer = RequestTracer(telemetry, traces)
+    tracer = RequestTracer(telemetry, traces, WorkerClocks())
     callers = CallerBounds(CallerLimits.from_config(config), metrics.count_refused)
     runner = RequestRunner(
         callers=callers,
@@ -242,6 +250,9 @@ def assemble(
         deadline_s=config.default_deadline_s,
         body_bytes_max=config.max_request_bytes,
     )
+    status_reader = StatusReader(
+        StatusParts(workers, queue, admission, policy, traces), config.router_id or config.listen
+    )
     return Router(
         *(inference, runner, workers, prefixes, queue, traces, metrics, direct, router_keys),
         preparer=preparer,
@@ -251,6 +262,8 @@ def assemble(
         openai=openai,
         admission=admission,
         pairs=PairReporter(),
+        status=_build_status(config, status_reader),
+        status_reader=status_reader,
     )
 
 
@@ -284,6 +297,10 @@ def _build_traces(config: RouterConfig, telemetry: Telemetry, metrics: RouterMet
     traces = TraceStore(limits, metrics.count_dropped_spans)
     telemetry.add_sink(traces.add_ended)
     return traces
+
+
+def _build_status(config: RouterConfig, reader: StatusReader) -> StatusApp | None:
+    return StatusApp(reader, Authorizer.from_config(config)) if config.status_listen else None
 
 
 def _build_admission(config: RouterConfig, policy: PolicySource) -> Admission:

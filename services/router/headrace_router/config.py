@@ -8,12 +8,15 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.roles import Role
 from headrace_common.config import (
     NonNegativeSeconds,
+    OptionalHostPort,
     OptionalWorkerId,
     PositiveCount,
     PositiveSeconds,
+    reachable_addresses,
     require_order,
     split_list,
 )
@@ -56,6 +59,11 @@ class RouterConfig(FrontendConfig):
     model: ModelList = Field(
         description="Served models, separated by commas: NAME=FOLDER, FOLDER (its last part is the name), "
         "NAME=hf:OWNER/NAME or hf:OWNER/NAME on a Hugging Face hub (its tokenizer is downloaded), or sim."
+    )
+    status_listen: OptionalHostPort = Field(
+        "",
+        description="host:port of the status page, for callers with the role operator; port 0 takes any free port. "
+        "Empty: no page.",
     )
     router_id: OptionalWorkerId = Field(
         "",
@@ -131,7 +139,25 @@ class RouterConfig(FrontendConfig):
             ("worker_wait_s", "default_deadline_s"),
             ("max_trace_bytes", "max_stored_trace_bytes"),
         )
+        problems = self._status_problems()
+        if problems:
+            raise ValueError("; ".join(problems))
         return self
+
+    def _status_problems(self) -> list[str]:
+        guarded = self.insecure or self.tls_certificate_file or self.token_keys_file
+        return [
+            f"{name} is {address}, which other hosts may reach, and no credentials are configured: set the tls_ files "
+            "or token_keys_file, or set insecure, which shows the page to every caller"
+            for name, address in reachable_addresses(self, "status_listen")
+            if not guarded
+        ]
+
+    @property
+    def status_tls(self) -> TlsFiles:
+        """The files of status_listen. Browsers need no certificate where tokens are verified."""
+        authority = "" if self.token_keys_file else self.tls_authority_file
+        return TlsFiles(self.tls_certificate_file, self.tls_key_file, authority)
 
     @property
     def model_names(self) -> Collection[str]:

@@ -96,6 +96,13 @@ async def serve_router(config: RouterConfig) -> None:
         http = HttpServer(router.openai, config) if config.http_listen else None
         if http is not None:
             stack.push_async_callback(http.stop)
+        status = (
+            HttpServer(router.status, config, "status_listen", config.status_tls)
+            if router.status is not None
+            else None
+        )
+        if status is not None:
+            stack.push_async_callback(status.stop)
         endpoint = await server.start()
         member = _member(router_id, incarnation, (endpoint, server.client_endpoint), ticket_key)
         membership = Membership(registry, member)
@@ -108,6 +115,9 @@ async def serve_router(config: RouterConfig) -> None:
         if http is not None:
             http.start()
             _LOG.info("%s serves OpenAI HTTP on %s", router_id, http.url)
+        if status is not None:
+            status.start()
+            _LOG.info("%s serves its status page on %s", router_id, status.url)
         await server.serve_until_signal(lambda deadline: _drain(router, membership, http, deadline))
 
 

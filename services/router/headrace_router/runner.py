@@ -40,6 +40,8 @@ class _Terms:
     tenant: str
     deadline: Deadline
     arrival_unix_ns: int
+    arrival_ns: int
+    """By the monotonic clock."""
 
 
 class RequestRunner:
@@ -92,7 +94,7 @@ class RequestRunner:
         single answer. Raises HeadraceError, before or between messages.
         """
         arrival_unix_ns = time.time_ns()
-        terms = _Terms(tenant, deadline, arrival_unix_ns)
+        terms = _Terms(tenant, deadline, arrival_unix_ns, time.monotonic_ns())
         request_id = request_id_of(request)
 
         async def prepare(root: Span, tenant: str) -> PreparedRequest:
@@ -132,16 +134,22 @@ class RequestRunner:
     async def _run_admitted(
         self, answer: Answer, permit: AdmissionPermit, terms: _Terms
     ) -> ResponseStream:
-        with self._tracer.request_span(answer.request_id, terms.arrival_unix_ns) as root:
+        timeline = self._tracer.new_timeline(terms.arrival_ns)
+        with self._tracer.request_span(
+            answer.request_id, terms.arrival_unix_ns, timeline=timeline
+        ) as root:
             prepared = await answer.prepare(root, permit.tenant)
+            timeline.tokenized(prepared.tokenized_ns)
             await permit.acquire_tokens(len(prepared.token_ids))
             await permit.acquire_slot(prepared.model)
             await self.wait_turn()
             response = ResponseStream(prepared, trace_id_of(root), self._load)
+            timeline.responding(response)
             answer.on_response(response)
             routed = RoutedRequest(
                 *(prepared, response, root, terms.deadline, terms.arrival_unix_ns, permit.tenant),
                 slot_wait_s=lambda: permit.slot_wait_s,
+                timeline=timeline,
             )
             if answer.outlet is not None:
                 response.use_outlet(answer.outlet)

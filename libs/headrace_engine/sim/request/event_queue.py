@@ -17,6 +17,7 @@ class DecodeEventQueue:
         self._reservation: Reservation | None = None
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._step_start_ns = 0
         self._end: DecodeEnded | None = None
         self._failure: HeadraceError | None = None
         self._filled = asyncio.Event()
@@ -38,8 +39,11 @@ class DecodeEventQueue:
         """Whether it holds a reservation that was not read."""
         return self._reservation is not None
 
-    def put_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        """Joins the token to those that were not read."""
+    def put_token(
+        self, token_id: int, logprobs: TokenLogprobs | None, step_start_ns: int = 0
+    ) -> None:
+        """Joins the token to those that were not read. `step_start_ns`: see DecodeTokens."""
+        self._step_start_ns = step_start_ns
         self._tokens.append(token_id)
         if logprobs is not None:
             self._logprobs.append(logprobs)
@@ -69,7 +73,9 @@ class DecodeEventQueue:
             events.append(self._reservation)
             self._reservation = None
         if self._tokens:
-            events.append(DecodeTokens(tuple(self._tokens), tuple(self._logprobs)))
+            events.append(
+                DecodeTokens(tuple(self._tokens), tuple(self._logprobs), self._step_start_ns)
+            )
             self._tokens.clear()
             self._logprobs.clear()
         if self._end is not None:

@@ -79,6 +79,7 @@ class Sequence:
     receiving: bool = False
     compute_start_unix_ns: int = field(default_factory=time.time_ns)
     compute_end_unix_ns: int = 0
+    first_step_ns: int = 0
     _loading: bool = False
     _in_step: bool = False
     _block_hashes: list[int] = field(default_factory=list)
@@ -202,6 +203,7 @@ class Sequence:
         self._in_step = True
         if not self.chunk_count:
             self.compute_start_unix_ns = time.time_ns()
+            self.first_step_ns = time.monotonic_ns()
 
     def chunk_computed(self, end_token: int) -> None:
         """The KV of its tokens below `end_token` is computed."""
@@ -235,7 +237,7 @@ class Sequence:
         """Adds a token to the answer and to the events. It ends with a stop token or when it is full."""
         generation = self.generation
         assert generation is not None
-        generation.events.put_token(token_id, logprobs)
+        generation.events.put_token(token_id, logprobs, self.first_step_ns)
         self._append(token_id, model)
         stopped = token_id in generation.sampling.stop_token_ids
         if stopped or len(self.tokens) > self.capacity:

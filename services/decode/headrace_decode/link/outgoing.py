@@ -30,6 +30,10 @@ class _Message:
         self._message.reserved.add(stream_id=stream_id, reserved=reserved)
         self._use(_FRAME_BYTES)
 
+    def add_times(self, stream_id: int, times: decode_pb2.AttemptTimes) -> None:
+        self._message.times.add(stream_id=stream_id, times=times)
+        self._use(_FRAME_BYTES + times.ByteSize())
+
     def add_tokens(self, stream_id: int, token_ids: list[int]) -> None:
         self._stream_ids.append(stream_id)
         self._counts.append(len(token_ids))
@@ -68,6 +72,7 @@ class _Pending:
         self._stream_id = stream_id
         self._credit = credit_tokens
         self._reserved: decode_pb2.Reserved | None = None
+        self._times: decode_pb2.AttemptTimes | None = None
         self._token_ids: list[int] = []
         self._logprobs: list[sampling_pb2.TokenLogprobs] = []
         self._finished: decode_pb2.Finished | None = None
@@ -93,6 +98,9 @@ class _Pending:
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
         self._reserved = reserved
 
+    def add_times(self, times: decode_pb2.AttemptTimes) -> None:
+        self._times = times
+
     def add_tokens(self, pieces: Sequence[DecodeTokens]) -> None:
         for piece in pieces:
             self._token_ids.extend(piece.token_ids)
@@ -111,6 +119,9 @@ class _Pending:
             message.add_reserved(self._stream_id, self._reserved)
             self._reserved = None
         if self._token_ids and self._credit > 0:
+            if self._times is not None:
+                message.add_times(self._stream_id, self._times)
+                self._times = None
             self._move_tokens(message)
         if self._token_ids or not self._has_end:
             return
@@ -178,6 +189,12 @@ class Outgoing:
         if pending is not None:
             pending.reserve(reserved)
             self._enqueue(stream_id, pending)
+
+    def add_times(self, stream_id: int, times: decode_pb2.AttemptTimes) -> None:
+        """Adds the times of a request, which go with its next tokens. They replace times that are not sent yet."""
+        pending = self._pending.get(stream_id)
+        if pending is not None:
+            pending.add_times(times)
 
     def add_tokens(self, stream_id: int, pieces: Sequence[DecodeTokens]) -> None:
         """Adds tokens."""

@@ -214,6 +214,8 @@ class LinkSession:
             try:
                 while running.attempt.readable:
                     progress = running.take()
+                    if progress.times is not None:
+                        self._outgoing.add_times(stream_id, progress.times)
                     self._outgoing.add_tokens(stream_id, progress.tokens)
                     if progress.finished is not None:
                         self._outgoing.finish(stream_id, progress.finished)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
@@ -36,6 +37,10 @@ class LinkedAnswer:
         self._allowed_tokens = window_tokens
         self._on_read = on_read
         self._read_tokens = 0
+        self.times: decode_pb2.AttemptTimes | None = None
+        """The worker's times, once it has sent a token."""
+        self.reserved_ns = 0
+        """Arrival of the reservation by the monotonic clock; 0 before it."""
         self._reserved: decode_pb2.Reserved | None = None
         self._token_ids: list[int] = []
         self._logprobs: list[sampling_pb2.TokenLogprobs] = []
@@ -56,6 +61,7 @@ class LinkedAnswer:
     def reserve(self, reserved: decode_pb2.Reserved) -> None:
         """The blocks are reserved."""
         self._reserved = reserved
+        self.reserved_ns = time.monotonic_ns()
         self._wake()
 
     def add_tokens(
@@ -84,6 +90,10 @@ class LinkedAnswer:
             self._sink_error = error
         self._needs_reader = True
         self._wake()
+
+    def add_times(self, times: decode_pb2.AttemptTimes) -> None:
+        """The worker's times until now."""
+        self.times = times
 
     def finish(self, finished: decode_pb2.Finished) -> None:
         """The request has ended."""

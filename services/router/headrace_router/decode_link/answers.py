@@ -47,6 +47,10 @@ class LinkedAnswers:
             answer = self._answers.get(reserved.stream_id)
             if answer is not None:
                 answer.reserve(reserved.reserved)
+        for timed in response.times:
+            answer = self._answers.get(timed.stream_id)
+            if answer is not None:
+                answer.add_times(timed.times)
         if response.HasField("tokens"):
             self._receive_columns(response.tokens)
         for one in response.tokens_with_logprobs:

@@ -24,19 +24,20 @@ class LinkedCall:
 
     def __init__(self, link: DecodeLink, answer: LinkedAnswer) -> None:
         self._link = link
-        self._answer = answer
+        self.answer = answer
+        """What has arrived."""
 
     async def read(self) -> decode_pb2.GenerateResponse:
         """See LinkedAnswer."""
-        return await self._answer.read()
+        return await self.answer.read()
 
     def forward(self, sink: TokenSink) -> None:
         """See LinkedAnswer."""
-        self._answer.forward(sink)
+        self.answer.forward(sink)
 
     def close(self) -> None:
         """Cancels the request unless it has ended."""
-        self._link.release(self._answer)
+        self._link.release(self.answer)
 
 
 class DecodeLinks:

@@ -29,6 +29,7 @@ from headrace_router.dispatch.retry_policy import FailedAttempt
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
+from headrace_router.tracing.timeline import AttemptTimeline
 
 _LOG = logging.getLogger(__name__)
 
@@ -69,7 +70,15 @@ class AttemptPlan:
 class Attempt:
     """Runs once. It continues after the tokens that the response has already."""
 
-    def __init__(self, context: AttemptContext, request: RoutedRequest, plan: AttemptPlan) -> None:
+    def __init__(
+        self,
+        context: AttemptContext,
+        request: RoutedRequest,
+        plan: AttemptPlan,
+        timeline: AttemptTimeline,
+    ) -> None:
+        """`timeline` gets the steps."""
+        self._timeline = timeline
         self._queue = context.queue
         self._prepared = request.prepared
         self._response = request.response
@@ -157,12 +166,18 @@ class Attempt:
         )
 
     def _open_call(self) -> DecodeCall:
-        return DecodeCall(
+        call = DecodeCall(
             *(self._links, self.decode_worker, self._request),
             deadline=self._deadline,
             context=self._span.context,
             waited_for=self._waited_for,
         )
+        self._timeline.opened(
+            *(self.decode_worker, call.answer),
+            remote=self._decision.remote,
+            first_token=self._first_token_by,
+        )
+        return call
 
     def _expected_load(self) -> AbstractContextManager[None]:
         """Counts the prompt in the prefill queue until the decode worker has reserved its blocks."""
@@ -188,6 +203,7 @@ class Attempt:
         except WorkerGone:
             self._prefill_failed = True
             raise
+        self._timeline.queued(self._queued)
 
     async def _add_first_token_of_prefill(self, call: DecodeCall) -> AttemptOutcome | None:
         """If prefill generates the first token: adds it, and sends it to decode. An outcome if it ends the response."""

@@ -6,10 +6,11 @@ from opentelemetry import trace
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.durations import duration_from_ns
+from headrace_common.latency.breakdown import breakdown_to_proto
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_router.dispatch.attempt import Attempt, AttemptOutcome
-from headrace_router.dispatch.first_token import BY_DECODE, MAKER_NAMES
+from headrace_router.dispatch.first_token import MAKER_NAMES
 from headrace_router.dispatch.request import RoutedRequest
 
 
@@ -40,6 +41,8 @@ def finish_response(
         prefill_worker_id=prefill_worker.worker_id if prefill_worker else "",
         attempts=attempts,
     )
+    if request.prepared.includes_latency:
+        timing.latency.CopyFrom(breakdown_to_proto(request.timeline.break_down()))
     response.finish(outcome.reason, usage, timing)
     _record_tokens(request, first_unix_ns, last_unix_ns, telemetry)
 
@@ -54,8 +57,6 @@ def _record_tokens(
         record(schema.SPAN_FIRST_TOKEN, parent, request.arrival_unix_ns, first_unix_ns)
         record(schema.SPAN_STREAM, parent, first_unix_ns, last_unix_ns)
         root.set_attribute(schema.ATTRIBUTE_FIRST_TOKEN, MAKER_NAMES[response.first_token_by])
-    if response.first_token_by != BY_DECODE and response.second_token_unix_ns:
-        record(schema.SPAN_SECOND_TOKEN, parent, first_unix_ns, response.second_token_unix_ns)
     root.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, response.completion_tokens)
     root.set_attribute(schema.ATTRIBUTE_FINISH_REASON, finish_reason_name(response.finish_reason))
 

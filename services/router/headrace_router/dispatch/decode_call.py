@@ -20,7 +20,7 @@ from headrace_common.errors import (
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.trace_context import metadata_with_trace
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.decode_link.answer import TokenSink
+from headrace_router.decode_link.answer import LinkedAnswer, TokenSink
 from headrace_router.decode_link.links import DecodeLinks
 
 
@@ -48,6 +48,11 @@ class DecodeCall:
         self._links = links
         self._call = links.open(request, deadline, context)
         self._read_ahead: asyncio.Task[decode_pb2.GenerateResponse] | None = None
+
+    @property
+    def answer(self) -> LinkedAnswer:
+        """What the worker has sent, with its times."""
+        return self._call.answer
 
     async def read_reservation(self) -> decode_pb2.Reserved:
         """The first event. Raises ProtocolViolation for any other event."""

@@ -46,6 +46,8 @@ _LOG = logging.getLogger(__name__)
 
 _AVOIDED_WORKER_PAUSE_S = 0.1
 _POLL_INTERVAL_S = 0.1
+# How long the last message of a response with the latency's parts waits for the prefill worker's report.
+_REPORT_WAIT_S = 0.1
 
 
 class PrefixSource(Protocol):
@@ -115,6 +117,7 @@ class RequestDispatcher:
         outcome: AttemptOutcome | None = None
         while outcome is None and not request.response.ended_by:
             await self._wait_for_worker(request, retries, number)
+            timeline = request.timeline.attempt_started()
             token_ids = request.known_token_ids
             decision = self._route(
                 *(request.prepared, token_ids, request.root_span, request.deadline, retries)
@@ -132,7 +135,7 @@ class RequestDispatcher:
                 plan = self._plan(
                     request, token_ids, decision, load_reservation.links, number, retries
                 )
-                attempt = Attempt(self._attempt_context, request, plan)
+                attempt = Attempt(self._attempt_context, request, plan, timeline)
                 request.response.attempt_started(worker)
                 outcome = await self._run_attempt(request, attempt, number, retries)
             finally:
@@ -141,6 +144,8 @@ class RequestDispatcher:
             # The response is complete, but no attempt reported Finished.
             reason = request.response.ended_by
             outcome = attempt.outcome_of(reason) if attempt else AttemptOutcome(reason, 0, 0)
+        if request.prepared.includes_latency:
+            await request.timeline.wait_report(_REPORT_WAIT_S)
         finish_response(request, outcome, attempt, attempts=number, telemetry=self._telemetry)
 
     def route(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from opentelemetry.trace import Span
 
@@ -11,6 +11,7 @@ from headrace_common.deadlines import Deadline
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.tenants import DEFAULT_TENANT
+from headrace_router.tracing.timeline import RequestTimeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class RoutedRequest:
     arrival_unix_ns: int
     tenant: str = DEFAULT_TENANT
     slot_wait_s: Callable[[], float] = lambda: 0.0
+    timeline: RequestTimeline = field(default_factory=RequestTimeline)
 
     @property
     def known_token_ids(self) -> tuple[int, ...]:

@@ -32,7 +32,7 @@ from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.estimate import QueueEstimate
 from headrace_router.prefill_queue.group import QueueGroup
 from headrace_router.prefill_queue.task import QueuedTask, SignTask, TaskTerms
-from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
+from headrace_router.prefill_queue.worker_stream import PrefillLoad, PrefillWorkerStream
 
 _LOG = logging.getLogger(__name__)
 
@@ -87,6 +87,10 @@ class PrefillQueue:
         for stream in self._worker_streams.values():
             counts[stream.model] = counts.get(stream.model, 0) + 1
         return counts
+
+    def worker_loads(self) -> dict[WorkerRef, PrefillLoad]:
+        """The load of every connected prefill worker."""
+        return {ref: stream.load() for ref, stream in self._worker_streams.items()}
 
     def expect_task(self, layout: KvLayout, tokens: int) -> AbstractContextManager[None]:
         """Counts a prompt that will be queued once its blocks are reserved, until the block ends.

@@ -78,6 +78,9 @@ class QueuedTask:
         self.tasks_ahead = 0
         self.queued_unix_ns = time.time_ns()
         self.queued_s = time.monotonic()
+        self.queued_ns = time.monotonic_ns()
+        self.pulled_ns = 0
+        self.ended_ns = 0
         self.pulled_unix_ns = 0
         self.pulled_s = 0.0
         self.has_started = False
@@ -131,6 +134,7 @@ class QueuedTask:
         """The queue sent the task to a worker."""
         self.worker = ref
         self.pulled_unix_ns = time.time_ns()
+        self.pulled_ns = time.monotonic_ns()
         self.pulled_s = now_s
 
     def started(self) -> None:
@@ -148,11 +152,12 @@ class QueuedTask:
         self.avoid |= {ref}
         self.order = (_AT_FRONT, *self.order[1:])
         self.worker = None
-        self.pulled_unix_ns = 0
+        self.pulled_unix_ns = self.pulled_ns = 0
 
     def end(self, error: HeadraceError | None, done: prefill_pb2.TaskDone | None = None) -> None:
         """Settles the outcome. Only the first call counts."""
         if not self.outcome.done():
+            self.ended_ns = time.monotonic_ns()
             self.outcome.set_result(TaskOutcome(error, done))
 
     def cancel(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from sortedcontainers import SortedDict
@@ -17,6 +18,16 @@ from headrace_router.prefill_queue.task import QueuedTask, SignTask
 CREDITS_MAX: Final = 1_024
 
 _LoadKey: TypeAlias = tuple[int, int, float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLoad:
+    """A prefill worker at one moment. `load_tokens` are those that it has still to compute."""
+
+    tasks: int
+    credits: int
+    load_tokens: int
+    retired: bool
 
 
 class PrefillWorkerStream:
@@ -42,6 +53,10 @@ class PrefillWorkerStream:
         """Whether the worker takes no more tasks."""
         self.tasks: dict[str, QueuedTask] = {}
         """Oldest first."""
+
+    def load(self) -> PrefillLoad:
+        """The worker's tasks and credits now."""
+        return PrefillLoad(len(self.tasks), self.credits, self.load_tokens, self.retired)
 
     def add_credits(self, task_count: int) -> None:
         """The worker can take more tasks. Credits of a retired worker are ignored.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 
@@ -13,6 +15,7 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.otlp import span_to_proto
 from headrace_common.telemetry.spans import EndedSpan
 from headrace_router.tracing.batches import attributes_as_text
+from headrace_router.tracing.worker_clocks import ClockDifference
 
 SPANS_PER_TRACE_MAX: Final = 8_192
 NAMES_PER_TRACE_MAX: Final = 64
@@ -119,6 +122,16 @@ class TraceRecord:
         self._names: dict[str, None] = {}
         self._spans: dict[bytes, StoredSpan] = {}
         self._completeness = _Completeness()
+        self._differences: dict[str, ClockDifference] = {}
+
+    @property
+    def differences(self) -> dict[str, ClockDifference]:
+        """How far workers' clocks are ahead of this router's, by worker id."""
+        return dict(self._differences)
+
+    def add_clocks(self, differences: Mapping[str, ClockDifference]) -> None:
+        """Sets how far workers' clocks are ahead."""
+        self._differences |= differences
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -167,31 +180,60 @@ class TraceRecord:
         )
 
 
-def trace_to_proto(summary: TraceSummary, spans: tuple[StoredSpan, ...] = ()) -> trace_pb2.Trace:
-    """Converts a trace, with its spans by start time. Takes long for many spans: call it in a thread."""
-    parsed = [(_span_of(content), service, worker_id) for service, worker_id, content, _ in spans]
-    parsed.sort(key=lambda part: part[0].start_time_unix_nano)
+def trace_to_proto(
+    summary: TraceSummary,
+    spans: tuple[StoredSpan, ...] = (),
+    differences: Mapping[str, ClockDifference] = MappingProxyType({}),
+) -> trace_pb2.Trace:
+    """Converts a trace, with its spans by start time. Takes long for many spans: call it in a thread.
+
+    Spans of workers in `differences` are moved to this router's clock.
+    """
+    parsed = [
+        _Placed(_span_of(content), service, worker_id, differences.get(worker_id))
+        for service, worker_id, content, _ in spans
+    ]
+    parsed.sort(key=lambda placed: placed.start_unix_ns)
     return trace_pb2.Trace(
         trace_id=summary.trace_id,
         request_id=summary.request_id,
         start_time=timestamp_from_unix_ns(summary.start_unix_ns),
         complete=summary.complete,
-        spans=(_span_to_proto(*part) for part in parsed),
+        spans=map(_span_to_proto, parsed),
     )
 
 
-def _span_to_proto(span: otlp_pb2.Span, service: str, worker_id: str) -> trace_pb2.Span:
+class _Placed(NamedTuple):
+    """A span, and how far the clock of its times is ahead of this router's."""
+
+    span: otlp_pb2.Span
+    service: str
+    worker_id: str
+    difference: ClockDifference | None
+
+    @property
+    def start_unix_ns(self) -> int:
+        ahead_ns = self.difference.ahead_ns if self.difference is not None else 0
+        return max(0, self.span.start_time_unix_nano - ahead_ns)
+
+
+def _span_to_proto(placed: _Placed) -> trace_pb2.Span:
+    span, difference = placed.span, placed.difference
+    attributes = attributes_as_text(span.attributes)
+    if difference is not None:
+        attributes[schema.ATTRIBUTE_CLOCK_AHEAD_MS] = f"{difference.ahead_ns / 1e6:.3f}"
+        attributes[schema.ATTRIBUTE_CLOCK_ERROR_MS] = f"{difference.error_ns / 1e6:.3f}"
     # The parent of the root may be a client's span, which is not stored.
     parent = "" if span.name == schema.SPAN_REQUEST else span.parent_span_id.hex()
     return trace_pb2.Span(
         span_id=span.span_id.hex(),
         parent_span_id=parent,
         name=span.name,
-        service=service,
-        worker_id=worker_id,
-        start_time=timestamp_from_unix_ns(span.start_time_unix_nano),
+        service=placed.service,
+        worker_id=placed.worker_id,
+        start_time=timestamp_from_unix_ns(placed.start_unix_ns),
         duration=duration_from_ns(span.end_time_unix_nano - span.start_time_unix_nano),
-        attributes=attributes_as_text(span.attributes),
+        attributes=attributes,
         error=(span.status.message or "failed") if _failed(span) else "",
     )
 

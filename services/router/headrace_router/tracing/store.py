@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -24,6 +24,7 @@ from headrace_router.tracing.record import (
     ended_span_bytes,
     trace_to_proto,
 )
+from headrace_router.tracing.worker_clocks import ClockDifference
 
 PAGE_SIZE_DEFAULT: Final = 20
 SPAN_BYTES_MAX: Final = 65_536
@@ -116,6 +117,13 @@ class TraceStore:
                 self._add(trace_id, SpanFacts.of_proto(span), stored, dropped)
         self._report(dropped)
 
+    def add_clocks(self, trace_id: str, differences: Mapping[str, ClockDifference]) -> None:
+        """Moves the spans of these workers, by worker id, to this router's clock. Ignored for unknown traces."""
+        with self._lock:
+            record = self._records.get(trace_id)
+            if record is not None:
+                record.add_clocks(differences)
+
     def add_ended(self, source: SpanSource, span: EndedSpan) -> None:
         """Adds a span of this router. A SpanSink."""
         trace_id = f"{span.trace_id:032x}"
@@ -138,7 +146,7 @@ class TraceStore:
             record = self._records.get(trace_id) or self._records.get(
                 self._trace_of_request.get(name, "")
             )
-            found = None if record is None else (record.summary(), record.spans)
+            found = None if record is None else (record.summary(), record.spans, record.differences)
         if found is None:
             raise NotFound(
                 f"no trace {name!r} is stored; only the last {self._limits.traces} are"

@@ -21,7 +21,7 @@ from headrace_router.workers.connection import LoadReservation, WorkerConnection
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.heartbeats import heartbeat_interval_s
 from headrace_router.workers.slots import DecodeSlots
-from headrace_router.workers.table import LoadTable, Worker
+from headrace_router.workers.table import Load, LoadTable, Worker
 
 # A new table costs a time that grows with the number of workers. Workers that join together share one.
 _REBUILD_INTERVAL_S: Final = 0.05
@@ -135,6 +135,14 @@ class WorkerDirectory:
     def decode_worker_counts(self) -> dict[str, int]:
         """The number of live decode workers by model."""
         return {model: len(table) for model, table in self._tables.items()}
+
+    def loads(self) -> dict[WorkerRef, Load]:
+        """The load of every worker that has reported its status."""
+        return {
+            ref: connection.load()
+            for ref, connection in self._connections.items()
+            if connection.has_reported
+        }
 
     def worker(self, ref: WorkerRef) -> Worker | None:
         """A live decode worker as it registered. None when it has left."""

@@ -46,7 +46,7 @@ class SlowApp:
 async def test_a_replaced_certificate_is_presented(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "authority")
     files = authority.sign("router", "router")
-    server = HttpServer(SlowApp(), config_of(http_listen="127.0.0.1:0", **asdict(files)))  # type: ignore[arg-type]
+    server = HttpServer(SlowApp(), config_of(http_listen="127.0.0.1:0", **asdict(files)))
     server.start()
     try:
         endpoint = server.url.removeprefix("https://")
@@ -68,7 +68,7 @@ async def test_clients_need_a_certificate_unless_the_settings_say_otherwise(
     settings = {"http_listen": "127.0.0.1:0", "client_certificates": required, **asdict(files)}
     app = SlowApp()
     app.release.set()
-    server = HttpServer(app, config_of(**settings))  # type: ignore[arg-type]
+    server = HttpServer(app, config_of(**settings))
     server.start()
     try:
         host, _, port = server.url.removeprefix("https://").partition(":")
@@ -87,7 +87,7 @@ async def test_clients_need_a_certificate_unless_the_settings_say_otherwise(
 
 async def test_a_drain_waits_for_requests_in_flight_and_accepts_no_more() -> None:
     app = SlowApp()
-    server = HttpServer(app, config_of(http_listen="127.0.0.1:0"))  # type: ignore[arg-type]
+    server = HttpServer(app, config_of(http_listen="127.0.0.1:0"))
     server.start()
     try:
         host, _, port = server.url.removeprefix("http://").partition(":")
@@ -140,7 +140,7 @@ def _chunk(number: int) -> bytes:
 
 async def test_chunks_are_sent_at_once_until_the_client_must_read() -> None:
     app = ChunkApp()
-    server = HttpServer(app, config_of(http_listen="127.0.0.1:0"))  # type: ignore[arg-type]
+    server = HttpServer(app, config_of(http_listen="127.0.0.1:0"))
     server.start()
     try:
         host, _, port = server.url.removeprefix("http://").partition(":")
@@ -160,11 +160,11 @@ def test_a_taken_port_and_a_wrong_key_are_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="http_listen: cannot listen on"):
-            HttpServer(SlowApp(), config_of(http_listen=listen))  # type: ignore[arg-type]
+            HttpServer(SlowApp(), config_of(http_listen=listen))
     authority = Authority(tmp_path / "authority")
     mixed = asdict(authority.sign("one")) | {"tls_key_file": authority.sign("two").tls_key_file}
     with pytest.raises(ConfigError, match="the key must belong to the certificate"):
-        HttpServer(SlowApp(), config_of(http_listen="127.0.0.1:0", **mixed))  # type: ignore[arg-type]
+        HttpServer(SlowApp(), config_of(http_listen="127.0.0.1:0", **mixed))
 
 
 @pytest.mark.parametrize("listen", ["192.0.2.1:80", "0.0.0.0:80", "router.example:80"])

@@ -29,17 +29,16 @@ PREFILL = PrefillSteps(
 )
 
 
-def remote_attempt() -> AttemptSteps:
-    return AttemptSteps(
-        40, 50, reserved=70, queued=70, pulled=110, remote=True, decode=DECODE, prefill=PREFILL
-    )
+REMOTE = AttemptSteps(
+    40, 50, reserved=70, queued=70, pulled=110, remote=True, decode=DECODE, prefill=PREFILL
+)
 
 
 def request(*attempts: AttemptSteps) -> RequestSteps:
     return RequestSteps(
         0,
-        tokenize=[(10, 30)],
-        attempts=list(attempts),
+        tokenize=((10, 30),),
+        attempts=attempts,
         first_token=(460, len(attempts) - 1),
         first_message=465,
     )
@@ -52,7 +51,7 @@ def parts(one: Sum | None) -> dict[str, int]:
 
 
 def test_a_remote_prefill() -> None:
-    found = break_down(request(remote_attempt()), 1_000)
+    found = break_down(request(REMOTE), 1_000)
     assert parts(found.first) == {
         "admission": 20,
         "tokenize": 20,
@@ -77,8 +76,8 @@ def test_a_local_prefill() -> None:
         "admission": 20,
         "tokenize": 20,
         "route": 10,
-        "reserve": 20,
-        "decode_wait": 30,
+        "reserve": 15,
+        "decode_wait": 35,
         "prefill": 350,
         "network": 15,
     }
@@ -86,15 +85,17 @@ def test_a_local_prefill() -> None:
 
 
 def test_a_first_token_from_prefill() -> None:
-    attempt = remote_attempt()
-    attempt.first_token_by = FirstTokenBy.PREFILL
-    attempt.prefill = replace(PREFILL, sent=335)
-    attempt.decode = replace(DECODE, token_received=350)
+    attempt = replace(
+        REMOTE,
+        first_token_by=FirstTokenBy.PREFILL,
+        prefill=replace(PREFILL, sent=335),
+        decode=replace(DECODE, token_received=350),
+    )
     steps = replace(
         request(attempt), first_token=(345, 0), first_message=346, second_token=(460, 0)
     )
     found = break_down(steps, 1_000)
-    assert parts(found.first)["prefill"] == 200
+    assert parts(found.first)["prefill"] == 205
     assert "transfer_exposed" not in parts(found.first)
     assert parts(found.second) == {
         "transfer_exposed": 55,
@@ -106,9 +107,11 @@ def test_a_first_token_from_prefill() -> None:
 
 
 def test_a_first_token_from_logits() -> None:
-    attempt = remote_attempt()
-    attempt.first_token_by = FirstTokenBy.LOGITS
-    attempt.decode = replace(DECODE, logits_arrived=350, sampled=370)
+    attempt = replace(
+        REMOTE,
+        first_token_by=FirstTokenBy.LOGITS,
+        decode=replace(DECODE, logits_arrived=350, sampled=370),
+    )
     steps = replace(
         request(attempt), first_token=(380, 0), first_message=380, second_token=(460, 0)
     )
@@ -121,16 +124,14 @@ def test_a_first_token_from_logits() -> None:
 
 def test_attempts_that_failed_are_a_part() -> None:
     failed = AttemptSteps(40, 45, remote=True)
-    attempt = remote_attempt()
-    attempt.route_start, attempt.start = 48, 50
+    attempt = replace(REMOTE, route_start=48, start=50)
     found = break_down(request(failed, attempt), 1_000)
     assert parts(found.first)["retry"] == 8
     assert Part.UNACCOUNTED not in found.first.parts_us
 
 
 def test_a_second_token_after_a_migration() -> None:
-    first = remote_attempt()
-    first.first_token_by = FirstTokenBy.PREFILL
+    first = replace(REMOTE, first_token_by=FirstTokenBy.PREFILL)
     later = AttemptSteps(
         600,
         610,
@@ -156,16 +157,14 @@ def test_requests_without_a_first_token() -> None:
 
 
 def test_clocks_that_are_wrong_keep_the_sum() -> None:
-    attempt = remote_attempt()
-    attempt.prefill = replace(PREFILL, compute_end=500)
+    attempt = replace(REMOTE, prefill=replace(PREFILL, compute_end=500))
     found = break_down(request(attempt), 1_000)
     assert parts(found.first)["prefill"] == 270
     assert found.exposed_us == 0
 
 
 def test_without_reports_of_the_workers_the_rest_is_unaccounted() -> None:
-    attempt = remote_attempt()
-    attempt.decode = attempt.prefill = None
+    attempt = replace(REMOTE, decode=None, prefill=None)
     found = break_down(request(attempt), 1_000)
     assert parts(found.first)["unaccounted"] == 350
     assert found.owner is Owner.NONE
@@ -174,7 +173,7 @@ def test_without_reports_of_the_workers_the_rest_is_unaccounted() -> None:
 @given(st.data())
 def test_no_stamp_breaks_a_sum(data: st.DataObject) -> None:
     times = st.none() | st.integers(-200, 1_200)
-    attempts = [
+    attempts = tuple(
         data.draw(
             st.builds(
                 AttemptSteps,
@@ -190,7 +189,7 @@ def test_no_stamp_breaks_a_sum(data: st.DataObject) -> None:
             )
         )
         for _ in range(data.draw(st.integers(0, 3)))
-    ]
+    )
     index = st.integers(0, max(0, len(attempts) - 1))
     tokens = st.none() | st.tuples(st.integers(0, 1_000), index)
     if not attempts:

@@ -144,3 +144,18 @@ def test_many_logprobs_are_split_by_size() -> None:
         assert message.ByteSize() < 2_500
         token_ids += message.tokens_with_logprobs[0].tokens.token_ids
     assert token_ids == list(range(50))
+
+
+def test_times_go_with_the_next_tokens() -> None:
+    outgoing = opened((1, 1))
+    outgoing.add_times(1, decode_pb2.AttemptTimes(reserved_us=5))
+    assert outgoing.next_message() is None
+    outgoing.add_tokens(1, [DecodeTokens((10, 11))])
+    message = outgoing.next_message()
+    assert message is not None
+    assert [(one.stream_id, one.times.reserved_us) for one in message.times] == [(1, 5)]
+    outgoing.grant(1, 1)
+    message = outgoing.next_message()
+    assert columns(message) == {1: [11]}
+    assert message is not None
+    assert not message.times

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace.inference.v1 import inference_pb2, latency_pb2, sampling_pb2
 from headrace_common import errors
 from headrace_common.errors import HeadraceError, InvalidRequest, QueueFull
 from headrace_frontend.openai.answers import AnswerRules
@@ -123,6 +123,24 @@ def test_a_whole_completion_has_offsets_over_all_messages() -> None:
     assert whole["choices"][0]["finish_reason"] == "length"
     assert whole["choices"][0]["logprobs"]["text_offset"] == [0, 1]
     assert whole["usage"]["total_tokens"] == 3
+
+
+@pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
+def test_a_choice_ends_with_its_latency(kind: type[ChatFormat | CompletionFormat]) -> None:
+    last = message(finish_reason=LENGTH)
+    last.timing.latency.first_token.total_us = 7
+    last.timing.latency.first_token.parts.add(part=latency_pb2.LATENCY_PART_QUEUE, duration_us=7)
+    form = kind(HEAD, ByteCodec(), includes_usage=False)
+    (choice,) = read(form.event(0, last))["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["latency"]["first_token"] == {"total_us": 7, "parts_us": {"queue": 7}}
+    assert choice["latency"]["second_token"] is None
+    collected = CollectedChoice()
+    collected.add(last, [])
+    (whole,) = json.loads(form.whole([collected], 1))["choices"]
+    assert whole["latency"] == choice["latency"]
+    (plain,) = read(form.event(0, message(finish_reason=LENGTH)))["choices"]
+    assert "latency" not in plain
 
 
 @pytest.mark.parametrize(

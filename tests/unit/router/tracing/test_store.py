@@ -17,6 +17,7 @@ from headrace_common.telemetry.spans import EndedSpan, SpanSource
 from headrace_router.tracing import batches, record
 from headrace_router.tracing import store as trace_store
 from headrace_router.tracing.store import TraceLimits, TraceStore
+from headrace_router.tracing.worker_clocks import ClockDifference
 
 _TRACE = "ab" * 16
 _ROOT, _ATTEMPT = "01" * 8, "02" * 8
@@ -300,3 +301,19 @@ def test_attribute_values_become_text() -> None:
     }
     for text, value in values.items():
         assert batches._text(value) == text
+
+
+def test_workers_spans_are_moved_to_the_routers_clock() -> None:
+    store = TraceStore(_limits(4))
+    store.start_trace(_TRACE, "r", 1)
+    store.add_spans([_span(schema.SPAN_REQUEST, _ROOT, request="r")])
+    store.add_spans([_span(schema.SPAN_DECODE, "03" * 8, _ROOT, service="decode")])
+    store.add_clocks(_TRACE, {"decode-0": ClockDifference(-2_000_000_000, 40_000)})
+    store.add_clocks("00" * 16, {"decode-0": ClockDifference(7, 7)})
+    root, moved = store.get("r").spans
+    assert root.start_time.ToNanoseconds() == 1_000
+    assert moved.start_time.ToNanoseconds() == 2_000_001_000
+    assert moved.duration.ToNanoseconds() == 2_000
+    assert moved.attributes[schema.ATTRIBUTE_CLOCK_AHEAD_MS] == "-2000.000"
+    assert moved.attributes[schema.ATTRIBUTE_CLOCK_ERROR_MS] == "0.040"
+    assert schema.ATTRIBUTE_CLOCK_AHEAD_MS not in root.attributes

@@ -1,0 +1,49 @@
+"""The sums of a request as attributes of spans."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from opentelemetry.util.types import AttributeValue
+
+from headrace_common.latency.breakdown import Breakdown
+from headrace_common.latency.parts import Part, Sum
+from headrace_common.telemetry import schema
+
+PART_ATTRIBUTES: Final = {
+    Part.ADMISSION: schema.ATTRIBUTE_LATENCY_ADMISSION_US,
+    Part.TOKENIZE: schema.ATTRIBUTE_LATENCY_TOKENIZE_US,
+    Part.ROUTE: schema.ATTRIBUTE_LATENCY_ROUTE_US,
+    Part.RETRY: schema.ATTRIBUTE_LATENCY_RETRY_US,
+    Part.RESERVE: schema.ATTRIBUTE_LATENCY_RESERVE_US,
+    Part.QUEUE: schema.ATTRIBUTE_LATENCY_QUEUE_US,
+    Part.BATCH_WAIT: schema.ATTRIBUTE_LATENCY_BATCH_WAIT_US,
+    Part.PREFILL: schema.ATTRIBUTE_LATENCY_PREFILL_US,
+    Part.TRANSFER_EXPOSED: schema.ATTRIBUTE_LATENCY_TRANSFER_EXPOSED_US,
+    Part.DECODE_WAIT: schema.ATTRIBUTE_LATENCY_DECODE_WAIT_US,
+    Part.FIRST_STEP: schema.ATTRIBUTE_LATENCY_FIRST_STEP_US,
+    Part.NETWORK: schema.ATTRIBUTE_LATENCY_NETWORK_US,
+    Part.UNACCOUNTED: schema.ATTRIBUTE_LATENCY_UNACCOUNTED_US,
+}
+"""The attribute of each part."""
+
+
+def sum_attributes(one: Sum) -> dict[str, AttributeValue]:
+    """The parts of a sum, and its total."""
+    attributes: dict[str, AttributeValue] = {
+        PART_ATTRIBUTES[part]: duration for part, duration in one.parts_us.items()
+    }
+    attributes[schema.ATTRIBUTE_LATENCY_TOTAL_US] = one.total_us
+    return attributes
+
+
+def breakdown_attributes(one: Breakdown) -> dict[str, AttributeValue]:
+    """The attributes of a root span."""
+    attributes = sum_attributes(one.first)
+    if one.owner:
+        attributes[schema.ATTRIBUTE_TRANSFER_OWNER] = one.owner.value
+        attributes[schema.ATTRIBUTE_TRANSFER_EXPOSED_MS] = one.exposed_us / 1e3
+        attributes[schema.ATTRIBUTE_TRANSFER_HIDDEN_US] = one.hidden_us
+    if one.clock_error_us:
+        attributes[schema.ATTRIBUTE_CLOCK_ERROR_MS] = one.clock_error_us / 1e3
+    return attributes

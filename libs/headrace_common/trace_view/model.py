@@ -1,0 +1,147 @@
+"""What a trace says about one request, without spans. Times count from the request's arrival, in ns. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import Final
+
+TRANSFER_EXPOSED: Final = "transfer exposed"
+"""The name of the part in which a request waits for its KV and nothing else."""
+UNACCOUNTED: Final = "unaccounted"
+"""The name of the part that no step covers."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartTime:
+    """One part of a latency, such as "queue". Parts do not overlap, and they add up to the latency."""
+
+    name: str
+    duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWrite:
+    """One layer's bytes on one link, and what most of its time went to. See telemetry.layer_stamps."""
+
+    layer: int
+    ready_ns: int
+    submitted_ns: int
+    gathered_ns: int
+    landed_ns: int
+    payload_bytes: int
+    cause: str = ""
+    cause_ns: int = 0
+    finished: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What one source rank wrote to one destination rank. `writes` is in the order of submission.
+
+    Of very many writes, `writes` has the last ones; the other fields count all. `moving_ns` is the time in which at
+    least one write was on the way. `bandwidth_share` and `expected_ns` are 0 where the bandwidth is unknown.
+    """
+
+    source: str
+    source_rank: int
+    destination: str
+    destination_rank: int
+    transport: str
+    strategy: str
+    payload_bytes: int
+    moving_ns: int
+    runs: int = 0
+    entries: int = 0
+    expected_ns: int = 0
+    bandwidth_share: float = 0.0
+    error: str = ""
+    writes: tuple[LayerWrite, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Such as "prefill-1/r2 -> decode-0/r1"."""
+        return f"{self.source}/r{self.source_rank} -> {self.destination}/r{self.destination_rank}"
+
+    @property
+    def start_ns(self) -> int:
+        """When the first of `writes` was ready."""
+        return min((write.ready_ns for write in self.writes), default=0)
+
+    @property
+    def end_ns(self) -> int:
+        """When the last write landed."""
+        return max((write.landed_ns for write in self.writes), default=0)
+
+    @property
+    def last_write(self) -> LayerWrite | None:
+        """The write that landed last."""
+        return max(self.writes, key=lambda write: write.landed_ns, default=None)
+
+    @property
+    def gb_s(self) -> float:
+        """Gigabytes (1e9 bytes) a second while bytes were on the way; 0 when that time is unknown."""
+        return self.payload_bytes / self.moving_ns if self.moving_ns > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of one process. A failed step has an `error`."""
+
+    depth: int
+    name: str
+    label: str
+    service: str
+    worker: str
+    start_ns: int
+    duration_ns: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceView:
+    """One request.
+
+    `parts` add up to `ttft_ns`: the time to the first token, or to the end of a request without one (`answered` is
+    false). `second_parts` add up to the time from the first token to the second, where prefill or its logits made the
+    first. `exposed_in_second`: the exposed transfer is in that time. `hidden_ns` is the transfer beside computing.
+    """
+
+    trace_id: str
+    request_id: str
+    start_unix_ns: int
+    complete: bool
+    ttft_ns: int
+    total_ns: int
+    parts: tuple[PartTime, ...]
+    links: tuple[Link, ...]
+    steps: tuple[Step, ...]
+    answered: bool = True
+    second_parts: tuple[PartTime, ...] = ()
+    exposed_in_second: bool = False
+    hidden_ns: int = 0
+    clock_error_ns: int = 0
+    first_token_by: str = ""
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    error: str = ""
+
+    @property
+    def largest_part(self) -> PartTime | None:
+        """The part that took longest."""
+        return max(self.parts, key=lambda part: part.duration_ns, default=None)
+
+    def part_ns(self, name: str) -> int:
+        """The duration of a part; 0 when there is none of that name."""
+        return sum(part.duration_ns for part in self.parts if part.name == name)
+
+    @property
+    def last_link(self) -> Link | None:
+        """The link that ended last: the request waited for it."""
+        return max(self.links, key=lambda link: link.end_ns, default=None)
+
+    @property
+    def median_gb_s(self) -> float:
+        """The median speed of the links; 0 without one of a known speed."""
+        speeds = [link.gb_s for link in self.links if link.moving_ns > 0]
+        return median(speeds) if speeds else 0.0

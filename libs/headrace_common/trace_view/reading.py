@@ -1,0 +1,112 @@
+"""Reads a stored trace into a TraceView. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from headrace.inference.v1 import trace_pb2
+from headrace_common.durations import ns_from_duration, unix_ns_from_timestamp
+from headrace_common.telemetry import schema
+from headrace_common.trace_view.links import TRANSFER_SPANS, TimedSpan, read_links
+from headrace_common.trace_view.model import TRANSFER_EXPOSED, Step, TraceView
+from headrace_common.trace_view.parts import parts_of_steps, reported_parts
+
+_NS_PER_US = 1_000
+_SERVICE_PREFIX = "headrace-"
+
+
+def read_trace(trace: trace_pb2.Trace) -> TraceView:
+    """What the trace says. Spans that have not arrived leave their time unaccounted."""
+    origin_ns = _origin_ns(trace)
+    spans = [_timed(span, origin_ns) for span in trace.spans]
+    named: dict[str, list[TimedSpan]] = defaultdict(list)
+    for one in spans:
+        named[one.span.name].append(one)
+    root = next(iter(named[schema.SPAN_REQUEST]), None)
+    first = next(iter(named[schema.SPAN_FIRST_TOKEN]), None)
+    second = next(iter(named[schema.SPAN_SECOND_TOKEN]), None)
+    total_ns = root.end_ns if root else max((one.end_ns for one in spans), default=0)
+    parts = reported_parts(root.span.attributes) if root else ()
+    parts = parts or parts_of_steps(named, first.end_ns if first is not None else total_ns)
+    second_parts = reported_parts(second.span.attributes) if second else ()
+    return TraceView(
+        trace_id=trace.trace_id,
+        request_id=trace.request_id,
+        start_unix_ns=origin_ns,
+        complete=trace.complete,
+        ttft_ns=sum(part.duration_ns for part in parts),
+        total_ns=total_ns,
+        parts=parts,
+        links=read_links(spans),
+        steps=_steps(spans),
+        answered=first is not None,
+        second_parts=second_parts,
+        exposed_in_second=any(part.name == TRANSFER_EXPOSED for part in second_parts),
+        hidden_ns=_NS_PER_US * root.number(schema.ATTRIBUTE_TRANSFER_HIDDEN_US) if root else 0,
+        clock_error_ns=round(root.real(schema.ATTRIBUTE_CLOCK_ERROR_MS) * 1e6) if root else 0,
+        first_token_by=_first_text(spans, schema.ATTRIBUTE_FIRST_TOKEN),
+        prompt_tokens=root.number(schema.ATTRIBUTE_PROMPT_TOKENS) if root else 0,
+        completion_tokens=root.number(schema.ATTRIBUTE_COMPLETION_TOKENS) if root else 0,
+        error=root.span.error if root else "",
+    )
+
+
+def _origin_ns(trace: trace_pb2.Trace) -> int:
+    """The arrival of the request: the root's start, or the first start while the root is missing."""
+    starts = [unix_ns_from_timestamp(span.start_time) for span in trace.spans]
+    roots = [
+        start
+        for span, start in zip(trace.spans, starts, strict=True)
+        if span.name == schema.SPAN_REQUEST
+    ]
+    return min(roots or starts, default=unix_ns_from_timestamp(trace.start_time))
+
+
+def _timed(span: trace_pb2.Span, origin_ns: int) -> TimedSpan:
+    start_ns = unix_ns_from_timestamp(span.start_time) - origin_ns
+    return TimedSpan(span, start_ns, start_ns + ns_from_duration(span.duration))
+
+
+def _first_text(spans: Iterable[TimedSpan], attribute: str) -> str:
+    return next((one.text(attribute) for one in spans if one.text(attribute)), "")
+
+
+def _steps(spans: Sequence[TimedSpan]) -> tuple[Step, ...]:
+    """The spans as a tree, depth first, by start. Those of transfers are in the links."""
+    shown = [one for one in spans if one.span.name not in TRANSFER_SPANS]
+    known = {one.span.span_id for one in shown}
+    children: dict[str, list[TimedSpan]] = defaultdict(list)
+    for one in shown:
+        parent = one.span.parent_span_id
+        own = parent == one.span.span_id
+        children[parent if parent in known and not own else ""].append(one)
+    steps: list[Step] = []
+    pending = [(one, 0) for one in sorted(children[""], key=_order, reverse=True)]
+    while pending:
+        one, depth = pending.pop()
+        steps.append(_step(one, depth))
+        below = sorted(children.pop(one.span.span_id, ()), key=_order, reverse=True)
+        pending += [(child, depth + 1) for child in below]
+    return tuple(steps)
+
+
+def _order(one: TimedSpan) -> tuple[int, int]:
+    return one.start_ns, -one.end_ns
+
+
+def _step(one: TimedSpan, depth: int) -> Step:
+    span = one.span
+    label = span.name.removeprefix("headrace.")
+    if span.name == schema.SPAN_ATTEMPT:
+        label = f"{label} {one.text(schema.ATTRIBUTE_ATTEMPT)}".rstrip()
+    return Step(
+        depth=depth,
+        name=span.name,
+        label=label,
+        service=span.service.removeprefix(_SERVICE_PREFIX),
+        worker=span.worker_id,
+        start_ns=one.start_ns,
+        duration_ns=one.end_ns - one.start_ns,
+        error=span.error,
+    )

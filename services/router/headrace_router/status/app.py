@@ -1,0 +1,104 @@
+"""The ASGI application of `status_listen`: the page, and its JSON document for operators."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import logging
+import secrets
+from collections.abc import Iterable
+from importlib.resources import files
+from typing import Final
+
+from headrace_common.access.authorizer import Authorizer
+from headrace_common.access.certificates import SUBJECT_NAMES
+from headrace_common.access.roles import TOKEN_KEY
+from headrace_common.errors import HeadraceError, InternalError, PermissionDenied, Unauthenticated
+from headrace_frontend.openai.errors import HttpError
+from headrace_frontend.openai.exchange import (
+    PEER_NAMES_EXTENSION,
+    HttpExchange,
+    Receive,
+    Scope,
+    Send,
+)
+from headrace_router.status.reader import StatusReader
+
+_LOG = logging.getLogger(__name__)
+
+PAGE_PATH: Final = "/"
+DOCUMENT_PATH: Final = "/status.json"
+# The document has what this RPC returns, and topology that operators may list.
+_RIGHT: Final = "/headrace.inference.v1.TraceService/GetTrace"
+_DOCUMENT_HEADERS: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+
+
+class StatusApp:
+    """Serves the page to every caller, and the document to the role operator. The page itself has no data."""
+
+    def __init__(self, reader: StatusReader, authorizer: Authorizer) -> None:
+        self._reader = reader
+        self._authorizer = authorizer
+        self._page = files(__package__).joinpath("page.html").read_bytes()
+        self._page_headers = {
+            **_DOCUMENT_HEADERS,
+            "content-type": "text/html; charset=utf-8",
+            "content-security-policy": content_policy(self._page),
+            "referrer-policy": "no-referrer",
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one HTTP request."""
+        exchange = HttpExchange(scope, receive, send)
+        names = scope.get("extensions", {}).get(PEER_NAMES_EXTENSION, ())
+        try:
+            await self._serve(exchange, names)
+        except (HeadraceError, HttpError) as error:
+            await exchange.respond_error(error)
+        except Exception as error:  # noqa: BLE001 - the outermost frame of a request
+            error_id = secrets.token_hex(4)
+            _LOG.exception("%s failed, error %s", exchange.path, error_id)
+            await exchange.respond_error(
+                InternalError(
+                    f"a bug in Headrace; the log of this process has error {error_id}",
+                    metadata={"error_id": error_id, "exception": type(error).__name__},
+                )
+            )
+
+    async def _serve(self, exchange: HttpExchange, names: Iterable[bytes]) -> None:
+        if exchange.path not in (PAGE_PATH, DOCUMENT_PATH):
+            raise HttpError(404, "unknown_path", f"use {PAGE_PATH} or {DOCUMENT_PATH}")
+        if exchange.method != "GET":
+            raise HttpError(405, "method", f"use GET for {exchange.path}", {"allow": "GET"})
+        if exchange.path == PAGE_PATH:
+            await exchange.respond(200, self._page, self._page_headers)
+            return
+        self._require_operator(exchange, names)
+        await exchange.respond(200, await self._reader.read(), _DOCUMENT_HEADERS)
+
+    def _require_operator(self, exchange: HttpExchange, names: Iterable[bytes]) -> None:
+        """Raises Unauthenticated or PermissionDenied."""
+        try:
+            caller = self._authorizer.caller_of_metadata(_RIGHT, exchange.headers.items())
+            if caller is None:
+                self._authorizer.caller_of_certificate(_RIGHT, {SUBJECT_NAMES: names})
+        except Unauthenticated as error:
+            raise Unauthenticated(
+                f"{DOCUMENT_PATH} needs the role operator: send its token as header {TOKEN_KEY}, or its client "
+                f"certificate; `headrace status` prints the address of the page with a token"
+            ) from error
+        except PermissionDenied as error:
+            raise PermissionDenied(f"{DOCUMENT_PATH} is for the role operator only") from error
+
+
+def content_policy(page: bytes) -> str:
+    """Lets a browser run the page's own script and style, and call its own server only."""
+    return (
+        f"default-src 'none'; style-src {_hash_of(page, b'style')}; script-src {_hash_of(page, b'script')}; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _hash_of(page: bytes, tag: bytes) -> str:
+    content = page.partition(b"<%b>" % tag)[2].partition(b"</%b>" % tag)[0]
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content).digest()).decode()}'"

@@ -1,0 +1,162 @@
+"""The JSON document of the status page, with a bound on each list. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final
+
+from headrace_router.status.digests import LinkSum, RequestDigest
+
+WORKERS_MAX: Final = 1_000
+"""Workers that the document lists. The totals count all of them."""
+LINKS_MAX: Final = 64
+"""Links that the document lists, slowest first."""
+NAME_CHARACTERS_MAX: Final = 128
+
+READY: Final = "ready"
+DRAINING: Final = "draining"
+UNREACHABLE: Final = "unreachable"
+SILENT: Final = "no status"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRow:
+    """One member. `load` is from 0 to 1: the part of its capacity that is in use."""
+
+    role: str
+    worker_id: str
+    endpoint: str
+    model: str
+    state: str
+    requests: int = 0
+    max_requests: int = 0
+    held_tokens: int = 0
+    total_tokens: int = 0
+
+    @property
+    def load(self) -> float:
+        """The larger of the parts of its requests and of its KV blocks that are in use."""
+        requests = self.requests / self.max_requests if self.max_requests else 0.0
+        tokens = self.held_tokens / self.total_tokens if self.total_tokens else 0.0
+        return min(1.0, max(requests, tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentState:
+    """What the router knows at one moment. Seconds and counts; infinite seconds mean "full"."""
+
+    unix_ns: int
+    router_id: str
+    version: str
+    workers: Sequence[WorkerRow]
+    queue: Mapping[str, float]
+    admission: Mapping[str, float]
+    policy: Mapping[str, Any]
+    requests: Sequence[RequestDigest]
+    links: Sequence[LinkSum]
+
+
+def status_document(state: DeploymentState) -> dict[str, Any]:
+    """The document: at most WORKERS_MAX workers, LINKS_MAX links and the given requests."""
+    busiest = sorted(state.workers, key=_importance)
+    listed = sorted(busiest[:WORKERS_MAX], key=lambda row: (row.role, row.worker_id))
+    speeds = [link.gb_s for link in state.links if link.busy_ns > 0]
+    return {
+        "schema": "headrace.status.v1",
+        "unix_ms": state.unix_ns // 1_000_000,
+        "router": state.router_id,
+        "version": state.version,
+        "totals": _totals(state.workers),
+        "workers": [_worker(row) for row in listed],
+        "workers_left_out": len(state.workers) - len(listed),
+        "queue": _finite(state.queue),
+        "admission": _finite(state.admission),
+        "links": [_link(link) for link in state.links[:LINKS_MAX]],
+        "links_left_out": max(0, len(state.links) - LINKS_MAX),
+        "links_median_gb_s": _rounded(median(speeds)) if speeds else None,
+        "requests": [_request(digest) for digest in state.requests],
+        "policy": state.policy,
+    }
+
+
+def _importance(row: WorkerRow) -> tuple[bool, float, str]:
+    return row.state == READY, -row.load, row.worker_id
+
+
+def _totals(workers: Sequence[WorkerRow]) -> dict[str, dict[str, int]]:
+    totals: dict[str, dict[str, int]] = {}
+    for row in workers:
+        of_role = totals.setdefault(
+            row.role,
+            dict.fromkeys(
+                ("members", READY, "requests", "max_requests", "held_tokens", "total_tokens"), 0
+            ),
+        )
+        of_role["members"] += 1
+        of_role[READY] += row.state == READY
+        of_role["requests"] += row.requests
+        of_role["max_requests"] += row.max_requests
+        of_role["held_tokens"] += row.held_tokens
+        of_role["total_tokens"] += row.total_tokens
+    return totals
+
+
+def _worker(row: WorkerRow) -> dict[str, Any]:
+    return {
+        "role": row.role,
+        "id": row.worker_id,
+        "endpoint": row.endpoint[:NAME_CHARACTERS_MAX],
+        "model": row.model[:NAME_CHARACTERS_MAX],
+        "state": row.state,
+        "requests": row.requests,
+        "max_requests": row.max_requests,
+        "held_tokens": row.held_tokens,
+        "total_tokens": row.total_tokens,
+        "load": round(row.load, 3),
+    }
+
+
+def _link(link: LinkSum) -> dict[str, Any]:
+    return {
+        "name": link.name,
+        "source": link.source,
+        "destination": link.destination,
+        "transport": link.transport,
+        "requests": link.requests,
+        "payload_bytes": link.payload_bytes,
+        "busy_ms": _ms(link.busy_ns),
+        "gb_s": _rounded(link.gb_s) if link.busy_ns > 0 else None,
+    }
+
+
+def _request(digest: RequestDigest) -> dict[str, Any]:
+    return {
+        "trace_id": digest.trace_id,
+        "request_id": digest.request_id[:NAME_CHARACTERS_MAX],
+        "unix_ms": digest.start_unix_ns // 1_000_000,
+        "complete": digest.complete,
+        "ttft_ms": _ms(digest.ttft_ns),
+        "total_ms": _ms(digest.total_ns),
+        "prompt_tokens": digest.prompt_tokens,
+        "parts": [[name, _ms(duration_ns)] for name, duration_ns in digest.parts],
+        "error": digest.error,
+    }
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no infinity."""
+    return {
+        name: round(value, 4) if math.isfinite(value) else None for name, value in values.items()
+    }
+
+
+def _ms(nanoseconds: int) -> float:
+    return round(nanoseconds / 1e6, 3)
+
+
+def _rounded(speed: float) -> float:
+    """Three digits, also of a slow link."""
+    return float(f"{speed:.3g}")

@@ -1,0 +1,155 @@
+"""Reads the state of the deployment from the parts of the router."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from google.protobuf.json_format import MessageToDict
+
+from headrace.registry.v1 import registry_pb2
+from headrace_common.version import version
+from headrace_kv.layout.layout import WorkerRef
+from headrace_router.admission.admission import Admission
+from headrace_router.dispatch.dispatcher import PolicySource
+from headrace_router.prefill_queue.queue import PrefillQueue
+from headrace_router.status.digests import RequestDigest, TraceDigests, sum_links
+from headrace_router.status.document import (
+    DRAINING,
+    READY,
+    SILENT,
+    UNREACHABLE,
+    DeploymentState,
+    WorkerRow,
+    status_document,
+)
+from headrace_router.tracing.store import TraceStore
+from headrace_router.workers.directory import WorkerDirectory
+
+REFRESH_S: Final = 1.0
+"""Pages that ask within this time share one document."""
+_TENANTS_MAX: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class StatusParts:
+    """The parts of the router that the page shows."""
+
+    workers: WorkerDirectory
+    queue: PrefillQueue
+    admission: Admission
+    policy: PolicySource
+    traces: TraceStore
+
+
+class StatusReader:
+    """Makes the document, at most once in REFRESH_S. One event loop owns it."""
+
+    def __init__(self, parts: StatusParts, router_id: str) -> None:
+        self._parts = parts
+        self._router_id = router_id
+        self._digests = TraceDigests(parts.traces)
+        self._members: Collection[registry_pb2.Member] = ()
+        self._reading = asyncio.Lock()
+        self._document = b""
+        self._made_s = float("-inf")
+
+    def update(self, members: Collection[registry_pb2.Member]) -> None:
+        """Replaces the members that the registry lists."""
+        self._members = tuple(members)
+
+    async def read(self) -> bytes:
+        """The document as JSON. Traces are read in a thread, and the rest in the turn of one event loop."""
+        async with self._reading:
+            if time.monotonic() - self._made_s >= REFRESH_S:
+                requests = await asyncio.to_thread(self._digests.read)
+                state = self._state(requests)
+                self._document = await asyncio.to_thread(_encode, state)
+                self._made_s = time.monotonic()
+            return self._document
+
+    def _state(self, requests: Sequence[RequestDigest]) -> DeploymentState:
+        estimate, admission = self._parts.queue.estimate(), self._parts.admission
+        return DeploymentState(
+            unix_ns=time.time_ns(),
+            router_id=self._router_id,
+            version=version(),
+            workers=self._workers(),
+            queue={
+                "depth": estimate.depth,
+                "limit": self._parts.queue.max_queued_tasks,
+                "tokens": estimate.queued_tokens,
+                "oldest_age_s": estimate.oldest_age_s,
+                "wait_s": estimate.wait_s,
+            },
+            admission={
+                "requests": admission.requests,
+                "max_requests": admission.max_num_seqs,
+                "slots": admission.slots,
+                "used_slots": admission.used_slots,
+                "waiting": admission.waiting,
+                "queued_tokens": admission.queued_tokens,
+                "max_queued_tokens": admission.max_queued_tokens,
+            },
+            policy=policy_object(self._parts.policy.policy),
+            requests=requests,
+            links=sum_links(requests),
+        )
+
+    def _workers(self) -> list[WorkerRow]:
+        decode = self._parts.workers.loads()
+        prefill = self._parts.queue.worker_loads()
+        rows: list[WorkerRow] = []
+        for member in self._members:
+            ref = WorkerRef(member.worker_id, member.incarnation)
+            base = (member.worker_id, member.endpoint, member.model)
+            if member.role == registry_pb2.Member.ROLE_DECODE:
+                load = decode.get(ref)
+                if load is None:
+                    rows.append(WorkerRow("decode", *base, SILENT))
+                    continue
+                draining = DRAINING if load.draining else READY
+                rows.append(
+                    WorkerRow(
+                        *("decode", *base, draining if load.reachable else UNREACHABLE),
+                        requests=load.requests,
+                        max_requests=member.max_num_seqs,
+                        held_tokens=load.held_tokens,
+                        total_tokens=load.total_tokens,
+                    )
+                )
+            elif member.role == registry_pb2.Member.ROLE_PREFILL:
+                pulling = prefill.get(ref)
+                if pulling is None:
+                    rows.append(WorkerRow("prefill", *base, SILENT))
+                    continue
+                state = DRAINING if pulling.retired else READY
+                rows.append(
+                    WorkerRow(
+                        *("prefill", *base, state),
+                        requests=pulling.tasks,
+                        max_requests=pulling.tasks + pulling.credits,
+                        held_tokens=pulling.load_tokens,
+                    )
+                )
+            else:
+                rows.append(WorkerRow("router", *base, READY))
+        return rows
+
+
+def policy_object(policy: registry_pb2.Policy) -> dict[str, Any]:
+    """The policy as JSON has it, with at most _TENANTS_MAX tenants."""
+    shown = MessageToDict(policy, preserving_proto_field_name=True)
+    weights = shown.get("tenant_weights", {})
+    if len(weights) > _TENANTS_MAX:
+        shown["tenant_weights"] = dict(sorted(weights.items())[:_TENANTS_MAX])
+        shown["tenant_weights_left_out"] = len(weights) - _TENANTS_MAX
+    return shown
+
+
+def _encode(state: DeploymentState) -> bytes:
+    return json.dumps(status_document(state), separators=(",", ":")).encode()

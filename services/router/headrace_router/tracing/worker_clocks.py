@@ -1,0 +1,52 @@
+"""The clocks of workers, as the exchanges of every request with them show."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import Final, NamedTuple
+
+from headrace_common.latency.clock_offset import ClockOffset
+
+_WORKERS_MAX: Final = 4_096
+
+
+class ClockDifference(NamedTuple):
+    """How far a worker's wall clock is ahead of this router's, and a bound on the error of that."""
+
+    ahead_ns: int
+    error_ns: int
+
+
+class WorkerClocks:
+    """Relates workers' wall clocks to this router's monotonic clock. One event loop owns it.
+
+    Only the last 4,096 workers are kept.
+    """
+
+    def __init__(self) -> None:
+        self._clocks: OrderedDict[str, ClockOffset] = OrderedDict()
+
+    def clock(self, worker_id: str) -> ClockOffset:
+        """The clock of a worker, to add exchanges to."""
+        found = self._clocks.get(worker_id)
+        if found is not None:
+            self._clocks.move_to_end(worker_id)
+            return found
+        while len(self._clocks) >= _WORKERS_MAX:
+            self._clocks.popitem(last=False)
+        clock = self._clocks[worker_id] = ClockOffset()
+        return clock
+
+    def difference(self, worker_id: str) -> ClockDifference | None:
+        """From this router's wall clock now. None while it is unknown."""
+        clock = self._clocks.get(worker_id)
+        if clock is None or not clock.known:
+            return None
+        return difference_now(clock)
+
+
+def difference_now(clock: ClockOffset) -> ClockDifference:
+    """The difference between a clock and this host's wall clock now."""
+    own_ns = time.time_ns() - time.monotonic_ns()
+    return ClockDifference(clock.offset_ns - own_ns, clock.error_ns)

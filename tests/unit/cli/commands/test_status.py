@@ -1,0 +1,33 @@
+"""The address of the status page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from headrace_cli.commands.status import DEFAULT_ADDRESS, page_url
+from headrace_common.access.credentials import Credentials, TlsFiles
+from headrace_common.access.roles import Role
+from headrace_common.errors import ConfigError
+
+
+def test_the_token_is_in_the_part_that_browsers_do_not_send(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("abc.def.ghi\n")
+    assert page_url("host:7057", Credentials(token_file=str(token))) == (
+        "http://host:7057/#token=abc.def.ghi"
+    )
+
+
+def test_the_local_token_stays_on_loopback() -> None:
+    credentials = Credentials(role=Role.OPERATOR)
+    assert page_url(DEFAULT_ADDRESS, credentials).startswith("http://127.0.0.1:7057/#token=ey")
+    assert page_url("router-0.example:7057", credentials) == "http://router-0.example:7057/"
+
+
+def test_tls_and_a_wrong_address() -> None:
+    tls = TlsFiles(tls_authority_file="authority.pem")
+    assert page_url("host:7057", Credentials(tls)) == "https://host:7057/"
+    with pytest.raises(ConfigError, match="no address of a status page"):
+        page_url("http://host", Credentials())

@@ -1,0 +1,68 @@
+"""Digests of stored traces: each complete trace is read once."""
+
+from __future__ import annotations
+
+from opentelemetry.sdk.resources import Resource
+
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.spans import EndedSpan, SpanSource
+from headrace_router.status.digests import LinkUse, RequestDigest, TraceDigests, sum_links
+from headrace_router.tracing.store import TraceLimits, TraceStore
+
+
+class CountingStore(TraceStore):
+    """Counts the traces that are read."""
+
+    reads = 0
+
+    def get(self, name: str):  # type: ignore[no-untyped-def]
+        self.reads += 1
+        return super().get(name)
+
+
+def digest(name: str, uses: tuple[LinkUse, ...], complete: bool = True) -> RequestDigest:
+    return RequestDigest(name, name, 0, complete, 1, 1, 1, (), uses, "")
+
+
+def use(name: str, size: int, busy_ns: int) -> LinkUse:
+    return LinkUse(name, "p", "d", "tcp", size, busy_ns)
+
+
+def test_links_are_summed_over_complete_requests_slowest_first() -> None:
+    links = sum_links(
+        [
+            digest("1", (use("fast", 400, 100), use("slow", 10, 100))),
+            digest("2", (use("slow", 30, 100), use("unknown", 5, 0))),
+            digest("3", (use("slow", 10**9, 1),), complete=False),
+        ]
+    )
+    assert [(link.name, link.requests, link.gb_s) for link in links] == [
+        ("slow", 2, 0.2),
+        ("fast", 1, 4.0),
+        ("unknown", 1, 0.0),
+    ]
+
+
+def test_a_complete_trace_is_read_once_and_a_new_one_comes_first() -> None:
+    store = CountingStore(TraceLimits(4, 10**6, 10**6), lambda reason, count: None)
+    digests = TraceDigests(store)
+    assert digests.read() == []
+    for number in (1, 2):
+        store.start_trace(f"{number:032x}", f"request-{number}", 10 * number)
+        store.add_ended(SOURCE, root(number))
+    assert [one.request_id for one in digests.read()] == ["request-2", "request-1"]
+    assert [one.total_ns for one in digests.read()] == [70, 70]
+    assert store.reads == 2
+    store.start_trace(f"{3:032x}", "request-3", 30)
+    for _ in range(2):
+        assert [one.complete for one in digests.read()] == [False, True, True]
+    # It is read again until it is complete.
+    assert store.reads == 4
+
+
+SOURCE = SpanSource("router", "router-0", Resource.get_empty())
+
+
+def root(number: int) -> EndedSpan:
+    name = {schema.ATTRIBUTE_REQUEST_ID: f"request-{number}"}
+    return EndedSpan(number, number, 0, schema.SPAN_REQUEST, 100, 170, name, "", ())

@@ -1,0 +1,114 @@
+"""The status document: what it counts, and its bounds."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from headrace_router.status.digests import LinkSum, RequestDigest
+from headrace_router.status.document import (
+    LINKS_MAX,
+    READY,
+    UNREACHABLE,
+    WORKERS_MAX,
+    DeploymentState,
+    WorkerRow,
+    status_document,
+)
+
+BYTES_PER_WORKER = 320
+OTHER_BYTES = 200_000
+
+
+def worker(number: int, state: str = READY, requests: int = 3) -> WorkerRow:
+    return WorkerRow(
+        *("decode", f"decode-{number:04}", f"10.0.{number // 250}.{number % 250}:7053", "m", state),
+        requests=requests,
+        max_requests=64,
+        held_tokens=1_000,
+        total_tokens=100_000,
+    )
+
+
+def link(number: int) -> LinkSum:
+    name = f"prefill-0/r0 -> decode-{number}/r0"
+    return LinkSum(
+        name, "prefill-0", f"decode-{number}", "tcp", 1, 1_000_000, 1_000_000 * (number + 1)
+    )
+
+
+def digest(number: int) -> RequestDigest:
+    parts = tuple((f"part {n}", 1_000_000 * n) for n in range(13))
+    return RequestDigest(
+        *(f"{number:032x}", "i" * 500, 1_700_000_000 * 10**9, True, 78_000_000, 90_000_000, 9),
+        parts=parts,
+        links=(),
+        error="",
+    )
+
+
+def state(workers: list[WorkerRow], links: int = 3, requests: int = 1) -> DeploymentState:
+    slowest_first = [link(number) for number in reversed(range(links))]
+    return DeploymentState(
+        unix_ns=1_700_000_000 * 10**9,
+        router_id="router-0",
+        version="1",
+        workers=workers,
+        queue={"depth": 2, "wait_s": math.inf},
+        admission={"requests": 5},
+        policy={},
+        requests=[digest(number) for number in range(requests)],
+        links=slowest_first,
+    )
+
+
+def test_five_hundred_workers_fit_into_a_bounded_document() -> None:
+    made = status_document(state([worker(n) for n in range(500)], links=500, requests=50))
+    assert len(made["workers"]) == 500
+    assert made["workers_left_out"] == 0
+    assert len(made["links"]) == LINKS_MAX
+    assert made["links_left_out"] == 500 - LINKS_MAX
+    # The slowest ones are shown, and the median is that of all.
+    assert made["links"][0]["gb_s"] == 0.002
+    assert made["links_median_gb_s"] == float(f"{(1 / 250 + 1 / 251) / 2:.3g}")
+    assert len(json.dumps(made)) < 500 * BYTES_PER_WORKER + OTHER_BYTES
+
+
+def test_beyond_the_bound_the_totals_count_all_and_the_rows_are_those_that_matter() -> None:
+    workers = [worker(n, requests=n % 7) for n in range(4_000)]
+    workers[3_777] = worker(3_777, UNREACHABLE)
+    made = status_document(state(workers))
+    assert len(made["workers"]) == WORKERS_MAX
+    assert made["workers_left_out"] == 3_000
+    assert made["totals"]["decode"]["members"] == 4_000
+    assert made["totals"]["decode"]["ready"] == 3_999
+    assert made["totals"]["decode"]["requests"] == sum(row.requests for row in workers)
+    ids = [row["id"] for row in made["workers"]]
+    assert "decode-3777" in ids
+    assert ids == sorted(ids)
+    assert min(row["requests"] for row in made["workers"]) >= 3
+
+
+def test_the_load_is_the_larger_of_requests_and_blocks() -> None:
+    held = WorkerRow("decode", "d", "", "", READY, 1, 10, 900, 1_000)
+    asked = WorkerRow("decode", "d", "", "", READY, 99, 10, 0, 0)
+    assert held.load == 0.9
+    assert asked.load == 1.0
+    assert WorkerRow("router", "r", "", "", READY).load == 0.0
+
+
+def test_json_has_no_infinity_and_long_names_are_cut() -> None:
+    made = status_document(state([worker(0)]))
+    assert made["queue"] == {"depth": 2, "wait_s": None}
+    json.dumps(made, allow_nan=False)
+    assert len(made["requests"][0]["request_id"]) == 128
+    assert sum(ms for _, ms in made["requests"][0]["parts"]) == made["requests"][0]["ttft_ms"]
+
+
+def test_a_link_of_an_unknown_speed_has_none() -> None:
+    unknown = LinkSum("a", "p", "d", "tcp", 1, 10, 0)
+    made = status_document(
+        DeploymentState(0, "", "", [], {}, {}, {}, [], [link(0), unknown]),
+    )
+    assert [one["gb_s"] for one in made["links"]] == [1.0, None]
+    assert made["links_median_gb_s"] == 1.0
