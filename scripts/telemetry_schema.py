@@ -145,6 +145,7 @@ class MetricFacts(NamedTuple):
     instrument: str
     unit: str
     meaning: str
+    labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
 
@@ -169,8 +170,15 @@ def render_tables(schema: Mapping[str, Any]) -> str:
     for key, entry in schema["metrics"].items():
         facts = [entry["instrument"], entry["unit"], entry["meaning"]]
         cells = ", ".join(json.dumps(fact, ensure_ascii=False) for fact in facts)
+        labels = [
+            f"schema.ATTRIBUTE_{name}"
+            for name, attribute in schema["attributes"].items()
+            if f"METRIC_{key}" in attribute["of"]
+        ]
+        if labels:
+            cells += f", labels=({', '.join(labels)},)"
         if "buckets" in entry:
-            cells += f", {tuple(schema['buckets'][entry['buckets']])}"
+            cells += f", buckets={tuple(schema['buckets'][entry['buckets']])}"
         metrics.append(f"    schema.METRIC_{key}: MetricFacts({cells}),")
     return _TABLES.format(generated=_GENERATED, kinds="\n".join(kinds), metrics="\n".join(metrics))
 

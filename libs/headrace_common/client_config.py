@@ -101,6 +101,11 @@ class ClientFacingConfig(ServiceConfig):
         return False
 
     @property
+    def client_listeners(self) -> int:
+        """The number of addresses at which clients connect."""
+        return 1
+
+    @property
     def listen_tls(self) -> TlsFiles:
         """The files of listen, without an authority where clients need no certificate. Empty means plaintext."""
         authority = self.listen_tls_authority_file or self.tls_authority_file

@@ -144,6 +144,16 @@ class ServiceConfig(BaseModel):
         description="OTLP/gRPC collector of all spans and metrics, such as http://127.0.0.1:4317; "
         "empty means none.",
     )
+    metrics_listen: OptionalHostPort = Field(
+        default="",
+        description="host:port that serves /metrics for Prometheus to holders of a key of metrics_keys_file, with "
+        "tls_certificate_file if that is set; port 0 takes any free port. Empty: none.",
+    )
+    metrics_keys_file: str = Field(
+        default="",
+        description="File of keys that permit reading /metrics of metrics_listen and of http_listen, and nothing else: "
+        "one line KEY NAME for each; read again when it changes. Empty: /metrics is closed.",
+    )
     drain_grace_s: NonNegativeSeconds = Field(
         default=20.0, description="Seconds that requests in flight may take after SIGTERM."
     )
@@ -203,6 +213,10 @@ class ServiceConfig(BaseModel):
         if any(tls) and not all(tls):
             problems.append(
                 "set tls_certificate_file, tls_key_file and tls_authority_file together, or none"
+            )
+        if self.metrics_listen and not self.metrics_keys_file:
+            problems.append(
+                "metrics_listen needs metrics_keys_file: name a file with a line KEY NAME for each reader"
             )
         problems += wildcard_problems(self, "internal_listen", "internal_advertise")
         if not (self.insecure or any(tls) or self.token_keys_file):

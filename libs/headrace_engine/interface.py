@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from headrace_common.errors import InternalError
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
-from headrace_kv.handoff.messages import LayerSent, Reservation, TransferTarget
+from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.receive.observer import TransferObserver
@@ -72,16 +72,17 @@ class PrefillWork:
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutcome:
-    """The result of a prefill. `layers` are the sent layer ranges with the rank that sent each.
-
-    `control_bytes` are as in SendReport, over all ranks.
-    """
+    """The result of a prefill, with the report of each rank."""
 
     cached_tokens: int
     compute_start_unix_ns: int
     compute_end_unix_ns: int
-    layers: tuple[tuple[int, LayerSent], ...]
-    control_bytes: int = 0
+    reports: tuple[SendReport, ...] = ()
+
+    @property
+    def layers(self) -> tuple[tuple[int, LayerSent], ...]:
+        """The sent layer ranges with the rank that sent each, see SendReport.layers."""
+        return tuple((report.rank, sent) for report in self.reports for sent in report.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +208,15 @@ class Engine(ABC):
 
     @abstractmethod
     async def prefill(
-        self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None
+        self,
+        work: PrefillWork,
+        on_first_token: Callable[[DecodeTokens], None] | None = None,
+        on_report: Callable[[SendReport], None] | None = None,
     ) -> PrefillOutcome:
         """Computes and sends. Returns when every rank's sender is quiet (I2), also when cancelled.
 
         With `work.sampling`, `on_first_token` gets the one token as soon as it is computed, before the rest is sent.
+        `on_report` gets the report of every rank before this returns or raises.
 
         Raises TransferFailed, TransferTimeout, StaleIncarnation, LayoutMismatch or InternalError.
         """

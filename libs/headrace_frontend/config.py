@@ -38,7 +38,8 @@ class FrontendConfig(ClientFacingConfig):
 
     http_listen: OptionalHostPort = Field(
         default="",
-        description="host:port of the OpenAI HTTP API; port 0 takes any free port. Empty: no HTTP.",
+        description="host:port of the OpenAI HTTP API; port 0 takes any free port. Empty: no HTTP. Its connections "
+        "have the same bounds as those to listen.",
     )
     tool_call_parser: ToolCallParserList = Field(
         default=(),
@@ -65,11 +66,6 @@ class FrontendConfig(ClientFacingConfig):
         description="File of API keys: one line KEY TENANT for each, or TOML; read again when it changes. "
         "Empty: requests need no key.",
     )
-    metrics_keys_file: str = Field(
-        default="",
-        description="File of keys that permit reading /metrics of http_listen, and nothing else: one line KEY NAME for "
-        "each; read again when it changes. Empty: /metrics is closed.",
-    )
 
     prefix_cache_scope: PrefixCacheScope = Field(
         default="auto",
@@ -79,6 +75,10 @@ class FrontendConfig(ClientFacingConfig):
     max_concurrent_requests: PositiveCount = Field(
         default=1_024, description="Requests in flight before new ones are rejected."
     )
+
+    @property
+    def client_listeners(self) -> int:
+        return bool(self.listen) + bool(self.http_listen)
 
     @property
     def model_names(self) -> Collection[str]:

@@ -83,10 +83,6 @@ def _ignore_refusal(reason: str, count: int) -> None:
     pass
 
 
-def _ignore_flood(host: str) -> None:
-    pass
-
-
 class CallerBounds:
     """One event loop owns it. Every client listener of a process shares it.
 
@@ -101,7 +97,7 @@ class CallerBounds:
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
         self.count_refused = count_refused
-        self._on_flood: Callable[[str], None] = _ignore_flood
+        self._on_flood: list[Callable[[str], None]] = []
         self._limits = limits
         self._cpu_clock = cpu_clock
         self._rejected = RateByCaller(
@@ -115,8 +111,11 @@ class CallerBounds:
         self._turns = FairTurns(lambda: len(self._calls) <= 1)
 
     def report_floods(self, on_flood: Callable[[str], None]) -> None:
-        """Lets `on_flood` be called with the host of a flood, if no other caller has calls in flight from there."""
-        self._on_flood = on_flood
+        """Lets `on_flood` be called with the host of a flood, if no other caller has calls in flight from there.
+
+        Each listener has one.
+        """
+        self._on_flood.append(on_flood)
 
     def calls(self, caller: str) -> int:
         """Calls in flight of a caller."""
@@ -216,7 +215,8 @@ class CallerBounds:
         self._floods.count(host)
         alone = self._callers_of.get(host, {}).keys() <= {caller}
         if alone and self._floods.excess_s(host):
-            self._on_flood(host)
+            for on_flood in self._on_flood:
+                on_flood(host)
 
 
 def _too_many_rejected(per_s: float, retry_after_s: float) -> HeadraceError:

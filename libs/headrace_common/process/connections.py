@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
+from headrace_common.client_config import ClientFacingConfig
 from headrace_common.process.host_blocks import HostBlocks, block_hosts
 from headrace_common.process.rates import RateByCaller
 
@@ -56,6 +57,16 @@ class ConnectionBounds:
     opened_per_s: float = math.inf
     block_s: float = 0.0
 
+    @classmethod
+    def from_config(cls, config: ClientFacingConfig) -> ConnectionBounds:
+        """The bounds of the settings. Raises this process's limit of open files for all client listeners."""
+        return cls(
+            reserve_descriptors(config.max_connections, config.client_listeners),
+            config.max_connections_per_host,
+            config.max_new_connections_per_s,
+            config.host_block_s,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Connection:
@@ -66,19 +77,22 @@ class Connection:
     peer: str
 
 
-def reserve_descriptors(wanted: int) -> int:
-    """Raises the limit of open files for `wanted` connections. Returns how many fit beside what the process needs."""
+def reserve_descriptors(wanted: int, listeners: int = 1) -> int:
+    """Raises the limit of open files for `wanted` connections to each of several listeners.
+
+    Returns how many each may have, beside what the process needs.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted
-    needed = wanted + _RESERVED_DESCRIPTORS
+    needed = wanted * listeners + _RESERVED_DESCRIPTORS
     if needed > soft:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    fitting = max(1, soft - _RESERVED_DESCRIPTORS)
+    fitting = max(1, (soft - _RESERVED_DESCRIPTORS) // listeners)
     if fitting < wanted:
         _LOG.warning(
-            "max_connections is %d, but the limit of open files leaves %d: raise it (ulimit -n)",
+            "max_connections is %d, but the limit of open files leaves %d to a listener: raise it (ulimit -n)",
             *(wanted, fitting),
         )
     return min(wanted, fitting)
@@ -256,7 +270,7 @@ def _connection_of(descriptor: int, port: int) -> Connection | None:
             address, peer_port = held.getpeername()[:2]
     except OSError:
         return None
-    return Connection(descriptor, *_names_of(address, peer_port))
+    return Connection(descriptor, *names_of(address, peer_port))
 
 
 def _copy_of(descriptor: int) -> socket.socket:
@@ -270,7 +284,7 @@ def _copy_of(descriptor: int) -> socket.socket:
         raise
 
 
-def _names_of(address: str, port: int) -> tuple[str, str]:
+def names_of(address: str, port: int) -> tuple[str, str]:
     """The host, and the peer as gRPC names it. The addresses of one IPv6 network of 64 bits are one host."""
     host = host_of(address)
     if "/" in host:
@@ -304,7 +318,7 @@ def _end_all(connections: Sequence[Connection]) -> int:
     for connection in connections:
         try:
             with _copy_of(connection.descriptor) as held:
-                if _names_of(*held.getpeername()[:2])[1] == connection.peer:
+                if names_of(*held.getpeername()[:2])[1] == connection.peer:
                     held.shutdown(socket.SHUT_RDWR)
                     ended += 1
         except OSError:

@@ -25,7 +25,6 @@ from headrace_common.errors import ConfigError
 from headrace_common.process.connections import (
     ConnectionBounds,
     ConnectionGuard,
-    reserve_descriptors,
 )
 from headrace_common.rpc.access import ClientAccess, InternalAccess
 from headrace_common.rpc.callers import CallerInterceptor, TenantOf
@@ -120,14 +119,8 @@ class GrpcServer:
         clients: ClientServices,
         common: Sequence[grpc.aio.ServerInterceptor],
     ) -> RpcListener:
-        total = reserve_descriptors(config.max_connections)
         streams = ClientStreams(config.connection_age_s)
-        bounds = ConnectionBounds(
-            total,
-            config.max_connections_per_host,
-            config.max_new_connections_per_s,
-            config.host_block_s,
-        )
+        bounds = ConnectionBounds.from_config(config)
         callers = clients.callers or CallerBounds(CallerLimits.from_config(config))
         self._guard = ConnectionGuard(bounds, streams.busy, callers.count_refused)
         callers.report_floods(self._guard.block)
@@ -142,7 +135,7 @@ class GrpcServer:
             tls=config.listen_tls,
             certificates_required=config.client_certificates,
             message_bytes_max=clients.message_bytes_max,
-            options=client_options(config, total),
+            options=client_options(config, bounds.total),
         )
 
     @property

@@ -144,9 +144,10 @@ ATTRIBUTE_LINK_KIND: Final = "headrace.link.kind"
 ATTRIBUTE_MOVING_MS: Final = "headrace.link.moving_ms"
 # Bytes of a link by the seconds in which they were on the way, in 10^9 bytes per second.
 ATTRIBUTE_GIGABYTES_PER_S: Final = "headrace.link.gb_per_s"
-# Layer of the write that landed last on a link.
+# Layer of the write that landed last on a link, or in a task.
 ATTRIBUTE_LAST_LAYER: Final = "headrace.link.last_layer"
-# What most of the time of that write went to, see headrace_common.telemetry.layer_stamps.Cause.
+# What the link did for most of the time until that write had landed, see
+# headrace_common.telemetry.layer_stamps.last_write.
 ATTRIBUTE_LAST_CAUSE: Final = "headrace.link.last_cause"
 # Milliseconds of that cause.
 ATTRIBUTE_LAST_CAUSE_MS: Final = "headrace.link.last_cause_ms"
@@ -225,25 +226,38 @@ ATTRIBUTE_REFUSAL: Final = "headrace.refusal"
 # Bound of the router's trace store: "span" (bytes of one span), "trace" (spans or bytes of one trace) or "store"
 # (bytes of all traces).
 ATTRIBUTE_TRACE_BOUND: Final = "headrace.trace.bound"
+# Name of the model, one of those that the router serves.
+ATTRIBUTE_GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
+# "input" for tokens of prompts, "output" for generated ones.
+ATTRIBUTE_GEN_AI_TOKEN_TYPE: Final = "gen_ai.token.type"
 
 # Items in a bounded queue, by queue name.
 METRIC_QUEUE_DEPTH: Final = "headrace.queue.depth.current"
 # Limit of a queue, by queue name: "prefill", "requests" or "tokens".
 METRIC_QUEUE_LIMIT: Final = "headrace.queue.limit"
 # Age of the oldest task in the prefill queue.
-METRIC_QUEUE_AGE_MS: Final = "headrace.queue.oldest_age_ms"
-# Expected wait of a new task in the prefill queue. Not recorded while the queue is full.
-METRIC_QUEUE_WAIT_MS: Final = "headrace.queue.wait_ms"
+METRIC_QUEUE_AGE: Final = "headrace.queue.oldest_age"
+# Expected wait of a new task in the prefill queue. Absent while the queue is full.
+METRIC_QUEUE_WAIT: Final = "headrace.queue.expected_wait"
 # Requests ended, by finish reason or error reason.
 METRIC_REQUESTS: Final = "headrace.requests"
 # Answers that continued in another attempt, by the reason of the error that caused it.
 METRIC_MIGRATIONS: Final = "headrace.migrations"
 # Time from arrival to the first token.
-METRIC_TIME_TO_FIRST_TOKEN_MS: Final = "headrace.time_to_first_token_ms"
+METRIC_TIME_TO_FIRST_TOKEN: Final = "gen_ai.server.time_to_first_token"
+# Time from arrival to the last token of an answer.
+METRIC_REQUEST_DURATION: Final = "gen_ai.server.request.duration"
+# Mean time of a token after the first, one value for each answer.
+METRIC_TIME_PER_OUTPUT_TOKEN: Final = "gen_ai.server.time_per_output_token"
+# Time between two batches of tokens of one answer, as the router receives them.
+METRIC_INTER_TOKEN_LATENCY: Final = "headrace.inter_token_latency"
+# Tokens of the prompts and of the answers of requests.
+METRIC_REQUEST_TOKENS: Final = "headrace.request.tokens"
 # Workers without credit for cached prefixes, because they hash prefixes differently from the router.
 METRIC_PREFIX_FAULTS: Final = "headrace.prefix.faulty_workers"
-# How far the wall clock of a decode worker is ahead of the router's, by worker; negative when it is behind.
-METRIC_CLOCK_OFFSET_MS: Final = "headrace.clock.offset_ms"
+# How far the wall clock of a worker is ahead of the router's, by worker; negative when it is behind. Of many workers,
+# those farthest away.
+METRIC_CLOCK_OFFSET: Final = "headrace.clock.offset"
 # Calls that a client listener refused and connections that it closed, beyond the bounds on each caller, by refusal.
 METRIC_CALLERS_REFUSED: Final = "headrace.callers.refused"
 # Tickets that a decode worker refused, by worker and by part of the ticket.

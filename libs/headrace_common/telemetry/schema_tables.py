@@ -21,6 +21,7 @@ class MetricFacts(NamedTuple):
     instrument: str
     unit: str
     meaning: str
+    labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
 
 
@@ -35,26 +36,30 @@ SPAN_KINDS: Final[Mapping[str, SpanKind]] = {
 }
 
 METRICS: Final[Mapping[str, MetricFacts]] = {
-    schema.METRIC_QUEUE_DEPTH: MetricFacts("gauge", "{item}", "Items in a bounded queue, by queue name."),
-    schema.METRIC_QUEUE_LIMIT: MetricFacts("gauge", "{item}", "Limit of a queue, by queue name: \"prefill\", \"requests\" or \"tokens\"."),
-    schema.METRIC_QUEUE_AGE_MS: MetricFacts("gauge", "ms", "Age of the oldest task in the prefill queue."),
-    schema.METRIC_QUEUE_WAIT_MS: MetricFacts("gauge", "ms", "Expected wait of a new task in the prefill queue. Not recorded while the queue is full."),
-    schema.METRIC_REQUESTS: MetricFacts("counter", "{request}", "Requests ended, by finish reason or error reason."),
-    schema.METRIC_MIGRATIONS: MetricFacts("counter", "{migration}", "Answers that continued in another attempt, by the reason of the error that caused it."),
-    schema.METRIC_TIME_TO_FIRST_TOKEN_MS: MetricFacts("histogram", "ms", "Time from arrival to the first token.", (5, 10, 25, 50, 75, 100, 250, 500, 750, 1000, 2500, 5000, 7500, 10000)),
+    schema.METRIC_QUEUE_DEPTH: MetricFacts("gauge", "{item}", "Items in a bounded queue, by queue name.", labels=(schema.ATTRIBUTE_QUEUE,)),
+    schema.METRIC_QUEUE_LIMIT: MetricFacts("gauge", "{item}", "Limit of a queue, by queue name: \"prefill\", \"requests\" or \"tokens\".", labels=(schema.ATTRIBUTE_QUEUE,)),
+    schema.METRIC_QUEUE_AGE: MetricFacts("gauge", "s", "Age of the oldest task in the prefill queue."),
+    schema.METRIC_QUEUE_WAIT: MetricFacts("gauge", "s", "Expected wait of a new task in the prefill queue. Absent while the queue is full."),
+    schema.METRIC_REQUESTS: MetricFacts("counter", "{request}", "Requests ended, by finish reason or error reason.", labels=(schema.ATTRIBUTE_END_REASON,)),
+    schema.METRIC_MIGRATIONS: MetricFacts("counter", "{migration}", "Answers that continued in another attempt, by the reason of the error that caused it.", labels=(schema.ATTRIBUTE_END_REASON,)),
+    schema.METRIC_TIME_TO_FIRST_TOKEN: MetricFacts("histogram", "s", "Time from arrival to the first token.", labels=(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL,), buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)),
+    schema.METRIC_REQUEST_DURATION: MetricFacts("histogram", "s", "Time from arrival to the last token of an answer.", labels=(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL,), buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)),
+    schema.METRIC_TIME_PER_OUTPUT_TOKEN: MetricFacts("histogram", "s", "Mean time of a token after the first, one value for each answer.", labels=(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL,), buckets=(0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)),
+    schema.METRIC_INTER_TOKEN_LATENCY: MetricFacts("histogram", "s", "Time between two batches of tokens of one answer, as the router receives them.", labels=(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL,), buckets=(0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5)),
+    schema.METRIC_REQUEST_TOKENS: MetricFacts("histogram", "{token}", "Tokens of the prompts and of the answers of requests.", labels=(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL, schema.ATTRIBUTE_GEN_AI_TOKEN_TYPE,), buckets=(1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)),
     schema.METRIC_PREFIX_FAULTS: MetricFacts("gauge", "{worker}", "Workers without credit for cached prefixes, because they hash prefixes differently from the router."),
-    schema.METRIC_CLOCK_OFFSET_MS: MetricFacts("gauge", "ms", "How far the wall clock of a decode worker is ahead of the router's, by worker; negative when it is behind."),
-    schema.METRIC_CALLERS_REFUSED: MetricFacts("counter", "{refusal}", "Calls that a client listener refused and connections that it closed, beyond the bounds on each caller, by refusal."),
-    schema.METRIC_TICKET_REFUSALS: MetricFacts("counter", "{ticket}", "Tickets that a decode worker refused, by worker and by part of the ticket."),
-    schema.METRIC_TRACE_SPANS_DROPPED: MetricFacts("counter", "{span}", "Spans that the router's trace store dropped, by the bound that they exceeded."),
+    schema.METRIC_CLOCK_OFFSET: MetricFacts("gauge", "s", "How far the wall clock of a worker is ahead of the router's, by worker; negative when it is behind. Of many workers, those farthest away.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
+    schema.METRIC_CALLERS_REFUSED: MetricFacts("counter", "{refusal}", "Calls that a client listener refused and connections that it closed, beyond the bounds on each caller, by refusal.", labels=(schema.ATTRIBUTE_REFUSAL,)),
+    schema.METRIC_TICKET_REFUSALS: MetricFacts("counter", "{ticket}", "Tickets that a decode worker refused, by worker and by part of the ticket.", labels=(schema.ATTRIBUTE_WORKER_ID, schema.ATTRIBUTE_TICKET_PART,)),
+    schema.METRIC_TRACE_SPANS_DROPPED: MetricFacts("counter", "{span}", "Spans that the router's trace store dropped, by the bound that they exceeded.", labels=(schema.ATTRIBUTE_TRACE_BOUND,)),
     schema.METRIC_CORRUPT_RECORDS: MetricFacts("gauge", "{record}", "Records in etcd that the registry skips, because it cannot read them."),
-    schema.METRIC_TRANSFERS: MetricFacts("counter", "{transfer}", "Transfers ended, by outcome."),
-    schema.METRIC_TRANSFER_BYTES: MetricFacts("counter", "By", "Bytes of KV transferred."),
-    schema.METRIC_TRANSFERS_ACTIVE: MetricFacts("gauge", "{transfer}", "Transfers of a worker in progress."),
-    schema.METRIC_WORKER_REQUESTS: MetricFacts("gauge", "{request}", "Requests or tasks on a worker, by headrace.worker.state."),
-    schema.METRIC_BLOCKS_TOTAL: MetricFacts("gauge", "{block}", "KV blocks of a decode worker in total."),
-    schema.METRIC_BLOCKS_FREE: MetricFacts("gauge", "{block}", "KV blocks neither reserved nor quarantined."),
-    schema.METRIC_BLOCKS_USED: MetricFacts("gauge", "{block}", "KV blocks with KV of requests, as counted by the worker's engine."),
-    schema.METRIC_BLOCKS_RESERVED: MetricFacts("gauge", "{block}", "KV blocks reserved for requests."),
-    schema.METRIC_BLOCKS_QUARANTINED: MetricFacts("gauge", "{block}", "KV blocks that must not be reused yet."),
+    schema.METRIC_TRANSFERS: MetricFacts("counter", "{transfer}", "Transfers ended, by outcome.", labels=(schema.ATTRIBUTE_WORKER_ID, schema.ATTRIBUTE_END_REASON,)),
+    schema.METRIC_TRANSFER_BYTES: MetricFacts("counter", "By", "Bytes of KV transferred.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
+    schema.METRIC_TRANSFERS_ACTIVE: MetricFacts("gauge", "{transfer}", "Transfers of a worker in progress.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
+    schema.METRIC_WORKER_REQUESTS: MetricFacts("gauge", "{request}", "Requests or tasks on a worker, by headrace.worker.state.", labels=(schema.ATTRIBUTE_WORKER_ID, schema.ATTRIBUTE_WORKER_STATE,)),
+    schema.METRIC_BLOCKS_TOTAL: MetricFacts("gauge", "{block}", "KV blocks of a decode worker in total.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
+    schema.METRIC_BLOCKS_FREE: MetricFacts("gauge", "{block}", "KV blocks neither reserved nor quarantined.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
+    schema.METRIC_BLOCKS_USED: MetricFacts("gauge", "{block}", "KV blocks with KV of requests, as counted by the worker's engine.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
+    schema.METRIC_BLOCKS_RESERVED: MetricFacts("gauge", "{block}", "KV blocks reserved for requests.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
+    schema.METRIC_BLOCKS_QUARANTINED: MetricFacts("gauge", "{block}", "KV blocks that must not be reused yet.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
 }

@@ -18,7 +18,7 @@ from headrace_common.telemetry.exporter import (
     SHUTDOWN_TIMEOUT_S,
     CollectorExporter,
 )
-from headrace_common.telemetry.metrics import Metrics
+from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.telemetry.otlp import readable_span
 from headrace_common.telemetry.span_queue import Export, SpanQueue
 from headrace_common.telemetry.spans import (
@@ -130,15 +130,12 @@ class Telemetry:
         self._owned.clear()
 
 
-def init_telemetry(
-    service: str, worker_id: str, config: ServiceConfig, *, readable_metrics: bool = False
-) -> Telemetry:
-    """Sets up the telemetry of a process. `service` is such as "router".
-
-    With `readable_metrics`, the process can return its metrics as text.
-    """
+def init_telemetry(service: str, worker_id: str, config: ServiceConfig) -> Telemetry:
+    """Sets up the telemetry of a process. `service` is such as "router"."""
     source = _new_source(service, worker_id)
-    metrics = Metrics(source.resource, config.otlp_endpoint, readable=readable_metrics)
+    metrics = Metrics(
+        source.resource, config.otlp_endpoint, readable=bool(config.metrics_keys_file)
+    )
     telemetry = Telemetry(source, CollectorExporter(config), metrics=metrics)
     if config.otlp_endpoint:
         telemetry.add_exporter(_otlp_exporter(config.otlp_endpoint))

@@ -186,7 +186,10 @@ class SimEngine(Engine):
             await asyncio.to_thread(transport.admit, networks)
 
     async def prefill(
-        self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None
+        self,
+        work: PrefillWork,
+        on_first_token: Callable[[DecodeTokens], None] | None = None,
+        on_report: Callable[[SendReport], None] | None = None,
     ) -> PrefillOutcome:
         check_prefill(work, self.max_model_len)
         if not self._senders:
@@ -202,12 +205,14 @@ class SimEngine(Engine):
         finally:
             sequence.closed()
             self._requests.update(sequence)
+            for report in handover.reports:
+                if on_report is not None:
+                    on_report(report)
         return PrefillOutcome(
             cached_tokens=sequence.cached,
             compute_start_unix_ns=sequence.compute_start_unix_ns,
             compute_end_unix_ns=sequence.compute_end_unix_ns,
-            layers=handover.layers_sent(),
-            control_bytes=handover.control_bytes,
+            reports=handover.reports,
         )
 
     def decode(self, work: DecodeWork) -> DecodeEvents:

@@ -41,7 +41,7 @@ class WorkerHost:
 
     def __init__(self, role: Role, config: WorkerConfig) -> None:
         self.telemetry = init_telemetry(role, config.worker_id, config)
-        self.metrics = WorkerMetrics(self.telemetry.metrics.meter)
+        self.metrics = WorkerMetrics(self.telemetry.metrics)
         self.registry = open_channel(config.registry, config)
         self.descriptors = DescriptorCache(self.registry)
         self.renewals: LeaseRenewals | None = None

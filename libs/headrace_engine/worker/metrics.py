@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from opentelemetry.metrics import Meter
-
 from headrace.worker.v1 import worker_pb2
 from headrace_common.tasks import end_task, run_forever
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.metrics.process import Metrics
 
 _INTERVAL_S: Final = 1.0
 _DONE: Final = "done"
@@ -25,52 +24,63 @@ class WorkerMetrics:
     The process has each instrument once; `headrace.worker_id` distinguishes its workers.
     """
 
-    def __init__(self, meter: Meter) -> None:
-        self._transfers = meter.create_counter(schema.METRIC_TRANSFERS, "{transfer}")
-        self._bytes = meter.create_counter(schema.METRIC_TRANSFER_BYTES, "By")
-        self._ticket_refusals = meter.create_counter(schema.METRIC_TICKET_REFUSALS, "{ticket}")
-        self._callers_refused = meter.create_counter(schema.METRIC_CALLERS_REFUSED, "{refusal}")
-        self._active = meter.create_gauge(schema.METRIC_TRANSFERS_ACTIVE, "{transfer}")
-        self._requests = meter.create_gauge(schema.METRIC_WORKER_REQUESTS, "{request}")
-        self._blocks_used = meter.create_gauge(schema.METRIC_BLOCKS_USED, "{block}")
-        self._blocks_total = meter.create_gauge(schema.METRIC_BLOCKS_TOTAL, "{block}")
-        self._blocks_free = meter.create_gauge(schema.METRIC_BLOCKS_FREE, "{block}")
-        self._blocks_reserved = meter.create_gauge(schema.METRIC_BLOCKS_RESERVED, "{block}")
-        self._blocks_quarantined = meter.create_gauge(schema.METRIC_BLOCKS_QUARANTINED, "{block}")
+    def __init__(self, metrics: Metrics) -> None:
+        store, worker = metrics.store, schema.ATTRIBUTE_WORKER_ID
+        self._transfers = store.counter(
+            schema.METRIC_TRANSFERS, worker, schema.ATTRIBUTE_END_REASON
+        )
+        self._bytes = store.counter(schema.METRIC_TRANSFER_BYTES, worker)
+        self._ticket_refusals = store.counter(
+            schema.METRIC_TICKET_REFUSALS, worker, schema.ATTRIBUTE_TICKET_PART
+        )
+        self._callers_refused = store.counter(
+            schema.METRIC_CALLERS_REFUSED, schema.ATTRIBUTE_REFUSAL
+        )
+        self._active = store.gauge(schema.METRIC_TRANSFERS_ACTIVE, worker)
+        self._requests = store.gauge(
+            schema.METRIC_WORKER_REQUESTS, worker, schema.ATTRIBUTE_WORKER_STATE
+        )
+        self._blocks_used = store.gauge(schema.METRIC_BLOCKS_USED, worker)
+        self._blocks_total = store.gauge(schema.METRIC_BLOCKS_TOTAL, worker)
+        self._blocks_free = store.gauge(schema.METRIC_BLOCKS_FREE, worker)
+        self._blocks_reserved = store.gauge(schema.METRIC_BLOCKS_RESERVED, worker)
+        self._blocks_quarantined = store.gauge(schema.METRIC_BLOCKS_QUARANTINED, worker)
+        self._gauges = (
+            *(self._active, self._requests, self._blocks_used, self._blocks_total),
+            *(self._blocks_free, self._blocks_reserved, self._blocks_quarantined),
+        )
+        self._has_readers = metrics.has_readers
         self._workers: dict[str, tuple[Status, bool]] = {}
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
     def reporting(self, worker_id: str, status: Status, *, reserves_blocks: bool) -> Iterator[None]:
-        """Samples `status` while the context lasts, and sets all gauges to 0 at its end.
+        """Samples `status` while the context lasts, and removes its gauges at its end.
 
         `reserves_blocks` is for decode workers; prefill workers use their blocks as a cache only.
         """
         self._workers[worker_id] = (status, reserves_blocks)
-        if self._task is None:
+        if self._task is None and self._has_readers:
             self._task = run_forever(self._sample_regularly(), "worker-metrics")
         try:
             yield
         finally:
             del self._workers[worker_id]
-            empty = worker_pb2.WatchStatusResponse()
-            self._set_gauges(worker_id, empty, reserves_blocks=reserves_blocks)
+            for gauge in self._gauges:
+                gauge.remove(worker_id)
 
     def transfer_ended(self, worker_id: str, reason: str, payload_bytes: int) -> None:
         """A worker has ended sending: `reason` is an error's, or empty."""
-        worker = {schema.ATTRIBUTE_WORKER_ID: worker_id}
-        self._transfers.add(1, {**worker, schema.ATTRIBUTE_END_REASON: reason or _DONE})
-        self._bytes.add(payload_bytes, worker)
+        self._transfers.add(1, worker_id, reason or _DONE)
+        self._bytes.add(payload_bytes, worker_id)
 
     def ticket_refused(self, worker_id: str, part: str) -> None:
         """A decode worker has refused a ticket. `part` is the part of the ticket."""
-        self._ticket_refusals.add(
-            1, {schema.ATTRIBUTE_WORKER_ID: worker_id, schema.ATTRIBUTE_TICKET_PART: part}
-        )
+        self._ticket_refusals.add(1, worker_id, part)
 
     def count_refused(self, refusal: str, count: int) -> None:
         """Clients of this process exceeded the bounds on each caller."""
-        self._callers_refused.add(count, {schema.ATTRIBUTE_REFUSAL: refusal})
+        self._callers_refused.add(count, refusal)
 
     def sample(self) -> None:
         """Sets the gauges of every reporting worker from its current status."""
@@ -84,20 +94,16 @@ class WorkerMetrics:
     def _set_gauges(
         self, worker_id: str, status: worker_pb2.WatchStatusResponse, *, reserves_blocks: bool
     ) -> None:
-        worker = {schema.ATTRIBUTE_WORKER_ID: worker_id}
-        for state, count in (
-            ("running", status.running_requests),
-            ("waiting", status.waiting_requests),
-        ):
-            self._requests.set(count, {**worker, schema.ATTRIBUTE_WORKER_STATE: state})
-        self._active.set(status.active_transfers, worker)
-        self._blocks_used.set(status.used_blocks, worker)
+        self._requests.set(status.running_requests, worker_id, "running")
+        self._requests.set(status.waiting_requests, worker_id, "waiting")
+        self._active.set(status.active_transfers, worker_id)
+        self._blocks_used.set(status.used_blocks, worker_id)
         if reserves_blocks:
             unavailable = status.reserved_blocks + status.quarantined_blocks
-            self._blocks_total.set(status.total_blocks, worker)
-            self._blocks_free.set(max(0, status.total_blocks - unavailable), worker)
-            self._blocks_reserved.set(status.reserved_blocks, worker)
-            self._blocks_quarantined.set(status.quarantined_blocks, worker)
+            self._blocks_total.set(status.total_blocks, worker_id)
+            self._blocks_free.set(max(0, status.total_blocks - unavailable), worker_id)
+            self._blocks_reserved.set(status.reserved_blocks, worker_id)
+            self._blocks_quarantined.set(status.quarantined_blocks, worker_id)
 
     async def _sample_regularly(self) -> None:
         while True:

@@ -13,6 +13,7 @@ from headrace_common.logs import setup_logging
 from headrace_common.process.kill_timer import KillTimer
 from headrace_common.process.run import interruptible
 from headrace_common.registry.reachable import wait_reachable
+from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_engine.factory import build_engine
 from headrace_engine.worker.config import Config, engine_config, worker_configs
 from headrace_engine.worker.descriptors import RegistryDescriptors
@@ -49,7 +50,8 @@ async def run_workers(role: Role, config: Config, build: BuildServer[Config]) ->
         host = WorkerHost(role, config)
         descriptors.connect(host.descriptors)
         try:
-            await _run_together([serve_worker(host, worker, build) for worker in workers])
+            async with metrics_served(config, host.telemetry.metrics):
+                await _run_together([serve_worker(host, worker, build) for worker in workers])
         finally:
             await host.close()
     finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headrace_common.errors import Unauthenticated
-from headrace_common.telemetry.prometheus import CONTENT_TYPE
+from headrace_common.telemetry.metrics.prometheus import content_type
 from headrace_frontend.openai.errors import HttpError
 from headrace_frontend.openai.exchange import HttpExchange
 from headrace_frontend.tenants import Tenants
@@ -14,8 +14,8 @@ from headrace_frontend.tenants import Tenants
 class MetricsPage:
     """Serves /metrics to callers with a key of its own. Without such keys it is closed."""
 
-    def __init__(self, readers: Tenants, read: Callable[[], str]) -> None:
-        """`readers` has the keys, and `read` returns the metrics as text."""
+    def __init__(self, readers: Tenants, read: Callable[[str], str]) -> None:
+        """`readers` has the keys, and `read` returns the metrics as text of a content type."""
         self._readers = readers
         self._read = read
 
@@ -31,4 +31,5 @@ class MetricsPage:
             raise Unauthenticated(
                 "a key of metrics_keys_file is required; send it as header 'Authorization: Bearer KEY'"
             ) from error
-        await exchange.respond(200, self._read().encode(), {"content-type": CONTENT_TYPE})
+        kind = content_type(exchange.headers.get("accept", ""))
+        await exchange.respond(200, self._read(kind).encode(), {"content-type": kind})

@@ -8,17 +8,18 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from dataclasses import astuple
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace_common.access.credentials import TlsFiles
+from headrace_common.access.server_tls import server_context
+from headrace_common.callers.bounds import CallerBounds
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
-from headrace_common.reloading import ReloadedFiles
+from headrace_common.process.connections import ConnectionBounds, ConnectionGuard, names_of
 from headrace_frontend.config import FrontendConfig
 from headrace_frontend.openai.exchange import (
     CHUNKS_EXTENSION,
@@ -38,19 +39,26 @@ _CANCEL_WAIT_S = 1.0
 
 
 class HttpServer:
-    """Serves the app on the address of a setting. Raises ConfigError when it cannot listen there."""
+    """Serves the app on the address of a setting. Raises ConfigError when it cannot listen there.
+
+    Connections that exceed the bounds of the settings are closed, and counted by `callers`.
+    """
 
     def __init__(
         self,
         app: AsgiApp,
         config: FrontendConfig,
+        callers: CallerBounds,
         setting: str = "http_listen",
         tls: TlsFiles | None = None,
     ) -> None:
         """`setting` names the setting with the address. `tls`: None means the files of `listen`."""
         self._listen = str(getattr(config, setting))
-        self._tls = _tls_context(config.listen_tls if tls is None else tls)
+        self._tls = server_context(config.listen_tls if tls is None else tls, setting)
         self._socket = _listening_socket(self._listen, setting)
+        bounds = ConnectionBounds.from_config(config)
+        self._guard = ConnectionGuard(bounds, self._busy, callers.count_refused)
+        callers.report_floods(self._guard.block)
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -61,7 +69,7 @@ class HttpServer:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                limit_concurrency=config.max_connections,
+                limit_concurrency=bounds.total,
                 timeout_keep_alive=max(1, round(config.connection_idle_s)),
                 # The drain has a deadline of its own.
                 timeout_graceful_shutdown=None,
@@ -83,8 +91,18 @@ class HttpServer:
         host, _ = split_host_port(self._listen)
         return f"{scheme}://{host}:{self._socket.getsockname()[1]}"
 
+    def _busy(self) -> set[str]:
+        """The peers with a request that has arrived and has no whole response. Any thread may call it."""
+        connections: tuple[Any, ...] = tuple(self._server.server_state.connections)
+        return {
+            names_of(*connection.client)[1]
+            for connection in connections
+            if connection.client is not None and connection.serves
+        }
+
     def start(self) -> None:
         """Serves from now on."""
+        self._guard.start(self._socket.getsockname()[1])
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="http-server")
 
     async def drain(self, deadline: Deadline) -> None:
@@ -96,6 +114,7 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Ends all requests."""
+        await self._guard.close()
         self._socket.close()
         if self._task is not None:
             self._task.cancel()
@@ -118,6 +137,12 @@ class _Protocol(HttpToolsProtocol):
 
     _header_timer: asyncio.TimerHandle | None = None
     _peer_names: tuple[bytes, ...] = ()
+
+    @property
+    def serves(self) -> bool:
+        """Whether a request has arrived and has no whole response."""
+        cycle: Any = self.cycle
+        return cycle is not None and not cycle.more_body and not cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -184,38 +209,3 @@ def _listening_socket(listen: str, setting: str) -> socket.socket:
         ) from error
     listener.setblocking(False)
     return listener
-
-
-def _tls_context(files: TlsFiles) -> ssl.SSLContext | None:
-    """Presents the certificate of the client listener, and a replaced one in new handshakes."""
-    if not files.tls_certificate_file:
-        return None
-    contexts = ReloadedFiles(
-        [path for path in astuple(files) if path], lambda: _read_context(files)
-    )
-
-    def use_current(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
-        connection.context = contexts.current()
-
-    context = _read_context(files)
-    context.sni_callback = use_current
-    return context
-
-
-def _read_context(files: TlsFiles) -> ssl.SSLContext:
-    """A context that requires certificates of clients, if `files` has an authority."""
-    try:
-        if not files.tls_authority_file:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        else:
-            context = ssl.create_default_context(
-                ssl.Purpose.CLIENT_AUTH, cafile=files.tls_authority_file
-            )
-            context.verify_mode = ssl.CERT_REQUIRED
-        context.load_cert_chain(files.tls_certificate_file, files.tls_key_file)
-    except OSError as error:
-        raise ConfigError(
-            f"the TLS files of listen, {files.tls_certificate_file} and {files.tls_key_file}, cannot be used: "
-            f"{error.strerror}; they must be PEM, and the key must belong to the certificate"
-        ) from error
-    return context

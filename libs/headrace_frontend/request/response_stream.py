@@ -14,6 +14,7 @@ from typing import Protocol, TypeAlias
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.process.pacing import FlushPace, LoopLoad
+from headrace_common.telemetry.metrics.instruments import BucketCounts
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout.layout import WorkerRef
 from headrace_text.detokenizer import IncrementalDetokenizer
@@ -94,9 +95,31 @@ class ResponseStream:
         self.second_token_unix_ns = 0
         """Arrival of the second batch of tokens. A fast decode worker sends several tokens in a batch."""
         self.last_token_unix_ns = 0
+        self.gaps: BucketCounts | None = None
+        """Counts the seconds between two batches of tokens, where `count_gaps` was called."""
         self.first_message_unix_ns = 0
         """When the message with the first token was made; 0 before it."""
         self._replay(request.generated)
+
+    @property
+    def model(self) -> str:
+        """The name of the request's model."""
+        return self._request.model
+
+    @property
+    def trace_id(self) -> str:
+        """The trace of the request, as 32 hex characters."""
+        return self._trace_id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The number of tokens of the prompt."""
+        return len(self._request.token_ids)
+
+    @property
+    def new_tokens(self) -> int:
+        """The number of tokens that attempts have added."""
+        return len(self._generated) - len(self._request.generated)
 
     @property
     def started(self) -> bool:
@@ -141,6 +164,10 @@ class ResponseStream:
         duration.
         """
         return self._start_unix_ns + time.monotonic_ns() - self._start_ns
+
+    def count_gaps(self, counts: BucketCounts) -> None:
+        """Counts the seconds between two batches of tokens from now on."""
+        self.gaps = counts
 
     def monotonic_us(self, unix_ns: int) -> int:
         """Microseconds of the monotonic clock at a time of this response."""
@@ -188,6 +215,8 @@ class ResponseStream:
             self.first_token_unix_ns = now_unix_ns
         elif not self.second_token_unix_ns:
             self.second_token_unix_ns = now_unix_ns
+        if self.gaps is not None and self.last_token_unix_ns:
+            self.gaps.record(1e-9 * (now_unix_ns - self.last_token_unix_ns))
         self.last_token_unix_ns = now_unix_ns
         if self._request.stop_strings:
             self._append_until_stop(tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from typing import NoReturn
 
@@ -13,7 +12,7 @@ from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
 from headrace_common.rpc.server import GrpcServer
 from headrace_registry.config import RegistryConfig
-from headrace_registry.metrics import start_metrics
+from headrace_registry.metrics import recorded_metrics
 from headrace_registry.service import RegistryServicer
 from headrace_registry.store.factory import open_store
 
@@ -35,22 +34,21 @@ async def serve() -> None:
     prefix_hash_key = config.read_prefix_hash_key()
     store = open_store(config)
     await store.start()
-    metrics = start_metrics(store, config)
     try:
-        server = GrpcServer(config, [SERVICE])
-        registry_pb2_grpc.add_RegistryServiceServicer_to_server(
-            RegistryServicer(
-                *(store, config.max_members, config.max_unnamed_members, prefix_hash_key),
-                max_routers=config.max_routers,
-                registrations_per_s=config.max_registrations_per_s,
-            ),
-            server.server,
-        )
-        endpoint = await server.start()
-        _log.info("serving on %s with %s", endpoint, redacted(config))
-        await server.serve_until_signal(_drain)
+        async with recorded_metrics(store, config):
+            server = GrpcServer(config, [SERVICE])
+            registry_pb2_grpc.add_RegistryServiceServicer_to_server(
+                RegistryServicer(
+                    *(store, config.max_members, config.max_unnamed_members, prefix_hash_key),
+                    max_routers=config.max_routers,
+                    registrations_per_s=config.max_registrations_per_s,
+                ),
+                server.server,
+            )
+            endpoint = await server.start()
+            _log.info("serving on %s with %s", endpoint, redacted(config))
+            await server.serve_until_signal(_drain)
     finally:
-        await asyncio.to_thread(metrics.shutdown)
         await store.close()
 
 

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
 
-from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.resources import Resource
 
 from headrace_common.config import ServiceConfig
+from headrace_common.tasks import end_task, run_forever
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.metrics import Metrics
+from headrace_common.telemetry.metrics.listener import metrics_served
+from headrace_common.telemetry.metrics.process import Metrics
 from headrace_registry.store.base import Store
 
+_INTERVAL_S: Final = 1.0
 
-def start_metrics(store: Store, config: ServiceConfig) -> Metrics:
-    """Exports the metrics of a registry, where otlp_endpoint is set. The caller shuts them down."""
+
+@asynccontextmanager
+async def recorded_metrics(store: Store, config: ServiceConfig) -> AsyncIterator[Metrics]:
+    """Samples, exports and serves the metrics of a registry over the block, where the settings ask for it.
+
+    Raises ConfigError when it cannot listen.
+    """
     resource = Resource.create(
         {"service.name": "headrace-registry", "service.instance.id": config.internal_listen}
     )
-    metrics = Metrics(resource, config.otlp_endpoint)
+    metrics = Metrics(resource, config.otlp_endpoint, readable=bool(config.metrics_keys_file))
+    corrupt = metrics.store.gauge(schema.METRIC_CORRUPT_RECORDS)
 
-    def corrupt_records(_: CallbackOptions) -> Iterable[Observation]:
-        yield Observation(store.corrupt_record_count)
+    async def sample() -> None:
+        while True:
+            corrupt.set(store.corrupt_record_count)
+            await asyncio.sleep(_INTERVAL_S)
 
-    metrics.meter.create_observable_gauge(
-        schema.METRIC_CORRUPT_RECORDS, [corrupt_records], "{record}"
-    )
-    return metrics
+    task = run_forever(sample(), "registry-metrics") if metrics.has_readers else None
+    try:
+        async with metrics_served(config, metrics):
+            yield metrics
+    finally:
+        await end_task(task)
+        await asyncio.to_thread(metrics.shutdown)

@@ -169,7 +169,7 @@ def assemble(
     queue = PrefillQueue(
         config.max_queued_tasks, config.prefix_wait_s, sign=_task_signer(ticket_key)
     )
-    metrics = RouterMetrics(telemetry.metrics.meter, queue, admission, prefixes, workers)
+    metrics = RouterMetrics(telemetry.metrics, queue, admission, prefixes, workers)
     traces = _build_traces(config, telemetry, metrics)
     dispatcher = RequestDispatcher(
         workers=workers,

@@ -63,7 +63,7 @@ class RouterConfig(FrontendConfig):
     status_listen: OptionalHostPort = Field(
         "",
         description="host:port of the status page, for callers with the role operator; port 0 takes any free port. "
-        "Empty: no page.",
+        "Empty: no page. Its connections have the same bounds as those to listen.",
     )
     router_id: OptionalWorkerId = Field(
         "",
@@ -152,6 +152,10 @@ class RouterConfig(FrontendConfig):
             for name, address in reachable_addresses(self, "status_listen")
             if not guarded
         ]
+
+    @property
+    def client_listeners(self) -> int:
+        return super().client_listeners + bool(self.status_listen)
 
     @property
     def status_tls(self) -> TlsFiles:

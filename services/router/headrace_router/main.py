@@ -20,6 +20,7 @@ from headrace_common.process.run import run_service
 from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
+from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_common.tickets.keys import SigningKey
 from headrace_frontend.openai.server import HttpServer
@@ -70,10 +71,9 @@ async def serve_router(config: RouterConfig) -> None:
     codecs = await asyncio.to_thread(load_codecs, config.models)
     ticket_key = SigningKey()
     async with AsyncExitStack() as stack:
-        telemetry = init_telemetry(
-            "router", router_id, config, readable_metrics=bool(config.metrics_keys_file)
-        )
+        telemetry = init_telemetry("router", router_id, config)
         stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)
+        await stack.enter_async_context(metrics_served(config, telemetry.metrics))
         registry = open_channel(config.registry, config)
         stack.push_async_callback(registry.close)
         membership: Membership | None = None
@@ -93,11 +93,11 @@ async def serve_router(config: RouterConfig) -> None:
         await members.start()
         server = router.new_server(config)
         stack.push_async_callback(server.stop, None)
-        http = HttpServer(router.openai, config) if config.http_listen else None
+        http = HttpServer(router.openai, config, router.callers) if config.http_listen else None
         if http is not None:
             stack.push_async_callback(http.stop)
         status = (
-            HttpServer(router.status, config, "status_listen", config.status_tls)
+            HttpServer(router.status, config, router.callers, "status_listen", config.status_tls)
             if router.status is not None
             else None
         )

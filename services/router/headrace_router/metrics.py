@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
-from opentelemetry.metrics import Meter
-
 from headrace_common.errors import Cancelled, HeadraceError
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.metrics.instruments import BucketCounts, Gauge
+from headrace_common.telemetry.metrics.process import Metrics
+from headrace_frontend.request.response_stream import ResponseStream
 from headrace_router.admission.admission import Admission
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
@@ -27,12 +28,14 @@ _SAMPLE_INTERVAL_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class _Gauge:
-    """`read` returns a value for each value of `attribute`, or one value. Infinity means that nothing is reported."""
+    """`read` returns a value for each value of `attribute`, or one value where that is empty.
+
+    Infinity means that nothing is reported.
+    """
 
     name: str
-    unit: str
     read: Callable[[], Mapping[str, float] | float]
-    attribute: str = schema.ATTRIBUTE_QUEUE
+    attribute: str = ""
 
 
 def _gauges(
@@ -60,43 +63,54 @@ def _gauges(
             "tokens": admission.max_queued_tokens,
         }
 
-    def clock_offsets_ms() -> Mapping[str, float]:
-        return {name: 1e3 * offset_s for name, offset_s in workers.clock_offsets_s().items()}
-
     return (
-        _Gauge(schema.METRIC_QUEUE_DEPTH, "{item}", depths),
-        _Gauge(schema.METRIC_QUEUE_LIMIT, "{item}", limits),
-        _Gauge(schema.METRIC_QUEUE_AGE_MS, "ms", lambda: 1e3 * queue.estimate().oldest_age_s),
-        _Gauge(schema.METRIC_QUEUE_WAIT_MS, "ms", lambda: 1e3 * queue.estimate().wait_s),
-        _Gauge(schema.METRIC_PREFIX_FAULTS, "{worker}", lambda: len(prefixes.faults)),
-        _Gauge(schema.METRIC_CLOCK_OFFSET_MS, "ms", clock_offsets_ms, schema.ATTRIBUTE_WORKER_ID),
+        _Gauge(schema.METRIC_QUEUE_DEPTH, depths, schema.ATTRIBUTE_QUEUE),
+        _Gauge(schema.METRIC_QUEUE_LIMIT, limits, schema.ATTRIBUTE_QUEUE),
+        _Gauge(schema.METRIC_QUEUE_AGE, lambda: queue.estimate().oldest_age_s),
+        _Gauge(schema.METRIC_QUEUE_WAIT, lambda: queue.estimate().wait_s),
+        _Gauge(schema.METRIC_PREFIX_FAULTS, lambda: len(prefixes.faults)),
+        _Gauge(schema.METRIC_CLOCK_OFFSET, workers.clock_offsets_s, schema.ATTRIBUTE_WORKER_ID),
     )
 
 
 class RouterMetrics:
-    """Counts requests as they end, and samples the gauges every second.
+    """Counts requests as they end, and samples the gauges every second while the metrics have readers.
 
     Owned by one event loop: the thread that exports must not read the queues.
     """
 
     def __init__(
         self,
-        meter: Meter,
+        metrics: Metrics,
         queue: PrefillQueue,
         admission: Admission,
         prefixes: PrefixCacheDirectory,
         workers: WorkerDirectory,
     ) -> None:
-        self._requests = meter.create_counter(schema.METRIC_REQUESTS, "{request}")
-        self._migrations = meter.create_counter(schema.METRIC_MIGRATIONS, "{migration}")
-        self._dropped_spans = meter.create_counter(schema.METRIC_TRACE_SPANS_DROPPED, "{span}")
-        self._callers_refused = meter.create_counter(schema.METRIC_CALLERS_REFUSED, "{refusal}")
-        self._first_token = meter.create_histogram(schema.METRIC_TIME_TO_FIRST_TOKEN_MS, "ms")
-        self._gauges = tuple(
-            (meter.create_gauge(gauge.name, gauge.unit), gauge)
+        store = metrics.store
+        self._requests = store.counter(schema.METRIC_REQUESTS, schema.ATTRIBUTE_END_REASON)
+        self._migrations = store.counter(schema.METRIC_MIGRATIONS, schema.ATTRIBUTE_END_REASON)
+        self._dropped_spans = store.counter(
+            schema.METRIC_TRACE_SPANS_DROPPED, schema.ATTRIBUTE_TRACE_BOUND
+        )
+        self._callers_refused = store.counter(
+            schema.METRIC_CALLERS_REFUSED, schema.ATTRIBUTE_REFUSAL
+        )
+        model = schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL
+        self._first_token = store.histogram(schema.METRIC_TIME_TO_FIRST_TOKEN, model)
+        self._duration = store.histogram(schema.METRIC_REQUEST_DURATION, model)
+        self._per_token = store.histogram(schema.METRIC_TIME_PER_OUTPUT_TOKEN, model)
+        self._gaps = store.histogram(schema.METRIC_INTER_TOKEN_LATENCY, model)
+        self._tokens = store.histogram(
+            schema.METRIC_REQUEST_TOKENS, model, schema.ATTRIBUTE_GEN_AI_TOKEN_TYPE
+        )
+        self._gauges: tuple[tuple[Gauge, _Gauge], ...] = tuple(
+            (store.gauge(gauge.name, *filter(None, [gauge.attribute])), gauge)
             for gauge in _gauges(queue, admission, prefixes, workers)
         )
-        self._task = asyncio.create_task(self._sample_forever(), name="router-metrics")
+        self._task: asyncio.Task[None] | None = None
+        if metrics.has_readers:
+            self._task = asyncio.create_task(self._sample_forever(), name="router-metrics")
 
     @contextmanager
     def count_failures(self) -> Iterator[None]:
@@ -110,38 +124,60 @@ class RouterMetrics:
             self.count_request(Cancelled.reason)
             raise
 
-    def count_request(self, end_reason: str, first_token_ms: float | None = None) -> None:
+    def count_request(self, end_reason: str) -> None:
         """Counts a request that has ended. `end_reason` is a finish reason or an error's reason."""
-        self._requests.add(1, {schema.ATTRIBUTE_END_REASON: end_reason})
-        if first_token_ms is not None:
-            self._first_token.record(first_token_ms)
+        self._requests.add(1, end_reason)
+
+    def token_gaps(self) -> BucketCounts:
+        """Collects the times between the tokens of one answer, for count_answer."""
+        return self._gaps.local_counts()
+
+    def count_answer(self, end_reason: str, answer: ResponseStream, arrival_unix_ns: int) -> None:
+        """Counts a request that has ended with an answer, and its times and tokens."""
+        self.count_request(end_reason)
+        if not answer.started:
+            return
+        model, trace_id = answer.model, answer.trace_id
+        first_s = 1e-9 * (answer.first_token_unix_ns - arrival_unix_ns)
+        total_s = 1e-9 * (answer.last_token_unix_ns - arrival_unix_ns)
+        self._first_token.record(first_s, model, trace_id=trace_id)
+        self._duration.record(total_s, model, trace_id=trace_id)
+        if answer.new_tokens > 1:
+            per_token_s = (total_s - first_s) / (answer.new_tokens - 1)
+            self._per_token.record(per_token_s, model, trace_id=trace_id)
+        if answer.gaps is not None:
+            self._gaps.series(model).merge(answer.gaps)
+        self._tokens.record(answer.prompt_tokens, model, "input")
+        self._tokens.record(answer.new_tokens, model, "output")
 
     def count_migration(self, reason: str) -> None:
         """Counts a response that has started and needs another attempt. `reason` is the error's."""
-        self._migrations.add(1, {schema.ATTRIBUTE_END_REASON: reason})
+        self._migrations.add(1, reason)
 
     def count_refused(self, refusal: str, count: int) -> None:
         """Counts calls or connections of clients beyond the bounds on each caller."""
-        self._callers_refused.add(count, {schema.ATTRIBUTE_REFUSAL: refusal})
+        self._callers_refused.add(count, refusal)
 
     def count_dropped_spans(self, bound: str, count: int) -> None:
         """Counts spans that the trace store dropped. Any thread may call it."""
-        self._dropped_spans.add(count, {schema.ATTRIBUTE_TRACE_BOUND: bound})
+        self._dropped_spans.add(count, bound)
 
     def sample(self) -> None:
         """Sets every gauge to its current value."""
         for instrument, gauge in self._gauges:
             value = gauge.read()
             if isinstance(value, Mapping):
-                for name, items in value.items():
-                    instrument.set(items, {gauge.attribute: name})
+                instrument.replace(value)
             elif math.isfinite(value):
                 instrument.set(value)
+            else:
+                instrument.clear()
 
     async def close(self) -> None:
         """Stops sampling."""
-        self._task.cancel()
-        await asyncio.wait([self._task])
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
 
     async def _sample_forever(self) -> None:
         while True:

@@ -109,9 +109,8 @@ class RequestRunner:
         permit = await self._admission.admit(terms.tenant, terms.deadline)
         with self._admission.holding(permit):
             response = await self._run_admitted(answer, permit, terms)
-        first_ms = (response.first_token_unix_ns - terms.arrival_unix_ns) / 1e6
-        self._metrics.count_request(
-            finish_reason_name(response.finish_reason), first_ms if response.started else None
+        self._metrics.count_answer(
+            finish_reason_name(response.finish_reason), response, terms.arrival_unix_ns
         )
 
     @asynccontextmanager
@@ -144,6 +143,7 @@ class RequestRunner:
             await permit.acquire_slot(prepared.model)
             await self.wait_turn()
             response = ResponseStream(prepared, trace_id_of(root), self._load)
+            response.count_gaps(self._metrics.token_gaps())
             timeline.responding(response)
             answer.on_response(response)
             routed = RoutedRequest(

@@ -44,7 +44,15 @@ async def test_requests_are_counted_by_their_end(collected: tuple[Rig, Collector
     assert collector.value(schema.METRIC_REQUESTS, **ended) == 3
     refused = {schema.ATTRIBUTE_END_REASON: InvalidRequest.reason}
     assert collector.value(schema.METRIC_REQUESTS, **refused) == 1
-    assert collector.value(schema.METRIC_TIME_TO_FIRST_TOKEN_MS) == 3
+    model = {schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL: "sim"}
+    for name in (
+        *(schema.METRIC_TIME_TO_FIRST_TOKEN, schema.METRIC_REQUEST_DURATION),
+        *(schema.METRIC_TIME_PER_OUTPUT_TOKEN,),
+    ):
+        assert collector.value(name, **model) == 3, name
+    for kind in ("input", "output"):
+        tokens = {**model, schema.ATTRIBUTE_GEN_AI_TOKEN_TYPE: kind}
+        assert collector.value(schema.METRIC_REQUEST_TOKENS, **tokens) == 3
 
 
 async def test_workers_with_another_prefix_hash_are_counted(
@@ -77,9 +85,9 @@ async def test_depth_limit_and_age_of_the_queues_are_exported(
     limits = {name: collector.value(schema.METRIC_QUEUE_LIMIT, **{schema.ATTRIBUTE_QUEUE: name})
               for name in ("prefill", "requests", "tokens", "slots")}  # fmt: skip
     assert limits == {"prefill": 1_024, "requests": 1_024, "tokens": 4_194_304, "slots": 8}
-    age_ms = collector.value(schema.METRIC_QUEUE_AGE_MS)
-    assert age_ms is not None
-    assert 50 <= age_ms < 10_000
+    age_s = collector.value(schema.METRIC_QUEUE_AGE)
+    assert age_s is not None
+    assert 0.05 <= age_s < 10
     await worker.give_credit(1)
     await waiting
     await _export(rig)

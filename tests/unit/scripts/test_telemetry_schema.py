@@ -72,7 +72,10 @@ def test_every_entry_becomes_a_constant_with_its_meaning() -> None:
 def test_kinds_units_and_buckets_are_in_the_tables() -> None:
     tables = render_tables(load(small()))
     assert "schema.SPAN_STEP: SpanKind.CLIENT," in tables
-    assert 'schema.METRIC_WAIT: MetricFacts("histogram", "s", "E.", (0.5, 2)),' in tables
+    assert (
+        'schema.METRIC_WAIT: MetricFacts("histogram", "s", "E.", labels=(schema.ATTRIBUTE_SIZE,), buckets=(0.5, 2)),'
+        in tables
+    )
 
 
 def test_the_page_has_a_row_for_each_entry_and_keeps_its_text() -> None:

@@ -6,20 +6,24 @@ import asyncio
 import contextlib
 import socket
 import ssl
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from headrace_common.callers.bounds import CallerBounds, CallerLimits
 from headrace_common.config import load_config
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import ConfigError
+from headrace_common.errors import ConfigError, QueueFull
+from headrace_common.process.connections import CLOSED_SURPLUS
 from headrace_common.reloading import CHECK_INTERVAL_S
 from headrace_frontend.openai.exchange import CHUNKS_EXTENSION, ChunkWriter
-from headrace_frontend.openai.server import HttpServer
+from headrace_frontend.openai.server import HEADER_WAIT_S, HttpServer
 from headrace_router.config import RouterConfig
 from tests.suite.certificates import Authority, presented_serial, serial_in
+from tests.waiting import until
 
 
 def config_of(**settings: str) -> RouterConfig:
@@ -27,6 +31,10 @@ def config_of(**settings: str) -> RouterConfig:
     return load_config(
         RouterConfig, ["--model=sim", *flags], prog="test", env_prefix="HEADRACE_TEST_ROUTER_"
     )
+
+
+def server_of(app: Any, config: RouterConfig) -> HttpServer:
+    return HttpServer(app, config, CallerBounds(CallerLimits.from_config(config)))
 
 
 class SlowApp:
@@ -46,7 +54,7 @@ class SlowApp:
 async def test_a_replaced_certificate_is_presented(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "authority")
     files = authority.sign("router", "router")
-    server = HttpServer(SlowApp(), config_of(http_listen="127.0.0.1:0", **asdict(files)))
+    server = server_of(SlowApp(), config_of(http_listen="127.0.0.1:0", **asdict(files)))
     server.start()
     try:
         endpoint = server.url.removeprefix("https://")
@@ -68,7 +76,7 @@ async def test_clients_need_a_certificate_unless_the_settings_say_otherwise(
     settings = {"http_listen": "127.0.0.1:0", "client_certificates": required, **asdict(files)}
     app = SlowApp()
     app.release.set()
-    server = HttpServer(app, config_of(**settings))
+    server = server_of(app, config_of(**settings))
     server.start()
     try:
         host, _, port = server.url.removeprefix("https://").partition(":")
@@ -87,7 +95,7 @@ async def test_clients_need_a_certificate_unless_the_settings_say_otherwise(
 
 async def test_a_drain_waits_for_requests_in_flight_and_accepts_no_more() -> None:
     app = SlowApp()
-    server = HttpServer(app, config_of(http_listen="127.0.0.1:0"))
+    server = server_of(app, config_of(http_listen="127.0.0.1:0"))
     server.start()
     try:
         host, _, port = server.url.removeprefix("http://").partition(":")
@@ -140,7 +148,7 @@ def _chunk(number: int) -> bytes:
 
 async def test_chunks_are_sent_at_once_until_the_client_must_read() -> None:
     app = ChunkApp()
-    server = HttpServer(app, config_of(http_listen="127.0.0.1:0"))
+    server = server_of(app, config_of(http_listen="127.0.0.1:0"))
     server.start()
     try:
         host, _, port = server.url.removeprefix("http://").partition(":")
@@ -156,15 +164,96 @@ async def test_chunks_are_sent_at_once_until_the_client_must_read() -> None:
         await server.stop()
 
 
+def _connected(server: HttpServer, host: str) -> socket.socket:
+    """A connection from an address of this machine."""
+    _, _, port = server.url.removeprefix("http://").partition(":")
+    connection = socket.create_connection(("127.0.0.1", int(port)), 10, source_address=(host, 0))
+    connection.setblocking(False)
+    return connection
+
+
+def _ended(connection: socket.socket) -> bool:
+    """Whether the server has ended a connection, on which it sent nothing."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+
+
+async def test_idle_connections_of_a_host_are_bounded_and_others_stay() -> None:
+    app = SlowApp()
+    refused: Counter[str] = Counter()
+    config = config_of(
+        http_listen="127.0.0.1:0", max_connections_per_host="4", max_new_connections_per_s="1000"
+    )
+    callers = CallerBounds(
+        CallerLimits.from_config(config), lambda why, n: refused.update({why: n})
+    )
+    server = HttpServer(app, config, callers)
+    server.start()
+    try:
+        with contextlib.ExitStack() as held:
+            other = held.enter_context(_connected(server, "127.0.0.1"))
+            with contextlib.ExitStack() as lower:
+                # So that the server has the busy connection behind all others.
+                for _ in range(64):
+                    lower.enter_context(socket.socket())
+                busy = held.enter_context(_connected(server, "127.0.0.2"))
+                busy.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                await asyncio.wait_for(app.entered.wait(), 10)
+            # A request without its body keeps no connection.
+            unsent = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
+            idle = [held.enter_context(_connected(server, "127.0.0.2")) for _ in range(8)]
+            for connection in idle:
+                connection.sendall(unsent)
+            await until(lambda: sum(map(_ended, idle)) == 5, 10, "the end of surplus connections")
+            assert refused == {CLOSED_SURPLUS: 5}
+            assert not _ended(other)
+            app.release.set()
+            loop = asyncio.get_running_loop()
+            answer = b""
+            async with asyncio.timeout(10):
+                while part := await loop.sock_recv(busy, 4_096):
+                    answer += part
+            assert b"done" in answer
+    finally:
+        await server.stop()
+
+
+async def test_a_host_that_floods_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
+    config = config_of(http_listen="127.0.0.1:0", max_new_connections_per_s="2")
+    callers = CallerBounds(CallerLimits(1, 1.0, 60.0))
+    server = HttpServer(SlowApp(), config, callers)
+    server.start()
+    try:
+        with contextlib.ExitStack() as held:
+            flood = [held.enter_context(_connected(server, "127.0.0.2")) for _ in range(20)]
+            other = held.enter_context(_connected(server, "127.0.0.3"))
+            await until(lambda: all(map(_ended, flood)), 5, "the end of the flood")
+            assert "blocked 127.0.0.2" in caplog.text
+            # Calls that flood any listener of this process block their host here too.
+            held.enter_context(callers.call("127.0.0.3", "127.0.0.3"))
+            for _ in range(1_100):
+                with contextlib.suppress(QueueFull), callers.call("127.0.0.3", "127.0.0.3"):
+                    pass
+            # Sooner than a connection without a request ends anyway.
+            assert HEADER_WAIT_S > 5
+            await until(lambda: _ended(other), 5, "the end of the caller's connection")
+    finally:
+        await server.stop()
+
+
 def test_a_taken_port_and_a_wrong_key_are_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
         with pytest.raises(ConfigError, match="http_listen: cannot listen on"):
-            HttpServer(SlowApp(), config_of(http_listen=listen))
+            server_of(SlowApp(), config_of(http_listen=listen))
     authority = Authority(tmp_path / "authority")
     mixed = asdict(authority.sign("one")) | {"tls_key_file": authority.sign("two").tls_key_file}
     with pytest.raises(ConfigError, match="the key must belong to the certificate"):
-        HttpServer(SlowApp(), config_of(http_listen="127.0.0.1:0", **mixed))
+        server_of(SlowApp(), config_of(http_listen="127.0.0.1:0", **mixed))
 
 
 @pytest.mark.parametrize("listen", ["192.0.2.1:80", "0.0.0.0:80", "router.example:80"])

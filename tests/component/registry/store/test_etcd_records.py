@@ -11,7 +11,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import NotFound
 from headrace_common.telemetry import schema
-from headrace_registry.metrics import start_metrics
+from headrace_registry.metrics import recorded_metrics
 from headrace_registry.store.etcd_store import EtcdStore
 from tests.collector import collecting
 from tests.component.registry.harness import (
@@ -91,15 +91,19 @@ async def test_corrupt_records_are_skipped_and_counted(
 async def test_corrupt_records_are_a_metric(shared_etcd: EtcdServer, etcd_prefix: str) -> None:
     store = shared_etcd.store(etcd_prefix)
     await store.start()
-    async with collecting() as (collector, endpoint):
-        metrics = start_metrics(store, ServiceConfig(otlp_endpoint=endpoint))
-        await asyncio.to_thread(metrics.force_flush)
-        assert collector.value(schema.METRIC_CORRUPT_RECORDS) == 0
+    async with (
+        collecting() as (collector, endpoint),
+        recorded_metrics(store, ServiceConfig(otlp_endpoint=endpoint)) as metrics,
+    ):
+
+        async def exported(count: int) -> None:
+            async with asyncio.timeout(10):
+                while collector.value(schema.METRIC_CORRUPT_RECORDS) != count:
+                    await asyncio.to_thread(metrics.force_flush)
+
+        await exported(0)
         await put(store, "members/decode-1", GARBAGE)
-        await until(lambda: store.corrupt_record_count == 1, 5, "the corrupt record")
-        await asyncio.to_thread(metrics.force_flush)
-        assert collector.value(schema.METRIC_CORRUPT_RECORDS) == 1
-        await asyncio.to_thread(metrics.shutdown)
+        await exported(1)
     await store.close()
 
 

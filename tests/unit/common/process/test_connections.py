@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_common.config import load_config
 from headrace_common.process.connections import (
     Connection,
     ConnectionBounds,
-    _names_of,
+    names_of,
     open_descriptors,
+    reserve_descriptors,
     surplus,
 )
+from headrace_router.config import RouterConfig
 
 
 def connections(**counts: int) -> list[Connection]:
@@ -70,9 +75,9 @@ def test_only_idle_connections_are_closed_and_small_hosts_last(
 
 
 def test_callers_are_named_as_grpc_names_them() -> None:
-    assert _names_of("10.0.0.7", 4) == ("10.0.0.7", "ipv4:10.0.0.7:4")
-    assert _names_of("::ffff:10.0.0.7", 4) == ("10.0.0.7", "ipv4:10.0.0.7:4")
-    host, peer = _names_of("2001:db8::1:2:3:4", 5)
+    assert names_of("10.0.0.7", 4) == ("10.0.0.7", "ipv4:10.0.0.7:4")
+    assert names_of("::ffff:10.0.0.7", 4) == ("10.0.0.7", "ipv4:10.0.0.7:4")
+    host, peer = names_of("2001:db8::1:2:3:4", 5)
     assert (host, peer) == ("2001:db8::/64", "ipv6:%5B2001:db8::1:2:3:4%5D:5")
 
 
@@ -83,3 +88,25 @@ def test_open_descriptors_are_counted() -> None:
     for one in held:
         one.close()
     assert open_descriptors() == before
+
+
+def test_listeners_share_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = 1_024, 4_512
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    config = config_of("127.0.0.1:0")
+    assert config.client_listeners == 2
+    assert config_of("").client_listeners == 1
+    assert config_of("127.0.0.1:0", "127.0.0.1:0").client_listeners == 3
+    assert ConnectionBounds.from_config(config).total == 1_500
+    assert limits == [(3_512, hard)]
+    assert reserve_descriptors(1_500) == 1_500
+    assert limits[1:] == [(2_012, hard)]
+    assert reserve_descriptors(4_096, 2) == 2_000, "the hard limit leaves fewer"
+
+
+def config_of(http_listen: str, status_listen: str = "") -> RouterConfig:
+    flags = ["--model=sim", "--max-connections=1500", f"--http-listen={http_listen}"]
+    flags.append(f"--status-listen={status_listen}")
+    return load_config(RouterConfig, flags, prog="test", env_prefix="HEADRACE_TEST_ROUTER_")

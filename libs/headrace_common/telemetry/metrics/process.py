@@ -1,0 +1,82 @@
+"""The metrics of one process: exported to a collector every 5 s, and read by callers as text."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING, Final
+
+from opentelemetry.sdk.resources import Resource
+
+from headrace_common.telemetry.exporter import EXPORT_TIMEOUT_S, SHUTDOWN_TIMEOUT_S
+from headrace_common.telemetry.metrics.instruments import MetricStore
+from headrace_common.telemetry.metrics.prometheus import TEXT_TYPE, prometheus_text
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.metrics.export import MetricExporter
+
+_LOG = logging.getLogger(__name__)
+
+_INTERVAL_S: Final = 5.0
+
+
+class Metrics:
+    """Owns the instruments of a process. They count always; gauges need sampling only while `has_readers`."""
+
+    def __init__(self, resource: Resource, otlp_endpoint: str, *, readable: bool = False) -> None:
+        """`readable`: whether callers may read the metrics as text."""
+        self.store = MetricStore()
+        self.has_readers = readable or bool(otlp_endpoint)
+        self._resource = resource
+        self._exporter = _exporter(otlp_endpoint) if otlp_endpoint else None
+        self._exporting = threading.Lock()
+        self._closing = threading.Event()
+        if self._exporter is not None:
+            threading.Thread(target=self._export_forever, name="metrics", daemon=True).start()
+
+    def text(self, kind: str = TEXT_TYPE) -> str:
+        """All metrics for Prometheus. `kind` is a content type of headrace_common.telemetry.metrics.prometheus."""
+        return prometheus_text(self.store.collect(), kind)
+
+    def force_flush(self) -> None:
+        """Exports now. Blocks for up to about 1 s."""
+        exporter = self._exporter
+        if exporter is None:
+            return
+        # Imported here, so that processes without a collector start faster.
+        from headrace_common.telemetry.metrics.otlp import metrics_data
+
+        data = metrics_data(self._resource, self.store.collect(), self.store.start_unix_ns)
+        with self._exporting:
+            exporter.export(data, timeout_millis=1e3 * EXPORT_TIMEOUT_S)
+
+    def shutdown(self) -> None:
+        """Exports a last time and stops. Blocks for less than 2 s, also without a response."""
+        if self._exporter is None or self._closing.is_set():
+            return
+        self._closing.set()
+        thread = threading.Thread(target=self._end, name="metrics-shutdown", daemon=True)
+        thread.start()
+        thread.join(SHUTDOWN_TIMEOUT_S)
+
+    def _export_forever(self) -> None:
+        while not self._closing.wait(_INTERVAL_S):
+            try:
+                self.force_flush()
+            except Exception:  # noqa: BLE001 - a failed export must not end the thread
+                _LOG.exception("the metrics were not exported")
+
+    def _end(self) -> None:
+        self.force_flush()
+        if self._exporter is not None:
+            self._exporter.shutdown()
+
+
+def _exporter(otlp_endpoint: str) -> MetricExporter:
+    from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+
+    return OTLPMetricExporter(
+        endpoint=otlp_endpoint,
+        insecure=not otlp_endpoint.startswith("https://"),
+        timeout=EXPORT_TIMEOUT_S,
+    )
