@@ -15,8 +15,8 @@ async def test_members_that_join_together_come_together() -> None:
     sizes: list[int] = []
 
     async def read() -> None:
-        async for response in watch:
-            sizes.append(len(response.changes))
+        while True:
+            sizes.append(len((await anext(watch)).changes))
 
     reader = asyncio.create_task(read())
     await asyncio.sleep(0)
