@@ -246,7 +246,11 @@ class WorkerDirectory:
         if table is None or worker.ref not in table:
             self._schedule_rebuild()
             return
-        if table.set(worker.ref, connection.load()):
+        known, load = table.load(worker.ref), connection.load()
+        if load == known:
+            return
+        table.set(worker.ref, load)
+        if known is None or load.availability != known.availability:
             self._table_changed(worker.model)
 
     def _table_changed(self, model: str) -> None:
