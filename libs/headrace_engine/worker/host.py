@@ -55,6 +55,11 @@ class WorkerHost:
         self._servers: dict[str, GrpcServer] = {}
         self._signals = contextlib.ExitStack()
 
+    @property
+    def members(self) -> RegistryView:
+        """The members and the policy, once `follow_routers` has returned."""
+        return self._view
+
     async def follow_routers(self, listener: RouterListener | None) -> None:
         """Calls `listener` with the live routers, now and on every change.
 

@@ -39,6 +39,11 @@ class WorkerMembership:
             renewals=host.renewals,
         )
 
+    @property
+    def prefix_hash_key(self) -> int:
+        """The deployment's key for hashes of prompt prefixes. 0 before `join` has returned."""
+        return self._membership.prefix_hash_key
+
     async def join(self) -> None:
         """Registers the worker and waits for the list of routers. Raises RegistryUnavailable."""
         await self._membership.start(self._timeout_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -55,7 +55,7 @@ class RunningAttempt:
             raise
         return self._noted(progress)
 
-    async def responses(self) -> AsyncIterator[decode_pb2.GenerateResponse]:
+    async def responses(self) -> AsyncGenerator[decode_pb2.GenerateResponse, None]:
         """The stream of Generate. Raises HeadraceError."""
         yield decode_pb2.GenerateResponse(reserved=await self.start())
         await self.wait_ready()
