@@ -20,6 +20,9 @@ from opentelemetry.util.types import AttributeValue
 SpanEvent: TypeAlias = tuple[str, int, Mapping[str, AttributeValue]]
 """A name, a time in Unix nanoseconds, and attributes."""
 
+SpanLink: TypeAlias = tuple[int, int]
+"""The trace id and the span id of a related span that is no parent."""
+
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 _NO_STATE: Final = TraceState()
 
@@ -45,6 +48,7 @@ class EndedSpan(NamedTuple):
     attributes: Mapping[str, AttributeValue]
     error: str
     events: tuple[SpanEvent, ...]
+    links: tuple[SpanLink, ...] = ()
 
 
 SpanSink: TypeAlias = Callable[[SpanSource, EndedSpan], None]
@@ -60,6 +64,7 @@ class RecordedSpan(trace.Span):
         "_ended",
         "_error",
         "_events",
+        "_links",
         "_parent_id",
         "_sink",
         "name",
@@ -83,6 +88,7 @@ class RecordedSpan(trace.Span):
         self._sink = sink
         self._error = ""
         self._events: tuple[SpanEvent, ...] = ()
+        self._links: tuple[SpanLink, ...] = ()
         self._ended = False
 
     def get_span_context(self) -> SpanContext:
@@ -107,6 +113,12 @@ class RecordedSpan(trace.Span):
         timestamp: int | None = None,
     ) -> None:
         self._events += ((name, timestamp or time.time_ns(), attributes or {}),)
+
+    def add_link(
+        self, context: SpanContext, attributes: Mapping[str, AttributeValue] | None = None
+    ) -> None:
+        """Relates the span to another one. The attributes of links are not kept."""
+        self._links += ((context.trace_id, context.span_id),)
 
     def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
         if not isinstance(status, Status):
@@ -138,6 +150,7 @@ class RecordedSpan(trace.Span):
                 attributes=self._attributes,
                 error=self._error,
                 events=self._events,
+                links=self._links,
             )
         )
 
