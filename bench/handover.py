@@ -56,8 +56,7 @@ from bench.vllm_ways import (
     prompt_of,
 )
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.commands.trace import busy_ns
-from headrace_cli.waterfall.rows import layer_spans
+from headrace_cli.waterfall.rows import layers_of, link_spans
 from headrace_common.telemetry import schema
 
 BY_US: Final = {"decode": DECODE, "prefill": PREFILL, "logits": LOGITS}
@@ -209,16 +208,15 @@ def trace_times(trace: trace_pb2.Trace) -> tuple[float, ...]:
         span.name: span.start_time.ToNanoseconds() + span.duration.ToNanoseconds()
         for span in trace.spans
     }
-    layers = layer_spans(trace)
+    links = link_spans(trace)
     written_ns = max(
-        span.start_time.ToNanoseconds()
-        - round(float(span.attributes[schema.ATTRIBUTE_SEND_WAIT_MS]) * 1e6)
-        for span in layers
+        span.start_time.ToNanoseconds() + max(write.ready_ns for write in layers_of(span))
+        for span in links
     )
     computed_ns = ends[schema.SPAN_PREFILL_COMPUTE]
     return (
         (ends[schema.SPAN_DECODE_FIRST_TOKEN] - computed_ns) / 1e6,
-        busy_ns(layers) / 1e6,
+        sum(float(span.attributes[schema.ATTRIBUTE_MOVING_MS]) for span in links),
         (ends[schema.SPAN_DECODE_KV_WAIT] - written_ns) / 1e6,
         (ends[schema.SPAN_DECODE_KV_WAIT] - computed_ns) / 1e6,
         took_ns[schema.SPAN_PREFILL_COMPUTE] / 1e6,

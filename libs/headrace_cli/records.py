@@ -187,6 +187,33 @@ class DoctorRecord(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class SizeRowRecord:
+    """One prompt length. `compute_ms` and `hidden` are None without a rate of computing."""
+
+    tokens: int
+    payload_bytes: int
+    transfer_ms: float
+    compute_ms: float | None
+    exposed_ms: float
+    hidden: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRecord(Record):
+    """`headrace size --json`."""
+
+    schema: ClassVar[str] = "headrace.size.v1"
+    attention: str
+    dtype: str
+    layers: int
+    token_bytes: int
+    gbit_per_s: float
+    efficiency: float
+    hidden_up_to_tokens_per_s: float
+    rows: list[SizeRowRecord]
+
+
+@dataclass(frozen=True, slots=True)
 class ChatRecord(Record):
     """`headrace chat PROMPT --json`."""
 

@@ -46,6 +46,11 @@ _MISSING = "\0missing"
 _KUBERNETES_LINK = re.compile(
     r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
 )
+# Variables of OpenTelemetry's standard, which the variables with our prefix override.
+_STANDARD_VARIABLES = {
+    "traces_sampler": "OTEL_TRACES_SAMPLER",
+    "traces_sampler_arg": "OTEL_TRACES_SAMPLER_ARG",
+}
 _URL_USER = re.compile(r"(?<=://)[^/@]+@")
 
 
@@ -112,6 +117,15 @@ PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveCount = Annotated[int, Field(gt=0)]
 NonNegativeCount = Annotated[int, Field(ge=0)]
+TracesSampler = Literal[
+    "always_on",
+    "always_off",
+    "traceidratio",
+    "parentbased_always_on",
+    "parentbased_always_off",
+    "parentbased_traceidratio",
+]
+"""The values of OTEL_TRACES_SAMPLER. The others of the standard ask another server."""
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -143,6 +157,16 @@ class ServiceConfig(BaseModel):
         default="",
         description="OTLP/gRPC collector of all spans and metrics, such as http://127.0.0.1:4317; "
         "empty means none.",
+    )
+    traces_sampler: TracesSampler = Field(
+        default="parentbased_always_on",
+        description="Traces that are recorded, by the names of OpenTelemetry's standard. The variable "
+        "OTEL_TRACES_SAMPLER sets it too.",
+    )
+    traces_sampler_arg: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = Field(
+        default=1.0,
+        description="Share of traces that the samplers with traceidratio record. The variable OTEL_TRACES_SAMPLER_ARG "
+        "sets it too.",
     )
     metrics_listen: OptionalHostPort = Field(
         default="",
@@ -429,7 +453,11 @@ def _read_environment(
     cls: type[ServiceConfig], environ: Mapping[str, str], prefix: str, problems: dict[str, str]
 ) -> dict[str, _Setting]:
     known = {variable_of(name, prefix): name for name in cls.model_fields}
-    settings: dict[str, _Setting] = {}
+    settings = {
+        name: _Setting(environ[variable], f"environment {variable}")
+        for name, variable in _STANDARD_VARIABLES.items()
+        if environ.get(variable) and name in cls.model_fields
+    }
     for variable, value in environ.items():
         if not variable.startswith(prefix) or variable == f"{prefix}CONFIG":
             continue

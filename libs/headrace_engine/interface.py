@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from headrace_common.errors import InternalError
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
-from headrace_kv.handoff.messages import LayerSent, Reservation, TransferTarget
+from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.receive.observer import TransferObserver
@@ -72,16 +72,17 @@ class PrefillWork:
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutcome:
-    """The result of a prefill. `layers` are the sent layer ranges with the rank that sent each.
-
-    `control_bytes` are as in SendReport, over all ranks.
-    """
+    """The result of a prefill, with the report of each rank."""
 
     cached_tokens: int
     compute_start_unix_ns: int
     compute_end_unix_ns: int
-    layers: tuple[tuple[int, LayerSent], ...]
-    control_bytes: int = 0
+    reports: tuple[SendReport, ...] = ()
+
+    @property
+    def layers(self) -> tuple[tuple[int, LayerSent], ...]:
+        """The sent layer ranges with the rank that sent each, see SendReport.layers."""
+        return tuple((report.rank, sent) for report in self.reports for sent in report.layers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +150,29 @@ class DecodeEnded:
 DecodeEvent = Reservation | DecodeTokens | DecodeEnded
 
 
+class DecodeEvents(AsyncIterator[DecodeEvent]):
+    """The events of one request, for a caller that is called: a task that wakes for each token costs more.
+
+    Either iterate, or call `follow` once and then `take`.
+    """
+
+    @abstractmethod
+    def follow(self, on_events: Callable[[], None]) -> None:
+        """Starts the request. Calls `on_events` whenever there are events; it must not block. Raises HeadraceError."""
+
+    @abstractmethod
+    def take(self) -> list[DecodeEvent]:
+        """The events since the last call, without waiting. Raises the request's failure."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Aborts the request. Repeats are ignored."""
+
+    async def aclose(self) -> None:
+        """The same, as for a generator."""
+        self.abort()
+
+
 @dataclass(frozen=True, slots=True)
 class EngineUsage:
     """The requests of an engine, and the KV blocks that they hold."""
@@ -184,11 +208,15 @@ class Engine(ABC):
 
     @abstractmethod
     async def prefill(
-        self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None
+        self,
+        work: PrefillWork,
+        on_first_token: Callable[[DecodeTokens], None] | None = None,
+        on_report: Callable[[SendReport], None] | None = None,
     ) -> PrefillOutcome:
         """Computes and sends. Returns when every rank's sender is quiet (I2), also when cancelled.
 
         With `work.sampling`, `on_first_token` gets the one token as soon as it is computed, before the rest is sent.
+        `on_report` gets the report of every rank before this returns or raises.
 
         Raises TransferFailed, TransferTimeout, StaleIncarnation, LayoutMismatch or InternalError.
         """
@@ -203,7 +231,7 @@ class Engine(ABC):
 
         Closing the iterator aborts the request. The reservation's blocks stay held until `arrived` or `released` is
         called (I1). An empty reservation (start_token == end_token) needs neither. A request that awaits its first
-        token never has one.
+        token never has one. DecodeEvents is an iterator that can also be followed.
         """
 
     @abstractmethod

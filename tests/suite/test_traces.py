@@ -8,6 +8,7 @@ from pathlib import Path
 
 from headrace.inference.v1 import inference_pb2, trace_pb2
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.layer_stamps import unpack_writes
 from tests.span_schema import ATTRIBUTES
 from tests.suite.deployment import prompt_of, suite
 
@@ -23,6 +24,7 @@ REMOTE_SPANS = (
     schema.SPAN_STREAM,
     schema.SPAN_PREFILL,
     schema.SPAN_PREFILL_COMPUTE,
+    schema.SPAN_TRANSFER_LINK,
     schema.SPAN_DECODE,
     schema.SPAN_DECODE_RESERVE,
     schema.SPAN_DECODE_KV_WAIT,
@@ -61,27 +63,22 @@ async def test_every_step_of_a_request_is_in_its_trace_once(tmp_path: Path) -> N
 
 def check_steps(trace: trace_pb2.Trace) -> None:
     names = Counter(span.name for span in trace.spans)
-    assert names.pop(schema.SPAN_TRANSFER_LAYER) == LAYERS
     assert names == dict.fromkeys(REMOTE_SPANS, 1)
-    layers = [s for s in trace.spans if s.name == schema.SPAN_TRANSFER_LAYER]
-    assert sorted(int(span.attributes[schema.ATTRIBUTE_LAYER]) for span in layers) == list(
-        range(LAYERS)
-    )
+    (link,) = (s.attributes for s in trace.spans if s.name == schema.SPAN_TRANSFER_LINK)
+    writes = unpack_writes(link[schema.ATTRIBUTE_LINK_LAYERS])
+    assert [write.layer for write in writes] == list(range(LAYERS))
     # 49 tokens of two heads of 16 bytes each.
-    sizes = {int(span.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES]) for span in layers}
-    assert sizes == {49 * 2 * 16}
-    ways = {
-        (s.attributes[schema.ATTRIBUTE_TRANSPORT], s.attributes[schema.ATTRIBUTE_STRATEGY])
-        for s in layers
-    }
-    assert {transport for transport, _ in ways} == {"mooncake/tcp"}
-    assert {strategy for _, strategy in ways} <= {
+    assert {write.payload_bytes for write in writes} == {49 * 2 * 16}
+    assert link[schema.ATTRIBUTE_PAYLOAD_BYTES] == str(LAYERS * 49 * 2 * 16)
+    assert link[schema.ATTRIBUTE_TRANSPORT] == "mooncake/tcp"
+    assert set(link[schema.ATTRIBUTE_STRATEGY].split("+")) <= {
         "direct",
         "gather",
         "scatter",
         "gather_scatter",
     }
-    assert all(int(s.attributes[schema.ATTRIBUTE_ENTRIES]) >= 1 for s in layers)
+    assert int(link[schema.ATTRIBUTE_ENTRIES]) >= LAYERS
+    assert link[schema.ATTRIBUTE_LINK_KIND] == "same_host"
     (prefill,) = (s for s in trace.spans if s.name == schema.SPAN_PREFILL)
     assert int(prefill.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES]) == LAYERS * 49 * 2 * 16
     assert 0 < int(prefill.attributes[schema.ATTRIBUTE_CONTROL_BYTES]) < 100 * LAYERS
@@ -120,6 +117,6 @@ async def test_a_local_request_has_no_transfer_in_its_trace(tmp_path: Path) -> N
         trace = await it.trace(outcome.trace_id)
         assert trace.complete
         names = Counter(span.name for span in trace.spans)
-        assert schema.SPAN_TRANSFER_LAYER not in names
+        assert schema.SPAN_TRANSFER_LINK not in names
         assert schema.SPAN_DECODE_KV_WAIT not in names
         assert {span.service for span in trace.spans} == {"router", "decode"}

@@ -29,7 +29,7 @@ from headrace_cli.options import (
 )
 from headrace_cli.up.deployment import Deployment, Signals, deployed
 from headrace_cli.up.topology import Topology
-from headrace_cli.waterfall.rows import layer_spans
+from headrace_cli.waterfall.rows import link_spans
 from headrace_common.errors import InternalError
 
 TRACE_WAIT_S = 5.0
@@ -107,7 +107,7 @@ async def _ask_and_show(
         trace = await operator.trace(answer.trace_id, TRACE_WAIT_S)
         answers.print()
         show_trace(trace, answers, layers=True)
-        _check(answer, topology, len(layer_spans(trace)), complete=trace.complete)
+        _check(answer, topology, len(link_spans(trace)), complete=trace.complete)
 
 
 def _check(answer: ChatAnswer, topology: Topology, write_count: int, *, complete: bool) -> None:

@@ -21,7 +21,7 @@ from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router, RouterInternal
 from headrace_cli.records import SpanRecord, TraceRecord, TracesRecord, TraceSummaryRecord
 from headrace_cli.waterfall.draw import draw_waterfall
-from headrace_cli.waterfall.rows import layer_spans
+from headrace_cli.waterfall.rows import layers_of, link_spans
 from headrace_cli.waterfall.units import format_bytes, format_ms
 from headrace_common.durations import ns_from_duration, unix_ns_from_timestamp
 from headrace_common.limits import PAGE_SIZE_MAX
@@ -129,23 +129,19 @@ def show_trace(trace: trace_pb2.Trace, console: Console, *, layers: bool) -> Non
 
 def transfer_text(trace: trace_pb2.Trace) -> str:
     """Size, times and ways of the transfer, in up to two lines. Empty without a transfer."""
-    sent = layer_spans(trace)
+    sent = link_spans(trace)
     if not sent:
         return ""
-    layer_count = len({span.attributes.get(schema.ATTRIBUTE_LAYER, "") for span in sent})
+    layer_count = len({write.layer for span in sent for write in layers_of(span)})
     size = format_bytes(_sum(sent, schema.ATTRIBUTE_PAYLOAD_BYTES))
-    text = (
-        f"{layer_count} layers in {len(sent)} writes, {size}, {format_ms(busy_ns(sent))} of writing"
-    )
-    exposed = [
-        span.attributes[schema.ATTRIBUTE_EXPOSED_MS]
-        for span in trace.spans
-        if schema.ATTRIBUTE_EXPOSED_MS in span.attributes
-    ]
-    if exposed:
-        text += (
-            f", {format_ms(int(float(exposed[-1]) * 1e6))} of it after the last layer was computed"
+    text = f"{layer_count} layers in {_sum(sent, schema.ATTRIBUTE_WRITES)} writes, {size}"
+    tasks = [span for span in trace.spans if schema.ATTRIBUTE_TRANSFER_MS in span.attributes]
+    if tasks:
+        whole, exposed = (
+            format_ms(int(float(tasks[-1].attributes.get(name, "0")) * 1e6))
+            for name in (schema.ATTRIBUTE_TRANSFER_MS, schema.ATTRIBUTE_EXPOSED_MS)
         )
+        text += f", {whole} from the first layer to the last write, {exposed} of it after the last layer"
     ways = ways_text(sent)
     if not ways:
         return text
@@ -169,22 +165,6 @@ def ways_text(sent: Sequence[trace_pb2.Span]) -> str:
     if len(pairs) == 1:
         return f"by {next(iter(pairs))}"
     return "; ".join(f"{_pairs_text(found)} by {way}" for way, found in sorted(pairs.items()))
-
-
-def busy_ns(spans: Sequence[trace_pb2.Span]) -> int:
-    """Nanoseconds in which at least one span ran, summed over source ranks. Writes of one rank overlap."""
-    by_rank: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for span in spans:
-        start_ns = unix_ns_from_timestamp(span.start_time)
-        rank = span.attributes.get(schema.ATTRIBUTE_SOURCE_RANK, "0")
-        by_rank[rank].append((start_ns, start_ns + ns_from_duration(span.duration)))
-    busy = 0
-    for times in by_rank.values():
-        reached_ns = 0
-        for start_ns, end_ns in sorted(times):
-            busy += max(0, end_ns - max(start_ns, reached_ns))
-            reached_ns = max(reached_ns, end_ns)
-    return busy
 
 
 def _sum(spans: Iterable[trace_pb2.Span], attribute: str) -> int:

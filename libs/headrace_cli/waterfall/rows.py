@@ -10,6 +10,7 @@ from headrace.inference.v1 import trace_pb2
 from headrace_cli.waterfall.units import format_bytes
 from headrace_common.durations import ns_from_duration, unix_ns_from_timestamp
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.layer_stamps import LayerStamps, unpack_writes
 
 LABELS = {
     schema.SPAN_REQUEST: "request",
@@ -23,6 +24,7 @@ LABELS = {
     schema.SPAN_STREAM: "stream",
     schema.SPAN_PREFILL: "prefill",
     schema.SPAN_PREFILL_COMPUTE: "compute",
+    schema.SPAN_TRANSFER_LINK: "link",
     schema.SPAN_TRANSFER_LAYER: "layer",
     schema.SPAN_DECODE: "decode",
     schema.SPAN_DECODE_RESERVE: "reserve blocks",
@@ -48,7 +50,7 @@ class Row:
 
 
 def trace_rows(trace: trace_pb2.Trace, *, layers: bool) -> list[Row]:
-    """The rows of a trace, depth first. Without `layers`, one row stands for a task's layer writes."""
+    """The rows of a trace, depth first. Without `layers`, one row stands for a task's links."""
     known = {span.span_id for span in trace.spans}
     children: dict[str, list[trace_pb2.Span]] = defaultdict(list)
     for span in trace.spans:
@@ -60,11 +62,13 @@ def trace_rows(trace: trace_pb2.Trace, *, layers: bool) -> list[Row]:
     def visit(span: trace_pb2.Span, depth: int) -> None:
         rows.append(_row(span, depth, origin_ns))
         below = sorted(children[span.span_id], key=_order)
-        sent = [child for child in below if child.name == schema.SPAN_TRANSFER_LAYER]
+        sent = [child for child in below if child.name == schema.SPAN_TRANSFER_LINK]
         if sent and not layers:
             rows.append(_summary_row(sent, depth + 1, origin_ns))
         for child in below:
-            if layers or child.name != schema.SPAN_TRANSFER_LAYER:
+            if child.name == schema.SPAN_TRANSFER_LINK:
+                rows.extend(_link_rows(child, depth + 1, origin_ns) if layers else ())
+            else:
                 visit(child, depth + 1)
 
     for root in sorted(children[""], key=_order):
@@ -72,9 +76,31 @@ def trace_rows(trace: trace_pb2.Trace, *, layers: bool) -> list[Row]:
     return rows
 
 
-def layer_spans(trace: trace_pb2.Trace) -> list[trace_pb2.Span]:
-    """The spans that each wrote one layer, in the order of the trace."""
-    return [span for span in trace.spans if span.name == schema.SPAN_TRANSFER_LAYER]
+def link_spans(trace: trace_pb2.Trace) -> list[trace_pb2.Span]:
+    """The spans of the transfer's links, in the order of the trace."""
+    return [span for span in trace.spans if span.name == schema.SPAN_TRANSFER_LINK]
+
+
+def layers_of(span: trace_pb2.Span) -> tuple[LayerStamps, ...]:
+    """The layer writes of a link."""
+    return unpack_writes(span.attributes.get(schema.ATTRIBUTE_LINK_LAYERS, ""))
+
+
+def _link_rows(span: trace_pb2.Span, depth: int, origin_ns: int) -> list[Row]:
+    """A link's row, and one below it for each layer."""
+    start_ns = unix_ns_from_timestamp(span.start_time) - origin_ns
+    service = span.service.removeprefix("headrace-")
+    writes = [
+        Row(
+            depth=depth + 1,
+            service=service,
+            label=f"layer {write.layer} {format_bytes(write.payload_bytes)}",
+            start_ns=start_ns + write.submitted_ns,
+            duration_ns=write.landed_ns - write.submitted_ns,
+        )
+        for write in layers_of(span)
+    ]
+    return [_row(span, depth, origin_ns), *writes]
 
 
 def _order(span: trace_pb2.Span) -> tuple[int, int, int]:
@@ -100,14 +126,11 @@ def _row(span: trace_pb2.Span, depth: int, origin_ns: int) -> Row:
 def _label(span: trace_pb2.Span) -> str:
     label = LABELS.get(span.name, span.name.removeprefix("headrace."))
     attributes = span.attributes
-    if span.name == schema.SPAN_TRANSFER_LAYER:
-        ranks = ""
+    if span.name == schema.SPAN_TRANSFER_LINK:
         source = attributes.get(schema.ATTRIBUTE_SOURCE_RANK, "0")
         destination = attributes.get(schema.ATTRIBUTE_DESTINATION_RANK, "0")
-        if (source, destination) != ("0", "0"):
-            ranks = f" {source}>{destination}"
         size = format_bytes(int(attributes.get(schema.ATTRIBUTE_PAYLOAD_BYTES, "0")))
-        return f"layer {attributes.get(schema.ATTRIBUTE_LAYER, '?')}{ranks} {size}"
+        return f"link {source}>{destination} {size}"
     if span.name == schema.SPAN_ATTEMPT:
         return f"attempt {attributes.get(schema.ATTRIBUTE_ATTEMPT, '')}".rstrip()
     if span.name in (schema.SPAN_PREFILL, schema.SPAN_DECODE) and span.worker_id:
@@ -120,7 +143,7 @@ def _summary_row(sent: Sequence[trace_pb2.Span], depth: int, origin_ns: int) -> 
     end_ns = max(
         unix_ns_from_timestamp(span.start_time) + ns_from_duration(span.duration) for span in sent
     )
-    layer_count = len({span.attributes.get(schema.ATTRIBUTE_LAYER, "") for span in sent})
+    layer_count = len({write.layer for span in sent for write in layers_of(span)})
     size = sum(int(span.attributes.get(schema.ATTRIBUTE_PAYLOAD_BYTES, "0")) for span in sent)
     return Row(
         depth=depth,

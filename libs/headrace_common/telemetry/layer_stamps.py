@@ -104,21 +104,82 @@ def pack_writes(words: array[int]) -> str:
 
 def unpack_writes(text: str) -> tuple[LayerStamps, ...]:
     """The writes in an attribute's text, oldest first. Empty for a text that is none, or of another version."""
+    words = _words_of(text)
+    return tuple(
+        _unpack(words[start : start + WORDS_PER_WRITE])
+        for start in range(0, len(words), WORDS_PER_WRITE)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LastWrite:
+    """The write of a link that landed last, or the first one that had not landed, and what the link did meanwhile."""
+
+    layer: int
+    cause: Cause
+    cause_ns: int
+
+
+def last_write(text: str) -> LastWrite | None:
+    """The last write of a link, from an attribute's text. None without writes.
+
+    The cause is what the link did for most of the time since the layer was ready. It is "compute" when the link was
+    idle for longer before that. A wait for earlier writes of the link counts as what they did.
+    """
+    words = _words_of(text)
+    if not words:
+        return None
+    columns = [words[number::WORDS_PER_WRITE] for number in range(WORDS_PER_WRITE)]
+    layer, ready, lease, window, wait = columns[0], *columns[4:8]
+    staging, gather, move, acknowledge = columns[8:]
+    if NEVER in move:
+        index = move.index(NEVER)
+        return LastWrite(layer[index], "unfinished", 1_000 * (wait[index] + acknowledge[index]))
+    started = [sum(times) for times in zip(ready, wait, staging, strict=True)]
+    gathered = [start + copied for start, copied in zip(started, gather, strict=True)]
+    landed = [end + moved for end, moved in zip(gathered, move, strict=True)]
+    index = max(range(len(landed)), key=lambda number: (landed[number], number))
+    start, end = ready[index], landed[index]
+    parts: dict[Cause, int] = {
+        "lease": lease[index],
+        "staging_slot": staging[index],
+        "gather": _covered(started, gathered, start, end),
+        "move": _covered(gathered, landed, start, end),
+    }
+    rest = max(0, end - start - sum(parts.values()))
+    full = 2 * window[index] >= wait[index] - lease[index]
+    parts["window" if full else "queue"] = rest
+    before = max((time for at, time in enumerate(landed) if at != index), default=0)
+    parts["compute"] = max(0, start - before)
+    cause = max(parts, key=lambda name: parts[name])
+    return LastWrite(layer[index], cause, 1_000 * parts[cause])
+
+
+def _covered(starts: list[int], ends: list[int], low: int, high: int) -> int:
+    """How much of [low, high) at least one of the intervals covers. They are about in the order of their ends."""
+    covered, reached = 0, low
+    for start, end in zip(starts, ends, strict=True):
+        if end > reached:
+            covered += max(0, min(end, high) - max(start, reached))
+            reached = end
+    return covered
+
+
+def _words_of(text: str) -> array[int]:
+    """The words without the version. Empty for a text that is none, or of another version."""
+    none = array("I")
     try:
         content = base64.b64decode(text, validate=True)
     except ValueError:
-        return ()
+        return none
     if len(content) % 4:
-        return ()
+        return none
     words = array("I", content)
     if sys.byteorder == "big":
         words.byteswap()
     if not words or words[0] != VERSION or (len(words) - 1) % WORDS_PER_WRITE:
-        return ()
-    return tuple(
-        _unpack(words[start : start + WORDS_PER_WRITE])
-        for start in range(1, len(words), WORDS_PER_WRITE)
-    )
+        return none
+    return words[1:]
 
 
 def _unpack(words: array[int]) -> LayerStamps:

@@ -59,7 +59,7 @@ class EventOrderedSender:
     """A Sender in front of another, for forward passes that only queue work on a device.
 
     `push` marks the device's queued work and returns. A thread passes the ranges on, in order, each once its mark is
-    passed, with that time as `ready_unix_ns`. So layers are sent while the device computes later ones, and never before
+    passed, with that time as `ready_ns`. So layers are sent while the device computes later ones, and never before
     they are written. A range that the device does not write, or not in time, fails its transfer.
     """
 
@@ -126,7 +126,7 @@ class EventOrderedSender:
                 if isinstance(item, str):
                     self._sender.finish(item)
                 elif self._wait_written(item):
-                    self._sender.push(replace(item.layer_range, ready_unix_ns=time.time_ns()))
+                    self._sender.push(replace(item.layer_range, ready_ns=time.monotonic_ns()))
             except Exception:  # noqa: BLE001 - one transfer's bug must not end the sending of all others
                 _log.exception("a layer range was not passed on because of a bug")
 

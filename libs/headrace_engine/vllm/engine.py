@@ -134,7 +134,10 @@ class VllmEngine(Engine):
         return Path(self._folder.name) / "link"
 
     async def prefill(
-        self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None
+        self,
+        work: PrefillWork,
+        on_first_token: Callable[[DecodeTokens], None] | None = None,
+        on_report: Callable[[SendReport], None] | None = None,
     ) -> PrefillOutcome:
         llm, link = self._require_started()
         transfer_id = work.target.transfer_id
@@ -145,6 +148,9 @@ class VllmEngine(Engine):
             return await request.outcome()
         finally:
             del self._prefills[transfer_id]
+            for report in request.reports:
+                if on_report is not None:
+                    on_report(report)
 
     async def decode(self, work: DecodeWork) -> AsyncGenerator[DecodeEvent, None]:
         llm, link = self._require_started()

@@ -91,17 +91,26 @@ class HttpExchange:
 
     async def run_while_connected(self, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of `work`, which is cancelled when the client closes the connection. Raises Cancelled then."""
-        task = asyncio.create_task(work)
-        watcher = asyncio.create_task(self._disconnected())
+        task = asyncio.current_task()
+        assert task is not None
+        disconnected = False
+
+        async def watch() -> None:
+            nonlocal disconnected
+            await self._disconnected()
+            disconnected = True
+            task.cancel()
+
+        watcher = asyncio.create_task(watch())
         try:
-            await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise Cancelled("the client closed the connection")
-            return task.result()
+            return await work
+        except asyncio.CancelledError:
+            if not disconnected:
+                raise
+            task.uncancel()
+            raise Cancelled("the client closed the connection") from None
         finally:
             watcher.cancel()
-            task.cancel()
-            await asyncio.wait({task, watcher})
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

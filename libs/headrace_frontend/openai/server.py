@@ -85,11 +85,17 @@ class HttpServer:
         return self._tls
 
     @property
+    def port(self) -> int:
+        """The port that is really used."""
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    @property
     def url(self) -> str:
         """The URL of the API, with the port that is really used."""
         scheme = "http" if self._tls is None else "https"
         host, _ = split_host_port(self._listen)
-        return f"{scheme}://{host}:{self._socket.getsockname()[1]}"
+        return f"{scheme}://{host}:{self.port}"
 
     def _busy(self) -> set[str]:
         """The peers with a request that has arrived and has no whole response. Any thread may call it."""

@@ -81,6 +81,8 @@ class ResponseStream:
         self._readable = asyncio.Event()
         self._outlet: TextOutlet | None = None
         self._reader_waits = False
+        self._flush_timer: asyncio.TimerHandle | None = None
+        """Runs until the next message may be sent, while tokens for it are pending."""
         self._drained = asyncio.Event()
         self._pace = FlushPace(load or LoopLoad())
         self._start_unix_ns, self._start_ns = time.time_ns(), time.monotonic_ns()
@@ -95,6 +97,8 @@ class ResponseStream:
         self.second_token_unix_ns = 0
         """Arrival of the second batch of tokens. A fast decode worker sends several tokens in a batch."""
         self.last_token_unix_ns = 0
+        self.usage: inference_pb2.Usage | None = None
+        """The usage of a response that has ended without an error."""
         self.gaps: BucketCounts | None = None
         """Counts the seconds between two batches of tokens, where `count_gaps` was called."""
         self.first_message_unix_ns = 0
@@ -208,25 +212,32 @@ class ResponseStream:
 
     def add_tokens_now(self, tokens: NewTokens) -> None:
         """As `add_tokens`, without waiting. The caller adds no more while the response has no room."""
-        if self.stopped or not tokens.token_ids:
+        token_ids = tokens.token_ids
+        if self.stopped or not token_ids:
             return
-        now_unix_ns = self.now_unix_ns()
-        if not self.started:
+        now_ns = time.monotonic_ns()
+        now_unix_ns = self._start_unix_ns + now_ns - self._start_ns
+        if not self.first_token_unix_ns:
             self.first_token_unix_ns = now_unix_ns
         elif not self.second_token_unix_ns:
             self.second_token_unix_ns = now_unix_ns
         if self.gaps is not None and self.last_token_unix_ns:
             self.gaps.record(1e-9 * (now_unix_ns - self.last_token_unix_ns))
         self.last_token_unix_ns = now_unix_ns
+        pending = self._pending
         if self._request.stop_strings:
             self._append_until_stop(tokens)
         else:
-            self._generated.extend(tokens.token_ids)
-            self._pending.token_ids.extend(tokens.token_ids)
-            self._pending.logprobs.extend(tokens.logprobs)
-        if self._reader_waits and self._outlet is not None and self._send_text(self._outlet):
+            self._generated.extend(token_ids)
+            pending.token_ids.extend(token_ids)
+            pending.logprobs.extend(tokens.logprobs)
+        if self._flush_timer is not None or self._readable.is_set():
             return
-        self._readable.set()
+        rest_s = self._pace.batch_s(now_ns / 1e9)
+        if rest_s > 0:
+            self._flush_timer = asyncio.get_running_loop().call_later(rest_s, self._flush)
+        else:
+            self._flush()
 
     def finish(
         self,
@@ -235,6 +246,7 @@ class ResponseStream:
         timing: inference_pb2.Timing,
     ) -> None:
         """Ends the response. The next message is the last."""
+        self.usage = usage
         self._detokenize_pending()
         if not self.stopped:
             may_stop = len(self._generated) > self._request.sampling.min_tokens
@@ -246,14 +258,12 @@ class ResponseStream:
         self._last_message = inference_pb2.GenerateResponse(
             finish_reason=self.finish_reason, usage=usage, timing=timing
         )
-        self._ended = True
-        self._readable.set()
+        self._end()
 
     def fail(self, error: Exception) -> None:
         """Ends the response with an error. `next_message` raises it after the tokens that arrived before."""
         self._error = error
-        self._ended = True
-        self._readable.set()
+        self._end()
 
     async def next_message(self) -> inference_pb2.GenerateResponse | None:
         """The next message, with all tokens that have arrived. None after the last message.
@@ -268,10 +278,6 @@ class ResponseStream:
                 finally:
                     self._reader_waits = False
             if self._pending.token_ids or self._last_message is not None:
-                rest_s = self._pace.batch_s(time.monotonic())
-                if rest_s > 0:
-                    await asyncio.sleep(rest_s)
-                self._pace.record_flush(time.monotonic())
                 return self._build_message()
             if self._error is not None:
                 raise self._error
@@ -279,21 +285,34 @@ class ResponseStream:
                 return None
             self._readable.clear()
 
+    def _end(self) -> None:
+        """The next message is the last, or the error. It does not wait for the gap between messages."""
+        self._ended = True
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
+        self._readable.set()
+
+    def _flush(self) -> None:
+        """The gap since the last message has passed: sends what is pending, or lets the reader do so."""
+        self._flush_timer = None
+        if self._reader_waits and self._outlet is not None and self._send_text(self._outlet):
+            return
+        self._readable.set()
+
     def _send_text(self, outlet: TextOutlet) -> bool:
         """Sends what is pending through the outlet. False when `next_message` must send it."""
         pending = self._pending
         if not self._sent_first_message or pending.logprobs or self.stopped:
-            return False
-        now_s = time.monotonic()
-        if self._pace.batch_s(now_s) > 0:
             return False
         self._detokenize_pending()
         text = "".join(pending.text)
         # No text: the tokens are a part of a character.
         if text and not outlet(text):
             return False
-        self._pace.record_flush(now_s)
+        self._pace.record_flush(time.monotonic())
         self._pending = _Pending()
+        self._drained.set()
         return True
 
     def _append_until_stop(self, tokens: NewTokens) -> None:
@@ -341,6 +360,7 @@ class ResponseStream:
         if not self._ended:
             self._readable.clear()
         self._drained.set()
+        self._pace.record_flush(time.monotonic())
         message.request_id = self._request.request_id
         message.text = "".join(pending.text)
         message.token_ids.extend(pending.token_ids)

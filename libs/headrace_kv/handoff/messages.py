@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
+from headrace_common.telemetry.layer_stamps import LayerStamps, unpack_writes
 from headrace_kv.layout.layout import TOKENS, KvLayout, WorkerRef
 from headrace_kv.plan.copy_plan import BlockSpan
 
@@ -72,7 +74,7 @@ class LayerRange:
     `block_ids` are the request's source blocks of the layer's cache group, in token order from token 0. Where tokens
     are not addressable, start_token is a multiple of block_tokens, and so is end_token unless it ends the transfer.
     A state is pushed once, when it is final: end_token is the transfer's, and block_ids has its one page.
-    `ready_unix_ns` is when the engine pushed the range.
+    `ready_ns` is when the engine pushed the range, by time.monotonic_ns.
     """
 
     transfer_id: str
@@ -80,29 +82,69 @@ class LayerRange:
     start_token: int
     end_token: int
     block_ids: tuple[int, ...]
+    ready_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSent:
+    """What one prefill rank wrote to one decode rank for one transfer. Counts what has landed and was acknowledged.
+
+    The plan had `run_count` copies, and the transport got `entry_count` entries. `transport` and `strategy` are those
+    of WriteResult; different ones are joined by "+". `destination_host` is empty where the session has none.
+
+    The first layer was ready at `start_unix_ns`, and its write was started at `submitted_unix_ns`. The last layer was
+    ready at `ready_unix_ns`, and the last write had landed at `landed_unix_ns`. At `end_unix_ns`, the last write was
+    acknowledged or the transfer was stopped. For `moving_ns`, bytes were on the way. `layers` has the times of each
+    write, see telemetry.layer_stamps.
+    """
+
+    destination_rank: int
+    destination_host: str
+    transport: str
+    strategy: str
+    payload_bytes: int
+    run_count: int
+    entry_count: int
+    write_count: int
+    start_unix_ns: int
+    submitted_unix_ns: int
     ready_unix_ns: int
+    landed_unix_ns: int
+    end_unix_ns: int
+    moving_ns: int
+    layers: str
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSent:
-    """One layer range that has landed at one decode rank, by the transport's acknowledgement.
+    """One layer range of a link that has landed."""
 
-    The plan had `run_count` copies, and the transport got `entry_count` entries. `transport` and `strategy` are those
-    of WriteResult. Where the batches of a range have different ones, their names are joined by "+".
-    """
+    link: LinkSent
+    times: LayerStamps
 
-    layer: int
-    destination_rank: int
-    start_token: int
-    end_token: int
-    payload_bytes: int
-    run_count: int
-    ready_unix_ns: int
-    start_unix_ns: int
-    duration_ns: int
-    transport: str
-    strategy: str
-    entry_count: int
+    @property
+    def layer(self) -> int:
+        return self.times.layer
+
+    @property
+    def destination_rank(self) -> int:
+        return self.link.destination_rank
+
+    @property
+    def start_token(self) -> int:
+        return self.times.start_token
+
+    @property
+    def end_token(self) -> int:
+        return self.times.end_token
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.times.payload_bytes
+
+    @property
+    def ready_unix_ns(self) -> int:
+        return self.link.start_unix_ns + self.times.ready_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +152,34 @@ class SendReport:
     """What one prefill rank did for one transfer. Made once, when the transfer is quiet.
 
     `reason` is "" for a committed transfer, else a reason of the error tree. `control_bytes` counts the serialized
-    messages about the transfer on the handoff stream, in both directions, without gRPC's frames.
+    messages about the transfer on the handoff stream, in both directions, without gRPC's frames. `host` is that of the
+    rank's memory, empty where its session has none. `memory` is "host", "device" or "device_staged", see the schema.
     """
 
     transfer_id: str
     rank: int
     reason: str
     detail: str
-    layers: tuple[LayerSent, ...]
+    links: tuple[LinkSent, ...] = ()
     control_bytes: int = 0
+    host: str = ""
+    memory: str = "host"
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of the writes that have landed and were acknowledged."""
+        return sum(link.payload_bytes for link in self.links)
+
+    @property
+    def layers(self) -> tuple[LayerSent, ...]:
+        """The last writes of each link that have landed. Unpacks them, which takes microseconds for each."""
+        return tuple(self._layers())
+
+    def _layers(self) -> Iterator[LayerSent]:
+        for link in self.links:
+            for times in unpack_writes(link.layers):
+                if times.finished:
+                    yield LayerSent(link, times)
 
 
 def reserved_span(

@@ -6,8 +6,8 @@ from weakref import WeakKeyDictionary
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_kv.handoff.checksum import is_digested, source_digest
-from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.peer import WriteObserver
+from headrace_kv.send.writes.layer_write import LayerWrite
 from headrace_kv.transport.memory import Memory
 
 

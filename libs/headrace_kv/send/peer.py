@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 from headrace.kv.v1 import handoff_pb2
@@ -11,8 +12,8 @@ from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory
 from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
 from headrace_kv.plan.shard_map import Edge
 from headrace_kv.send.context import SenderContext
-from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.stream import HandoffStream
+from headrace_kv.send.writes.layer_write import LayerWrite
 
 
 class WriteObserver(Protocol):
@@ -28,11 +29,37 @@ class WriteObserver(Protocol):
         """`message` is about to be sent for a write that has landed."""
 
 
+class WindowWait:
+    """For how long the writes to one decode worker could not go on because its window was full."""
+
+    def __init__(self) -> None:
+        self._ended_ns = 0
+        self._since_ns = 0
+
+    def start(self) -> None:
+        """The next write has no room. Repeats are ignored."""
+        if not self._since_ns:
+            self._since_ns = time.monotonic_ns()
+
+    def end(self) -> None:
+        """The next write has room."""
+        if self._since_ns:
+            self._ended_ns = self.total_ns()
+            self._since_ns = 0
+
+    def total_ns(self) -> int:
+        """Nanoseconds of all waits until now."""
+        if not self._since_ns:
+            return self._ended_ns
+        return self._ended_ns + time.monotonic_ns() - self._since_ns
+
+
 class SenderPeer:
     """One incarnation of a decode worker: its stream, and once that is ready its memory and its observers."""
 
     def __init__(self, context: SenderContext, stream: HandoffStream) -> None:
         self.stream = stream
+        self.window_wait = WindowWait()
         self._context = context
         self._descriptor: KvDescriptor | None = None
         self._observers: tuple[WriteObserver, ...] = ()

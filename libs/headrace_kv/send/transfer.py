@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from enum import Enum
 
@@ -9,7 +10,6 @@ from headrace_common.errors import InternalError, TransferTimeout
 from headrace_kv.handoff.logits import LOGITS_RANK, OutgoingLogits
 from headrace_kv.handoff.messages import (
     LayerRange,
-    LayerSent,
     Reservation,
     SendReport,
     TransferTarget,
@@ -17,8 +17,9 @@ from headrace_kv.handoff.messages import (
 from headrace_kv.handoff.tickets import digest_seed
 from headrace_kv.plan.copy_plan import BlockSpan
 from headrace_kv.plan.shard_map import Edge
-from headrace_kv.send.layer_write import LayerWrite, WritePlan
 from headrace_kv.send.peer import SenderPeer
+from headrace_kv.send.writes.layer_write import LayerWrite, WritePlan
+from headrace_kv.send.writes.link_record import LinkRecord
 
 _LAYERS_NAMED_MAX = 16
 
@@ -61,14 +62,16 @@ class OutgoingTransfer:
         self._plan: WritePlan | None = None
         self._ask_again_s = 0.0
         self._decode_waits = False
-        self._ranges: deque[LayerRange] = deque()
+        # Each with the total of the peer's WindowWait at the time of the push.
+        self._ranges: deque[tuple[LayerRange, int]] = deque()
         self._push_finished = False
         self._unacknowledged: deque[LayerWrite] = deque()
         self._batches_in_flight = 0
         self._quiet_s = 0.0
         self._reason = ""
         self._detail = ""
-        self._layers_sent: list[LayerSent] = []
+        self._links: dict[int, LinkRecord] = {}
+        self._reserved_ns = 0
         self._payload_bytes = 0
         self._control_bytes = 0
 
@@ -157,15 +160,17 @@ class OutgoingTransfer:
             metadata={"transfer_id": self.transfer_id, "waited_for": waited_for},
         )
 
-    def report(self) -> SendReport:
-        """Describes what the rank did."""
+    def report(self, host: str = "", memory: str = "host") -> SendReport:
+        """Describes what the rank did. `host` and `memory` are those of SendReport."""
         return SendReport(
             self.transfer_id,
             self._rank,
             self._reason,
             self._detail,
-            tuple(self._layers_sent),
+            tuple(link.report() for link in self._links.values()),
             self._control_bytes,
+            host,
+            memory,
         )
 
     # Events of the stream.
@@ -184,6 +189,7 @@ class OutgoingTransfer:
         """Decode answered Open. Raises ProtocolViolation when its blocks do not hold the tokens."""
         self._required_plan().reserve(reservation)
         self._phase = _SENDING
+        self._reserved_ns = time.monotonic_ns()
 
     def control_bytes_counted(self, nbytes: int) -> None:
         """A message about the transfer was sent or received."""
@@ -201,7 +207,7 @@ class OutgoingTransfer:
 
     def range_pushed(self, layer_range: LayerRange) -> None:
         """The engine pushed a range."""
-        self._ranges.append(layer_range)
+        self._ranges.append((layer_range, self.peer.window_wait.total_ns()))
 
     def push_finished(self) -> None:
         """The engine pushes no more."""
@@ -209,8 +215,11 @@ class OutgoingTransfer:
 
     # Events of the writes.
 
-    def next_range(self) -> LayerRange:
-        """Removes and returns the oldest range that waits to be planned."""
+    def next_range(self) -> tuple[LayerRange, int]:
+        """Removes and returns the oldest range that waits to be planned.
+
+        The second value is the total of the peer's WindowWait when the range was pushed.
+        """
         return self._ranges.popleft()
 
     def claim(self, layer_range: LayerRange) -> list[tuple[Edge, BlockSpan]]:
@@ -240,7 +249,7 @@ class OutgoingTransfer:
         write = self._unacknowledged.popleft()
         self._required_plan().landed(write.layer, write.destination_rank, write.end_token)
         self._payload_bytes += write.payload_bytes
-        self._layers_sent.append(write.report())
+        self._link_of(write).add_landed(write, self._reserved_ns, time.monotonic_ns())
         return write
 
     # The end.
@@ -250,6 +259,9 @@ class OutgoingTransfer:
         if not self.stopped:
             self._phase = _STOPPED
             self._reason, self._detail = reason, detail
+            now_ns = time.monotonic_ns()
+            for write in self._unacknowledged:
+                self._link_of(write).add_unfinished(write, self._reserved_ns, now_ns)
             self._unacknowledged.clear()
 
     def drop_ranges(self) -> int:
@@ -257,6 +269,12 @@ class OutgoingTransfer:
         count = len(self._ranges)
         self._ranges.clear()
         return count
+
+    def _link_of(self, write: LayerWrite) -> LinkRecord:
+        link = self._links.get(write.destination_rank)
+        if link is None:
+            link = self._links[write.destination_rank] = LinkRecord(write)
+        return link
 
     def _required_plan(self) -> WritePlan:
         if self._plan is None:

@@ -9,10 +9,12 @@ from headrace_common.errors import HeadraceError, InternalError
 from headrace_kv.handoff.messages import TransferTarget
 from headrace_kv.send import proto
 from headrace_kv.send.context import SenderContext
-from headrace_kv.send.layer_write import WritePlan
 from headrace_kv.send.mailbox import SenderInbox
 from headrace_kv.send.peer import SenderPeer
 from headrace_kv.send.transfer import OutgoingTransfer
+from headrace_kv.send.writes.layer_write import WritePlan
+from headrace_kv.transport.memory import kind_of
+from headrace_kv.transport.sessions import find_host
 
 _log = logging.getLogger(__name__)
 
@@ -156,7 +158,9 @@ class TransferTable:
         self._drop_ranges(transfer)
         self._inbox.transfer_quiet(transfer.transfer_id)
         try:
-            self._context.on_quiet(transfer.report())
+            context = self._context
+            host = find_host(context.memory.session)
+            context.on_quiet(transfer.report(host, kind_of(context.transport.memory)))
         except Exception:  # noqa: BLE001 - the thread survives it
             rank, name = self._context.rank, transfer.transfer_id
             _log.exception("rank %d: on_quiet raised for %s", rank, name)

@@ -6,9 +6,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.peer import SenderPeer
 from headrace_kv.send.transfer import OutgoingTransfer
+from headrace_kv.send.writes.layer_write import LayerWrite
 from headrace_kv.transport.base import KvTransport, WriteResult
 
 Step = tuple[OutgoingTransfer, LayerWrite | None]
@@ -88,9 +88,13 @@ class RoundRobinQueue:
             if step is None:
                 continue
             self._give_turn(queue)
-            write = step[1]
-            if write is None or self._has_room(write.session, write.next_bytes):
+            transfer, write = step
+            if write is None:
                 return step
+            if self._has_room(write.session, write.next_bytes):
+                transfer.peer.window_wait.end()
+                return step
+            transfer.peer.window_wait.start()
         self._stalled = bool(self._turns)
         return None
 

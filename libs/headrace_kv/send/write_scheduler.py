@@ -8,12 +8,12 @@ from concurrent.futures import Future
 from headrace_common.errors import TransferFailed
 from headrace_kv.send import proto
 from headrace_kv.send.context import SenderContext
-from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.mailbox import SenderInbox
 from headrace_kv.send.peer import SenderPeer
 from headrace_kv.send.transfer import OutgoingTransfer
 from headrace_kv.send.transfer_table import TransferTable
 from headrace_kv.send.write_queue import RoundRobinQueue, WriteWindow
+from headrace_kv.send.writes.layer_write import LayerWrite
 from headrace_kv.transport.base import WriteResult
 
 
@@ -71,10 +71,11 @@ class WriteScheduler:
             self._table.fail(transfer, error)
 
     def _plan_range(self, transfer: OutgoingTransfer) -> None:
-        layer_range = transfer.next_range()
+        layer_range, window_before_ns = transfer.next_range()
         self._inbox.ranges_removed(1)
         for edge, span in transfer.claim(layer_range):
             write = transfer.peer.plan_write(layer_range, edge, span)
+            write.count_window_waits_from(window_before_ns)
             transfer.write_planned(write)
             self._queue.add_write(transfer, write)
         self._acknowledge(transfer)
@@ -89,6 +90,8 @@ class WriteScheduler:
         if now_s >= transfer.deadline_s:
             raise transfer.timeout_error()
         timeout_s = min(lease_s, transfer.deadline_s - now_s)
+        if not write.submitted_ns:
+            write.count_window_waits_to(transfer.peer.window_wait.total_ns())
         future = self._window.start(transfer, write, now_s, timeout_s)
         try:
             if write.next_batch is None:
@@ -96,13 +99,13 @@ class WriteScheduler:
                     observer.on_all_started(transfer.transfer_id, write, transfer.digest_seed)
         finally:
             if future.done():
-                self._end_batch(future, time.perf_counter_ns())
+                self._end_batch(future, time.monotonic_ns())
             else:
                 future.add_done_callback(self._post_end)
 
     def _post_end(self, future: Future[WriteResult]) -> None:
         """Called by the transport, on any thread."""
-        self._inbox.post(self._end_batch, future, time.perf_counter_ns())
+        self._inbox.post(self._end_batch, future, time.monotonic_ns())
 
     def _end_batch(self, future: Future[WriteResult], end_ns: int) -> None:
         transfer, write = self._window.end(future)

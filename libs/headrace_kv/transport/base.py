@@ -23,11 +23,16 @@ Strategy = Literal["direct", "gather", "scatter", "gather_scatter"]
 
 @dataclass(frozen=True, slots=True)
 class WriteResult:
-    """The transport and the strategy of a write, and how many entries the transport was given."""
+    """The transport and the strategy of a write, and how many entries the transport was given.
+
+    `gather_ns` were spent on copies to staging memory, and `staging_wait_ns` on waits for free slots.
+    """
 
     transport: str
     strategy: Strategy
     entry_count: int
+    gather_ns: int = 0
+    staging_wait_ns: int = 0
 
 
 # A transport ends its futures in time by itself; this bounds the effect of a bug in one.

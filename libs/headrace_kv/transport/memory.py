@@ -54,3 +54,10 @@ class HostMemory:
 
 
 HOST_MEMORY = HostMemory()
+
+
+def kind_of(memory: Memory) -> str:
+    """ "host", "device", or "device_staged" for a device that transports cannot reach."""
+    if memory.on_host:
+        return "host"
+    return "device_staged" if memory.staged else "device"

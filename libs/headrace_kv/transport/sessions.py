@@ -29,5 +29,10 @@ def session_of(name: str, session: str) -> str | None:
 
 def host_of(session: str) -> str:
     """The host in a session, for messages: its ports and secrets stay out of them."""
+    return find_host(session) or "the peer"
+
+
+def find_host(session: str) -> str:
+    """The host in a session; empty for one without."""
     part = session.rsplit(_PART, maxsplit=1)[-1].rpartition(_NAME)[2]
-    return part.partition("/")[0].rpartition(":")[0] or "the peer"
+    return part.partition("/")[0].rpartition(":")[0]

@@ -17,7 +17,9 @@ from headrace_engine.worker.process import run_workers
 from headrace_engine.worker.serve import RoleServer
 from headrace_engine.worker.status_signal import StatusSignal
 from headrace_kv.layout.proto import layout_to_proto
+from headrace_prefill.bandwidths import LinkBandwidths
 from headrace_prefill.config import PrefillConfig
+from headrace_prefill.link_spans import LinkSpans
 from headrace_prefill.puller import TaskPuller
 from headrace_prefill.worker import PrefillWorker
 
@@ -48,14 +50,17 @@ class PrefillServer(RoleServer):
     ) -> None:
         config, ref, engine = hosted.config, hosted.ref, hosted.engine
         self.status_signal = StatusSignal()
+        telemetry = host.telemetry.for_worker(ref.worker_id)
+        bandwidths = LinkBandwidths(config.link_gbit_per_s)
         self._worker = PrefillWorker(
             ref=ref,
             engine=engine,
-            telemetry=host.telemetry.for_worker(ref.worker_id),
+            telemetry=telemetry,
             slot_count=config.max_num_seqs,
             task_timeout_s=config.task_timeout_s,
             on_ended=partial(host.metrics.transfer_ended, ref.worker_id),
             on_received=self.status_signal.notify,
+            link_spans=LinkSpans(telemetry, ref, bandwidths, layers=config.trace_layers),
         )
         self._puller = TaskPuller(
             config,

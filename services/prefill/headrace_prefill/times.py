@@ -18,9 +18,8 @@ def task_times(
     if outcome is not None:
         times.compute_start_us = after_us(outcome.compute_start_unix_ns)
         times.compute_end_us = after_us(outcome.compute_end_unix_ns)
-        if outcome.layers:
-            times.first_write_us = after_us(min(sent.start_unix_ns for _, sent in outcome.layers))
-            times.last_write_us = after_us(
-                max(sent.start_unix_ns + sent.duration_ns for _, sent in outcome.layers)
-            )
+        links = [link for report in outcome.reports for link in report.links]
+        if links:
+            times.first_write_us = after_us(min(link.submitted_unix_ns for link in links))
+            times.last_write_us = after_us(max(link.landed_unix_ns for link in links))
     return times

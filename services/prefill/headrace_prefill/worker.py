@@ -22,10 +22,12 @@ from headrace_common.errors import (
 from headrace_common.telemetry.setup import Telemetry
 from headrace_engine.interface import DecodeTokens, Engine, PrefillOutcome, PrefillWork
 from headrace_engine.proto import logprobs_to_proto, sampling_from_proto
-from headrace_kv.handoff.messages import TransferTarget
+from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import salt_violations
-from headrace_prefill.spans import record_task
+from headrace_prefill.bandwidths import LinkBandwidths
+from headrace_prefill.link_spans import LinkSpans
+from headrace_prefill.spans import EndedTask, record_task
 from headrace_prefill.times import task_times
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,7 @@ class PrefillWorker:
         task_timeout_s: float,
         on_ended: Callable[[str, int], None] | None = None,
         on_received: Callable[[], None] = lambda: None,
+        link_spans: LinkSpans | None = None,
     ) -> None:
         self.ref = ref
         self.slot_count = slot_count
@@ -57,6 +60,7 @@ class PrefillWorker:
         self._task_timeout_s = task_timeout_s
         self._on_ended = on_ended
         self._on_received = on_received
+        self._link_spans = link_spans or LinkSpans(telemetry, ref, LinkBandwidths(), layers=False)
         self._slots = asyncio.Semaphore(slot_count)
         self._held = 0
         self._running = 0
@@ -76,10 +80,13 @@ class PrefillWorker:
         start_unix_ns, start_ns = time.time_ns(), time.monotonic_ns()
         outcome: PrefillOutcome | None = None
         error: HeadraceError | None = None
+        reports: list[SendReport] = []
         self._held += 1
         self._on_received()
         try:
-            outcome = await self._prefill(task, on_start, on_first_token, start_unix_ns)
+            outcome = await self._prefill(
+                *(task, on_start, on_first_token, start_unix_ns), reports.append
+            )
         except asyncio.CancelledError:
             error = self._cancellation()
             current = asyncio.current_task()
@@ -95,8 +102,9 @@ class PrefillWorker:
         # By the monotonic clock, because routers estimate their queue's wait from it.
         duration_ns = time.monotonic_ns() - start_ns
         end_unix_ns = start_unix_ns + duration_ns
-        record_task(self._telemetry, self.ref, task, outcome, error, start_unix_ns, end_unix_ns)
-        done = _done_to_proto(task, outcome, error, start_unix_ns, duration_ns)
+        ended = EndedTask(task, outcome, reports, error, start_unix_ns, end_unix_ns)
+        record_task(self._telemetry, self.ref, ended, self._link_spans)
+        done = _done_to_proto(ended, duration_ns)
         if self._on_ended is not None:
             self._on_ended(done.reason, done.payload_bytes)
         return done
@@ -117,6 +125,7 @@ class PrefillWorker:
         on_start: Callable[[], Awaitable[None]] | None,
         on_first_token: Callable[[prefill_pb2.FirstToken], None] | None,
         start_unix_ns: int,
+        on_report: Callable[[SendReport], None],
     ) -> PrefillOutcome:
         deadline, start_ns = self._deadline(task), time.monotonic_ns()
         work = _work_from_proto(task, deadline)
@@ -138,7 +147,7 @@ class PrefillWorker:
                     if on_start is not None:
                         await on_start()
                     on_token = forward_first_token if work.sampling else None
-                    return await self._engine.prefill(work, on_token)
+                    return await self._engine.prefill(work, on_token, on_report)
                 finally:
                     self._running -= 1
         except TimeoutError:
@@ -207,21 +216,15 @@ def _first_token_to_proto(transfer_id: str, tokens: DecodeTokens) -> prefill_pb2
     return first
 
 
-def _done_to_proto(
-    task: prefill_pb2.PrefillTask,
-    outcome: PrefillOutcome | None,
-    error: HeadraceError | None,
-    start_unix_ns: int,
-    duration_ns: int,
-) -> prefill_pb2.TaskDone:
+def _done_to_proto(ended: EndedTask, duration_ns: int) -> prefill_pb2.TaskDone:
     done = prefill_pb2.TaskDone(
-        transfer_id=task.transfer_id,
+        transfer_id=ended.task.transfer_id,
         duration=duration_from_ns(duration_ns),
-        times=task_times(outcome, start_unix_ns, start_unix_ns + duration_ns),
+        times=task_times(ended.outcome, ended.start_unix_ns, ended.end_unix_ns),
     )
-    if error is not None:
-        done.reason, done.detail = error.reason, error.detail
-    if outcome is not None:
-        done.cached_tokens = outcome.cached_tokens
-        done.payload_bytes = sum(sent.payload_bytes for _, sent in outcome.layers)
+    if ended.error is not None:
+        done.reason, done.detail = ended.error.reason, ended.error.detail
+    if ended.outcome is not None:
+        done.cached_tokens = ended.outcome.cached_tokens
+        done.payload_bytes = sum(report.payload_bytes for report in ended.reports)
     return done

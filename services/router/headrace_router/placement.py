@@ -130,13 +130,17 @@ class KvAware(Placement):
 
     def choose(self, request: PlacementRequest, candidates: Candidates) -> Decision:
         table, policy = candidates.decode, request.policy
-        usable = ~(table.draining | table.flags(request.failed))
-        if not usable.any():
+        usable = ~table.draining
+        if request.failed:
+            usable &= ~table.flags(request.failed)
+        usable_count = np.count_nonzero(usable)
+        if not usable_count:
             raise _no_decode_worker(request)
         needed_tokens = max(0, request.prompt_tokens - 1)
-        missing = np.full(len(table), float(needed_tokens))
-        if candidates.cached_tokens is not None:
-            missing -= np.minimum(candidates.cached_tokens, needed_tokens)
+        if candidates.cached_tokens is None:
+            missing: Numbers = np.full(len(table), float(needed_tokens))
+        else:
+            missing = needed_tokens - np.minimum(candidates.cached_tokens, needed_tokens)
         costs: Numbers = policy.overlap_weight * missing + table.held_tokens
         wants_remote, why = _wants_remote(request, candidates.queue_wait_s)
         prefill_layouts = {
@@ -150,8 +154,11 @@ class KvAware(Placement):
             table.requests >= table.max_num_seqs,
             (missing >= max(1, policy.local_prefill_max_tokens)) & ~paired & wants_remote,
         )
-        unfitness = sum(flags.astype(np.int64) << i for i, flags in enumerate(reversed(faults)))
-        fit = usable & (unfitness == np.min(unfitness, where=usable, initial=1 << len(faults)))
+        fit = usable
+        for flags in faults:
+            without = fit > flags
+            if np.count_nonzero(without):
+                fit = without
         row = self._draw(costs, table.requests, fit, policy.temperature)
         remote = wants_remote
         if wants_remote:
@@ -164,12 +171,14 @@ class KvAware(Placement):
         return Decision(
             table.workers[row],
             remote,
-            f"{'remote' if remote else 'local'} prefill: {why}; cheapest of {int(usable.sum())}: {shown[0]}",
+            f"{'remote' if remote else 'local'} prefill: {why}; cheapest of {usable_count}: {shown[0]}",
             shown,
         )
 
     def _draw(self, costs: Numbers, requests: Numbers, fit: Flags, temperature: float) -> int:
-        rows = np.flatnonzero(fit)
+        rows = fit.nonzero()[0]
+        if len(rows) == 1:
+            return int(rows[0])
         among = costs[rows]
         low = among.min()
         if temperature <= 0:
@@ -235,10 +244,10 @@ def _explained(
     chosen: int,
 ) -> tuple[CandidateCost, ...]:
     """The costs of the chosen worker, then of the cheapest others."""
-    rows = np.flatnonzero(usable)
+    rows = usable.nonzero()[0]
     if len(rows) > EXPLAINED_CANDIDATES:
         rows = rows[np.argpartition(costs[rows], EXPLAINED_CANDIDATES)[:EXPLAINED_CANDIDATES]]
-    others = [row for row in rows[np.argsort(costs[rows], kind="stable")].tolist() if row != chosen]
+    others = [row for row in rows[costs[rows].argsort(kind="stable")].tolist() if row != chosen]
     return tuple(
         CandidateCost(
             worker_id=table.workers[row].ref.worker_id,

@@ -14,6 +14,7 @@ from headrace_engine.interface import (
     PrefillOutcome,
     PrefillWork,
 )
+from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.plan.regions import place_regions
 from headrace_kv.receive.observer import TransferObserver
@@ -58,7 +59,10 @@ class ScriptedEngine(Engine):
         """There is nothing to load."""
 
     async def prefill(
-        self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None
+        self,
+        work: PrefillWork,
+        on_first_token: Callable[[DecodeTokens], None] | None = None,
+        on_report: Callable[[SendReport], None] | None = None,
     ) -> PrefillOutcome:
         raise AssertionError("a decode engine must not prefill")
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_engine.interface import PrefillOutcome
-from headrace_kv.handoff.messages import LayerSent
+from headrace_kv.handoff.messages import SendReport
 from headrace_prefill.times import task_times
+from tests.transfer_links import link_sent
 
 _RECEIVED_NS = 10**18
 
 
-def sent(start_us: int, duration_us: int) -> LayerSent:
+def sent(rank: int, start_us: int, duration_us: int) -> SendReport:
     start_ns = _RECEIVED_NS + 1_000 * start_us
-    return LayerSent(0, 0, 0, 3, 100, 9, start_ns, start_ns, 1_000 * duration_us, "t", "s", 2)
+    link = link_sent(submitted_unix_ns=start_ns, landed_unix_ns=start_ns + 1_000 * duration_us)
+    return SendReport("x1", rank, "", "", (link,))
 
 
 def test_times_are_durations_since_the_receipt() -> None:
@@ -20,7 +22,7 @@ def test_times_are_durations_since_the_receipt() -> None:
         2,
         _RECEIVED_NS + 2_000,
         _RECEIVED_NS + 30_000,
-        ((0, sent(9, 4)), (1, sent(8, 20))),
+        (sent(0, 9, 4), sent(1, 8, 20)),
     )
     assert task_times(outcome, _RECEIVED_NS, _RECEIVED_NS + 40_000) == prefill_pb2.TaskTimes(
         received_unix_ns=_RECEIVED_NS,

@@ -16,22 +16,15 @@ from headrace_common.errors import InternalError, TransferFailed
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, TokenLogprobs
-from headrace_kv.handoff.messages import LayerSent
+from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import WorkerRef
 from headrace_prefill.worker import PrefillWorker
+from tests.transfer_links import link_sent
 
 REF = WorkerRef("prefill-0", "00112233445566ff")
-LAYERS = tuple(
-    (
-        0,
-        LayerSent(
-            layer, 0, 0, 3, 100, 9, 1_000 * layer, 1_500 * layer, 2_000, "mooncake/tcp", "both", 2
-        ),
-    )
-    for layer in range(4)
-)
+REPORT = SendReport("x1", 0, "", "", (link_sent(),), 321, "10.0.0.1")
 FIRST_TOKEN = DecodeTokens((7,), (TokenLogprobs(-0.5, ((7, -0.5),)),))
-OUTCOME = PrefillOutcome(2, 500, 4_000, LAYERS, 321)
+OUTCOME = PrefillOutcome(2, 500, 4_000, (REPORT,))
 Behaviour = Callable[[PrefillWork], Awaitable[PrefillOutcome]]
 
 
@@ -42,8 +35,13 @@ class ScriptedEngine:
         self._behaviour = behaviour
 
     async def prefill(
-        self, work: PrefillWork, on_first_token: Callable[[DecodeTokens], None] | None = None
+        self,
+        work: PrefillWork,
+        on_first_token: Callable[[DecodeTokens], None] | None = None,
+        on_report: Callable[[SendReport], None] | None = None,
     ) -> PrefillOutcome:
+        if on_report is not None:
+            on_report(REPORT)
         if work.sampling is not None and on_first_token is not None:
             on_first_token(FIRST_TOKEN)
         return await self._behaviour(work)
@@ -99,7 +97,7 @@ async def test_a_successful_task_reports_its_bytes_and_records_its_spans(
     telemetry.force_flush()
     spans = exporter.get_finished_spans()
     assert sorted(span.name for span in spans) == sorted(
-        [schema.SPAN_PREFILL, schema.SPAN_PREFILL_COMPUTE, *[schema.SPAN_TRANSFER_LAYER] * 4]
+        [schema.SPAN_PREFILL, schema.SPAN_PREFILL_COMPUTE, schema.SPAN_TRANSFER_LINK]
     )
     root = next(span for span in spans if span.name == schema.SPAN_PREFILL)
     assert root.parent is not None
@@ -108,19 +106,8 @@ async def test_a_successful_task_reports_its_bytes_and_records_its_spans(
     assert root.attributes is not None
     assert root.attributes[schema.ATTRIBUTE_CONTROL_BYTES] == 321
     assert root.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES] == 400
-    layer = next(span for span in spans if span.name == schema.SPAN_TRANSFER_LAYER)
-    assert layer.attributes is not None
-    assert layer.attributes[schema.ATTRIBUTE_TRANSPORT] == "mooncake/tcp"
-    assert layer.attributes[schema.ATTRIBUTE_STRATEGY] == "both"
-    assert layer.attributes[schema.ATTRIBUTE_RUNS] == 9
-    assert layer.attributes[schema.ATTRIBUTE_ENTRIES] == 2
     children = [span for span in spans if span is not root]
     assert {span.parent.span_id for span in children if span.parent} == {root.context.span_id}
-    assert {
-        span.attributes[schema.ATTRIBUTE_LAYER]
-        for span in spans
-        if span.attributes and span.name == schema.SPAN_TRANSFER_LAYER
-    } == {0, 1, 2, 3}
 
 
 async def test_the_start_is_reported_between_getting_a_slot_and_computing(

@@ -16,7 +16,7 @@ from headrace_common.errors import (
     from_reason,
 )
 from headrace_kv.handoff.logits import LOGITS_RANK
-from headrace_kv.handoff.messages import LayerRange, LayerSent, SendReport, TransferTarget
+from headrace_kv.handoff.messages import LayerRange, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvLayout
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Handover:
             start_token=start_token,
             end_token=end_token,
             block_ids=block_ids,
-            ready_unix_ns=time.time_ns(),
+            ready_ns=time.monotonic_ns(),
         )
         ranks = self._layout.tensor_parallel_size
         first = self._layout.stage_of(layer) * ranks
@@ -148,15 +148,9 @@ class Handover:
         return tuple(rank for rank in self._opened if rank not in self._reports)
 
     @property
-    def control_bytes(self) -> int:
-        """As in SendReport, of every rank."""
-        return sum(report.control_bytes for report in self._reports.values())
-
-    def layers_sent(self) -> tuple[tuple[int, LayerSent], ...]:
-        """What every rank sent, as (rank, layer range)."""
-        return tuple(
-            (rank, sent) for rank, report in sorted(self._reports.items()) for sent in report.layers
-        )
+    def reports(self) -> tuple[SendReport, ...]:
+        """The reports of the ranks that have ended, by rank."""
+        return tuple(report for _, report in sorted(self._reports.items()))
 
 
 def error_of_report(report: SendReport) -> HeadraceError:

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from headrace.engine.v1 import link_pb2
-from headrace_common.durations import (
-    duration_from_ns,
-    ns_from_duration,
-    timestamp_from_unix_ns,
-    unix_ns_from_timestamp,
-)
-from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport
+from headrace_kv.handoff.messages import LinkSent, Reservation, SendReport
 from headrace_kv.handoff.proto import reservation_fields
 
 
@@ -42,49 +36,21 @@ def load_from_proto(message: link_pb2.EngineLoad) -> EngineLoad:
 def report_to_proto(report: SendReport) -> link_pb2.SendReport:
     return link_pb2.SendReport(
         **_values(report, _REPORT_FIELDS),
-        layers=[_layer_to_proto(layer) for layer in report.layers],
+        links=[link_pb2.LinkSent(**_values(link, _LINK_FIELDS)) for link in report.links],
     )
 
 
 def report_from_proto(message: link_pb2.SendReport) -> SendReport:
     return SendReport(
         **_values(message, _REPORT_FIELDS),
-        layers=tuple(_layer_from_proto(layer) for layer in message.layers),
-    )
-
-
-def _layer_to_proto(layer: LayerSent) -> link_pb2.LayerSent:
-    return link_pb2.LayerSent(
-        **_values(layer, _LAYER_FIELDS),
-        ready_time=timestamp_from_unix_ns(layer.ready_unix_ns),
-        start_time=timestamp_from_unix_ns(layer.start_unix_ns),
-        duration=duration_from_ns(layer.duration_ns),
-    )
-
-
-def _layer_from_proto(message: link_pb2.LayerSent) -> LayerSent:
-    return LayerSent(
-        **_values(message, _LAYER_FIELDS),
-        ready_unix_ns=unix_ns_from_timestamp(message.ready_time),
-        start_unix_ns=unix_ns_from_timestamp(message.start_time),
-        duration_ns=ns_from_duration(message.duration),
+        links=tuple(LinkSent(**_values(link, _LINK_FIELDS)) for link in message.links),
     )
 
 
 # Fields that have the same name and type on both sides.
 _LOAD_FIELDS = ("running_requests", "waiting_requests", "used_blocks", "total_blocks")
-_REPORT_FIELDS = ("transfer_id", "rank", "reason", "detail", "control_bytes")
-_LAYER_FIELDS = (
-    "layer",
-    "destination_rank",
-    "start_token",
-    "end_token",
-    "payload_bytes",
-    "run_count",
-    "transport",
-    "strategy",
-    "entry_count",
-)
+_REPORT_FIELDS = ("transfer_id", "rank", "reason", "detail", "control_bytes", "host", "memory")
+_LINK_FIELDS = tuple(field.name for field in fields(LinkSent))
 
 
 def _values(source: object, names: Iterable[str]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class StepExecutor:
                     self._remember(target.transfer_id)
                     self._open(self._sender, target)
         self._stop_and_wait(plan.overrun, "prefill computed tokens beyond the state to be sent")
-        ready_ns = time.time_ns()
+        ready_ns = time.monotonic_ns()
         for tokens in plan.ready:
             for layer, kind in enumerate(self._layers):
                 if not kind.is_state:
@@ -131,13 +131,13 @@ class StepExecutor:
             sender.open(target)
             self._active.add(target.transfer_id)
         except HeadraceError as exc:
-            self._on_report(SendReport(target.transfer_id, self._rank, exc.reason, exc.detail, ()))
+            self._on_report(SendReport(target.transfer_id, self._rank, exc.reason, exc.detail))
 
     def layer_written(self, layer: int) -> None:
         """The forward pass has written this step's KV of the layer."""
         if self._sender is None or not self._plan.computed:
             return
-        ready_ns = time.time_ns()
+        ready_ns = time.monotonic_ns()
         for tokens in self._plan.computed:
             self._push(tokens, layer, ready_ns)
 
@@ -148,7 +148,7 @@ class StepExecutor:
 
     def states_written(self) -> None:
         """The forward pass has ended. vLLM has no hook for states, which are final with a transfer's last token."""
-        ready_ns = time.time_ns()
+        ready_ns = time.monotonic_ns()
         for layer, kind in enumerate(self._layers):
             if kind.is_state:
                 for tokens in self._plan.computed:

@@ -54,6 +54,11 @@ class PrefillRequest:
         self._failed = asyncio.Event()
         self._quiet = asyncio.Event()
 
+    @property
+    def reports(self) -> tuple[SendReport, ...]:
+        """The reports of the ranks that are quiet, by rank."""
+        return tuple(report for _, report in sorted(self._reports.items()))
+
     def transfer_quiet(self, report: SendReport) -> None:
         """A rank has no write of the transfer under way any more."""
         self._reports[report.rank] = report
@@ -100,12 +105,7 @@ class PrefillRequest:
                 cached_tokens=times.cached_tokens,
                 compute_start_unix_ns=times.compute_start_unix_ns,
                 compute_end_unix_ns=times.compute_end_unix_ns,
-                layers=tuple(
-                    (rank, layer)
-                    for rank, report in sorted(self._reports.items())
-                    for layer in report.layers
-                ),
-                control_bytes=sum(report.control_bytes for report in self._reports.values()),
+                reports=self.reports,
             )
         except TimeoutError:
             raise TransferTimeout(

@@ -90,7 +90,7 @@ class _Fetch:
         return sum(self._bytes.values())
 
     def add_report(self, report: SendReport) -> None:
-        self._bytes[report.rank] = sum(layer.payload_bytes for layer in report.layers)
+        self._bytes[report.rank] = report.payload_bytes
         if report.reason:
             self.fail(from_reason(report.reason, f"rank {report.rank}: {report.detail}"))
         if self.quiet:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from headrace_kv.plan.copy_plan import Int64Array, Runs
 from headrace_kv.transport.memory import Memory
 from headrace_kv.transport.packing import Bytes
 from headrace_kv.transport.staging.slots import Slots
+
+
+class Gathered(NamedTuple):
+    """Runs in a staging slot: its number and address, and the times of the wait for it and of the copies."""
+
+    slot: int
+    address: int
+    wait_ns: int
+    copy_ns: int
 
 
 class StagingBuffer:
@@ -27,12 +38,14 @@ class StagingBuffer:
         self._slots = Slots(slot_count)
         self._bytes: Bytes | None = None
 
-    def gather(self, runs: Runs, deadline_s: float) -> tuple[int, int]:
-        """Gathers runs into a free slot; returns the slot and its address.
+    def gather(self, runs: Runs, deadline_s: float) -> Gathered:
+        """Gathers runs into a free slot.
 
         Raises TransferFailed when no slot is free by the deadline, or as Memory.gather does.
         """
+        start_ns = time.monotonic_ns()
         slot = self._slots.acquire(deadline_s)
+        acquired_ns = time.monotonic_ns()
         try:
             if self._bytes is None:
                 self._bytes = self._memory.allocate(self._slot_count * self._slot_bytes)
@@ -42,7 +55,9 @@ class StagingBuffer:
         except BaseException:
             self._slots.release(slot)
             raise
-        return slot, int(part.ctypes.data)
+        copied_ns = time.monotonic_ns()
+        address = int(part.ctypes.data)
+        return Gathered(slot, address, acquired_ns - start_ns, copied_ns - acquired_ns)
 
     def release(self, slot: int) -> None:
         """Makes a slot free, once nothing reads it."""

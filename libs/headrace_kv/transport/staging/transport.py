@@ -216,16 +216,17 @@ class StagedTransport(KvTransport):
             if client is None:
                 self._send_gathered(write, session, chunk, deadline_s)
             else:
-                gathered = plan.strategy == "gather_scatter"
-                self._send_scattered(write, session, chunk, deadline_s, client, gathered)
+                gather = plan.strategy == "gather_scatter"
+                self._send_scattered(write, session, chunk, deadline_s, client, gather)
 
     def _send_gathered(
         self, write: StagedWrite, session: str, chunk: Runs, deadline_s: float
     ) -> None:
-        slot, address = self._staging.gather(chunk, deadline_s)
-        staged = packed_addresses(address, chunk.lengths)
+        gathered = self._staging.gather(chunk, deadline_s)
+        write.add_times(gather_ns=gathered.copy_ns, wait_ns=gathered.wait_ns)
+        staged = packed_addresses(gathered.address, chunk.lengths)
         entries = Runs(staged, chunk.destination_addresses, chunk.lengths).merge()
-        on_done = _released_first(partial(self._staging.release, slot), write.end_part)
+        on_done = _released_first(partial(self._staging.release, gathered.slot), write.end_part)
         self._send(write, session, entries, deadline_s, on_done)
 
     def _send_scattered(
@@ -235,9 +236,11 @@ class StagedTransport(KvTransport):
         chunk: Runs,
         deadline_s: float,
         client: ScatterClient,
-        gathered: bool,
+        gather: bool,
     ) -> None:
+        start_ns = time.monotonic_ns()
         landing_slot = client.slots.acquire(deadline_s)
+        write.add_times(wait_ns=time.monotonic_ns() - start_ns)
         landing = client.landing.address + landing_slot * client.landing.slot_bytes
 
         def on_landed(error: HeadraceError | None) -> None:
@@ -250,18 +253,19 @@ class StagedTransport(KvTransport):
             client.abort(f"a write to its slots failed: {error.detail}")
             write.end_part(error)
 
-        if not gathered:
+        if not gather:
             landings = packed_addresses(landing, chunk.lengths)
             entries = Runs(chunk.source_addresses, landings, chunk.lengths).merge()
             self._send(write, session, entries, deadline_s, on_landed)
             return
         try:
-            slot, address = self._staging.gather(chunk, deadline_s)
+            gathered = self._staging.gather(chunk, deadline_s)
         except BaseException:
             client.slots.release(landing_slot)
             raise
-        entries = self._long_entries(address, landing, chunk.payload_bytes)
-        on_done = _released_first(partial(self._staging.release, slot), on_landed)
+        write.add_times(gather_ns=gathered.copy_ns, wait_ns=gathered.wait_ns)
+        entries = self._long_entries(gathered.address, landing, chunk.payload_bytes)
+        on_done = _released_first(partial(self._staging.release, gathered.slot), on_landed)
         self._send(write, session, entries, deadline_s, on_done)
 
     def _send(

@@ -21,6 +21,7 @@ class StagedWrite:
         self._strategy = strategy
         self._transport = transport
         self._entry_count = 0
+        self._gather_ns = self._wait_ns = 0
         self._parts = 1
         self._error: HeadraceError | None = None
 
@@ -39,6 +40,12 @@ class StagedWrite:
             self._transport = result.transport
             self._entry_count += result.entry_count
 
+    def add_times(self, *, gather_ns: int = 0, wait_ns: int = 0) -> None:
+        """Adds the time of copies to staging memory, and of waits for slots."""
+        with self._lock:
+            self._gather_ns += gather_ns
+            self._wait_ns += wait_ns
+
     def end_part(self, error: HeadraceError | None) -> None:
         """Ends one part. The first error fails the write."""
         with self._lock:
@@ -50,4 +57,12 @@ class StagedWrite:
         if error is not None:
             self.future.set_exception(error)
         else:
-            self.future.set_result(WriteResult(self._transport, self._strategy, self._entry_count))
+            self.future.set_result(
+                WriteResult(
+                    self._transport,
+                    self._strategy,
+                    self._entry_count,
+                    self._gather_ns,
+                    self._wait_ns,
+                )
+            )

@@ -246,7 +246,11 @@ class WorkerDirectory:
         if table is None or worker.ref not in table:
             self._schedule_rebuild()
             return
-        if table.set(worker.ref, connection.load()):
+        known, load = table.load(worker.ref), connection.load()
+        if load == known:
+            return
+        table.set(worker.ref, load)
+        if known is None or load.availability != known.availability:
             self._table_changed(worker.model)
 
     def _table_changed(self, model: str) -> None:
@@ -266,6 +270,7 @@ def worker_from_member(member: registry_pb2.Member) -> Worker:
         ref=WorkerRef(member.worker_id, member.incarnation),
         endpoint=member.endpoint,
         client_endpoint=member.client_endpoint,
+        http_endpoint=member.http_endpoint,
         model=member.model,
         max_model_len=member.max_model_len,
         max_num_seqs=member.max_num_seqs,

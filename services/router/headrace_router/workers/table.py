@@ -27,6 +27,8 @@ class Worker:
     max_num_seqs: int
     layout: KvLayout
     client_endpoint: str = ""
+    http_endpoint: str = ""
+    """Of its OpenAI HTTP API. Empty: it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,11 @@ class Load:
     total_tokens: int = 0
     reachable: bool = True
     draining: bool = False
+
+    @property
+    def availability(self) -> tuple[bool, bool, int]:
+        """What the availability of a model and its slots depend on."""
+        return self.reachable, self.draining, self.external_requests
 
 
 class LoadTable:
@@ -72,11 +79,13 @@ class LoadTable:
     def __contains__(self, ref: WorkerRef) -> bool:
         return ref in self._rows
 
-    def set(self, ref: WorkerRef, load: Load) -> bool:
-        """Sets a worker's load. False when it was the same before."""
+    def load(self, ref: WorkerRef) -> Load | None:
+        """A worker's load. None before it is set."""
+        return self._loads.get(self._rows[ref])
+
+    def set(self, ref: WorkerRef, load: Load) -> None:
+        """Sets a worker's load."""
         row = self._rows[ref]
-        if self._loads.get(row) == load:
-            return False
         self._loads[row] = load
         self.requests[row] = load.requests
         self.external_requests[row] = load.external_requests
@@ -84,7 +93,6 @@ class LoadTable:
         self.total_tokens[row] = load.total_tokens
         self.reachable[row] = load.reachable
         self.draining[row] = load.draining
-        return True
 
     @property
     def any_available(self) -> bool:

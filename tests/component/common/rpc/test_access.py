@@ -6,6 +6,7 @@ import asyncio
 import datetime as dt
 import socket
 from collections.abc import AsyncIterator
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -289,13 +290,17 @@ async def test_idle_connections_of_a_host_beyond_its_bound_are_closed() -> None:
     server = GrpcServer(ClientFacingConfig(max_connections_per_host=5), (), ClientServices(()))
     await server.start()
     port = int(server.client_endpoint.rpartition(":")[2])
-    opened = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(20)]
-    await until(lambda: len(connections_to(port)) == 5, 10, "the end of surplus connections")
-    # A count leaves no descriptor open.
-    before = psutil.Process().num_fds()
-    for _ in range(10):
-        connections_to(port)
-    assert psutil.Process().num_fds() <= before
-    for connection in opened:
-        connection.close()
-    await server.stop(None)
+    try:
+        with ExitStack() as opened:
+            for _ in range(20):
+                opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+            await until(
+                lambda: len(connections_to(port)) == 5, 30, "the end of surplus connections"
+            )
+            # A count leaves no descriptor open.
+            before = psutil.Process().num_fds()
+            for _ in range(10):
+                connections_to(port)
+            assert psutil.Process().num_fds() <= before
+    finally:
+        await server.stop(None)

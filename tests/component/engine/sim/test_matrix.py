@@ -92,7 +92,8 @@ def check_bytes(both: Pair, handed: Handed, broadcast: bool) -> None:
     assert sum(sent.payload_bytes for _, sent in outcome.layers) == summary.payload_bytes
     keys = {(rank, sent.destination_rank, sent.layer) for rank, sent in outcome.layers}
     assert keys == expected_keys(*layouts, reservation.transfer_id)
-    assert all(sent.transport == "mooncake/tcp" for _, sent in outcome.layers)
+    assert all(sent.link.transport == "mooncake/tcp" for _, sent in outcome.layers)
+    assert sum(report.payload_bytes for report in outcome.reports) == summary.payload_bytes
     for _, sent in outcome.layers:
         if layouts[0].group_of(sent.layer).kind == STATE:
             assert (sent.start_token, sent.end_token) == tokens

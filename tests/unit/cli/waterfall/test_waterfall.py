@@ -9,8 +9,11 @@ from headrace_cli.waterfall.draw import draw_waterfall
 from headrace_cli.waterfall.rows import trace_rows
 from headrace_cli.waterfall.units import format_bytes, format_ms
 from headrace_common.telemetry import schema
+from tests.transfer_links import packed
 
 MS = 10**6
+# Six spans, and thirty layers of one of them.
+ROWS = 36
 
 
 def span(
@@ -32,24 +35,16 @@ def span(
 
 @pytest.fixture
 def trace() -> trace_pb2.Trace:
-    layers = [
-        span(
-            schema.SPAN_TRANSFER_LAYER,
-            f"l{layer}",
-            "p",
-            10 + layer,
-            0.5,
-            "prefill",
-            **{schema.ATTRIBUTE_LAYER: str(layer), schema.ATTRIBUTE_PAYLOAD_BYTES: "98304"},
-        )
-        for layer in reversed(range(30))
-    ]
+    writes = [(layer, 0, 8, 98304, 1_000 * layer, 0, 0, 0, 0, 0, 500, 0) for layer in range(30)]
+    link = span(schema.SPAN_TRANSFER_LINK, "l", "p", 10, 29.5, "prefill")
+    link.attributes[schema.ATTRIBUTE_LINK_LAYERS] = packed(*writes)
+    link.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES] = str(30 * 98304)
     return trace_pb2.Trace(
         trace_id="4bf92f3577b34da6a3ce929d0e0e4736",
         request_id="r",
         complete=True,
         spans=[
-            *layers,
+            link,
             span(schema.SPAN_REQUEST, "r", "", 0, 100),
             span(schema.SPAN_ATTEMPT, "a", "r", 2, 98),
             span(schema.SPAN_PREFILL, "p", "a", 8, 40, "prefill"),
@@ -61,7 +56,7 @@ def trace() -> trace_pb2.Trace:
 
 def test_rows_are_a_tree_with_layers_in_order(trace: trace_pb2.Trace) -> None:
     rows = trace_rows(trace, layers=True)
-    assert len(rows) == len(trace.spans)
+    assert len(rows) == ROWS
     assert [(row.label, row.depth) for row in rows[:4]] == [
         ("request", 0),
         ("attempt", 1),
@@ -86,7 +81,7 @@ def test_no_line_is_wider_than_the_terminal(
     trace: trace_pb2.Trace, width: int, ascii_only: bool
 ) -> None:
     lines = draw_waterfall(trace, layers=True, width=width, ascii_only=ascii_only)
-    assert len(lines) == 1 + len(trace.spans)
+    assert len(lines) == 1 + ROWS
     assert max(line.cell_len for line in lines) <= width
     if ascii_only:
         assert all(line.plain.isascii() for line in lines)

@@ -11,9 +11,14 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import WorkerGone
 from headrace_common.process.pacing import LoopLoad
-from headrace_frontend.request.response_stream import ResponseStream, TextOutlet
+from headrace_frontend.request.response_stream import (
+    PENDING_TOKENS_MAX,
+    ResponseStream,
+    TextOutlet,
+)
 from headrace_frontend.request.validation import prepare
 from headrace_text.byte_codec import ByteCodec
+from tests.waiting import until
 
 _STOP = sampling_pb2.FINISH_REASON_STOP
 _LENGTH = sampling_pb2.FINISH_REASON_LENGTH
@@ -172,23 +177,52 @@ async def test_an_outlet_gets_the_text_between_the_first_and_the_last_message() 
     reader = await _waits(stream)
     await stream.add_tokens(_ids("bc"))
     assert sent == ["bc"]
-    # The next tokens come before the gap has passed: the reader sends them.
-    load.gap_s = 0.2
+    # The next tokens come before the gap has passed: they are sent together at its end.
+    load.gap_s = 0.05
     await stream.add_tokens(_ids("d"))
+    await stream.add_tokens(_ids("e"))
     assert sent == ["bc"]
-    message = await reader
-    assert message is not None
-    assert message.text == "d"
+    await until(lambda: sent == ["bc", "de"])
     load.gap_s = 0.0
-    reader = await _waits(stream)
     # A part of a character has no text yet.
     await stream.add_tokens(decode_pb2.Tokens(token_ids="é".encode()[:1]))
-    assert sent == ["bc"]
+    assert sent == ["bc", "de"]
     _finish(stream)
     last = await reader
     assert last is not None
     assert (last.text, last.finish_reason) == ("", _LENGTH)
-    assert stream.completion_tokens == 5
+    assert stream.completion_tokens == 6
+
+
+async def test_an_outlet_makes_room_for_tokens_that_came_within_the_gap() -> None:
+    load = _FixedLoad()
+    load.gap_s = 0.0
+    stream = _response(load=load)
+    sent: list[str] = []
+    stream.use_outlet(_into(sent))
+    await stream.add_tokens(_ids("a"))
+    await stream.next_message()
+    reader = await _waits(stream)
+    load.gap_s = 0.05
+    many = "b" * (PENDING_TOKENS_MAX + 1)
+    async with asyncio.timeout(10):
+        await stream.add_tokens(_ids(many))
+    assert sent == [many]
+    reader.cancel()
+
+
+async def test_the_end_does_not_wait_for_the_gap() -> None:
+    load = _FixedLoad()
+    load.gap_s = 1_000.0
+    stream = _response(load=load)
+    await stream.add_tokens(_ids("a"))
+    await stream.next_message()
+    await stream.add_tokens(_ids("b"))
+    _finish(stream)
+    async with asyncio.timeout(10):
+        last = await stream.next_message()
+    assert last is not None
+    assert (last.text, last.finish_reason) == ("b", _LENGTH)
 
 
 async def test_what_an_outlet_refuses_is_in_the_next_message_once() -> None:

@@ -17,10 +17,11 @@ from headrace_engine.vllm.link.client import Link
 from headrace_engine.vllm.link.messages import report_to_proto, reservation_to_proto
 from headrace_engine.vllm.link.server import LinkEvents, LinkServer
 from headrace_engine.vllm.link.startup_error import read_startup_error, write_startup_error
-from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport
+from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
 from headrace_kv.transport.networks import parse_networks
+from tests.transfer_links import link_sent
 from tests.waiting import until
 
 LAYOUT = KvLayout.attention(
@@ -33,10 +34,8 @@ LAYOUT = KvLayout.attention(
     parts={"kv": 4096},
     block_format="vllm-cpu-vec",
 )
-SENT = LayerSent(
-    1, 0, 0, 32, 8192, 2, 10**18 + 7, 10**18, 2500, "mooncake/tcp", "direct+gather_scatter", 3
-)
-REPORT = SendReport("x1", 1, "QUEUE_FULL", "too many", (SENT,), 240)
+SENT = link_sent(strategy="direct+gather_scatter")
+REPORT = SendReport("x1", 1, "QUEUE_FULL", "too many", (SENT,), 240, "10.0.0.1", "device")
 RESERVATION = Reservation("x1", (4, 2), 32, 70, ((3,), (7, 8)))
 
 

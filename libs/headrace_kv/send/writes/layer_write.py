@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from headrace_common.errors import InternalError, ProtocolViolation
-from headrace_kv.handoff.messages import LayerRange, LayerSent, Reservation
+from headrace_kv.handoff.messages import LayerRange, Reservation
 from headrace_kv.layout.layout import STATE, KvLayout
 from headrace_kv.plan.copy_plan import BlockSpan, Int64Array, Runs
 from headrace_kv.plan.shard_map import Edge, edges_from
@@ -18,7 +18,9 @@ from headrace_kv.transport.base import KvTransport, WriteResult
 class LayerWrite:
     """One layer range on its way to one decode rank, written in batches of `runs`.
 
-    `next_batch`, of `next_bytes`, is the next batch to start. It is None once every batch was started.
+    `next_batch`, of `next_bytes`, is the next batch to start. It is None once every batch was started. By
+    time.monotonic_ns, the range was ready at `ready_ns`, its first batch was started at `submitted_ns`, and its last
+    one has landed at `landed_ns`; 0 before. Of the time until `submitted_ns`, `window_wait_ns` were a full window.
     """
 
     def __init__(
@@ -42,56 +44,55 @@ class LayerWrite:
         self._batches = runs.batches(transport.entry_limit, transport.byte_limit)
         self._advance()
         self._batches_in_flight = 0
-        self._ready_unix_ns = layer_range.ready_unix_ns
-        self._start_unix_ns = time.time_ns()
-        self._start_ns = self._end_ns = time.perf_counter_ns()
-        self._started = False
-        self._entry_count = 0
-        # Dictionaries keep the order in which the names were added.
-        self._transports: dict[str, None] = {}
-        self._strategies: dict[str, None] = {}
+        self.ready_ns = layer_range.ready_ns
+        self.submitted_ns = self.landed_ns = 0
+        self.window_wait_ns = self._window_before_ns = 0
+        self.results: list[WriteResult] = []
 
     @property
     def landed(self) -> bool:
         """Whether every batch has landed."""
         return self.next_batch is None and not self._batches_in_flight
 
+    def count_window_waits_from(self, total_ns: int) -> None:
+        """The total of the peer's WindowWait was `total_ns` when the range was pushed."""
+        self._window_before_ns = total_ns
+
+    def count_window_waits_to(self, total_ns: int) -> None:
+        """The total of the peer's WindowWait is `total_ns` when the first batch is started."""
+        self.window_wait_ns = total_ns - self._window_before_ns
+
     def start_batch(self) -> Runs:
         """Removes and returns the next batch, which is in flight from now on."""
         batch = self.next_batch
         if batch is None:
             raise InternalError(f"layer {self.layer} has no batch left")
-        if not self._started:
-            self._started = True
-            self._start_unix_ns, self._start_ns = time.time_ns(), time.perf_counter_ns()
+        if not self.submitted_ns:
+            self.submitted_ns = time.monotonic_ns()
         self._advance()
         self._batches_in_flight += 1
         return batch
 
     def batch_landed(self, result: WriteResult, end_ns: int) -> None:
-        """A batch has landed, at `end_ns` of the performance counter."""
+        """A batch has landed, at `end_ns` of time.monotonic_ns."""
         self._batches_in_flight -= 1
-        self._entry_count += result.entry_count
-        self._transports[result.transport] = None
-        self._strategies[result.strategy] = None
-        self._end_ns = max(self._end_ns, end_ns)
+        self.results.append(result)
+        self.landed_ns = max(self.landed_ns, end_ns)
 
-    def report(self) -> LayerSent:
-        """Describes the write, once all of it has landed."""
-        return LayerSent(
-            layer=self.layer,
-            destination_rank=self.destination_rank,
-            start_token=self.start_token,
-            end_token=self.end_token,
-            payload_bytes=self.payload_bytes,
-            run_count=len(self.runs),
-            ready_unix_ns=self._ready_unix_ns,
-            start_unix_ns=self._start_unix_ns,
-            duration_ns=max(0, self._end_ns - self._start_ns),
-            transport="+".join(self._transports),
-            strategy="+".join(self._strategies),
-            entry_count=self._entry_count,
-        )
+    @property
+    def entry_count(self) -> int:
+        """Entries of the batches that have landed."""
+        return sum(result.entry_count for result in self.results)
+
+    @property
+    def gather_ns(self) -> int:
+        """Nanoseconds of copies to staging memory."""
+        return sum(result.gather_ns for result in self.results)
+
+    @property
+    def staging_wait_ns(self) -> int:
+        """Nanoseconds of waits for slots of the transport."""
+        return sum(result.staging_wait_ns for result in self.results)
 
     def _advance(self) -> None:
         batch = next(self._batches, None)

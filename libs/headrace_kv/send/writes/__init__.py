@@ -1,0 +1,1 @@
+"""One write and its record, from a layer range to the report of its link."""

@@ -1,0 +1,37 @@
+"""The bandwidth with which the transfers of a worker are compared."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Final
+
+from headrace_kv.handoff.messages import LinkSent
+
+_LINKS_MAX: Final = 1_024
+# A shorter transfer measures delays rather than bandwidth.
+_BYTES_MIN: Final = 256 * 1024
+
+SETTING: Final = "setting"
+MEASURED: Final = "measured"
+
+
+class LinkBandwidths:
+    """The configured bandwidth, or else the best rate of this worker's links to each host by each transport."""
+
+    def __init__(self, configured_gbit_per_s: float = 0.0) -> None:
+        self._configured = configured_gbit_per_s
+        self._best: OrderedDict[tuple[str, str], float] = OrderedDict()
+
+    def compare(self, link: LinkSent, gb_per_s: float) -> tuple[float, str] | None:
+        """Counts a link with its rate. Returns the bandwidth in Gbit/s, and where it is from; None when unknown."""
+        if self._configured > 0.0:
+            return self._configured, SETTING
+        key = link.destination_host, link.transport
+        best = self._best.get(key, 0.0)
+        if link.payload_bytes >= _BYTES_MIN and gb_per_s > best:
+            best = self._best[key] = gb_per_s
+        if key in self._best:
+            self._best.move_to_end(key)
+        if len(self._best) > _LINKS_MAX:
+            self._best.popitem(last=False)
+        return (8 * best, MEASURED) if best else None

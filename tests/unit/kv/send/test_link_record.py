@@ -1,0 +1,198 @@
+"""The record of the writes of one transfer link."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from headrace_common.telemetry.layer_stamps import WRITES_MAX, last_write, unpack_writes
+from headrace_kv.handoff.messages import Reservation
+from headrace_kv.plan.copy_plan import BlockSpan
+from headrace_kv.plan.shard_map import Edge
+from headrace_kv.send.peer import WindowWait
+from headrace_kv.send.writes.layer_write import LayerWrite, WritePlan
+from headrace_kv.send.writes.link_record import LinkRecord
+from headrace_kv.transport.base import Strategy, WriteResult
+from headrace_kv.transport.in_memory import InMemoryTransport
+from tests.unit.kv.send.support import (
+    BLOCK_TOKENS,
+    HUNDRED_BYTES,
+    LAYOUT,
+    NO_BLOCKS,
+    make_range,
+    make_transfer,
+)
+
+US = 1_000
+START_NS = 7 * 10**15
+
+
+def write_at(
+    layer: int,
+    *,
+    ready_us: int,
+    submitted_us: int,
+    landed_us: int,
+    gather_us: int = 0,
+    staging_us: int = 0,
+    way: tuple[str, Strategy] = ("mooncake/tcp", "direct"),
+) -> LayerWrite:
+    """A write with times after START_NS. It has landed unless `landed_us` is 0."""
+    write = LayerWrite(
+        replace(make_range("a", layer), ready_ns=START_NS + ready_us * US),
+        Edge(0, 3, 0, 0, 1),
+        BlockSpan(0, BLOCK_TOKENS, NO_BLOCKS, 0, NO_BLOCKS, 0),
+        "mooncake=10.0.0.2:77",
+        HUNDRED_BYTES,
+        InMemoryTransport(),
+    )
+    if submitted_us:
+        write.start_batch()
+        write.submitted_ns = START_NS + submitted_us * US
+    if landed_us:
+        result = WriteResult(*way, 4, gather_us * US, staging_us * US)
+        write.batch_landed(result, START_NS + landed_us * US)
+    return write
+
+
+def record_of(*writes: tuple[LayerWrite, int], reserved_us: int = 0) -> LinkRecord:
+    """A link with writes that were acknowledged at the given microseconds."""
+    record = LinkRecord(writes[0][0])
+    for write, now_us in writes:
+        record.add_landed(write, START_NS + reserved_us * US, START_NS + now_us * US)
+    return record
+
+
+def test_a_link_sums_its_writes_and_keeps_their_times() -> None:
+    first = write_at(0, ready_us=0, submitted_us=50, landed_us=450, gather_us=30, staging_us=7)
+    second = write_at(1, ready_us=100, submitted_us=120, landed_us=600, way=("same_host", "direct"))
+    link = record_of((first, 460), (second, 601), reserved_us=40).report()
+    assert (link.destination_rank, link.destination_host) == (3, "10.0.0.2")
+    assert (link.transport, link.strategy) == ("mooncake/tcp+same_host", "direct")
+    assert (link.payload_bytes, link.run_count, link.entry_count, link.write_count) == (
+        200,
+        2,
+        8,
+        2,
+    )
+    # From 87 us, when the first write was gathered, to 600 us. The writes overlap.
+    assert link.moving_ns == 513 * US
+    start_ns = link.start_unix_ns
+    assert link.submitted_unix_ns == start_ns + 50 * US
+    assert link.ready_unix_ns == start_ns + 100 * US
+    assert link.landed_unix_ns == start_ns + 600 * US
+    assert link.end_unix_ns == start_ns + 601 * US
+    one, two = unpack_writes(link.layers)
+    assert (one.ready_ns, one.submitted_ns, one.gathered_ns) == (0, 50 * US, 87 * US)
+    assert (one.landed_ns, one.acknowledged_ns) == (450 * US, 460 * US)
+    assert (one.lease_wait_ns, one.staging_wait_ns) == (40 * US, 7 * US)
+    assert (two.layer, two.ready_ns, two.landed_ns) == (1, 100 * US, 600 * US)
+    assert two.lease_wait_ns == 0
+
+
+def test_the_start_is_by_the_wall_clock() -> None:
+    ready_ns = time.monotonic_ns()
+    before_ns = time.time_ns()
+    write = write_at(0, ready_us=0, submitted_us=1, landed_us=2)
+    write.ready_ns = ready_ns
+    link = LinkRecord(write).report()
+    assert before_ns - 10**9 < link.start_unix_ns <= time.time_ns()
+
+
+def test_a_write_that_has_not_landed_is_in_the_record() -> None:
+    landed = write_at(0, ready_us=0, submitted_us=10, landed_us=20)
+    started = write_at(1, ready_us=5, submitted_us=30, landed_us=0)
+    waiting = write_at(2, ready_us=8, submitted_us=0, landed_us=0)
+    record = record_of((landed, 20))
+    for write in (started, waiting):
+        record.add_unfinished(write, START_NS, START_NS + 500 * US)
+    link = record.report()
+    assert (link.payload_bytes, link.write_count) == (100, 3)
+    assert [write.finished for write in unpack_writes(link.layers)] == [True, False, False]
+    last = last_write(link.layers)
+    assert last is not None
+    assert (last.layer, last.cause, last.cause_ns) == (1, "unfinished", 495 * US)
+    assert link.end_unix_ns == link.start_unix_ns + 500 * US
+
+
+def test_a_long_transfer_keeps_its_last_writes() -> None:
+    count = 3 * WRITES_MAX
+    writes = [
+        (write_at(number, ready_us=number, submitted_us=number + 1, landed_us=number + 2), number)
+        for number in range(count)
+    ]
+    link = record_of(*writes).report()
+    assert (link.write_count, link.payload_bytes) == (count, 100 * count)
+    kept = [write.layer for write in unpack_writes(link.layers)]
+    assert kept == list(range(count - WRITES_MAX, count))
+
+
+def test_numbers_beyond_32_bits_are_clamped() -> None:
+    hours = 5_000 * 10**6
+    write = write_at(0, ready_us=0, submitted_us=1, landed_us=hours)
+    write.payload_bytes = 1 << 33
+    link = record_of((write, hours)).report()
+    (times,) = unpack_writes(link.layers)
+    assert link.payload_bytes == 1 << 33
+    assert times.finished
+    assert times.payload_bytes == (1 << 32) - 2
+    assert times.layer == 0
+
+
+@pytest.mark.parametrize(
+    "writes,expected",
+    [
+        # The link was idle until the last layer was ready: computing hid the rest.
+        (((0, 100, 200), (5_000, 5_100, 5_200)), ("compute", 4_800)),
+        # Each write takes longer than a layer: the last one waits while the others move.
+        (((0, 10, 1_000), (100, 1_000, 2_000), (200, 2_000, 3_000)), ("move", 2_800)),
+        # Nothing moves while the last layer waits for the sender's thread.
+        (((0, 10, 20), (100, 900, 1_000)), ("queue", 800)),
+    ],
+)
+def test_the_cause_of_the_last_write(
+    writes: tuple[tuple[int, int, int], ...], expected: tuple[str, int]
+) -> None:
+    made = [
+        (write_at(number, ready_us=ready, submitted_us=submitted, landed_us=landed), landed)
+        for number, (ready, submitted, landed) in enumerate(writes)
+    ]
+    last = last_write(record_of(*made).report().layers)
+    assert last is not None
+    assert (last.layer, last.cause, last.cause_ns // US) == (len(writes) - 1, *expected)
+
+
+def test_a_wait_for_the_window_is_named_where_nothing_moves() -> None:
+    first = write_at(0, ready_us=0, submitted_us=10, landed_us=20)
+    second = write_at(1, ready_us=100, submitted_us=900, landed_us=1_000)
+    second.window_wait_ns = 700 * US
+    last = last_write(record_of((first, 20), (second, 1_000)).report().layers)
+    assert last is not None
+    assert (last.cause, last.cause_ns) == ("window", 800 * US)
+
+
+def test_a_full_window_is_counted_once() -> None:
+    wait = WindowWait()
+    assert wait.total_ns() == 0
+    wait.start()
+    wait.start()
+    running_ns = wait.total_ns()
+    wait.end()
+    ended_ns = wait.total_ns()
+    wait.end()
+    assert 0 <= running_ns <= ended_ns == wait.total_ns()
+
+
+async def test_a_stopped_transfer_reports_what_it_was_writing() -> None:
+    transfer = make_transfer("a")
+    transfer.planned(WritePlan("a", 0, LAYOUT, LAYOUT))
+    transfer.open_sent(1.0)
+    transfer.reservation_received(Reservation("a", (0, 1), 0, BLOCK_TOKENS))
+    write = write_at(1, ready_us=0, submitted_us=1, landed_us=0)
+    transfer.write_planned(write)
+    transfer.stop("CANCELLED", "")
+    (link,) = transfer.report("10.0.0.1", "device").links
+    assert [times.finished for times in unpack_writes(link.layers)] == [False]
+    assert transfer.report("10.0.0.1", "device").host == "10.0.0.1"
