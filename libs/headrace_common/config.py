@@ -183,8 +183,8 @@ class ServiceConfig(BaseModel):
     )
     credential_check_s: PositiveSeconds = Field(
         default=60.0,
-        description="Seconds between two checks of the API key or token of an open call. A call of which the key was "
-        "removed, or the token has expired, ends by then.",
+        description="Seconds between two checks of the API key, token or certificate of an open call. A call of which "
+        "the key was removed, or the token or certificate has expired, ends by then.",
     )
     internal_connection_age_s: PositiveSeconds = Field(
         default=3_600.0,
