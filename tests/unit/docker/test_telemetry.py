@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace_common.config import ServiceConfig, load_config
+from headrace_common.config import ServiceConfig
+from headrace_common.process.settings import load_config
 from headrace_common.telemetry.metrics.prometheus import prometheus_name
 from headrace_common.telemetry.schema_tables import METRICS
 from tests.unit.docker.test_containers import DOCKER, SERVICES, USER, settings_of
