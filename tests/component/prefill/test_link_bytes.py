@@ -25,6 +25,7 @@ from headrace_kv.transport.staging.transport import StagedTransport
 from headrace_prefill.bandwidths import LinkBandwidths
 from headrace_prefill.link_spans import LinkSpans
 from tests.component.engine.sim.support import close, decode_work, pair
+from tests.waiting import until
 
 REF = WorkerRef("prefill-0", "00")
 PROMPT = list(range(100, 161))
@@ -119,6 +120,8 @@ async def test_a_failed_transfer_keeps_its_links() -> None:
     ) as both:
         with pytest.raises(TransferFailed):
             await both.generate(PROMPT)
+        # Decode may fail first.
+        await until(lambda: bool(both.reports))
         reports = list(both.reports)
     attributes, (span,) = record(reports, "the write failed")
     writes = unpack_writes(str(span.attributes[schema.ATTRIBUTE_LINK_LAYERS]))
