@@ -124,6 +124,26 @@ class SpanRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class PartRecord:
+    """One part of the time to first token."""
+
+    name: str
+    duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRecord:
+    """What one prefill rank wrote to one decode rank."""
+
+    name: str
+    transport: str
+    payload_bytes: int
+    moving_ns: int
+    end_ns: int
+    writes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TraceRecord(Record):
     """`headrace trace --json`."""
 
@@ -132,6 +152,10 @@ class TraceRecord(Record):
     request_id: str
     start_unix_ns: int
     complete: bool
+    verdict: str
+    ttft_ns: int | None
+    parts: list[PartRecord]
+    links: list[LinkRecord]
     spans: list[SpanRecord]
 
 

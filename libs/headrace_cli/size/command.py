@@ -13,8 +13,8 @@ from headrace_cli.exit_status import failures_as_exit
 from headrace_cli.json_output import Json, print_record
 from headrace_cli.records import SizeRecord, SizeRowRecord
 from headrace_cli.size.model_config import read_model_config
-from headrace_cli.waterfall.units import format_ms
 from headrace_common.errors import ConfigError
+from headrace_common.trace_view.units import format_ms
 from headrace_kv.layout.time_model import EFFICIENCY, KvShape, exposed_s, kv_shape, transfer_s
 
 _LENGTHS_MAX: Final = 64

@@ -12,16 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import Field, SecretStr, ValidationError
 
-from headrace_common.config import (
-    NonNegativeCount,
-    PositiveCount,
-    ServiceConfig,
-    WorkerId,
-    is_secret,
-    load_config,
-    redacted,
-)
+from headrace_common.config import NonNegativeCount, PositiveCount, ServiceConfig, WorkerId
 from headrace_common.errors import ConfigError
+from headrace_common.process.settings import is_secret, load_config, redacted
 from headrace_common.version import version
 
 
