@@ -198,6 +198,8 @@ async def headrace(folder: Path, sim: str, gap_ms: int) -> AsyncIterator[list[Si
         ours = await start(
             *("router", f"--listen=127.0.0.1:{router}", f"--http-listen=127.0.0.1:{door}"),
             *(f"--registry={here}", f"--model=sim={_MODEL}", "--log-level=warning"),
+            # All streams come from one host.
+            *("--host-block-s=0", "--max-new-connections-per-s=10000"),
             port=door,
         )
         workers = [
