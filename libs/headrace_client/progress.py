@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import inference_pb2, latency_pb2
+from headrace_client.latency import Call, DirectSteps, complete_latency
 
 
 class Progress:
@@ -20,6 +21,9 @@ class Progress:
         self.begin_s = time.monotonic()
         self.first_s = 0.0
         """Time of the first token by time.monotonic; 0 before it."""
+        self._call_s = 0.0
+        self.direct: DirectSteps | None = None
+        """The steps of a direct attempt that makes the first token, if the client wants them."""
 
     @property
     def has_tokens(self) -> bool:
@@ -37,10 +41,28 @@ class Progress:
         return request
 
     def record(self, response: inference_pb2.GenerateResponse) -> None:
-        """Records the tokens of a response."""
+        """Records the tokens of a response, and adds what the router has not seen to its latency."""
         if response.token_ids:
             self.first_s = self.first_s or time.monotonic()
             self.generated += response.token_ids
+        # The first token of an answer that another call began is not this call's.
+        if response.timing.HasField("latency") and 0 < self._call_s <= self.first_s:
+            complete_latency(
+                response.timing.latency,
+                round(1e6 * (self.first_s - self.begin_s)),
+                round(1e6 * (self._call_s - self.begin_s)),
+            )
+
+    def record_call(self) -> None:
+        """Records the start of a call to the router."""
+        self._call_s = time.monotonic()
+
+    def record_route(self, sent_ns: int, steps: latency_pb2.RouteSteps) -> None:
+        """Records a Route call that was sent at `sent_ns` and has just been answered."""
+        self.direct = None
+        if self._request.include_latency and not self.has_tokens:
+            call = Call(sent_ns, time.monotonic_ns())
+            self.direct = DirectSteps(round(1e6 * self.begin_s), call, steps)
 
     def record_attempt(self) -> None:
         """Records the start of a direct attempt."""

@@ -36,6 +36,7 @@ class WorkerMembership:
             member,
             ttl_s=config.member_ttl_s,
             descriptor=None if descriptor is None else descriptor_to_proto(descriptor),
+            renewals=host.renewals,
         )
 
     @property

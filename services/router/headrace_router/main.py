@@ -12,11 +12,12 @@ from contextlib import AsyncExitStack
 from typing import NoReturn
 
 from headrace.registry.v1 import registry_pb2
-from headrace_common.config import load_config, redacted, split_host_port
+from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
+from headrace_common.process.settings import load_config, redacted
 from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
@@ -67,7 +68,7 @@ async def serve_router(config: RouterConfig) -> None:
     """Serves until a signal arrives. Raises ConfigError or RegistryUnavailable if it cannot start."""
     incarnation = new_incarnation()
     router_id = config.router_id or _id_from_address(config, incarnation)
-    setup_logging(config.log_level, "router", router_id)
+    setup_logging(config.log_level, "router", router_id, config.log_format)
     _LOG.info("settings: %s", redacted(config))
     codecs = await asyncio.to_thread(load_codecs, config.models)
     ticket_key = SigningKey()
