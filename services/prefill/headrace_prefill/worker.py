@@ -19,6 +19,7 @@ from headrace_common.errors import (
     InternalError,
     InvalidRequest,
 )
+from headrace_common.logs import TRACE_NAMES
 from headrace_common.telemetry.setup import Telemetry
 from headrace_engine.interface import DecodeTokens, Engine, PrefillOutcome, PrefillWork
 from headrace_engine.proto import logprobs_to_proto, sampling_from_proto
@@ -81,6 +82,8 @@ class PrefillWorker:
         outcome: PrefillOutcome | None = None
         error: HeadraceError | None = None
         reports: list[SendReport] = []
+        for name in (task.request_id, task.transfer_id):
+            TRACE_NAMES.add(name, task.traceparent)
         self._held += 1
         self._on_received()
         try:
