@@ -152,8 +152,9 @@ class WorkerConfig(ServiceConfig):
     kv_host_gib: float = Field(
         0.0,
         ge=0,
-        description="Main memory for KV blocks that may be needed again, in GiB on each rank, beside kv_cache_gib. 0 "
-        "keeps none. Engine vllm on processors and engine sim, for models with attention only.",
+        description="Main memory for KV blocks that may be needed again, in GiB on each rank, beside kv_cache_gib; "
+        "the workers of a process share it. 0 keeps none. Engine vllm on processors and engine sim, for models with "
+        "attention only.",
     )
     kv_disk_gib: float = Field(
         0.0,
@@ -239,6 +240,8 @@ def worker_configs(config: Config) -> tuple[Config, ...]:
         "workers_per_process": 1,
         "port_file": "",
         "kv_cache_gib": (config.kv_cache_gib or DEFAULT_KV_CACHE_GIB) / config.workers_per_process,
+        "kv_host_gib": config.kv_host_gib / config.workers_per_process,
+        "kv_disk_gib": config.kv_disk_gib / config.workers_per_process,
     }
     return tuple(
         config.model_copy(update={**shared, "worker_id": _worker_id(config, number)})
