@@ -193,7 +193,10 @@ async def main(arguments: argparse.Namespace) -> None:
     kinds = [("verify on", here, sim), ("verify off", here, f"{sim},verify=off")]
     if arguments.other:
         there = f"{arguments.other}/.venv/bin/python"
-        kinds.insert(0, ("the other checkout, verify on", there, sim))
+        kinds += [
+            ("the other checkout, verify on", there, sim),
+            ("the other checkout, verify off", there, f"{sim},verify=off"),
+        ]
     if arguments.ways:
         kinds = [kinds[int(index)] for index in arguments.ways.split(",")]
     rounds: dict[str, list[Round]] = {}

@@ -1,4 +1,4 @@
-"""A collector of metrics over OTLP."""
+"""Collectors of metrics and of spans over OTLP."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from opentelemetry.proto.collector.metrics.v1 import (
     metrics_service_pb2,
     metrics_service_pb2_grpc,
 )
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
 
@@ -41,6 +43,38 @@ class Collector(metrics_service_pb2_grpc.MetricsServiceServicer):
         return sum(
             value for (at, has), value in self.values.items() if at == name and wanted <= set(has)
         )
+
+
+class SpanReceiver(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps every span by trace id, in hex."""
+
+    def __init__(self) -> None:
+        self.traces: dict[str, list[Span]] = {}
+
+    async def Export(self, request: Any, context: Any) -> Any:
+        for resource in request.resource_spans:
+            for scope in resource.scope_spans:
+                for span in scope.spans:
+                    self.traces.setdefault(span.trace_id.hex(), []).append(span)
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+@asynccontextmanager
+async def receiving_spans() -> AsyncIterator[tuple[SpanReceiver, str]]:
+    """Runs a collector of spans and yields it with the endpoint for services."""
+    receiver = SpanReceiver()
+    server = grpc.aio.server()
+    add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+    add(receiver, server)
+    # Services send their metrics there too.
+    add_metrics: Any = metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server
+    add_metrics(Collector(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield receiver, f"http://127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
 
 
 @asynccontextmanager

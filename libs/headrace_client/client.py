@@ -174,6 +174,7 @@ class Client:
                 if response.finish_reason:
                     return
         with rpc_errors(f"the router on {self._endpoint}", self._hint):
+            progress.record_call()
             call = self._stub.Generate(
                 progress.rest, timeout=deadline.remaining_s(), metadata=self._metadata
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from headrace.inference.v1 import inference_pb2
+from headrace_client.latency import complete_latency
 
 
 class Progress:
@@ -20,6 +21,7 @@ class Progress:
         self.begin_s = time.monotonic()
         self.first_s = 0.0
         """Time of the first token by time.monotonic; 0 before it."""
+        self._call_s = 0.0
 
     @property
     def has_tokens(self) -> bool:
@@ -37,10 +39,21 @@ class Progress:
         return request
 
     def record(self, response: inference_pb2.GenerateResponse) -> None:
-        """Records the tokens of a response."""
+        """Records the tokens of a response, and adds what the router has not seen to its latency."""
         if response.token_ids:
             self.first_s = self.first_s or time.monotonic()
             self.generated += response.token_ids
+        # The first token of an answer that another call began is not this call's.
+        if response.timing.HasField("latency") and 0 < self._call_s <= self.first_s:
+            complete_latency(
+                response.timing.latency,
+                round(1e6 * (self.first_s - self.begin_s)),
+                round(1e6 * (self._call_s - self.begin_s)),
+            )
+
+    def record_call(self) -> None:
+        """Records the start of a call to the router."""
+        self._call_s = time.monotonic()
 
     def record_attempt(self) -> None:
         """Records the start of a direct attempt."""

@@ -117,7 +117,7 @@ class ClientFacingConfig(ServiceConfig):
     def _check_listen(self) -> ClientFacingConfig:
         if not self.listen:
             return self
-        problems = wildcard_problems(self, "listen", "advertise") + self._tls_problems()
+        problems = wildcard_problems(self, "listen", "advertise") + self.tls_problems()
         problems += self.unguarded_problems("listen", "advertise")
         host, port = split_host_port(self.listen)
         internal_host, internal_port = split_host_port(self.internal_listen)
@@ -131,12 +131,15 @@ class ClientFacingConfig(ServiceConfig):
             raise ValueError("; ".join(problems))
         return self
 
-    def unguarded_problems(self, *settings: str) -> list[str]:
-        """What is wrong with these addresses for clients: other hosts reach them, and clients need no credential."""
+    def unguarded_problems(self, *settings: str, proven: bool | None = None) -> list[str]:
+        """What is wrong with these addresses for clients: other hosts reach them, and clients need no credential.
+
+        `proven`: whether requests there need a credential of their own. None means clients_prove_themselves.
+        """
         guarded = (
             self.insecure
             or self.anonymous_clients
-            or self.clients_prove_themselves
+            or (self.clients_prove_themselves if proven is None else proven)
             or bool(self.listen_tls.tls_authority_file)
         )
         return [
@@ -147,7 +150,8 @@ class ClientFacingConfig(ServiceConfig):
             if not guarded
         ]
 
-    def _tls_problems(self) -> list[str]:
+    def tls_problems(self) -> list[str]:
+        """What is wrong with the TLS files for clients."""
         problems: list[str] = []
         if bool(self.listen_tls_certificate_file) != bool(self.listen_tls_key_file):
             problems.append("set listen_tls_certificate_file and listen_tls_key_file together")

@@ -36,6 +36,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "uvicorn",
             "xxhash",
         ),
+        "http": ("httptools", "jinja2", "jsonschema", "tokenizers", "uvicorn"),
         "worker": ("numpy", "xxhash"),
         "sim": ("mooncake",),
         "vllm-cpu": ("mooncake", "torch", "vllm"),

@@ -138,3 +138,7 @@ def require_limits(layout: layout_pb2.KvLayout) -> None:
     if violations:
         named = "; ".join(f"{path}: {remedy}" for path, remedy in violations.items())
         raise LayoutMismatch(f"the KV layout exceeds a limit: {named}", metadata=violations)
+
+
+LEASES_PER_RENEWAL_MAX: Final = 4_096
+"""Leases that one message to the registry may renew."""

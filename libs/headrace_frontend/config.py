@@ -93,7 +93,9 @@ class FrontendConfig(ClientFacingConfig):
 
     @model_validator(mode="after")
     def _check_http(self) -> FrontendConfig:
-        problems = self.unguarded_problems("http_listen")
+        problems = self.unguarded_problems("http_listen", proven=bool(self.api_keys_file))
+        if self.http_listen and not self.listen:
+            problems += self.tls_problems()
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -50,7 +50,7 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
             "GetTrace": (_OPERATOR,),
             "ListTraces": (_OPERATOR,),
         },
-        "headrace.prefill.v1.PrefillQueueService": {"Pull": (_PREFILL,)},
+        "headrace.prefill.v1.PrefillQueueService": {"Pull": (_PREFILL,), "Enqueue": (_DECODE,)},
         "opentelemetry.proto.collector.trace.v1.TraceService": {"Export": _MEMBERS},
         "headrace.registry.v1.RegistryService": {
             "Register": _MEMBERS,

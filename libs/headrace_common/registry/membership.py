@@ -17,6 +17,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError, NotFound, QueueFull, RegistryUnavailable
 from headrace_common.registry.link import CALL_TIMEOUT_S, RegistryLink
+from headrace_common.registry.renewals import LeaseRenewals
 from headrace_common.tasks import end_task, run_forever
 
 _log = logging.getLogger(__name__)
@@ -36,7 +37,10 @@ class Membership:
         member: registry_pb2.Member,
         ttl_s: float = 10.0,
         descriptor: layout_pb2.KvDescriptor | None = None,
+        renewals: LeaseRenewals | None = None,
     ) -> None:
+        """`renewals` renews the leases of all members of the process; without it, this member has its own stream."""
+        self._renewals = renewals
         self._link = RegistryLink(registry, f"membership of {member.worker_id}")
         self._member = member
         self._descriptor = descriptor
@@ -102,7 +106,10 @@ class Membership:
             try:
                 if not self._lease_id:
                     await self._register()
-                await self._keep_alive()
+                if self._renewals is None:
+                    await self._keep_alive()
+                else:
+                    await self._renewals.keep(self._lease_id)
                 self._lease_id = ""
                 await asyncio.sleep(random.uniform(0.0, _REREGISTER_DELAY_MAX_S))
             except HeadraceError as error:

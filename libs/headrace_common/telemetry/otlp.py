@@ -12,7 +12,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
 from headrace_common.telemetry.schema_tables import SPAN_KINDS
 from headrace_common.telemetry.spans import EndedSpan, SpanSource
@@ -55,6 +55,13 @@ def span_to_proto(span: EndedSpan) -> trace_pb2.Span:
             trace_pb2.Span.Event(name=name, time_unix_nano=unix_ns, attributes=_attributes(details))
             for name, unix_ns, details in span.events
         ],
+        links=[
+            trace_pb2.Span.Link(
+                trace_id=trace_id.to_bytes(_TRACE_ID_BYTES, "big"),
+                span_id=span_id.to_bytes(_SPAN_ID_BYTES, "big"),
+            )
+            for trace_id, span_id in span.links
+        ],
         status=trace_pb2.Status(code=trace_pb2.Status.STATUS_CODE_ERROR, message=span.error)
         if span.error
         else None,
@@ -71,6 +78,9 @@ def readable_span(source: SpanSource, span: EndedSpan) -> ReadableSpan:
         resource=source.resource,
         attributes=span.attributes,
         events=[Event(name, details, unix_ns) for name, unix_ns, details in span.events],
+        links=[
+            Link(SpanContext(trace_id, span_id, True, _SAMPLED)) for trace_id, span_id in span.links
+        ],
         kind=SPAN_KINDS.get(span.name, SpanKind.INTERNAL),
         status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
         start_time=span.start_unix_ns,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from headrace_common.errors import (
@@ -19,8 +20,7 @@ from headrace_common.errors import (
     TransferFailed,
 )
 from headrace_engine.interface import (
-    DecodeEnded,
-    DecodeEvent,
+    DecodeEvents,
     DecodeTokens,
     DecodeWork,
     Engine,
@@ -39,6 +39,7 @@ from headrace_engine.sim.faults import SimFaults
 from headrace_engine.sim.model.logits import logits_bytes
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import plan_shape
+from headrace_engine.sim.request.answer import SimAnswer
 from headrace_engine.sim.request.handover import Handover
 from headrace_engine.sim.request.sequence import (
     FirstTokenRequest,
@@ -214,21 +215,19 @@ class SimEngine(Engine):
             reports=handover.reports,
         )
 
-    async def decode(self, work: DecodeWork) -> AsyncIterator[DecodeEvent]:
+    def decode(self, work: DecodeWork) -> DecodeEvents:
+        return SimAnswer(partial(self._start_decode, work), self._end_decode)
+
+    def _start_decode(self, work: DecodeWork) -> Sequence:
         check_decode(work, self.max_model_len)
         sampling = self._seeded(work.sampling)
         sequence = decode_sequence(work, sampling, self.model, self.max_model_len)
-        assert sequence.generation is not None
         self._requests.submit(sequence, DecodeFull)
-        try:
-            while True:
-                for event in await sequence.generation.events.get_all():
-                    yield event
-                    if isinstance(event, DecodeEnded):
-                        return
-        finally:
-            sequence.closed()
-            self._requests.update(sequence)
+        return sequence
+
+    def _end_decode(self, sequence: Sequence) -> None:
+        sequence.closed()
+        self._requests.update(sequence)
 
     def _seeded(self, sampling: Sampling) -> Sampling:
         if sampling.temperature > 0 and sampling.seed is None:

@@ -301,6 +301,7 @@ def worker_member(
     ref: WorkerRef,
     endpoint: str,
     client_endpoint: str,
+    http_endpoint: str,
     engine: Engine,
     start_unix_ns: int,
 ) -> registry_pb2.Member:
@@ -312,6 +313,7 @@ def worker_member(
         role=role,
         endpoint=endpoint,
         client_endpoint=client_endpoint,
+        http_endpoint=http_endpoint,
         model=served_model(config, engine),
         max_model_len=engine.max_model_len,
         layout=layout_to_proto(layout),
@@ -323,6 +325,11 @@ def worker_member(
 
 def served_model(config: WorkerConfig, engine: Engine) -> str:
     """The name that clients use for the model: as configured, else that of the model folder."""
+    return served_name(config) or engine.descriptor.layout.model
+
+
+def served_name(config: WorkerConfig) -> str:
+    """The name that clients use for the model. Empty where only the engine has one."""
     if config.served_model:
         return config.served_model
     if config.engine == "sim":
@@ -330,4 +337,4 @@ def served_model(config: WorkerConfig, engine: Engine) -> str:
     hub_model = parse_hub_model(config.model)
     if hub_model is not None:
         return hub_model.repository
-    return config.model.rstrip("/").rpartition("/")[2] or engine.descriptor.layout.model
+    return config.model.rstrip("/").rpartition("/")[2]

@@ -10,6 +10,7 @@ from typing import Generic, Literal
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.registry.descriptors import DescriptorCache
+from headrace_common.registry.renewals import LeaseRenewals
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import Drainer, GrpcServer, stop_signals, write_port_file
@@ -21,6 +22,8 @@ from headrace_kv.layout.layout import WorkerRef
 
 RouterListener = Callable[[list[registry_pb2.Member]], None]
 Role = Literal["prefill", "decode"]
+
+_RENEWALS_PER_TTL = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,9 @@ class WorkerHost:
         self.metrics = WorkerMetrics(self.telemetry.metrics)
         self.registry = open_channel(config.registry, config)
         self.descriptors = DescriptorCache(self.registry)
+        self.renewals: LeaseRenewals | None = None
+        if config.workers_per_process > 1:
+            self.renewals = LeaseRenewals(self.registry, config.member_ttl_s / _RENEWALS_PER_TTL)
         self._config = config
         self._sends = role == "prefill"
         self._view = RegistryView(self.registry, on_change=self._members_changed)
@@ -48,6 +54,11 @@ class WorkerHost:
         self._listeners: list[RouterListener] = []
         self._servers: dict[str, GrpcServer] = {}
         self._signals = contextlib.ExitStack()
+
+    @property
+    def members(self) -> RegistryView:
+        """The members and the policy, once `follow_routers` has returned."""
+        return self._view
 
     async def follow_routers(self, listener: RouterListener | None) -> None:
         """Calls `listener` with the live routers, now and on every change.
@@ -88,6 +99,8 @@ class WorkerHost:
             await asyncio.gather(self._view_start, return_exceptions=True)
         await self._view.stop()
         await self.descriptors.close()
+        if self.renewals is not None:
+            await self.renewals.close()
         await self.registry.close()
         await asyncio.to_thread(self.telemetry.shutdown)
 

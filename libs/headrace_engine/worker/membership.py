@@ -36,7 +36,13 @@ class WorkerMembership:
             member,
             ttl_s=config.member_ttl_s,
             descriptor=None if descriptor is None else descriptor_to_proto(descriptor),
+            renewals=host.renewals,
         )
+
+    @property
+    def prefix_hash_key(self) -> int:
+        """The deployment's key for hashes of prompt prefixes. 0 before `join` has returned."""
+        return self._membership.prefix_hash_key
 
     async def join(self) -> None:
         """Registers the worker and waits for the list of routers. Raises RegistryUnavailable."""

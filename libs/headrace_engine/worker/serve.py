@@ -58,6 +58,13 @@ class RoleServer(ABC):
     def add_client_servicers(self, server: grpc.aio.Server) -> None:  # noqa: B027 - most have none
         """Adds the servicers of `client_services`."""
 
+    async def start_http(self) -> str:
+        """Listens for HTTP. Returns the host:port at which gateways reach it, or nothing without HTTP."""
+        return ""
+
+    def set_prefix_hash_key(self, key: int) -> None:  # noqa: B027 - most need none
+        """Called with the deployment's key for hashes of prefixes, when the worker has registered."""
+
     @abstractmethod
     def status(self) -> worker_pb2.WatchStatusResponse:
         """The state that WatchStatus reports now."""
@@ -129,6 +136,7 @@ async def _serve(
         ref=ref,
         endpoint=endpoint,
         client_endpoint=server.client_endpoint,
+        http_endpoint=await worker.start_http(),
         engine=engine,
         start_unix_ns=hosted.start_unix_ns,
     )
@@ -145,6 +153,7 @@ async def _serve(
 
     try:
         await membership.join()
+        worker.set_prefix_hash_key(membership.prefix_hash_key)
         server.set_serving(True)
         with host.metrics.reporting(
             ref.worker_id, worker.status, reserves_blocks=worker.reserves_blocks

@@ -85,11 +85,17 @@ class HttpServer:
         return self._tls
 
     @property
+    def port(self) -> int:
+        """The port that is really used."""
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    @property
     def url(self) -> str:
         """The URL of the API, with the port that is really used."""
         scheme = "http" if self._tls is None else "https"
         host, _ = split_host_port(self._listen)
-        return f"{scheme}://{host}:{self._socket.getsockname()[1]}"
+        return f"{scheme}://{host}:{self.port}"
 
     def _busy(self) -> set[str]:
         """The peers with a request that has arrived and has no whole response. Any thread may call it."""
@@ -154,6 +160,8 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         # The application starts in a later turn of the event loop.
         cycle: Any = self.cycle
+        if self.scope["method"] != "HEAD":
+            cycle.transport = JoinedHead(cycle)
         extensions: Any = {CHUNKS_EXTENSION: _chunk_writer(cycle)}
         if self._peer_names:
             extensions[PEER_NAMES_EXTENSION] = self._peer_names
@@ -173,6 +181,36 @@ def _subject_names(certificate: Any) -> tuple[bytes, ...]:
     """The URIs in a verified client certificate, as gRPC has them."""
     names = (certificate or {}).get("subjectAltName", ())
     return tuple(value.encode("ascii", "replace") for kind, value in names if kind == "URI")
+
+
+class JoinedHead:
+    """A transport that sends the head of a response with the first part of its body. The app sends both in one turn."""
+
+    def __init__(self, cycle: Any) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._head: bytes | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Sends `data`, unless it is the head."""
+        if self._head is None:
+            if self._cycle.response_started:
+                self._head = data
+            else:
+                self._transport.write(data)
+            return
+        if self._head:
+            data, self._head = self._head + data, b""
+        self._transport.write(data)
+
+    def close(self) -> None:
+        """Closes the connection, after what was written."""
+        if self._head:
+            self._transport.write(self._head)
+        self._transport.close()
 
 
 def _chunk_writer(cycle: Any) -> ChunkWriter:

@@ -140,7 +140,7 @@ class Attempt:
         return self._buffer.readable
 
     def notify(self, on_readable: Callable[[], None]) -> None:
-        """From now on calls `on_readable` for every event, the end and an error; at once if there is one.
+        """From now on calls `on_readable` whenever `readable` becomes true; at once if it is.
 
         The deadline counts as an error.
         """
@@ -224,7 +224,7 @@ class Attempt:
         """Only one token, sampled from logits, may come before the KV cache is complete (I3)."""
         self.generated_tokens += token_count
         from_kv = self.generated_tokens > (1 if self.work.from_logits else 0)
-        if from_kv and self._waiter is not None:
+        if from_kv and self._waiter is not None and self._waiter.summary is None:
             self._waiter.require_complete()
         self.timestamps.tokens_generated(
             sampled=self.work.from_logits, from_kv=from_kv, step_start_ns=step_start_ns

@@ -88,6 +88,18 @@ class Attempts:
         except Unauthenticated as refusal:
             self._on_ticket_refused(refusal.metadata["ticket"])
             raise
+        return self._start(request, deadline, signer)
+
+    def start_own(self, request: decode_pb2.GenerateRequest, deadline: Deadline) -> RunningAttempt:
+        """As `start`, for a request of this worker's own client. Any router may queue its prompt."""
+        return self._start(request, deadline, None)
+
+    def _start(
+        self,
+        request: decode_pb2.GenerateRequest,
+        deadline: Deadline,
+        signer: TicketKey | None,
+    ) -> RunningAttempt:
         attempt = self._admit(request, deadline, signer)
         span = self._telemetry.tracer.start_span(
             SPAN_DECODE,

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pydantic import Field, model_validator
 
 from headrace_common.access.roles import Role
-from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import (
     NonNegativeCount,
     OptionalHostPort,
     PositiveSeconds,
     require_order,
+    split_host_port,
+    wildcard_problems,
 )
 from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S, write_quiet_s
-from headrace_engine.worker.config import WorkerConfig
+from headrace_engine.worker.config import WorkerConfig, served_name
+from headrace_frontend.config import FrontendConfig
 from headrace_kv.handoff.checksum import DigestMode
 from headrace_kv.receive.layer_overlap import OverlapSettings
 
 
-class DecodeConfig(WorkerConfig, ClientFacingConfig):
+class DecodeConfig(WorkerConfig, FrontendConfig):
     """A decode worker: receives KV caches and generates tokens."""
 
     role = Role.DECODE
@@ -29,6 +33,10 @@ class DecodeConfig(WorkerConfig, ClientFacingConfig):
         "Empty: no client can reach this worker, and routers stream its tokens.",
     )
 
+    http_advertise: OptionalHostPort = Field(
+        "",
+        description="host:port at which gateways reach http_listen. Port 0 means its port; empty means its address.",
+    )
     lease_ttl_s: PositiveSeconds = Field(
         WRITE_LEASE_S,
         description="Seconds that a prefill rank may write without a message from this worker.",
@@ -73,6 +81,27 @@ class DecodeConfig(WorkerConfig, ClientFacingConfig):
     @property
     def overlap_settings(self) -> OverlapSettings:
         return OverlapSettings(self.overlap_layers, self.overlap_wait_s)
+
+    @property
+    def model_names(self) -> Collection[str]:
+        return (served_name(self),)
+
+    @model_validator(mode="after")
+    def _check_http_address(self) -> DecodeConfig:
+        problems = (
+            wildcard_problems(self, "http_listen", "http_advertise") if self.http_listen else []
+        )
+        if (
+            self.http_listen
+            and self.workers_per_process > 1
+            and split_host_port(self.http_listen)[1]
+        ):
+            problems.append(
+                f"workers_per_process is {self.workers_per_process}: give http_listen the port 0, which takes any"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
 
     @model_validator(mode="after")
     def _check_waits(self) -> DecodeConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
+from typing import TYPE_CHECKING
 
 import grpc.aio
 
@@ -11,10 +12,10 @@ from headrace.decode.v1 import decode_pb2_grpc
 from headrace.kv.v1 import handoff_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_common.config import load_config
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.process.run import run_service
+from headrace_common.process.settings import load_config
 from headrace_common.tickets.keys import TicketKeys
 from headrace_common.tickets.request_gate import ClientDecodeGate, DecodeGate, message_bytes_max
 from headrace_decode.admission.admission import Admission, Capacity
@@ -31,6 +32,9 @@ from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.transport.networks import parse_networks
+
+if TYPE_CHECKING:
+    from headrace_decode.http.door import HttpDoor
 
 PROG = "headrace-decode"
 # Engines keep one block for themselves: vLLM's null block.
@@ -103,6 +107,24 @@ class DecodeServer(RoleServer):
             ticket_keys=keys,
             on_ticket_refused=count_refusal,
         )
+        self._door = self._new_door(host, hosted)
+
+    def _new_door(self, host: WorkerHost, hosted: HostedWorker[DecodeConfig]) -> HttpDoor | None:
+        if not hosted.config.http_listen:
+            return None
+        # The packages for HTTP belong to an extra of their own.
+        from headrace_decode.http.door import HttpDoor
+
+        door = HttpDoor(host, hosted, self._service.attempts)
+        self.on_routers = door.prefills.update
+        return door
+
+    async def start_http(self) -> str:
+        return "" if self._door is None else await self._door.start()
+
+    def set_prefix_hash_key(self, key: int) -> None:
+        if self._door is not None:
+            self._door.set_prefix_hash_key(key)
 
     def add_servicers(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self._service, server)
@@ -118,14 +140,20 @@ class DecodeServer(RoleServer):
 
     def start_drain(self, deadline: Deadline) -> None:
         self._service.start_drain(min(DRAIN_NOTICE_S, deadline.remaining_s()))
+        if self._door is not None:
+            self._door.start_drain()
 
     async def finish_drain(self, deadline: Deadline) -> None:
         await self._service.finish_drain(deadline)
+        if self._door is not None:
+            await self._door.drain(deadline)
         # Quarantined blocks end with the process. Only ranks that are about to quiesce are waited for.
         await self._receiver.drain(min(QUIESCE_WAIT_S, self._drain_grace_s))
 
     async def close(self) -> None:
         await self._peers.close()
+        if self._door is not None:
+            await self._door.stop()
         if self._checks is not None:
             # The engine's memory, which the checks read, is freed next.
             await asyncio.to_thread(self._checks.close)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -48,10 +48,14 @@ class RunningAttempt:
 
     def take(self) -> Progress:
         """What the engine has yielded since the last call, without waiting. Raises HeadraceError."""
-        with self._recorded():
-            return self._noted(self.attempt.take())
+        try:
+            progress = self.attempt.take()
+        except Exception as failure:
+            self._record(failure)
+            raise
+        return self._noted(progress)
 
-    async def responses(self) -> AsyncIterator[decode_pb2.GenerateResponse]:
+    async def responses(self) -> AsyncGenerator[decode_pb2.GenerateResponse, None]:
         """The stream of Generate. Raises HeadraceError."""
         yield decode_pb2.GenerateResponse(reserved=await self.start())
         await self.wait_ready()
@@ -81,9 +85,12 @@ class RunningAttempt:
     def _recorded(self) -> Iterator[None]:
         try:
             yield
-        except HeadraceError as failure:
-            self.error = failure
-            raise
         except Exception as failure:
-            self.error = InternalError(f"{type(failure).__name__}: {failure}")
+            self._record(failure)
             raise
+
+    def _record(self, failure: Exception) -> None:
+        if isinstance(failure, HeadraceError):
+            self.error = failure
+        else:
+            self.error = InternalError(f"{type(failure).__name__}: {failure}")

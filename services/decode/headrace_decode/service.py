@@ -82,6 +82,11 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         with self._links.listed(session):
             await session.run(request_iterator)
 
+    @property
+    def attempts(self) -> Attempts:
+        """The attempts of this worker."""
+        return self._attempts
+
     async def SetFirstToken(
         self,
         request: decode_pb2.SetFirstTokenRequest,

@@ -7,10 +7,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Final
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import WatchExpired
 from headrace_common.registry.policy import default_policy
+
+# A watcher gets the changes of so many seconds in one message.
+_BATCH_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,8 @@ class ChangeFeed:
             if response.changes:
                 cursor = response.revision
                 yield response
+                # Changes of many members at a time come together. The first one does not wait.
+                await asyncio.sleep(_BATCH_S)
             else:
                 await changed.wait()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -15,7 +16,7 @@ from headrace_common.access.roles import Role, current_caller, require_own_name
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import PermissionDenied, QueueFull
 from headrace_common.identity import is_worker_id
-from headrace_common.limits import CLOCK_OFFSET_NOTED_S, PAGE_SIZE_MAX
+from headrace_common.limits import CLOCK_OFFSET_NOTED_S, LEASES_PER_RENEWAL_MAX, PAGE_SIZE_MAX
 from headrace_common.process.connections import host_of_peer
 from headrace_common.process.rates import RateByCaller
 from headrace_common.registry.policy import DEFAULT_RETRY_BUDGET
@@ -30,6 +31,8 @@ _REGISTRATIONS_AT_ONCE: Final = 20.0
 # Registrations a second from one host, by credentials without a name. They could change their member's name each time.
 _UNNAMED_PER_S: Final = 20.0
 _UNNAMED_AT_ONCE: Final = 100
+# Leases of one message that are renewed in etcd at the same time.
+_RENEWALS_AT_ONCE: Final = 32
 
 
 _CREDENTIAL_ROLES: Final = {
@@ -166,9 +169,28 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, request_iterator: AsyncIterator[registry_pb2.KeepAliveRequest], context: _Context
     ) -> AsyncIterator[registry_pb2.KeepAliveResponse]:
         async for request in request_iterator:
+            if request.lease_ids:
+                yield registry_pb2.KeepAliveResponse(ended_lease_ids=await self._renew(request))
+                continue
             ttl_s = await self._store.keep_alive(request.lease_id)
             ttl = None if ttl_s is None else duration_from_seconds(ttl_s)
             yield registry_pb2.KeepAliveResponse(lease_id=request.lease_id, ttl=ttl)
+
+    async def _renew(self, request: registry_pb2.KeepAliveRequest) -> list[str]:
+        """Renews several leases. Returns those that have ended."""
+        lease_ids = list(request.lease_ids)
+        if len(lease_ids) > LEASES_PER_RENEWAL_MAX:
+            validation.require(
+                {"lease_ids": f"has {len(lease_ids)} leases; give at most {LEASES_PER_RENEWAL_MAX}"}
+            )
+        if request.lease_id:
+            validation.require({"lease_id": "excludes lease_ids; put it among them"})
+        ended: list[str] = []
+        for first in range(0, len(lease_ids), _RENEWALS_AT_ONCE):
+            some = lease_ids[first : first + _RENEWALS_AT_ONCE]
+            left_s = await asyncio.gather(*map(self._store.keep_alive, some))
+            ended += [one for one, ttl_s in zip(some, left_s, strict=True) if ttl_s is None]
+        return ended
 
     async def Deregister(
         self, request: registry_pb2.DeregisterRequest, context: _Context

@@ -55,6 +55,8 @@ def member_violations(member: registry_pb2.Member, path: str) -> dict[str, str]:
         violations[f"{path}.endpoint"] = "give host:port with a port of 1 to 65535"
     if member.client_endpoint and not _is_endpoint(member.client_endpoint):
         violations[f"{path}.client_endpoint"] = "give host:port with a port of 1 to 65535, or none"
+    if member.http_endpoint and not _is_endpoint(member.http_endpoint):
+        violations[f"{path}.http_endpoint"] = "give host:port with a port of 1 to 65535, or none"
     if member.start_unix_ns == 0:
         violations[f"{path}.start_unix_ns"] = (
             "give the start time in nanoseconds since the Unix epoch"

@@ -37,13 +37,15 @@ from headrace_router.client_gate import ClientGate
 from headrace_router.config import RouterConfig
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.lookaside.keys import RouterKeys
+from headrace_router.lookaside.own_prompts import OwnPrompts
+from headrace_router.lookaside.prompts import DirectPrompts
 from headrace_router.lookaside.tickets import LookAside
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.prefill_queue.service import PullService
+from headrace_router.prefill_queue.service import QueueService
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.runner import RequestRunner
@@ -93,6 +95,7 @@ class Router:
     openai: OpenAiApp
     admission: Admission
     pairs: PairReporter
+    queue_service: QueueService
     status: StatusApp | None
     """None without the setting status_listen."""
     status_reader: StatusReader
@@ -115,7 +118,7 @@ class Router:
     def _add_internal(self, server: grpc.aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.inference, server)
         trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceReader(self.traces), server)
-        prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(PullService(self.queue), server)
+        prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(self.queue_service, server)
         SpanCollector(self.traces.add_batch, self.direct.on_batch).add_to(server)
 
     def update(self, members: Collection[registry_pb2.Member]) -> None:
@@ -192,10 +195,11 @@ def assemble(
     )
     # A client has a reservation sent within `late_s` after its ticket's expiry, perhaps by another router than its own.
     router_keys = RouterKeys(ticket_key.public, TICKET_LIFETIME_MAX_S + config.default_deadline_s)
+    prompts = DirectPrompts(workers, queue, dispatcher)
     look_aside = LookAside(
         workers=workers,
         queue=queue,
-        dispatcher=dispatcher,
+        prompts=prompts,
         signer=TicketSigner(ticket_key, config.ticket_ttl_s, workers.unix_ns),
         keys=router_keys,
         allowed=config.look_aside,
@@ -208,7 +212,11 @@ def assemble(
     preparer = RequestPreparer(
         codecs, workers, telemetry, config.max_bytes_per_token, salts.salt_of
     )
-    tracer = RequestTracer(telemetry, traces, WorkerClocks())
+    tracer = RequestTracer(
+        *(telemetry, traces, WorkerClocks()),
+        slow_s=config.slow_trace_s,
+        on_latency=metrics.count_latency,
+    )
     callers = CallerBounds(CallerLimits.from_config(config), metrics.count_refused)
     runner = RequestRunner(
         callers=callers,
@@ -262,6 +270,14 @@ def assemble(
         openai=openai,
         admission=admission,
         pairs=PairReporter(),
+        queue_service=QueueService(
+            queue,
+            OwnPrompts(
+                *(prompts, queue, policy, codecs, traces.start_trace),
+                config.default_deadline_s,
+            ),
+            runner.reject_when_draining,
+        ),
         status=_build_status(config, status_reader),
         status_reader=status_reader,
     )

@@ -67,6 +67,9 @@ class RouterQueue(prefill_pb2_grpc.PrefillQueueServiceServicer):
         self.started: list[str] = []
         self.outgoing: asyncio.Queue[prefill_pb2.PullResponse] = asyncio.Queue()
 
+    async def Enqueue(self, request: object, context: object) -> prefill_pb2.EnqueueResponse:
+        raise AssertionError("prefill workers queue no prompts")
+
     async def Pull(
         self, request_iterator: AsyncIterator[prefill_pb2.PullRequest], context: object
     ) -> AsyncIterator[prefill_pb2.PullResponse]:

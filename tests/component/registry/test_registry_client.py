@@ -23,7 +23,9 @@ from headrace_common.errors import (
 )
 from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.registry.membership import Membership
+from headrace_common.registry.renewals import LeaseRenewals
 from headrace_common.registry.view import RegistryView
+from headrace_common.rpc.channel import open_channel
 from tests.component.registry.harness import (
     EtcdServer,
     Registry,
@@ -49,6 +51,31 @@ async def cache(registry: Registry) -> AsyncIterator[DescriptorCache]:
     cache = DescriptorCache(registry.endpoint)
     yield cache
     await cache.close()
+
+
+async def test_members_of_one_process_share_one_stream_of_renewals(registry: Registry) -> None:
+    async with open_channel(registry.endpoint) as channel, viewing(registry.endpoint) as view:
+        renewals = LeaseRenewals(channel, 0.3)
+        members = [
+            Membership(channel, worker(f"decode-{number}"), 1.0, renewals=renewals)
+            for number in range(8)
+        ]
+        tasks = len([task for task in asyncio.all_tasks() if task.get_name() == "lease renewals"])
+        await asyncio.gather(*(member.start() for member in members))
+        await until(lambda: len(view.members) == 8, 2, "the members in the view")
+        # Well beyond their TTL.
+        await asyncio.sleep(2.5)
+        assert len(view.members) == 8
+        assert all(member.registered for member in members)
+        names = [task.get_name() for task in asyncio.all_tasks()]
+        assert names.count("lease renewals") == tasks + 1
+        # A lost lease is registered again.
+        (lease_id,) = [members[0]._lease_id]
+        stub = registry_pb2_grpc.RegistryServiceStub(channel)
+        await stub.Deregister(registry_pb2.DeregisterRequest(lease_id=lease_id))
+        await until(lambda: members[0]._lease_id not in ("", lease_id), 3, "another lease")
+        await asyncio.gather(*(member.stop() for member in members))
+        await renewals.close()
 
 
 async def test_a_member_is_in_the_view_from_start_to_stop(registry: Registry) -> None:

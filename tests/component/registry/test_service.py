@@ -23,6 +23,7 @@ from headrace_common.errors import (
     RegistryUnavailable,
     WatchExpired,
 )
+from headrace_common.limits import LEASES_PER_RENEWAL_MAX
 from tests.component.registry.harness import (
     EtcdServer,
     Registry,
@@ -120,6 +121,43 @@ async def test_the_rpcs_of_a_worker_from_registration_to_deregistration(stub: St
     assert got.descriptor == kv_descriptor()
     await stub.Deregister(registry_pb2.DeregisterRequest(lease_id=granted.lease_id))
     await error_of(NotFound, stub.GetKvDescriptor(wanted))
+
+
+async def test_several_leases_are_renewed_by_one_message(stub: Stub) -> None:
+    granted = [
+        (await stub.Register(register(worker(f"decode-{number}"), 1.0))).lease_id
+        for number in range(3)
+    ]
+    call = stub.KeepAlive()
+    for _ in range(4):
+        await call.write(registry_pb2.KeepAliveRequest(lease_ids=[*granted[:2], "unknown"]))
+        response = await call.read()
+        assert isinstance(response, registry_pb2.KeepAliveResponse)
+        assert list(response.ended_lease_ids) == ["unknown"]
+        await asyncio.sleep(0.5)
+    # The third one was not renewed.
+    listed = await stub.ListMembers(registry_pb2.ListMembersRequest())
+    assert [member.worker_id for member in listed.members] == ["decode-0", "decode-1"]
+    call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (
+            registry_pb2.KeepAliveRequest(lease_ids=["x"] * (LEASES_PER_RENEWAL_MAX + 1)),
+            "lease_ids",
+        ),
+        (registry_pb2.KeepAliveRequest(lease_id="x", lease_ids=["y"]), "lease_id"),
+    ],
+)
+async def test_wrong_renewals_are_refused(
+    stub: Stub, request_: registry_pb2.KeepAliveRequest, field: str
+) -> None:
+    call = stub.KeepAlive()
+    await call.write(request_)
+    error = await error_of(InvalidRequest, call.read())
+    assert list(error.metadata) == [field]
 
 
 async def test_an_invalid_registration_names_every_field(stub: Stub) -> None:

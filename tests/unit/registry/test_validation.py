@@ -48,6 +48,7 @@ def test_a_valid_record_has_no_violations() -> None:
         ("endpoint", "host:70000"),
         ("endpoint", "a b:1"),
         ("client_endpoint", "host:0"),
+        ("http_endpoint", "host:0"),
         ("model", ""),
         ("model", "m" * 256),
         ("transport", "t" * 64),

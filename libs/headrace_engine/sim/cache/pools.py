@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from functools import partial
-from math import lcm
+from math import gcd, lcm
 
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
@@ -44,7 +44,10 @@ class CachePools:
             for index, count in enumerate(block_counts)
         )
         self._keeps_state = any(group.kind == STATE for group in groups)
-        self._span_tokens = lcm(*(group.block_tokens or 1 for group in groups))
+        sizes = [group.block_tokens or 1 for group in groups]
+        self._span_tokens = lcm(*sizes)
+        # A block ends only at a multiple of it.
+        self._common_tokens = gcd(*(group.block_tokens for group in groups)) or self._span_tokens
 
     @property
     def available_count(self) -> int:
@@ -154,6 +157,8 @@ class CachePools:
 
     def register(self, sequence: Sequence, start_token: int, end_token: int) -> None:
         """Caches the blocks that tokens [start_token, end_token) completed."""
+        if start_token // self._common_tokens == end_token // self._common_tokens:
+            return
         for pool_index, (group, pool, block_ids) in enumerate(
             zip(self._groups, self._pools, sequence.block_ids_by_group, strict=True)
         ):

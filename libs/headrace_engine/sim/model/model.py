@@ -94,13 +94,21 @@ class SimModel:
             number = last
         self.formulas = tuple(formulas)
         self._position_weights = np.empty(0, np.uint64)
+        self._position_words = np.empty(0, np.uint64)
 
     def prefix_sums(self, token_ids: Sequence[int], start: int = 0, base: int = 0) -> U64Array:
         """Running sums over tokens from position `start`, after the sum `base`. Shape [tokens]."""
         tokens = np.asarray(token_ids, np.uint64)
-        positions = counted_words(len(token_ids), _TOKEN_SEED, start)
+        positions = self._token_words(start + len(token_ids))[start:]
         terms = mix_words(positions ^ mix_words(tokens + np.uint64(1)))
         return np.cumsum(terms, dtype=np.uint64) + np.array([base], np.uint64)
+
+    def _token_words(self, count: int) -> U64Array:
+        """The words of positions 0 to `count`, in a shared array: do not write. Shape [count]."""
+        if len(self._position_words) < count:
+            size = max(count, 2 * len(self._position_words))
+            self._position_words = counted_words(size, _TOKEN_SEED)
+        return self._position_words[:count]
 
     def next_sum(self, token_id: int, position: int, base: int) -> int:
         """`prefix_sums` of one token."""

@@ -32,10 +32,9 @@ def choose_token(
     With a temperature, `sampling.seed` must be set. Logprobs are those of the model, before
     penalties and temperature.
     """
+    if is_plain(sampling):
+        return Choice(plain_token(digest, vocabulary), None)
     constrained = is_constrained(sampling)
-    if not constrained and not _needs_scores(sampling):
-        lowest = _lowest(vocabulary)
-        return Choice(lowest + mix_int(digest) % (vocabulary - lowest), None)
     tokens = _candidates(digest, vocabulary)
     scores = _scores(digest, len(tokens))
     if constrained:
@@ -52,6 +51,17 @@ def choose_token(
     logprobs = _log_softmax(scores)
     alternatives = tuple(zip(tokens, logprobs, strict=True))[: sampling.logprobs]
     return Choice(tokens[chosen], TokenLogprobs(logprobs[chosen], alternatives))
+
+
+def is_plain(sampling: Sampling) -> bool:
+    """Whether `plain_token` chooses."""
+    return not is_constrained(sampling) and not _needs_scores(sampling)
+
+
+def plain_token(digest: int, vocabulary: int) -> int:
+    """The most likely token."""
+    lowest = _lowest(vocabulary)
+    return lowest + mix_int(digest) % (vocabulary - lowest)
 
 
 def _needs_scores(sampling: Sampling) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from headrace_common.errors import HeadraceError
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, TokenLogprobs
@@ -20,11 +21,18 @@ class DecodeEventQueue:
         self._end: DecodeEnded | None = None
         self._failure: HeadraceError | None = None
         self._filled = asyncio.Event()
+        self._on_events: Callable[[], None] | None = None
+
+    def follow(self, on_events: Callable[[], None]) -> None:
+        """Calls `on_events` for every event from now on, and at once if there is one."""
+        self._on_events = on_events
+        if self._filled.is_set():
+            on_events()
 
     def put_reservation(self, reservation: Reservation) -> None:
         """Comes before all other events."""
         self._reservation = reservation
-        self._filled.set()
+        self._notify()
 
     @property
     def has_reservation(self) -> bool:
@@ -39,21 +47,24 @@ class DecodeEventQueue:
         self._tokens.append(token_id)
         if logprobs is not None:
             self._logprobs.append(logprobs)
-        self._filled.set()
+        self._notify()
 
     def put_end(self, end: DecodeEnded) -> None:
         """Must be the last event."""
         self._end = end
-        self._filled.set()
+        self._notify()
 
     def put_failure(self, failure: HeadraceError) -> None:
-        """Makes `get_all` raise. Events that were not read are dropped."""
+        """Makes `take` raise. Events that were not read are dropped."""
         self._failure = failure
-        self._filled.set()
+        self._notify()
 
-    async def get_all(self) -> list[DecodeEvent]:
-        """Waits until there are events and returns all, in order. Raises the failure, if there is one."""
+    async def wait(self) -> None:
+        """Returns when there are events, or the failure."""
         await self._filled.wait()
+
+    def take(self) -> list[DecodeEvent]:
+        """All events that were not read, in order. Raises the failure, if there is one."""
         self._filled.clear()
         if self._failure is not None:
             raise self._failure
@@ -69,4 +80,10 @@ class DecodeEventQueue:
             self._logprobs.clear()
         if self._end is not None:
             events.append(self._end)
+            self._end = None
         return events
+
+    def _notify(self) -> None:
+        self._filled.set()
+        if self._on_events is not None:
+            self._on_events()

@@ -19,6 +19,7 @@ from headrace_engine.interface import (
 )
 from headrace_engine.sim.model.bit_mixer import U64Array, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.sampling import is_plain
 from headrace_engine.sim.request.event_queue import DecodeEventQueue
 from headrace_engine.sim.request.handover import Handover
 from headrace_kv.handoff.messages import Reservation
@@ -32,6 +33,8 @@ class Generation:
     sampling: Sampling
     remote_kv: bool
     transferable_tokens: int
+    plain: bool = False
+    """Whether `plain_token` chooses its tokens."""
     events: DecodeEventQueue = field(default_factory=DecodeEventQueue)
 
 
@@ -304,7 +307,9 @@ def decode_sequence(
         hashes=hashes,
         hash_sum=hash_sum,
         cache_salt=work.cache_salt,
-        generation=Generation(sampling, work.remote_kv, work.transferable_tokens),
+        generation=Generation(
+            sampling, work.remote_kv, work.transferable_tokens, is_plain(sampling)
+        ),
         awaits_first_token=work.awaits_first_token,
     )
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from headrace_engine.sim.request.sequence import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Positions [start, end) of one sequence."""
 
     sequence: Sequence

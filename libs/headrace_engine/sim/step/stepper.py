@@ -13,7 +13,7 @@ from headrace_engine.sim.faults import SimFaults
 from headrace_engine.sim.model.constraints import choice_is_complete
 from headrace_engine.sim.model.logits import digest_of, logits_of
 from headrace_engine.sim.model.model import SimModel, unverified_digest
-from headrace_engine.sim.model.sampling import Choice, choose_token
+from headrace_engine.sim.model.sampling import Choice, choose_token, plain_token
 from headrace_engine.sim.model.settings import SimSettings, SimShape
 from headrace_engine.sim.request.handover import Handover
 from headrace_engine.sim.request.sequence import Sequence
@@ -144,8 +144,13 @@ class Stepper:
         handover.finish()
 
     def _generate(self, sequence: Sequence) -> None:
-        assert sequence.generation is not None
-        sampling = sequence.generation.sampling
+        generation = sequence.generation
+        assert generation is not None
+        if generation.plain:
+            token_id = plain_token(self._digest(sequence), self._model.vocabulary)
+            sequence.token_generated(token_id, None, self._model)
+            return
+        sampling = generation.sampling
         if sampling.structured_outputs and choice_is_complete(sampling, sequence.answer):
             sequence.answer_completed()
             return

@@ -21,7 +21,7 @@ from headrace_router.prefill_queue.task import QueuedTask
 
 
 class AttemptSpan:
-    """Starts with the attempt. `end` must follow."""
+    """Starts with the attempt, linked to the one before it. `end` must follow."""
 
     def __init__(
         self,
@@ -45,6 +45,9 @@ class AttemptSpan:
                 schema.ATTRIBUTE_GENERATED_TOKENS: request.response.completion_tokens,
             },
         )
+        for previous in request.timeline.span_contexts[-1:]:
+            self._span.add_link(previous)
+        request.timeline.attempt_traced(self._span.get_span_context())
         self.context: Context = trace.set_span_in_context(self._span)
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Final
@@ -19,10 +18,7 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, timestamp_from_unix_s
 from headrace_common.errors import (
-    DeadlineExceeded,
-    DuplicateTransfer,
     InvalidRequest,
-    WorkerGone,
 )
 from headrace_common.identity import new_transfer_id
 from headrace_common.tickets.direct import TicketSigner, check_ticket
@@ -30,17 +26,16 @@ from headrace_common.tickets.direct_request import decode_request_of
 from headrace_frontend.request.response_stream import ended_by
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.dispatch.first_token import BY_DECODE
 from headrace_router.dispatch.messages import decode_request
 from headrace_router.lookaside.keys import RouterKeys
+from headrace_router.lookaside.prompts import DirectPrompts
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.placement import CandidateCost, Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Worker
 
-_PREFILLED_MAX: Final = 65_536
 # A client that was granted a reservation has sent it to the router by then.
 _RESERVATION_S: Final = 1.0
 
@@ -57,7 +52,7 @@ class LookAside:
         *,
         workers: WorkerDirectory,
         queue: PrefillQueue,
-        dispatcher: RequestDispatcher,
+        prompts: DirectPrompts,
         signer: TicketSigner,
         keys: RouterKeys,
         allowed: bool,
@@ -66,13 +61,12 @@ class LookAside:
     ) -> None:
         self._workers = workers
         self._queue = queue
-        self._dispatcher = dispatcher
+        self._prompts = prompts
         self._signer = signer
         self._keys = keys
         self._allowed = allowed
         self._late_s = late_s
         self.direct = direct
-        self._prefilled: OrderedDict[str, None] = OrderedDict()
         self._expected: dict[str, ExitStack] = {}
 
     def grant(
@@ -148,13 +142,7 @@ class LookAside:
         prefill worker. Cancellation cancels the task.
         """
         direct = request.direct
-        worker = self._workers.worker(WorkerRef(claims.worker_id, claims.incarnation))
-        if worker is None:
-            raise WorkerGone(
-                f"decode worker {claims.worker_id} has left",
-                metadata={"worker_id": claims.worker_id},
-            )
-        self._reject_repeated(direct.transfer_id)
+        worker = self._prompts.worker(WorkerRef(claims.worker_id, claims.incarnation))
         task = prefill_pb2.PrefillTask(
             transfer_id=direct.transfer_id,
             request_id=direct.request_id,
@@ -166,38 +154,13 @@ class LookAside:
             traceparent=direct.traceparent,
             cache_salt=direct.cache_salt,
         )
-        terms = self._dispatcher.task_terms(worker, direct.token_ids, direct.cache_salt, deadline)
         self._end_expectation(direct.transfer_id)
-        queued = self._queue.enqueue(task, layout=worker.layout, terms=terms)
-        try:
-            async with asyncio.timeout(deadline.remaining_s()):
-                outcome = await asyncio.shield(queued.outcome)
-        except TimeoutError:
-            what = "a prefill worker"
-            raise DeadlineExceeded(
-                f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
-            ) from None
-        finally:
-            # Has no effect on a task that has ended.
-            queued.cancel()
-        if outcome.error is not None:
-            raise outcome.error
-        done = outcome.done or prefill_pb2.TaskDone()
+        done = await self._prompts.hand_over(task, tuple(direct.token_ids), worker, deadline)
         return inference_pb2.PrefillResponse(
-            worker_id=queued.worker.worker_id if queued.worker is not None else "",
+            worker_id=done.worker_id,
             cached_tokens=done.cached_tokens,
             payload_bytes=done.payload_bytes,
         )
-
-    def _reject_repeated(self, transfer_id: str) -> None:
-        if transfer_id in self._prefilled:
-            raise DuplicateTransfer(
-                f"the prompt of {transfer_id} was queued before",
-                metadata={"transfer_id": transfer_id},
-            )
-        self._prefilled[transfer_id] = None
-        if len(self._prefilled) > _PREFILLED_MAX:
-            self._prefilled.popitem(last=False)
 
     def _expect_prompt(self, worker: Worker, transfer_id: str, tokens: int) -> None:
         """Lets the queue count the prompt until it comes, or is no longer likely to come."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Protocol
 
 import grpc.aio
 
@@ -19,11 +19,28 @@ from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
 _HELLO_TIMEOUT_S = 10.0
 
 
-class PullService(prefill_pb2_grpc.PrefillQueueServiceServicer):
-    """Serves one stream for each prefill worker. A worker is in the queue while its stream is open."""
+class PromptSource(Protocol):
+    """Queues the prompts of decode workers' own requests."""
 
-    def __init__(self, queue: PrefillQueue) -> None:
+    async def hand_over(
+        self, request: prefill_pb2.EnqueueRequest, remaining_s: float | None
+    ) -> prefill_pb2.EnqueueResponse:
+        """Queues a prompt, and returns once its KV cache was handed over."""
+        ...
+
+
+class QueueService(prefill_pb2_grpc.PrefillQueueServiceServicer):
+    """Serves one stream for each prefill worker. A worker is in the queue while its stream is open.
+
+    `prompts` queues the prompts of decode workers. `reject_when_draining` raises Draining.
+    """
+
+    def __init__(
+        self, queue: PrefillQueue, prompts: PromptSource, reject_when_draining: Callable[[], None]
+    ) -> None:
         self._queue = queue
+        self._prompts = prompts
+        self._reject_when_draining = reject_when_draining
 
     async def Pull(  # type: ignore[override]
         self,
@@ -44,6 +61,17 @@ class PullService(prefill_pb2_grpc.PrefillQueueServiceServicer):
             self._queue.remove_worker(stream)
             writer.cancel()
             await asyncio.gather(writer, return_exceptions=True)
+
+    async def Enqueue(
+        self,
+        request: prefill_pb2.EnqueueRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> prefill_pb2.EnqueueResponse:
+        """Queues the prompt of a decode worker's own request. See prefill.proto."""
+        require_own_name(request.worker_id)
+        self._reject_when_draining()
+        remaining_s = context.time_remaining()
+        return await self._prompts.hand_over(request, remaining_s)
 
     def _handle(self, stream: PrefillWorkerStream, request: prefill_pb2.PullRequest) -> None:
         kind = request.WhichOneof("message")

@@ -234,6 +234,7 @@ def _span_to_proto(placed: _Placed) -> trace_pb2.Span:
         start_time=timestamp_from_unix_ns(placed.start_unix_ns),
         duration=duration_from_ns(span.end_time_unix_nano - span.start_time_unix_nano),
         attributes=attributes,
+        linked_span_ids=[link.span_id.hex() for link in span.links],
         error=(span.status.message or "failed") if _failed(span) else "",
     )
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+from opentelemetry.trace import SpanContext
+
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2
 from headrace.prefill.v1 import prefill_pb2
@@ -150,8 +152,11 @@ class RequestTimeline:
         self._clocks = clocks or WorkerClocks()
         self._arrival_us = arrival_ns // 1_000 or _now_us()
         self._tokenize: list[tuple[int, int]] = []
+        self._slot_wait: tuple[int, int] | None = None
         self._attempts: list[AttemptTimeline] = []
         self._response: ResponseStream | None = None
+        self.span_contexts: list[SpanContext] = []
+        """Of the attempts' spans, oldest first."""
 
     @property
     def response(self) -> ResponseStream | None:
@@ -163,6 +168,10 @@ class RequestTimeline:
         start_ns, end_ns = interval_ns
         self._tokenize.append((start_ns // 1_000, end_ns // 1_000))
 
+    def slot_acquired(self, start_ns: int) -> None:
+        """The request has a slot of the decode workers, for which it has waited since `start_ns`."""
+        self._slot_wait = start_ns // 1_000, _now_us()
+
     def responding(self, response: ResponseStream) -> None:
         """`response` gets the tokens."""
         self._response = response
@@ -172,6 +181,10 @@ class RequestTimeline:
         attempt = AttemptTimeline(self._clocks)
         self._attempts.append(attempt)
         return attempt
+
+    def attempt_traced(self, context: SpanContext) -> None:
+        """An attempt has a span."""
+        self.span_contexts.append(context)
 
     def differences(self) -> dict[str, ClockDifference]:
         """How far the clocks of the request's workers are ahead, by worker id. Follows `break_down`."""
@@ -195,6 +208,7 @@ class RequestTimeline:
         steps = RequestSteps(
             arrival=self._arrival_us,
             tokenize=tuple(self._tokenize),
+            slot_wait=self._slot_wait,
             attempts=tuple(attempt.collect() for attempt in self._attempts),
             first_token=first,
             second_token=second,

@@ -270,6 +270,7 @@ def worker_from_member(member: registry_pb2.Member) -> Worker:
         ref=WorkerRef(member.worker_id, member.incarnation),
         endpoint=member.endpoint,
         client_endpoint=member.client_endpoint,
+        http_endpoint=member.http_endpoint,
         model=member.model,
         max_model_len=member.max_model_len,
         max_num_seqs=member.max_num_seqs,

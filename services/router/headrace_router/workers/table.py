@@ -27,6 +27,8 @@ class Worker:
     max_num_seqs: int
     layout: KvLayout
     client_endpoint: str = ""
+    http_endpoint: str = ""
+    """Of its OpenAI HTTP API. Empty: it has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,147 @@
+"""Assembles and serves the OpenAI HTTP API of a decode worker."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+
+from headrace.inference.v1 import inference_pb2
+from headrace.registry.v1 import registry_pb2
+from headrace_common.callers.bounds import CallerBounds, CallerLimits
+from headrace_common.config import split_host_port
+from headrace_common.deadlines import Deadline
+from headrace_common.extras import require_extra
+from headrace_common.rpc.channel import open_channel
+from headrace_decode.attempts import Attempts
+from headrace_decode.config import DecodeConfig
+from headrace_decode.http.prefill import RouterPrefills
+from headrace_decode.http.runner import OwnRequestRunner, OwnWorker
+from headrace_engine.worker.config import served_model
+from headrace_engine.worker.host import HostedWorker, WorkerHost
+from headrace_frontend.openai.answers import ModelParsers
+from headrace_frontend.openai.app import OpenAiApp
+from headrace_frontend.openai.metrics_page import MetricsPage
+from headrace_frontend.openai.parts import OpenAiParts
+from headrace_frontend.openai.server import HttpServer
+from headrace_frontend.request.preparation import RequestPreparer
+from headrace_frontend.request.size import RequestSizeCheck
+from headrace_frontend.salts import CacheSalts
+from headrace_frontend.tenants import load_tenants
+from headrace_text.codec import TextCodec
+from headrace_text.load import SIMULATED_MODEL, load_codecs
+
+
+class _OwnModel:
+    """The worker's model, as request preparation and the list of models need it."""
+
+    def __init__(self, name: str, max_model_len: int, host: WorkerHost) -> None:
+        self.name = name
+        self._max_model_len = max_model_len
+        self._host = host
+
+    def max_model_len(self) -> Mapping[str, int]:
+        return {self.name: self._max_model_len}
+
+    async def wait_for_worker(self, model: str, deadline: Deadline) -> bool:
+        return False
+
+    def list_models(self) -> Sequence[inference_pb2.Model]:
+        prefill = self._host.members.of_role(registry_pb2.Member.ROLE_PREFILL)
+        return [
+            inference_pb2.Model(
+                name=self.name,
+                max_model_len=self._max_model_len,
+                prefill_worker_count=sum(member.model == self.name for member in prefill),
+                decode_worker_count=1,
+            )
+        ]
+
+
+class HttpDoor:
+    """Serves `http_listen`. The clients of a gateway reach this worker there."""
+
+    def __init__(
+        self, host: WorkerHost, hosted: HostedWorker[DecodeConfig], attempts: Attempts
+    ) -> None:
+        """Raises ConfigError when a package for HTTP is not installed."""
+        require_extra("http_listen of a decode worker", "http")
+        self._config = config = hosted.config
+        self._host = host
+        self._model = _OwnModel(
+            *(served_model(config, hosted.engine), hosted.engine.max_model_len, host)
+        )
+        self._hash_key = 0
+        self._callers = CallerBounds(CallerLimits.from_config(config), host.metrics.count_refused)
+        self.prefills = RouterPrefills(hosted.ref, lambda endpoint: open_channel(endpoint, config))
+        self._worker = OwnWorker(
+            *(hosted.ref, self._model.name, attempts, self.prefills, host.members)
+        )
+        self._preparer: RequestPreparer | None = None
+        self._runner: OwnRequestRunner | None = None
+        self._server: HttpServer | None = None
+
+    def set_prefix_hash_key(self, key: int) -> None:
+        """The deployment's key, from which the cache salts of tenants follow."""
+        self._hash_key = key
+
+    async def start(self) -> str:
+        """Serves from now on. Returns the host:port at which gateways reach it. Raises ConfigError."""
+        config = self._config
+        folder = SIMULATED_MODEL if config.engine == "sim" else config.model
+        codecs = await asyncio.to_thread(load_codecs, {self._model.name: folder})
+        self._server = HttpServer(self._build_app(codecs), config, self._callers)
+        self._server.start()
+        host, port = split_host_port(config.http_advertise or config.http_listen)
+        return f"{host}:{port or self._server.port}"
+
+    def _build_app(self, codecs: Mapping[str, TextCodec]) -> OpenAiApp:
+        config, model, host = self._config, self._model, self._host
+        telemetry = host.telemetry.for_worker(self._worker.ref.worker_id)
+        salts = CacheSalts(
+            by_tenant=config.separates_tenants, prefix_hash_key=lambda: self._hash_key
+        )
+        self._preparer = RequestPreparer(
+            codecs, model, telemetry, config.max_bytes_per_token, salts.salt_of
+        )
+        self._runner = OwnRequestRunner(
+            *(self._worker, self._preparer, self._callers, telemetry),
+            requests_max=config.max_concurrent_requests,
+        )
+        parts = OpenAiParts(
+            codecs=codecs,
+            parsers={name: ModelParsers(*names) for name, names in config.parsers.items()},
+            models=model,
+            tenants=load_tenants(config.api_keys_file),
+            runner=self._runner,
+            preparer=self._preparer,
+            size=RequestSizeCheck(model.max_model_len, config.max_bytes_per_token),
+            count_failures=nullcontext,
+            callers=self._callers,
+        )
+        metrics = MetricsPage(
+            load_tenants(config.metrics_keys_file, "metrics_keys_file"), telemetry.metrics.text
+        )
+        return OpenAiApp(
+            *(parts, metrics),
+            deadline_s=config.request_timeout_s,
+            body_bytes_max=config.max_request_bytes,
+        )
+
+    def start_drain(self) -> None:
+        """Reports that the worker is not ready."""
+        if self._runner is not None:
+            self._runner.drain()
+
+    async def drain(self, deadline: Deadline) -> None:
+        """Returns when the requests in flight have ended, at the deadline at last."""
+        if self._server is not None:
+            await self._server.drain(deadline)
+
+    async def stop(self) -> None:
+        """Ends all requests."""
+        if self._server is not None:
+            await self._server.stop()
+        if self._preparer is not None:
+            self._preparer.close()
+        await self.prefills.close()

@@ -1,0 +1,165 @@
+"""One attempt at a request of this worker's own client."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+from opentelemetry.trace import Span
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import sampling_pb2
+from headrace.prefill.v1 import prefill_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import ProtocolViolation
+from headrace_common.identity import new_transfer_id
+from headrace_common.rpc.trace_context import traceparent
+from headrace_decode.attempts import Attempts
+from headrace_decode.http.prefill import RouterPrefills
+from headrace_decode.running import RunningAttempt
+from headrace_frontend.request.decode_request import decode_request
+from headrace_frontend.request.response_stream import ResponseStream
+from headrace_frontend.request.validation import PreparedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRequest:
+    """A request of this worker's own client. `root` is the root span of its trace."""
+
+    prepared: PreparedRequest
+    response: ResponseStream
+    root: Span
+    deadline: Deadline
+    arrival_unix_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnOutcome:
+    """How an attempt ended. `prefill_worker_id` is empty when no prefill worker computed the prompt."""
+
+    reason: sampling_pb2.FinishReason.ValueType
+    cached_tokens: int
+    transferred_tokens: int
+    prefill_worker_id: str = ""
+
+
+class OwnAttempt:
+    """Adds the tokens of one attempt to the response. Runs once."""
+
+    def __init__(
+        self,
+        request: OwnRequest,
+        incarnation: str,
+        *,
+        remote: bool,
+        attempts: Attempts,
+        prefills: RouterPrefills,
+    ) -> None:
+        self._request = request
+        self._attempts = attempts
+        self._prefills = prefills
+        self._call = decode_request(
+            *(request.prepared, new_transfer_id(), request.response.generated),
+            incarnation=incarnation,
+            remote_prefill=remote,
+        )
+        self._reserved: decode_pb2.Reserved | None = None
+        self._prefill: asyncio.Task[prefill_pb2.EnqueueResponse] | None = None
+
+    @property
+    def reserved(self) -> bool:
+        """Whether the engine has reserved blocks."""
+        return self._reserved is not None
+
+    async def run(self) -> OwnOutcome:
+        """Raises HeadraceError. Cancellation gives back the blocks and cancels the prefill."""
+        token = otel_context.attach(trace.set_span_in_context(self._request.root))
+        try:
+            running = self._attempts.start_own(self._call, self._request.deadline)
+        finally:
+            otel_context.detach(token)
+        ended = False
+        try:
+            outcome = await self._add_tokens(running)
+            ended = True
+            return outcome
+        finally:
+            running.end()
+            # After the end, the router's response is on its way.
+            if self._prefill is not None and not ended:
+                self._prefill.cancel()
+
+    async def _add_tokens(self, running: RunningAttempt) -> OwnOutcome:
+        response = self._request.response
+        async with aclosing(running.responses()) as responses:
+            first = await anext(responses)
+            self._reserved = first.reserved
+            self._ask_for_prefill(first.reserved, traceparent(running.span))
+            event = await self._first_event(asyncio.ensure_future(anext(responses)))
+            while True:
+                if event.WhichOneof("event") == "finished":
+                    return self._outcome(event.finished.reason, event.finished)
+                await response.add_tokens(event.tokens)
+                if response.stopped:
+                    return self._outcome(sampling_pb2.FINISH_REASON_STOP, None)
+                event = await anext(responses)
+
+    def _ask_for_prefill(self, reserved: decode_pb2.Reserved, parent: str) -> None:
+        if reserved.start_token < reserved.end_token:
+            self._prefill = asyncio.create_task(
+                self._prefills.prefill(
+                    self._call, reserved.start_token, parent, self._request.deadline
+                )
+            )
+            # An error after the first token is of no interest: the engine has the KV cache.
+            self._prefill.add_done_callback(_consume)
+
+    async def _first_event(
+        self, read: asyncio.Future[decode_pb2.GenerateResponse]
+    ) -> decode_pb2.GenerateResponse:
+        """The first tokens or the end. Raises the error of a prefill that fails before them."""
+        try:
+            if self._prefill is not None:
+                either: set[asyncio.Future[Any]] = {read, self._prefill}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+                if not read.done():
+                    self._prefill.result()
+            return await read
+        except StopAsyncIteration:
+            raise ProtocolViolation("the engine ended without tokens and without an end") from None
+        finally:
+            if not read.done():
+                read.cancel()
+                await asyncio.wait({read})
+
+    def _outcome(
+        self,
+        reason: sampling_pb2.FinishReason.ValueType,
+        finished: decode_pb2.Finished | None,
+    ) -> OwnOutcome:
+        prompt_tokens = len(self._request.prepared.token_ids)
+        cached = transferred = 0
+        if finished is not None:
+            cached, transferred = finished.cached_tokens, finished.transferred_tokens
+        elif self._reserved is not None and self._call.remote_prefill:
+            cached = self._reserved.start_token
+            transferred = self._reserved.end_token - cached
+        cached = min(cached, prompt_tokens)
+        transferred = min(transferred, prompt_tokens - cached)
+        return OwnOutcome(reason, cached, transferred, self._prefill_worker_id())
+
+    def _prefill_worker_id(self) -> str:
+        """The prefill worker, once the router has reported it."""
+        task = self._prefill
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return ""
+        return task.result().worker_id
+
+
+def _consume(task: asyncio.Task[prefill_pb2.EnqueueResponse]) -> None:
+    if not task.cancelled():
+        task.exception()

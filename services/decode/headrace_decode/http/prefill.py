@@ -1,0 +1,83 @@
+"""Asks routers to have prompts prefilled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from itertools import count
+
+import grpc.aio
+
+from headrace.decode.v1 import decode_pb2
+from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
+from headrace.registry.v1 import registry_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import WorkerGone
+from headrace_common.rpc.status import error_from_rpc
+from headrace_kv.layout.layout import WorkerRef
+
+
+class RouterPrefills:
+    """The routers take turns. `update` must be called with every change of the live routers."""
+
+    def __init__(self, ref: WorkerRef, open_channel: Callable[[str], grpc.aio.Channel]) -> None:
+        self._ref = ref
+        self._open_channel = open_channel
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._turns = count()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def available(self) -> bool:
+        """Whether a router is known."""
+        return bool(self._channels)
+
+    def update(self, routers: Iterable[registry_pb2.Member]) -> None:
+        """Replaces the routers. Calls to those that left go on until their channel is closed."""
+        endpoints = {router.endpoint for router in routers}
+        for endpoint in self._channels.keys() - endpoints:
+            self._close(self._channels.pop(endpoint))
+        for endpoint in sorted(endpoints - self._channels.keys()):
+            self._channels[endpoint] = self._open_channel(endpoint)
+
+    async def prefill(
+        self,
+        request: decode_pb2.GenerateRequest,
+        start_token: int,
+        traceparent: str,
+        deadline: Deadline,
+    ) -> prefill_pb2.EnqueueResponse:
+        """Queues the prompt of a request with reserved blocks. Returns once its KV cache was handed over.
+
+        Raises HeadraceError. Cancellation cancels the prefill.
+        """
+        endpoints = sorted(self._channels)
+        if not endpoints:
+            raise WorkerGone("no router is known, so no prefill worker can be asked")
+        endpoint = endpoints[next(self._turns) % len(endpoints)]
+        stub = prefill_pb2_grpc.PrefillQueueServiceStub(self._channels[endpoint])
+        message = prefill_pb2.EnqueueRequest(
+            transfer_id=request.transfer_id,
+            request_id=request.request_id,
+            worker_id=self._ref.worker_id,
+            incarnation=self._ref.incarnation,
+            token_ids=request.token_ids,
+            start_token=start_token,
+            traceparent=traceparent,
+            cache_salt=request.cache_salt,
+        )
+        try:
+            return await stub.Enqueue(message, timeout=deadline.remaining_s())
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+
+    async def close(self) -> None:
+        """Closes every channel."""
+        self.update(())
+        while self._closing:
+            await asyncio.wait(set(self._closing))
+
+    def _close(self, channel: grpc.aio.Channel) -> None:
+        task = asyncio.get_running_loop().create_task(channel.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)

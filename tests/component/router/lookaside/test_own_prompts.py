@@ -1,0 +1,128 @@
+"""Enqueue: the prompts of decode workers' own requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc.aio
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
+from headrace_common.errors import (
+    DuplicateTransfer,
+    HeadraceError,
+    InvalidRequest,
+    QueueFull,
+    WorkerGone,
+)
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.status import error_from_rpc
+from tests.component.router.fakes import FakeDecode, Rig, fail, hand_over, hang, stall
+from tests.waiting import until
+
+PROMPT = list(b"a prompt of a decode worker")
+
+
+def request_of(worker: FakeDecode, **fields: Any) -> prefill_pb2.EnqueueRequest:
+    values = {
+        "transfer_id": "own-1",
+        "request_id": "mine",
+        "worker_id": worker.member.worker_id,
+        "incarnation": worker.member.incarnation,
+        "token_ids": PROMPT,
+        "start_token": 3,
+        "traceparent": f"00-{7:032x}-{9:016x}-01",
+    }
+    return prefill_pb2.EnqueueRequest(**{**values, **fields})
+
+
+async def enqueue(rig: Rig, request: prefill_pb2.EnqueueRequest) -> prefill_pb2.EnqueueResponse:
+    """Raises HeadraceError."""
+    async with open_channel(rig.internal_endpoint) as channel:
+        stub = prefill_pb2_grpc.PrefillQueueServiceStub(channel)
+        try:
+            return await stub.Enqueue(request, timeout=5)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+
+
+async def error_of(rig: Rig, request: prefill_pb2.EnqueueRequest) -> HeadraceError:
+    with pytest.raises(HeadraceError) as raised:
+        await enqueue(rig, request)
+    return raised.value
+
+
+async def test_a_prompt_is_prefilled_without_its_last_token_and_traced(rig: Rig) -> None:
+    worker = await rig.add_decode(hang)
+    prefill = await rig.add_prefill(hand_over)
+    response = await enqueue(rig, request_of(worker, cache_salt="5a17"))
+    assert response.worker_id == "p0"
+    (task,) = prefill.tasks
+    assert list(task.token_ids) == PROMPT[:-1]
+    assert (task.start_token, task.cache_salt) == (3, "5a17")
+    assert task.decode_endpoint == worker.member.endpoint
+    assert (await rig.trace_of("mine")).trace_id == f"{7:032x}"
+    assert isinstance(await error_of(rig, request_of(worker)), DuplicateTransfer)
+
+
+async def test_wrong_fields_are_named_before_any_work(rig: Rig) -> None:
+    worker = await rig.add_decode(hang)
+    prefill = await rig.add_prefill(hand_over)
+    context = worker.member.max_model_len
+    for field, value in (
+        ("transfer_id", ""),
+        ("transfer_id", "x" * 129),
+        ("request_id", "x" * 129),
+        ("traceparent", "x" * 65),
+        ("token_ids", [1]),
+        ("token_ids", [1] * (context + 1)),
+        ("token_ids", [1, 2**31]),
+        ("start_token", len(PROMPT) - 1),
+        ("cache_salt", "x" * 1_000),
+    ):
+        error = await error_of(rig, request_of(worker, **{field: value}))
+        assert isinstance(error, InvalidRequest), (field, error)
+        assert list(error.violations) == [field]
+    stale = request_of(worker, incarnation="0" * 16)
+    assert isinstance(await error_of(rig, stale), WorkerGone)
+    assert not prefill.tasks
+
+
+async def test_errors_reach_the_decode_worker(rig: Rig) -> None:
+    worker = await rig.add_decode(hang)
+    assert isinstance(await error_of(rig, request_of(worker)), WorkerGone)
+    await rig.add_prefill(fail("TRANSFER_FAILED"))
+    assert (
+        await error_of(rig, request_of(worker, transfer_id="own-2"))
+    ).reason == "TRANSFER_FAILED"
+    rig.router.runner.drain()
+    assert (await error_of(rig, request_of(worker, transfer_id="own-3"))).reason == "DRAINING"
+
+
+async def test_a_slow_queue_is_left_by_the_policy(rig: Rig) -> None:
+    worker = await rig.add_decode(hang)
+    await rig.add_prefill(stall)
+    rig.policy.policy.max_queue_wait.CopyFrom(Duration(nanos=1))
+    rig.router.queue.estimate = lambda model="": _Slow()  # type: ignore[method-assign,assignment,return-value]
+    error = await error_of(rig, request_of(worker))
+    assert isinstance(error, QueueFull)
+    assert "max_queue_wait" in error.detail
+
+
+class _Slow:
+    wait_s = 1.0
+    depth = 1
+    queued_tokens = 1
+    oldest_age_s = 1.0
+
+
+async def test_a_cancelled_call_cancels_the_task(rig: Rig) -> None:
+    worker = await rig.add_decode(hang)
+    prefill = await rig.add_prefill(stall)
+    async with open_channel(rig.internal_endpoint) as channel:
+        stub = prefill_pb2_grpc.PrefillQueueServiceStub(channel)
+        call = stub.Enqueue(request_of(worker), timeout=5)
+        await until(lambda: len(prefill.tasks) == 1)
+        call.cancel()
+        await until(lambda: prefill.cancels == ["own-1"])
