@@ -100,5 +100,7 @@ def _cached(answer: Answer) -> int:
 def tier_blocks(engine: VllmEngine) -> dict[str, int]:
     """Blocks that the engine announces, by tier and all faster ones."""
     assert engine.prefix_events is not None
-    counts = {Tier(event.tier): event.announced_count for event in engine.prefix_events.heartbeats()}
+    counts = {
+        Tier(event.tier): event.announced_count for event in engine.prefix_events.heartbeats()
+    }
     return {tier.name: counts.get(tier, 0) for tier in Tier}
