@@ -137,7 +137,7 @@ def test_idle_workers(tmp_path: Path) -> None:
 
 
 def test_slow_readers(tmp_path: Path) -> None:
-    size = ("--crowd=8", "--fast=2", "--seconds=1", "--rounds=1", "--step-ms=20")
+    size = ("--crowd=8", "--fast=2", "--seconds=0.5", "--rounds=1", "--step-ms=20")
     (table,) = tables(run("slow_readers", *size, f"--output={tmp_path}"))
     assert [row["readers"] for row in table] == [
         "2 fast readers alone",
@@ -150,12 +150,12 @@ def test_slow_readers(tmp_path: Path) -> None:
 
 def test_scale(tmp_path: Path) -> None:
     # It ends with an error when an answer is wrong.
-    size = ("--workers=2,10", "--requests=32", "--rounds=1", "--idle=1", f"--output={tmp_path}")
+    size = ("--workers=2,4", "--requests=16", "--rounds=1", "--idle=0.5", f"--output={tmp_path}")
     output = run("scale", *size)
     (table,) = tables((tmp_path / "scale.md").read_text())
-    assert [row["workers"] for row in table] == ["2", "10"]
+    assert [row["workers"] for row in table] == ["2", "4"]
     assert_columns_positive(table, "start, s", "requests/s", "bytes of the start", "router, MiB")
-    assert "| 10 | " in output
+    assert "| 4 | " in output
 
 
 def test_planner() -> None:
