@@ -1,6 +1,6 @@
 """Gaps between the tokens of fast readers: alone, beside many fast readers, and beside as many slow ones.
 
-    python -m bench.slow_readers [--crowd 1000] [--fast 32] [--seconds 8] [--rounds 2] [--step-ms 200] [--output DIR]
+    python -m bench.slow_readers [--crowd 1000] [--fast 32] [--seconds 8] [--rounds 3] [--step-ms 200] [--output DIR]
 
 The crowd reads in a process of its own. A slow reader takes one message a second, and its connection buffers little, so
 the router must hold back its tokens. "Beside fast readers" has the same load without slow readers. So its row, rather
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import random
 import statistics
 import sys
 import time
@@ -34,6 +35,8 @@ _PROMPT_TOKENS: Final = 32
 _ANSWER_TOKENS: Final = 96
 _READY_S: Final = 60.0
 _ANSWER_S: Final = 240.0
+# The crowd has just begun its answers, all at once.
+_SETTLE_S: Final = 2.0
 _ALONE: Final = "alone"
 _FAST: Final = "fast"
 _SLOW: Final = "slow"
@@ -72,7 +75,8 @@ async def read_as_crowd(endpoint: str, count: int, kind: str) -> None:
                     begun.release()
                     first = False
                 if kind == _SLOW:
-                    await asyncio.sleep(_SLOW_S)
+                    # Not all at the same moment.
+                    await asyncio.sleep(random.uniform(0.5, 1.5) * _SLOW_S)
 
     readers = [asyncio.create_task(read(number)) for number in range(count)]
     for _ in range(count):
@@ -140,6 +144,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> str:
         for number in range(arguments.rounds):
             for kind in (*kinds[number % 3 :], *kinds[: number % 3]):
                 async with crowd(found.endpoint, arguments.crowd, kind):
+                    await asyncio.sleep(_SETTLE_S if kind != _ALONE else 0.0)
                     begin_s, before_s = time.perf_counter(), cpu_seconds(found.router_pid)
                     gaps[kind].append(
                         await gaps_of(found.endpoint, arguments.fast, arguments.seconds)
@@ -154,17 +159,22 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> str:
         _SLOW: f"beside {arguments.crowd:,} slow readers",
     }
     lines = [
-        "| readers | gap, p50 ms | p99 ms | longest ms | router, % of a core |",
-        "|---|---|---|---|---|",
+        "| readers | gap, p50 ms | p95 ms | p99 ms | longest ms | router, % of a core |",
+        "|---|---|---|---|---|---|",
     ]
     for kind in kinds:
-        merged = sorted(itertools.chain(*gaps[kind]))
-        p99 = merged[min(len(merged) - 1, int(len(merged) * 0.99))]
-        lines.append(
-            f"| {names[kind]} | {statistics.median(merged) * 1e3:.0f} | {p99 * 1e3:.0f} "
-            f"| {merged[-1] * 1e3:.0f} | {statistics.median(cpu[kind]):.0f} |"
-        )
+        figures = [
+            statistics.median(_quantile(one, share) for one in gaps[kind]) * 1e3
+            for share in (0.5, 0.95, 0.99, 1.0)
+        ]
+        cells = (names[kind], *(f"{figure:.0f}" for figure in figures))
+        lines.append(f"| {' | '.join(cells)} | {statistics.median(cpu[kind]):.0f} |")
     return "\n".join(lines)
+
+
+def _quantile(gaps: list[float], share: float) -> float:
+    ordered = sorted(gaps)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
 
 
 async def main(arguments: argparse.Namespace) -> None:
@@ -182,8 +192,8 @@ async def main(arguments: argparse.Namespace) -> None:
 _NOTES: Final = """# Fast readers beside slow ones
 
 Made by `python -m bench.slow_readers`: two simulated decode workers with a step of {step:g} ms, one router. Gaps are
-those between the messages of fast readers, which are measured in {rounds} rounds of {seconds:g} s. A slow reader takes
-one message a second, through a connection that buffers 64 bytes of a stream.
+those between the messages of fast readers. Figures are medians of {rounds} rounds of {seconds:g} s. A slow reader takes
+one message a second, through a connection that buffers 64 bytes of a stream. Both CPUs had other load.
 
 {table}
 
@@ -197,7 +207,7 @@ if __name__ == "__main__":
     parser.add_argument("--crowd", type=int, default=1_000)
     parser.add_argument("--fast", type=int, default=32)
     parser.add_argument("--seconds", type=float, default=8.0)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--step-ms", type=float, default=200.0)
     parser.add_argument("--output", default="")
     parser.add_argument(
