@@ -56,8 +56,8 @@ from bench.vllm_ways import (
     prompt_of,
 )
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.waterfall.rows import layers_of, link_spans
 from headrace_common.telemetry import schema
+from headrace_common.trace_view.reading import read_trace
 
 BY_US: Final = {"decode": DECODE, "prefill": PREFILL, "logits": LOGITS}
 NAMES: Final = {
@@ -208,15 +208,14 @@ def trace_times(trace: trace_pb2.Trace) -> tuple[float, ...]:
         span.name: span.start_time.ToNanoseconds() + span.duration.ToNanoseconds()
         for span in trace.spans
     }
-    links = link_spans(trace)
-    written_ns = max(
-        span.start_time.ToNanoseconds() + max(write.ready_ns for write in layers_of(span))
-        for span in links
+    view = read_trace(trace)
+    written_ns = view.start_unix_ns + max(
+        write.ready_ns for link in view.links for write in link.writes
     )
     computed_ns = ends[schema.SPAN_PREFILL_COMPUTE]
     return (
         (ends[schema.SPAN_DECODE_FIRST_TOKEN] - computed_ns) / 1e6,
-        sum(float(span.attributes[schema.ATTRIBUTE_MOVING_MS]) for span in links),
+        sum(link.moving_ns for link in view.links) / 1e6,
         (ends[schema.SPAN_DECODE_KV_WAIT] - written_ns) / 1e6,
         (ends[schema.SPAN_DECODE_KV_WAIT] - computed_ns) / 1e6,
         took_ns[schema.SPAN_PREFILL_COMPUTE] / 1e6,

@@ -15,7 +15,8 @@ from typing import Final, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from headrace_common.config import ServiceConfig, default_of, flag_of, is_secret, variable_of
+from headrace_common.config import ServiceConfig
+from headrace_common.process.settings import default_of, flag_of, is_secret, variable_of
 from headrace_decode.config import DecodeConfig
 from headrace_prefill.config import PrefillConfig
 from headrace_registry.config import RegistryConfig

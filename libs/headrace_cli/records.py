@@ -124,6 +124,26 @@ class SpanRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class PartRecord:
+    """One part of the time to first token."""
+
+    name: str
+    duration_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRecord:
+    """What one prefill rank wrote to one decode rank."""
+
+    name: str
+    transport: str
+    payload_bytes: int
+    moving_ns: int
+    end_ns: int
+    writes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TraceRecord(Record):
     """`headrace trace --json`."""
 
@@ -132,6 +152,10 @@ class TraceRecord(Record):
     request_id: str
     start_unix_ns: int
     complete: bool
+    verdict: str
+    ttft_ns: int | None
+    parts: list[PartRecord]
+    links: list[LinkRecord]
     spans: list[SpanRecord]
 
 
@@ -184,6 +208,33 @@ class DoctorRecord(Record):
 
     schema: ClassVar[str] = "headrace.doctor.v1"
     findings: list[FindingRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRowRecord:
+    """One prompt length. `compute_ms` and `hidden` are None without a rate of computing."""
+
+    tokens: int
+    payload_bytes: int
+    transfer_ms: float
+    compute_ms: float | None
+    exposed_ms: float
+    hidden: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRecord(Record):
+    """`headrace size --json`."""
+
+    schema: ClassVar[str] = "headrace.size.v1"
+    attention: str
+    dtype: str
+    layers: int
+    token_bytes: int
+    gbit_per_s: float
+    efficiency: float
+    hidden_up_to_tokens_per_s: float
+    rows: list[SizeRowRecord]
 
 
 @dataclass(frozen=True, slots=True)

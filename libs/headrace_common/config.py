@@ -1,6 +1,7 @@
-"""Settings of a service: read once, validated together, then frozen.
+"""Settings of a service, validated together and then frozen.
 
-A service derives a class from ServiceConfig with one field for each setting, and calls `load_config`:
+A service derives a class from ServiceConfig with one field for each setting, and gives it to
+`headrace_common.process.settings.load_config`:
 
     class RouterConfig(ServiceConfig):
         queue_tasks_max: PositiveCount = Field(default=256, description="Prompts that may wait.")
@@ -8,45 +9,27 @@ A service derives a class from ServiceConfig with one field for each setting, an
 
 from __future__ import annotations
 
-import argparse
-import difflib
-import os
 import re
-import sys
-import textwrap
-import tomllib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
-    SecretStr,
-    ValidationError,
     model_validator,
 )
-from pydantic.fields import FieldInfo
 
 from headrace_common import ports
 from headrace_common.access.addresses import is_loopback
 from headrace_common.access.roles import Role
-from headrace_common.errors import ConfigError
 from headrace_common.identity import is_worker_id
-from headrace_common.version import version
 
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 _HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 _PORT_MAX = 65_535
-_MISSING = "\0missing"
-# Kubernetes sets these in every container of a namespace with a Service of our name.
-_KUBERNETES_LINK = re.compile(
-    r"SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?"
-)
-_URL_USER = re.compile(r"(?<=://)[^/@]+@")
+URL_USER = re.compile(r"(?<=://)[^/@]+@")
+"""The user in a URL, with its password."""
 
 
 def split_host_port(text: str) -> tuple[str, int]:
@@ -86,7 +69,7 @@ def _check_optional_host_port(text: str) -> str:
 
 def _check_otlp_endpoint(text: str) -> str:
     if text:
-        _check_endpoint(_URL_USER.sub("", text).removeprefix("http://").removeprefix("https://"))
+        _check_endpoint(URL_USER.sub("", text).removeprefix("http://").removeprefix("https://"))
     return text
 
 
@@ -112,6 +95,15 @@ PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeSeconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveCount = Annotated[int, Field(gt=0)]
 NonNegativeCount = Annotated[int, Field(ge=0)]
+TracesSampler = Literal[
+    "always_on",
+    "always_off",
+    "traceidratio",
+    "parentbased_always_on",
+    "parentbased_always_off",
+    "parentbased_traceidratio",
+]
+"""The values of OTEL_TRACES_SAMPLER. The others of the standard ask another server."""
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -144,6 +136,16 @@ class ServiceConfig(BaseModel):
         description="OTLP/gRPC collector of all spans and metrics, such as http://127.0.0.1:4317; "
         "empty means none.",
     )
+    traces_sampler: TracesSampler = Field(
+        default="parentbased_always_on",
+        description="Traces that are recorded, by the names of OpenTelemetry's standard. The variable "
+        "OTEL_TRACES_SAMPLER sets it too.",
+    )
+    traces_sampler_arg: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = Field(
+        default=1.0,
+        description="Share of traces that the samplers with traceidratio record. The variable OTEL_TRACES_SAMPLER_ARG "
+        "sets it too.",
+    )
     metrics_listen: OptionalHostPort = Field(
         default="",
         description="host:port that serves /metrics for Prometheus to holders of a key of metrics_keys_file, with "
@@ -159,8 +161,8 @@ class ServiceConfig(BaseModel):
     )
     credential_check_s: PositiveSeconds = Field(
         default=60.0,
-        description="Seconds between two checks of the API key or token of an open call. A call of which the key was "
-        "removed, or the token has expired, ends by then.",
+        description="Seconds between two checks of the API key, token or certificate of an open call. A call of which "
+        "the key was removed, or the token or certificate has expired, ends by then.",
     )
     internal_connection_age_s: PositiveSeconds = Field(
         default=3_600.0,
@@ -248,9 +250,6 @@ def reachable_addresses(config: ServiceConfig, *settings: str) -> list[tuple[str
     return [(name, address) for name, address in addresses if address and not is_loopback(address)]
 
 
-Config = TypeVar("Config", bound=ServiceConfig)
-
-
 def require_order(config: ServiceConfig, *pairs: tuple[str, str]) -> None:
     """Checks that the first setting of each pair is below the second. Raises ValueError naming all that are not."""
     problems = [
@@ -260,227 +259,3 @@ def require_order(config: ServiceConfig, *pairs: tuple[str, str]) -> None:
     ]
     if problems:
         raise ValueError("; ".join(problems))
-
-
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """A value as given, and its source."""
-
-    value: object
-    source: str
-
-
-def load_config(
-    cls: type[Config], argv: Sequence[str] | None, *, prog: str, env_prefix: str
-) -> Config:
-    """Reads the settings. Flags override the environment, which overrides the file (--config FILE.toml).
-
-    `argv` excludes the program's name; None means the arguments of this process. `env_prefix` is such
-    as "HEADRACE_ROUTER_". Flags with secrets are wrong, because `ps` shows them. Raises ConfigError that lists every
-    wrong setting with its source and remedy.
-    `--help` prints the help and exits.
-    """
-    prefix = env_prefix.rstrip("_") + "_"
-    problems: dict[str, str] = {}
-    flags, config_flag = _read_flags(
-        cls, sys.argv[1:] if argv is None else argv, prog, prefix, problems
-    )
-    environment = _read_environment(cls, os.environ, prefix, problems)
-    path = config_flag or os.environ.get(f"{prefix}CONFIG", "")
-    settings = {**_read_file(cls, path, problems), **environment, **flags}
-    config: Config | None = None
-    try:
-        config = cls.model_validate({name: setting.value for name, setting in settings.items()})
-    except ValidationError as error:
-        problems.update(_explain(cls, error, settings, prefix))
-    if problems or config is None:
-        detail = "; ".join(f"{name}{problem}" for name, problem in problems.items())
-        raise ConfigError(
-            detail.replace("\n", " "), metadata={n: p.lstrip(": ") for n, p in problems.items()}
-        )
-    return config
-
-
-def redacted(config: ServiceConfig) -> dict[str, Any]:
-    """The settings as plain values for logs, without secrets and without the users in URLs."""
-    plain: dict[str, Any] = {}
-    for name in type(config).model_fields:
-        value = getattr(config, name)
-        if isinstance(value, SecretStr):
-            plain[name] = "***" if value.get_secret_value() else ""
-        else:
-            plain[name] = _URL_USER.sub("***@", value) if isinstance(value, str) else value
-    return plain
-
-
-def is_secret(field: FieldInfo) -> bool:
-    """Whether the value must not be shown."""
-    return field.annotation is SecretStr or SecretStr in get_args(field.annotation)
-
-
-def flag_of(name: str) -> str:
-    """The flag of a setting."""
-    return "--" + name.replace("_", "-")
-
-
-def variable_of(name: str, env_prefix: str) -> str:
-    """The environment variable of a setting. `env_prefix` is as for load_config."""
-    return f"{env_prefix}{name.upper()}"
-
-
-def _suggestion(name: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {close[0]}?" if close else "remove it, or see --help for the names"
-
-
-def _read_flags(
-    cls: type[ServiceConfig], argv: Sequence[str], prog: str, prefix: str, problems: dict[str, str]
-) -> tuple[dict[str, _Setting], str]:
-    parser = _parser(cls, prog, prefix)
-    given, unknown = parser.parse_known_args(_join_dashed_values(cls, argv))
-    flags: dict[str, _Setting] = {}
-    for name, value in vars(given).items():
-        if value == _MISSING:
-            problems[flag_of(name)] = ": needs a value, as in " + f"{flag_of(name)} VALUE"
-        elif name in cls.model_fields and _shows_secret(cls.model_fields[name], value):
-            problems[flag_of(name)] = f": {_secret_remedy(cls, name, prefix)}"
-        elif value is not None:
-            flags[name] = _Setting(value, f"flag {flag_of(name)}")
-    known = [flag_of(name) for name in (*cls.model_fields, "config")]
-    for flag in (text.partition("=")[0] for text in unknown):
-        kind = "unknown flag" if flag.startswith("-") else "unexpected argument"
-        problems[flag] = f": {kind}: {_suggestion(flag, known)}"
-    config_file = flags.pop("config", None)
-    return flags, str(config_file.value) if config_file else ""
-
-
-def _join_dashed_values(cls: type[ServiceConfig], argv: Sequence[str]) -> list[str]:
-    """Writes `--flag -value` as `--flag=-value`, because argparse takes `-value` for a flag."""
-    flags = {flag_of(name) for name in cls.dashed_values}
-    joined: list[str] = []
-    for argument in argv:
-        if joined and joined[-1] in flags and argument.startswith("-"):
-            joined[-1] += f"={argument}"
-        else:
-            joined.append(argument)
-    return joined
-
-
-def _shows_secret(field: FieldInfo, value: str | None) -> bool:
-    return value is not None and (is_secret(field) or _URL_USER.search(value) is not None)
-
-
-def _secret_remedy(cls: type[ServiceConfig], name: str, prefix: str) -> str:
-    file = f"{name}_file"
-    other = flag_of(file) if file in cls.model_fields else variable_of(name, prefix)
-    return f"contains a secret, and every user of the host can read flags: set {other} instead"
-
-
-def default_of(field: FieldInfo) -> str:
-    """The default as help texts state it: "required", "default: none" for a secret, or "default: VALUE"."""
-    if field.is_required():
-        return "required"
-    default = field.get_default(call_default_factory=True, validated_data={})
-    if isinstance(default, SecretStr):
-        return "default: none"
-    return f"default: {default!r}" if default in ("", None) else f"default: {default}"
-
-
-def _parser(cls: type[ServiceConfig], prog: str, prefix: str) -> argparse.ArgumentParser:
-    secrets = [variable_of(n, prefix) for n, field in cls.model_fields.items() if is_secret(field)]
-    parser = argparse.ArgumentParser(
-        prog=prog,
-        description=textwrap.dedent(cls.__doc__ or "").strip().split("\n\n")[0],
-        epilog=f"Flags override environment variables ({prefix}*), which override the file. "
-        f'A file holds lines such as internal_listen = "127.0.0.1:7000".'
-        + (f" Secrets have no flag, but variables: {', '.join(secrets)}." if secrets else ""),
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config",
-        metavar="FILE.toml",
-        nargs="?",
-        const=_MISSING,
-        help=f"TOML file of settings with the names below. [env: {prefix}CONFIG]",
-    )
-    parser.add_argument(
-        "--version", action="version", version=f"{prog} {version()}", help="Show the version."
-    )
-    for name, field in cls.model_fields.items():
-        if is_secret(field):
-            # It is parsed, so that the error can name the remedy.
-            parser.add_argument(
-                flag_of(name), dest=name, nargs="?", const="", help=argparse.SUPPRESS
-            )
-            continue
-        notes = f"[env: {variable_of(name, prefix)}; {default_of(field)}]"
-        parser.add_argument(
-            flag_of(name),
-            dest=name,
-            nargs="?",
-            const="true" if field.annotation is bool else _MISSING,
-            metavar=name.upper(),
-            help=f"{field.description or ''} {notes}".strip().replace("%", "%%"),
-        )
-    return parser
-
-
-def _read_environment(
-    cls: type[ServiceConfig], environ: Mapping[str, str], prefix: str, problems: dict[str, str]
-) -> dict[str, _Setting]:
-    known = {variable_of(name, prefix): name for name in cls.model_fields}
-    settings: dict[str, _Setting] = {}
-    for variable, value in environ.items():
-        if not variable.startswith(prefix) or variable == f"{prefix}CONFIG":
-            continue
-        if variable in known:
-            settings[known[variable]] = _Setting(value, f"environment {variable}")
-        elif not _KUBERNETES_LINK.fullmatch(variable.removeprefix(prefix)):
-            problems[variable] = (
-                f": unknown environment variable: {_suggestion(variable, list(known))}"
-            )
-    return settings
-
-
-def _read_file(
-    cls: type[ServiceConfig], path: str, problems: dict[str, str]
-) -> dict[str, _Setting]:
-    if not path:
-        return {}
-    try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        problems["--config"] = f": cannot read {path}: {error.strerror}: name a file that exists"
-        return {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        problems["--config"] = f": {path} is not TOML: {error}"
-        return {}
-    settings: dict[str, _Setting] = {}
-    for name, value in table.items():
-        if name in cls.model_fields:
-            settings[name] = _Setting(value, f"file {path}")
-        else:
-            problems[name] = (
-                f" (file {path}): unknown key: {_suggestion(name, list(cls.model_fields))}"
-            )
-    return settings
-
-
-def _explain(
-    cls: type[ServiceConfig], error: ValidationError, settings: Mapping[str, _Setting], prefix: str
-) -> dict[str, str]:
-    problems: dict[str, str] = {}
-    for item in error.errors(include_url=False):
-        remedy = item["msg"].removeprefix("Value error, ")
-        name = str(item["loc"][0]) if item["loc"] else ""
-        setting = settings.get(name)
-        if setting is not None:
-            secret = is_secret(cls.model_fields[name])
-            shown = "***" if secret else repr(setting.value)
-            problems[name] = f" = {shown} ({setting.source}): {remedy}"
-        elif item["type"] == "missing":
-            variable = variable_of(name, prefix)
-            problems[name] = f": is required: set {flag_of(name)}, {variable} or {name} in the file"
-        else:
-            problems[name or "settings"] = f": {remedy}"
-    return problems

@@ -5,10 +5,8 @@ The shifted service starts with its clock off. Then its clock is set while answe
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
-import struct
 import subprocess
 import sys
 import time
@@ -23,6 +21,7 @@ from headrace.inference.v1 import inference_pb2
 from headrace_cli.up.supervisor import ChildProcess, Spawn, spawn_program
 from headrace_cli.up.topology import ProcessSpec
 from headrace_common.errors import WorkerGone
+from tests.security.shifted_clock import ShiftedClock, compile_clock_shim
 from tests.suite.deployment import Suite, greedy, prompt_of, suite
 from tests.waiting import until
 
@@ -32,41 +31,10 @@ SETTINGS = (("decode", "model", "sim:decode_step_s=0.02"),)
 ANSWER_TOKENS = 40
 
 
-class ShiftedClock:
-    """The wall clock of the processes that are started with `environment`."""
-
-    def __init__(self, library: Path, folder: Path, offset_s: float) -> None:
-        path = folder / "clock"
-        path.write_bytes(bytes(8))
-        with path.open("r+b") as file:
-            self._shift = mmap.mmap(file.fileno(), 8)
-        self.environment = {"LD_PRELOAD": str(library), "HEADRACE_TEST_CLOCK_FILE": str(path)}
-        self.set(offset_s)
-
-    def set(self, offset_s: float) -> None:
-        """Sets the offset from this machine's clock."""
-        self._shift[:] = struct.pack("=q", round(offset_s * 1e9))
-
-
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The compiled clock_shim.c."""
-    path = tmp_path_factory.mktemp("shim") / "clock_shim.so"
-    source = Path(__file__).with_name("clock_shim.c")
-    command = [
-        "gcc",
-        "-O2",
-        "-Wall",
-        "-Werror",
-        "-shared",
-        "-fPIC",
-        "-o",
-        str(path),
-        str(source),
-        "-ldl",
-    ]
-    subprocess.run(command, check=True, timeout=60)
-    return path
+    return compile_clock_shim(tmp_path_factory.mktemp("shim"))
 
 
 @pytest.fixture(autouse=True)

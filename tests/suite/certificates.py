@@ -34,7 +34,7 @@ class Authority:
         self.file = folder / "authority.pem"
         self.file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def sign(self, name: str, role: str = "") -> TlsFiles:
+    def sign(self, name: str, role: str = "", valid_for: dt.timedelta = _DAY) -> TlsFiles:
         """Creates a certificate and key for a client and server. An empty `role` means none.
 
         A second call with a name replaces the files of the first.
@@ -47,7 +47,7 @@ class Authority:
             names.append(x509.UniformResourceIdentifier(f"spiffe://tests/headrace/{role}"))
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         certificate = (
-            self._builder(subject, key.public_key())
+            self._builder(subject, key.public_key(), valid_for)
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
             .sign(self._key, hashes.SHA256())
@@ -65,7 +65,7 @@ class Authority:
         return TlsFiles(str(certificate_file), str(key_file), str(self.file))
 
     def _builder(
-        self, subject: x509.Name, key: ec.EllipticCurvePublicKey
+        self, subject: x509.Name, key: ec.EllipticCurvePublicKey, valid_for: dt.timedelta = _DAY
     ) -> x509.CertificateBuilder:
         now = dt.datetime.now(dt.UTC)
         return (
@@ -75,7 +75,7 @@ class Authority:
             .public_key(key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - _DAY)
-            .not_valid_after(now + _DAY)
+            .not_valid_after(now + valid_for)
         )
 
 

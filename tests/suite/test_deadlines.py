@@ -7,9 +7,10 @@ from typing import Any, cast
 
 import pytest
 
-from headrace_common.config import ServiceConfig, load_config
+from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
+from headrace_common.process.settings import load_config
 from headrace_decode.attempt import transfer_deadline
 from headrace_decode.config import DecodeConfig
 from headrace_registry.config import RegistryConfig

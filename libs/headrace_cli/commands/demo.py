@@ -29,8 +29,8 @@ from headrace_cli.options import (
 )
 from headrace_cli.up.deployment import Deployment, Signals, deployed
 from headrace_cli.up.topology import Topology
-from headrace_cli.waterfall.rows import link_spans
 from headrace_common.errors import InternalError
+from headrace_common.trace_view.reading import read_trace
 
 TRACE_WAIT_S = 5.0
 DEFAULT_PROMPT = "What is the capital of France?"
@@ -106,8 +106,9 @@ async def _ask_and_show(
         notices.print(summary(answer), style="dim")
         trace = await operator.trace(answer.trace_id, TRACE_WAIT_S)
         answers.print()
-        show_trace(trace, answers, layers=True)
-        _check(answer, topology, len(link_spans(trace)), complete=trace.complete)
+        show_trace(trace, answers, layers=False)
+        writes = sum(len(link.writes) for link in read_trace(trace).links)
+        _check(answer, topology, writes, complete=trace.complete)
 
 
 def _check(answer: ChatAnswer, topology: Topology, write_count: int, *, complete: bool) -> None:

@@ -1,1 +1,1 @@
-"""A trace as a waterfall: rows, units and drawing."""
+"""A request in text: the sum of its time to first token, its steps, its links and their layers."""

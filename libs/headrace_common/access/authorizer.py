@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from headrace_common.access.certificates import caller_of_certificate
+from headrace_common.access.certificates import (
+    PEER_CERTIFICATE,
+    PEER_CHAIN,
+    caller_of_certificate,
+    valid_until,
+)
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import ANONYMOUS, TOKEN_KEY, TRUSTED, Caller
 from headrace_common.access.settings import AccessSettings
 from headrace_common.access.table import needs_role, roles_of
+from headrace_common.access.tls import TlsIdentity, tls_identity
 from headrace_common.access.tokens import TokenVerifier, public_key_of
 from headrace_common.errors import ConfigError, PermissionDenied, Unauthenticated
 from headrace_common.reloading import ReloadedFiles
 
 _REMEDY: Final = f"send a role token as metadata {TOKEN_KEY}, or a client certificate with a role; see docs/security.md"
 _Keys: TypeAlias = ReloadedFiles[TokenVerifier] | TokenVerifier
+
+
+def _utc_now() -> datetime:
+    return datetime.now(UTC)
 
 
 class Authorizer:
@@ -29,11 +41,16 @@ class Authorizer:
         keys: _Keys | None = None,
         reads_certificates: bool = False,
         trust_domain: str = "",
+        identity: ReloadedFiles[TlsIdentity] | None = None,
+        now: Callable[[], datetime] = _utc_now,
     ) -> None:
+        """`identity` has the authorities that sign callers' certificates."""
         self._insecure = insecure
         self._keys = keys
         self.reads_certificates = reads_certificates and not insecure
         self._trust_domain = trust_domain
+        self._identity = identity
+        self._now = now
 
     @classmethod
     def from_config(cls, config: AccessSettings) -> Authorizer:
@@ -51,10 +68,14 @@ class Authorizer:
             keys = None
         else:
             keys = _local_verifier()
+        files = TlsFiles(
+            config.tls_certificate_file, config.tls_key_file, config.tls_authority_file
+        )
         return cls(
             keys=keys,
             reads_certificates=bool(config.tls_certificate_file),
             trust_domain=config.tls_trust_domain,
+            identity=tls_identity(files) if config.tls_authority_file else None,
         )
 
     def caller_of_metadata(
@@ -84,6 +105,29 @@ class Authorizer:
     ) -> Caller:
         """As caller_of_metadata, for the client's certificate."""
         return self._permitted(method, caller_of_certificate(auth_context, self._trust_domain))
+
+    def caller_of_valid_certificate(
+        self, method: str, auth_context: Mapping[str, Iterable[bytes]]
+    ) -> Caller:
+        """As caller_of_certificate, for a call on an old connection: the certificate may have expired since.
+
+        Raises Unauthenticated for that too, and where no authority trusts the certificate any more.
+        """
+        caller = self.caller_of_certificate(method, auth_context)
+        if self._identity is None or not needs_role(method):
+            return caller
+        certificate = b"".join(auth_context.get(PEER_CERTIFICATE, ()))
+        chain = b"".join(auth_context.get(PEER_CHAIN, ()))
+        end = valid_until(certificate, chain, self._identity.current().authority)
+        if end is None:
+            raise Unauthenticated(
+                "no authority of tls_authority_file signs the client's certificate any more; replace it"
+            )
+        if end <= self._now():
+            raise Unauthenticated(
+                f"the client's certificate expired at {end.isoformat()}; replace it, and its file is read again"
+            )
+        return caller
 
     def _permitted(self, method: str, caller: Caller) -> Caller:
         if not needs_role(method):

@@ -10,8 +10,9 @@ from typing import Final
 GAP_MIN_S: Final = 0.002
 GAP_MAX_S: Final = 0.025
 _WINDOW_S: Final = 0.05
-_BUSY_SHARE_HIGH: Final = 0.85
-_BUSY_SHARE_LOW: Final = 0.6
+# Requests that arrive wait for the messages of all streams, so the loop saves messages long before it is full.
+_BUSY_SHARE_HIGH: Final = 0.3
+_BUSY_SHARE_LOW: Final = 0.2
 _GAP_FACTOR: Final = 1.5
 # A message takes some 0.1 ms. Where messages are this small a share of the work, fewer of them would not help.
 _MESSAGES_PER_S_HIGH: Final = 1_000.0

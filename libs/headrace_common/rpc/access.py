@@ -49,7 +49,7 @@ class InternalAccess(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, authorizer: Authorizer, check_s: float) -> None:
-        """The token of an open stream is checked again every `check_s`."""
+        """The token or certificate of an open stream is checked again every `check_s`."""
         self._authorizer = authorizer
         self._check_s = check_s
 
@@ -91,9 +91,20 @@ class InternalAccess(grpc.aio.ServerInterceptor):
             set_current_caller(caller)
             yield
 
+        @asynccontextmanager
+        async def guard_stream(context: Context) -> AsyncIterator[None]:
+            check = partial(
+                self._authorizer.caller_of_valid_certificate, method, context.auth_context()
+            )
+            set_current_caller(check())
+            async with rechecked(check, self._check_s):
+                yield
+
         if handler.request_streaming:
-            return guarded(handler, guard)
-        return reading_inside(handler, guard, parser(handler.request_deserializer or bytes, method))
+            return guarded(handler, guard_stream)
+        chosen = guard_stream if handler.response_streaming else guard
+        parse = parser(handler.request_deserializer or bytes, method)
+        return reading_inside(handler, chosen, parse)
 
 
 @asynccontextmanager

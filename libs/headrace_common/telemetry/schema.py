@@ -230,6 +230,15 @@ ATTRIBUTE_TRACE_BOUND: Final = "headrace.trace.bound"
 ATTRIBUTE_GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
 # "input" for tokens of prompts, "output" for generated ones.
 ATTRIBUTE_GEN_AI_TOKEN_TYPE: Final = "gen_ai.token.type"
+# The part of a sum, such as "transfer_exposed". latency.proto describes the parts.
+ATTRIBUTE_LATENCY_PART: Final = "headrace.latency.part"
+# The token that a sum leads to: "first_token" or "second_token".
+ATTRIBUTE_LATENCY_TOKEN: Final = "headrace.latency.token"
+# Where KV of prompt tokens came from: "decode_cache" (the decode worker's prefix cache), "transferred" (from a
+# prefill worker) or "computed" (on the decode worker).
+ATTRIBUTE_PROMPT_SOURCE: Final = "headrace.prompt.source"
+# Role of members, such as "decode".
+ATTRIBUTE_MEMBER_ROLE: Final = "headrace.registry.role"
 
 # Items in a bounded queue, by queue name.
 METRIC_QUEUE_DEPTH: Final = "headrace.queue.depth.current"
@@ -253,6 +262,13 @@ METRIC_TIME_PER_OUTPUT_TOKEN: Final = "gen_ai.server.time_per_output_token"
 METRIC_INTER_TOKEN_LATENCY: Final = "headrace.inter_token_latency"
 # Tokens of the prompts and of the answers of requests.
 METRIC_REQUEST_TOKENS: Final = "headrace.request.tokens"
+# Parts of the time to the first token, and to the second one where the transfer is within that. Parts without time
+# are not counted, so divide the sums by the count of the time to the first token.
+METRIC_LATENCY: Final = "headrace.latency"
+# The exposed transfer of each request with one, by the token that waited for it.
+METRIC_TRANSFER_EXPOSED: Final = "headrace.transfer.exposed"
+# Tokens of the prompts of answered requests, by the source of their KV.
+METRIC_PROMPT_TOKENS: Final = "headrace.prompt.tokens"
 # Workers without credit for cached prefixes, because they hash prefixes differently from the router.
 METRIC_PREFIX_FAULTS: Final = "headrace.prefix.faulty_workers"
 # How far the wall clock of a worker is ahead of the router's, by worker; negative when it is behind. Of many workers,
@@ -266,6 +282,8 @@ METRIC_TICKET_REFUSALS: Final = "headrace.tickets.refused"
 METRIC_TRACE_SPANS_DROPPED: Final = "headrace.trace.dropped_spans"
 # Records in etcd that the registry skips, because it cannot read them.
 METRIC_CORRUPT_RECORDS: Final = "headrace.registry.corrupt_records"
+# Members with a live registration, by role.
+METRIC_MEMBERS: Final = "headrace.registry.members"
 # Transfers ended, by outcome.
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV transferred.

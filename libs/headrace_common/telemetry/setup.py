@@ -20,6 +20,7 @@ from headrace_common.telemetry.exporter import (
 )
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.telemetry.otlp import readable_span
+from headrace_common.telemetry.sampler import Sampler
 from headrace_common.telemetry.span_queue import Export, SpanQueue
 from headrace_common.telemetry.spans import (
     EndedSpan,
@@ -43,9 +44,10 @@ class Telemetry:
         queues: Sequence[SpanQueue] = (),
         *,
         metrics: Metrics,
+        sampler: Sampler | None = None,
     ) -> None:
         self.metrics = metrics
-        self.tracer = SpanTracer(source)
+        self.tracer = SpanTracer(source, sampler or Sampler())
         self._collector = collector
         self._owned: list[tuple[SpanQueue, Callable[[], None]]] = []
         self._queues = list(queues)
@@ -57,7 +59,11 @@ class Telemetry:
     def for_worker(self, worker_id: str) -> Telemetry:
         """The telemetry of one of several workers of this process. Its spans have the worker's id."""
         source = _new_source(self.tracer.source.service, worker_id)
-        return Telemetry(source, self._collector, self._queues, metrics=self.metrics)
+        return Telemetry(
+            *(source, self._collector, self._queues),
+            metrics=self.metrics,
+            sampler=self.tracer.sampler,
+        )
 
     @property
     def collectors(self) -> tuple[str, ...]:
@@ -136,7 +142,8 @@ def init_telemetry(service: str, worker_id: str, config: ServiceConfig) -> Telem
     metrics = Metrics(
         source.resource, config.otlp_endpoint, readable=bool(config.metrics_keys_file)
     )
-    telemetry = Telemetry(source, CollectorExporter(config), metrics=metrics)
+    sampler = Sampler(config.traces_sampler, config.traces_sampler_arg)
+    telemetry = Telemetry(source, CollectorExporter(config), metrics=metrics, sampler=sampler)
     if config.otlp_endpoint:
         telemetry.add_exporter(_otlp_exporter(config.otlp_endpoint))
     return telemetry

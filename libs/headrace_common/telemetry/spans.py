@@ -17,6 +17,8 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.trace import SpanContext, Status, StatusCode, TraceFlags, TraceState
 from opentelemetry.util.types import AttributeValue
 
+from headrace_common.telemetry.sampler import Sampler
+
 SpanEvent: TypeAlias = tuple[str, int, Mapping[str, AttributeValue]]
 """A name, a time in Unix nanoseconds, and attributes."""
 
@@ -24,7 +26,9 @@ SpanLink: TypeAlias = tuple[int, int]
 """The trace id and the span id of a related span that is no parent."""
 
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
+_NOT_SAMPLED: Final = TraceFlags(TraceFlags.DEFAULT)
 _NO_STATE: Final = TraceState()
+_DEFAULT_SAMPLER: Final = Sampler()
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +160,11 @@ class RecordedSpan(trace.Span):
 
 
 class SpanTracer:
-    """Makes spans. A span with a parent that is not sampled is not recorded, as the flag of the W3C asks."""
+    """Makes spans, of the traces that its sampler chooses."""
 
-    def __init__(self, source: SpanSource) -> None:
+    def __init__(self, source: SpanSource, sampler: Sampler = _DEFAULT_SAMPLER) -> None:
         self.source = source
+        self.sampler = sampler
         self._sinks: tuple[SpanSink, ...] = ()
 
     def add_sink(self, sink: SpanSink) -> None:
@@ -176,16 +181,9 @@ class SpanTracer:
     ) -> trace.Span:
         """A span with a parent in `context`, or else in the current context. A root without one."""
         parent = trace.get_current_span(context).get_span_context()
-        if not parent.is_valid:
-            own = SpanContext(_new_id(128), _new_id(64), False, _SAMPLED, _NO_STATE)
-            parent_id = 0
-        elif not parent.trace_flags.sampled:
-            return trace.NonRecordingSpan(parent)
-        else:
-            own = SpanContext(
-                *(parent.trace_id, _new_id(64), False), parent.trace_flags, parent.trace_state
-            )
-            parent_id = parent.span_id
+        own, parent_id = self._new_context(parent), parent.span_id if parent.is_valid else 0
+        if not own.trace_flags.sampled:
+            return trace.NonRecordingSpan(own)
         started = start_time or time.time_ns()
         return RecordedSpan(name, own, parent_id, started, dict(attributes or {}), self._pass_on)
 
@@ -203,21 +201,34 @@ class SpanTracer:
         if parent is None or isinstance(parent, dict):
             parent = trace.get_current_span(parent)
         context = parent.get_span_context()
-        if not context.is_valid:
-            trace_id, parent_id = _new_id(128), 0
-        elif not context.trace_flags.sampled:
+        own = self._new_context(context)
+        if not own.trace_flags.sampled:
             return
-        else:
-            trace_id, parent_id = context.trace_id, context.span_id
+        parent_id = context.span_id if context.is_valid else 0
         start, end = times_unix_ns
         self._pass_on(
             EndedSpan(
-                *(trace_id, _new_id(64), parent_id, name, start, max(start, end)),
+                *(own.trace_id, own.span_id, parent_id, name, start, max(start, end)),
                 attributes=attributes,
                 error=error,
                 events=events,
             )
         )
+
+    def _new_context(self, parent: SpanContext) -> SpanContext:
+        """The ids of a new span, and whether it is recorded. One that is not has its parent's ids, if there is one."""
+        if not parent.is_valid:
+            trace_id = _new_id(128)
+            flags = _SAMPLED if self.sampler.samples(trace_id, None) else _NOT_SAMPLED
+            return SpanContext(trace_id, _new_id(64), False, flags, _NO_STATE)
+        if not self.sampler.samples(parent.trace_id, parent.trace_flags.sampled):
+            if not parent.trace_flags.sampled:
+                return parent
+            return SpanContext(
+                *(parent.trace_id, parent.span_id, False, _NOT_SAMPLED, parent.trace_state)
+            )
+        flags = parent.trace_flags if parent.trace_flags.sampled else _SAMPLED
+        return SpanContext(parent.trace_id, _new_id(64), False, flags, parent.trace_state)
 
     def _pass_on(self, span: EndedSpan) -> None:
         for sink in self._sinks:

@@ -6,10 +6,20 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Final
 
+from headrace_common.telemetry import schema
+
 TRANSFER_EXPOSED: Final = "transfer exposed"
 """The name of the part in which a request waits for its KV and nothing else."""
 UNACCOUNTED: Final = "unaccounted"
 """The name of the part that no step covers."""
+
+UNDRAWN_STEPS: Final = frozenset(
+    (
+        *(schema.SPAN_REQUEST, schema.SPAN_FIRST_TOKEN, schema.SPAN_SECOND_TOKEN),
+        *(schema.SPAN_STREAM, schema.SPAN_DECODE_GENERATE),
+    )
+)
+"""Steps that are the whole of a scale from 0 to the first token, or lie after it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,14 +97,15 @@ def _order(one: TimedSpan) -> tuple[int, int]:
 
 def _step(one: TimedSpan, depth: int) -> Step:
     span = one.span
-    label = span.name.removeprefix("headrace.")
+    service = span.service.removeprefix(_SERVICE_PREFIX)
+    label = span.name.removeprefix("headrace.").removeprefix(f"{service}.").replace("_", " ")
     if span.name == schema.SPAN_ATTEMPT:
         label = f"{label} {one.text(schema.ATTRIBUTE_ATTEMPT)}".rstrip()
     return Step(
         depth=depth,
         name=span.name,
         label=label,
-        service=span.service.removeprefix(_SERVICE_PREFIX),
+        service=service,
         worker=span.worker_id,
         start_ns=one.start_ns,
         duration_ns=one.end_ns - one.start_ns,

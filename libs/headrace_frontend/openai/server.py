@@ -160,6 +160,8 @@ class _Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         # The application starts in a later turn of the event loop.
         cycle: Any = self.cycle
+        if self.scope["method"] != "HEAD":
+            cycle.transport = JoinedHead(cycle)
         extensions: Any = {CHUNKS_EXTENSION: _chunk_writer(cycle)}
         if self._peer_names:
             extensions[PEER_NAMES_EXTENSION] = self._peer_names
@@ -179,6 +181,36 @@ def _subject_names(certificate: Any) -> tuple[bytes, ...]:
     """The URIs in a verified client certificate, as gRPC has them."""
     names = (certificate or {}).get("subjectAltName", ())
     return tuple(value.encode("ascii", "replace") for kind, value in names if kind == "URI")
+
+
+class JoinedHead:
+    """A transport that sends the head of a response with the first part of its body. The app sends both in one turn."""
+
+    def __init__(self, cycle: Any) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._head: bytes | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        """Sends `data`, unless it is the head."""
+        if self._head is None:
+            if self._cycle.response_started:
+                self._head = data
+            else:
+                self._transport.write(data)
+            return
+        if self._head:
+            data, self._head = self._head + data, b""
+        self._transport.write(data)
+
+    def close(self) -> None:
+        """Closes the connection, after what was written."""
+        if self._head:
+            self._transport.write(self._head)
+        self._transport.close()
 
 
 def _chunk_writer(cycle: Any) -> ChunkWriter:

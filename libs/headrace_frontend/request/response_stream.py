@@ -97,6 +97,8 @@ class ResponseStream:
         self.second_token_unix_ns = 0
         """Arrival of the second batch of tokens. A fast decode worker sends several tokens in a batch."""
         self.last_token_unix_ns = 0
+        self.usage: inference_pb2.Usage | None = None
+        """The usage of a response that has ended without an error."""
         self.gaps: BucketCounts | None = None
         """Counts the seconds between two batches of tokens, where `count_gaps` was called."""
         self.first_message_unix_ns = 0
@@ -244,6 +246,7 @@ class ResponseStream:
         timing: inference_pb2.Timing,
     ) -> None:
         """Ends the response. The next message is the last."""
+        self.usage = usage
         self._detokenize_pending()
         if not self.stopped:
             may_stop = len(self._generated) > self._request.sampling.min_tokens

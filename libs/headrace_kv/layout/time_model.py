@@ -59,6 +59,18 @@ def transfer_s(payload_bytes: int, gbit_per_s: float) -> float:
     return payload_bytes * 8 / (gbit_per_s * 1e9 * EFFICIENCY)
 
 
+def exposed_s(moved_s: float, layer_count: int, computed_s: float | None) -> float:
+    """Seconds of a transfer after the last layer was computed.
+
+    Each layer is sent while later ones are computed, so at least the last layer's share is exposed. A transfer that is
+    slower than computing keeps the link busy from the end of the first layer. None for `computed_s` hides the most.
+    """
+    last_s = moved_s / layer_count
+    if computed_s is None:
+        return last_s
+    return max(last_s, moved_s - computed_s * (layer_count - 1) / layer_count)
+
+
 def kv_shape(config: Mapping[str, Any], dtype: str = "") -> KvShape:
     """The shape of a model from its config.json. `dtype` replaces the model's own element type.
 

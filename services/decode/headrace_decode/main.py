@@ -12,10 +12,10 @@ from headrace.decode.v1 import decode_pb2_grpc
 from headrace.kv.v1 import handoff_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_common.config import load_config
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.process.run import run_service
+from headrace_common.process.settings import load_config
 from headrace_common.tickets.keys import TicketKeys
 from headrace_common.tickets.request_gate import ClientDecodeGate, DecodeGate, message_bytes_max
 from headrace_decode.admission.admission import Admission, Capacity

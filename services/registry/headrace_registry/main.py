@@ -6,10 +6,10 @@ import logging
 from typing import NoReturn
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
-from headrace_common.config import load_config, redacted
 from headrace_common.deadlines import Deadline
 from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
+from headrace_common.process.settings import load_config, redacted
 from headrace_common.rpc.server import GrpcServer
 from headrace_registry.config import RegistryConfig
 from headrace_registry.metrics import recorded_metrics

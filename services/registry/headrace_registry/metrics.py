@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Final
 
 from opentelemetry.sdk.resources import Resource
 
+from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.tasks import end_task, run_forever
 from headrace_common.telemetry import schema
@@ -31,9 +33,12 @@ async def recorded_metrics(store: Store, config: ServiceConfig) -> AsyncIterator
     metrics = Metrics(resource, config.otlp_endpoint, readable=bool(config.metrics_keys_file))
     corrupt = metrics.store.gauge(schema.METRIC_CORRUPT_RECORDS)
 
+    members = metrics.store.gauge(schema.METRIC_MEMBERS, schema.ATTRIBUTE_MEMBER_ROLE)
+
     async def sample() -> None:
         while True:
             corrupt.set(store.corrupt_record_count)
+            members.replace(Counter(map(_role_name, store.members.values())))
             await asyncio.sleep(_INTERVAL_S)
 
     task = run_forever(sample(), "registry-metrics") if metrics.has_readers else None
@@ -43,3 +48,7 @@ async def recorded_metrics(store: Store, config: ServiceConfig) -> AsyncIterator
     finally:
         await end_task(task)
         await asyncio.to_thread(metrics.shutdown)
+
+
+def _role_name(member: registry_pb2.Member) -> str:
+    return registry_pb2.Member.Role.Name(member.role).removeprefix("ROLE_").lower()

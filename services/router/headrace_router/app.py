@@ -212,7 +212,11 @@ def assemble(
     preparer = RequestPreparer(
         codecs, workers, telemetry, config.max_bytes_per_token, salts.salt_of
     )
-    tracer = RequestTracer(telemetry, traces, WorkerClocks())
+    tracer = RequestTracer(
+        *(telemetry, traces, WorkerClocks()),
+        slow_s=config.slow_trace_s,
+        on_latency=metrics.count_latency,
+    )
     callers = CallerBounds(CallerLimits.from_config(config), metrics.count_refused)
     runner = RequestRunner(
         callers=callers,

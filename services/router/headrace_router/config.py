@@ -117,6 +117,12 @@ class RouterConfig(FrontendConfig):
         "before their use is seen. Further requests of the caller go through the router.",
     )
     trace_count: PositiveCount = Field(256, description="Requests that have their traces stored.")
+    slow_trace_s: NonNegativeSeconds = Field(
+        10.0,
+        description="A time to the first token above this makes a request slow. Traces of slow and of failed requests "
+        "are removed after all others, up to half of trace_count. Of one that was not sampled, the span of the request "
+        "is stored, with the parts of its latency. 0: no request is slow.",
+    )
     max_trace_bytes: PositiveCount = Field(
         4 * 1024 * 1024,
         description="Bytes of the spans of one stored trace, before further spans are dropped.",

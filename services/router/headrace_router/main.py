@@ -12,11 +12,12 @@ from contextlib import AsyncExitStack
 from typing import NoReturn
 
 from headrace.registry.v1 import registry_pb2
-from headrace_common.config import load_config, redacted, split_host_port
+from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
+from headrace_common.process.settings import load_config, redacted
 from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace_common.errors import Cancelled, HeadraceError
+from headrace_common.latency.breakdown import Breakdown, Owner
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import BucketCounts, Gauge
 from headrace_common.telemetry.metrics.process import Metrics
@@ -104,6 +105,16 @@ class RouterMetrics:
         self._tokens = store.histogram(
             schema.METRIC_REQUEST_TOKENS, model, schema.ATTRIBUTE_GEN_AI_TOKEN_TYPE
         )
+        self._parts = store.histogram(
+            *(schema.METRIC_LATENCY, model),
+            *(schema.ATTRIBUTE_LATENCY_TOKEN, schema.ATTRIBUTE_LATENCY_PART),
+        )
+        self._exposed = store.histogram(
+            schema.METRIC_TRANSFER_EXPOSED, model, schema.ATTRIBUTE_LATENCY_TOKEN
+        )
+        self._prompt_tokens = store.counter(
+            schema.METRIC_PROMPT_TOKENS, model, schema.ATTRIBUTE_PROMPT_SOURCE
+        )
         self._gauges: tuple[tuple[Gauge, _Gauge], ...] = tuple(
             (store.gauge(gauge.name, *filter(None, [gauge.attribute])), gauge)
             for gauge in _gauges(queue, admission, prefixes, workers)
@@ -149,6 +160,30 @@ class RouterMetrics:
             self._gaps.series(model).merge(answer.gaps)
         self._tokens.record(answer.prompt_tokens, model, "input")
         self._tokens.record(answer.new_tokens, model, "output")
+        usage = answer.usage
+        if usage is not None:
+            cached, transferred = usage.decode_cached_tokens, usage.transferred_tokens
+            self._prompt_tokens.add(cached, model, "decode_cache")
+            self._prompt_tokens.add(transferred, model, "transferred")
+            computed = max(0, answer.prompt_tokens - cached - transferred)
+            self._prompt_tokens.add(computed, model, "computed")
+
+    def count_latency(self, answer: ResponseStream, breakdown: Breakdown) -> None:
+        """Counts the parts of the times to the first tokens of an answer that has started."""
+        model, trace_id = answer.model, answer.trace_id
+        for token, one in (
+            (Owner.FIRST_TOKEN, breakdown.first),
+            (Owner.SECOND_TOKEN, breakdown.second),
+        ):
+            if one is not None:
+                for part, duration_us in one.parts_us.items():
+                    self._parts.record(
+                        1e-6 * duration_us, model, token.value, part.label, trace_id=trace_id
+                    )
+        if breakdown.owner:
+            self._exposed.record(
+                1e-6 * breakdown.exposed_us, model, breakdown.owner.value, trace_id=trace_id
+            )
 
     def count_migration(self, reason: str) -> None:
         """Counts a response that has started and needs another attempt. `reason` is the error's."""

@@ -103,3 +103,19 @@ async def test_dropped_spans_are_counted_by_bound(collected: tuple[Rig, Collecto
     await asyncio.to_thread(rig.telemetry.metrics.force_flush)
     bound = {schema.ATTRIBUTE_TRACE_BOUND: DROPPED_SPAN}
     assert collector.value(schema.METRIC_TRACE_SPANS_DROPPED, **bound) == 3
+
+
+async def test_parts_of_the_latency_are_metrics(collected: tuple[Rig, Collector]) -> None:
+    rig, collector = collected
+    await rig.add_decode(reply("ok"))
+    for _ in range(2):
+        await rig.ask()
+    await _export(rig)
+    first = {
+        schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL: "sim",
+        schema.ATTRIBUTE_LATENCY_TOKEN: "first_token",
+    }
+    for part in ("admission", "route"):
+        labels = {**first, schema.ATTRIBUTE_LATENCY_PART: part}
+        assert collector.value(schema.METRIC_LATENCY, **labels) == 2
+    assert collector.total(schema.METRIC_PROMPT_TOKENS) > 0

@@ -12,16 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import Field, SecretStr, ValidationError
 
-from headrace_common.config import (
-    NonNegativeCount,
-    PositiveCount,
-    ServiceConfig,
-    WorkerId,
-    is_secret,
-    load_config,
-    redacted,
-)
+from headrace_common.config import NonNegativeCount, PositiveCount, ServiceConfig, WorkerId
 from headrace_common.errors import ConfigError
+from headrace_common.process.settings import is_secret, load_config, redacted
 from headrace_common.version import version
 
 
@@ -264,3 +257,28 @@ def test_help_names_every_setting_with_default_and_variable(
         assert (f"--{name.replace('_', '-')}" in shown) is not is_secret(field)
         assert f"HEADRACE_KILN_{name.upper()}" in shown
     assert "Bricks kept, 100% dry. [env: HEADRACE_KILN_SPARE_BRICKS; default: 0]" in shown
+
+
+def test_standard_variables_choose_the_sampler_and_ours_override_them() -> None:
+    standard = {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "0.25"}
+    config = load(environment=standard)
+    assert (config.traces_sampler, config.traces_sampler_arg) == ("traceidratio", 0.25)
+    both = {**standard, "HEADRACE_KILN_TRACES_SAMPLER": "always_off"}
+    assert load(environment=both).traces_sampler == "always_off"
+    assert load(["--traces-sampler", "always_on"], both).traces_sampler == "always_on"
+
+
+@pytest.mark.parametrize(
+    "variable, value, parts",
+    [
+        ("OTEL_TRACES_SAMPLER", "jaeger_remote", ["parentbased_always_on", "traceidratio"]),
+        ("OTEL_TRACES_SAMPLER_ARG", "1.5", ["less than or equal to 1"]),
+        ("OTEL_TRACES_SAMPLER_ARG", "many", ["number"]),
+    ],
+)
+def test_a_wrong_sampler_is_named_with_its_variable(
+    variable: str, value: str, parts: list[str]
+) -> None:
+    problems = problems_of(environment={variable: value})
+    for part in (variable, value, *parts):
+        assert part in problems

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from headrace_common.config import ServiceConfig, load_config
+from headrace_common.config import ServiceConfig
+from headrace_common.process.settings import load_config
 from headrace_decode.config import DecodeConfig
 from headrace_prefill.config import PrefillConfig
 from headrace_registry.config import RegistryConfig

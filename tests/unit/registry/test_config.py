@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace_common.config import load_config, redacted
 from headrace_common.errors import ConfigError
+from headrace_common.process.settings import load_config, redacted
 from headrace_registry.config import RegistryConfig
 
 

@@ -8,9 +8,9 @@ import textwrap
 
 import pytest
 
-from headrace_common.config import load_config
 from headrace_common.errors import ConfigError
 from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
+from headrace_common.process.settings import load_config
 from headrace_frontend.request.size import needed_request_bytes
 from headrace_router.app import _warn_of_short_requests
 from headrace_router.config import RouterConfig

@@ -10,7 +10,8 @@ import pytest
 from pydantic import Field, SecretStr
 
 import settings_reference
-from headrace_common.config import ServiceConfig, is_secret
+from headrace_common.config import ServiceConfig
+from headrace_common.process.settings import is_secret
 from settings_reference import SERVICES, Service, bounds, render, type_name
 
 SERVICE_IDS = [service.program for service in SERVICES]

@@ -4,25 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
 
 from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
+from opentelemetry.util.types import AttributeValue
 
 from headrace_common.errors import HeadraceError
+from headrace_common.latency.breakdown import Breakdown
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import breakdown_attributes, sum_attributes
 from headrace_common.telemetry.setup import Telemetry
+from headrace_common.telemetry.spans import EndedSpan
+from headrace_frontend.request.response_stream import ResponseStream
 from headrace_router.tracing.store import TraceStore
 from headrace_router.tracing.timeline import RequestTimeline
 from headrace_router.tracing.worker_clocks import WorkerClocks
+
+_GIVEN_UP: Final = "the client gave the request up"
 
 
 class RequestTracer:
     """Starts the traces of requests, and their records in the trace store."""
 
-    def __init__(self, telemetry: Telemetry, store: TraceStore, clocks: WorkerClocks) -> None:
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        store: TraceStore,
+        clocks: WorkerClocks,
+        *,
+        slow_s: float = 0.0,
+        on_latency: Callable[[ResponseStream, Breakdown], None] = lambda _, __: None,
+    ) -> None:
+        """`slow_s`: see TraceStore.keep. `on_latency` is called for each response that has started."""
+        self._slow_s = slow_s
+        self._on_latency = on_latency
         self._telemetry = telemetry
         self._store = store
         self._clocks = clocks
@@ -50,29 +69,42 @@ class RequestTracer:
             start_time=arrival_unix_ns,
             attributes={schema.ATTRIBUTE_REQUEST_ID: request_id},
         )
-        if stored:
+        recorded = root.is_recording()
+        if stored and recorded:
             self._store.start_trace(trace_id_of(root), request_id, arrival_unix_ns)
+        ending = _Ending(request_id, arrival_unix_ns, stored=stored, recorded=recorded)
         try:
             yield root
         except HeadraceError as error:
             root.set_status(Status(StatusCode.ERROR, error.detail))
             root.set_attribute(schema.ATTRIBUTE_ERROR_REASON, error.reason)
+            ending.fail(error.detail, error.reason)
             raise
         except asyncio.CancelledError:
-            root.set_status(Status(StatusCode.ERROR, "the client gave the request up"))
+            root.set_status(Status(StatusCode.ERROR, _GIVEN_UP))
+            ending.fail(_GIVEN_UP)
             raise
         finally:
-            if timeline is None or not root.is_recording():
+            if timeline is None:
                 root.end()
             else:
-                end_unix_ns, known = time.time_ns(), timeline
-                timeline.when_reported(lambda: self._end(root, known, end_unix_ns))
+                ending.end_unix_ns, known = time.time_ns(), timeline
+                timeline.when_reported(lambda: self._end(root, known, ending))
 
-    def _end(self, root: Span, timeline: RequestTimeline, end_unix_ns: int) -> None:
-        breakdown = timeline.break_down()
-        self._store.add_clocks(trace_id_of(root), timeline.differences())
-        root.set_attributes(breakdown_attributes(breakdown))
-        response = timeline.response
+    def _end(self, root: Span, timeline: RequestTimeline, ending: _Ending) -> None:
+        breakdown, response = timeline.break_down(), timeline.response
+        if response is not None and response.started:
+            self._on_latency(response, breakdown)
+        trace_id, attributes = trace_id_of(root), breakdown_attributes(breakdown)
+        slow = 0 < self._slow_s < 1e-6 * breakdown.first.total_us
+        if ending.stored and (slow or ending.error):
+            if not ending.recorded:
+                self._record_root(root, attributes, ending)
+            self._store.keep(trace_id)
+        if not ending.recorded:
+            return
+        self._store.add_clocks(trace_id, timeline.differences())
+        root.set_attributes(attributes)
         if response is not None and breakdown.second is not None:
             self._telemetry.record_span(
                 schema.SPAN_SECOND_TOKEN,
@@ -81,7 +113,41 @@ class RequestTracer:
                 response.second_token_unix_ns,
                 sum_attributes(breakdown.second),
             )
-        root.end(end_unix_ns)
+        root.end(ending.end_unix_ns)
+
+    def _record_root(
+        self, root: Span, attributes: Mapping[str, AttributeValue], ending: _Ending
+    ) -> None:
+        """Stores the root span of a trace that was not sampled: it has the parts of the latency."""
+        context, request_id = root.get_span_context(), ending.request_id
+        self._store.start_trace(trace_id_of(root), request_id, ending.start_unix_ns)
+        own = {schema.ATTRIBUTE_REQUEST_ID: request_id}
+        if ending.reason:
+            own[schema.ATTRIBUTE_ERROR_REASON] = ending.reason
+        self._store.add_ended(
+            self._telemetry.tracer.source,
+            EndedSpan(
+                *(context.trace_id, context.span_id, 0, schema.SPAN_REQUEST),
+                *(ending.start_unix_ns, ending.end_unix_ns, {**own, **attributes}),
+                *(ending.error, ()),
+            ),
+        )
+
+
+@dataclass(slots=True)
+class _Ending:
+    """What is known of a request when its span ends."""
+
+    request_id: str
+    start_unix_ns: int
+    stored: bool
+    recorded: bool
+    end_unix_ns: int = 0
+    error: str = ""
+    reason: str = ""
+
+    def fail(self, error: str, reason: str = "") -> None:
+        self.error, self.reason = error, reason
 
 
 def trace_id_of(span: Span) -> str:

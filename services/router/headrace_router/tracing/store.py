@@ -64,6 +64,9 @@ class TraceStore:
         self._on_dropped = on_dropped
         self._lock = threading.Lock()
         self._records: OrderedDict[str, TraceRecord] = OrderedDict()
+        # Each trace id is in one of these, the oldest first.
+        self._ordinary: OrderedDict[str, None] = OrderedDict()
+        self._kept: OrderedDict[str, None] = OrderedDict()
         self._trace_of_request: dict[str, str] = {}
         self._sequence = 0
         self._stored_bytes = 0
@@ -88,6 +91,9 @@ class TraceStore:
             record = self._records.pop(trace_id, None) or TraceRecord(trace_id)
             forgotten = record.start_request(self._sequence, request_id, start_unix_ns)
             self._records[trace_id] = record
+            if trace_id not in self._kept:
+                self._ordinary.pop(trace_id, None)
+                self._ordinary[trace_id] = None
             self._trace_of_request[request_id] = trace_id
             if forgotten is not None:
                 self._forget_name(forgotten, trace_id)
@@ -116,6 +122,18 @@ class TraceStore:
             with self._lock:
                 self._add(trace_id, SpanFacts.of_proto(span), stored, dropped)
         self._report(dropped)
+
+    def keep(self, trace_id: str) -> None:
+        """Removes this trace after others, as long as at most half of all traces are kept so."""
+        with self._lock:
+            if trace_id not in self._ordinary:
+                return
+            del self._ordinary[trace_id]
+            self._kept[trace_id] = None
+            if len(self._kept) > self._limits.traces // 2:
+                oldest, _ = self._kept.popitem(last=False)
+                self._ordinary[oldest] = None
+                self._ordinary.move_to_end(oldest, last=False)
 
     def add_clocks(self, trace_id: str, differences: Mapping[str, ClockDifference]) -> None:
         """Moves the spans of these workers, by worker id, to this router's clock. Ignored for unknown traces."""
@@ -194,7 +212,8 @@ class TraceStore:
             self._on_dropped(reason, count)
 
     def _remove_oldest(self) -> TraceRecord:
-        trace_id, record = self._records.popitem(last=False)
+        trace_id, _ = (self._ordinary or self._kept).popitem(last=False)
+        record = self._records.pop(trace_id)
         self._stored_bytes -= record.stored_bytes
         for name in record.names:
             self._forget_name(name, trace_id)

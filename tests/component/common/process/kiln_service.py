@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common.client_config import ClientFacingConfig
-from headrace_common.config import load_config
 from headrace_common.deadlines import Deadline
 from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
+from headrace_common.process.settings import load_config
 from headrace_common.rpc.server import ClientServices, GrpcServer
 
 SERVICE = "headrace.inference.v1.InferenceService"

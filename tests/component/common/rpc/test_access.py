@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import socket
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from tests.waiting import until
 _SERVICE = "headrace.registry.v1.RegistryService"
 _SET_POLICY = f"/{_SERVICE}/SetPolicy"
 _WATCH = f"/{_SERVICE}/Watch"
+_CONVERSE = f"/{_SERVICE}/ListMembers"
 
 
 class Recorded:
@@ -58,11 +60,18 @@ class Recorded:
             await asyncio.Event().wait()
         yield b"end"
 
+    async def converse(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        async for request in requests:
+            yield b"answer to " + request
+
     def handlers(self) -> grpc.GenericRpcHandler:
         return grpc.method_handlers_generic_handler(
             _SERVICE,
             {
                 "SetPolicy": grpc.unary_unary_rpc_method_handler(self.answer, self.parse, None),
+                "ListMembers": grpc.stream_stream_rpc_method_handler(
+                    self.converse, self.parse, None
+                ),
                 "Watch": grpc.unary_stream_rpc_method_handler(self.stream, self.parse, None),
             },
         )
@@ -161,6 +170,69 @@ async def test_an_open_stream_ends_after_the_key_of_its_token_was_removed(tmp_pa
         assert not going_on.done()
         going_on.cancel()
     await server.stop(None)
+
+
+@pytest.mark.parametrize("cause", ["expired", "not trusted"])
+@pytest.mark.parametrize("requests", ["one", "many"])
+async def test_an_open_stream_ends_when_its_certificate_is_no_longer_valid(
+    tmp_path: Path, authority: Authority, cause: str, requests: str
+) -> None:
+    other = Authority(tmp_path / "other")
+    files = authority.sign("registry", "registry")
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(authority.file.read_bytes() + other.file.read_bytes())
+    config = ServiceConfig(
+        credential_check_s=0.1, **asdict(replace(files, tls_authority_file=str(trusted)))
+    )
+    recorded = Recorded()
+    server = GrpcServer(config, ())
+    server.server.add_generic_rpc_handlers([recorded.handlers()])
+    endpoint = await server.start()
+    # Long enough for a handshake on a slow machine.
+    valid_for = dt.timedelta(seconds=4) if cause == "expired" else dt.timedelta(days=1)
+    ending_files = other.sign("operator-0", "operator", valid_for)
+    ending_files = replace(ending_files, tls_authority_file=files.tls_authority_file)
+    async with (
+        open_channel(endpoint, ending_files) as ending_channel,
+        open_channel(endpoint, authority.sign("operator-1", "operator")) as other_channel,
+    ):
+        ending, going_on = (
+            held_stream(channel, requests) for channel in (ending_channel, other_channel)
+        )
+        assert await ending.read() == await going_on.read() == b"answer to hold"
+        if cause == "not trusted":
+            trusted.write_bytes(authority.file.read_bytes())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(ending.read(), 20)
+        error = error_from_rpc(caught.value)
+        assert isinstance(error, Unauthenticated)
+        assert ("expired at" if cause == "expired" else "no authority") in error.detail
+        assert not going_on.done()
+        # The connection is open, and its next stream is refused too.
+        again = await error_of_call(held_stream(ending_channel, requests))
+        assert isinstance(again, Unauthenticated)
+        going_on.cancel()
+    await server.stop(None)
+
+
+def held_stream(channel: grpc.aio.Channel, requests: str) -> Any:
+    """A stream that has begun and does not end by itself."""
+    if requests == "one":
+        single: Any = channel.unary_stream(_WATCH)
+        return single(b"hold", timeout=60)
+
+    async def sent() -> AsyncIterator[bytes]:
+        yield b"hold"
+        await asyncio.Event().wait()
+
+    several: Any = channel.stream_stream(_CONVERSE)
+    return several(sent(), timeout=60)
+
+
+async def error_of_call(call: Any) -> HeadraceError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    return error_from_rpc(caught.value)
 
 
 async def test_a_connection_of_the_deployment_ends_by_its_age_and_its_streams_go_on() -> None:

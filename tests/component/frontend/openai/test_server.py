@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
-from headrace_common.config import load_config
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError, QueueFull
 from headrace_common.process.connections import CLOSED_SURPLUS
+from headrace_common.process.settings import load_config
 from headrace_common.reloading import CHECK_INTERVAL_S
 from headrace_frontend.openai.exchange import CHUNKS_EXTENSION, ChunkWriter
 from headrace_frontend.openai.server import HEADER_WAIT_S, HttpServer

@@ -19,8 +19,8 @@ from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import Role
 from headrace_common.access.tokens import create_token, new_private_key, public_key_of
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
-from headrace_common.config import load_config
 from headrace_common.errors import ConfigError
+from headrace_common.process.settings import load_config
 from headrace_frontend.openai.server import HttpServer
 from headrace_router.config import RouterConfig
 from headrace_router.status.app import StatusApp

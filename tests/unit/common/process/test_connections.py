@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_common.config import load_config
 from headrace_common.process.connections import (
     Connection,
     ConnectionBounds,
@@ -19,6 +18,7 @@ from headrace_common.process.connections import (
     reserve_descriptors,
     surplus,
 )
+from headrace_common.process.settings import load_config
 from headrace_router.config import RouterConfig
 
 

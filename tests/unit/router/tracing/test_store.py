@@ -103,6 +103,37 @@ def test_a_local_prefill_needs_no_prefill_span() -> None:
     assert store.get("r1").complete
 
 
+def test_kept_traces_are_removed_after_others_up_to_half_of_all() -> None:
+    store = TraceStore(_limits(6))
+
+    def start(number: int) -> str:
+        trace_id = f"{number:032x}"
+        store.start_trace(trace_id, f"r{number}", number)
+        return trace_id
+
+    def stored() -> set[int]:
+        return {int(trace.request_id[1:]) for trace in store.list_page(100, "")[0]}
+
+    for number in range(1, 7):
+        store.keep(start(number)) if number <= 2 else start(number)
+    for number in range(7, 20):
+        start(number)
+    assert stored() == {1, 2, 16, 17, 18, 19}
+    # Of more than three, the oldest one counts like any other.
+    for number in (16, 17):
+        store.keep(f"{number:032x}")
+    start(20)
+    assert stored() == {2, 16, 17, 18, 19, 20}
+    store.keep("ab" * 16)
+    for number in range(21, 30):
+        start(number)
+    assert stored() == {2, 16, 17, 27, 28, 29}
+    # A trace that is kept may have another request.
+    start(2)
+    start(30)
+    assert 2 in stored()
+
+
 def test_spans_of_unknown_traces_are_dropped() -> None:
     store = _store()
     store.add_spans([_span(schema.SPAN_DECODE, "03" * 8, trace_id="cd" * 16)])

@@ -1,0 +1,1 @@
+"""Traces as files for other programs: an HTML page, Chrome's trace events, OTLP."""

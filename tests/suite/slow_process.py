@@ -1,0 +1,85 @@
+"""A service that a test slows down while it runs, by seconds in files: `link`, `layer` and `tokenizer`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from headrace_cli.up.supervisor import ChildProcess, Spawn
+from headrace_cli.up.topology import ProcessSpec
+from headrace_engine.sim.step.stepper import Stepper
+from headrace_frontend.request import preparation
+from headrace_kv.transport.staging.transport import StagedTransport
+
+_FOLDER = "HEADRACE_TEST_SLOW_FOLDER"
+_PROGRAM = "HEADRACE_TEST_SLOW_PROGRAM"
+
+
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """Sets the delays of the processes that `spawning` starts."""
+
+    folder: Path
+
+    def set(self, **delays_s: float) -> None:
+        """Sets these delays, and ends all others."""
+        for path in self.folder.iterdir():
+            path.unlink()
+        for name, delay_s in delays_s.items():
+            (self.folder / name).write_text(str(delay_s))
+
+    def spawning(self, spawn: Spawn, *services: str) -> Spawn:
+        """A spawn that starts these services with delays."""
+
+        async def start(spec: ProcessSpec) -> ChildProcess:
+            if spec.service not in services:
+                return await spawn(spec)
+            program = f"headrace_{spec.service}"
+            own = {_FOLDER: str(self.folder), _PROGRAM: program}
+            arguments = tuple(
+                "tests.suite.slow_process" if text == program else text for text in spec.arguments
+            )
+            return await spawn(
+                replace(spec, arguments=arguments, environment={**spec.environment, **own})
+            )
+
+        return start
+
+
+def _delay_s(name: str) -> float:
+    path = Path(os.environ[_FOLDER]) / name
+    return float(path.read_text()) if path.exists() else 0.0
+
+
+def _slowed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*arguments: Any, **named: Any) -> Any:
+        time.sleep(_delay_s(name))
+        return call(*arguments, **named)
+
+    return slow
+
+
+def _with_slow_layer(compute: Callable[..., Any]) -> Callable[..., Any]:
+    async def slow(stepper: Any, chunks: Any) -> None:
+        stepper._faults = replace(stepper._faults, stall_layer=1, stall_s=_delay_s("layer"))
+        await compute(stepper, chunks)
+
+    return slow
+
+
+def _wrap(
+    owner: Any, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    setattr(owner, name, wrapped(getattr(owner, name)))
+
+
+if __name__ == "__main__":
+    _wrap(preparation, "prepare", lambda call: _slowed("tokenizer", call))
+    _wrap(StagedTransport, "submit", lambda call: _slowed("link", call))
+    _wrap(Stepper, "_compute", _with_slow_layer)
+    importlib.import_module(f"{os.environ[_PROGRAM]}.__main__").main()

@@ -1,0 +1,142 @@
+"""What slows a request down is the greatest part of its sum. The prefill worker's wall clock is 3 s ahead meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from headrace.inference.v1 import inference_pb2
+from headrace_cli.up.supervisor import ChildProcess, Spawn, spawn_program
+from headrace_cli.up.topology import ProcessSpec
+from headrace_common.latency.parts import Part, Sum, sum_from_proto
+from headrace_common.telemetry import schema
+from tests.security.shifted_clock import ShiftedClock, compile_clock_shim
+from tests.suite.deployment import Suite, greedy, prompt_of, suite
+from tests.suite.slow_process import Delays
+
+REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
+LOCAL = inference_pb2.PREFILL_PLACEMENT_LOCAL
+DELAY_S = 0.15
+AHEAD_S = 3.0
+SLOTS = 3
+SETTINGS = (
+    ("prefill", "max_num_seqs", "1"),
+    ("decode", "max_num_seqs", str(SLOTS)),
+    ("decode", "model", "sim:decode_step_s=0.01"),
+)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+class Slow:
+    """A deployment with delays, and the sums of its requests."""
+
+    def __init__(self, it: Suite, delays: Delays) -> None:
+        self.it = it
+        self.delays = delays
+
+    async def sum_of(
+        self,
+        seed: int,
+        placement: inference_pb2.PrefillPlacement.ValueType = REMOTE,
+        tokens: int = 2,
+    ) -> Sum:
+        request = greedy(prompt_of(60, seed), tokens, placement, f"slow-{seed}")
+        request.include_latency = True
+        outcome = await self.it.ask(request)
+        found = sum_from_proto(outcome.last.timing.latency.first_token)
+        assert sum(found.parts_us.values()) == found.total_us
+        assert found[Part.UNACCOUNTED] * 50 <= found.total_us
+        return found
+
+
+def shifting(clock: ShiftedClock, spawn: Spawn) -> Spawn:
+    """A spawn that gives prefill workers the shifted clock."""
+
+    async def start(spec: ProcessSpec) -> ChildProcess:
+        if spec.service != "prefill":
+            return await spawn(spec)
+        environment = {**spec.environment, **clock.environment}
+        return await spawn_program(replace(spec, environment=environment))
+
+    return start
+
+
+@asynccontextmanager
+async def slow_deployment(folder: Path) -> AsyncIterator[Slow]:
+    clock = ShiftedClock(compile_clock_shim(folder), folder, AHEAD_S)
+    delays = Delays(folder / "delays")
+    delays.folder.mkdir()
+    async with suite(
+        folder,
+        spawning=lambda spawn: delays.spawning(shifting(clock, spawn), "router", "prefill"),
+        settings=SETTINGS,
+    ) as it:
+        yield Slow(it, delays)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Slow]:
+    folder = tmp_path_factory.mktemp("slow")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(folder / "state"))
+        async with slow_deployment(folder) as slow:
+            # The first transfer connects.
+            await slow.sum_of(1)
+            yield slow
+
+
+@pytest.mark.parametrize(
+    "what, part",
+    [
+        ("link", Part.TRANSFER_EXPOSED),
+        ("layer", Part.PREFILL),
+        ("tokenizer", Part.TOKENIZE),
+    ],
+)
+async def test_a_slow_step_is_the_greatest_part(deployed: Slow, what: str, part: Part) -> None:
+    deployed.delays.set(**{what: DELAY_S})
+    found = await deployed.sum_of(10 + part)
+    deployed.delays.set()
+    assert found.greatest is part, found
+    assert found[part] >= 1e6 * DELAY_S
+
+
+async def test_a_full_queue_is_the_greatest_part(deployed: Slow) -> None:
+    deployed.delays.set(layer=DELAY_S)
+    sums = await asyncio.gather(*(deployed.sum_of(30 + n) for n in range(SLOTS)))
+    deployed.delays.set()
+    last = max(sums, key=lambda one: one.total_us)
+    assert last.greatest is Part.QUEUE, last
+    # The prefill worker computes one prompt after the other.
+    assert last[Part.QUEUE] >= 1e6 * DELAY_S
+
+
+async def test_a_decode_worker_without_a_free_slot_is_the_greatest_part(deployed: Slow) -> None:
+    running = await deployed.it.begun(
+        [greedy(prompt_of(60, 40 + n), 40, LOCAL) for n in range(SLOTS)]
+    )
+    found = await deployed.sum_of(50)
+    await asyncio.gather(*running)
+    assert found.greatest is Part.DECODE_WAIT, found
+
+
+async def test_the_trace_of_a_worker_with_a_wrong_clock_is_in_order(deployed: Slow) -> None:
+    await deployed.sum_of(60)
+    trace = await deployed.it.trace("slow-60")
+    named = {span.name: span for span in trace.spans}
+    compute, wait = named[schema.SPAN_PREFILL_COMPUTE], named[schema.SPAN_DECODE_KV_WAIT]
+    error_ms = float(compute.attributes[schema.ATTRIBUTE_CLOCK_ERROR_MS])
+    ahead_ms = float(compute.attributes[schema.ATTRIBUTE_CLOCK_AHEAD_MS])
+    assert abs(ahead_ms - 1e3 * AHEAD_S) <= error_ms + 0.1
+    assert abs(float(wait.attributes[schema.ATTRIBUTE_CLOCK_AHEAD_MS])) <= error_ms + 0.1
+    margin_ns = round(2e6 * error_ms)
+    start_ns, ready_ns = compute.start_time.ToNanoseconds(), wait.start_time.ToNanoseconds()
+    assert ready_ns - margin_ns <= start_ns
+    end_ns = start_ns + compute.duration.ToNanoseconds()
+    assert end_ns <= ready_ns + wait.duration.ToNanoseconds() + margin_ns

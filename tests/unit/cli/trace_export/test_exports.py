@@ -1,0 +1,114 @@
+"""Traces as files: OTLP, trace events and HTML."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.json_format import ParseDict
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+
+from headrace.inference.v1 import trace_pb2
+from headrace_cli.commands.trace import write_files
+from headrace_cli.trace_export.html import html_page
+from headrace_cli.trace_export.otlp import otlp_object
+from headrace_cli.trace_export.perfetto import perfetto_object
+from headrace_cli.trace_export.record import trace_record
+from headrace_common.errors import ConfigError
+from headrace_common.telemetry import schema
+from headrace_common.trace_view.reading import read_trace
+
+RECORDED = Path(__file__).parents[1] / "waterfall" / "golden" / "remote.json"
+LAYERS, LINKS = 24, 4
+
+
+@pytest.fixture
+def trace() -> trace_pb2.Trace:
+    return ParseDict(json.loads(RECORDED.read_text()), trace_pb2.Trace())
+
+
+def test_otlp_has_every_span_with_its_process(trace: trace_pb2.Trace) -> None:
+    made = otlp_object(trace)
+    spans = [
+        span
+        for resource in made["resourceSpans"]
+        for scope in resource["scopeSpans"]
+        for span in scope["spans"]
+    ]
+    assert len(spans) == len(trace.spans)
+    assert {span["traceId"] for span in spans} == {trace.trace_id}
+    ids = {span["spanId"] for span in spans}
+    assert sum(span.get("parentSpanId", "") not in ids for span in spans) == 1
+    names = {
+        pair["value"]["stringValue"]
+        for resource in made["resourceSpans"]
+        for pair in resource["resource"]["attributes"]
+    }
+    assert {"headrace-router", "headrace-prefill", "prefill-0", "decode-0"} <= names
+    # OTLP's JSON has hex where protobuf's has base64; all else is the same.
+    for span in spans:
+        for key in ("traceId", "spanId", "parentSpanId"):
+            span.pop(key, None)
+    ParseDict(made, trace_service_pb2.ExportTraceServiceRequest())
+
+
+def test_trace_events_have_a_thread_for_each_link(trace: trace_pb2.Trace) -> None:
+    events = perfetto_object(read_trace(trace))["traceEvents"]
+    threads = {event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    links = {name for name in threads if " -> " in name}
+    assert len(links) == LINKS
+    slices = [event for event in events if event["ph"] == "X"]
+    assert sum(event["name"].startswith("layer ") for event in slices) == LAYERS * LINKS
+    assert all(event["dur"] >= 0 for event in slices)
+    known = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    assert {(event["pid"], event["tid"]) for event in slices} == known
+
+
+class Tags(HTMLParser):
+    """Collects tags that load something, and texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loading: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("script", "link", "img", "iframe") or any(key == "src" for key, _ in attrs):
+            self.loading.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_needs_nothing_else_and_shows_texts_as_texts(trace: trace_pb2.Trace) -> None:
+    trace.request_id = "<script>alert(1)</script>"
+    for span in trace.spans:
+        if span.name == schema.SPAN_ATTEMPT:
+            span.error = "<img src=x>"
+    page = Tags()
+    page.feed(html_page(read_trace(trace)))
+    assert page.loading == []
+    for text in ("<script>alert(1)</script>", "<img src=x>", "transfer exposed", "GB/s"):
+        assert text in page.text
+
+
+def test_the_record_has_the_sum_and_the_links(trace: trace_pb2.Trace) -> None:
+    record = trace_record(trace)
+    assert record.ttft_ns == sum(part.duration_ns for part in record.parts)
+    assert len(record.links) == LINKS
+    assert record.verdict.startswith("85 % prefill: ")
+
+
+def test_files_are_written_and_a_wrong_folder_is_named(
+    trace: trace_pb2.Trace, tmp_path: Path
+) -> None:
+    files: dict[str, Path | None] = {kind: tmp_path / kind for kind in ("html", "perfetto", "otlp")}
+    write_files(trace, files)
+    loaded: Any = json.loads((tmp_path / "perfetto").read_text())
+    assert loaded["otherData"]["request_id"] == "tp-2-to-4"
+    assert (tmp_path / "html").read_text().startswith("<!doctype html>")
+    with pytest.raises(ConfigError, match=r"--otlp .*cannot be written"):
+        write_files(trace, {"otlp": tmp_path / "gone" / "file"})

@@ -1,0 +1,238 @@
+"""The drawing of a request: it fits the terminal, names the culprit, and no part is larger than its whole."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+from google.protobuf.json_format import ParseDict
+
+from headrace.inference.v1 import trace_pb2
+from headrace_cli.commands.trace import chosen_names
+from headrace_cli.trace_export.html import html_page
+from headrace_cli.trace_export.perfetto import perfetto_object
+from headrace_cli.waterfall.canvas import BLOCKS, Scale, shade_line, spread
+from headrace_cli.waterfall.compare import conclusion, draw_comparison
+from headrace_cli.waterfall.draw import LINKS_DRAWN, clamp_width, draw_layers, draw_sum, draw_trace
+from headrace_common.errors import ConfigError
+from headrace_common.telemetry import schema
+from headrace_common.trace_view.model import LayerWrite, Link, PartTime, Step, TraceView
+from headrace_common.trace_view.reading import read_trace
+
+MS = 10**6
+GOLDEN = Path(__file__).parent / "golden"
+RECORDED = sorted(path.stem for path in GOLDEN.glob("*.json"))
+
+
+def link(number: int, mb: int = 2, ms: int = 1, layers: int = 61, start_ms: int = 20) -> Link:
+    each_ns = ms * MS // layers
+    return Link(
+        *("prefill-1", number % 8, "decode-0", number // 8, "mooncake/rdma", "direct"),
+        payload_bytes=mb * 10**6,
+        moving_ns=ms * MS,
+        writes=tuple(
+            LayerWrite(
+                layer,
+                start_ms * MS + layer * each_ns,
+                start_ms * MS + layer * each_ns,
+                start_ms * MS + layer * each_ns,
+                start_ms * MS + (layer + 1) * each_ns,
+                mb * 10**6 // layers,
+                "move",
+                each_ns,
+            )
+            for layer in range(layers)
+        ),
+    )
+
+
+def view(parts: dict[str, float], **changes: object) -> TraceView:
+    times = tuple(PartTime(name, int(ms * MS)) for name, ms in parts.items())
+    ttft_ns = sum(part.duration_ns for part in times)
+    fields = {
+        "trace_id": "4bf92f3577b34da6a3ce929d0e0e4736",
+        "request_id": "ask-1",
+        "start_unix_ns": 0,
+        "complete": True,
+        "ttft_ns": ttft_ns,
+        "total_ns": ttft_ns,
+        "parts": times,
+        "links": (),
+        "steps": (),
+    }
+    return TraceView(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def text_of(one: TraceView, width: int = 80, ascii_only: bool = True) -> str:
+    return "\n".join(line.plain for line in draw_trace(one, width=width, ascii_only=ascii_only))
+
+
+def numbers_of(line: str) -> list[float]:
+    return [float(text.replace(",", "")) for text in re.findall(r"([\d,.]+) ms", line)]
+
+
+def test_the_first_screen_has_the_sum_and_its_culprit() -> None:
+    links = (*(link(n, mb=2) for n in range(7)), link(7, mb=2, ms=7))
+    shown = text_of(view({"queue": 20, "prefill": 30, "transfer exposed": 100}, links=links))
+    lines = shown.splitlines()
+    assert lines[0].startswith("trace 4bf92f3577b34da6a3ce929d0e0e4736")
+    assert " ".join(lines[1:3]).startswith(
+        "67 % transfer exposed: link prefill-1/r7 -> decode-0/r0 moved at 0.29 GB/s, median is 2"
+    )
+    sum_at = next(number for number, line in enumerate(lines) if "time to first token" in line)
+    assert sum_at < 24
+    assert numbers_of(lines[sum_at]) == [150.0]
+
+
+def test_a_long_answer_does_not_squeeze_the_time_to_first_token() -> None:
+    steps = (
+        Step(1, schema.SPAN_QUEUE, "queue", "router", "", 10 * MS, 40 * MS),
+        Step(1, schema.SPAN_STREAM, "stream", "router", "", 100 * MS, 10_000 * MS),
+        Step(1, schema.SPAN_DECODE, "decode", "decode", "decode-0", 5 * MS, 10_095 * MS),
+    )
+    shown = text_of(view({"queue": 40, "unaccounted": 60}, steps=steps, total_ns=10_100 * MS))
+    queue = [line for line in shown.splitlines() if " queue" in line][-1]
+    assert queue.count("#") in (14, 15)
+    decode = next(line for line in shown.splitlines() if line.startswith("decode-0"))
+    assert decode[32:].rstrip().split()[0].endswith(">")
+    assert "stream" not in shown
+    assert "after the first token: 10,000 ms" in shown
+
+
+def test_many_links_share_the_screen_and_every_layer_has_a_line_on_request() -> None:
+    one = view({"transfer exposed": 100}, links=tuple(link(n) for n in range(64)))
+    shown = text_of(one)
+    assert len(shown.splitlines()) < 45
+    assert shown.count("GB/s\n") >= LINKS_DRAWN
+    assert "and 56 more links" in shown
+    assert "its layers 0-60" in shown
+    layers = [line.plain for line in draw_layers(one, width=80)]
+    assert sum(bool(re.match(r" +\d+ +\d", line)) for line in layers) == 64 * 61
+
+
+class RandomViews:
+    """Traces as no deployment would make them, so that no drawing relies on sense."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def name(self) -> str:
+        return "".join(self._random.choices("aZ 9-/\u00e9\u2603", k=self._random.randrange(60)))
+
+    def time(self) -> int:
+        return self._random.choice((-MS, 0, 1, 5 * MS, int(10 ** self._random.uniform(0, 13.3))))
+
+    def write(self) -> LayerWrite:
+        times = (self.time(), self.time(), self.time(), self.time())
+        cause = self._random.choice(("", "move", "gather", "unfinished", "compute"))
+        layer = self._random.randrange(500)
+        return LayerWrite(
+            layer, *times, self.time(), cause, self.time(), self._random.random() < 0.8
+        )
+
+    def link(self) -> Link:
+        ranks = self._random.randrange(99), self._random.randrange(99)
+        return Link(
+            *(self.name(), ranks[0], self.name(), ranks[1], self.name(), self.name()),
+            payload_bytes=abs(self.time()),
+            moving_ns=abs(self.time()),
+            runs=abs(self.time()),
+            expected_ns=abs(self.time()),
+            bandwidth_share=self._random.random(),
+            error=self.name() if self._random.random() < 0.2 else "",
+            writes=tuple(self.write() for _ in range(self._random.randrange(9))),
+        )
+
+    def step(self) -> Step:
+        kinds = (schema.SPAN_PREFILL, schema.SPAN_ATTEMPT, schema.SPAN_DECODE, "x")
+        return Step(
+            *(self._random.randrange(40), self._random.choice(kinds), self.name()),
+            *(self._random.choice(("router", "prefill", "decode", "")), self.name(), self.time()),
+            *(abs(self.time()), self.name() if self._random.random() < 0.3 else ""),
+        )
+
+    def parts(self) -> tuple[PartTime, ...]:
+        known = ("queue", "prefill", "transfer exposed", "retry", "network", "decode wait")
+        return tuple(
+            PartTime(self._random.choice((*known, self.name())), abs(self.time()))
+            for _ in range(self._random.randrange(9))
+        )
+
+    def view(self) -> TraceView:
+        parts = self.parts()
+        return TraceView(
+            *("0" * 32, self.name(), 0, self._random.random() < 0.5),
+            ttft_ns=sum(part.duration_ns for part in parts),
+            total_ns=abs(self.time()),
+            parts=parts,
+            links=tuple(self.link() for _ in range(self._random.randrange(12))),
+            steps=tuple(self.step() for _ in range(self._random.randrange(9))),
+            answered=self._random.random() < 0.7,
+            second_parts=self.parts(),
+            exposed_in_second=self._random.random() < 0.5,
+            hidden_ns=abs(self.time()),
+            clock_error_ns=abs(self.time()),
+            prompt_tokens=self._random.randrange(10**6),
+            error=self.name() if self._random.random() < 0.3 else "",
+        )
+
+
+@pytest.mark.parametrize("first_seed", range(0, 400, 100))
+def test_every_line_fits_whatever_the_trace_says(first_seed: int) -> None:
+    for seed in range(first_seed, first_seed + 100):
+        one, width, ascii_only = RandomViews(seed).view(), seed * 7 % 160, seed % 2 == 0
+        lines = draw_trace(one, width=width, ascii_only=ascii_only)
+        lines += draw_layers(one, width=width, ascii_only=ascii_only)
+        lines += draw_comparison(one, one, width=width, ascii_only=ascii_only)
+        for line in lines:
+            assert len(line.plain) <= clamp_width(width), (seed, line.plain)
+            assert "\n" not in line.plain
+        assert len(html_page(one)) > 100
+        json.dumps(perfetto_object(one), allow_nan=False)
+
+
+def test_no_line_of_the_sum_is_larger_than_the_sum() -> None:
+    for seed in range(200):
+        one = RandomViews(seed).view()
+        cells = [line.plain.count("#") for line in draw_sum(one, width=80, ascii_only=True)]
+        assert sum(cells[: len(one.parts) + 4]) <= 80
+        assert all(part.duration_ns <= one.ttft_ns for part in one.parts)
+
+
+def test_a_comparison_names_the_part_that_made_the_difference() -> None:
+    fast = view({"queue": 10, "prefill": 30})
+    slow = view({"queue": 500, "prefill": 20})
+    assert conclusion(fast, slow) == "B is 480 ms slower: queue 490 ms"
+    assert conclusion(slow, fast) == "B is 480 ms faster: queue 490 ms"
+    assert conclusion(fast, fast) == "both took the same time"
+    rows = [line.plain for line in draw_comparison(fast, slow, width=80)]
+    assert rows[-3].split() == ["queue", "10.00", "ms", "500", "ms", "+490", "ms"]
+
+
+def test_bars_and_shades() -> None:
+    scale = Scale(100, 10)
+    assert scale.bar(0, 50, BLOCKS) == "█" * 5 + " " * 5
+    assert scale.bar(90, 91, BLOCKS) == " " * 9 + "▎"
+    assert scale.bar(50, 300, BLOCKS) == " " * 5 + "████▸"
+    assert spread([(0, 20, 10.0)], scale)[:3] == [5.0, 5.0, 0.0]
+    assert shade_line([0, 1, 2, 4], 4, BLOCKS) == " ▒▓█"
+    assert Scale(123 * MS, 48).axis().split() == ["0", "50", "100", "123"]
+
+
+def test_the_words_choose_one_trace_or_two() -> None:
+    assert chosen_names(["last"]) == ["last"]
+    assert chosen_names(["compare", "a", "b"]) == ["a", "b"]
+    for words in (["a", "b"], ["compare"], ["compare", "a"], ["compare", "a", "b", "c"]):
+        with pytest.raises(ConfigError, match="name one trace, or two after compare"):
+            chosen_names(words)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_traces_are_drawn_as_before(name: str) -> None:
+    trace = ParseDict(json.loads((GOLDEN / f"{name}.json").read_text()), trace_pb2.Trace())
+    lines = draw_trace(read_trace(trace), width=80)
+    shown = "\n".join(line.plain.rstrip() for line in lines) + "\n"
+    assert shown == (GOLDEN / f"{name}.txt").read_text()
