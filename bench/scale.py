@@ -123,7 +123,6 @@ async def deployed(folder: Path, workers: int) -> AsyncIterator[Deployment]:
                 *("--internal-listen=127.0.0.1:0", "--transport=same_host"),
                 *(("--listen=",) if service == "decode" else ()),
             )
-        await until_listening(router, children["router"], folder / f"router-{workers}")
         await _until_found(f"127.0.0.1:{router}", prefills, workers - prefills)
         ids = {service: child.pid for service, child in children.items()}
         yield Deployment(
@@ -271,8 +270,9 @@ time. Each row has {rounds} rounds of {requests} requests, and every answer was 
 {table}
 
 "Start" is the time from the first process to the moment in which the router lists every worker, with the CPU that all
-processes used for it. "Against" compares the router's CPU a request with that of the smallest deployment, which stays
-up and takes turns with the others. "Membership" counts all bytes to and from the registry without requests.
+processes used for it. Both CPUs had much other load, so that CPU says more than the time. "Against" compares the
+router's CPU a request with that of the smallest deployment, which stays up and takes turns with the others.
+"Membership" counts all bytes to and from the registry without requests.
 """
 
 
