@@ -15,7 +15,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,9 +72,9 @@ def prompt(number: int) -> str:
 
 @asynccontextmanager
 async def deployed(
-    name: str, folder: Path, python: str, sim: str, streams: int
+    name: str, folder: Path, python: str, sim: str, streams: int, flags: Sequence[str] = ()
 ) -> AsyncIterator[Way]:
-    """One registry, router and prefill worker, and two decode workers."""
+    """One registry, router and prefill worker, and two decode workers. `flags` are more of all workers."""
     registry, router = free_port(), free_port()
     here = f"127.0.0.1:{registry}"
     async with AsyncExitStack() as stack:
@@ -85,12 +85,13 @@ async def deployed(
 
         child = await start("registry", "registry.log", f"--internal-listen={here}")
         await until_listening(registry, child, folder / "registry.log")
-        flags = (f"--listen=127.0.0.1:{router}", f"--registry={here}", f"--model={_MODEL}")
+        doors = (f"--listen=127.0.0.1:{router}", f"--registry={here}", f"--model={_MODEL}")
         ids: dict[str, tuple[int, ...]] = {
-            "router": ((await start("router", "router.log", *flags)).pid,)
+            "router": ((await start("router", "router.log", *doors)).pid,)
         }
-        engine = (f"--registry={here}", "--engine=sim", f"--model={sim}", "--served-model=sim")
-        room = ("--num-gpu-blocks-override=16384", "--max-num-batched-tokens=8192")
+        model = (f"--model={sim}", "--served-model=sim")
+        engine = (f"--registry={here}", "--engine=sim", *model)
+        room = ("--num-gpu-blocks-override=16384", "--max-num-batched-tokens=8192", *flags)
         more = (f"--max-num-seqs={max(64, streams)}", "--internal-listen=127.0.0.1:0")
         prefill = await start(
             *("prefill", "prefill-0.log", "--worker-id=prefill-0", *engine, *room, *more)
@@ -142,7 +143,7 @@ async def load(way: Way, streams: int, seconds: float, numbers: Any) -> Round:
     async with open_channel(way.endpoint, Credentials(role=Role.ROUTER)) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         await ask(stub)
-        before = _cpu(way)
+        before = cpu_of(way)
         found.requests, begin_s = 0, time.perf_counter()
 
         async def stream() -> None:
@@ -151,7 +152,7 @@ async def load(way: Way, streams: int, seconds: float, numbers: Any) -> Round:
 
         await asyncio.gather(*(stream() for _ in range(streams)))
         found.seconds = time.perf_counter() - begin_s
-        found.cpu_s = {service: used - before[service] for service, used in _cpu(way).items()}
+        found.cpu_s = {service: used - before[service] for service, used in cpu_of(way).items()}
     return found
 
 
@@ -161,7 +162,8 @@ def _subfolder(folder: Path, number: int) -> Path:
     return made
 
 
-def _cpu(way: Way) -> dict[str, float]:
+def cpu_of(way: Way) -> dict[str, float]:
+    """CPU seconds of each service so far."""
     return {service: sum(map(cpu_seconds, ids)) for service, ids in way.process_ids.items()}
 
 

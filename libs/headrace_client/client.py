@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Unpack
@@ -195,11 +196,13 @@ class Client:
         for _ in range(_DIRECT_ATTEMPTS_MAX):
             if self._workers.unreachable:
                 return
+            sent_ns = time.monotonic_ns()
             routed = await self.route(
                 progress.rest, deadline.remaining_s(), avoid_worker_ids=progress.failed_worker_ids
             )
             if not routed.HasField("direct"):
                 return
+            progress.record_route(sent_ns, routed.steps)
             count = len(progress.generated)
             try:
                 async for response in self._from_worker(routed, progress, deadline):

@@ -47,6 +47,7 @@ class DirectAttempt:
 
     async def responses(self) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Streams the responses that the router would send, without text. Raises AioRpcError and HeadraceError."""
+        steps, sent_ns = self._progress.direct, time.monotonic_ns()
         call: Any = self._stub.Generate(
             decode_request_of(self._direct),
             timeout=self._deadline.remaining_s(),
@@ -55,15 +56,23 @@ class DirectAttempt:
         prefill: asyncio.Task[inference_pb2.PrefillResponse] | None = None
         try:
             reserved = (await self._read(call)).reserved
+            if steps is not None:
+                steps.reserved(sent_ns)
             if self._direct.remote_prefill and reserved.start_token < reserved.end_token:
                 prefill = asyncio.create_task(self._prefill(reserved.start_token))
             event = await _first_of(asyncio.create_task(self._read(call)), prefill)
             while (kind := event.WhichOneof("event")) == "tokens":
+                if steps is not None and event.tokens.HasField("times"):
+                    steps.made(event.tokens.times)
                 yield self._response(event.tokens)
                 event = await self._read(call)
             if kind != "finished":
                 raise ProtocolViolation(f"{self._worker_id} sent {kind or 'nothing'} in its answer")
-            yield await self._last(event.finished, prefill)
+            last = await self._last(event.finished, prefill)
+            if steps is not None and self._progress.has_tokens:
+                first_us = round(1e6 * self._progress.first_s)
+                last.timing.latency.CopyFrom(steps.latency(first_us))
+            yield last
         finally:
             call.cancel()
             if prefill is not None and not prefill.done():
@@ -80,11 +89,17 @@ class DirectAttempt:
         return event
 
     async def _prefill(self, start_token: int) -> inference_pb2.PrefillResponse:
-        return await self._router.Prefill(
-            inference_pb2.PrefillRequest(direct=self._direct, start_token=start_token),
+        steps, sent_ns = self._progress.direct, time.monotonic_ns()
+        response = await self._router.Prefill(
+            inference_pb2.PrefillRequest(
+                direct=self._direct, start_token=start_token, include_latency=steps is not None
+            ),
             timeout=self._deadline.remaining_s(),
             metadata=self._router_metadata,
         )
+        if steps is not None:
+            steps.prefilled(sent_ns, response.steps)
+        return response
 
     def _response(self, tokens: decode_pb2.Tokens) -> inference_pb2.GenerateResponse:
         response = inference_pb2.GenerateResponse(

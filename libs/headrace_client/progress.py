@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from headrace.inference.v1 import inference_pb2
-from headrace_client.latency import complete_latency
+from headrace.inference.v1 import inference_pb2, latency_pb2
+from headrace_client.latency import Call, DirectSteps, complete_latency
 
 
 class Progress:
@@ -22,6 +22,8 @@ class Progress:
         self.first_s = 0.0
         """Time of the first token by time.monotonic; 0 before it."""
         self._call_s = 0.0
+        self.direct: DirectSteps | None = None
+        """The steps of a direct attempt that makes the first token, if the client wants them."""
 
     @property
     def has_tokens(self) -> bool:
@@ -54,6 +56,13 @@ class Progress:
     def record_call(self) -> None:
         """Records the start of a call to the router."""
         self._call_s = time.monotonic()
+
+    def record_route(self, sent_ns: int, steps: latency_pb2.RouteSteps) -> None:
+        """Records a Route call that was sent at `sent_ns` and has just been answered."""
+        self.direct = None
+        if self._request.include_latency and not self.has_tokens:
+            call = Call(sent_ns, time.monotonic_ns())
+            self.direct = DirectSteps(round(1e6 * self.begin_s), call, steps)
 
     def record_attempt(self) -> None:
         """Records the start of a direct attempt."""

@@ -104,6 +104,7 @@ TracesSampler = Literal[
     "parentbased_traceidratio",
 ]
 """The values of OTEL_TRACES_SAMPLER. The others of the standard ask another server."""
+LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -131,6 +132,10 @@ class ServiceConfig(BaseModel):
         default=f"127.0.0.1:{ports.REGISTRY}", description="host:port of the registry."
     )
     log_level: LogLevel = Field(default="info", description="Lowest level that is logged.")
+    log_format: LogFormat = Field(
+        default="text",
+        description="Form of the lines of the log on stderr: text, or a JSON object each.",
+    )
     otlp_endpoint: OtlpEndpoint = Field(
         default="",
         description="OTLP/gRPC collector of all spans and metrics, such as http://127.0.0.1:4317; "

@@ -1,12 +1,83 @@
-"""Logs: one line per record on stderr, with its trace."""
+"""Logs: one line per record on stderr, as text or as JSON, with its trace."""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
+from collections.abc import Mapping
+from typing import Any, Final
 
 from opentelemetry import trace
+
+NAMES_MAX: Final = 8_192
+"""Requests and transfers of which the process remembers the trace, for its log."""
+REPEAT_S: Final = 10.0
+"""Time in which a cause is logged once."""
+_CAUSES_MAX: Final = 1_024
+_TRACEPARENT_PARTS: Final = 4
+
+
+class TraceNames:
+    """The traces of the last requests and transfers, by their ids. One thread adds, all may find."""
+
+    def __init__(self) -> None:
+        self._spans: dict[str, trace.SpanContext | str] = {}
+
+    def add(self, name: str, span: trace.SpanContext | str) -> None:
+        """Lines about this request or transfer belong to the trace of a span, or of a traceparent."""
+        self._spans.pop(name, None)
+        self._spans[name] = span
+        if len(self._spans) > NAMES_MAX:
+            del self._spans[next(iter(self._spans))]
+
+    def find(self, record: logging.LogRecord) -> tuple[str, str]:
+        """The trace id and the span id of a record: of the current span, or of a name among its arguments."""
+        context: trace.SpanContext | str = trace.get_current_span().get_span_context()
+        if isinstance(context, trace.SpanContext) and not context.is_valid:
+            arguments = record.args if isinstance(record.args, tuple) else ()
+            names = (one for one in arguments if isinstance(one, str) and one in self._spans)
+            context = self._spans.get(next(names, ""), "")
+        if isinstance(context, trace.SpanContext):
+            if not context.is_valid:
+                return "", ""
+            return trace.format_trace_id(context.trace_id), trace.format_span_id(context.span_id)
+        parts = context.split("-")
+        return (parts[1], parts[2]) if len(parts) == _TRACEPARENT_PARTS else ("", "")
+
+
+TRACE_NAMES: Final = TraceNames()
+"""Those of this process."""
+
+
+class CauseLog:
+    """Logs a cause once in REPEAT_S as a warning, and repeats of it for debugging only."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
+        self._seen: dict[str, tuple[float, int]] = {}
+
+    def warn(self, cause: str, message: str, *arguments: object) -> None:
+        """Logs the message. The next warning of the same cause states how many repeats were left out."""
+        now_s = time.monotonic()
+        since_s, repeats = self._seen.pop(cause, (now_s - REPEAT_S, 0))
+        if now_s - since_s < REPEAT_S:
+            self._seen[cause] = (since_s, repeats + 1)
+            self._log.debug(message, *arguments)
+            return
+        self._seen[cause] = (now_s, 0)
+        if len(self._seen) > _CAUSES_MAX:
+            del self._seen[next(iter(self._seen))]
+        if repeats:
+            message += " (%d more like this before)"
+            arguments = (*arguments, repeats)
+        self._log.warning(message, *arguments)
+
+
+def _moment(record: logging.LogRecord) -> str:
+    seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+    return f"{seconds}.{int(record.msecs):03d}Z"
 
 
 class LineFormatter(logging.Formatter):
@@ -18,25 +89,52 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as one line."""
-        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         message = record.getMessage()
         if record.exc_info:
             message = f"{message}\n{self.formatException(record.exc_info)}"
         if record.stack_info:
             message = f"{message}\n{record.stack_info}"
-        moment = f"{seconds}.{int(record.msecs):03d}Z"
-        line = f"{moment} {record.levelname} {self._origin} {record.name}: {message}"
-        span = trace.get_current_span().get_span_context()
-        if span.is_valid:
-            line += f" trace={trace.format_trace_id(span.trace_id)}"
-            line += f" span={trace.format_span_id(span.span_id)}"
+        line = f"{_moment(record)} {record.levelname} {self._origin} {record.name}: {message}"
+        trace_id, span_id = TRACE_NAMES.find(record)
+        if trace_id:
+            line += f" trace={trace_id} span={span_id}"
         return line.replace("\r", "\\r").replace("\n", "\\n")
 
 
-def setup_logging(level: str, service: str, worker_id: str) -> None:
-    """Writes the records of `level` ("debug" to "error") and above to stderr only."""
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line. `trace_id`, `span_id`, `exception` and `stack` are absent where there are none."""
+
+    def __init__(self, service: str, worker_id: str) -> None:
+        super().__init__()
+        self._origin: Mapping[str, str] = {"service": service, "worker_id": worker_id}
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as one line."""
+        fields: dict[str, Any] = {
+            "time": _moment(record),
+            "level": record.levelname,
+            **self._origin,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        trace_id, span_id = TRACE_NAMES.find(record)
+        if trace_id:
+            fields |= {"trace_id": trace_id, "span_id": span_id}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            fields["stack"] = record.stack_info
+        return json.dumps(fields, ensure_ascii=False)
+
+
+def setup_logging(level: str, service: str, worker_id: str, log_format: str = "text") -> None:
+    """Writes the records of `level` ("debug" to "error") and above to stderr only.
+
+    `log_format` is "text" or "json".
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter(service, worker_id))
+    formatter = JsonFormatter if log_format == "json" else LineFormatter
+    handler.setFormatter(formatter(service, worker_id))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

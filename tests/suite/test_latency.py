@@ -40,6 +40,7 @@ KINDS = (
 MODEL = "sim:layers=3,layer_s=0.002"
 REQUESTS = 240
 AT_ONCE = 4
+STOPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +53,13 @@ class Measured:
     transferred_tokens: int
 
 
-async def measure(client: Client, request: inference_pb2.GenerateRequest) -> Measured:
+async def measure(
+    client: Client, request: inference_pb2.GenerateRequest, *, tokens_only: bool = False
+) -> Measured:
     request.include_latency = True
     start_s, first_s, trace_id = time.monotonic(), 0.0, ""
     last = inference_pb2.GenerateResponse()
-    async for last in client.stream(request, DEADLINE_S):
+    async for last in client.stream(request, DEADLINE_S, tokens_only=tokens_only):
         trace_id = trace_id or last.trace_id
         if last.token_ids and not first_s:
             first_s = time.monotonic()
@@ -98,14 +101,20 @@ def sum_of(span: Span) -> Sum:
     return Sum(attribute(span, schema.ATTRIBUTE_LATENCY_TOTAL_US), parts)
 
 
-def check_trace(spans: list[Span]) -> Span:
-    """A whole trace: one root with a sum, no orphan, and links for attempts after others. Returns the root."""
+def check_parents(spans: list[Span]) -> Span:
+    """One root and no orphan. Returns the root."""
     by_id = {span.span_id: span for span in spans}
     assert len(by_id) == len(spans), "a span came twice"
     (root,) = (span for span in spans if not span.parent_span_id)
     assert root.name == schema.SPAN_REQUEST
     orphans = [s.name for s in spans if s.parent_span_id and s.parent_span_id not in by_id]
     assert orphans == []
+    return root
+
+
+def check_trace(spans: list[Span]) -> Span:
+    """A whole trace: one root with a sum, no orphan, and links for attempts after others. Returns the root."""
+    root = check_parents(spans)
     found = sum_of(root)
     assert sum(found.parts_us.values()) == found.total_us
     for span in spans:
@@ -153,6 +162,7 @@ async def test_requests_of_every_kind_have_complete_sums(tmp_path: Path) -> None
             ("prefill", "model", MODEL),
             ("decode", "model", MODEL),
             ("router", "http_listen", http),
+            ("router", "look_aside", "true"),
             ("decode", "drain_grace_s", "0.3"),
             *((role, "otlp_endpoint", endpoint) for role in ("router", "prefill", "decode")),
         )
@@ -163,7 +173,9 @@ async def test_requests_of_every_kind_have_complete_sums(tmp_path: Path) -> None
             await measure_many(client, requests_of(8, 1_000))
             measured = await measure_many(client, requests_of(REQUESTS, 0))
             check_sums(measured)
+            assert len(measured) == REQUESTS
             await check_bytes(receiver, measured)
+            await check_direct(it, receiver)
             await check_http(http)
             await check_migrated(it, receiver)
             await check_cancelled(it, receiver)
@@ -181,7 +193,6 @@ def requests_of(count: int, seed: int) -> list[inference_pb2.GenerateRequest]:
 
 
 def check_sums(measured: list[Measured]) -> None:
-    assert len(measured) == REQUESTS
     off, unexplained = [], []
     for one in measured:
         assert sum(one.latency.parts_us.values()) == one.latency.total_us
@@ -189,8 +200,9 @@ def check_sums(measured: list[Measured]) -> None:
             off.append(one)
         if one.latency[Part.UNACCOUNTED] * 50 > one.latency.total_us:
             unexplained.append(one)
-    assert len(off) <= REQUESTS // 100, off
-    assert len(unexplained) <= REQUESTS // 100, unexplained
+    # A busy machine stops this process for a moment now and then, between its own clock and the client's.
+    assert len(off) <= len(measured) // 100 + STOPS, off
+    assert len(unexplained) <= len(measured) // 100 + STOPS, unexplained
 
 
 async def check_bytes(receiver: SpanReceiver, measured: list[Measured]) -> None:
@@ -210,6 +222,27 @@ async def check_bytes(receiver: SpanReceiver, measured: list[Measured]) -> None:
             assert attribute(root, schema.ATTRIBUTE_TRANSFER_OWNER)
             transfers += 1
     assert transfers > REQUESTS // 2
+
+
+async def check_direct(it: Suite, receiver: SpanReceiver) -> None:
+    """Clients of decode workers make the sum themselves."""
+    async with Client(it.deployment.router, look_aside=True) as client:
+        measured = [
+            await measure(
+                client,
+                greedy(prompt_of(300, 4_000 + n), 3, KINDS[3 * (n % 2)][0]),
+                tokens_only=True,
+            )
+            for n in range(10)
+        ]
+        assert client.direct_answers == len(measured)
+    check_sums(measured)
+    for number, one in enumerate(measured):
+        parts = one.latency.parts_us
+        assert {Part.ROUTE, Part.RESERVE, Part.PREFILL, Part.NETWORK} <= parts.keys()
+        assert (Part.QUEUE in parts) == (number % 2 == 0)
+        spans = await received(receiver, one.trace_id, has_root)
+        check_parents(spans)
 
 
 async def check_http(listen: str) -> None:

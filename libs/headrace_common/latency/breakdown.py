@@ -208,6 +208,8 @@ def _placement_claims(attempt: AttemptSteps) -> Iterator[Claim]:
 def _router_claims(steps: RequestSteps, attempt: AttemptSteps | None) -> Iterator[Claim]:
     for start, end in steps.tokenize:
         yield Claim(Part.TOKENIZE, start, end)
+    for start, end in steps.messages:
+        yield Claim(Part.NETWORK, start, end)
     if steps.slot_wait is not None:
         yield Claim(Part.DECODE_WAIT, *steps.slot_wait)
     if not steps.attempts or attempt is None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import signal
 import sys
-
-from headrace_common.errors import ConfigError
-from headrace_common.extras import missing_extra, require_extra
 
 _EXIT_MISCONFIGURED = 2
 # Requests leave few cycles, so collections find little. Python's own 700 costs a fleet of workers a third of its start.
@@ -23,6 +21,8 @@ def start(module: str, prog: str, extras: tuple[str, ...]) -> None:
 
     Until the service handles SIGINT, it ends the process at once, without a traceback.
     """
+    # Otherwise gRPC's core writes a line for each connection that a peer ends. Our own lines state such a failure.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()
@@ -42,6 +42,10 @@ def exit_without_extras(prog: str, extras: tuple[str, ...]) -> None:
 
     Then exits with status 2. Returns when all are installed.
     """
+    # They import gRPC, which reads its variables when it is imported.
+    from headrace_common.errors import ConfigError
+    from headrace_common.extras import missing_extra, require_extra
+
     for extra in extras:
         try:
             require_extra(prog, extra)

@@ -288,6 +288,10 @@ METRIC_MEMBERS: Final = "headrace.registry.members"
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV transferred.
 METRIC_TRANSFER_BYTES: Final = "headrace.transfer.bytes"
+# Bytes of KV transferred, by kind of link and by transport. Failed transfers count what has landed.
+METRIC_LINK_BYTES: Final = "headrace.link.bytes"
+# Bytes of each transfer link by the seconds in which they were on the way, by kind of link and by transport.
+METRIC_LINK_RATE: Final = "headrace.link.rate"
 # Transfers of a worker in progress.
 METRIC_TRANSFERS_ACTIVE: Final = "headrace.transfers.active"
 # Requests or tasks on a worker, by headrace.worker.state.

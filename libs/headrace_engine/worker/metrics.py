@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -11,6 +11,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_common.tasks import end_task, run_forever
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.process import Metrics
+from headrace_kv.handoff.messages import SendReport
 
 _INTERVAL_S: Final = 1.0
 _DONE: Final = "done"
@@ -30,6 +31,9 @@ class WorkerMetrics:
             schema.METRIC_TRANSFERS, worker, schema.ATTRIBUTE_END_REASON
         )
         self._bytes = store.counter(schema.METRIC_TRANSFER_BYTES, worker)
+        link = (schema.ATTRIBUTE_LINK_KIND, schema.ATTRIBUTE_TRANSPORT)
+        self._link_bytes = store.counter(schema.METRIC_LINK_BYTES, *link)
+        self._link_rate = store.histogram(schema.METRIC_LINK_RATE, *link)
         self._ticket_refusals = store.counter(
             schema.METRIC_TICKET_REFUSALS, worker, schema.ATTRIBUTE_TICKET_PART
         )
@@ -69,10 +73,19 @@ class WorkerMetrics:
             for gauge in self._gauges:
                 gauge.remove(worker_id)
 
-    def transfer_ended(self, worker_id: str, reason: str, payload_bytes: int) -> None:
-        """A worker has ended sending: `reason` is an error's, or empty."""
+    def transfer_ended(
+        self, worker_id: str, reason: str, payload_bytes: int, reports: Sequence[SendReport] = ()
+    ) -> None:
+        """A worker has ended sending: `reason` is an error's, or empty. `reports` are those of its ranks."""
         self._transfers.add(1, worker_id, reason or _DONE)
         self._bytes.add(payload_bytes, worker_id)
+        for report in reports:
+            for link in report.links:
+                if link.payload_bytes:
+                    labels = (report.kind_of(link), link.transport)
+                    self._link_bytes.add(link.payload_bytes, *labels)
+                    bytes_per_s = 1e9 * link.payload_bytes / max(1, link.moving_ns)
+                    self._link_rate.record(bytes_per_s, *labels)
 
     def ticket_refused(self, worker_id: str, part: str) -> None:
         """A decode worker has refused a ticket. `part` is the part of the ticket."""

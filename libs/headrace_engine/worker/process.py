@@ -29,7 +29,7 @@ async def run_workers(role: Role, config: Config, build: BuildServer[Config]) ->
     The engines start first: they may start processes of their own, which must not inherit gRPC's
     threads.
     """
-    setup_logging(config.log_level, role, config.worker_id)
+    setup_logging(config.log_level, role, config.worker_id, config.log_format)
     with interruptible():
         wait_reachable(config.registry, config.registration_timeout_s)
     if config.workers_per_process > 1:

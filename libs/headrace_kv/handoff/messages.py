@@ -170,6 +170,10 @@ class SendReport:
         """Bytes of the writes that have landed and were acknowledged."""
         return sum(link.payload_bytes for link in self.links)
 
+    def kind_of(self, link: LinkSent) -> str:
+        """ "same_host" where both ends of a link are on one host, else "network"."""
+        return "same_host" if self.host == link.destination_host else "network"
+
     @property
     def layers(self) -> tuple[LayerSent, ...]:
         """The last writes of each link that have landed. Unpacks them, which takes microseconds for each."""

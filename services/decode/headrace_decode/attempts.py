@@ -20,6 +20,7 @@ from headrace_common.errors import (
     StaleIncarnation,
     Unauthenticated,
 )
+from headrace_common.logs import TRACE_NAMES
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.telemetry.schema import SPAN_DECODE
 from headrace_common.telemetry.setup import Telemetry
@@ -107,6 +108,8 @@ class Attempts:
             start_time=attempt.timestamps.start_unix_ns,
             attributes=start_attributes(request.request_id, attempt.work, self._ref),
         )
+        for name in (request.request_id, attempt.work.transfer_id):
+            TRACE_NAMES.add(name, span.get_span_context())
         return RunningAttempt(attempt, span, self._telemetry, self._end)
 
     async def _check_permission(self, request: decode_pb2.GenerateRequest) -> TicketKey | None:

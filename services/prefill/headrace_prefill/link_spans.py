@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
 
@@ -21,9 +21,6 @@ from headrace_kv.layout.time_model import transfer_s
 from headrace_prefill.bandwidths import LinkBandwidths
 
 Attributes: TypeAlias = dict[str, str | int | float]
-
-SAME_HOST: Final = "same_host"
-NETWORK: Final = "network"
 
 
 class LastLink(NamedTuple):
@@ -85,7 +82,7 @@ class LinkSpans:
             schema.ATTRIBUTE_DESTINATION_RANK: link.destination_rank,
             schema.ATTRIBUTE_SOURCE_HOST: report.host,
             schema.ATTRIBUTE_DESTINATION_HOST: link.destination_host,
-            schema.ATTRIBUTE_LINK_KIND: kind_of(report, link),
+            schema.ATTRIBUTE_LINK_KIND: report.kind_of(link),
             schema.ATTRIBUTE_LINK_MEMORY: report.memory,
             schema.ATTRIBUTE_TRANSPORT: link.transport,
             schema.ATTRIBUTE_STRATEGY: link.strategy,
@@ -137,11 +134,6 @@ def layer_attributes(rank: int, destination_rank: int, write: LayerStamps) -> At
         schema.ATTRIBUTE_PAYLOAD_BYTES: write.payload_bytes,
         schema.ATTRIBUTE_SEND_WAIT_MS: (write.submitted_ns - write.ready_ns) / 1e6,
     }
-
-
-def kind_of(report: SendReport, link: LinkSent) -> str:
-    """Whether both ends of a link are on one host."""
-    return SAME_HOST if report.host == link.destination_host else NETWORK
 
 
 def exposed_ns(reports: Sequence[SendReport]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace.worker.v1 import worker_pb2
@@ -19,6 +19,7 @@ from headrace_common.errors import (
     InternalError,
     InvalidRequest,
 )
+from headrace_common.logs import TRACE_NAMES
 from headrace_common.telemetry.setup import Telemetry
 from headrace_engine.interface import DecodeTokens, Engine, PrefillOutcome, PrefillWork
 from headrace_engine.proto import logprobs_to_proto, sampling_from_proto
@@ -36,8 +37,8 @@ log = logging.getLogger(__name__)
 class PrefillWorker:
     """Owns the worker's slots. Tasks wait for a slot only when there are more routers than slots.
 
-    `on_received` is called when a task has come. `on_ended` gets the error's reason, or "", and the payload bytes of
-    every task.
+    `on_received` is called when a task has come. `on_ended` gets the error's reason, or "", the payload bytes of every
+    task, and the reports of its ranks.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class PrefillWorker:
         telemetry: Telemetry,
         slot_count: int,
         task_timeout_s: float,
-        on_ended: Callable[[str, int], None] | None = None,
+        on_ended: Callable[[str, int, Sequence[SendReport]], None] | None = None,
         on_received: Callable[[], None] = lambda: None,
         link_spans: LinkSpans | None = None,
     ) -> None:
@@ -81,6 +82,8 @@ class PrefillWorker:
         outcome: PrefillOutcome | None = None
         error: HeadraceError | None = None
         reports: list[SendReport] = []
+        for name in (task.request_id, task.transfer_id):
+            TRACE_NAMES.add(name, task.traceparent)
         self._held += 1
         self._on_received()
         try:
@@ -106,7 +109,7 @@ class PrefillWorker:
         record_task(self._telemetry, self.ref, ended, self._link_spans)
         done = _done_to_proto(ended, duration_ns)
         if self._on_ended is not None:
-            self._on_ended(done.reason, done.payload_bytes)
+            self._on_ended(done.reason, done.payload_bytes, reports)
         return done
 
     def start_drain(self) -> None:

@@ -30,7 +30,7 @@ def main() -> NoReturn:
 async def serve() -> None:
     """Serves until a signal. Raises ConfigError when it cannot start as configured."""
     config = load_config(RegistryConfig, None, prog=PROG, env_prefix="HEADRACE_REGISTRY_")
-    setup_logging(config.log_level, PROG, "")
+    setup_logging(config.log_level, PROG, "", config.log_format)
     prefix_hash_key = config.read_prefix_hash_key()
     store = open_store(config)
     await store.start()

@@ -196,6 +196,7 @@ def assemble(
     # A client has a reservation sent within `late_s` after its ticket's expiry, perhaps by another router than its own.
     router_keys = RouterKeys(ticket_key.public, TICKET_LIFETIME_MAX_S + config.default_deadline_s)
     prompts = DirectPrompts(workers, queue, dispatcher)
+    clocks = WorkerClocks()
     look_aside = LookAside(
         workers=workers,
         queue=queue,
@@ -205,6 +206,7 @@ def assemble(
         allowed=config.look_aside,
         late_s=config.default_deadline_s,
         direct=direct,
+        clocks=clocks,
     )
     _warn_of_short_requests(config, codecs)
     tenants = load_tenants(config.api_keys_file)
@@ -213,7 +215,7 @@ def assemble(
         codecs, workers, telemetry, config.max_bytes_per_token, salts.salt_of
     )
     tracer = RequestTracer(
-        *(telemetry, traces, WorkerClocks()),
+        *(telemetry, traces, clocks),
         slow_s=config.slow_trace_s,
         on_latency=metrics.count_latency,
     )

@@ -67,7 +67,7 @@ async def serve_router(config: RouterConfig) -> None:
     """Serves until a signal arrives. Raises ConfigError or RegistryUnavailable if it cannot start."""
     incarnation = new_incarnation()
     router_id = config.router_id or _id_from_address(config, incarnation)
-    setup_logging(config.log_level, "router", router_id)
+    setup_logging(config.log_level, "router", router_id, config.log_format)
     _LOG.info("settings: %s", redacted(config))
     codecs = await asyncio.to_thread(load_codecs, config.models)
     ticket_key = SigningKey()

@@ -18,6 +18,7 @@ from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.tenants import DEFAULT_TENANT, TenantAliases, Tenants
 from headrace_router.admission.admission import Admission
 from headrace_router.dispatch.dispatcher import RequestDispatcher
+from headrace_router.lookaside.steps import route_steps
 from headrace_router.lookaside.tickets import LookAside, candidates_to_proto
 from headrace_router.models import ModelCatalog
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
@@ -92,7 +93,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise InvalidRequest(
                 {"explain": "internal_listen only explains; set it, or call Route on listen"}
             )
-        arrival_unix_ns = time.time_ns()
+        arrival_unix_ns, arrival_ns = time.time_ns(), time.monotonic_ns()
         deadline = _deadline_of(context, self._default_deadline_s)
         tenant = self._explained_tenant(context) if explains else self._tenant_of(context)
         permit = await self._runner.admit(tenant, deadline)
@@ -112,6 +113,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 permit.tenant,
             )
             await self._runner.wait_turn()
+            route_ns = time.monotonic_ns()
             decision = self._dispatcher.route(prepared, root, deadline, request.avoid_worker_ids)
             direct: inference_pb2.DirectRequest | None = None
             caller = permit.tenant if self._tenants.keyed else _host_of(context)
@@ -136,6 +138,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 if explains
                 else (),
                 direct=direct,
+                steps=route_steps(arrival_ns, prepared.tokenized_ns, route_ns)
+                if prepared.includes_latency
+                else None,
             )
 
     async def Prefill(
@@ -144,6 +149,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> inference_pb2.PrefillResponse:
         """Queues the prompt of a direct request, which has reserved blocks on its decode worker itself."""
+        arrival_ns = time.monotonic_ns()
         deadline = _deadline_of(context, self._default_deadline_s)
         claims = self._look_aside.check(request)
         self._runner.reject_when_draining()
@@ -152,7 +158,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         if held_permit is not None:
             await held_permit.acquire_tokens(prompt_tokens)
             try:
-                response = await self._look_aside.prefill(request, claims, deadline)
+                response = await self._look_aside.prefill(request, claims, deadline, arrival_ns)
                 self._direct.confirm(request.direct.transfer_id)
                 return response
             finally:
@@ -160,7 +166,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         permit = await self._admission.admit(self._aliases.tenant_of(claims.tenant), deadline)
         with self._admission.holding(permit):
             await permit.acquire_tokens(prompt_tokens)
-            return await self._look_aside.prefill(request, claims, deadline)
+            return await self._look_aside.prefill(request, claims, deadline, arrival_ns)
 
     async def ListModels(
         self,

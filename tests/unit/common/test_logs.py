@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import sys
 
+import pytest
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
-from headrace_common.logs import LineFormatter
+from headrace_common.logs import (
+    NAMES_MAX,
+    TRACE_NAMES,
+    CauseLog,
+    JsonFormatter,
+    LineFormatter,
+    TraceNames,
+)
 
 
 def record_of(message: str, *, failed: bool = False) -> logging.LogRecord:
@@ -42,3 +51,73 @@ def test_a_record_inside_a_span_carries_its_ids() -> None:
     assert line.endswith(
         f"trace={trace.format_trace_id(ids.trace_id)} span={trace.format_span_id(ids.span_id)}"
     )
+
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+TRACE_ID, SPAN_ID = TRACEPARENT.split("-")[1:3]
+
+
+def line_about(name: str) -> logging.LogRecord:
+    return logging.LogRecord(
+        "kiln", logging.INFO, "kiln.py", 1, "%s: attempt %d failed", (name, 2), None
+    )
+
+
+def test_a_json_line_has_the_fields_and_nothing_more() -> None:
+    line = JsonFormatter("headrace-kiln", "kiln-0").format(record_of('first\n"second" é'))
+    fields = json.loads(line)
+    assert "\n" not in line
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", fields.pop("time"))
+    assert fields == {
+        "level": "WARNING",
+        "service": "headrace-kiln",
+        "worker_id": "kiln-0",
+        "logger": "kiln",
+        "message": 'first\n"second" é',
+    }
+
+
+def test_a_json_line_has_the_exception() -> None:
+    try:
+        raise ValueError("cold")
+    except ValueError:
+        line = JsonFormatter("kiln", "").format(record_of("failed", failed=True))
+    assert json.loads(line)["exception"].endswith("ValueError: cold")
+
+
+def test_a_line_about_a_known_request_has_its_trace() -> None:
+    TRACE_NAMES.add("r-known", TRACEPARENT)
+    fields = json.loads(JsonFormatter("kiln", "").format(line_about("r-known")))
+    assert (fields["trace_id"], fields["span_id"]) == (TRACE_ID, SPAN_ID)
+    text = LineFormatter("kiln", "").format(line_about("r-known"))
+    assert text.endswith(f"attempt 2 failed trace={TRACE_ID} span={SPAN_ID}")
+    assert "trace_id" not in json.loads(JsonFormatter("kiln", "").format(line_about("r-other")))
+
+
+def test_the_known_names_are_bounded() -> None:
+    names = TraceNames()
+    for number in range(NAMES_MAX + 1):
+        names.add(f"r{number}", TRACEPARENT)
+    names.add("broken", "no traceparent")
+    assert names.find(line_about("r0")) == ("", "")
+    assert names.find(line_about("r2")) == (TRACE_ID, SPAN_ID)
+    assert names.find(line_about("broken")) == ("", "")
+
+
+def test_a_cause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("test.cause")
+    causes = CauseLog(log)
+    with caplog.at_level(logging.DEBUG, log.name), pytest.MonkeyPatch.context() as patch:
+        clock = iter([0.0, 1.0, 2.0, 3.0, 30.0])
+        patch.setattr("headrace_common.logs.time.monotonic", lambda: next(clock))
+        for number in range(3):
+            causes.warn("d0 is gone", "request %d failed", number)
+        causes.warn("d1 is gone", "request %d failed", 8)
+        causes.warn("d0 is gone", "request %d failed", 9)
+    warnings = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+    assert warnings == [
+        "request 0 failed",
+        "request 8 failed",
+        "request 9 failed (2 more like this before)",
+    ]
+    assert sum(one.levelno == logging.DEBUG for one in caplog.records) == 2

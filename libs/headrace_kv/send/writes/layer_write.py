@@ -21,6 +21,7 @@ class LayerWrite:
     `next_batch`, of `next_bytes`, is the next batch to start. It is None once every batch was started. By
     time.monotonic_ns, the range was ready at `ready_ns`, its first batch was started at `submitted_ns`, and its last
     one has landed at `landed_ns`; 0 before. Of the time until `submitted_ns`, `window_wait_ns` were a full window.
+    `entry_count`, `gather_ns` and `staging_wait_ns` are the sums of `results`.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class LayerWrite:
         self.submitted_ns = self.landed_ns = 0
         self.window_wait_ns = self._window_before_ns = 0
         self.results: list[WriteResult] = []
+        self.entry_count = self.gather_ns = self.staging_wait_ns = 0
 
     @property
     def landed(self) -> bool:
@@ -77,22 +79,10 @@ class LayerWrite:
         """A batch has landed, at `end_ns` of time.monotonic_ns."""
         self._batches_in_flight -= 1
         self.results.append(result)
+        self.entry_count += result.entry_count
+        self.gather_ns += result.gather_ns
+        self.staging_wait_ns += result.staging_wait_ns
         self.landed_ns = max(self.landed_ns, end_ns)
-
-    @property
-    def entry_count(self) -> int:
-        """Entries of the batches that have landed."""
-        return sum(result.entry_count for result in self.results)
-
-    @property
-    def gather_ns(self) -> int:
-        """Nanoseconds of copies to staging memory."""
-        return sum(result.gather_ns for result in self.results)
-
-    @property
-    def staging_wait_ns(self) -> int:
-        """Nanoseconds of waits for slots of the transport."""
-        return sum(result.staging_wait_ns for result in self.results)
 
     def _advance(self) -> None:
         batch = next(self._batches, None)

@@ -43,22 +43,21 @@ class LinkRecord:
             self._strategies[result.strategy] = None
         landed_ns = write.landed_ns or now_ns
         submitted_ns = write.submitted_ns or landed_ns
-        gathered_ns = min(landed_ns, submitted_ns + write.staging_wait_ns + write.gather_ns)
-        self._moving_ns += max(0, landed_ns - max(gathered_ns, self._landed_ns))
+        gathered_ns = submitted_ns
+        staging_us = gather_us = 0
+        if write.gather_ns or write.staging_wait_ns:
+            gathered_ns = min(landed_ns, submitted_ns + write.staging_wait_ns + write.gather_ns)
+            staging_ns = min(write.staging_wait_ns, gathered_ns - submitted_ns)
+            staging_us = staging_ns // 1000
+            gather_us = (gathered_ns - submitted_ns - staging_ns) // 1000
+        idle_ns = max(gathered_ns, self._landed_ns)
+        if landed_ns > idle_ns:
+            self._moving_ns += landed_ns - idle_ns
         self._landed_ns = max(self._landed_ns, landed_ns)
-        staging_ns = min(write.staging_wait_ns, gathered_ns - submitted_ns)
-        self._add(
-            write,
-            reserved_ns,
-            submitted_ns,
-            (
-                staging_ns // 1000,
-                (gathered_ns - submitted_ns - staging_ns) // 1000,
-                (landed_ns - gathered_ns) // 1000,
-                max(0, now_ns - landed_ns) // 1000,
-            ),
-        )
         self._end_ns = max(self._end_ns, now_ns)
+        move_us = (landed_ns - gathered_ns) // 1000
+        times_us = (staging_us, gather_us, move_us, (now_ns - landed_ns) // 1000)
+        self._add(write, reserved_ns, submitted_ns, times_us)
 
     def add_unfinished(self, write: LayerWrite, reserved_ns: int, now_ns: int) -> None:
         """The transfer ends now, and the write has not landed as a whole."""
@@ -98,11 +97,14 @@ class LinkRecord:
         """`times_us` are the last four words."""
         ready_ns = write.ready_ns
         self._write_count += 1
-        self._submitted_ns = self._submitted_ns or submitted_ns
         self._ready_ns = max(self._ready_ns, ready_ns)
+        self._submitted_ns = self._submitted_ns or submitted_ns
         wait_ns = max(0, submitted_ns - ready_ns)
-        lease_ns = min(max(0, reserved_ns - ready_ns), wait_ns)
-        window_ns = min(write.window_wait_ns, wait_ns - lease_ns)
+        lease_ns = window_ns = 0
+        if reserved_ns > ready_ns:
+            lease_ns = min(reserved_ns - ready_ns, wait_ns)
+        if write.window_wait_ns:
+            window_ns = min(write.window_wait_ns, wait_ns - lease_ns)
         words = self._words
         if len(words) >= _WORDS_MAX:
             del words[: _WORDS_MAX // 2]
@@ -111,7 +113,7 @@ class LinkRecord:
             write.start_token,
             write.end_token,
             write.payload_bytes,
-            max(0, ready_ns - self._start_ns) // 1000,
+            (ready_ns - self._start_ns) // 1000,
             lease_ns // 1000,
             window_ns // 1000,
             wait_ns // 1000,
@@ -120,6 +122,6 @@ class LinkRecord:
         try:
             words.extend(row)
         except OverflowError:
-            # `extend` keeps the words before the one that is too large.
+            # `extend` keeps the words before the one that is too large or negative.
             del words[len(words) - len(words) % WORDS_PER_WRITE :]
-            words.extend([min(word, NEVER if word == NEVER else _WORD_MAX) for word in row])
+            words.extend([NEVER if word == NEVER else max(0, min(word, _WORD_MAX)) for word in row])

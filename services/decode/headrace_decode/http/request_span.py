@@ -10,6 +10,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, Status, StatusCode
 
 from headrace_common.errors import HeadraceError
+from headrace_common.logs import TRACE_NAMES
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 
@@ -22,6 +23,7 @@ def request_span(telemetry: Telemetry, request_id: str, arrival_unix_ns: int) ->
         start_time=arrival_unix_ns,
         attributes={schema.ATTRIBUTE_REQUEST_ID: request_id},
     )
+    TRACE_NAMES.add(request_id, root.get_span_context())
     try:
         yield root
     except HeadraceError as error:

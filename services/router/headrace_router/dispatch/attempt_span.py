@@ -11,6 +11,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Status, StatusCode
 
 from headrace_common.errors import HeadraceError
+from headrace_common.logs import TRACE_NAMES
 from headrace_common.rpc.trace_context import traceparent
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.recorded_span import recorded_span
@@ -48,6 +49,7 @@ class AttemptSpan:
         for previous in request.timeline.span_contexts[-1:]:
             self._span.add_link(previous)
         request.timeline.attempt_traced(self._span.get_span_context())
+        TRACE_NAMES.add(transfer_id, self._span.get_span_context())
         self.context: Context = trace.set_span_in_context(self._span)
 
     @property

@@ -13,6 +13,7 @@ from opentelemetry.trace import Span
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, WorkerGone
+from headrace_common.logs import CauseLog
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.recorded_span import recorded_span
 from headrace_common.telemetry.setup import Telemetry
@@ -104,6 +105,7 @@ class RequestDispatcher:
         self._telemetry = telemetry
         self._migration_wait_s = migration_wait_s
         self._on_migration = on_migration
+        self._failures = CauseLog(_LOG)
         self._attempt_context = AttemptContext(queue, ticket_key_id, telemetry)
 
     async def run(self, request: RoutedRequest) -> None:
@@ -297,6 +299,17 @@ class RequestDispatcher:
         )
         return AttemptPlan(number, decision, links, terms, first_token)
 
+    def _log_failure(
+        self, request_id: str, attempt: Attempt, number: int, error: HeadraceError
+    ) -> None:
+        line = ("attempt %d of %s: %s", number, request_id, error.detail)
+        # DecodeFull is frequent under load.
+        if isinstance(error, DecodeFull):
+            _LOG.debug(*line)
+        else:
+            # A lost worker fails all its requests at once.
+            self._failures.warn(f"{error.reason} {attempt.decode_worker}", *line)
+
     async def _run_attempt(
         self, request: RoutedRequest, attempt: Attempt, number: int, retries: RetryState
     ) -> AttemptOutcome | None:
@@ -307,10 +320,7 @@ class RequestDispatcher:
         try:
             return await attempt.run()
         except HeadraceError as error:
-            # DecodeFull is frequent under load.
-            level = logging.DEBUG if isinstance(error, DecodeFull) else logging.WARNING
-            request_id = request.prepared.request_id
-            _LOG.log(level, "attempt %d of %s: %s", number, request_id, error.detail)
+            self._log_failure(request.prepared.request_id, attempt, number, error)
             error.add_metadata(attempts=str(number))
             if isinstance(error, WorkerGone) and "grpc_code" in error.metadata:
                 self._workers.mark_unreachable(attempt.decode_worker)

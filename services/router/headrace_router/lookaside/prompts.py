@@ -12,6 +12,7 @@ from headrace_common.errors import DeadlineExceeded, DuplicateTransfer, WorkerGo
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.prefill_queue.queue import PrefillQueue
+from headrace_router.tracing.timeline import AttemptTimeline
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Worker
 
@@ -44,8 +45,9 @@ class DirectPrompts:
         prompt: tuple[int, ...],
         worker: Worker,
         deadline: Deadline,
+        timeline: AttemptTimeline | None = None,
     ) -> prefill_pb2.EnqueueResponse:
-        """Queues `task` for a decode worker, and returns once its KV cache was handed over.
+        """Queues `task` for a decode worker, and returns once its KV cache was handed over. `timeline` gets its steps.
 
         `prompt` has the last token too, which decode computes. Raises DuplicateTransfer on a repeated call, QueueFull,
         WorkerGone, DeadlineExceeded, or the error of the prefill worker. Cancellation cancels the task.
@@ -53,6 +55,8 @@ class DirectPrompts:
         self._reject_repeated(task.transfer_id)
         terms = self._dispatcher.task_terms(worker, prompt, task.cache_salt, deadline)
         queued = self._queue.enqueue(task, layout=worker.layout, terms=terms)
+        if timeline is not None:
+            timeline.queued(queued)
         try:
             async with asyncio.timeout(deadline.remaining_s()):
                 outcome = await asyncio.shield(queued.outcome)

@@ -30,9 +30,12 @@ from headrace_router.dispatch.first_token import BY_DECODE
 from headrace_router.dispatch.messages import decode_request
 from headrace_router.lookaside.keys import RouterKeys
 from headrace_router.lookaside.prompts import DirectPrompts
+from headrace_router.lookaside.steps import task_steps
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.placement import CandidateCost, Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
+from headrace_router.tracing.timeline import AttemptTimeline
+from headrace_router.tracing.worker_clocks import WorkerClocks
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Worker
 
@@ -58,6 +61,7 @@ class LookAside:
         allowed: bool,
         late_s: float,
         direct: DirectRequestTracker,
+        clocks: WorkerClocks,
     ) -> None:
         self._workers = workers
         self._queue = queue
@@ -67,6 +71,7 @@ class LookAside:
         self._allowed = allowed
         self._late_s = late_s
         self.direct = direct
+        self._clocks = clocks
         self._expected: dict[str, ExitStack] = {}
 
     def grant(
@@ -135,8 +140,11 @@ class LookAside:
         request: inference_pb2.PrefillRequest,
         claims: decode_pb2.TicketClaims,
         deadline: Deadline,
+        arrival_ns: int,
     ) -> inference_pb2.PrefillResponse:
         """Queues the prompt, and returns once its KV cache was handed over. `claims` are those of `check`.
+
+        The call arrived at `arrival_ns` of the monotonic clock.
 
         Raises DuplicateTransfer on a repeated call, QueueFull, WorkerGone, DeadlineExceeded, or the error of the
         prefill worker. Cancellation cancels the task.
@@ -155,11 +163,16 @@ class LookAside:
             cache_salt=direct.cache_salt,
         )
         self._end_expectation(direct.transfer_id)
-        done = await self._prompts.hand_over(task, tuple(direct.token_ids), worker, deadline)
+        timeline = AttemptTimeline(self._clocks)
+        done = await self._prompts.hand_over(
+            task, tuple(direct.token_ids), worker, deadline, timeline
+        )
+        steps = task_steps(timeline.collect(), arrival_ns) if request.include_latency else None
         return inference_pb2.PrefillResponse(
             worker_id=done.worker_id,
             cached_tokens=done.cached_tokens,
             payload_bytes=done.payload_bytes,
+            steps=steps,
         )
 
     def _expect_prompt(self, worker: Worker, transfer_id: str, tokens: int) -> None:

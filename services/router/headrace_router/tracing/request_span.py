@@ -15,6 +15,7 @@ from opentelemetry.util.types import AttributeValue
 
 from headrace_common.errors import HeadraceError
 from headrace_common.latency.breakdown import Breakdown
+from headrace_common.logs import TRACE_NAMES
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import breakdown_attributes, sum_attributes
 from headrace_common.telemetry.setup import Telemetry
@@ -69,6 +70,7 @@ class RequestTracer:
             start_time=arrival_unix_ns,
             attributes={schema.ATTRIBUTE_REQUEST_ID: request_id},
         )
+        TRACE_NAMES.add(request_id, root.get_span_context())
         recorded = root.is_recording()
         if stored and recorded:
             self._store.start_trace(trace_id_of(root), request_id, arrival_unix_ns)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import grpc.aio
@@ -28,7 +28,7 @@ from headrace_engine.sim.clock import ManualClock, SimClock
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.faults import SimFaults
 from headrace_kv.handoff.checksum import DigestMode
-from headrace_kv.handoff.messages import Reservation, TransferTarget
+from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
 from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.plan.shard_map import edges, heads_held
@@ -228,6 +228,7 @@ class Pair:
     decode: SimEngine
     receiver: Receiver
     endpoint: str
+    reports: list[SendReport] = field(default_factory=list)
 
     async def start(
         self,
@@ -268,7 +269,9 @@ class Pair:
             work.sampling if on_first_token is not None else None,
             work.cache_salt,
         )
-        task = asyncio.create_task(self.prefill.prefill(prefill, on_first_token))
+        task = asyncio.create_task(
+            self.prefill.prefill(prefill, on_first_token, self.reports.append)
+        )
         return Started(reader, reservation, transfer, task)
 
     async def generate(
