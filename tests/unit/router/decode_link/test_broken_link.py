@@ -1,4 +1,4 @@
-"""A link whose worker is gone, however gRPC names the end: its requests may continue elsewhere."""
+"""A link to a worker that is gone, however gRPC names the end: its requests may continue elsewhere."""
 
 from __future__ import annotations
 
