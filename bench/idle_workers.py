@@ -204,7 +204,8 @@ async def main(arguments: argparse.Namespace) -> None:
 
 _NOTES: Final = """# Idle workers
 
-Made by `python -m bench.idle_workers`: CPU of {seconds:g} s without requests.
+Made by `python -m bench.idle_workers`: CPU of {seconds:g} s without requests. All workers are in one process. Each has
+a connection of its own, as workers on hosts of their own have. Both CPUs had other load.
 
 {table}
 """

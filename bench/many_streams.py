@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,6 +28,7 @@ import uvloop
 from bench.proxy import cpu_seconds, free_port, process, until_listening
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from headrace_cli.client import list_members
+from headrace_common.errors import WorkerGone
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 
@@ -88,10 +89,18 @@ async def deployed(folder: Path, model: str, streams: int) -> AsyncIterator[Depl
             )
             for number in range(2)
         ]
-        async with asyncio.timeout(_JOIN_S):
-            while len(await list_members(here)) < 3:  # noqa: ASYNC110 - another process changes it
-                await asyncio.sleep(0.1)
+        await _joined(here, 3)
         yield Deployment(f"127.0.0.1:{router}", front.pid, workers[0])
+
+
+async def _joined(registry: str, members: int) -> None:
+    async with asyncio.timeout(_JOIN_S):
+        while True:
+            # The registry may not answer in time while all processes start.
+            with suppress(WorkerGone):
+                if len(await list_members(registry)) >= members:
+                    return
+            await asyncio.sleep(0.1)
 
 
 async def read(stub: inference_pb2_grpc.InferenceServiceStub, answer: Answer, tokens: int) -> None:
@@ -197,6 +206,7 @@ _NOTES: Final = """# Many streams on one router
 
 Made by `python -m bench.many_streams`: two simulated decode workers, of which one is killed when the fast readers have
 a third of their answers. Every tenth client reads one message a second. Every answer was compared with the model's.
+Both CPUs had other load.
 
 {table}
 """

@@ -6,7 +6,8 @@
 Prompts have 200 tokens. Answers have 64, a gap of --gaps milliseconds apart. The workers do nothing else
 (bench/proxy_workers.py: one message for each step, or one server-sent event for each token). The load is closed-loop.
 CPU is that of the router's process with all its threads, by the kernel's clock of that process. "Direct" calls the
-worker itself over the same protocol, in turns with the proxy. The time that a proxy adds to the first token is the
+worker itself over the same protocol, in turns with the proxy. Its CPU is what a bare server of this protocol costs,
+with a message for each token and nothing else to do. The time that a proxy adds to the first token is the
 difference of the medians. vllm-router's columns need its command (pip install vllm-router==0.1.17) and are left out
 without it. All processes share the machine, so compare ratios within one run.
 """
@@ -60,6 +61,7 @@ _BASELINES: Final = {
     SIM: SIM_DIRECT,
     SIM_LOOK_ASIDE: SIM_DIRECT,
 }
+_BARE: Final = {DIRECT: "a bare gRPC server", DIRECT_HTTP: "a bare HTTP server"}
 _CPU_CLOCK: Final = 2
 _START_S: Final = 30.0
 _WARM_REQUESTS: Final = 8
@@ -173,21 +175,28 @@ async def ways(folder: Path, vllm_router: str, model: str) -> AsyncIterator[list
         service = (sys.executable, "-m", "headrace_registry", f"--internal-listen={here}")
         await until_listening(registry, *await start("registry", *service))
         workers = (sys.executable, "-m", "bench.proxy_workers", here, str(http_worker))
-        await until_listening(http_worker, *await start("workers", *workers))
+        direct, log = await start("workers", *workers)
+        await until_listening(http_worker, direct, log)
         ours, log = await start(
             "router",
             *(sys.executable, "-m", "headrace_router", f"--listen=127.0.0.1:{router}"),
             *(f"--registry={here}", f"--model={model}", "--look-aside", "--log-level=warning"),
             f"--http-listen=127.0.0.1:{door}",
+            # All streams come from one host.
+            *("--host-block-s=0", "--max-new-connections-per-s=10000"),
         )
         await until_listening(door, ours, log)
         worker = next(m for m in await list_members(here) if m.worker_id == "decode-0")
         endpoint = f"127.0.0.1:{router}"
         found = [
-            Way(DIRECT, lambda n, g: grpc_worker(worker.endpoint, worker.incarnation, n, g), 0),
+            Way(
+                DIRECT,
+                lambda n, g: grpc_worker(worker.endpoint, worker.incarnation, n, g),
+                direct.pid,
+            ),
             Way(OURS, lambda n, g: grpc_router(endpoint, n, g), ours.pid),
             Way(LOOK_ASIDE, lambda n, g: grpc_look_aside(endpoint, n, g), ours.pid),
-            Way(DIRECT_HTTP, lambda n, g: http(http_worker, n, g), 0),
+            Way(DIRECT_HTTP, lambda n, g: http(http_worker, n, g), direct.pid),
             Way(OPENAI, lambda n, g: http(door, n, g, reads_usage=True), ours.pid),
         ]
         if vllm_router:
@@ -296,12 +305,19 @@ def table(cells: Cells) -> str:
     )
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for (gap_ms, count, name), cell in sorted(cells.items(), key=lambda item: item[0][:2]):
+        cpu = (
+            f"{cell.cpu_us:.0f} | {cell.cpu_us / TOKENS:.1f} "
+            f"| {ratio(cell, cells.get((gap_ms, count, VLLM)))}"
+        )
+        if name in _BARE:
+            lines.append(
+                f"| {gap_ms} | {count} | {_BARE[name]} | {cpu} | {cell.first_ms:.2f} | | | 1.0 |"
+            )
         if name not in _BASELINES:
             continue
         direct = cells[gap_ms, count, _BASELINES[name]]
         lines.append(
-            f"| {gap_ms} | {count} | {name} | {cell.cpu_us:.0f} | {cell.cpu_us / TOKENS:.1f} "
-            f"| {ratio(cell, cells.get((gap_ms, count, VLLM)))} "
+            f"| {gap_ms} | {count} | {name} | {cpu} "
             f"| {cell.first_ms:.2f} | {direct.first_ms:.2f} | {cell.first_ms - direct.first_ms:+.2f} "
             f"| {TOKENS * cell.requests / cell.messages:.1f} |"
         )

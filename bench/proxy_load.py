@@ -97,6 +97,25 @@ async def grpc_router(endpoint: str, streams: int, gap_ms: int) -> AsyncIterator
 
 
 @asynccontextmanager
+async def grpc_chats(
+    endpoint: str, streams: int, next_chat: Callable[[], tuple[str, str]]
+) -> AsyncIterator[list[Ask]]:
+    """Chats with remote prefill through our router, with the system's and the user's message of `next_chat`."""
+    async with open_channel(endpoint, _CALLER) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+
+        async def ask(sample: Sample) -> None:
+            system, user = next_chat()
+            request = inference_pb2.GenerateRequest(model=MODEL, sampling=_sampling(0))
+            request.chat.messages.add(role="system", content=system)
+            request.chat.messages.add(role="user", content=user)
+            begin_s = time.perf_counter()
+            await _read(stub.Generate(request, timeout=60), sample, begin_s, False)
+
+        yield [ask] * streams
+
+
+@asynccontextmanager
 async def grpc_look_aside(endpoint: str, streams: int, gap_ms: int) -> AsyncIterator[list[Ask]]:
     """By the client library: Route at our router, tokens from the worker."""
     request = inference_pb2.GenerateRequest(
@@ -203,11 +222,25 @@ async def http(
     }
     if reads_usage:
         content["stream_options"] = {"include_usage": True}
+    request = post("/v1/completions", content)
+    async with connected(port, streams, lambda: request, reads_usage=reads_usage) as asks:
+        yield asks
+
+
+def post(path: str, content: dict[str, Any]) -> bytes:
+    """A request over HTTP, with a body in JSON."""
     body = json.dumps(content).encode()
-    request = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nContent-Type: application/json\r\n"
-        b"Content-Length: %d\r\n\r\n%s" % (port, len(body), body)
+    return (
+        b"POST %s HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (path.encode(), len(body), body)
     )
+
+
+@asynccontextmanager
+async def connected(
+    port: int, streams: int, next_request: Callable[[], bytes], *, reads_usage: bool = True
+) -> AsyncIterator[list[Ask]]:
+    """Sends what `next_request` returns, with a connection for each stream."""
     loop = asyncio.get_running_loop()
     connections = [
         await loop.create_connection(
@@ -217,7 +250,7 @@ async def http(
     ]
 
     def asker(protocol: _HttpStream) -> Ask:
-        return lambda sample: protocol.ask(request, sample)
+        return lambda sample: protocol.ask(next_request(), sample)
 
     try:
         yield [asker(protocol) for _, protocol in connections]

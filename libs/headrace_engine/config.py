@@ -8,6 +8,7 @@ from typing import Final, Literal
 from headrace_common.access.credentials import Credentials
 from headrace_common.limits import write_quiet_s
 from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.manager.settings import TierSettings
 from headrace_kv.receive.layer_overlap import OverlapSettings
 from headrace_kv.transport.networks import Networks
 
@@ -35,7 +36,7 @@ class EngineConfig:
     For GPUs: `gpu_direct` gives RDMA adapters access to their memory, and
     `enforce_eager` disables graphs. `gpu_memory_utilization`: share of a GPU's memory for weights, activations and KV
     blocks, where `kv_cache_gib` is 0. `rdma_devices`: RDMA adapters that carry KV; empty means all. `engine_args`:
-    further arguments in the syntax of vLLM's command line.
+    further arguments in the syntax of vLLM's command line. `tiers`: what each rank keeps below KV memory.
     """
 
     engine: Literal["vllm", "sim"]
@@ -64,3 +65,4 @@ class EngineConfig:
     overlap_layers: OverlapSettings = field(default_factory=OverlapSettings)
     admitted: Networks | None = None
     write_quiet_s: float = write_quiet_s()
+    tiers: TierSettings = field(default_factory=TierSettings)

@@ -354,6 +354,9 @@ def _on_known_ports(spawn: Spawn) -> Spawn:
     """
 
     async def start(spec: ProcessSpec) -> ChildProcess:
+        if any(argument.startswith("--workers-per-process") for argument in spec.arguments):
+            # Each of its workers takes any port.
+            return await spawn(spec)
         arguments = tuple(
             argument.removesuffix(":0") + f":{free_port()}"
             if argument in ("--internal-listen=127.0.0.1:0", "--listen=127.0.0.1:0")

@@ -136,6 +136,28 @@ def test_idle_workers(tmp_path: Path) -> None:
     assert output.count("this checkout") == 1
 
 
+def test_slow_readers(tmp_path: Path) -> None:
+    size = ("--crowd=8", "--fast=2", "--seconds=0.5", "--rounds=1", "--step-ms=20")
+    (table,) = tables(run("slow_readers", *size, f"--output={tmp_path}"))
+    assert [row["readers"] for row in table] == [
+        "2 fast readers alone",
+        "beside 8 fast readers",
+        "beside 8 slow readers",
+    ]
+    assert_columns_positive(table, "gap, p50 ms", "p95 ms", "p99 ms", "longest ms")
+    assert tables((tmp_path / "slow_readers.md").read_text()) == [table]
+
+
+def test_scale(tmp_path: Path) -> None:
+    # It ends with an error when an answer is wrong.
+    size = ("--workers=2,4", "--requests=16", "--rounds=1", "--idle=0.5", f"--output={tmp_path}")
+    output = run("scale", *size)
+    (table,) = tables((tmp_path / "scale.md").read_text())
+    assert [row["workers"] for row in table] == ["2", "4"]
+    assert_columns_positive(table, "start, s", "requests/s", "bytes of the start", "router, MiB")
+    assert "| 4 | " in output
+
+
 def test_planner() -> None:
     head, *rows, verdict = run("planner", "--tokens=1024", "--rounds=1").splitlines()[1:]
     assert head.split()[:2] == ["case", "fragments"]

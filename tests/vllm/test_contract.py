@@ -45,6 +45,7 @@ HOOKS = {
     "reset_cache": (),
     "save_kv_layer": ("layer_name", "kv_layer", "attn_metadata", "kwargs"),
     "shutdown": (),
+    "take_events": (),
     "start_load_kv": ("forward_context", "kwargs"),
     "update_connector_output": ("connector_output",),
     "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
@@ -65,6 +66,7 @@ CALLS = {
     "vllm.config.model.ModelConfig.get_total_num_kv_heads": (),
     "vllm.v1.core.block_pool.BlockPool.get_num_free_blocks": (),
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids": (),
+    "vllm.v1.core.kv_cache_utils.maybe_convert_block_hash": ("hash_bytes",),
     "vllm.v1.core.kv_cache_manager.KVCacheManager.evict_blocks": ("block_ids",),
     "vllm.v1.request.Request.append_output_token_ids": ("token_ids",),
     "vllm.sampling_params.SamplingParams.verify": (
@@ -192,7 +194,7 @@ FIELDS = {
     "vllm.multimodal.inputs.MultiModalFeatureSpec": ("identifier",),
     f"{CACHES}.KVCacheConfig": ("kv_cache_groups",),
     f"{CACHES}.KVCacheGroupSpec": ("layer_names", "kv_cache_spec"),
-    f"{CACHES}.KVCacheSpec": ("block_size",),
+    f"{CACHES}.KVCacheSpec": ("block_size", "page_size_bytes"),
     f"{CACHES}.FullAttentionSpec": (),
     f"{CACHES}.MLAAttentionSpec": (),
     f"{CACHES}.MambaSpec": ("dtypes", "mamba_type", "shapes", "tp_replicated"),
@@ -306,8 +308,11 @@ FIELDS = {
         "extra_keys",
         "group_idx",
         "kv_cache_spec_kind",
+        "medium",
+        "lora_id",
+        "lora_name",
     ),
-    f"{EVENTS}.BlockRemoved": ("block_hashes", "group_idx"),
+    f"{EVENTS}.BlockRemoved": ("block_hashes", "group_idx", "medium"),
     f"{EVENTS}.AllBlocksCleared": (),
 }
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2
+from headrace_common.latency.parts import Part, sum_from_proto
+from headrace_common.telemetry import schema
 from tests.suite.deployment import Outcome, greedy, suite
 from tests.waiting import until
 
@@ -111,3 +113,32 @@ async def test_streams_of_a_killed_decode_worker_continue_on_the_other(tmp_path:
             assert_same(result, plain)
         assert max(result.last.timing.attempts for result in disturbed) == 2
         await it.wait_empty(survivor, timeout_s=20)
+
+
+async def test_the_sums_of_requests_between_uneven_ranks_are_complete(tmp_path: Path) -> None:
+    """20 requests from one rank to two, with the first token made three ways."""
+    policies = (
+        first_token_pb2.FIRST_TOKEN_POLICY_DECODE,
+        first_token_pb2.FIRST_TOKEN_POLICY_PREFILL,
+        first_token_pb2.FIRST_TOKEN_POLICY_LOGITS,
+    )
+    async with suite(tmp_path, **VLLM, decode_tensor_parallel=2) as it:
+        for number in range(20):
+            request = greedy(prompt_of(200 + 20 * number, number), 4, REMOTE)
+            request.first_token = policies[number % len(policies)]
+            request.include_latency = True
+            outcome = await it.ask(request, 60)
+            latency = outcome.last.timing.latency
+            first = sum_from_proto(latency.first_token)
+            assert sum(first.parts_us.values()) == first.total_us
+            assert first[Part.PREFILL] > 0
+            assert first[Part.UNACCOUNTED] * 50 <= first.total_us, first
+            assert latency.HasField("second_token") == bool(number % len(policies))
+            second = sum_from_proto(latency.second_token)
+            assert second[Part.UNACCOUNTED] * 50 <= second.total_us, second
+            assert latency.transfer_owner
+            trace = await it.trace(outcome.trace_id)
+            (wait,) = (span for span in trace.spans if span.name == schema.SPAN_DECODE_KV_WAIT)
+            (sent,) = (span for span in trace.spans if span.name == schema.SPAN_PREFILL)
+            payload = schema.ATTRIBUTE_PAYLOAD_BYTES
+            assert wait.attributes[payload] == sent.attributes[payload]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.descriptor import FileDescriptor
@@ -11,7 +12,13 @@ from headrace_common.access.table import Listener, is_served
 
 
 def descriptors_of(listener: Listener, services: Iterable[str]) -> descriptor_pool.DescriptorPool:
-    """A pool with these services, less the methods that belong to another listener."""
+    """A pool with these services, less the methods that belong to another listener. Do not add to it."""
+    return _described(listener, tuple(services))
+
+
+# The workers of one process serve the same.
+@lru_cache(maxsize=16)
+def _described(listener: Listener, services: tuple[str, ...]) -> descriptor_pool.DescriptorPool:
     described = descriptor_pool.DescriptorPool()
     added: set[str] = set()
 

@@ -21,6 +21,8 @@ class Role(StrEnum):
     DECODE = "decode"
     REGISTRY = "registry"
     OPERATOR = "operator"
+    GATEWAY = "gateway"
+    """An HTTP gateway that asks the Endpoint Picker."""
 
 
 ALL_ROLES: Final = frozenset(Role)

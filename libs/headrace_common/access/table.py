@@ -16,8 +16,12 @@ class Listener(StrEnum):
     """For clients. It checks no roles: its RPCs are guarded by API keys and tickets."""
     INTERNAL = "internal_listen"
     """For the services of the deployment and its operators."""
+    PICKER = "endpoint_picker_listen"
+    """For HTTP gateways."""
 
 
+PICKER_METHOD: Final = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
+"""The RPC by which gateways ask the Endpoint Picker."""
 _Methods: TypeAlias = Mapping[str, tuple[Role, ...]]
 
 _ROUTER, _PREFILL, _DECODE = Role.ROUTER, Role.PREFILL, Role.DECODE
@@ -79,6 +83,10 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
             "Drain": (_OPERATOR,),
         },
     },
+    Listener.PICKER: {
+        **_COMMON,
+        "envoy.service.ext_proc.v3.ExternalProcessor": {"Process": (Role.GATEWAY,)},
+    },
 }
 
 _ROLES: Final[Mapping[Listener, Mapping[str, frozenset[Role]]]] = {
@@ -90,6 +98,9 @@ _ROLES: Final[Mapping[Listener, Mapping[str, frozenset[Role]]]] = {
     for listener, services in _BY_SERVICE.items()
 }
 
+# Both listeners have the methods of _COMMON, with the same roles.
+_GUARDED: Final = {**_ROLES[Listener.PICKER], **_ROLES[Listener.INTERNAL]}
+
 
 def methods_of(listener: Listener) -> frozenset[str]:
     """The RPCs of a listener, such as "/package.Service/Method"."""
@@ -100,14 +111,14 @@ def is_served(method: str, listener: Listener) -> bool:
     """Whether a listener may serve a method. The internal one may also serve methods that no table names."""
     if method in _ROLES[listener]:
         return True
-    return listener is Listener.INTERNAL and method not in _ROLES[Listener.CLIENT]
+    return listener is Listener.INTERNAL and not any(method in roles for roles in _ROLES.values())
 
 
 def needs_role(method: str) -> bool:
-    """Whether the internal listener serves a method to callers with a role only, or not at all."""
-    return _ROLES[Listener.INTERNAL].get(method) != frozenset()
+    """Whether the listeners with roles serve a method to callers with a role only, or not at all."""
+    return _GUARDED.get(method) != frozenset()
 
 
 def roles_of(method: str) -> frozenset[Role]:
-    """The roles that may call a method on the internal listener. Empty for an unknown one."""
-    return _ROLES[Listener.INTERNAL].get(method, frozenset())
+    """The roles that may call a method on the listeners with roles. Empty for an unknown one."""
+    return _GUARDED.get(method, frozenset())

@@ -42,14 +42,17 @@ class ClientAccess(WrappingInterceptor):
 
 
 class InternalAccess(grpc.aio.ServerInterceptor):
-    """Checks the role of every caller of the internal listener. `current_caller` returns the caller to the handler.
+    """Checks the role of every caller of a listener with roles. `current_caller` returns the caller to the handler.
 
     A refused caller's request is never received: a token stands in the metadata, and where a certificate decides, gRPC
-    receives the request after the check. RPCs that only the client listener serves are UNIMPLEMENTED.
+    receives the request after the check. RPCs that only another listener serves are UNIMPLEMENTED.
     """
 
-    def __init__(self, authorizer: Authorizer, check_s: float) -> None:
+    def __init__(
+        self, authorizer: Authorizer, check_s: float, listener: Listener = Listener.INTERNAL
+    ) -> None:
         """The token or certificate of an open stream is checked again every `check_s`."""
+        self._listener = listener
         self._authorizer = authorizer
         self._check_s = check_s
 
@@ -57,7 +60,7 @@ class InternalAccess(grpc.aio.ServerInterceptor):
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> Handler | None:
         method = handler_call_details.method
-        if not is_served(method, Listener.INTERNAL):
+        if not is_served(method, self._listener):
             return None
         handler = await continuation(handler_call_details)
         if handler is None:

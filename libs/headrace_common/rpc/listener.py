@@ -93,7 +93,10 @@ class RpcListener:
         certificates_required: bool = True,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
         options: Sequence[tuple[str, int]] = (),
+        further_health: Sequence[str] = (),
     ) -> None:
+        """`further_health` are names for health checks alone."""
+        self._further_health = tuple(further_health)
         self._address = address
         self._services = tuple(services)
         self._tls = tls
@@ -144,8 +147,13 @@ class RpcListener:
         """Sets the health status of the listener and of each of its services."""
         states = health_pb2.HealthCheckResponse
         state = states.SERVING if serving else states.NOT_SERVING
-        for service in ("", *self._services):
+        for service in ("", *self._services, *self._further_health):
             await self._health.set(service, state)
+
+    async def set_health_of(self, name: str, *, serving: bool) -> None:
+        """Sets the health status of one name."""
+        states = health_pb2.HealthCheckResponse
+        await self._health.set(name, states.SERVING if serving else states.NOT_SERVING)
 
     def _credentials(self) -> grpc.ServerCredentials | None:
         if not self._tls.tls_certificate_file:

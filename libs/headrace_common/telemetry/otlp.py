@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.common.v1 import common_pb2
 from opentelemetry.proto.resource.v1 import resource_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.resources import Resource
@@ -36,36 +35,45 @@ def export_request(spans: Iterable[tuple[SpanSource, EndedSpan]]) -> ExportTrace
             part = request.resource_spans.add(resource=_resource(source.resource))
             scope = scopes[id(source)] = part.scope_spans.add()
             scope.scope.name = _SCOPE
-        scope.spans.append(span_to_proto(span))
+        # Made in place: to append a message copies it.
+        _fill(scope.spans.add(**_fields(span)), span)
     return request
 
 
 def span_to_proto(span: EndedSpan) -> trace_pb2.Span:
     """One span, without its source."""
-    return trace_pb2.Span(
-        trace_id=span.trace_id.to_bytes(_TRACE_ID_BYTES, "big"),
-        span_id=span.span_id.to_bytes(_SPAN_ID_BYTES, "big"),
-        parent_span_id=span.parent_id.to_bytes(_SPAN_ID_BYTES, "big") if span.parent_id else b"",
-        name=span.name,
-        kind=_PROTO_KINDS[SPAN_KINDS.get(span.name, SpanKind.INTERNAL)],
-        start_time_unix_nano=span.start_unix_ns,
-        end_time_unix_nano=span.end_unix_ns,
-        attributes=_attributes(span.attributes),
-        events=[
-            trace_pb2.Span.Event(name=name, time_unix_nano=unix_ns, attributes=_attributes(details))
-            for name, unix_ns, details in span.events
-        ],
-        links=[
-            trace_pb2.Span.Link(
-                trace_id=trace_id.to_bytes(_TRACE_ID_BYTES, "big"),
-                span_id=span_id.to_bytes(_SPAN_ID_BYTES, "big"),
-            )
-            for trace_id, span_id in span.links
-        ],
-        status=trace_pb2.Status(code=trace_pb2.Status.STATUS_CODE_ERROR, message=span.error)
+    message = trace_pb2.Span(**_fields(span))
+    _fill(message, span)
+    return message
+
+
+def _fields(span: EndedSpan) -> dict[str, Any]:
+    """The fields of a span that have one value."""
+    return {
+        "trace_id": span.trace_id.to_bytes(_TRACE_ID_BYTES, "big"),
+        "span_id": span.span_id.to_bytes(_SPAN_ID_BYTES, "big"),
+        "parent_span_id": span.parent_id.to_bytes(_SPAN_ID_BYTES, "big") if span.parent_id else b"",
+        "name": span.name,
+        "kind": _PROTO_KINDS[SPAN_KINDS.get(span.name, SpanKind.INTERNAL)],
+        "start_time_unix_nano": span.start_unix_ns,
+        "end_time_unix_nano": span.end_unix_ns,
+        "status": trace_pb2.Status(code=trace_pb2.Status.STATUS_CODE_ERROR, message=span.error)
         if span.error
         else None,
-    )
+    }
+
+
+def _fill(message: trace_pb2.Span, span: EndedSpan) -> None:
+    """Adds the other fields."""
+    _add_attributes(message.attributes, span.attributes)
+    for name, unix_ns, details in span.events:
+        event = message.events.add(name=name, time_unix_nano=unix_ns)
+        _add_attributes(event.attributes, details)
+    for trace_id, span_id in span.links:
+        message.links.add(
+            trace_id=trace_id.to_bytes(_TRACE_ID_BYTES, "big"),
+            span_id=span_id.to_bytes(_SPAN_ID_BYTES, "big"),
+        )
 
 
 def readable_span(source: SpanSource, span: EndedSpan) -> ReadableSpan:
@@ -90,22 +98,26 @@ def readable_span(source: SpanSource, span: EndedSpan) -> ReadableSpan:
 
 
 def _resource(resource: Resource) -> resource_pb2.Resource:
-    return resource_pb2.Resource(attributes=_attributes(resource.attributes))
+    message = resource_pb2.Resource()
+    _add_attributes(message.attributes, resource.attributes)
+    return message
 
 
-def _attributes(attributes: Mapping[str, Any]) -> list[common_pb2.KeyValue]:
-    return [common_pb2.KeyValue(key=key, value=_value(value)) for key, value in attributes.items()]
+def _add_attributes(target: Any, attributes: Mapping[str, Any]) -> None:
+    """Adds the attributes to the repeated field `target`. Messages that are made apart take twice the time."""
+    add = target.add
+    for key, value in attributes.items():
+        add(key=key, value=_value(value))
 
 
-def _value(value: Any) -> common_pb2.AnyValue:
+def _value(value: Any) -> dict[str, Any]:
+    """The fields of an AnyValue."""
     if isinstance(value, str):
-        return common_pb2.AnyValue(string_value=value)
+        return {"string_value": value}
     if isinstance(value, bool):
-        return common_pb2.AnyValue(bool_value=value)
+        return {"bool_value": value}
     if isinstance(value, int):
-        return common_pb2.AnyValue(int_value=value)
+        return {"int_value": value}
     if isinstance(value, float):
-        return common_pb2.AnyValue(double_value=value)
-    return common_pb2.AnyValue(
-        array_value=common_pb2.ArrayValue(values=[_value(item) for item in value])
-    )
+        return {"double_value": value}
+    return {"array_value": {"values": [_value(item) for item in value]}}

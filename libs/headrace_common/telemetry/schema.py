@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# Root span: one Generate call, from arrival to end.
+# Root span: one Generate call or HTTP request, from arrival to end.
 SPAN_REQUEST: Final = "headrace.request"
 # Chat template and tokenizer.
 SPAN_TOKENIZE: Final = "headrace.tokenize"
@@ -216,7 +216,7 @@ ATTRIBUTE_WORKER_ID: Final = "headrace.worker_id"
 ATTRIBUTE_TICKET_PART: Final = "headrace.ticket.part"
 # State of the requests that a metric counts: "running" or "waiting".
 ATTRIBUTE_WORKER_STATE: Final = "headrace.worker.state"
-# End of a request or transfer: "done", its finish reason, or the reason of its error.
+# End of a request, transfer or pick: "done", "picked", its finish reason, or the reason of its error.
 ATTRIBUTE_END_REASON: Final = "headrace.end_reason"
 # What a client listener refused or closed: "calls in flight" (of one caller), "rejected calls" (too many of one
 # caller), "late request", "removed key", "surplus connection" or "blocked host" (a connection of one).
@@ -268,6 +268,8 @@ METRIC_QUEUE_AGE: Final = "headrace.queue.oldest_age"
 METRIC_QUEUE_WAIT: Final = "headrace.queue.expected_wait"
 # Requests ended, by finish reason or error reason.
 METRIC_REQUESTS: Final = "headrace.requests"
+# Questions of gateways to the Endpoint Picker, by result.
+METRIC_PICKS: Final = "headrace.picks"
 # Answers that continued in another attempt, by the reason of the error that caused it.
 METRIC_MIGRATIONS: Final = "headrace.migrations"
 # Time from arrival to the first token.

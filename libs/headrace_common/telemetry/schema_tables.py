@@ -41,6 +41,7 @@ METRICS: Final[Mapping[str, MetricFacts]] = {
     schema.METRIC_QUEUE_AGE: MetricFacts("gauge", "s", "Age of the oldest task in the prefill queue."),
     schema.METRIC_QUEUE_WAIT: MetricFacts("gauge", "s", "Expected wait of a new task in the prefill queue. Absent while the queue is full."),
     schema.METRIC_REQUESTS: MetricFacts("counter", "{request}", "Requests ended, by finish reason or error reason.", labels=(schema.ATTRIBUTE_END_REASON,)),
+    schema.METRIC_PICKS: MetricFacts("counter", "{pick}", "Questions of gateways to the Endpoint Picker, by result.", labels=(schema.ATTRIBUTE_END_REASON,)),
     schema.METRIC_MIGRATIONS: MetricFacts("counter", "{migration}", "Answers that continued in another attempt, by the reason of the error that caused it.", labels=(schema.ATTRIBUTE_END_REASON,)),
     schema.METRIC_TIME_TO_FIRST_TOKEN: MetricFacts("histogram", "s", "Time from arrival to the first token.", labels=(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL,), buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)),
     schema.METRIC_REQUEST_DURATION: MetricFacts("histogram", "s", "Time from arrival to the last token of an answer.", labels=(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL,), buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)),

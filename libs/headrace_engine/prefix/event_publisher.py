@@ -16,7 +16,7 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier, event_to_proto
 from headrace_kv.prefix.hashing import PrefixHasher, key_fingerprint, prefix_hasher
 
-FLUSH_S: Final = 0.02
+FLUSH_S: Final = 0.05
 SUBSCRIBERS_MAX: Final = 64
 SETTLED_S: Final = 1.0
 BUFFERED_MESSAGES_MAX: Final = 4_096

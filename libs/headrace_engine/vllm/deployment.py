@@ -18,6 +18,7 @@ from headrace_engine.vllm.standalone.connector_scheduler import StandaloneConnec
 from headrace_engine.vllm.standalone.logs import join_vllm_log
 from headrace_engine.vllm.standalone.settings import StandaloneSettings, standalone_settings
 from headrace_engine.vllm.step.groups import LayerGroup
+from headrace_engine.vllm.tiers.planner import plan_tiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -52,7 +53,11 @@ class ServiceDeployment:
     def open_scheduler(
         self, vllm_config: VllmConfig, groups: tuple[LayerGroup, ...]
     ) -> ConnectorScheduler:
-        return ServiceConnectorScheduler(groups, Path(self.settings.link_path))
+        return ServiceConnectorScheduler(
+            groups,
+            Path(self.settings.link_path),
+            plan_tiers(self.settings.tiers, self.settings.overlap_layers, groups),
+        )
 
     def open_worker(
         self, vllm_config: VllmConfig, groups: tuple[LayerGroup, ...]

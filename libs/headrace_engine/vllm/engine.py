@@ -36,6 +36,7 @@ from headrace_engine.vllm.service.decode_request import DecodeRequest
 from headrace_engine.vllm.service.launch import check_config, launch
 from headrace_engine.vllm.service.prefill_request import PrefillRequest
 from headrace_kv.handoff.messages import Reservation, SendReport
+from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.layer_overlap import LayerOverlap
 from headrace_kv.receive.observer import TransferObserver
 
@@ -108,7 +109,9 @@ class VllmEngine(Engine):
         )
         self.max_model_len = max_model_len(self._llm)
         self.prefix_events = PrefixEventPublisher(
-            self._config.ref, self.descriptor.layout.block_tokens
+            self._config.ref,
+            self.descriptor.layout.block_tokens,
+            tiers=(Tier.DEVICE, *self._config.tiers.names),
         )
         self._kv_events = KvEventReader(events_endpoint(self._link_path), self.prefix_events)
         self._kv_events.start()

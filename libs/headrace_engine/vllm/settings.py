@@ -10,6 +10,7 @@ from headrace_common.access.credentials import Credentials
 from headrace_common.limits import write_quiet_s
 from headrace_kv.handoff.messages import TransferTarget
 from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.manager.settings import TierSettings
 from headrace_kv.receive.layer_overlap import OverlapSettings
 
 PARAMS_KEY = "headrace"
@@ -18,7 +19,7 @@ LOGITS_KEY = "headrace_logits"
 """In SamplingParams.extra_args: id of the transfer that carries the logits before the first token."""
 GENERATED_KEY = "headrace_generated"
 """In SamplingParams.extra_args: tokens of the answer that were generated elsewhere."""
-_NESTED = ("credentials", "overlap_layers")
+_NESTED = ("credentials", "overlap_layers", "tiers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class ConnectorSettings:
     """Networks from which hosts may connect to the transport at first. None means every host."""
     write_quiet_s: float = write_quiet_s()
     """How long bytes of a lost sender may still land."""
+    tiers: TierSettings = field(default_factory=TierSettings)
+    """What is kept below KV memory."""
 
     @property
     def ref(self) -> WorkerRef:
@@ -70,6 +73,7 @@ class ConnectorSettings:
             **given,
             credentials=Credentials.from_dict(values.get("credentials", {})),
             overlap_layers=OverlapSettings(values["overlap_layers"], values["overlap_wait_s"]),
+            tiers=TierSettings(**values.get("tiers", {})),
         )
 
 

@@ -25,6 +25,7 @@ from headrace_engine.config import DEFAULT_KV_CACHE_GIB, EngineConfig
 from headrace_engine.interface import Engine
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.manager.settings import TierSettings
 from headrace_kv.receive.layer_overlap import OverlapSettings
 from headrace_kv.transport.networks import parse_networks
 from headrace_text.model_hub import parse_hub_model
@@ -148,6 +149,26 @@ class WorkerConfig(ServiceConfig):
         description="Whether a GPU computes without compiled code and graphs: starts sooner, answers later. On "
         "processors vllm always does.",
     )
+    kv_host_gib: float = Field(
+        0.0,
+        ge=0,
+        description="Main memory for KV blocks that may be needed again, in GiB on each rank, beside kv_cache_gib; "
+        "the workers of a process share it. 0 keeps none. Engine vllm on processors and engine sim, for models with "
+        "attention only.",
+    )
+    kv_disk_gib: float = Field(
+        0.0,
+        ge=0,
+        description="Space on disk for KV blocks that leave this main memory, in GiB on each rank; needs kv_host_gib.",
+    )
+    kv_disk_folder: str = Field(
+        "/var/tmp",
+        description="Folder of the file with these blocks, which has no name and ends with the worker.",
+    )
+    kv_offload_min_uses: PositiveCount = Field(
+        1,
+        description="Uses of a block before it is kept: 1 keeps every full block, 2 those of prompts that came again.",
+    )
     rdma_devices: DeviceList = Field(
         (),
         description="RDMA adapters that carry KV, such as mlx5_0,mlx5_1; empty means all of this host.",
@@ -173,6 +194,15 @@ class WorkerConfig(ServiceConfig):
     def write_quiet_s(self) -> float:
         """How long bytes of a lost sender may still land in this worker's memory. Only decode workers configure it."""
         return write_quiet_s()
+
+    @model_validator(mode="after")
+    def _check_tiers(self) -> WorkerConfig:
+        if self.kv_disk_gib and not self.kv_host_gib:
+            raise ValueError(
+                f"kv_disk_gib is {self.kv_disk_gib:g} without kv_host_gib: blocks reach the disk from main memory, so "
+                "set both"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_workers_per_process(self) -> WorkerConfig:
@@ -210,6 +240,8 @@ def worker_configs(config: Config) -> tuple[Config, ...]:
         "workers_per_process": 1,
         "port_file": "",
         "kv_cache_gib": (config.kv_cache_gib or DEFAULT_KV_CACHE_GIB) / config.workers_per_process,
+        "kv_host_gib": config.kv_host_gib / config.workers_per_process,
+        "kv_disk_gib": config.kv_disk_gib / config.workers_per_process,
     }
     return tuple(
         config.model_copy(update={**shared, "worker_id": _worker_id(config, number)})
@@ -253,6 +285,12 @@ def engine_config(
         # A decode worker adds the hosts of prefill workers when these open handoff streams.
         admitted=parse_networks(config.transfer_peer_networks),
         write_quiet_s=config.write_quiet_s,
+        tiers=TierSettings(
+            host_gib=config.kv_host_gib,
+            disk_gib=config.kv_disk_gib,
+            disk_folder=config.kv_disk_folder,
+            min_uses=config.kv_offload_min_uses,
+        ),
     )
 
 

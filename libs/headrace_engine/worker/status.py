@@ -38,7 +38,7 @@ SHORTEST_INTERVAL_S = 0.1
 LONGEST_INTERVAL_S = 60.0
 # A worker with requests sends as often as this, whatever the caller accepts.
 BUSY_INTERVAL_S = 1.0
-POLL_S = 0.05
+POLL_S = 0.1
 RESET_WAIT_S = 60.0
 # The response must arrive before the caller's deadline.
 RESPONSE_MARGIN_S = 0.2

@@ -43,6 +43,7 @@ from headrace_router.lookaside.tickets import LookAside
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
+from headrace_router.picker.picker import EndpointPicker, PickerParts
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import QueueService
@@ -63,6 +64,9 @@ from headrace_router.workers.slots import DecodeSlots
 from headrace_text.codec import TextCodec
 
 _LOG = logging.getLogger(__name__)
+
+# Gateways wait about a second for a decision by default.
+_PICK_S = 10.0
 
 CLIENT_SERVICES = ("headrace.inference.v1.InferenceService",)
 INTERNAL_SERVICES = (
@@ -96,6 +100,7 @@ class Router:
     admission: Admission
     pairs: PairReporter
     queue_service: QueueService
+    picker: EndpointPicker
     status: StatusApp | None
     """None without the setting status_listen."""
     status_reader: StatusReader
@@ -272,6 +277,14 @@ def assemble(
         openai=openai,
         admission=admission,
         pairs=PairReporter(),
+        picker=EndpointPicker(
+            PickerParts(
+                *(tenants, runner, preparer, size, dispatcher, workers, queue, tracer),
+                count_pick=metrics.count_pick,
+            ),
+            deadline_s=min(_PICK_S, config.default_deadline_s),
+            body_bytes_max=config.max_request_bytes,
+        ),
         queue_service=QueueService(
             queue,
             OwnPrompts(

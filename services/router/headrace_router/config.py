@@ -65,6 +65,11 @@ class RouterConfig(FrontendConfig):
         description="host:port of the status page, for callers with the role operator; port 0 takes any free port. "
         "Empty: no page. Its connections have the same bounds as those to listen.",
     )
+    endpoint_picker_listen: OptionalHostPort = Field(
+        "",
+        description="host:port of the Endpoint Picker, for gateways with the role gateway; port 0 takes any free port. "
+        "Empty: no picker.",
+    )
     router_id: OptionalWorkerId = Field(
         "",
         description="Name that stays the same after a restart. Empty: derived from the address.",
@@ -154,8 +159,10 @@ class RouterConfig(FrontendConfig):
         guarded = self.insecure or self.tls_certificate_file or self.token_keys_file
         return [
             f"{name} is {address}, which other hosts may reach, and no credentials are configured: set the tls_ files "
-            "or token_keys_file, or set insecure, which shows the page to every caller"
-            for name, address in reachable_addresses(self, "status_listen")
+            "or token_keys_file, or set insecure, which serves every caller"
+            for name, address in reachable_addresses(
+                self, "status_listen", "endpoint_picker_listen"
+            )
             if not guarded
         ]
 

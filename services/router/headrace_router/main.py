@@ -27,6 +27,7 @@ from headrace_common.tickets.keys import SigningKey
 from headrace_frontend.openai.server import HttpServer
 from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
+from headrace_router.picker.server import PickerServer
 from headrace_text.load import load_codecs
 
 _LOG = logging.getLogger(__name__)
@@ -104,6 +105,9 @@ async def serve_router(config: RouterConfig) -> None:
         )
         if status is not None:
             stack.push_async_callback(status.stop)
+        picker = PickerServer(router.picker, config) if config.endpoint_picker_listen else None
+        if picker is not None:
+            stack.push_async_callback(picker.stop)
         endpoint = await server.start()
         member = _member(router_id, incarnation, (endpoint, server.client_endpoint), ticket_key)
         membership = Membership(registry, member)
@@ -116,6 +120,9 @@ async def serve_router(config: RouterConfig) -> None:
         if http is not None:
             http.start()
             _LOG.info("%s serves OpenAI HTTP on %s", router_id, http.url)
+        if picker is not None:
+            await picker.start()
+            _LOG.info("%s serves gateways on %s", router_id, picker.endpoint)
         if status is not None:
             status.start()
             _LOG.info("%s serves its status page on %s", router_id, status.url)

@@ -97,6 +97,7 @@ class RouterMetrics:
         self._callers_refused = store.counter(
             schema.METRIC_CALLERS_REFUSED, schema.ATTRIBUTE_REFUSAL
         )
+        self._picks = store.counter(schema.METRIC_PICKS, schema.ATTRIBUTE_END_REASON)
         model = schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL
         self._first_token = store.histogram(schema.METRIC_TIME_TO_FIRST_TOKEN, model)
         self._duration = store.histogram(schema.METRIC_REQUEST_DURATION, model)
@@ -138,6 +139,10 @@ class RouterMetrics:
     def count_request(self, end_reason: str) -> None:
         """Counts a request that has ended. `end_reason` is a finish reason or an error's reason."""
         self._requests.add(1, end_reason)
+
+    def count_pick(self, end_reason: str) -> None:
+        """Counts a question of a gateway. `end_reason` is "picked" or an error's reason."""
+        self._picks.add(1, end_reason)
 
     def token_gaps(self) -> BucketCounts:
         """Collects the times between the tokens of one answer, for count_answer."""

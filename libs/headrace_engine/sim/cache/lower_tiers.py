@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.manager.lower_tiers import LowerTiers, TierHit, TierPlan
+from headrace_kv.manager.settings import TierSettings
 from headrace_kv.prefix.events import Tier
+from headrace_kv.storage.host import HostStorage
 from headrace_kv.storage.tier_copier import TierCopier
 
 
@@ -62,15 +65,27 @@ class SimLowerTiers:
 
 
 def open_lower_tiers(
-    descriptor: KvDescriptor, host_blocks: int, disk_blocks: int
+    descriptor: KvDescriptor, settings: TierSettings, host_blocks: int, disk_blocks: int
 ) -> SimLowerTiers | None:
-    """The tiers below the memory that `descriptor` describes; None when both counts are 0."""
+    """The tiers below the memory that `descriptor` describes; None for none.
+
+    The counts of blocks apply where `settings` have no tier. Raises ConfigError for a model with several caches.
+    """
     counts = {Tier.HOST: host_blocks, Tier.DISK: disk_blocks}
+    if settings.names:
+        one = HostStorage(descriptor.layout, 0, 1)
+        counts = dict(settings.block_counts(one.block_bytes))
     counts = {tier: count for tier, count in counts.items() if count}
     if not counts:
         return None
     copiers = [
-        TierCopier(descriptor.layout, memory, host_blocks=host_blocks, disk_blocks=disk_blocks)
+        TierCopier(
+            descriptor.layout,
+            memory,
+            host_blocks=counts[Tier.HOST],
+            disk_blocks=counts.get(Tier.DISK, 0),
+            disk_folder=Path(settings.disk_folder),
+        )
         for memory in descriptor.ranks
     ]
-    return SimLowerTiers(LowerTiers(counts), copiers)
+    return SimLowerTiers(LowerTiers(counts, settings.min_uses), copiers)

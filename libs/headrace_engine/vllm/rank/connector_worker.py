@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.engine.v1 import link_pb2
-from headrace_common.errors import HeadraceError
+from headrace_common.errors import ConfigError, HeadraceError
 from headrace_common.process.kill_timer import KillTimer
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_engine.torch_memory.opening import open_tensor_transport, order_sender
@@ -28,12 +28,15 @@ from headrace_engine.vllm.rank.step_executor import LayerKind, StepExecutor
 from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import StepPlan
+from headrace_engine.vllm.tiers.executor import TierExecutor
 from headrace_kv.handoff.logits import LOGITS_RANK
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import STATE, KvLayout, RankMemory
 from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
+from headrace_kv.prefix.events import Tier
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
+from headrace_kv.storage.tier_copier import TierCopier
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.networks import parse_networks
 
@@ -66,6 +69,7 @@ class ConnectorWorker:
         self._link: Link | None = None
         self._executor = StepExecutor(self._rank, self._send_report)
         self._layer_wait: LayerWait | None = None
+        self._tiers: TierExecutor | None = None
         # One thread, which keeps the order of the updates.
         self._admissions = ThreadPoolExecutor(1, "kv-admit")
 
@@ -99,6 +103,10 @@ class ConnectorWorker:
             transport=self._transport.name,
             session=self._transport.session,
         )
+        if self._settings.tiers.names:
+            self._tiers = TierExecutor(
+                self._open_tiers(layout, memory, next(iter(kv_caches.values())))
+            )
         overlap = self._settings.overlap_layers
         if overlap.layer_count:
             self._layer_wait = LayerWait(len(self._layer_numbers), overlap.wait_s, order.fence)
@@ -110,6 +118,23 @@ class ConnectorWorker:
             self._executor.start(order.fence)
         else:
             self._start_sending(self._link, self._transport, order, layout, memory)
+
+    def _open_tiers(self, layout: KvLayout, memory: RankMemory, tensor: Tensor) -> TierCopier:
+        """Raises ConfigError for KV memory on a device."""
+        if tensor.device.type != "cpu":
+            raise ConfigError(
+                f"kv_host_gib needs KV memory of processors, and this is on {tensor.device.type}: set it to 0",
+                metadata={"field": "kv_host_gib"},
+            )
+        (group,) = self._groups
+        counts = self._settings.tiers.block_counts(group.block_bytes)
+        return TierCopier(
+            layout,
+            memory,
+            host_blocks=counts[Tier.HOST],
+            disk_blocks=counts.get(Tier.DISK, 0),
+            disk_folder=Path(self._settings.tiers.disk_folder),
+        )
 
     def _start_sending(
         self,
@@ -142,12 +167,16 @@ class ConnectorWorker:
             LogitsTap.listen(self._executor.logits_computed)
 
     def handle_preemptions(self, plan: StepPlan) -> None:
+        if self._tiers is not None:
+            self._tiers.preempt(plan)
         self._executor.preempt(plan)
 
     def bind_connector_metadata(self, plan: StepPlan) -> None:
         """Before the forward pass of a step."""
         if self._layer_wait is not None:
             self._layer_wait.begin_step(plan.overlapped)
+        if self._tiers is not None:
+            self._tiers.begin_step(plan)
         self._executor.begin_step(plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -167,7 +196,10 @@ class ConnectorWorker:
         """After the forward pass. See StepExecutor.end_step."""
         if self._layer_wait is not None:
             self._layer_wait.end_step()
-        return self._executor.end_step()
+        sent, received, failed = self._executor.end_step()
+        if self._tiers is None:
+            return sent, received, failed
+        return self._tiers.end_step(sent, received, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that the forward pass has read although they were not whole."""
@@ -183,6 +215,8 @@ class ConnectorWorker:
                 self._sender.closed.result(CLOSE_TIMEOUT_S)
             except TimeoutError:
                 log.error("the sender of rank %d did not end in %g s", self._rank, CLOSE_TIMEOUT_S)
+        if self._tiers is not None:
+            self._tiers.close()
         if self._link is not None:
             self._link.close()
         self._admissions.shutdown(wait=True, cancel_futures=True)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace_engine.vllm import continuation
-from headrace_engine.vllm.scheduler.step_planner import ScheduledRequest, StepPlanner
+from headrace_engine.vllm.compat import tier_event
+from headrace_engine.vllm.scheduler.step_planner import SHORT_STEP_S, ScheduledRequest, StepPlanner
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import StepPlan
+from headrace_engine.vllm.tiers.planner import TierPlanner
 from headrace_kv.handoff.messages import Reservation
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
@@ -28,8 +31,10 @@ class ConnectorScheduler(ABC):
         groups: tuple[LayerGroup, ...],
         on_reserved: Callable[[Reservation], None],
         idle_step_s: float,
+        tiers: TierPlanner,
     ) -> None:
         """`idle_step_s`: the longest that a step without tokens waits for an event."""
+        self._tiers = tiers
         self._planner = StepPlanner(groups, on_reserved)
         self._group_ids = tuple(sorted(group.index for group in groups))
         self._idle_step_s = idle_step_s
@@ -48,6 +53,7 @@ class ConnectorScheduler(ABC):
     def reset_cache(self) -> bool:
         """vLLM has emptied the prefix cache. Asks for a step, since vLLM publishes KV events in steps only."""
         self._flush_requested = True
+        self._tiers.clear()
         return True
 
     def has_pending_push_work(self) -> bool:
@@ -61,10 +67,12 @@ class ConnectorScheduler(ABC):
             return None, False
         if not self._may_schedule(request):
             return None, False
+        # The last token is computed: its logits are needed.
+        found = self._tiers.find(request.request_id, num_computed_tokens, request.num_tokens - 1)
         missing = self._planner.missing_tokens(
-            request.kv_transfer_params, request.num_tokens, num_computed_tokens
+            request.kv_transfer_params, request.num_tokens, num_computed_tokens + found
         )
-        return missing, missing > 0
+        return found + missing, found + missing > 0
 
     def _may_schedule(self, request: Request) -> bool:
         """Whether the request need not wait for its transfer to be arranged."""
@@ -73,27 +81,53 @@ class ConnectorScheduler(ABC):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
+        block_ids = blocks.get_block_ids()
+        loaded = self._tiers.blocks_allocated(request.request_id, block_ids[0], num_external_tokens)
         self._planner.blocks_allocated(
             request.request_id,
             request.kv_transfer_params,
-            blocks.get_block_ids(),
+            block_ids,
             request.num_tokens,
-            num_external_tokens,
+            num_external_tokens - loaded,
             partial(continuation.add_first_token, request),
         )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
         self._flush_requested = False
         if not scheduler_output.total_num_scheduled_tokens:
-            self._planner.wait_for_event(self._idle_step_s)
-        return self._planner.plan_step(
-            scheduled_requests(scheduler_output), scheduler_output.preempted_req_ids or ()
+            # The engine learns of the end of a load with a step's results.
+            idle_s = SHORT_STEP_S if self._tiers.is_loading else self._idle_step_s
+            self._planner.wait_for_event(idle_s)
+        scheduled = tuple(scheduled_requests(scheduler_output))
+        preempted_ids = scheduler_output.preempted_req_ids or ()
+        plan = self._planner.plan_step(scheduled, preempted_ids)
+        self._plan_tiers(plan, scheduled, preempted_ids)
+        return plan
+
+    def _plan_tiers(
+        self, plan: StepPlan, scheduled: Iterable[ScheduledRequest], preempted_ids: Iterable[str]
+    ) -> None:
+        plan.preempted_stores.extend(
+            request_id for request_id in preempted_ids if self._tiers.request_preempted(request_id)
         )
+        for request in scheduled:
+            self._tiers.step_planned(
+                request.request_id,
+                request.computed_tokens + request.step_tokens,
+                request.block_ids[0] if request.block_ids else (),
+                replaces=request.replaces_blocks,
+            )
+        self._tiers.add_to(plan)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received = connector_output.finished_recving
         if received:
+            self._tiers.loads_ended(received, connector_output.failed_recving or ())
             received -= self._planner.overlapped.withheld(received)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """What the tiers below KV memory have stored and evicted. Blocks are named as in the events of KV memory."""
+        return [tier_event(change) for change in self._tiers.take_changes()]
 
     @abstractmethod
     def request_finished(

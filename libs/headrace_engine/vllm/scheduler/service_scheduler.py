@@ -24,6 +24,7 @@ from headrace_engine.vllm.scheduler.load import LoadMeter, report_changes
 from headrace_engine.vllm.scheduler.step_planner import LONG_STEP_S
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import StepPlan
+from headrace_engine.vllm.tiers.planner import TierPlanner
 from headrace_kv.handoff.messages import Reservation
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ log = logging.getLogger(__name__)
 class ServiceConnectorScheduler(ConnectorScheduler):
     """Exchanges events with the service over the link at `link_path`, and reports the engine's load there."""
 
-    def __init__(self, groups: tuple[LayerGroup, ...], link_path: Path) -> None:
-        super().__init__(groups, self._send_reserved, LONG_STEP_S)
+    def __init__(self, groups: tuple[LayerGroup, ...], link_path: Path, tiers: TierPlanner) -> None:
+        super().__init__(groups, self._send_reserved, LONG_STEP_S, tiers)
         self._load = LoadMeter()
         self._link = Link(link_path, link_pb2.Attachment(scheduler=True), self._on_response)
         self._load_reports = asyncio.run_coroutine_threadsafe(
@@ -75,6 +76,7 @@ class ServiceConnectorScheduler(ConnectorScheduler):
     def on_new_request(self, request: Request) -> None:
         self._load.request_added(request.request_id)
         continuation.add_generated_tokens(request)
+        self._tiers.request_added(request.request_id, request.block_hashes)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
         self._load.step_planned(
@@ -88,7 +90,10 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         self._load.request_finished(request.request_id)
         overlapped = self._planner.overlapped.request_finished(request.request_id)
         times = self._planner.request_finished(request.request_id)
-        return (overlapped, None) if times is None else (True, times.to_params())
+        copies = self._tiers.request_finished(request.request_id, sends=times is not None)
+        if times is None:
+            return overlapped or copies, None
+        return True, times.to_params()
 
     def shutdown(self) -> None:
         self._load_reports.cancel()

@@ -161,6 +161,7 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
         admitted=None if config.admitted is None else tuple(map(str, config.admitted)),
         overlap_layers=config.overlap_layers,
         write_quiet_s=config.write_quiet_s,
+        tiers=config.tiers,
     )
     ours: dict[str, Any] = dict(
         model=str(folder.path),

@@ -12,7 +12,9 @@ from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler, Prompt
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import StepPlan
+from headrace_engine.vllm.tiers.planner import TierPlanner
 from headrace_kv.handoff.messages import Reservation
+from headrace_kv.manager.lower_tiers import LowerTiers
 from headrace_kv.receive.receiver import TransferSummary
 
 if TYPE_CHECKING:
@@ -33,7 +35,9 @@ class StandaloneConnectorScheduler(ConnectorScheduler):
         settings: StandaloneSettings,
         rank_count: int,
     ) -> None:
-        super().__init__(groups, self._blocks_reserved, SHORT_STEP_S)
+        super().__init__(
+            groups, self._blocks_reserved, SHORT_STEP_S, TierPlanner(LowerTiers({}), 1)
+        )
         events = TransferEvents(
             self._transfer_whole, self._transfer_failed, self._planner.transfer_overlap_ready
         )

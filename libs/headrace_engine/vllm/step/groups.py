@@ -17,7 +17,8 @@ class LayerGroup:
 
     Entry i of a request's block list holds the tokens from i * block_tokens on. For a state, it holds the state after
     the last computed one of these tokens. Groups may share memory, but a block belongs to one group at a time.
-    `block_format` names how a block is packed. It is empty where the attention kernels decide that.
+    `block_format` names how a block is packed. It is empty where the attention kernels decide that. `page_bytes`: one
+    block of one layer on a rank.
     """
 
     index: int
@@ -27,6 +28,12 @@ class LayerGroup:
     block_tokens: int
     block_format: str
     layers: tuple[tuple[int, str], ...]
+    page_bytes: int = 0
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers of a rank."""
+        return self.page_bytes * len(self.layers)
 
     def blocks_between(
         self, block_ids: Sequence[int], start_token: int, end_token: int

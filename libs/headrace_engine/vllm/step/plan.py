@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headrace_kv.handoff.messages import TransferTarget
+from headrace_kv.manager.lower_tiers import TierCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,14 @@ class OverlappedLoad:
     lost: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class RequestCopy:
+    """A copy between tiers, planned for a request of vLLM."""
+
+    request_id: str
+    copy: TierCopy
+
+
 @dataclass(slots=True)
 class StepPlan:
     """Request ids are vLLM's, transfer ids ours.
@@ -47,6 +56,11 @@ class StepPlan:
     `received`: requests that may run, because their incoming transfer is whole or overlapped.
     `failed`: requests of failed incoming transfers.
     `overlapped`: transfers that the step's forward pass may have to wait for.
+    `copies`: copies between tiers, which begin in this order beside the forward pass.
+    `loads`: requests that may run when their copies have ended; True if they also wait for a transfer.
+    `finished_stores`: requests that have ended. Their blocks are freed once their copies have ended; True if also once
+    a transfer is quiet.
+    `preempted_stores`: requests with blocks that the step overwrites, and that copies may still read.
     """
 
     opened: list[TransferTarget] = field(default_factory=list)
@@ -59,10 +73,20 @@ class StepPlan:
     received: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     overlapped: list[OverlappedLoad] = field(default_factory=list)
+    copies: list[RequestCopy] = field(default_factory=list)
+    loads: dict[str, bool] = field(default_factory=dict)
+    finished_stores: dict[str, bool] = field(default_factory=dict)
+    preempted_stores: list[str] = field(default_factory=list)
 
     def free_after_send(self, request_id: str, transfer_id: str) -> None:
         """Frees the blocks of a request that has ended once its transfer is quiet."""
         self.finished_sends[request_id] = transfer_id
+
+    def plan_copies(
+        self, copies: list[RequestCopy], loads: dict[str, bool], finished_stores: dict[str, bool]
+    ) -> None:
+        """Adds copies between tiers, and the requests that wait for some."""
+        self.copies, self.loads, self.finished_stores = copies, loads, finished_stores
 
     def send_computed(self, target: TransferTarget, tokens: TokenRange) -> None:
         """Opens a transfer of tokens that an earlier step has computed."""

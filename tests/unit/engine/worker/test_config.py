@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from headrace_engine.worker.config import WorkerConfig, worker_configs
+from headrace_engine.worker.config import WorkerConfig, engine_config, worker_configs
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.manager.settings import TierSettings
 
 FLEET = {"worker_id": "w", "workers_per_process": 4, "engine": "sim", "transport": "same_host"}
 
@@ -29,6 +31,17 @@ def test_a_single_worker_keeps_its_settings() -> None:
         workers_per_process=1, engine="vllm", transport="mooncake", internal_listen="127.0.0.1:7003"
     )
     assert worker_configs(alone) == (alone,)
+
+
+def test_a_disk_without_main_memory_is_refused() -> None:
+    with pytest.raises(ValidationError, match="kv_disk_gib is 2 without kv_host_gib"):
+        config(kv_disk_gib=2.0)
+    alone = WorkerConfig.model_validate(
+        {"worker_id": "w", "kv_host_gib": 1, "kv_disk_gib": 2, "kv_offload_min_uses": 2}
+    )
+    ref = WorkerRef("w", "1")
+    tiers = engine_config(alone, role="decode", ref=ref).tiers
+    assert tiers == TierSettings(1, 2, "/var/tmp", 2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,286 @@
+"""A deployment by its number of simulated workers: start, requests, membership.
+
+    python -m bench.scale [--workers 8,64,250,500,1000] [--requests 300] [--rounds 2] [--idle 6] [--output DIR]
+
+One worker in five prefills. The workers of a role share a process. The smallest deployment stays up beside each other
+one, and both take turns under the same load. So "against" is a ratio of interleaved rounds. Every answer is compared
+with the model's. All processes reach the registry through a relay that counts bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import grpc.aio
+import uvloop
+
+from bench.many_streams import resident_kib
+from bench.proxy import cpu_seconds, free_port, process, until_listening
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.settings import parse_settings
+
+_MODEL: Final = "sim:decode_step_s=0.005,verify=off"
+_PROMPT_TOKENS: Final = 200
+_ANSWER_TOKENS: Final = 16
+_PROMPTS: Final = 32
+_STREAMS: Final = 16
+_JOIN_S: Final = 120.0
+_REQUEST_S: Final = 60.0
+_SETTLE_S: Final = 15.0
+_TITLES: Final = (
+    *("workers", "start, s", "start, CPU s", "requests/s", "router, CPU ms/request", "against"),
+    *("workers, CPU ms/request", "membership, bytes/s", "bytes of the start"),
+    *("idle router, % of a core", "router, MiB", "registry, MiB"),
+)
+
+
+class Relay:
+    """Passes connections on to a port of this host, and counts the bytes of both directions."""
+
+    def __init__(self) -> None:
+        self.passed_bytes = 0
+        self.port = free_port()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, target: int) -> asyncio.Server:
+        """Listens until the server is closed."""
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", target)
+            await asyncio.gather(self._pass(reader, far_writer), self._pass(far_reader, writer))
+
+        return await asyncio.start_server(serve, "127.0.0.1", self.port)
+
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while data := await reader.read(65_536):
+                self.passed_bytes += len(data)
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One deployment that is up."""
+
+    workers: int
+    endpoint: str
+    process_ids: dict[str, int]
+    relay: Relay
+    start_s: float
+    start_cpu_s: float
+    start_bytes: int
+
+
+@dataclass(slots=True)
+class Load:
+    """What rounds of one deployment measured."""
+
+    requests_per_s: list[float] = field(default_factory=list)
+    router_ms: list[float] = field(default_factory=list)
+    workers_ms: list[float] = field(default_factory=list)
+
+
+@asynccontextmanager
+async def deployed(folder: Path, workers: int) -> AsyncIterator[Deployment]:
+    """Starts all processes at once, and yields when the router has found every worker."""
+    prefills = max(1, workers // 5)
+    registry, router = free_port(), free_port()
+    relay = Relay()
+    begin_s = time.perf_counter()
+    async with AsyncExitStack() as stack:
+
+        async def start(service: str, *flags: str) -> asyncio.subprocess.Process:
+            command = (sys.executable, "-m", f"headrace_{service}", *flags, "--log-level=error")
+            log = folder / f"{service}-{workers}"
+            return await stack.enter_async_context(process(*command, log=log))
+
+        server = await relay.start(registry)
+        stack.callback(server.close)
+        here = f"--registry=127.0.0.1:{relay.port}"
+        children = {"registry": await start("registry", f"--internal-listen=127.0.0.1:{registry}")}
+        await until_listening(registry, children["registry"], folder / f"registry-{workers}")
+        children["router"] = await start(
+            "router", f"--listen=127.0.0.1:{router}", here, "--model=sim"
+        )
+        for service, count in (("prefill", prefills), ("decode", workers - prefills)):
+            # One worker of a process has no index in its name.
+            children[service] = await start(
+                *(service, f"--worker-id={service}", f"--workers-per-process={count}", here),
+                *("--engine=sim", f"--model={_MODEL}", "--served-model=sim"),
+                *("--internal-listen=127.0.0.1:0", "--transport=same_host"),
+                *(("--listen=",) if service == "decode" else ()),
+            )
+        await _until_found(f"127.0.0.1:{router}", prefills, workers - prefills)
+        ids = {service: child.pid for service, child in children.items()}
+        yield Deployment(
+            workers,
+            f"127.0.0.1:{router}",
+            ids,
+            relay,
+            time.perf_counter() - begin_s,
+            sum(map(cpu_seconds, ids.values())),
+            relay.passed_bytes,
+        )
+
+
+async def _until_found(endpoint: str, prefills: int, decodes: int) -> None:
+    async with asyncio.timeout(_JOIN_S), grpc.aio.insecure_channel(endpoint) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        while True:
+            listed = await stub.ListModels(inference_pb2.ListModelsRequest(), wait_for_ready=True)
+            for model in listed.models:
+                if (model.prefill_worker_count, model.decode_worker_count) == (prefills, decodes):
+                    return
+            await asyncio.sleep(0.2)
+
+
+def _prompt(number: int) -> list[int]:
+    return [number % _PROMPTS + 1, *range(1, _PROMPT_TOKENS)]
+
+
+async def run_requests(found: Deployment, count: int, load: Load | None) -> None:
+    """Sends `count` requests, some at a time. Raises ValueError for a wrong answer."""
+    closed_form = SimModel(parse_settings(_MODEL))
+    expected = {
+        number: closed_form.expected_tokens(_prompt(number), _ANSWER_TOKENS)
+        for number in range(_PROMPTS)
+    }
+    numbers = iter(range(count))
+    before = {name: cpu_seconds(pid) for name, pid in found.process_ids.items()}
+    begin_s = time.perf_counter()
+    async with grpc.aio.insecure_channel(found.endpoint) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+
+        async def stream() -> None:
+            for number in numbers:
+                request = inference_pb2.GenerateRequest(
+                    model="sim",
+                    tokens=inference_pb2.TokenIds(ids=_prompt(number)),
+                    sampling=sampling_pb2.SamplingParams(
+                        max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True
+                    ),
+                    prefill_placement=inference_pb2.PREFILL_PLACEMENT_REMOTE,
+                )
+                tokens: list[int] = []
+                async for response in stub.Generate(request, timeout=_REQUEST_S):
+                    tokens += response.token_ids
+                if tuple(tokens) != expected[number % _PROMPTS]:
+                    raise ValueError(f"the answer of request {number} is wrong")
+
+        await asyncio.gather(*(stream() for _ in range(_STREAMS)))
+    if load is None:
+        return
+    used = {
+        name: (cpu_seconds(pid) - before[name]) / count * 1e3
+        for name, pid in found.process_ids.items()
+    }
+    load.requests_per_s.append(count / (time.perf_counter() - begin_s))
+    load.router_ms.append(used["router"])
+    load.workers_ms.append(used["prefill"] + used["decode"])
+
+
+async def idle(found: Deployment, seconds: float) -> tuple[float, float]:
+    """Bytes a second to and from the registry, and percent of a core of the router, without requests."""
+    bytes_before, cpu_before_s = found.relay.passed_bytes, cpu_seconds(found.process_ids["router"])
+    begin_s = time.perf_counter()
+    await asyncio.sleep(seconds)
+    took_s = time.perf_counter() - begin_s
+    used_s = cpu_seconds(found.process_ids["router"]) - cpu_before_s
+    return (found.relay.passed_bytes - bytes_before) / took_s, 100 * used_s / took_s
+
+
+async def measure(arguments: argparse.Namespace, folder: Path) -> str:
+    """All deployments; returns the table."""
+    smallest, *others = map(int, arguments.workers.split(","))
+    lines = [
+        f"| {' | '.join(_TITLES)} |",
+        "|---" * len(_TITLES) + "|",
+    ]
+    async with deployed(folder, smallest) as base:
+        await run_requests(base, arguments.requests // 4, None)
+        lines.append(await _row(base, base, arguments))
+        print(lines[-1], flush=True)
+        for workers in others:
+            async with deployed(folder, workers) as found:
+                # Streams of workers that joined early are opened again with longer intervals.
+                await asyncio.sleep(min(_SETTLE_S, workers / 50))
+                await run_requests(found, arguments.requests // 4, None)
+                lines.append(await _row(base, found, arguments))
+                print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
+async def _row(base: Deployment, found: Deployment, arguments: argparse.Namespace) -> str:
+    own, reference = Load(), Load()
+    for number in range(arguments.rounds):
+        pair = [(found, own)] if found is base else [(base, reference), (found, own)]
+        for deployment, load in pair if number % 2 else reversed(pair):
+            await run_requests(deployment, arguments.requests, load)
+    reference = own if found is base else reference
+    bytes_per_s, idle_percent = await idle(found, arguments.idle)
+    router_ms = statistics.median(own.router_ms)
+    cells = (
+        *(f"{found.workers:,}", f"{found.start_s:.1f}", f"{found.start_cpu_s:.1f}"),
+        *(f"{statistics.median(own.requests_per_s):.1f}", f"{router_ms:.2f}"),
+        f"{router_ms / statistics.median(reference.router_ms):.2f}x",
+        f"{statistics.median(own.workers_ms):.2f}",
+        *(f"{bytes_per_s:,.0f}", f"{found.start_bytes:,}", f"{idle_percent:.1f}"),
+        f"{resident_kib(found.process_ids['router']) / 1024:.0f}",
+        f"{resident_kib(found.process_ids['registry']) / 1024:.0f}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    """Measures, prints and writes the table."""
+    with TemporaryDirectory() as folder:
+        table = await measure(arguments, Path(folder))
+    print(table)
+    if arguments.output:
+        text = _NOTES.format(
+            requests=arguments.requests,
+            rounds=arguments.rounds,
+            streams=_STREAMS,
+            prompt=_PROMPT_TOKENS,
+            answer=_ANSWER_TOKENS,
+            table=table,
+        )
+        (Path(arguments.output) / "scale.md").write_text(text)
+
+
+_NOTES: Final = """# Deployments of up to 1,000 workers
+
+Made by `python -m bench.scale`: simulated workers (verify=off), of which one in five prefills. The workers of a role
+share a process. Requests have {prompt} prompt tokens, {answer} answer tokens and a remote prefill; {streams} run at a
+time. Each row has {rounds} rounds of {requests} requests, and every answer was compared with the model's.
+
+{table}
+
+"Start" is the time from the first process to the moment in which the router lists every worker. Its CPU is that of all
+processes. Both CPUs had much other load, so that CPU says more than the time. "Against" compares the
+router's CPU a request with that of the smallest deployment, which stays up and takes turns with the others.
+"Membership" counts all bytes to and from the registry without requests.
+"""
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="See the module's text.")
+    parser.add_argument("--workers", default="8,64,250,500,1000")
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--idle", type=float, default=6.0)
+    parser.add_argument("--output", default="")
+    uvloop.run(main(parser.parse_args()))

@@ -1,0 +1,1 @@
+"""Main memory and disk below vLLM's KV memory."""

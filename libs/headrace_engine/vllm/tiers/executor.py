@@ -1,0 +1,88 @@
+"""Makes the copies between a rank's tiers, on a thread beside the forward pass. Uses no vLLM types."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from headrace_common.errors import HeadraceError
+from headrace_engine.vllm.step.plan import StepPlan
+from headrace_kv.manager.lower_tiers import TierCopy
+from headrace_kv.storage.tier_copier import TierCopier
+
+log = logging.getLogger(__name__)
+
+
+class TierExecutor:
+    """The rank's compute thread calls it. One thread makes all copies, in the order of the plans."""
+
+    def __init__(self, copier: TierCopier) -> None:
+        self._copier = copier
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-tiers")
+        self._copies: dict[str, list[Future[bool]]] = {}
+        self._loads: dict[str, bool] = {}
+        self._received: dict[str, bool] = {}
+        self._finishing: dict[str, bool] = {}
+        self._sent: set[str] = set()
+
+    def begin_step(self, plan: StepPlan) -> None:
+        """Before the forward pass: starts the copies of the plan."""
+        for one in plan.copies:
+            copying = self._thread.submit(self._copy, one.copy)
+            self._copies.setdefault(one.request_id, []).append(copying)
+        self._loads.update(plan.loads)
+        self._finishing.update(plan.finished_stores)
+        # A long answer stores a block now and then.
+        for request_id in {one.request_id for one in plan.copies} - self._loads.keys():
+            self._copies[request_id] = [one for one in self._copies[request_id] if not one.done()]
+
+    def preempt(self, plan: StepPlan) -> None:
+        """Before a step that overwrites the blocks of preempted requests. Waits until no copy reads them."""
+        for request_id in plan.preempted_stores:
+            wait(self._copies.pop(request_id, ()))
+
+    def end_step(
+        self, sent: set[str], received: set[str], failed: set[str]
+    ) -> tuple[set[str], set[str], set[str]]:
+        """After the forward pass. Takes the requests that finished sending and receiving, and those that failed.
+
+        Withholds those with copies under way, and adds those with copies that have ended.
+        """
+        self._received.update({request_id: request_id in failed for request_id in received})
+        self._sent |= sent
+        for request_id, with_transfer in tuple(self._loads.items()):
+            if self._has_ended(request_id) and (not with_transfer or request_id in self._received):
+                del self._loads[request_id]
+                copied = self._take_result(request_id)
+                self._received[request_id] = self._received.get(request_id, False) or not copied
+        for request_id, sends in tuple(self._finishing.items()):
+            if self._has_ended(request_id) and (not sends or request_id in self._sent):
+                del self._finishing[request_id]
+                self._take_result(request_id)
+                self._sent.add(request_id)
+        ended = {one: failed for one, failed in self._received.items() if one not in self._loads}
+        for request_id in ended:
+            del self._received[request_id]
+        quiet = self._sent - self._finishing.keys()
+        self._sent -= quiet
+        return quiet, set(ended), {request_id for request_id, failed in ended.items() if failed}
+
+    def close(self) -> None:
+        """Ends the thread and frees the tiers. Waiting copies are not made."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._copier.close()
+
+    def _copy(self, copy: TierCopy) -> bool:
+        try:
+            self._copier.copy(copy)
+        except HeadraceError as error:
+            log.error("a copy from %s to %s: %s", copy.source.name, copy.destination.name, error)
+            return False
+        return True
+
+    def _has_ended(self, request_id: str) -> bool:
+        return all(copying.done() for copying in self._copies.get(request_id, ()))
+
+    def _take_result(self, request_id: str) -> bool:
+        """Whether all copies of the request were made. They have ended."""
+        return all(copying.result() for copying in self._copies.pop(request_id, ()))

@@ -1,0 +1,253 @@
+"""Plans what an engine's requests load from lower tiers, and what they store there. Uses no vLLM types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from headrace_common.errors import ConfigError
+from headrace_engine.vllm.step.groups import LayerGroup
+from headrace_engine.vllm.step.plan import RequestCopy, StepPlan
+from headrace_kv.layout.layout import TOKENS
+from headrace_kv.manager.lower_tiers import LowerTiers, TierChange, TierHit, TierPlan
+from headrace_kv.manager.settings import TierSettings
+from headrace_kv.prefix.events import Tier
+from headrace_kv.receive.layer_overlap import OverlapSettings
+
+_NO_HIT = TierHit(())
+
+
+@dataclass(frozen=True, slots=True)
+class BlockChange:
+    """Blocks that can be found in a tier from now on (`stored`), or no longer, by vLLM's hashes."""
+
+    tier: Tier
+    stored: bool
+    block_hashes: list[bytes]
+
+
+@dataclass(slots=True)
+class _Request:
+    """`block_hashes` is vLLM's own list, which grows. Its first `stored` blocks were offered to the tiers.
+
+    `computed_tokens`: tokens with KV at the end of the last step. `hit`: blocks from its block `hit_start` on.
+    They are held until it has blocks of its own. `loaded`: blocks that it loads or has loaded.
+    """
+
+    block_hashes: Sequence[bytes]
+    block_ids: list[int] = field(default_factory=list)
+    computed_tokens: int = 0
+    stored: int = 0
+    hit: TierHit = _NO_HIT
+    hit_start: int = 0
+    loaded: TierHit = _NO_HIT
+    has_copies: bool = False
+
+    def prefixes(self, start: int, end: int) -> list[int]:
+        """The names of blocks [start, end), as many as there are."""
+        return [int.from_bytes(one, "big") for one in self.block_hashes[start:end]]
+
+    def hold(self, hit: TierHit, start: int = 0) -> None:
+        self.hit, self.hit_start = hit, start
+
+    def load(self) -> TierHit:
+        """The held blocks are loaded from now on."""
+        self.loaded, self.hit = self.hit, _NO_HIT
+        self.has_copies = True
+        return self.loaded
+
+    def step_planned(
+        self, computed_tokens: int, block_ids: Sequence[int], *, replaces: bool
+    ) -> None:
+        """The next step computes the tokens up to `computed_tokens`."""
+        self.computed_tokens = computed_tokens
+        if replaces:
+            self.block_ids.clear()
+        self.block_ids.extend(block_ids)
+
+    def take_unstored(self, block_tokens: int) -> tuple[list[int], list[int]]:
+        """The prefixes and ids of computed blocks that were not offered yet."""
+        start = self.stored
+        end = min(self.computed_tokens // block_tokens, len(self.block_hashes), len(self.block_ids))
+        self.stored = max(start, end)
+        return self.prefixes(start, end), self.block_ids[start:end]
+
+    def copies_planned(self) -> None:
+        self.has_copies = True
+
+    def preempted(self) -> None:
+        """Its blocks are gone, and it begins again."""
+        self.block_ids.clear()
+        self.computed_tokens = self.stored = 0
+        self.has_copies = False
+
+
+class TierPlanner:
+    """The scheduling thread calls it. A request's full blocks are offered to the tiers once a step has computed them.
+
+    Copies out of a request's blocks end before the blocks are freed: see `request_finished` and StepPlan. Without
+    tiers, it knows no request.
+    """
+
+    def __init__(self, tiers: LowerTiers, block_tokens: int) -> None:
+        self._tiers = tiers
+        self._block_tokens = block_tokens
+        self._hash_bytes = 0
+        self._requests: dict[str, _Request] = {}
+        self._loading: set[str] = set()
+        self._copies: list[RequestCopy] = []
+        self._loads: dict[str, bool] = {}
+        self._finished: dict[str, bool] = {}
+        self._changes: list[TierChange] = []
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a request waits for blocks of the tiers."""
+        return bool(self._loading)
+
+    def request_added(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
+        """A new request. `block_hashes` names its full blocks, and grows with it."""
+        if self._tiers.names:
+            self._requests[request_id] = _Request(block_hashes)
+
+    def find(self, request_id: str, computed_tokens: int, end_token: int) -> int:
+        """The number of tokens from `computed_tokens` on, and before `end_token`, that tiers have in full blocks.
+
+        They stay there until `blocks_allocated` or the next call. `computed_tokens` fill whole blocks.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return 0
+        self._tiers.release(request.hit)
+        first, end = computed_tokens // self._block_tokens, end_token // self._block_tokens
+        request.hold(self._tiers.hold(request.prefixes(first, end)), first)
+        return len(request.hit) * self._block_tokens
+
+    def blocks_allocated(
+        self, request_id: str, block_ids: Sequence[int], external_tokens: int
+    ) -> int:
+        """The request has blocks for its tokens, and gets `external_tokens` of them from elsewhere.
+
+        Returns how many of them are loaded from tiers, which are the first ones. The others come from a prefill worker.
+        """
+        request = self._requests.get(request_id)
+        if request is None or not request.hit:
+            return 0
+        if not external_tokens:
+            self._tiers.release(request.hit)
+            request.hold(_NO_HIT)
+            return 0
+        first = request.hit_start
+        hit = request.load()
+        self._plan(request_id, self._tiers.load(hit, block_ids[first : first + len(hit)]))
+        self._loading.add(request_id)
+        loaded_tokens = len(hit) * self._block_tokens
+        self._loads[request_id] = external_tokens > loaded_tokens
+        return loaded_tokens
+
+    def loads_ended(self, request_ids: Iterable[str], failed_ids: Iterable[str]) -> None:
+        """These requests wait for no KV any more. Those that failed may have found a broken block."""
+        self._loading.difference_update(request_ids)
+        for request_id in failed_ids:
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            for tier in self._tiers.names:
+                lost = [block for name, block in request.loaded.blocks if name == tier]
+                self._changes += self._tiers.drop(tier, lost).changes
+
+    def step_planned(
+        self, request_id: str, computed_tokens: int, block_ids: Sequence[int], *, replaces: bool
+    ) -> None:
+        """The next step computes the request's tokens up to `computed_tokens`. Offers what earlier steps have computed.
+
+        `block_ids` are new blocks of the request, or all of its blocks if it `replaces` them.
+        """
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._store(request_id, request)
+            request.step_planned(computed_tokens, block_ids, replaces=replaces)
+
+    def request_preempted(self, request_id: str) -> bool:
+        """Its blocks are about to be overwritten. Returns whether copies may still read them."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        had_copies = request.has_copies
+        request.preempted()
+        return had_copies
+
+    def request_finished(self, request_id: str, *, sends: bool) -> bool:
+        """Whether its blocks must stay until its copies have ended.
+
+        `sends`: they also stay until a transfer is quiet.
+        """
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        self._tiers.release(request.hit)
+        if request_id in self._loading:
+            # vLLM frees its blocks when the load ends.
+            return False
+        self._store(request_id, request)
+        if request.has_copies:
+            self._finished[request_id] = sends
+        return request.has_copies
+
+    def clear(self) -> None:
+        """Forgets every block."""
+        self._changes += self._tiers.clear().changes
+
+    def take_changes(self) -> list[BlockChange]:
+        """What has changed since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return [
+            BlockChange(
+                change.tier,
+                change.stored,
+                [prefix.to_bytes(self._hash_bytes, "big") for prefix in change.prefixes],
+            )
+            for change in changes
+        ]
+
+    def add_to(self, plan: StepPlan) -> None:
+        """Adds all that was planned since the last step."""
+        plan.plan_copies(self._copies, self._loads, self._finished)
+        self._copies, self._loads, self._finished = [], {}, {}
+
+    def _store(self, request_id: str, request: _Request) -> None:
+        prefixes, block_ids = request.take_unstored(self._block_tokens)
+        if prefixes:
+            self._hash_bytes = len(request.block_hashes[0])
+            plan = self._tiers.store(prefixes, block_ids)
+            if plan.copies:
+                request.copies_planned()
+            self._plan(request_id, plan)
+
+    def _plan(self, request_id: str, plan: TierPlan) -> None:
+        self._copies += [RequestCopy(request_id, copy) for copy in plan.copies]
+        self._changes += plan.changes
+
+
+def plan_tiers(
+    settings: TierSettings, overlap: OverlapSettings, groups: Sequence[LayerGroup]
+) -> TierPlanner:
+    """The planner of an engine. Raises ConfigError for a model or settings that tiers cannot be used with."""
+    if not settings.names:
+        return TierPlanner(LowerTiers({}), 1)
+    if len(groups) != 1 or groups[0].kind != TOKENS:
+        names = ", ".join(group.name for group in groups)
+        raise ConfigError(
+            f"the model has several kinds of cache ({names}), and only attention can be kept below KV memory: "
+            "set kv_host_gib to 0",
+            metadata={"field": "kv_host_gib", "groups": names},
+        )
+    if overlap.layer_count:
+        raise ConfigError(
+            "a request may run before its last layers have arrived (overlap_layers), and such blocks must not be "
+            "kept: set overlap_layers or kv_host_gib to 0",
+            metadata={"field": "overlap_layers"},
+        )
+    (group,) = groups
+    tiers = LowerTiers(settings.block_counts(group.block_bytes), settings.min_uses)
+    return TierPlanner(tiers, group.block_tokens)

@@ -1,0 +1,1 @@
+"""The Endpoint Picker: chooses the decode worker for requests of gateways. See docs/gateways.md."""

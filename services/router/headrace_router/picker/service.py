@@ -1,0 +1,135 @@
+"""Serves the Endpoint Picker Protocol: one stream for each HTTP request of a gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from headrace.gateway.v1 import external_processing_pb2 as ext_pb2
+from headrace_common.access.table import PICKER_METHOD
+from headrace_common.errors import HeadraceError, ProtocolViolation
+from headrace_frontend.openai.errors import HttpError
+from headrace_router.picker.messages import (
+    destination_headers,
+    error_response,
+    headers_to_dict,
+    streamed_parts,
+    subset_of,
+    with_destination,
+)
+from headrace_router.picker.picker import EndpointPicker, has_prompt
+
+_WHOLE: Final = 2
+_FULL_DUPLEX: Final = 4
+# A gateway sends what its client sends.
+_BODY_WAIT_S: Final = 30.0
+
+Requests = AsyncIterator[ext_pb2.ProcessingRequest]
+
+
+class PickerService:
+    """Answers the request phase, then ends the stream, so that no byte of the response comes here."""
+
+    def __init__(self, picker: EndpointPicker) -> None:
+        self._picker = picker
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serves Envoy's name of the RPC. The messages are ours, with the same bytes."""
+        service, _, method = PICKER_METHOD.strip("/").partition("/")
+        handler = grpc.stream_stream_rpc_method_handler(
+            self.process,
+            request_deserializer=ext_pb2.ProcessingRequest.FromString,
+            response_serializer=ext_pb2.ProcessingResponse.SerializeToString,
+        )
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service, {method: handler}),)
+        )
+
+    async def process(
+        self, requests: Requests, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[ext_pb2.ProcessingResponse]:
+        """The responses to the parts of one HTTP request."""
+        try:
+            async for response in self._answer(requests):
+                yield response
+        except (HeadraceError, HttpError) as error:
+            yield error_response(error)
+
+    async def _answer(self, requests: Requests) -> AsyncIterator[ext_pb2.ProcessingResponse]:
+        first = await _next(requests)
+        if first.WhichOneof("request") != "request_headers":
+            raise ProtocolViolation("the first message must have request_headers")
+        headers = headers_to_dict(first.request_headers.headers)
+        subset = subset_of(first.metadata_context)
+        mode = first.protocol_config.request_body_mode
+        bodied = not first.request_headers.end_of_stream and mode in (_WHOLE, _FULL_DUPLEX)
+        if not bodied:
+            yield await self._headers_response(headers, None, subset)
+        elif mode == _FULL_DUPLEX:
+            body, trailers = await self._read(requests)
+            yield await self._headers_response(headers, body, subset)
+            for part in streamed_parts(body, ends=not trailers):
+                yield part
+            if trailers:
+                yield ext_pb2.ProcessingResponse(request_trailers=ext_pb2.TrailersResponse())
+        elif not has_prompt(headers):
+            yield await self._headers_response(headers, None, subset)
+        else:
+            yield ext_pb2.ProcessingResponse(request_headers=ext_pb2.HeadersResponse())
+            body, _ = await self._read(requests)
+            endpoint = await self._picker.pick(headers, body, subset)
+            change = ext_pb2.CommonResponse(header_mutation=destination_headers(endpoint))
+            yield with_destination(
+                ext_pb2.ProcessingResponse(request_body=ext_pb2.BodyResponse(response=change)),
+                endpoint,
+            )
+
+    async def _headers_response(
+        self, headers: dict[str, str], body: bytes | None, subset: frozenset[str] | None
+    ) -> ext_pb2.ProcessingResponse:
+        endpoint = await self._picker.pick(headers, body, subset)
+        change = ext_pb2.CommonResponse(header_mutation=destination_headers(endpoint))
+        return with_destination(
+            ext_pb2.ProcessingResponse(request_headers=ext_pb2.HeadersResponse(response=change)),
+            endpoint,
+        )
+
+    async def _read(self, requests: Requests) -> tuple[bytes, bool]:
+        """The whole body, and whether trailers ended it. Raises HttpError beyond the bounds."""
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(_BODY_WAIT_S):
+                while True:
+                    request = await _next(requests)
+                    kind = request.WhichOneof("request")
+                    if kind == "request_trailers":
+                        return b"".join(parts), True
+                    if kind != "request_body":
+                        raise ProtocolViolation("request_body or request_trailers is expected")
+                    parts.append(request.request_body.body)
+                    size += len(parts[-1])
+                    bytes_max = self._picker.body_bytes_max
+                    if size > bytes_max:
+                        raise HttpError(
+                            413,
+                            "body_too_large",
+                            f"the body has more than {bytes_max} bytes; shorten the prompt",
+                        )
+                    if request.request_body.end_of_stream:
+                        return b"".join(parts), False
+        except TimeoutError:
+            raise HttpError(
+                408, "body_timeout", f"the body did not arrive within {_BODY_WAIT_S:g} s"
+            ) from None
+
+
+async def _next(requests: Requests) -> ext_pb2.ProcessingRequest:
+    request = await anext(requests, None)
+    if request is None:
+        raise ProtocolViolation("the gateway ended the stream before the request was complete")
+    return request

@@ -1,0 +1,281 @@
+"""The Endpoint Picker, called as a gateway calls it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headrace.gateway.v1 import external_processing_pb2 as ext_pb2
+from headrace.registry.v1 import registry_pb2
+from headrace_common.access.credentials import Credentials
+from headrace_common.access.roles import Role
+from headrace_common.access.table import PICKER_METHOD
+from headrace_common.rpc.channel import open_channel
+from headrace_router.picker.messages import DESTINATION, SUBSET
+from headrace_router.picker.server import PickerServer
+from tests.component.router.fakes import FakeDecode, Rig, hang
+from tests.waiting import until
+
+WHOLE, FULL_DUPLEX = 2, 4
+CHAT = {"messages": [{"role": "user", "content": "hello"}]}
+KEY = "the-key-of-a-tenant"
+
+
+async def add_worker(rig: Rig, endpoint: str) -> FakeDecode:
+    """A decode worker with this HTTP address."""
+    worker = await rig.add_decode(hang)
+    member = registry_pb2.Member()
+    member.CopyFrom(worker.member)
+    member.http_endpoint = endpoint
+    worker.member = member
+    rig.refresh()
+    return worker
+
+
+@asynccontextmanager
+async def gateway(
+    rig: Rig, role: Role | None = Role.GATEWAY
+) -> AsyncIterator[grpc.aio.StreamStreamMultiCallable[Any, Any]]:
+    config = rig.config.model_copy(
+        update={"insecure": False, "endpoint_picker_listen": "127.0.0.1:0"}
+    )
+    server = PickerServer(rig.router.picker, config)
+    await server.start()
+    try:
+        async with open_channel(server.endpoint, Credentials(role=role)) as channel:
+            yield channel.stream_stream(
+                PICKER_METHOD,
+                request_serializer=ext_pb2.ProcessingRequest.SerializeToString,
+                response_deserializer=ext_pb2.ProcessingResponse.FromString,
+            )
+    finally:
+        await server.stop()
+
+
+def parts(
+    body: bytes | None,
+    mode: int = WHOLE,
+    path: str = "/v1/chat/completions",
+    subset: str | None = None,
+    **headers: str,
+) -> list[ext_pb2.ProcessingRequest]:
+    """The messages about one HTTP request. The body comes in two parts in the mode full duplex."""
+    every = {":path": path, ":method": "GET" if body is None else "POST", **headers}
+    first = ext_pb2.ProcessingRequest(
+        request_headers=ext_pb2.HttpHeaders(
+            headers=ext_pb2.HeaderMap(
+                headers=[
+                    ext_pb2.HeaderValue(key=name.replace("_", "-"), raw_value=value.encode())
+                    for name, value in every.items()
+                ]
+            ),
+            end_of_stream=body is None,
+        ),
+        protocol_config=ext_pb2.ProtocolConfiguration(request_body_mode=mode),
+    )
+    if subset is not None:
+        first.metadata_context.filter_metadata["envoy.lb.subset_hint"][SUBSET] = subset
+    if body is None:
+        return [first]
+    half = len(body) // 2 if mode == FULL_DUPLEX else 0
+    pieces = [(body[:half], False)] * bool(half) + [(body[half:], True)]
+    return [
+        first,
+        *(
+            ext_pb2.ProcessingRequest(request_body=ext_pb2.HttpBody(body=piece, end_of_stream=last))
+            for piece, last in pieces
+        ),
+    ]
+
+
+async def answers(
+    process: grpc.aio.StreamStreamMultiCallable[Any, Any],
+    messages: Sequence[ext_pb2.ProcessingRequest],
+) -> list[ext_pb2.ProcessingResponse]:
+    return [response async for response in process(iter(messages), timeout=5)]
+
+
+def destination(response: ext_pb2.ProcessingResponse) -> str:
+    """The destination in the header, which must be that of the metadata."""
+    kind = response.WhichOneof("response")
+    change = getattr(response, kind or "").response
+    (option,) = change.header_mutation.set_headers
+    assert (option.header.key, option.append_action) == (DESTINATION, 2)
+    value: str = option.header.raw_value.decode()
+    assert response.dynamic_metadata["envoy.lb"][DESTINATION] == value  # type: ignore[index]
+    return value
+
+
+def refusal(responses: Sequence[ext_pb2.ProcessingResponse]) -> tuple[int, Any]:
+    """The status and the error of the response to the client."""
+    immediate = responses[-1].immediate_response
+    return immediate.status.code, json.loads(immediate.body)["error"]
+
+
+async def test_a_chat_goes_to_the_worker_with_the_lowest_cost(rig: Rig) -> None:
+    await add_worker(rig, "10.0.0.1:80")
+    await add_worker(rig, "10.0.0.2:80")
+    await rig.add_decode(hang)
+    body = json.dumps(CHAT).encode()
+    async with gateway(rig) as process:
+        first, second = await answers(process, parts(body))
+        assert first.WhichOneof("response") == "request_headers"
+        assert not first.request_headers.response.header_mutation.set_headers
+        assert second.WhichOneof("response") == "request_body"
+        # The first decision counts on its worker at once.
+        others = [destination((await answers(process, parts(body)))[-1]) for _ in range(3)]
+        assert sorted([destination(second), *others]) == ["10.0.0.1:80"] * 2 + ["10.0.0.2:80"] * 2
+    assert not any(worker.requests for worker in rig.decodes)
+
+
+async def test_a_full_duplex_body_passes_unchanged(rig: Rig) -> None:
+    await add_worker(rig, "10.0.0.1:80")
+    body = json.dumps({**CHAT, "user": "x" * 100_000}).encode()
+    async with gateway(rig) as process:
+        first, *rest = await answers(process, parts(body, FULL_DUPLEX))
+    assert destination(first) == "10.0.0.1:80"
+    pieces = [one.request_body.response.body_mutation.streamed_response for one in rest]
+    assert b"".join(piece.body for piece in pieces) == body
+    assert [piece.end_of_stream for piece in pieces] == [False, True]
+
+
+async def test_a_request_without_a_prompt_goes_to_a_worker_with_few_requests(rig: Rig) -> None:
+    await add_worker(rig, "10.0.0.1:80")
+    async with gateway(rig) as process:
+        (response,) = await answers(process, parts(None, path="/v1/models"))
+        assert destination(response) == "10.0.0.1:80"
+        (response,) = await answers(process, parts(b"{}", path="/tokenize"))
+        assert destination(response) == "10.0.0.1:80"
+
+
+@pytest.mark.parametrize("subset", ["", "10.0.0.9:80"])
+async def test_workers_outside_the_subset_are_never_picked(rig: Rig, subset: str) -> None:
+    await add_worker(rig, "10.0.0.1:80")
+    await add_worker(rig, "10.0.0.2:80")
+    body = json.dumps(CHAT).encode()
+    async with gateway(rig) as process:
+        status, error = refusal(await answers(process, parts(body, subset=subset)))
+        assert (status, error["headrace"]["reason"]) == (503, "NO_DECODE_WORKER")
+        for _ in range(3):
+            messages = parts(body, subset="10.0.0.2:80,10.0.0.9:80")
+            assert destination((await answers(process, messages))[-1]) == "10.0.0.2:80"
+
+
+async def test_bad_requests_get_the_error_of_the_api(rig: Rig) -> None:
+    await add_worker(rig, "10.0.0.1:80")
+    async with gateway(rig) as process:
+        for body, status, field in (
+            (b"{", 400, "body"),
+            (b'{"messages": []}', 400, "messages"),
+            (json.dumps({**CHAT, "temperature": 9}).encode(), 400, "temperature"),
+            (json.dumps({**CHAT, "model": "other"}).encode(), 404, "model"),
+        ):
+            found, error = refusal(await answers(process, parts(body)))
+            assert (found, error["param"]) == (status, field), (body, error)
+        bytes_max = rig.config.max_request_bytes
+        found, error = refusal(await answers(process, parts(b" " * 3_000_000)))
+        assert found == 400, error
+        assert bytes_max > 3_000_000
+
+
+@pytest.mark.parametrize("rig", [{"max_request_bytes": 1_000}], indirect=True)
+async def test_a_body_beyond_the_bound_is_refused(rig: Rig) -> None:
+    await add_worker(rig, "10.0.0.1:80")
+    async with gateway(rig) as process:
+        assert refusal(await answers(process, parts(b" " * 1_001)))[0] == 413
+
+
+async def test_full_workers_and_a_drain_shed_requests(rig: Rig) -> None:
+    worker = await add_worker(rig, "10.0.0.1:80")
+    ref = rig.router.workers.table("sim").workers[0].ref
+    for _ in range(worker.member.max_num_seqs):
+        assert rig.router.workers.reserve_load(ref, 1) is not None
+    body = json.dumps(CHAT).encode()
+    async with gateway(rig) as process:
+        status, error = refusal(await answers(process, parts(body)))
+        assert (status, error["headrace"]["reason"]) == (429, "DECODE_FULL")
+        rig.router.runner.drain()
+        assert refusal(await answers(process, parts(body)))[0] == 503
+
+
+async def test_the_key_of_the_client_is_checked(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"{KEY} team\n")
+    rig = await Rig(api_keys_file=str(keys)).start()
+    try:
+        await add_worker(rig, "10.0.0.1:80")
+        body = json.dumps(CHAT).encode()
+        async with gateway(rig) as process:
+            assert refusal(await answers(process, parts(body)))[0] == 401
+            messages = parts(body, authorization=f"Bearer {KEY}")
+            assert destination((await answers(process, messages))[-1]) == "10.0.0.1:80"
+    finally:
+        await rig.close()
+
+
+@pytest.mark.parametrize("role", [None, *(role for role in Role if role is not Role.GATEWAY)])
+async def test_only_a_gateway_may_ask(rig: Rig, role: Role | None) -> None:
+    await add_worker(rig, "10.0.0.1:80")
+    async with gateway(rig, role) as process:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await answers(process, parts(None))
+    expected = grpc.StatusCode.PERMISSION_DENIED
+    assert raised.value.code() is (grpc.StatusCode.UNAUTHENTICATED if role is None else expected)
+
+
+async def test_a_stream_that_breaks_the_protocol_ends_with_an_error(rig: Rig) -> None:
+    await add_worker(rig, "10.0.0.1:80")
+    body = ext_pb2.ProcessingRequest(request_body=ext_pb2.HttpBody(body=b"x"))
+    async with gateway(rig) as process:
+        for messages in ([], [body], parts(b"{}")[:1]):
+            responses = await answers(process, messages)
+            assert responses[-1].immediate_response.status.code == 500
+
+
+async def test_no_listener_serves_the_rpcs_of_another(rig: Rig) -> None:
+    config = rig.config.model_copy(update={"endpoint_picker_listen": "127.0.0.1:0"})
+    server = PickerServer(rig.router.picker, config)
+    await server.start()
+    pull = "/headrace.prefill.v1.PrefillQueueService/Pull"
+    try:
+        for endpoint, method in (
+            (server.endpoint, pull),
+            (rig.internal_endpoint, PICKER_METHOD),
+            (rig.endpoint, PICKER_METHOD),
+        ):
+            async with open_channel(endpoint) as channel:
+                call: Any = channel.stream_stream(method)
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await call(iter(()), timeout=5).read()
+            assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED, (endpoint, method)
+    finally:
+        await server.stop()
+
+
+async def test_readiness_is_that_of_the_workers(rig: Rig) -> None:
+    config = rig.config.model_copy(update={"endpoint_picker_listen": "127.0.0.1:0"})
+    server = PickerServer(rig.router.picker, config)
+    await server.start()
+    serving = health_pb2.HealthCheckResponse.SERVING
+    try:
+        async with open_channel(server.endpoint) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+
+            async def ready(name: str = "readiness") -> bool:
+                request = health_pb2.HealthCheckRequest(service=name)
+                return bool((await stub.Check(request, timeout=5)).status == serving)
+
+            assert await ready("liveness")
+            assert await ready("envoy.service.ext_proc.v3.ExternalProcessor")
+            assert not await ready()
+            await add_worker(rig, "10.0.0.1:80")
+            await until(ready)
+    finally:
+        await server.stop()

@@ -1,0 +1,156 @@
+"""Copies between tiers beside the forward pass."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from headrace_common.errors import TransferFailed
+from headrace_engine.vllm.step.plan import RequestCopy, StepPlan
+from headrace_engine.vllm.tiers.executor import TierExecutor
+from headrace_kv.manager.lower_tiers import TierCopy
+from headrace_kv.prefix.events import Tier
+from tests.waiting import until
+
+STORE = TierCopy(Tier.DEVICE, Tier.HOST, (1,), (2,))
+LOAD = TierCopy(Tier.DISK, Tier.DEVICE, (1,), (2,))
+NONE: tuple[set[str], set[str], set[str]] = (set(), set(), set())
+
+
+class Copier:
+    """Makes a copy when the test lets it."""
+
+    def __init__(self) -> None:
+        self.made: list[TierCopy] = []
+        self.turn = threading.Semaphore(0)
+        self.fails = False
+
+    def copy(self, copy: TierCopy, on_layer: Callable[[int], None] = lambda _: None) -> None:
+        assert self.turn.acquire(timeout=10)
+        self.made.append(copy)
+        if self.fails:
+            raise TransferFailed("the disk is broken")
+
+    def close(self) -> None:
+        self.made.clear()
+
+
+@pytest.fixture
+def copier() -> Copier:
+    return Copier()
+
+
+@pytest.fixture
+def tiers(copier: Copier) -> Iterator[TierExecutor]:
+    executor = TierExecutor(copier)  # type: ignore[arg-type]
+    yield executor
+    copier.turn.release(100)
+    executor.close()
+
+
+def step(
+    tiers: TierExecutor,
+    plan: StepPlan | None = None,
+    sent: set[str] | None = None,
+    received: set[str] | None = None,
+    failed: set[str] | None = None,
+) -> tuple[set[str], set[str], set[str]]:
+    tiers.begin_step(plan or StepPlan())
+    return tiers.end_step(sent or set(), received or set(), failed or set())
+
+
+def copying(copy: TierCopy, **more: dict[str, bool]) -> StepPlan:
+    return StepPlan(copies=[RequestCopy("r", copy)], **more)  # type: ignore[arg-type]
+
+
+def until_reported(tiers: TierExecutor, wanted: tuple[set[str], set[str], set[str]]) -> None:
+    found: list[tuple[set[str], set[str], set[str]]] = []
+
+    def reported() -> bool:
+        found.append(step(tiers))
+        return found[-1] != NONE
+
+    asyncio.run(until(reported))
+    assert found[-1] == wanted
+    assert step(tiers) == NONE
+
+
+def test_a_request_runs_when_its_load_has_ended(tiers: TierExecutor, copier: Copier) -> None:
+    assert step(tiers, copying(LOAD, loads={"r": False})) == NONE
+    copier.turn.release()
+    until_reported(tiers, (set(), {"r"}, set()))
+
+
+def test_a_request_waits_for_its_load_and_its_transfer(tiers: TierExecutor, copier: Copier) -> None:
+    assert step(tiers, copying(LOAD, loads={"r": True}), received={"other"}) == (
+        set(),
+        {"other"},
+        set(),
+    )
+    assert step(tiers, received={"r"}) == NONE
+    copier.turn.release()
+    until_reported(tiers, (set(), {"r"}, set()))
+    step(tiers, copying(LOAD, loads={"r": True}))
+    copier.turn.release()
+    asyncio.run(until(lambda: len(copier.made) == 2))
+    assert step(tiers) == NONE
+    until_failed = step(tiers, received={"r"}, failed={"r"})
+    if until_failed == NONE:
+        until_reported(tiers, (set(), {"r"}, {"r"}))
+    else:
+        assert until_failed == (set(), {"r"}, {"r"})
+
+
+def test_a_failed_load_fails_its_request(tiers: TierExecutor, copier: Copier) -> None:
+    copier.fails = True
+    step(tiers, copying(LOAD, loads={"r": False}))
+    copier.turn.release()
+    until_reported(tiers, (set(), {"r"}, {"r"}))
+
+
+def test_blocks_of_an_ended_request_stay_until_they_are_stored(
+    tiers: TierExecutor, copier: Copier
+) -> None:
+    assert step(tiers, copying(STORE, finished_stores={"r": False})) == NONE
+    copier.turn.release()
+    until_reported(tiers, ({"r"}, set(), set()))
+    # Nothing is under way: freed in the same step.
+    assert step(tiers, StepPlan(finished_stores={"r": False})) == ({"r"}, set(), set())
+
+
+def test_blocks_stay_until_they_are_stored_and_sent(tiers: TierExecutor, copier: Copier) -> None:
+    assert step(tiers, copying(STORE, finished_stores={"r": True}), sent={"r", "other"}) == (
+        {"other"},
+        set(),
+        set(),
+    )
+    copier.turn.release()
+    until_reported(tiers, ({"r"}, set(), set()))
+    assert step(tiers, StepPlan(finished_stores={"q": True})) == NONE
+    assert step(tiers, sent={"q"}) == ({"q"}, set(), set())
+
+
+def test_a_preemption_waits_for_copies(tiers: TierExecutor, copier: Copier) -> None:
+    step(tiers, copying(STORE))
+    preempting = threading.Thread(
+        target=tiers.preempt, args=(StepPlan(preempted_stores=["r", "unknown"]),)
+    )
+    preempting.start()
+    preempting.join(0.05)
+    assert preempting.is_alive()
+    copier.turn.release()
+    preempting.join(10)
+    assert not preempting.is_alive()
+    assert copier.made == [STORE]
+
+
+def test_copies_are_made_in_the_order_of_the_plans(tiers: TierExecutor, copier: Copier) -> None:
+    copier.turn.release(20)
+    for _ in range(5):
+        step(tiers, copying(STORE))
+        step(tiers, copying(LOAD))
+    asyncio.run(until(lambda: len(copier.made) == 10))
+    assert copier.made == [STORE, LOAD] * 5

@@ -1,0 +1,40 @@
+"""KV that has left vLLM's KV memory returns from main memory or disk, and is not computed again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.conftest import RunJob
+from tests.vllm.tiers import PROMPT_COUNT, PROMPT_TOKENS
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
+
+WHOLE = PROMPT_TOKENS - 1
+HALF = 160
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor_parallel_size", "host_blocks", "disk_blocks"),
+    [("tiny-llama-deep", 1, 20, 100), ("tiny-llama", 2, 120, 0)],
+)
+def test_evicted_prompts_return_with_equal_answers(
+    run_job: RunJob, model: str, tensor_parallel_size: int, host_blocks: int, disk_blocks: int
+) -> None:
+    found = run_job(
+        "tests.vllm.tiers:conversations",
+        model=model,
+        tensor_parallel_size=tensor_parallel_size,
+        host_blocks=host_blocks,
+        disk_blocks=disk_blocks,
+    )
+    assert found["again"] == found["split"] == found["first"]
+    assert found["cached"] == [WHOLE] * PROMPT_COUNT
+    # KV memory has 23 blocks, and prompts have 10 each.
+    assert found["blocks"]["DEVICE"] <= 23
+    assert found["blocks"]["DISK" if disk_blocks else "HOST"] == 10 * PROMPT_COUNT
+    assert found["after_reset"] == 0
+    assert found["received"] == [HALF] * PROMPT_COUNT
+    # A prefill computes its last block, because it needs the last token's output.
+    assert found["prefill_cached"] == [WHOLE - 32] * PROMPT_COUNT
+    together, alone = found["preempted"]
+    assert together == alone

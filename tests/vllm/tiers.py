@@ -1,0 +1,106 @@
+"""A job: engines that keep KV in main memory and on disk."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+from headrace_engine.vllm.engine import VllmEngine
+from headrace_kv.manager.settings import TierSettings
+from headrace_kv.prefix.events import Tier
+from tests.vllm.pair import GREEDY, Answer, Pair, prompt_of, running_pair
+from tests.waiting import until
+
+PROMPT_TOKENS = 321
+PROMPT_COUNT = 6
+GIB_PER_BLOCK = 1 / 1024
+# A prompt fills 10 blocks of KV memory, which has 23.
+KV_MEMORY_BLOCKS = 24
+
+
+@dataclass(slots=True)
+class Result:
+    """By prompt: the answer on an empty cache, and those after the prompt was evicted from KV memory.
+
+    `cached`: prompt tokens that decode did not compute. `received`: those that it did not receive from prefill.
+    `prefill_cached`: those that prefill did not compute. `preempted`: long answers side by side, and one by one.
+    """
+
+    first: list[list[int]] = field(default_factory=list)
+    again: list[list[int]] = field(default_factory=list)
+    cached: list[int] = field(default_factory=list)
+    split: list[list[int]] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    prefill_cached: list[int] = field(default_factory=list)
+    blocks: dict[str, int] = field(default_factory=dict)
+    after_reset: int = 0
+    preempted: list[list[list[int]]] = field(default_factory=list)
+
+
+async def conversations(
+    model: str, tensor_parallel_size: int, host_blocks: int, disk_blocks: int
+) -> Result:
+    """Answers prompts in turn, so that each is evicted before it comes again."""
+    changes: dict[str, object] = {
+        "model": model,
+        "tensor_parallel_size": tensor_parallel_size,
+        "num_gpu_blocks_override": KV_MEMORY_BLOCKS,
+        "max_model_len": 512,
+        "tiers": TierSettings(host_blocks * GIB_PER_BLOCK, disk_blocks * GIB_PER_BLOCK),
+    }
+    prompts = [prompt_of(PROMPT_TOKENS, seed) for seed in range(PROMPT_COUNT)]
+    result = Result()
+    async with running_pair(prefill=dict(changes), decode=dict(changes)) as pair:
+        assert pair.decode.prefix_events is not None
+        pair.decode.prefix_events.set_hash_key(1, "m")
+        for prompt in prompts:
+            result.first.append((await pair.plain(prompt)).token_ids)
+        for prompt in prompts:
+            answer = await pair.plain(prompt)
+            result.again.append(answer.token_ids)
+            result.cached.append(_cached(answer))
+        result.blocks = tier_blocks(pair.decode)
+        await until(pair.decode.reset_prefix_cache)
+        result.after_reset = _cached(await pair.plain(prompts[-1]))
+        for _ in range(2):
+            result.split, result.received, result.prefill_cached = [], [], []
+            await until(pair.decode.reset_prefix_cache)
+            for prompt in prompts:
+                await _split(pair, prompt, result)
+        result.preempted = await _preempted(pair)
+    return result
+
+
+async def _split(pair: Pair, prompt: list[int], result: Result) -> None:
+    # Decode has the first half of the prompt, in KV memory or below.
+    await pair.plain(prompt[: PROMPT_TOKENS // 2])
+    answer = await pair.split(prompt)
+    assert answer.reservation is not None
+    assert answer.prefill is not None
+    result.split.append(answer.token_ids)
+    result.received.append(answer.reservation.start_token)
+    result.prefill_cached.append(answer.prefill.cached_tokens)
+
+
+async def _preempted(pair: Pair) -> list[list[list[int]]]:
+    """Three answers do not fit KV memory together."""
+    prompts = [prompt_of(170, 100 + seed) for seed in range(3)]
+    long = replace(GREEDY, max_tokens=200)
+    together = await asyncio.gather(*(pair.plain(prompt, long) for prompt in prompts))
+    await until(pair.decode.reset_prefix_cache)
+    alone = [await pair.plain(prompt, long) for prompt in prompts]
+    return [[answer.token_ids for answer in answers] for answers in (together, alone)]
+
+
+def _cached(answer: Answer) -> int:
+    assert answer.end is not None
+    return answer.end.cached_tokens
+
+
+def tier_blocks(engine: VllmEngine) -> dict[str, int]:
+    """Blocks that the engine announces, by tier and all faster ones."""
+    assert engine.prefix_events is not None
+    counts = {
+        Tier(event.tier): event.announced_count for event in engine.prefix_events.heartbeats()
+    }
+    return {tier.name: counts.get(tier, 0) for tier in Tier}
