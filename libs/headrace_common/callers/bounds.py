@@ -108,7 +108,10 @@ class CallerBounds:
         self._waiting: Counter[str] = Counter()
         self._callers_of: dict[str, Counter[str]] = {}
         """Calls in flight of each caller, by host."""
-        self._turns = FairTurns(lambda: len(self._calls) <= 1)
+        self._calls_in_flight = 0
+        # Calls of one caller take turns too. Work for all of them in one iteration would delay the first answer until
+        # the last request is routed.
+        self._turns = FairTurns(lambda: self._calls_in_flight <= 1)
 
     def report_floods(self, on_flood: Callable[[str], None]) -> None:
         """Lets `on_flood` be called with the host of a flood, if no other caller has calls in flight from there.
@@ -136,6 +139,7 @@ class CallerBounds:
         opened = _OpenCall(caller)
         _CALL.set(opened)
         self._calls[caller] += 1
+        self._calls_in_flight += 1
         callers = self._callers_of.setdefault(host, Counter())
         callers[caller] += 1
         try:
@@ -144,6 +148,7 @@ class CallerBounds:
             self._rejected.count(caller, opened.weight)
             raise
         finally:
+            self._calls_in_flight -= 1
             _remove_one(self._calls, caller)
             _remove_one(callers, caller)
             if not callers:
