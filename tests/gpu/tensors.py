@@ -10,7 +10,7 @@ import torch
 from headrace_engine.torch_memory.device_memory import TorchMemory
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
-from tests.rdma.conformance import Harness
+from tests.rdma.harness import Harness
 from tests.rdma.peers import ALLOCATORS, Bytes, Peer, PeerSettings, ProcessPeer, serve
 
 DIRECT = "direct"

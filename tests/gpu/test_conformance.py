@@ -8,14 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from tests.rdma.conformance import (
-    CASES,
-    Harness,
-    large_runs,
-    mixed_lengths,
-    small_runs,
-    unregistered_destination,
-)
+from tests.rdma.conformance import CASES, large_runs, mixed_lengths, small_runs
+from tests.rdma.failures import unregistered_destination
+from tests.rdma.harness import Harness
 from tests.rdma.peers import PeerSettings
 
 if TYPE_CHECKING:

@@ -25,8 +25,9 @@ from tests.rdma.cases import (
     Group,
 )
 from tests.rdma.chaos import start_chaos
-from tests.rdma.conformance import CASES, Harness, large_runs
+from tests.rdma.conformance import CASES, large_runs
 from tests.rdma.device import Traffic, check_crossed_by_rdma, check_moved_by_rdma, traffic
+from tests.rdma.harness import Harness
 from tests.rdma.peers import PeerSettings
 from tests.rdma.report import LOGS, run_case, show_logs, write_failure
 from tests.rdma.serving import (

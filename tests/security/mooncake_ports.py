@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
-from tests.rdma.conformance import one_run
+from tests.rdma.harness import one_run
 from tests.security.other_host import HERE, HERE_IPV6, LOOPBACK, OtherHost
 
 _NBYTES = 1 << 20

@@ -10,7 +10,7 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.factory import open_transport
-from tests.rdma.conformance import one_run
+from tests.rdma.harness import one_run
 from tests.rdma.peers import PeerSettings, ProcessPeer
 
 

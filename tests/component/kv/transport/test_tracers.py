@@ -28,7 +28,7 @@ import os, sys
 import numpy as np
 from headrace_common.errors import TransferFailed
 from headrace_kv.transport.same_host.transport import SameHostTransport
-from tests.rdma.conformance import one_run
+from tests.rdma.harness import (one_run)
 session, address = sys.argv[1], int(sys.argv[2])
 source = np.full(1, 7, np.uint8)
 transport = SameHostTransport()

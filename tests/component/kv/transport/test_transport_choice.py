@@ -28,7 +28,7 @@ from headrace_kv.transport.staging.cost_model import TransferCosts, WireCostMode
 from headrace_kv.transport.staging.scatter_client import ScatterClient
 from headrace_kv.transport.staging.scatter_server import LandingLimits
 from headrace_kv.transport.staging.transport import StagedTransport, StagingLimits
-from tests.rdma.conformance import one_run
+from tests.rdma.harness import one_run
 from tests.rdma.peers import PEER_BYTES, Bytes, PeerSettings, ProcessPeer, digest_of
 
 

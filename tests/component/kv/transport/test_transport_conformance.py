@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.rdma.conformance import CASES, Harness
+from tests.rdma.conformance import CASES
+from tests.rdma.harness import Harness
 from tests.rdma.peers import PeerSettings
 
 TRANSPORTS = ["in_memory", "same_host", "mooncake", "auto"]
