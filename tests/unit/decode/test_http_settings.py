@@ -17,9 +17,13 @@ def decode_config(**settings: Any) -> DecodeConfig:
     return DecodeConfig(worker_id="d0", engine="sim", **settings)
 
 
+def router_config(**settings: Any) -> RouterConfig:
+    return RouterConfig(model=("sim",), **settings)
+
+
 def test_http_is_off_by_default() -> None:
     assert decode_config().http_listen == ""
-    assert RouterConfig(model=("sim",)).endpoint_picker_listen == ""
+    assert router_config().endpoint_picker_listen == ""
 
 
 def test_a_ticket_is_no_credential_for_http() -> None:
@@ -57,5 +61,5 @@ def test_wrong_settings_are_named(settings: dict[str, Any], problem: str) -> Non
 def test_a_picker_that_other_hosts_reach_needs_credentials() -> None:
     address: dict[str, Any] = {"endpoint_picker_listen": "10.0.0.1:9002"}
     with pytest.raises(ValidationError, match=r"endpoint_picker_listen is 10\.0\.0\.1:9002"):
-        RouterConfig(model=("sim",), **address)
-    assert RouterConfig(model=("sim",), token_keys_file="keys", **address).endpoint_picker_listen
+        router_config(**address)
+    assert router_config(token_keys_file="keys", **address).endpoint_picker_listen
