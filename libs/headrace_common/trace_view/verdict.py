@@ -55,8 +55,7 @@ def _detail(view: TraceView, part: PartTime) -> str:
         case "tokenize":
             return f"{duration} for the template and {view.prompt_tokens:,} tokens"
         case "decode wait":
-            worker = _worker(view, schema.SPAN_DECODE, "the decode worker")
-            return f"the request was ready, and {worker} took {duration} to start a step with it"
+            return _decode_wait_detail(view, part)
         case "batch wait":
             worker = _worker(view, schema.SPAN_PREFILL, "the prefill worker")
             return f"the task waited {duration} on {worker} for a forward pass"
@@ -74,6 +73,18 @@ _WORDS: Final = {
     "network": "{} of messages between the processes and to the client",
     "unaccounted": "no step explains {}",
 }
+
+
+def _decode_wait_detail(view: TraceView, part: PartTime) -> str:
+    """The router waits for a slot before it chooses workers, and a decode worker after the KV cache has arrived."""
+    duration = format_ms(part.duration_ns)
+    route_ns = min(
+        (step.start_ns for step in view.steps if step.name == schema.SPAN_ROUTE), default=0
+    )
+    if 2 * route_ns > part.duration_ns:
+        return f"the decode workers had no free slot for {duration}"
+    worker = _worker(view, schema.SPAN_DECODE, "the decode worker")
+    return f"the request was ready, and {worker} took {duration} to start a step with it"
 
 
 def _transfer_detail(view: TraceView, duration: str) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Protocol
 
 from headrace.worker.v1 import worker_pb2
 from headrace_common.tasks import end_task, run_forever
@@ -17,6 +17,19 @@ _INTERVAL_S: Final = 1.0
 _DONE: Final = "done"
 
 Status = Callable[[], worker_pb2.WatchStatusResponse]
+
+
+class Incoming(Protocol):
+    """The transfers into a decode worker's blocks."""
+
+    @property
+    def lease_count(self) -> int:
+        """Ranks that may write into the blocks of a transfer, over all transfers."""
+        ...
+
+    def count_states(self) -> Mapping[str, int]:
+        """The number of transfers that hold blocks, by state."""
+        ...
 
 
 class WorkerMetrics:
@@ -49,21 +62,33 @@ class WorkerMetrics:
         self._blocks_free = store.gauge(schema.METRIC_BLOCKS_FREE, worker)
         self._blocks_reserved = store.gauge(schema.METRIC_BLOCKS_RESERVED, worker)
         self._blocks_quarantined = store.gauge(schema.METRIC_BLOCKS_QUARANTINED, worker)
+        self._states = store.gauge(
+            schema.METRIC_TRANSFER_STATES, worker, schema.ATTRIBUTE_TRANSFER_STATE
+        )
+        self._leases = store.gauge(schema.METRIC_WRITE_LEASES, worker)
         self._gauges = (
             *(self._active, self._requests, self._blocks_used, self._blocks_total),
             *(self._blocks_free, self._blocks_reserved, self._blocks_quarantined),
+            *(self._states, self._leases),
         )
         self._has_readers = metrics.has_readers
-        self._workers: dict[str, tuple[Status, bool]] = {}
+        self._workers: dict[str, tuple[Status, bool, Incoming | None]] = {}
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
-    def reporting(self, worker_id: str, status: Status, *, reserves_blocks: bool) -> Iterator[None]:
+    def reporting(
+        self,
+        worker_id: str,
+        status: Status,
+        *,
+        reserves_blocks: bool,
+        incoming: Incoming | None = None,
+    ) -> Iterator[None]:
         """Samples `status` while the context lasts, and removes its gauges at its end.
 
-        `reserves_blocks` is for decode workers; prefill workers use their blocks as a cache only.
+        `reserves_blocks` and `incoming` are for decode workers; prefill workers use their blocks as a cache only.
         """
-        self._workers[worker_id] = (status, reserves_blocks)
+        self._workers[worker_id] = (status, reserves_blocks, incoming)
         if self._task is None and self._has_readers:
             self._task = run_forever(self._sample_regularly(), "worker-metrics")
         try:
@@ -97,8 +122,12 @@ class WorkerMetrics:
 
     def sample(self) -> None:
         """Sets the gauges of every reporting worker from its current status."""
-        for worker_id, (status, reserves_blocks) in self._workers.items():
+        for worker_id, (status, reserves_blocks, incoming) in self._workers.items():
             self._set_gauges(worker_id, status(), reserves_blocks=reserves_blocks)
+            if incoming is not None:
+                for state, count in incoming.count_states().items():
+                    self._states.set(count, worker_id, state)
+                self._leases.set(incoming.lease_count, worker_id)
 
     async def close(self) -> None:
         """Stops sampling."""

@@ -20,6 +20,7 @@ from headrace_common.tickets.keys import TicketKeys
 from headrace_engine.worker.config import Config, worker_member
 from headrace_engine.worker.host import HostedWorker, RouterListener, WorkerHost
 from headrace_engine.worker.membership import WorkerMembership
+from headrace_engine.worker.metrics import Incoming
 from headrace_engine.worker.status import WorkerStatusServicer
 from headrace_engine.worker.status_signal import StatusSignal
 from headrace_kv.layout.layout import KvDescriptor
@@ -36,13 +37,14 @@ class RoleServer(ABC):
     one. `on_routers` is called with the live routers. `ticket_keys` gets the keys that routers send
     with WatchStatus. `status_signal` is notified when an idle worker begins something.
     `interceptors` and `message_bytes_max` are for the server, `client_interceptors` for
-    `client_services`.
+    `client_services`. `incoming` has the transfers into its blocks, for metrics.
     """
 
     role: ClassVar[registry_pb2.Member.Role.ValueType]
     services: ClassVar[tuple[str, ...]] = ()
     client_services: ClassVar[tuple[str, ...]] = ()
     reserves_blocks: ClassVar[bool] = False
+    incoming: Incoming | None = None
     descriptor: KvDescriptor | None = None
     on_routers: RouterListener | None = None
     ticket_keys: TicketKeys | None = None
@@ -156,7 +158,9 @@ async def _serve(
         worker.set_prefix_hash_key(membership.prefix_hash_key)
         server.set_serving(True)
         with host.metrics.reporting(
-            ref.worker_id, worker.status, reserves_blocks=worker.reserves_blocks
+            *(ref.worker_id, worker.status),
+            reserves_blocks=worker.reserves_blocks,
+            incoming=worker.incoming,
         ):
             await host.serve(server, drain)
     finally:

@@ -121,7 +121,7 @@ class RequestPreparer:
         with recorded_span(self._telemetry, schema.SPAN_TOKENIZE, parent):
             prepared = await self._run(request, request_id, tenant)
         prepared = replace(prepared, tokenized_ns=(start_ns, time.monotonic_ns()))
-        root.set_attribute(schema.ATTRIBUTE_MODEL, prepared.model)
+        root.set_attribute(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL, prepared.model)
         root.set_attribute(schema.ATTRIBUTE_PROMPT_TOKENS, len(prepared.token_ids))
         return prepared
 

@@ -117,6 +117,18 @@ class Receiver:
         """Transfers that may still complete."""
         return sum(transfer.active for transfer in self._transfers)
 
+    def count_states(self) -> dict[str, int]:
+        """The number of transfers that hold blocks, by state."""
+        counts = {state.value: 0 for state in TransferState if state is not TransferState.FREE}
+        for transfer in self._transfers:
+            counts[transfer.state.value] += 1
+        return counts
+
+    @property
+    def lease_count(self) -> int:
+        """Ranks that may write into the blocks of a transfer, over all transfers."""
+        return sum(len(transfer.writers) for transfer in self._transfers)
+
     @property
     def quarantined_blocks(self) -> int:
         """Blocks of transfers that failed but may still be written into."""

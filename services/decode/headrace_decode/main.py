@@ -88,7 +88,7 @@ class DecodeServer(RoleServer):
             # By then the rank's write lease has ended.
             linger_s=2.0 * config.lease_ttl_s,
         )
-        self._receiver = receiver = Receiver(
+        self.incoming = self._receiver = receiver = Receiver(
             ref=ref,
             layout=engine.descriptor.layout,
             tickets=RouterTickets(keys, ref, engine.descriptor.layout, count_refusal),

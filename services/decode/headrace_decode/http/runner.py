@@ -209,7 +209,7 @@ class OwnRequestRunner:
         root.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, response.completion_tokens)
         name = sampling_pb2.FinishReason.Name(response.finish_reason)
         root.set_attribute(
-            schema.ATTRIBUTE_FINISH_REASON, name.removeprefix("FINISH_REASON_").lower()
+            schema.ATTRIBUTE_FINISH_REASON, [name.removeprefix("FINISH_REASON_").lower()]
         )
 
     @contextmanager

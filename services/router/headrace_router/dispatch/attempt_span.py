@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Final
 
 from opentelemetry import trace
 from opentelemetry.context import Context
@@ -20,6 +20,8 @@ from headrace_router.dispatch.request import RoutedRequest
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.task import QueuedTask
 
+_METHOD: Final = "headrace.decode.v1.DecodeService/Link"
+
 
 class AttemptSpan:
     """Starts with the attempt, linked to the one before it. `end` must follow."""
@@ -34,6 +36,7 @@ class AttemptSpan:
         transfer_id: str,
     ) -> None:
         self._telemetry = telemetry
+        address, _, port = decision.worker.endpoint.rpartition(":")
         self._span = telemetry.tracer.start_span(
             schema.SPAN_ATTEMPT,
             context=trace.set_span_in_context(request.root_span),
@@ -44,6 +47,10 @@ class AttemptSpan:
                 schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
                 schema.ATTRIBUTE_PLACEMENT: "remote" if decision.remote else "local",
                 schema.ATTRIBUTE_GENERATED_TOKENS: request.response.completion_tokens,
+                schema.ATTRIBUTE_RPC_SYSTEM: "grpc",
+                schema.ATTRIBUTE_RPC_METHOD: _METHOD,
+                schema.ATTRIBUTE_SERVER_ADDRESS: address.strip("[]"),
+                schema.ATTRIBUTE_SERVER_PORT: int(port) if port.isdecimal() else 0,
             },
         )
         for previous in request.timeline.span_contexts[-1:]:

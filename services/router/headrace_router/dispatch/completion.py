@@ -58,7 +58,7 @@ def _record_tokens(
         record(schema.SPAN_STREAM, parent, first_unix_ns, last_unix_ns)
         root.set_attribute(schema.ATTRIBUTE_FIRST_TOKEN, MAKER_NAMES[response.first_token_by])
     root.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, response.completion_tokens)
-    root.set_attribute(schema.ATTRIBUTE_FINISH_REASON, finish_reason_name(response.finish_reason))
+    root.set_attribute(schema.ATTRIBUTE_FINISH_REASON, [finish_reason_name(response.finish_reason)])
 
 
 def finish_reason_name(reason: sampling_pb2.FinishReason.ValueType) -> str:

@@ -14,6 +14,7 @@ from headrace.inference.v1 import trace_pb2
 from headrace_common.errors import NotFound
 from headrace_common.trace_view.model import TraceView
 from headrace_common.trace_view.reading import read_trace
+from headrace_common.trace_view.verdict import verdict
 from headrace_router.tracing.store import TraceStore
 
 REQUESTS_MAX: Final = 50
@@ -21,7 +22,7 @@ REQUESTS_MAX: Final = 50
 SPANS_READ_MAX: Final = 20_000
 """Spans that one call of `read` converts, at most. Older traces come with the next call."""
 _LINKS_PER_REQUEST_MAX: Final = 64
-_FAILURE_CHARACTERS_MAX: Final = 200
+_TEXT_CHARACTERS_MAX: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,7 @@ class RequestDigest:
     parts: tuple[tuple[str, int], ...]
     links: tuple[LinkUse, ...]
     error: str
+    verdict: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,8 @@ def digest_of(view: TraceView) -> RequestDigest:
         prompt_tokens=view.prompt_tokens,
         parts=tuple((part.name, part.duration_ns) for part in view.parts),
         links=tuple(uses[:_LINKS_PER_REQUEST_MAX]),
-        error=view.error[:_FAILURE_CHARACTERS_MAX],
+        error=view.error[:_TEXT_CHARACTERS_MAX],
+        verdict=verdict(view)[:_TEXT_CHARACTERS_MAX],
     )
 
 

@@ -143,6 +143,7 @@ def _request(digest: RequestDigest) -> dict[str, Any]:
         "prompt_tokens": digest.prompt_tokens,
         "parts": [[name, _ms(duration_ns)] for name, duration_ns in digest.parts],
         "error": digest.error,
+        "verdict": digest.verdict,
     }
 
 

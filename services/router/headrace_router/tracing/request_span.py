@@ -17,7 +17,11 @@ from headrace_common.errors import HeadraceError
 from headrace_common.latency.breakdown import Breakdown
 from headrace_common.logs import TRACE_NAMES
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.latency import breakdown_attributes, sum_attributes
+from headrace_common.telemetry.latency import (
+    breakdown_attributes,
+    gen_ai_attributes,
+    sum_attributes,
+)
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.telemetry.spans import EndedSpan
 from headrace_frontend.request.response_stream import ResponseStream
@@ -107,6 +111,9 @@ class RequestTracer:
             return
         self._store.add_clocks(trace_id, timeline.differences())
         root.set_attributes(attributes)
+        if response is not None and response.started:
+            duration_ns = ending.end_unix_ns - ending.start_unix_ns
+            root.set_attributes(gen_ai_attributes(breakdown, duration_ns))
         if response is not None and breakdown.second is not None:
             self._telemetry.record_span(
                 schema.SPAN_SECOND_TOKEN,

@@ -110,6 +110,11 @@ async def test_one_trace_covers_all_processes_of_a_request(rig: Rig, workers: Wo
         "d0",
     )
     assert root.attributes[schema.ATTRIBUTE_COMPLETION_TOKENS] == "5"
+    total_us = int(root.attributes[schema.ATTRIBUTE_LATENCY_TOTAL_US])
+    assert float(root.attributes[schema.ATTRIBUTE_GEN_AI_TTFT_S]) == pytest.approx(total_us / 1e6)
+    (attempt,) = (span for span in trace.spans if span.name == schema.SPAN_ATTEMPT)
+    assert int(attempt.attributes[schema.ATTRIBUTE_SERVER_PORT]) > 0
+    assert attempt.attributes[schema.ATTRIBUTE_SERVER_ADDRESS] == "127.0.0.1"
     assert root.attributes[schema.ATTRIBUTE_FINISH_REASON] == "length"
     assert attempt.attributes[schema.ATTRIBUTE_PREFILL_WORKER_ID] == "p0"
     assert "cheapest of 1" in spans[schema.SPAN_ROUTE].attributes[schema.ATTRIBUTE_EXPLANATION]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from opentelemetry.sdk.resources import Resource
+
+from headrace.worker.v1 import worker_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import HistogramPoint
+from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_kv.handoff.messages import SendReport
@@ -37,3 +41,26 @@ def test_links_count_by_kind_and_transport() -> None:
         ("same_host", "mooncake/tcp"): 1,
         ("network", "mooncake/tcp"): 2,
     }
+
+
+class _Incoming:
+    lease_count = 3
+
+    def count_states(self) -> dict[str, int]:
+        return {"open": 2, "draining": 1}
+
+
+def test_transfers_into_a_decode_worker_are_counted_by_state_while_it_serves() -> None:
+    metrics = Metrics(Resource.create(), "")
+    workers = WorkerMetrics(metrics)
+    status = worker_pb2.WatchStatusResponse
+
+    def points(name: str) -> object:
+        return {one.name: one.points for one in metrics.store.collect()}.get(name)
+
+    with workers.reporting("d0", status, reserves_blocks=True, incoming=_Incoming()):
+        workers.sample()
+        assert points(schema.METRIC_TRANSFER_STATES) == {("d0", "open"): 2, ("d0", "draining"): 1}
+        assert points(schema.METRIC_WRITE_LEASES) == {("d0",): 3}
+    assert points(schema.METRIC_TRANSFER_STATES) is None
+    assert points(schema.METRIC_BLOCKS_TOTAL) is None

@@ -1,0 +1,97 @@
+"""The sentence about the largest part names the culprit."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace_common.telemetry import schema
+from headrace_common.trace_view.model import LayerWrite, Link, PartTime, Step, TraceView
+from headrace_common.trace_view.verdict import verdict
+
+MS = 10**6
+
+
+def step(name: str, start_ms: int, worker: str = "", error: str = "") -> Step:
+    return Step(1, name, name, "router", worker, start_ms * MS, MS, error)
+
+
+STEPS = (
+    step(schema.SPAN_ROUTE, 1),
+    step(schema.SPAN_ATTEMPT, 2, error="worker gone"),
+    step(schema.SPAN_PREFILL, 3, "prefill-1"),
+    step(schema.SPAN_DECODE, 3, "decode-0"),
+)
+
+
+def view(part: str, links: tuple[Link, ...] = (), steps: tuple[Step, ...] = STEPS) -> TraceView:
+    parts = (PartTime(part, 80 * MS), PartTime("network", 20 * MS))
+    return TraceView("t", "r", 0, True, 100 * MS, 100 * MS, parts, links, steps, prompt_tokens=9)
+
+
+def write(layer: int, ready_ms: int, cause: str = "move") -> LayerWrite:
+    ready_ns = ready_ms * MS
+    return LayerWrite(
+        layer, ready_ns, ready_ns, ready_ns, ready_ns + MS, 1_000, cause=cause, cause_ns=7 * MS
+    )
+
+
+def link(rank: int, moving_ms: int, writes: tuple[LayerWrite, ...] = ()) -> Link:
+    writes = writes or (write(0, 10 + moving_ms),)
+    return Link("p", rank, "d", 1, "tcp", "direct", 2_000_000, moving_ms * MS, writes=writes)
+
+
+@pytest.mark.parametrize(
+    ("part", "sentence"),
+    [
+        ("queue", "80.00 ms until a prefill worker had room"),
+        ("tokenize", "80.00 ms for the template and 9 tokens"),
+        ("retry", "80.00 ms of attempts that failed: worker gone"),
+        ("batch wait", "the task waited 80.00 ms on prefill-1 for a forward pass"),
+        ("first step", "the step on decode-0 took 80.00 ms"),
+        ("prefill", "prefill-1 computed for 80.00 ms"),
+        ("unaccounted", "no step explains 80.00 ms"),
+        ("decode wait", "the request was ready, and decode-0 took 80.00 ms to start a step with it"),
+    ],
+)  # fmt: skip
+def test_each_part_has_its_words(part: str, sentence: str) -> None:
+    assert verdict(view(part)) == f"80 % {part}: {sentence}"
+
+
+def test_a_wait_before_routing_is_for_a_slot() -> None:
+    waiting = (step(schema.SPAN_ROUTE, 60), step(schema.SPAN_DECODE, 65, "decode-0"))
+    assert verdict(view("decode wait", steps=waiting)) == (
+        "80 % decode wait: the decode workers had no free slot for 80.00 ms"
+    )
+
+
+def test_a_slow_link_is_named_with_the_median() -> None:
+    links = (link(0, 1), link(1, 1), link(2, 10))
+    assert verdict(view("transfer exposed", links)) == (
+        "80 % transfer exposed: link p/r2 -> d/r1 moved at 0.2 GB/s, median is 2"
+    )
+
+
+def test_a_layer_that_was_not_moved_names_its_wait() -> None:
+    waited = link(0, 2, (write(3, 5), write(4, 9, "gather")))
+    assert verdict(view("transfer exposed", (waited,))) == (
+        "80 % transfer exposed: layer 4 of link p/r0 -> d/r1 was copied to staging memory for 7.00 ms"
+    )
+
+
+def test_one_link_alone_has_its_size_and_speed() -> None:
+    assert verdict(view("transfer exposed", (link(0, 1),))) == (
+        "80 % transfer exposed: link p/r0 -> d/r1 moved 1.9 MiB in 1.00 ms, 2 GB/s"
+    )
+
+
+def test_a_slow_layer_is_named_with_the_median() -> None:
+    ready = (0, 2, 4, 64, 66, 68)
+    slow = link(0, 1, tuple(write(layer, at) for layer, at in enumerate(ready)))
+    assert verdict(view("prefill", (slow,))) == (
+        "80 % prefill: layer 3 took 60.00 ms on prefill-1, median is 2.00 ms"
+    )
+
+
+def test_a_failure_comes_first_and_nothing_is_invented() -> None:
+    empty = TraceView("t", "r", 0, False, 0, 0, (), (), (), error="QUEUE_FULL")
+    assert verdict(empty) == "failed: QUEUE_FULL; no times have arrived"

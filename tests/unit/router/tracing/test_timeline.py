@@ -1,0 +1,110 @@
+"""The timeline of a request: workers' reports on the router's clock, and when they are complete."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import first_token_pb2
+from headrace.prefill.v1 import prefill_pb2
+from headrace_common.latency.parts import Part
+from headrace_kv.layout.layout import WorkerRef
+from headrace_router.decode_link.answer import LinkedAnswer
+from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
+from headrace_router.tracing import worker_clocks
+from headrace_router.tracing.timeline import RequestTimeline
+from headrace_router.tracing.worker_clocks import WorkerClocks
+
+DECODE, PREFILL = WorkerRef("decode-0", "aa"), WorkerRef("prefill-0", "bb")
+AHEAD_NS = 3 * 10**9
+
+
+def queued_task() -> QueuedTask:
+    layout: Any = None
+    terms = TaskTerms(time.monotonic() + 9)
+    return QueuedTask(prefill_pb2.PrefillTask(), layout, terms, 1, lambda task: None)
+
+
+def response_at(first_ns: int) -> Any:
+    return SimpleNamespace(
+        started=True,
+        first_token_unix_ns=first_ns,
+        second_token_unix_ns=0,
+        first_message_unix_ns=0,
+        monotonic_us=lambda unix_ns: unix_ns // 1_000,
+    )
+
+
+def started(clocks: WorkerClocks) -> tuple[RequestTimeline, QueuedTask, int]:
+    """A request with a first token, and with a task that a worker has. Its decode worker is 3 s ahead."""
+    start_ns = time.monotonic_ns()
+    timeline = RequestTimeline(clocks, start_ns)
+    attempt = timeline.attempt_started()
+    answer = LinkedAnswer(1, 8, lambda *_: None)
+    attempt.opened(
+        DECODE, answer, remote=True, first_token=first_token_pb2.FIRST_TOKEN_POLICY_DECODE
+    )
+    answer.reserve(decode_pb2.Reserved(end_token=5))
+    unix_ns = answer.reserved_ns + AHEAD_NS
+    answer.add_times(
+        decode_pb2.AttemptTimes(
+            received_unix_ns=unix_ns - 1_000, reserved_us=1, kv_arrived_us=700, first_token_us=900
+        )
+    )
+    task = queued_task()
+    attempt.queued(task)
+    task.handed_to(PREFILL, time.monotonic())
+    timeline.responding(response_at(start_ns + 10**9))
+    return timeline, task, start_ns
+
+
+async def test_a_breakdown_waits_for_the_prefill_workers_report() -> None:
+    clocks = WorkerClocks()
+    timeline, task, _ = started(clocks)
+    calls: list[int] = []
+    timeline.when_reported(lambda: calls.append(1))
+    assert not calls
+    times = prefill_pb2.TaskTimes(
+        received_unix_ns=task.pulled_ns - AHEAD_NS,
+        compute_start_us=1,
+        compute_end_us=500,
+        sent_us=1,
+    )
+    task.end(None, prefill_pb2.TaskDone(times=times))
+    await asyncio.wait_for(timeline.wait_report(9), 5)
+    await asyncio.sleep(0)
+    assert calls == [1]
+    found = timeline.break_down()
+    assert found.first[Part.PREFILL] >= 400
+    assert found.first[Part.UNACCOUNTED] == 0
+    differences = timeline.differences()
+    for ref, ahead_ns in ((DECODE, AHEAD_NS), (PREFILL, -AHEAD_NS)):
+        own_ns = time.time_ns() - time.monotonic_ns()
+        difference = differences[ref.worker_id]
+        assert abs(difference.ahead_ns + own_ns - ahead_ns) <= difference.error_ns + 10**6
+    timeline.when_reported(lambda: calls.append(2))
+    assert calls == [1, 2]
+
+
+async def test_a_report_that_never_comes_is_not_waited_for_long() -> None:
+    timeline, _, _ = started(WorkerClocks())
+    called = asyncio.Event()
+    timeline.when_reported(called.set)
+    await asyncio.wait_for(called.wait(), 10)
+    found = timeline.break_down()
+    assert sum(found.first.parts_us.values()) == found.first.total_us
+
+
+def test_the_clocks_of_the_last_workers_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_clocks, "_WORKERS_MAX", 2)
+    clocks = WorkerClocks()
+    assert clocks.difference("a") is None
+    for name in ("a", "b", "a", "c"):
+        clocks.clock(name).add_exchange(0, 5, 5, 10)
+    assert clocks.difference("b") is None
+    assert clocks.difference("a") is not None
