@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
+import grpc
 import grpc.aio
 from opentelemetry.context import Context
 
@@ -170,10 +171,24 @@ class DecodeLink:
                 self._close_if_unused()
             except grpc.aio.AioRpcError as error:
                 broken = error
-                return lambda: error_from_rpc(broken)
+                return lambda: _failure_of(broken)
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # The writer was the first to find the link broken.
+                return lambda: WorkerGone("its link broke")
             except ProtocolViolation as error:
                 detail = error.detail
                 return lambda: ProtocolViolation(detail)
+
+
+def _failure_of(error: grpc.aio.AioRpcError) -> HeadraceError:
+    """A connection that ends during a write gives the link the status INTERNAL, without the details of a worker."""
+    known = error_from_rpc(error)
+    if known.metadata.get("grpc_code") == grpc.StatusCode.INTERNAL.name:
+        return WorkerGone(f"its link broke: {known.detail}")
+    return known
 
 
 def _closed_here() -> HeadraceError:

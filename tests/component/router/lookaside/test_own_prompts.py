@@ -9,10 +9,12 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
+from headrace_common.access.roles import Caller, Role, _current
 from headrace_common.errors import (
     DuplicateTransfer,
     HeadraceError,
     InvalidRequest,
+    PermissionDenied,
     QueueFull,
     WorkerGone,
 )
@@ -45,6 +47,9 @@ async def enqueue(rig: Rig, request: prefill_pb2.EnqueueRequest) -> prefill_pb2.
             return await stub.Enqueue(request, timeout=5)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
+
+
+_NO_CONTEXT: Any = None
 
 
 async def error_of(rig: Rig, request: prefill_pb2.EnqueueRequest) -> HeadraceError:
@@ -126,3 +131,16 @@ async def test_a_cancelled_call_cancels_the_task(rig: Rig) -> None:
         await until(lambda: len(prefill.tasks) == 1)
         call.cancel()
         await until(lambda: prefill.cancels == ["own-1"])
+
+
+async def test_a_worker_queues_prompts_for_itself_only(rig: Rig) -> None:
+    worker = await rig.add_decode(hang)
+    prefill = await rig.add_prefill(hand_over)
+    named = Caller(frozenset({Role.DECODE}), "d9")
+    token = _current.set(named)
+    try:
+        with pytest.raises(PermissionDenied):
+            await rig.router.queue_service.Enqueue(request_of(worker), _NO_CONTEXT)
+    finally:
+        _current.reset(token)
+    assert not prefill.tasks

@@ -1,0 +1,85 @@
+"""A link to a worker that is gone, however gRPC names the end: its requests may continue elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from opentelemetry.context import Context
+
+from headrace.decode.v1 import decode_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import Cancelled, HeadraceError, WorkerGone
+from headrace_router.decode_link.link import DecodeLink
+
+
+class _Call:
+    """A stream of which every read fails once a request was written."""
+
+    def __init__(self, failure: BaseException) -> None:
+        self._failure = failure
+        self._written = asyncio.Event()
+
+    async def write(self, request: decode_pb2.LinkRequest) -> None:
+        self._written.set()
+
+    async def read(self) -> Any:
+        await self._written.wait()
+        raise self._failure
+
+    def cancel(self) -> None:
+        pass
+
+
+class _Channel:
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+
+    def stream_stream(self, *arguments: object, **options: object) -> Any:
+        return lambda: self._call
+
+    unary_stream = unary_unary = stream_stream
+
+
+def _from_grpc(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(code, nothing, nothing, details="Internal error from Core")
+
+
+async def _failure_on(failure: BaseException) -> HeadraceError:
+    channel: Any = _Channel(_Call(failure))
+    link = DecodeLink(channel, lambda _: None)
+    answer = link.open(decode_pb2.GenerateRequest(), Deadline.after(10), Context())
+    try:
+        async with asyncio.timeout(5):
+            await answer.read()
+    except HeadraceError as error:
+        return error
+    raise AssertionError("the request did not fail")
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        _from_grpc(grpc.StatusCode.UNAVAILABLE),
+        # A write failed before the stream's own status came.
+        _from_grpc(grpc.StatusCode.INTERNAL),
+        # The writer has cancelled the stream, which is not this task's end.
+        asyncio.CancelledError(),
+    ],
+    ids=["unavailable", "internal", "cancelled"],
+)
+async def test_a_broken_link_is_a_lost_worker(failure: BaseException) -> None:
+    assert isinstance(await _failure_on(failure), WorkerGone)
+
+
+async def test_a_link_that_this_router_closes_is_none() -> None:
+    channel: Any = _Channel(_Call(asyncio.CancelledError()))
+    link = DecodeLink(channel, lambda _: None)
+    answer = link.open(decode_pb2.GenerateRequest(), Deadline.after(10), Context())
+    await link.close()
+    with pytest.raises(Cancelled):
+        await answer.read()
