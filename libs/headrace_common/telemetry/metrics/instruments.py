@@ -1,6 +1,6 @@
 """Counters, gauges and histograms of one process.
 
-OpenTelemetry's own take 25 to 70 microseconds for each value, these take less than one. Every instrument has at most
+OpenTelemetry's own take 25 to 70 microseconds for each value, these take about one. Every instrument has at most
 SERIES_MAX series, whatever labels it gets. Threads may share all of them.
 """
 

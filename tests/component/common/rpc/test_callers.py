@@ -154,6 +154,36 @@ async def test_a_costly_invalid_request_exhausts_what_small_ones_do_not(cause: s
         assert isinstance(error, InvalidRequest if cause == "few and small" else QueueFull)
 
 
+async def test_streams_of_requests_are_bounded_too() -> None:
+    reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    async with _served(Counter()) as it:
+        stream: Any = it.channel.stream_stream(reflection)
+        held = [stream(metadata=(("x-tenant", "a"),), timeout=_WAIT_S) for _ in range(_CALLS_MAX)]
+        await until(lambda: it.bounds.calls("tenant:a") == _CALLS_MAX, _WAIT_S)
+        refused = stream(metadata=(("x-tenant", "a"),), timeout=_WAIT_S)
+        assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for call in held:
+            call.cancel()
+
+
+async def test_a_request_is_parsed_in_the_turn_of_its_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with _served(Counter()) as it:
+        turn, waits = asyncio.Event(), asyncio.Event()
+
+        async def wait_turn() -> None:
+            waits.set()
+            await turn.wait()
+
+        monkeypatch.setattr(it.bounds, "wait_turn", wait_turn)
+        asking = asyncio.create_task(_error_of(it.ask("a", b"\xff\xff")))
+        await asyncio.wait_for(waits.wait(), _WAIT_S)
+        assert not asking.done()
+        turn.set()
+        assert isinstance(await asking, InvalidRequest)
+
+
 async def test_an_open_call_ends_after_its_key_was_removed() -> None:
     refused: Counter[str] = Counter()
     async with _served(refused) as it:

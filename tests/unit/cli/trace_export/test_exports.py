@@ -88,10 +88,18 @@ def test_the_page_needs_nothing_else_and_shows_texts_as_texts(trace: trace_pb2.T
     for span in trace.spans:
         if span.name == schema.SPAN_ATTEMPT:
             span.error = "<img src=x>"
+        if span.name == schema.SPAN_REQUEST:
+            span.error = "<img src=y>"
     page = Tags()
     page.feed(html_page(read_trace(trace)))
     assert page.loading == []
-    for text in ("<script>alert(1)</script>", "<img src=x>", "transfer exposed", "GB/s"):
+    for text in (
+        "<script>alert(1)</script>",
+        "<img src=x>",
+        "<img src=y>",
+        "transfer exposed",
+        "GB/s",
+    ):
         assert text in page.text
 
 

@@ -92,6 +92,7 @@ def test_a_long_answer_does_not_squeeze_the_time_to_first_token() -> None:
         Step(1, schema.SPAN_QUEUE, "queue", "router", "", 10 * MS, 40 * MS),
         Step(1, schema.SPAN_STREAM, "stream", "router", "", 100 * MS, 10_000 * MS),
         Step(1, schema.SPAN_DECODE, "decode", "decode", "decode-0", 5 * MS, 10_095 * MS),
+        Step(1, schema.SPAN_ROUTE, "migration", "router", "", 7_000 * MS, 5 * MS),
     )
     shown = text_of(view({"queue": 40, "unaccounted": 60}, steps=steps, total_ns=10_100 * MS))
     queue = [line for line in shown.splitlines() if " queue" in line][-1]
@@ -99,6 +100,7 @@ def test_a_long_answer_does_not_squeeze_the_time_to_first_token() -> None:
     decode = next(line for line in shown.splitlines() if line.startswith("decode-0"))
     assert decode[32:].rstrip().split()[0].endswith(">")
     assert "stream" not in shown
+    assert "migration" not in shown
     assert "after the first token: 10,000 ms" in shown
 
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 
 import pytest
 
@@ -17,11 +17,18 @@ from headrace_common.callers.bounds import (
     CallerBounds,
     CallerLimits,
 )
-from headrace_common.errors import InvalidRequest, QueueFull, Unauthenticated
+from headrace_common.errors import (
+    HeadraceError,
+    InvalidRequest,
+    PermissionDenied,
+    QueueFull,
+    Unauthenticated,
+)
 from headrace_common.process.rates import CALLERS_MAX, RateByCaller
 
 HOST = "10.0.0.7"
 WAIT_S = 0.05
+WRONG = InvalidRequest({"text": "wrong"})
 
 
 @pytest.fixture
@@ -41,10 +48,10 @@ def bounds_of(
     return CallerBounds(limits, count, clock=lambda: 0.0, cpu_clock=cpu_clock)
 
 
-def reject(bounds: CallerBounds, caller: str, count: int, host: str = HOST) -> None:
+def reject(bounds: CallerBounds, caller: str, count: int, error: HeadraceError = WRONG) -> None:
     for _ in range(count):
-        with suppress(InvalidRequest), bounds.call(caller, host):
-            raise InvalidRequest({"text": "wrong"})
+        with suppress(HeadraceError), bounds.call(caller, HOST):
+            raise error
 
 
 def test_the_calls_of_one_caller_are_bounded_and_another_is_served(refused: Counter[str]) -> None:
@@ -121,6 +128,25 @@ async def test_a_rejected_call_counts_more_by_the_time_of_its_checks(
     assert bounds.timed(lambda: "outside a call") == "outside a call"
 
 
+@pytest.mark.parametrize(
+    ("error", "counts"),
+    [
+        (WRONG, True),
+        (PermissionDenied("no"), True),
+        (Unauthenticated("no"), True),
+        (QueueFull("full"), False),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+async def test_calls_that_were_wrong_count_and_those_that_found_no_room_do_not(
+    refused: Counter[str], error: HeadraceError, *, counts: bool
+) -> None:
+    bounds = bounds_of(refused)
+    reject(bounds, "tenant:a", 30, error)
+    with pytest.raises(QueueFull) if counts else nullcontext():
+        await bounds.pace("tenant:a", HOST)
+
+
 async def test_missing_keys_count_for_the_host_and_not_for_its_tenants(
     refused: Counter[str],
 ) -> None:
@@ -178,6 +204,8 @@ def test_a_rate_forgets_with_time_and_knows_a_bounded_number_of_callers() -> Non
     assert not rate.excess_s("a")
     for _ in range(8):
         rate.count("a")
+    rate.count("much", 1_000.0)
+    assert rate.excess_s("much") == pytest.approx(0.5), "a large debt is forgotten soon, too"
     for number in range(CALLERS_MAX):
         rate.count(f"other {number}")
     assert not rate.excess_s("a")

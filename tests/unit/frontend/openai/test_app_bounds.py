@@ -1,31 +1,36 @@
-"""Rejected HTTP requests count for their caller by their bytes and by the time of their checks."""
+"""The bounds on one HTTP caller: rejected requests, turns, bodies, and removed keys."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from headrace_common import reloading
 from headrace_common.callers import bounds as bounds_module
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
+from headrace_frontend.openai import exchange
 from headrace_frontend.openai.app import OpenAiApp
 from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts
 from headrace_frontend.request.size import RequestSizeCheck
-from headrace_frontend.tenants import Tenants
+from headrace_frontend.tenants import Tenants, load_tenants
 
 _CONTEXT = 1_000_000
+_PARTS_MAX = 32
 _LARGE = 8 * 1024 * 1024
 
 
-def _app(callers: CallerBounds) -> OpenAiApp:
+def _app(callers: CallerBounds, tenants: Tenants | None = None) -> OpenAiApp:
     parts = OpenAiParts(
         codecs={},
         parsers={},
         models=Mock(),
-        tenants=Tenants(None),
+        tenants=tenants or Tenants(None),
         runner=Mock(),
         preparer=Mock(),
         size=RequestSizeCheck(lambda: {"sim": _CONTEXT}, 16),
@@ -36,21 +41,48 @@ def _app(callers: CallerBounds) -> OpenAiApp:
     return OpenAiApp(parts, metrics, deadline_s=1.0, body_bytes_max=2 * _LARGE)
 
 
+class _Request:
+    """A request with a body in parts. Without an end, the first part is repeated."""
+
+    def __init__(
+        self, *parts: bytes, path: str = "/v1/completions", endless: bool = False, **headers: str
+    ) -> None:
+        named = {"content_type": "application/json", **headers}
+        self._parts = list(parts)
+        self._endless = endless
+        self.scope = {
+            "method": "POST",
+            "path": path,
+            "headers": [
+                (name.replace("_", "-").encode(), value.encode()) for name, value in named.items()
+            ],
+        }
+        self.received = 0
+        self.sent: list[Any] = []
+
+    async def receive(self) -> Any:
+        if not self._parts or self.received == _PARTS_MAX:
+            await asyncio.Event().wait()
+        self.received += 1
+        part = self._parts[0] if self._endless else self._parts.pop(0)
+        return {"type": "http.request", "body": part, "more_body": self._endless}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def status(self, app: OpenAiApp) -> int:
+        await app(self.scope, self.receive, self.send)
+        status: int = self.sent[0]["status"]
+        return status
+
+
 async def _status(app: OpenAiApp, body: bytes) -> int:
     """The status of a completion with this body."""
-    sent: list[Any] = []
+    return await _Request(body).status(app)
 
-    async def receive() -> Any:
-        return {"type": "http.request", "body": body}
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    headers = [(b"content-type", b"application/json")]
-    scope = {"method": "POST", "path": "/v1/completions", "headers": headers}
-    await app(scope, receive, send)
-    status: int = sent[0]["status"]
-    return status
+def _bounds(per_s: float = 10.0) -> CallerBounds:
+    return CallerBounds(CallerLimits(4, per_s, 0.05), clock=lambda: 0.0, cpu_clock=lambda: 0.0)
 
 
 @pytest.mark.parametrize("cause", ["few and small", "large", "slow"])
@@ -67,3 +99,65 @@ async def test_a_costly_wrong_body_exhausts_what_small_ones_do_not(
     app = _app(callers)
     assert await _status(app, b"[" * (_LARGE if cause == "large" else 10)) == 400
     assert await _status(app, b"[") == (400 if cause == "few and small" else 429)
+
+
+async def test_requests_that_no_handler_takes_count_as_rejected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bounds_module, "_REFUSAL_WAIT_S", 0.0)
+    app = _app(_bounds(1.0))
+    statuses = [await _Request(b"", path="/none").status(app) for _ in range(4)]
+    assert statuses == [404, 404, 404, 429]
+
+
+async def test_a_body_is_parsed_in_the_turn_of_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    callers = _bounds()
+    turn = asyncio.Event()
+    monkeypatch.setattr(callers, "wait_turn", turn.wait)
+    request = _Request(b"[")
+    asking = asyncio.create_task(request.status(_app(callers)))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert request.received == 1
+    assert not request.sent
+    turn.set()
+    assert await asyncio.wait_for(asking, 5) == 400
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "received"),
+    [
+        (_Request(b"x" * 1024 * 1024, endless=True), 413, 17),
+        (_Request(b"x", content_length=str(2 * _LARGE + 1)), 413, 0),
+        (_Request(b"x", content_encoding="gzip"), 415, 0),
+        (_Request(b"x", content_type="text/plain"), 415, 0),
+    ],
+    ids=["endless", "long", "compressed", "no JSON"],
+)
+async def test_a_body_beyond_the_bounds_is_not_received(
+    request_: _Request, status: int, received: int
+) -> None:
+    assert await asyncio.wait_for(request_.status(_app(_bounds())), 20) == status
+    assert request_.received == received
+
+
+async def test_a_body_that_does_not_arrive_ends_its_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "BODY_WAIT_S", 0.05)
+    assert await asyncio.wait_for(_Request().status(_app(_bounds())), 5) == 408
+
+
+async def test_a_request_ends_after_its_key_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reloading, "CHECK_INTERVAL_S", 0.0)
+    keys = tmp_path / "keys"
+    keys.write_text("key-of-a-tenant tenant\nanother-key other\n")
+    app = _app(_bounds(), load_tenants(str(keys)))
+    request = _Request(authorization="Bearer key-of-a-tenant")
+    asking = asyncio.create_task(request.status(app))
+    await asyncio.sleep(0)
+    assert not asking.done()
+    keys.write_text("another-key other\n")
+    assert await asyncio.wait_for(asking, 5) == 401
