@@ -7,6 +7,7 @@ import json
 import shutil
 import urllib.parse
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,13 @@ async def test_prometheus_answers_every_panel_and_rule(tmp_path: Path) -> None:
             await until(
                 lambda: counted(f"{total} == 4 and sum(rate(headrace_requests_total[1m])) > 0"), 40
             )
-            empty = set()
             for panel in (panel for path in DASHBOARDS for panel in panels(path)):
                 for target in panel["targets"]:
                     expression = target["expr"].replace("$model", ".*")
-                    if not await asyncio.to_thread(query, port, expression):
-                        empty.add(panel["title"])
-            assert empty <= EMPTY_PANELS
+                    answer = await asyncio.to_thread(query, port, expression)
+                    if not answer and panel["title"] not in EMPTY_PANELS:
+                        # A rate needs two scrapes of its service.
+                        await until(partial(counted, expression), 20, panel["title"])
             for group in RULES["groups"]:
                 for rule in group["rules"]:
                     await asyncio.to_thread(query, port, rule["expr"])
@@ -107,8 +108,9 @@ async def test_prometheus_answers_every_panel_and_rule(tmp_path: Path) -> None:
             # The parts add up to the whole.
             parts = 'sum(headrace_latency_seconds_sum{headrace_latency_token="first_token"})'
             whole = "sum(gen_ai_server_time_to_first_token_seconds_sum)"
-            (sample,) = await asyncio.to_thread(query, port, f"{parts} / {whole}")
-            assert 0.99 < float(sample["value"][1]) < 1.01
+            (sample,) = await asyncio.to_thread(query, port, f"{parts} - {whole}")
+            # Up to a millisecond of each of the four requests.
+            assert abs(float(sample["value"][1])) < 0.004
         finally:
             process.terminate()
             await asyncio.wait_for(process.wait(), 30)
