@@ -103,11 +103,12 @@ async def test_prometheus_answers_every_panel_and_rule(tmp_path: Path) -> None:
             for group in RULES["groups"]:
                 for rule in group["rules"]:
                     await asyncio.to_thread(query, port, rule["expr"])
-            share = "sum(headrace:time_to_first_token_share:by_part)"
-            await until(lambda: counted(share), 20)
-            (sample,) = await asyncio.to_thread(query, port, share)
+            await until(lambda: counted("headrace:time_to_first_token_share:by_part"), 20)
             # The parts add up to the whole.
-            assert 0.9 < float(sample["value"][1]) < 1.1
+            parts = 'sum(headrace_latency_seconds_sum{headrace_latency_token="first_token"})'
+            whole = "sum(gen_ai_server_time_to_first_token_seconds_sum)"
+            (sample,) = await asyncio.to_thread(query, port, f"{parts} / {whole}")
+            assert 0.99 < float(sample["value"][1]) < 1.01
         finally:
             process.terminate()
             await asyncio.wait_for(process.wait(), 30)
