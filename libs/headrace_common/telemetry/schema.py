@@ -239,7 +239,7 @@ ATTRIBUTE_PROMPT_SOURCE: Final = "headrace.prompt.source"
 ATTRIBUTE_MEMBER_ROLE: Final = "headrace.registry.role"
 # Always "text_completion", also for chats, which the router turns into a prompt.
 ATTRIBUTE_GEN_AI_OPERATION: Final = "gen_ai.operation.name"
-# Time to the first token. This name and the next ones are those that vLLM's traces have.
+# Time to the first token.
 ATTRIBUTE_GEN_AI_TTFT_S: Final = "gen_ai.latency.time_to_first_token"
 # Time from arrival to the end of the request.
 ATTRIBUTE_GEN_AI_E2E_S: Final = "gen_ai.latency.e2e"
@@ -247,7 +247,7 @@ ATTRIBUTE_GEN_AI_E2E_S: Final = "gen_ai.latency.e2e"
 ATTRIBUTE_GEN_AI_QUEUE_S: Final = "gen_ai.latency.time_in_queue"
 # Forward passes over the prompt, until the first token.
 ATTRIBUTE_GEN_AI_PREFILL_S: Final = "gen_ai.latency.time_in_model_prefill"
-# The whole transfer of the KV cache, hidden and exposed. Absent without one.
+# The whole transfer of the KV cache, hidden and exposed. Absent without one. TensorRT-LLM has this name.
 ATTRIBUTE_GEN_AI_TRANSFER_S: Final = "gen_ai.latency.kv_cache_transfer_time"
 # Always "grpc".
 ATTRIBUTE_RPC_SYSTEM: Final = "rpc.system.name"
