@@ -6,22 +6,21 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from headrace_common.errors import HeadraceError
-
 
 @asynccontextmanager
 async def rechecked(check: Callable[[], object], interval_s: float) -> AsyncIterator[None]:
-    """Calls `check` at this interval while the block runs. Ends the block with the HeadraceError that it raises."""
+    """Calls `check` at this interval while the block runs. Ends the block with the error that it raises."""
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None, "a call runs in a task"
-    refusal: HeadraceError | None = None
+    refusal: Exception | None = None
     timer: asyncio.TimerHandle
 
     def check_again() -> None:
         nonlocal refusal, timer
         try:
             check()
-        except HeadraceError as error:
+        # An error of the check itself ends the call too: without checks it could go on for ever.
+        except Exception as error:  # noqa: BLE001
             refusal = error
             task.cancel()
         else:
