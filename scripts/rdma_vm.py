@@ -170,12 +170,16 @@ def write_initrd(programs: Sequence[Path]) -> None:
         write_archive(stream, [*entries, ("init", ROOT / "tests/rdma/init.sh")])
 
 
+# No gateway runs in a machine.
+_ROLES = tuple(role for role in Role if role is not Role.GATEWAY)
+
+
 def write_credentials(folder: Path) -> list[tuple[str, Path]]:
     """Creates a key and a token for each role, and returns the archive entries. The private key is not stored."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     private_key = new_private_key()
     contents = {"token_keys.pem": public_key_of(private_key)}
-    for role in Role:
+    for role in _ROLES:
         contents[f"{role}.token"] = create_token(private_key, role, "", _TOKEN_LIFETIME_S).encode()
     entries = [(CREDENTIALS, folder)]
     for name, content in contents.items():

@@ -12,7 +12,7 @@ from tests.vllm.pair import GREEDY, Answer, Pair, prompt_of, running_pair
 from tests.waiting import until
 
 PROMPT_TOKENS = 321
-PROMPT_COUNT = 6
+PROMPT_COUNT = 4
 GIB_PER_BLOCK = 1 / 1024
 # A prompt fills 10 blocks of KV memory, which has 23.
 KV_MEMORY_BLOCKS = 24

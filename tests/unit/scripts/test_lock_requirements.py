@@ -212,7 +212,7 @@ def _installing(path: Path) -> list[list[str]]:
 
 
 INSTALLERS = (
-    *sorted((ROOT / "docker").iterdir()),
+    *sorted(path for path in (ROOT / "docker").rglob("*") if path.is_file()),
     *sorted((ROOT / "scripts").glob("*.sh")),
 )
 
