@@ -36,6 +36,8 @@ WINDOW_TOKENS: Final = 512
 """Tokens of one request that the worker may send before the router has used some of them."""
 
 _Failure = Callable[[], HeadraceError]
+# CANCELLED is not this router's: a link that it cancels itself raises CancelledError.
+_BROKEN: Final = frozenset({grpc.StatusCode.INTERNAL.name, grpc.StatusCode.CANCELLED.name})
 
 
 class DecodeLink:
@@ -184,9 +186,9 @@ class DecodeLink:
 
 
 def _failure_of(error: grpc.aio.AioRpcError) -> HeadraceError:
-    """A connection that ends during a write gives the link the status INTERNAL, without the details of a worker."""
+    """A connection that ends during a write gives the link a status of gRPC, without the details of a worker."""
     known = error_from_rpc(error)
-    if known.metadata.get("grpc_code") == grpc.StatusCode.INTERNAL.name:
+    if known.metadata.get("grpc_code") in _BROKEN:
         return WorkerGone(f"its link broke: {known.detail}")
     return known
 

@@ -67,10 +67,11 @@ async def _failure_on(failure: BaseException) -> HeadraceError:
         _from_grpc(grpc.StatusCode.UNAVAILABLE),
         # A write failed before the stream's own status came.
         _from_grpc(grpc.StatusCode.INTERNAL),
+        _from_grpc(grpc.StatusCode.CANCELLED),
         # The writer has cancelled the stream, which is not this task's end.
         asyncio.CancelledError(),
     ],
-    ids=["unavailable", "internal", "cancelled"],
+    ids=["unavailable", "internal", "cancelled", "cancelled here"],
 )
 async def test_a_broken_link_is_a_lost_worker(failure: BaseException) -> None:
     assert isinstance(await _failure_on(failure), WorkerGone)
