@@ -259,13 +259,14 @@ async def test_up_repairs_a_killed_worker_and_refuses_a_second_up(tmp_path: Path
         shown = (await asyncio.wait_for(process.stderr.readline(), 20)).decode()
         assert "prefill-0 cannot hand KV over to decode-0" in shown
         assert "head_count (3 != 6)" in shown
-        before = (folder / "router.log").read_bytes()
-        assert b"head_count (3 != 6)" in before
+        log = folder / "router.log"
+        await until(lambda: b"head_count (3 != 6)" in log.read_bytes(), 20)
+        before = log.read_bytes()
         for arguments in (("--port", str(port)), ("--port", "0", "--logs", str(folder))):
             second = await headrace("up", "--engine", "sim", *arguments)
             assert second.status == 2
             assert f"process {process.pid}, router 127.0.0.1:{port}" in second.err
-        assert (folder / "router.log").read_bytes().startswith(before)
+        assert log.read_bytes().startswith(before)
         os.kill(processes_in(folder, "headrace_decode")[0], signal.SIGKILL)
         told = [(await asyncio.wait_for(process.stderr.readline(), 40)).decode() for _ in "12"]
         assert "decode-0 was killed by signal 9; it starts again in 1 s" in told[0]
