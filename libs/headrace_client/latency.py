@@ -65,7 +65,7 @@ class Call:
 
 
 class DirectSteps:
-    """What a client knows of a direct attempt: its RPCs and what their servers reported."""
+    """A direct attempt as its client records it: the RPCs, and what their servers reported."""
 
     def __init__(self, begin_us: int, route: Call, route_steps: latency_pb2.RouteSteps) -> None:
         """`begin_us` is when the client began with the request, perhaps with another attempt."""

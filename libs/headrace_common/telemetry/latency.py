@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Final
-
-from opentelemetry.util.types import AttributeValue
+from typing import TYPE_CHECKING, Final
 
 from headrace_common.latency.breakdown import Breakdown
 from headrace_common.latency.parts import Part, Sum
 from headrace_common.telemetry import schema
+
+if TYPE_CHECKING:
+    from opentelemetry.util.types import AttributeValue
 
 PART_ATTRIBUTES: Final = {
     Part.ADMISSION: schema.ATTRIBUTE_LATENCY_ADMISSION_US,

@@ -7,24 +7,10 @@ from typing import Protocol
 
 from headrace_common.latency.parts import Claim, Part, divide
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.latency import PART_ATTRIBUTES
 from headrace_common.trace_view.model import PartTime
 
 _NS_PER_US = 1_000
-_ATTRIBUTES = {
-    Part.ADMISSION: schema.ATTRIBUTE_LATENCY_ADMISSION_US,
-    Part.TOKENIZE: schema.ATTRIBUTE_LATENCY_TOKENIZE_US,
-    Part.ROUTE: schema.ATTRIBUTE_LATENCY_ROUTE_US,
-    Part.RETRY: schema.ATTRIBUTE_LATENCY_RETRY_US,
-    Part.RESERVE: schema.ATTRIBUTE_LATENCY_RESERVE_US,
-    Part.QUEUE: schema.ATTRIBUTE_LATENCY_QUEUE_US,
-    Part.BATCH_WAIT: schema.ATTRIBUTE_LATENCY_BATCH_WAIT_US,
-    Part.PREFILL: schema.ATTRIBUTE_LATENCY_PREFILL_US,
-    Part.TRANSFER_EXPOSED: schema.ATTRIBUTE_LATENCY_TRANSFER_EXPOSED_US,
-    Part.DECODE_WAIT: schema.ATTRIBUTE_LATENCY_DECODE_WAIT_US,
-    Part.FIRST_STEP: schema.ATTRIBUTE_LATENCY_FIRST_STEP_US,
-    Part.NETWORK: schema.ATTRIBUTE_LATENCY_NETWORK_US,
-    Part.UNACCOUNTED: schema.ATTRIBUTE_LATENCY_UNACCOUNTED_US,
-}
 # Later steps count only where no earlier one does: compute hides the wait for KV beside it.
 _STEPS = (
     (schema.SPAN_TOKENIZE, Part.TOKENIZE),
@@ -49,7 +35,7 @@ class Timed(Protocol):
 
 def reported_parts(attributes: Mapping[str, str]) -> tuple[PartTime, ...]:
     """The parts in the attributes of a span, in the order of a request. Empty when it has none."""
-    times = ((part, attributes.get(name, "")) for part, name in _ATTRIBUTES.items())
+    times = ((part, attributes.get(name, "")) for part, name in PART_ATTRIBUTES.items())
     return tuple(
         PartTime(_name(part), int(text) * _NS_PER_US) for part, text in times if text.isdecimal()
     )
@@ -63,7 +49,7 @@ def parts_of_steps(named: Mapping[str, Sequence[Timed]], end_ns: int) -> tuple[P
         for one in named.get(span_name, ())
     ]
     found = divide(0, end_ns, claims).parts_us
-    return tuple(PartTime(_name(part), found[part]) for part in _ATTRIBUTES if part in found)
+    return tuple(PartTime(_name(part), found[part]) for part in PART_ATTRIBUTES if part in found)
 
 
 def _name(part: Part) -> str:

@@ -1,1 +1,1 @@
-"""The status page of operators: what the router knows of the deployment, as one HTML file and one JSON document."""
+"""The status page of operators: the router's view of the deployment, as one HTML file and one JSON document."""
