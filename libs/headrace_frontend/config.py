@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection
 from typing import Annotated
 
@@ -81,9 +82,9 @@ class FrontendConfig(ClientFacingConfig):
         return bool(self.listen) + bool(self.http_listen)
 
     @property
+    @abstractmethod
     def model_names(self) -> Collection[str]:
         """The names of the served models."""
-        raise NotImplementedError
 
     @property
     def parsers(self) -> dict[str, tuple[str, str]]:
