@@ -12,6 +12,7 @@ from opentelemetry.trace import Span, Status, StatusCode
 from headrace_common.errors import HeadraceError
 from headrace_common.logs import TRACE_NAMES
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.served import server_attributes
 from headrace_common.telemetry.setup import Telemetry
 
 
@@ -21,7 +22,7 @@ def request_span(telemetry: Telemetry, request_id: str, arrival_unix_ns: int) ->
     root = telemetry.tracer.start_span(
         schema.SPAN_REQUEST,
         start_time=arrival_unix_ns,
-        attributes={schema.ATTRIBUTE_REQUEST_ID: request_id},
+        attributes={schema.ATTRIBUTE_REQUEST_ID: request_id, **server_attributes()},
     )
     TRACE_NAMES.add(request_id, root.get_span_context())
     try:
