@@ -116,6 +116,7 @@ async def deployed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sl
         ("layer", Part.PREFILL, f"layer {SLOW_LAYER} took [0-9]+ ms on prefill-0, median is "),
         ("tokenizer", Part.TOKENIZE, "[0-9]+ ms for the template and 60 tokens"),
     ],
+    ids=["link", "layer", "tokenizer"],
 )
 async def test_a_slow_step_is_the_greatest_part(
     deployed: Slow, what: str, part: Part, words: str
