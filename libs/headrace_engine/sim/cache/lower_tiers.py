@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from headrace_common.errors import TransferFailed
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_kv.layout.layout import KvDescriptor
-from headrace_kv.manager.lower_tiers import LowerTiers, TierHit, TierPlan
+from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierHit, TierPlan
 from headrace_kv.manager.settings import TierSettings
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.host import HostStorage
 from headrace_kv.storage.tier_copier import TierCopier
 
+_logger = logging.getLogger(__name__)
+
 
 class SimLowerTiers:
-    """Makes each planned copy at once, on all ranks. The changes go to `reporter`."""
+    """Makes each planned copy at once, on all ranks. The changes go to `reporter`.
+
+    Blocks that a failed copy should have read or written below KV memory are forgotten.
+    """
 
     def __init__(self, tiers: LowerTiers, copiers: Sequence[TierCopier]) -> None:
         self._tiers = tiers
@@ -30,7 +37,11 @@ class SimLowerTiers:
         self, prefixes: Sequence[int], block_ids: Sequence[int], reporter: CacheEventReporter
     ) -> None:
         """Copies blocks out of KV memory, parents first."""
-        self._carry_out(self._tiers.store(prefixes, block_ids), reporter)
+        plan = self._tiers.store(prefixes, block_ids)
+        failed = self._copy(plan)
+        self._report(plan, reporter)
+        for copy in failed:
+            self._report(self._tiers.drop(copy.destination, copy.destination_ids), reporter)
 
     def hold(self, prefixes: Sequence[int]) -> TierHit:
         """The longest run of `prefixes` that is here. Later evictions do not take it away."""
@@ -40,23 +51,40 @@ class SimLowerTiers:
         """Ends a hold without a load."""
         self._tiers.release(hit)
 
-    def load(self, hit: TierHit, block_ids: Sequence[int], reporter: CacheEventReporter) -> None:
-        """Copies held blocks into KV memory."""
-        self._carry_out(self._tiers.load(hit, block_ids), reporter)
+    def load(self, hit: TierHit, block_ids: Sequence[int], reporter: CacheEventReporter) -> int:
+        """Copies held blocks into KV memory. Returns how many of the first ones are there."""
+        failed = self._copy(self._tiers.load(hit, block_ids))
+        for copy in failed:
+            self._report(self._tiers.drop(copy.source, copy.source_ids), reporter)
+        lost = {copy.source for copy in failed}
+        whole = (index for index, (tier, _) in enumerate(hit.blocks) if tier in lost)
+        return next(whole, len(hit))
 
     def clear(self, reporter: CacheEventReporter) -> None:
         """Forgets every block."""
-        self._carry_out(self._tiers.clear(), reporter)
+        self._report(self._tiers.clear(), reporter)
 
     def close(self) -> None:
         """Frees files."""
         for copier in self._copiers:
             copier.close()
 
-    def _carry_out(self, plan: TierPlan, reporter: CacheEventReporter) -> None:
+    def _copy(self, plan: TierPlan) -> list[TierCopy]:
+        """Makes the copies of a plan. Returns those that failed."""
+        failed: list[TierCopy] = []
         for copy in plan.copies:
-            for copier in self._copiers:
-                copier.copy(copy)
+            try:
+                for copier in self._copiers:
+                    copier.copy(copy)
+            except TransferFailed as error:
+                _logger.warning(
+                    "a copy from %s to %s: %s",
+                    *(copy.source.name, copy.destination.name, error.detail),
+                )
+                failed.append(copy)
+        return failed
+
+    def _report(self, plan: TierPlan, reporter: CacheEventReporter) -> None:
         for change in plan.changes:
             report: Callable[[Sequence[int], Tier], None] = (
                 reporter.blocks_offloaded if change.stored else reporter.blocks_evicted
