@@ -1,8 +1,8 @@
 """A worker of a chaos run: its messages are lost, duplicated and delayed, and its free blocks are checked.
 
 Started as `python -m tests.chaos.worker SERVICE FLAGS`. HEADRACE_CHAOS holds the WireFaults as JSON. In the folder
-HEADRACE_CHAOS_REPORTS, one file gets a line for every foreign write, one for every block that is lost, and others count
-the faults of messages and the blocks copied between tiers.
+HEADRACE_CHAOS_REPORTS, one file gets a line for every foreign write, and another for every block that is lost. Others
+count the faults of messages, and the blocks copied between tiers.
 """
 
 from __future__ import annotations

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace_common.errors import TransferFailed
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_kv.layout.layout import KvDescriptor
+from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierHit, TierPlan
 from headrace_kv.manager.settings import TierSettings
 from headrace_kv.prefix.events import Tier
@@ -21,12 +23,17 @@ _logger = logging.getLogger(__name__)
 class SimLowerTiers:
     """Makes each planned copy at once, on all ranks. The changes go to `reporter`.
 
-    Blocks that a failed copy should have read or written below KV memory are forgotten.
+    A load counts as longer by `load_s_per_block` for each block, which is the simulated time of its copy. Blocks that a
+    failed copy should have read or written below KV memory are forgotten.
     """
 
-    def __init__(self, tiers: LowerTiers, copiers: Sequence[TierCopier]) -> None:
+    def __init__(
+        self, tiers: LowerTiers, copiers: Sequence[TierCopier], load_s_per_block: float
+    ) -> None:
         self._tiers = tiers
         self._copiers = copiers
+        self._load_s_per_block = load_s_per_block
+        self._load_times = LoadTimes()
 
     @property
     def names(self) -> tuple[Tier, ...]:
@@ -53,7 +60,12 @@ class SimLowerTiers:
 
     def load(self, hit: TierHit, block_ids: Sequence[int], reporter: CacheEventReporter) -> int:
         """Copies held blocks into KV memory. Returns how many of the first ones are there."""
-        failed = self._copy(self._tiers.load(hit, block_ids))
+        plan = self._tiers.load(hit, block_ids)
+        failed = self._copy(plan)
+        for tier in {copy.source for copy in plan.copies}:
+            seconds_per_block = self._load_times.seconds_per_block(tier)
+            if seconds_per_block is not None:
+                reporter.blocks_loaded(tier, seconds_per_block)
         for copy in failed:
             self._report(self._tiers.drop(copy.source, copy.source_ids), reporter)
         lost = {copy.source for copy in failed}
@@ -73,9 +85,11 @@ class SimLowerTiers:
         """Makes the copies of a plan. Returns those that failed."""
         failed: list[TierCopy] = []
         for copy in plan.copies:
+            start_s = time.monotonic()
             try:
                 for copier in self._copiers:
                     copier.copy(copy)
+                self._measure(copy, time.monotonic() - start_s)
             except TransferFailed as error:
                 _logger.warning(
                     "a copy from %s to %s: %s",
@@ -83,6 +97,12 @@ class SimLowerTiers:
                 )
                 failed.append(copy)
         return failed
+
+    def _measure(self, copy: TierCopy, copy_s: float) -> None:
+        if copy.destination == Tier.DEVICE:
+            count = len(copy.source_ids)
+            seconds = copy_s + count * self._load_s_per_block
+            self._load_times.record(TierLoad(copy.source, count, seconds))
 
     def _report(self, plan: TierPlan, reporter: CacheEventReporter) -> None:
         for change in plan.changes:
@@ -93,11 +113,16 @@ class SimLowerTiers:
 
 
 def open_lower_tiers(
-    descriptor: KvDescriptor, settings: TierSettings, host_blocks: int, disk_blocks: int
+    descriptor: KvDescriptor,
+    settings: TierSettings,
+    host_blocks: int,
+    disk_blocks: int,
+    load_s_per_block: float,
 ) -> SimLowerTiers | None:
     """The tiers below the memory that `descriptor` describes; None for none.
 
-    The counts of blocks apply where `settings` have no tier. Raises ConfigError for a model with several caches.
+    The counts of blocks apply where `settings` have no tier. `load_s_per_block`: see SimLowerTiers. Raises ConfigError
+    for a model with several caches.
     """
     counts = {Tier.HOST: host_blocks, Tier.DISK: disk_blocks}
     if settings.names:
@@ -116,4 +141,4 @@ def open_lower_tiers(
         )
         for memory in descriptor.ranks
     ]
-    return SimLowerTiers(LowerTiers(counts, settings.min_uses), copiers)
+    return SimLowerTiers(LowerTiers(counts, settings.min_uses), copiers, load_s_per_block)

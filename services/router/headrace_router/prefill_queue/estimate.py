@@ -45,6 +45,11 @@ class ThroughputEstimator:
         """Mean duration of a task on a worker; 0 before the first task."""
         return self._duration_s / self._tasks if self._tasks else 0.0
 
+    @property
+    def sums(self) -> tuple[float, float]:
+        """Tokens of the tasks and their durations in seconds, both weighted."""
+        return self._tokens, self._duration_s
+
     def wait_s(self, queued_tokens: int, running_tasks: int) -> float:
         """How long a new task behind `queued_tokens` waits for the place of one of `running_tasks`.
 

@@ -69,6 +69,11 @@ class QueueGroup:
         )
         return max(throughput_s, self.oldest_age_s)
 
+    @property
+    def throughput(self) -> tuple[float, float]:
+        """Tokens of the latest tasks, and the seconds for which workers had them."""
+        return self._throughput.sums
+
     @contextmanager
     def expect_task(self, tokens: int) -> Iterator[None]:
         """Counts a task that will be queued soon. It counts for `wait_s` within the block."""
