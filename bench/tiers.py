@@ -2,10 +2,10 @@
 
     python -m bench.tiers [--rounds 6] [--output bench/results]
 
-Our engine has KV memory for two conversations, main memory for four, and a disk. Beside it runs an engine of plain vLLM.
-In a round, our engine answers the first four turns of new conversations. Then the oldest are on disk, later ones in main
-memory, and the last one in KV memory. It answers fifth turns, one at a time, and so does vLLM. The answers are compared.
-A memcpy of as many bytes as were loaded follows in the same round.
+Our engine has KV memory for two conversations, main memory for four, and a disk. Beside it runs an engine of plain
+vLLM. In a round, our engine answers the first four turns of new conversations. Then the oldest are on disk, later
+ones in main memory, and the last one in KV memory. It answers fifth turns, one at a time, and so does vLLM. The
+answers are compared. A memcpy of as many bytes as were loaded follows in the same round.
 """
 
 from __future__ import annotations
@@ -307,10 +307,11 @@ _NOTES: Final = """# Turns of conversations with KV in each tier
 
 {tables}
 
-The fifth turn of a conversation has {history} tokens of four turns, and {turn} new ones. Blocks have {block} tokens. Our
-engine has KV memory for {memory} blocks, main memory for {host} and a file for {disk}. A turn computes the tokens that are in
-no whole block of the first four, about {tail}. Plain vLLM has room for all its conversations. Each row has a turn in each of
-{rounds} rounds. {different} of {compared} answers differ from those of plain vLLM in the same round.
+The fifth turn of a conversation has {history} tokens of four turns, and {turn} new ones. Blocks have {block} tokens.
+Our engine has KV memory for {memory} blocks, main memory for {host} and a file for {disk}. A turn computes the tokens
+that are in no whole block of the first four, about {tail}. Plain vLLM has room for all its conversations. Each row
+has a turn in each of {rounds} rounds. {different} of {compared} answers differ from those of plain vLLM in the same
+round.
 {remark}"""
 
 
