@@ -44,6 +44,7 @@ BLOCK_TOKENS: Final = 32
 FIRST_TOKENS: Final = 700
 TURN_TOKENS: Final = 64
 ANSWER_TOKENS: Final = 16
+LATER_STEPS: Final = 8
 TURNS: Final = 4
 CONVERSATIONS: Final = 7
 MEMORY_BLOCKS: Final = 72
@@ -61,12 +62,27 @@ ASKED: Final = ((6, DEVICE), (3, HOST), (0, DISK))
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answered turn. `loads`: what the engine loaded for it."""
+    """One answered turn, with the times of its tokens since it was asked. `loads`: what the engine loaded for it."""
 
-    ttft_s: float
+    token_s: tuple[float, ...]
     token_ids: tuple[int, ...]
     cached_tokens: int = 0
     loads: tuple[TierLoad, ...] = ()
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.token_s[0]
+
+    @property
+    def first_gap_s(self) -> float:
+        """The step after the prompt's, beside which its blocks are stored."""
+        return self.token_s[1] - self.token_s[0]
+
+    @property
+    def later_gap_s(self) -> float:
+        """The mean of the last steps."""
+        return (self.token_s[-1] - self.token_s[-LATER_STEPS - 1]) / LATER_STEPS
 
 
 @dataclass(slots=True)
@@ -106,16 +122,17 @@ class Ours:
             remote_kv=False,
         )
         token_ids: list[int] = []
-        ttft_s, cached = 0.0, 0
+        token_s: list[float] = []
+        cached = 0
         start_s = time.monotonic()
         async with asyncio.timeout(TIMEOUT_S):
             async for event in self._engine.decode(work):
                 if isinstance(event, DecodeTokens):
-                    ttft_s = ttft_s or time.monotonic() - start_s
+                    token_s += [time.monotonic() - start_s] * len(event.token_ids)
                     token_ids += event.token_ids
                 elif isinstance(event, DecodeEnded):
                     cached = event.cached_tokens
-        return Turn(ttft_s, tuple(token_ids), cached, tuple(self._engine.loads))
+        return Turn(tuple(token_s), tuple(token_ids), cached, tuple(self._engine.loads))
 
     async def forget(self) -> None:
         """Empties all tiers."""
@@ -125,13 +142,13 @@ class Ours:
 async def answer_by_vllm(child: Child, prompt: list[int]) -> Turn:
     """The same on plain vLLM."""
     token_ids: list[int] = []
-    ttft_s = 0.0
+    token_s: list[float] = []
     start_s = time.monotonic()
     async with asyncio.timeout(TIMEOUT_S):
         async for piece in child.generate(prompt, ANSWER_TOKENS):
-            ttft_s = ttft_s or time.monotonic() - start_s
+            token_s += [time.monotonic() - start_s] * len(piece.token_ids)
             token_ids += piece.token_ids
-    return Turn(ttft_s, tuple(token_ids))
+    return Turn(tuple(token_s), tuple(token_ids))
 
 
 class Conversation:
@@ -298,6 +315,17 @@ def tables(found: Results) -> str:
         if found.copy_s[tier]:
             copy = percentile(found.copy_s[tier], 0.5)
             lines.append(f"| from {name} | {1e3 * copy:.3f} | {copy / memcpy:.2f} |")
+    titles = ("steps after the prompt", "first, p50, ms", "later, p50, ms", "first / later, p50")
+    lines += ["", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for row, what in ((NOWHERE, "ours, storing the prompt"), (VLLM_NOWHERE, "plain vLLM")):
+        turns = found.turns[row]
+        columns = (
+            [1e3 * one.first_gap_s for one in turns],
+            [1e3 * one.later_gap_s for one in turns],
+            [one.first_gap_s / one.later_gap_s for one in turns],
+        )
+        cells = (what, *(f"{percentile(column, 0.5):.2f}" for column in columns))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -311,7 +339,8 @@ The fifth turn of a conversation has {history} tokens of four turns, and {turn} 
 Our engine has KV memory for {memory} blocks, main memory for {host} and a file for {disk}. A turn computes the tokens
 that are in no whole block of the first four, about {tail}. Plain vLLM has room for all its conversations. Each row
 has a turn in each of {rounds} rounds. {different} of {compared} answers differ from those of plain vLLM in the same
-round.
+round. The last table has the steps of turns without cached KV: our engine stores the prompt's blocks in main memory
+beside the first one.
 {remark}"""
 
 
