@@ -14,7 +14,7 @@ from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierHit, TierPlan
 from headrace_kv.manager.settings import TierSettings
 from headrace_kv.prefix.events import Tier
-from headrace_kv.storage.host import HostStorage
+from headrace_kv.storage.host import block_bytes_of
 from headrace_kv.storage.tier_copier import TierCopier
 
 _logger = logging.getLogger(__name__)
@@ -126,8 +126,7 @@ def open_lower_tiers(
     """
     counts = {Tier.HOST: host_blocks, Tier.DISK: disk_blocks}
     if settings.names:
-        one = HostStorage(descriptor.layout, 0, 1)
-        counts = dict(settings.block_counts(one.block_bytes))
+        counts = dict(settings.block_counts(block_bytes_of(descriptor.layout, 0)))
     counts = {tier: count for tier, count in counts.items() if count}
     if not counts:
         return None
