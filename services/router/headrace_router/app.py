@@ -177,7 +177,7 @@ def assemble(
     prefixes = PrefixCacheDirectory(
         lambda endpoint: open_channel(endpoint, config),
         prefix_hash_key,
-        compute_s_per_token=queue.seconds_per_token,
+        compute_s_per_token=queue.compute_s_per_token,
         dials=dials,
     )
     metrics = RouterMetrics(telemetry.metrics, queue, admission, prefixes, workers)
