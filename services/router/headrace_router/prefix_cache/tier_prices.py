@@ -12,10 +12,9 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import Tier
 from headrace_router.workers.table import LoadTable, Numbers
 
-SLOWER_TIERS: Final = tuple(tier for tier in Tier if tier is not Tier.DEVICE)
-# While a load or a computed token was not measured.
-_UNMEASURED: Final = {Tier.HOST: 0.75, Tier.DISK: 0.25}
-UNMEASURED_SHARES: Final = tuple(_UNMEASURED[tier] for tier in SLOWER_TIERS)
+SLOWER_TIERS: Final = (Tier.HOST, Tier.DISK)
+UNMEASURED_SHARES: Final = (0.75, 0.25)
+"""Of the slower tiers, while a load or a computed token was not measured."""
 # A smaller change of a worker's load time changes no price.
 _NOTED_CHANGE: Final = 0.1
 
