@@ -292,11 +292,10 @@ def memcpy_s(block_bytes: int, count: int) -> float:
 def tables(found: Results) -> str:
     """A row for each place, and one for each tier's copies."""
     computed_s = percentile([one.ttft_s for one in found.turns[VLLM_NOWHERE]], 0.5)
-    titles = (
+    lines = _head(
         *("KV of the first four turns in", "TTFT p50, ms", "p90, ms"),
         *("p50 / plain vLLM that computes", "cached tokens p50"),
     )
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in ROWS:
         times = [one.ttft_s for one in found.turns[row]]
         cached = percentile([float(one.cached_tokens) for one in found.turns[row]], 0.5)
@@ -308,15 +307,14 @@ def tables(found: Results) -> str:
         )
         lines.append(f"| {' | '.join(cells)} |")
     memcpy = percentile(found.memcpy_s, 0.5)
-    titles = ("copies of a block", "p50, ms", "p50 / memcpy")
-    lines += ["", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines += ["", *_head("copies of a block", "p50, ms", "p50 / memcpy")]
     lines.append(f"| memcpy of as many bytes | {1e3 * memcpy:.3f} | 1.00 |")
     for tier, name in ((Tier.HOST, HOST), (Tier.DISK, DISK)):
         if found.copy_s[tier]:
             copy = percentile(found.copy_s[tier], 0.5)
             lines.append(f"| from {name} | {1e3 * copy:.3f} | {copy / memcpy:.2f} |")
     titles = ("steps after the prompt", "first, p50, ms", "later, p50, ms", "first / later, p50")
-    lines += ["", f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines += ["", *_head(*titles)]
     for row, what in ((NOWHERE, "ours, storing the prompt"), (VLLM_NOWHERE, "plain vLLM")):
         turns = found.turns[row]
         columns = (
@@ -324,9 +322,13 @@ def tables(found: Results) -> str:
             [1e3 * one.later_gap_s for one in turns],
             [one.first_gap_s / one.later_gap_s for one in turns],
         )
-        cells = (what, *(f"{percentile(column, 0.5):.2f}" for column in columns))
-        lines.append(f"| {' | '.join(cells)} |")
+        figures = " | ".join(f"{percentile(column, 0.5):.2f}" for column in columns)
+        lines.append(f"| {what} | {figures} |")
     return "\n".join(lines)
+
+
+def _head(*titles: str) -> list[str]:
+    return [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
 
 
 _NOTES: Final = """# Turns of conversations with KV in each tier

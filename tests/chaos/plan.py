@@ -252,7 +252,7 @@ def with_tiers(plan: ChaosPlan) -> ChaosPlan:
 def _scenario(name: str, seed: int, requests: int, broken: str) -> ChaosPlan:
     match name:
         case "tiers":
-            wire = WireFaults(seed, lost=0.002, doubled=0.01, break_part=broken)
+            wire = WireFaults(seed, doubled=0.01, break_part=broken)
             return with_tiers(ChaosPlan(seed, requests, wire=wire, kinds=frozenset()))
         case "ledger":
             wire = WireFaults(seed, doubled=0.3, break_part=broken)

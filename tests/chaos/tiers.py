@@ -1,20 +1,24 @@
-"""Faults of a chaos worker's tiers, and the search for blocks that are lost or counted twice.
-
-Changes the product's classes, as tests/chaos/worker.py does.
-"""
+"""Faults of a chaos worker's tiers, and the search for blocks that are lost or counted twice."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from headrace_engine.sim.engine import SimEngine
 from headrace_kv.manager.block_pool import BlockPool
 from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierHit
+from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.disk import DiskStorage
 from headrace_kv.storage.tier_copier import TierCopier
 from headrace_kv.transport.packing import Bytes
+
+
+def put(owner: Any, name: str, value: object) -> None:
+    """Sets an attribute of a product's class or module. This is how the process differs from a real worker."""
+    setattr(owner, name, value)
 
 
 def count_copies(changes_disk: Callable[[], bool]) -> Counter[str]:
@@ -38,22 +42,24 @@ def count_copies(changes_disk: Callable[[], bool]) -> Counter[str]:
             os.pwrite(disk._descriptor, bytes((byte ^ 1,)), start)
         read(disk, block, target)
 
-    TierCopier.copy = counted  # type: ignore[method-assign]
-    DiskStorage.read = changed  # type: ignore[method-assign]
+    put(TierCopier, "copy", counted)
+    put(DiskStorage, "read", changed)
     return counts
 
 
 def hold_nothing() -> None:
     """Switches a safeguard off: blocks of lower tiers may be evicted before they are loaded."""
-    hold, release = LowerTiers.hold, LowerTiers.release
 
-    def loose(tiers: LowerTiers, prefixes: Iterable[int]) -> TierHit:
-        hit = hold(tiers, prefixes)
-        release(tiers, hit)
-        return hit
+    def found(tiers: LowerTiers, prefixes: Iterable[int]) -> Iterator[tuple[Tier, int]]:
+        for prefix in prefixes:
+            places = ((tier.name, tier.find(prefix)) for tier in tiers._tiers)
+            place = next(((name, block) for name, block in places if block is not None), None)
+            if place is None:
+                return
+            yield place
 
-    LowerTiers.hold = loose  # type: ignore[method-assign]
-    LowerTiers.release = lambda tiers, hit: None  # type: ignore[method-assign]
+    put(LowerTiers, "hold", lambda tiers, prefixes: TierHit(tuple(found(tiers, prefixes))))
+    put(LowerTiers, "release", lambda tiers, hit: None)
 
 
 def unconserved_blocks(engine: SimEngine) -> Iterator[str]:

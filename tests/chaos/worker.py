@@ -44,14 +44,10 @@ from headrace_kv.transport.factory import open_transport
 from headrace_prefill.pull_session import PullSession
 from tests.chaos import tiers
 from tests.chaos.plan import WireFaults
+from tests.chaos.tiers import put
 
 # Without these messages a stream does not start or a credit is lost forever. No real fault loses only them.
 NEVER_LOST = frozenset({"hello", "welcome", "credit"})
-
-
-def put(owner: Any, name: str, value: object) -> None:
-    """Sets an attribute of a product's class or module. This is how the process differs from a real worker."""
-    setattr(owner, name, value)
 
 
 class Dice:

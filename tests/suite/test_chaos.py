@@ -63,7 +63,7 @@ async def test_senders_that_are_frozen_within_a_write_end_and_write_nothing(tmp_
 
 @pytest.mark.parametrize(
     ("safeguard", "requests"),
-    [("ledger", 150), ("quarantine", 120), ("lease", 200), ("kill_timer", 200), ("tier_hold", 150)],
+    [("ledger", 150), ("quarantine", 120), ("lease", 200), ("kill_timer", 200), ("tier_hold", 300)],
 )
 async def test_a_missing_safeguard_is_detected(
     safeguard: str, requests: int, tmp_path: Path
