@@ -97,25 +97,28 @@ class DecodeServer(RoleServer):
             quarantine_s=config.quarantine_s,
             features=tuple(filter(None, (engine.broadcast, checks))),
         )
+        capacity = _capacity(config, engine)
         self._service = DecodeService(
             ref=ref,
             engine=engine,
             receiver=receiver,
-            admission=Admission(_capacity(config, engine), on_admitted=signal.notify),
+            admission=Admission(capacity, on_admitted=signal.notify),
             telemetry=host.telemetry.for_worker(ref.worker_id),
             request_timeout_s=config.request_timeout_s,
             ticket_keys=keys,
             on_ticket_refused=count_refusal,
         )
-        self._door = self._new_door(host, hosted)
+        self._door = self._new_door(host, hosted, capacity)
 
-    def _new_door(self, host: WorkerHost, hosted: HostedWorker[DecodeConfig]) -> HttpDoor | None:
+    def _new_door(
+        self, host: WorkerHost, hosted: HostedWorker[DecodeConfig], capacity: Capacity
+    ) -> HttpDoor | None:
         if not hosted.config.http_listen:
             return None
         # The packages for HTTP belong to an extra of their own.
         from headrace_decode.http.door import HttpDoor
 
-        door = HttpDoor(host, hosted, self._service.attempts)
+        door = HttpDoor(host, hosted, self._service.attempts, capacity)
         self.on_routers = door.prefills.update
         return door
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,8 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import ProtocolViolation
 from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.trace_context import traceparent
-from headrace_decode.attempts import Attempts
 from headrace_decode.http.prefill import RouterPrefills
+from headrace_decode.http.room import RoomQueue
 from headrace_decode.running import RunningAttempt
 from headrace_frontend.request.decode_request import decode_request
 from headrace_frontend.request.response_stream import ResponseStream
@@ -28,13 +29,17 @@ from headrace_frontend.request.validation import PreparedRequest
 
 @dataclass(frozen=True, slots=True)
 class OwnRequest:
-    """A request of this worker's own client. `root` is the root span of its trace."""
+    """A request of this worker's own client. `root` is the root span of its trace.
+
+    `room_wait_s` is how long an attempt may wait for room beside other requests.
+    """
 
     prepared: PreparedRequest
     response: ResponseStream
     root: Span
     deadline: Deadline
     arrival_unix_ns: int
+    room_wait_s: Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +61,11 @@ class OwnAttempt:
         incarnation: str,
         *,
         remote: bool,
-        attempts: Attempts,
+        room: RoomQueue,
         prefills: RouterPrefills,
     ) -> None:
         self._request = request
-        self._attempts = attempts
+        self._room = room
         self._prefills = prefills
         self._call = decode_request(
             *(request.prepared, new_transfer_id(), request.response.generated),
@@ -79,7 +84,8 @@ class OwnAttempt:
         """Raises HeadraceError. Cancellation gives back the blocks and cancels the prefill."""
         token = otel_context.attach(trace.set_span_in_context(self._request.root))
         try:
-            running = self._attempts.start_own(self._call, self._request.deadline)
+            request = self._request
+            running = await self._room.start(self._call, request.deadline, request.room_wait_s())
         finally:
             otel_context.detach(token)
         ended = False

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,16 +23,18 @@ from headrace_common.errors import (
     Draining,
     HeadraceError,
     InvalidRequest,
-    QueueFull,
 )
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.registry.view import RegistryView
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.attempts import Attempts
+from headrace_decode.http.admission import OwnAdmission
 from headrace_decode.http.own_attempt import OwnAttempt, OwnOutcome, OwnRequest
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.request_span import request_span, trace_id_of
+from headrace_decode.http.room import RoomQueue
+from headrace_frontend.admission.admission import AdmissionPermit
 from headrace_frontend.answers import (
     Answer,
     ResponseWriter,
@@ -71,7 +73,7 @@ class OwnWorker:
 
 
 class OwnRequestRunner:
-    """Prepares requests and runs them on this worker.
+    """Admits and prepares requests, and runs them on this worker.
 
     A prompt goes to a prefill worker through a router. If that fails before the first token, this worker prefills it.
     """
@@ -79,18 +81,17 @@ class OwnRequestRunner:
     def __init__(
         self,
         worker: OwnWorker,
+        admission: OwnAdmission,
         preparer: RequestPreparer,
         callers: CallerBounds,
         telemetry: Telemetry,
-        *,
-        requests_max: int,
     ) -> None:
         self._worker = worker
+        self._admission = admission
         self._preparer = preparer
         self._callers = callers
         self._telemetry = telemetry
-        self._requests_max = requests_max
-        self._requests = 0
+        self._room = RoomQueue(worker.attempts)
         self._load = LoopLoad()
         self._draining = False
 
@@ -124,24 +125,44 @@ class OwnRequestRunner:
 
     @asynccontextmanager
     async def admitted(self, tenant: str, deadline: Deadline) -> AsyncIterator[None]:
-        """A place over the block, for work that is not a request, such as tokenizing. Raises QueueFull."""
+        """A place over the block, for work that is not a request, such as tokenizing. Raises as `admit` does."""
         self.reject_when_draining()
-        with self._place():
+        permit = await self._admission.admit(tenant, deadline)
+        with self._admission.holding(permit):
             yield
 
     async def _answer(self, terms: _Terms, answer: Answer) -> None:
+        permit = await self._admission.admit(terms.tenant, terms.deadline)
         with (
-            self._place(),
+            self._admission.holding(permit),
             request_span(self._telemetry, answer.request_id, terms.arrival_unix_ns) as root,
         ):
             prepared = await answer.prepare(root, terms.tenant)
-            await self._callers.wait_turn()
-            response = ResponseStream(prepared, trace_id_of(root), self._load)
-            answer.on_response(response)
-            if answer.outlet is not None:
-                response.use_outlet(answer.outlet)
-            own = OwnRequest(prepared, response, root, terms.deadline, terms.arrival_unix_ns)
-            await write_response(response, partial(self._fill, own), answer.write)
+            async with self._admission.room(
+                *(permit, len(prepared.token_ids), prepared.sampling.max_tokens, terms.deadline)
+            ):
+                await self._run_admitted(answer, prepared, permit, root, terms)
+
+    async def _run_admitted(
+        self,
+        answer: Answer,
+        prepared: PreparedRequest,
+        permit: AdmissionPermit,
+        root: Span,
+        terms: _Terms,
+    ) -> None:
+        await self._callers.wait_turn()
+        response = ResponseStream(prepared, trace_id_of(root), self._load)
+        answer.on_response(response)
+        if answer.outlet is not None:
+            response.use_outlet(answer.outlet)
+        own = OwnRequest(
+            *(prepared, response, root, terms.deadline, terms.arrival_unix_ns),
+            room_wait_s=lambda: permit.slot_wait_s,
+        )
+        await write_response(
+            response, partial(self._fill, own), answer.write, on_message=permit.release_tokens
+        )
 
     async def _fill(self, request: OwnRequest) -> None:
         """Fills and finishes the response. Raises the last attempt's error."""
@@ -164,7 +185,7 @@ class OwnRequestRunner:
         return OwnAttempt(
             *(request, worker.ref.incarnation),
             remote=remote,
-            attempts=worker.attempts,
+            room=self._room,
             prefills=worker.prefills,
         )
 
@@ -211,18 +232,3 @@ class OwnRequestRunner:
         root.set_attribute(
             schema.ATTRIBUTE_FINISH_REASON, [name.removeprefix("FINISH_REASON_").lower()]
         )
-
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        """Counts a request over the block. Raises QueueFull beyond the bound."""
-        if self._requests >= self._requests_max:
-            raise QueueFull(
-                f"{self._requests_max} requests are in flight on {self._worker.ref.worker_id}; send the request to "
-                "another worker, or again in a moment",
-                metadata={"queue": "requests", "maxsize": str(self._requests_max)},
-            )
-        self._requests += 1
-        try:
-            yield
-        finally:
-            self._requests -= 1
