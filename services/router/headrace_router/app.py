@@ -288,8 +288,8 @@ def assemble(
         queue_service=QueueService(
             queue,
             OwnPrompts(
-                *(prompts, queue, policy, codecs, traces.start_trace),
-                config.default_deadline_s,
+                *(prompts, queue, policy, codecs, traces.start_trace, clocks),
+                default_deadline_s=config.default_deadline_s,
             ),
             runner.reject_when_draining,
         ),

@@ -21,6 +21,7 @@ from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.trace_context import traceparent
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.room import RoomQueue
+from headrace_decode.http.timeline import OwnAttemptTimeline, OwnTimeline
 from headrace_decode.running import RunningAttempt
 from headrace_frontend.request.decode_request import decode_request
 from headrace_frontend.request.response_stream import ResponseStream
@@ -31,7 +32,8 @@ from headrace_frontend.request.validation import PreparedRequest
 class OwnRequest:
     """A request of this worker's own client. `root` is the root span of its trace.
 
-    `room_wait_s` is how long an attempt may wait for room beside other requests.
+    `room_wait_s` is how long an attempt may wait for room beside other requests. `times_wanted`: whether the steps of
+    the prefill are of use.
     """
 
     prepared: PreparedRequest
@@ -39,7 +41,9 @@ class OwnRequest:
     root: Span
     deadline: Deadline
     arrival_unix_ns: int
+    timeline: OwnTimeline
     room_wait_s: Callable[[], float]
+    times_wanted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,7 @@ class OwnAttempt:
         )
         self._reserved: decode_pb2.Reserved | None = None
         self._prefill: asyncio.Task[prefill_pb2.EnqueueResponse] | None = None
+        self._timeline: OwnAttemptTimeline | None = None
 
     @property
     def reserved(self) -> bool:
@@ -88,6 +93,7 @@ class OwnAttempt:
             running = await self._room.start(self._call, request.deadline, request.room_wait_s())
         finally:
             otel_context.detach(token)
+        self._timeline = self._request.timeline.attempt_admitted(running.attempt.timestamps)
         ended = False
         try:
             outcome = await self._add_tokens(running)
@@ -118,9 +124,12 @@ class OwnAttempt:
         if reserved.start_token < reserved.end_token:
             self._prefill = asyncio.create_task(
                 self._prefills.prefill(
-                    self._call, reserved.start_token, parent, self._request.deadline
+                    *(self._call, reserved.start_token, parent, self._request.deadline),
+                    include_latency=self._request.times_wanted,
                 )
             )
+            if self._timeline is not None:
+                self._timeline.asked(self._prefill)
             # An error after the first token is of no interest: the engine has the KV cache.
             self._prefill.add_done_callback(_consume)
 

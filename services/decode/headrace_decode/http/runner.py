@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from opentelemetry import trace
 from opentelemetry.trace import Span
@@ -24,6 +25,7 @@ from headrace_common.errors import (
     HeadraceError,
     InvalidRequest,
 )
+from headrace_common.latency.breakdown import breakdown_to_proto
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.registry.view import RegistryView
 from headrace_common.telemetry import schema
@@ -34,6 +36,7 @@ from headrace_decode.http.own_attempt import OwnAttempt, OwnOutcome, OwnRequest
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.request_span import request_span, trace_id_of
 from headrace_decode.http.room import RoomQueue
+from headrace_decode.http.timeline import OwnTimeline
 from headrace_frontend.admission.admission import AdmissionPermit
 from headrace_frontend.answers import (
     Answer,
@@ -49,6 +52,8 @@ from headrace_kv.layout.layout import WorkerRef
 
 _LOG = logging.getLogger(__name__)
 
+# How long the last message of a response with the latency's parts waits for the report of the prefill.
+_REPORT_WAIT_S: Final = 0.1
 _FINAL_ERRORS = (Cancelled, DeadlineExceeded, InvalidRequest)
 
 
@@ -59,6 +64,8 @@ class _Terms:
     tenant: str
     deadline: Deadline
     arrival_unix_ns: int
+    arrival_ns: int
+    """By the monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +127,7 @@ class OwnRequestRunner:
             return await self._preparer.prepare(request, request_id, root, deadline, tenant)
 
         answer = Answer(request_id, prepare, write, outlet=outlet)
-        terms = _Terms(tenant, deadline, time.time_ns())
+        terms = _Terms(tenant, deadline, time.time_ns(), time.monotonic_ns())
         await run_answers(request, answer, partial(self._answer, terms))
 
     @asynccontextmanager
@@ -133,15 +140,18 @@ class OwnRequestRunner:
 
     async def _answer(self, terms: _Terms, answer: Answer) -> None:
         permit = await self._admission.admit(terms.tenant, terms.deadline)
+        timeline = OwnTimeline(terms.arrival_ns)
+        arrival_unix_ns = terms.arrival_unix_ns
         with (
             self._admission.holding(permit),
-            request_span(self._telemetry, answer.request_id, terms.arrival_unix_ns) as root,
+            request_span(self._telemetry, answer.request_id, arrival_unix_ns, timeline) as root,
         ):
             prepared = await answer.prepare(root, terms.tenant)
+            timeline.tokenized(prepared.tokenized_ns)
             async with self._admission.room(
                 *(permit, len(prepared.token_ids), prepared.sampling.max_tokens, terms.deadline)
             ):
-                await self._run_admitted(answer, prepared, permit, root, terms)
+                await self._run_admitted(answer, prepared, permit, root, terms, timeline)
 
     async def _run_admitted(
         self,
@@ -150,15 +160,17 @@ class OwnRequestRunner:
         permit: AdmissionPermit,
         root: Span,
         terms: _Terms,
+        timeline: OwnTimeline,
     ) -> None:
         await self._callers.wait_turn()
-        response = ResponseStream(prepared, trace_id_of(root), self._load)
+        timeline.response = response = ResponseStream(prepared, trace_id_of(root), self._load)
         answer.on_response(response)
         if answer.outlet is not None:
             response.use_outlet(answer.outlet)
         own = OwnRequest(
-            *(prepared, response, root, terms.deadline, terms.arrival_unix_ns),
+            *(prepared, response, root, terms.deadline, terms.arrival_unix_ns, timeline),
             room_wait_s=lambda: permit.slot_wait_s,
+            times_wanted=root.is_recording() or prepared.includes_latency,
         )
         await write_response(
             response, partial(self._fill, own), answer.write, on_message=permit.release_tokens
@@ -178,6 +190,8 @@ class OwnRequestRunner:
                 raise
             _LOG.warning("prefilling %s here: %s", request.prepared.request_id, error.detail)
             outcome, attempts = await self._new_attempt(request, remote=False).run(), 2
+        if request.prepared.includes_latency:
+            await request.timeline.wait_report(_REPORT_WAIT_S)
         self._finish(request, outcome, attempts)
 
     def _new_attempt(self, request: OwnRequest, *, remote: bool) -> OwnAttempt:
@@ -206,6 +220,15 @@ class OwnRequestRunner:
         now_unix_ns = response.now_unix_ns()
         first_unix_ns = response.first_token_unix_ns or now_unix_ns
         last_unix_ns = response.last_token_unix_ns or now_unix_ns
+        timing = inference_pb2.Timing(
+            time_to_first_token=duration_from_ns(first_unix_ns - request.arrival_unix_ns),
+            total=duration_from_ns(last_unix_ns - request.arrival_unix_ns),
+            decode_worker_id=self._worker.ref.worker_id,
+            prefill_worker_id=outcome.prefill_worker_id,
+            attempts=attempts,
+        )
+        if request.prepared.includes_latency and response.started:
+            timing.latency.CopyFrom(breakdown_to_proto(request.timeline.break_down()))
         response.finish(
             outcome.reason,
             inference_pb2.Usage(
@@ -214,13 +237,7 @@ class OwnRequestRunner:
                 decode_cached_tokens=outcome.cached_tokens,
                 transferred_tokens=outcome.transferred_tokens,
             ),
-            inference_pb2.Timing(
-                time_to_first_token=duration_from_ns(first_unix_ns - request.arrival_unix_ns),
-                total=duration_from_ns(last_unix_ns - request.arrival_unix_ns),
-                decode_worker_id=self._worker.ref.worker_id,
-                prefill_worker_id=outcome.prefill_worker_id,
-                attempts=attempts,
-            ),
+            timing,
         )
         if response.started:
             parent = trace.set_span_in_context(root)
