@@ -14,6 +14,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
+from headrace_common.extras import require_extra
 from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config
 from headrace_common.tickets.keys import TicketKeys
@@ -48,12 +49,16 @@ def main() -> None:
     """Runs until SIGTERM."""
     run_service(
         PROG,
-        lambda: run_workers(
-            "decode",
-            load_config(DecodeConfig, None, prog=PROG, env_prefix="HEADRACE_DECODE_"),
-            DecodeServer,
-        ),
+        lambda: run_workers("decode", _load_config(), DecodeServer),
     )
+
+
+def _load_config() -> DecodeConfig:
+    """Raises ConfigError, also when a package for HTTP is not installed: before the engine loads a model."""
+    config = load_config(DecodeConfig, None, prog=PROG, env_prefix="HEADRACE_DECODE_")
+    if config.http_listen:
+        require_extra("http_listen of a decode worker", "http")
+    return config
 
 
 class DecodeServer(RoleServer):

@@ -11,7 +11,6 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
-from headrace_common.extras import require_extra
 from headrace_common.rpc.channel import open_channel
 from headrace_decode.admission.admission import Capacity
 from headrace_decode.attempts import Attempts
@@ -71,8 +70,6 @@ class HttpDoor:
         attempts: Attempts,
         capacity: Capacity,
     ) -> None:
-        """Raises ConfigError when a package for HTTP is not installed."""
-        require_extra("http_listen of a decode worker", "http")
         self._config = config = hosted.config
         self._host = host
         self._model = _OwnModel(
