@@ -8,7 +8,7 @@ from typing import Final
 
 from headrace.decode.v1 import decode_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import DecodeFull
+from headrace_common.errors import DeadlineExceeded, DecodeFull
 from headrace_decode.attempts import Attempts
 from headrace_decode.running import RunningAttempt
 
@@ -33,15 +33,12 @@ class RoomQueue:
 
         Raises DecodeFull, or as `Attempts.start_own` does.
         """
+        left_s = deadline.remaining_s()
         try:
-            async with (
-                asyncio.timeout(min(wait_s, deadline.remaining_s())),
-                self._turn,
-            ):
+            async with asyncio.timeout(min(wait_s, left_s)), self._turn:
                 return await self._start_first(request, deadline)
         except TimeoutError:
-            deadline.check("room beside other requests")
-            raise self._refusal() from None
+            raise (_late() if left_s <= wait_s else self._refusal()) from None
 
     async def _start_first(
         self, request: decode_pb2.GenerateRequest, deadline: Deadline
@@ -51,6 +48,8 @@ class RoomQueue:
             try:
                 return self._attempts.start_own(request, deadline)
             except DecodeFull as error:
+                if error.time_missing:
+                    raise
                 self._last_refusal = error
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RECHECK_S):
@@ -62,3 +61,10 @@ class RoomQueue:
         if last is None:
             return DecodeFull("requests that arrived before wait for room on this decode worker")
         return DecodeFull(last.detail, metadata=last.metadata, retry_after_s=last.retry_after_s)
+
+
+def _late() -> DeadlineExceeded:
+    what = "room beside other requests"
+    return DeadlineExceeded(
+        f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
+    )
