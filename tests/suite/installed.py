@@ -129,7 +129,7 @@ def ask_worker(environment: Path, logs: Path) -> str:
 
         def start(service: str, *flags: str) -> None:
             log = stack.enter_context((logs / service).open("wb"))
-            command = [environment / "bin" / f"headrace-{service}", *flags]
+            command: list[str | Path] = [environment / "bin" / f"headrace-{service}", *flags]
             process = stack.enter_context(
                 subprocess.Popen(command, stdout=log, stderr=log, env=_environment())
             )

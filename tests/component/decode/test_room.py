@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,8 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, DecodeFull, InvalidRequest
 from headrace_decode.http.room import RoomQueue
 from headrace_decode.running import RunningAttempt
-from tests.component.decode.conftest import Served, request
+from tests.component.decode.conftest import Call, Served, request
+from tests.component.decode.prefill_rank import RESERVATION, next_event
 from tests.waiting import until
 
 WAIT_S = 30.0
@@ -25,9 +27,22 @@ def start(
     return asyncio.create_task(room.start(asked, Deadline.after(deadline_s), wait_s))
 
 
+async def fill(served: Served) -> list[Call]:
+    """Requests of routers in all slots, each with blocks of its own."""
+    calls = []
+    for number in range(SLOTS):
+        name = f"routed-{number}"
+        blocks = tuple(range(3 + 3 * number, 6 + 3 * number))
+        served.engine.play_for(name, replace(RESERVATION, transfer_id=name, block_ids=blocks))
+        call = served.decode.Generate(request(name))
+        assert await next_event(aiter(call)) == "reserved"
+        calls.append(call)
+    return calls
+
+
 async def test_own_requests_start_in_order_as_others_end(served: Served) -> None:
     room = RoomQueue(served.service.attempts)
-    routed = [await served.reserve(f"routed-{number}") for number in range(SLOTS)]
+    routed = await fill(served)
     tasks = [start(room, f"own-{number}") for number in range(3)]
     with pytest.raises(DecodeFull, match="all 2 request slots are taken"):
         await start(room, "impatient", wait_s=0.01)
@@ -46,7 +61,7 @@ async def test_own_requests_start_in_order_as_others_end(served: Served) -> None
 
 async def test_the_deadline_ends_the_wait_and_nothing_stays(served: Served) -> None:
     room = RoomQueue(served.service.attempts)
-    routed = [await served.reserve(f"routed-{number}") for number in range(SLOTS)]
+    routed = await fill(served)
     with pytest.raises(DeadlineExceeded, match="room beside other requests"):
         await start(room, "own-0", deadline_s=0.05)
     cancelled = start(room, "own-1")
