@@ -26,9 +26,9 @@ Export: TypeAlias = Callable[[Sequence[tuple[SpanSource, EndedSpan]]], object]
 class SpanQueue:
     """Exports the spans of up to 200 ms together, at most 512 at once.
 
-    After an export of more than 16 spans, the next one has those of up to 1 s, because an export costs as much as the
-    spans of several requests. Drops spans while 8,192 wait. The thread starts with the first span, and sleeps while
-    there is none.
+    After an export of more than 16 spans, the next one has those of up to 1 s. An export costs as much as the spans of
+    several requests. Drops spans while 8,192 wait. The thread starts with the first span, and sleeps while there is
+    none.
     """
 
     def __init__(self, export: Export, wanted: Callable[[], bool] = lambda: True) -> None:
