@@ -100,7 +100,9 @@ class DigestChecks(ReceiverFeature):
         own = Edge(rank, rank, head, head, edge.head_count)
         index = self._layout.group_index(landed.layer)
         span = reserved_span(self._layout, reservation, index, landed.start_token, landed.end_token)
-        return destination_digest(self._memory_of(rank), planner.plan(own, landed.layer, span), seed)
+        return destination_digest(
+            self._memory_of(rank), planner.plan(own, landed.layer, span), seed
+        )
 
 
 class DigestJobs(TransferObserver):
