@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
@@ -41,6 +42,8 @@ _RESERVED_DESCRIPTORS: Final = 512
 _FULL_SHARE: Final = 0.9
 CLOSED_SURPLUS: Final = "surplus connection"
 CLOSED_BLOCKED: Final = "blocked host"
+# Addresses of which the host is remembered. Clients keep connections, so each has many requests.
+_HOSTS_MAX: Final = 4_096
 # A host may open the connections of so many seconds at once.
 _BURST_S: Final = 2.0
 
@@ -292,6 +295,7 @@ def names_of(address: str, port: int) -> tuple[str, str]:
     return host, f"ipv4:{host}:{port}"
 
 
+@lru_cache(maxsize=_HOSTS_MAX)
 def host_of(address: str) -> str:
     """The host of an IP address. The addresses of one IPv6 network of 64 bits are one host."""
     try:

@@ -26,14 +26,23 @@ def traceparent(span: Span) -> str:
 
 def context_from_traceparent(text: str) -> Context:
     """The context of the span that the traceparent `text` names. Empty when it names none."""
+    if not text:
+        return Context()
     return _PROPAGATOR.extract({"traceparent": text}, context=Context())
 
 
 def carrier_of(context: Context) -> dict[str, str]:
     """The trace context of the span in `context`, as traceparent and tracestate. Empty without a span."""
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier, context=context)
-    return carrier
+    span = trace.get_current_span(context)
+    parent = traceparent(span)
+    if not parent:
+        return {}
+    state = span.get_span_context().trace_state
+    return (
+        {"traceparent": parent, "tracestate": state.to_header()}
+        if state
+        else {"traceparent": parent}
+    )
 
 
 def context_of_carrier(traceparent: str, tracestate: str) -> Context:

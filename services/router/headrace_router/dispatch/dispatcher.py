@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from headrace.registry.v1 import registry_pb2
@@ -235,9 +234,8 @@ class RequestDispatcher:
         deadline: Deadline,
         retries: RetryState,
     ) -> Decision:
-        parent = trace.set_span_in_context(root)
         try:
-            with recorded_span(self._telemetry, schema.SPAN_ROUTE, parent) as attributes:
+            with recorded_span(self._telemetry, schema.SPAN_ROUTE, root) as attributes:
                 decision = self._placement.choose(
                     PlacementRequest(
                         model=request.model,
@@ -273,7 +271,7 @@ class RequestDispatcher:
             decode=table,
             cached_tokens=cached_tokens,
             prefill=self._queue.pulling_workers(),
-            queue_wait_s=self._queue.estimate(request.model).wait_s,
+            queue_wait_s=self._queue.wait_s(request.model),
         )
 
     def _plan(

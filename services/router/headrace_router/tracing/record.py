@@ -35,8 +35,7 @@ fields of an EndedSpan, which are encoded only for a reader. Tuples of these typ
 """
 
 
-@dataclass(frozen=True, slots=True)
-class SpanFacts:
+class SpanFacts(NamedTuple):
     """What a trace needs to know of a span when it is added."""
 
     name: str

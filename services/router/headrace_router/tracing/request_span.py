@@ -117,7 +117,7 @@ class RequestTracer:
         if response is not None and breakdown.second is not None:
             self._telemetry.record_span(
                 schema.SPAN_SECOND_TOKEN,
-                trace.set_span_in_context(root),
+                root,
                 response.first_token_unix_ns,
                 response.second_token_unix_ns,
                 sum_attributes(breakdown.second),
