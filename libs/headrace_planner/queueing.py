@@ -16,8 +16,8 @@ def mean_wait_s(arrivals_per_s: float, service_s: float, workers: int) -> float:
     utilization = arrivals_per_s * service_s / workers
     if utilization >= 1.0:
         return math.inf
-    exponent = math.sqrt(2.0 * (workers + 1)) - 1.0
-    return service_s * utilization**exponent / (workers * (1.0 - utilization))
+    power = math.pow(utilization, math.sqrt(2.0 * (workers + 1)) - 1.0)
+    return service_s * power / (workers * (1.0 - utilization))
 
 
 def fewest_workers(arrivals_per_s: float, service_s: float, wait_max_s: float) -> int:

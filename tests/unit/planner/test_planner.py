@@ -36,10 +36,9 @@ def test_the_goals_are_a_floor_for_removals() -> None:
 
 def test_a_predicted_ramp_adds_several_workers_at_once() -> None:
     settings = PlannerSettings(budget=BudgetSettings(devices_max=40))
-    state = PlannerState()
-    for step in range(1, 13):
-        now = interval(sample(prefill=2), requests=requests(120 * step))
-        decision, state = plan(settings, PROFILE, now, state)
+    ramp = [interval(sample(prefill=2), requests=requests(120 * step)) for step in range(1, 13)]
+    state = PlannerState(tuple(ramp[:-1]))
+    decision, _ = plan(settings, PROFILE, ramp[-1], state)
     # 48 requests per second came last, and 52 are next. Each takes a worker 0.1 s.
     assert decision.target.prefill == 6
 
