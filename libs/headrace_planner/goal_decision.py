@@ -3,7 +3,8 @@
 A correction is observed latency over that of the profile. It shows what the profile of one worker does not contain,
 such as interference.
 
-    prefill = the fewest workers with mean wait + time of service <= ttft goal, see queueing.py
+    prefill = fewest workers with mean wait + time of service <= ttft goal, see queueing.py
+
     decode = ceil(requests x answer tokens / seconds / most tokens per second with itl <= itl goal / itl correction)
 
 Decode's formula and both corrections are those of Dynamo's SLA planner. Observed TTFT contains the wait for a worker,

@@ -1,8 +1,8 @@
 """The decision by load: adds or removes at most one worker of each role, from thresholds. Pure.
 
 The rules are those of Dynamo's load-based planner: the prefill queue and its trend, the KV usage of decode workers, and
-a grace after a decode worker was added. Before a removal, the load that the remaining workers would have is compared
-with the threshold of an addition, so that a removal is not followed by an addition.
+a grace after a decode worker was added. A worker is removed only if the load of the remaining ones stays below the
+threshold of an addition. So no addition follows a removal.
 """
 
 from __future__ import annotations
