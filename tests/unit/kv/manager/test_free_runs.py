@@ -15,9 +15,9 @@ def scanned(free: list[bool], count: int) -> list[int]:
     runs = np.split(ids, np.flatnonzero(np.diff(ids) != 1) + 1)
     fitting = [run for run in runs if len(run) >= count]
     if fitting:
-        return min(fitting, key=len)[:count].tolist()
+        return list(map(int, min(fitting, key=len)[:count]))
     runs.sort(key=len, reverse=True)
-    return np.concatenate(runs)[:count].tolist()
+    return list(map(int, np.concatenate(runs)[:count]))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.randoms(use_true_random=False)), max_size=60))
