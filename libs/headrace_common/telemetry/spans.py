@@ -148,13 +148,16 @@ class RecordedSpan(trace.Span):
         context = self._context
         self._sink(
             EndedSpan(
-                *(context.trace_id, context.span_id, self._parent_id, self.name),
-                start_unix_ns=self.start_unix_ns,
-                end_unix_ns=end_time or time.time_ns(),
-                attributes=self._attributes,
-                error=self._error,
-                events=self._events,
-                links=self._links,
+                context.trace_id,
+                context.span_id,
+                self._parent_id,
+                self.name,
+                self.start_unix_ns,
+                end_time or time.time_ns(),
+                self._attributes,
+                self._error,
+                self._events,
+                self._links,
             )
         )
 
@@ -179,7 +182,7 @@ class SpanTracer:
         attributes: Mapping[str, AttributeValue] | None = None,
         start_time: int | None = None,
     ) -> trace.Span:
-        """A span below the one given or in `context`, or else in the current context. A root without one."""
+        """A span with the parent `context`, or the span in it, or else the current one. A root without one."""
         parent = _span_of(context).get_span_context()
         own, parent_id = self._new_context(parent), parent.span_id if parent.is_valid else 0
         if not own.trace_flags.sampled:
@@ -198,24 +201,20 @@ class SpanTracer:
     ) -> None:
         """Records a span that has ended, with its start and its end."""
         context = _span_of(parent).get_span_context()
+        trace_id, parent_id = context.trace_id, context.span_id
         if context.is_valid:
-            trace_id, parent_id = context.trace_id, context.span_id
             if not self.sampler.samples(trace_id, context.trace_flags.sampled):
                 return
-            span_id = _new_id(64)
         else:
-            own, parent_id = self._new_context(context), 0
-            if not own.trace_flags.sampled:
+            trace_id, parent_id = _new_id(128), 0
+            if not self.sampler.samples(trace_id, None):
                 return
-            trace_id, span_id = own.trace_id, own.span_id
         start, end = times_unix_ns
+        end = max(start, end)
+        # By position: names of arguments take as long as the rest. No other span needs this one's context.
+        own_id = _new_id(64)
         self._pass_on(
-            EndedSpan(
-                *(trace_id, span_id, parent_id, name, start, max(start, end)),
-                attributes=attributes,
-                error=error,
-                events=events,
-            )
+            EndedSpan(trace_id, own_id, parent_id, name, start, end, attributes, error, events, ())
         )
 
     def _new_context(self, parent: SpanContext) -> SpanContext:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.durations import duration_from_ns
 from headrace_common.latency.breakdown import breakdown_to_proto
@@ -51,6 +49,8 @@ def _record_tokens(
     request: RoutedRequest, first_unix_ns: int, last_unix_ns: int, telemetry: Telemetry
 ) -> None:
     response, root = request.response, request.root_span
+    if not root.is_recording():
+        return
     record = telemetry.record_span
     if response.started:
         record(schema.SPAN_FIRST_TOKEN, root, request.arrival_unix_ns, first_unix_ns)
@@ -60,7 +60,6 @@ def _record_tokens(
     root.set_attribute(schema.ATTRIBUTE_FINISH_REASON, [finish_reason_name(response.finish_reason)])
 
 
-@cache
 def finish_reason_name(reason: sampling_pb2.FinishReason.ValueType) -> str:
     """The name of a finish reason in telemetry, such as "length"."""
     return sampling_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()

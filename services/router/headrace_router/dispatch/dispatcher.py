@@ -26,6 +26,7 @@ from headrace_router.dispatch.attempt import (
     AttemptOutcome,
     AttemptPlan,
 )
+from headrace_router.dispatch.attempt_span import route_attributes
 from headrace_router.dispatch.completion import finish_response
 from headrace_router.dispatch.first_token import first_token_maker
 from headrace_router.dispatch.request import RoutedRequest
@@ -249,12 +250,8 @@ class RequestDispatcher:
                     ),
                     self._candidates(request, token_ids),
                 )
-                attributes |= {
-                    schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
-                    schema.ATTRIBUTE_PLACEMENT: "remote" if decision.remote else "local",
-                    schema.ATTRIBUTE_EXPLANATION: decision.explanation,
-                    schema.ATTRIBUTE_CANDIDATES: "; ".join(map(str, decision.candidates)),
-                }
+                if root.is_recording():
+                    attributes.update(route_attributes(decision))
                 return decision
         except NoDecodeWorker as error:
             # The failure that excluded the workers is more precise than NoDecodeWorker.
