@@ -22,6 +22,7 @@ PROMPTS = 12
 TURNS = 48
 AT_ONCE = 3
 TRIES_MAX = 6
+QUIET_S = 60.0
 SHORT = replace(GREEDY, max_tokens=4)
 
 
@@ -64,9 +65,8 @@ async def storm(pair: Pair, disk_folder: Path, seed: int = 1) -> Counter[str]:
             turns = []
             counts["blocks changed"] += _change_every_page(disk_folder)
     await asyncio.gather(*turns)
-    await until(
-        lambda: not pair.decode.usage().used_blocks and not pair.prefill.usage().used_blocks
-    )
+    engines = (pair.decode, pair.prefill)
+    await until(lambda: not any(one.usage().used_blocks for one in engines), QUIET_S)
     return counts
 
 
