@@ -6,7 +6,7 @@ A schema's name ends with its version. `None` is "unknown", or "none" where that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 
@@ -223,6 +223,16 @@ class SizeRowRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerCountRecord:
+    """The workers of one role that a load needs."""
+
+    role: str
+    count: int
+    limit: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class SizeRecord(Record):
     """`headrace size --json`."""
 
@@ -235,6 +245,7 @@ class SizeRecord(Record):
     efficiency: float
     hidden_up_to_tokens_per_s: float
     rows: list[SizeRowRecord]
+    workers: list[WorkerCountRecord] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,3 +301,30 @@ class StatusPageRecord(Record):
 
     schema: ClassVar[str] = "headrace.status-page.v1"
     url: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasonRecord:
+    """A rule of the planner that applied, and the figures that it compared."""
+
+    role: str
+    rule: str
+    count: int
+    inputs: Mapping[str, float]
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecord(Record):
+    """A line of `headrace planner replay --json`."""
+
+    schema: ClassVar[str] = "headrace.planner-decision.v1"
+
+    start_unix_s: float
+    duration_s: float
+    prefill_workers: int
+    decode_workers: int
+    prefill_target: int
+    decode_target: int
+    is_changing: bool
+    reasons: list[ReasonRecord]

@@ -17,7 +17,7 @@ import pytest
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 100.0
-WITH_ENGINES: Final = {"handover", "interference", "layer_wise"}
+WITH_ENGINES: Final = {"handover", "interference", "layer_wise", "tiers"}
 WITH_PEERS: Final = {"proxy_dynamo"}
 PARTS: Final = {"data_plane_ways", "proxy_workers", "vllm_child"}
 """Modules that a benchmark starts as a process."""
@@ -109,6 +109,14 @@ def test_transport_costs() -> None:
     assert re.search(r"entry_s=\S+ byte_s=\S+", output)
     assert "in the table, with this machine's memory: TransferCosts(" in output
     assert re.search(r"runs of \d+ KiB and more go by themselves", output)
+
+
+def test_picker(tmp_path: Path) -> None:
+    size = ("--loops=2", "--rounds=1", "--seconds=0.5", "--tokens=2", f"--output={tmp_path}")
+    (table,) = tables(run("picker", *size))
+    assert [row["prompt tokens"] for row in table] == ["200", "4000"]
+    assert_columns_positive(table, "a pick, router CPU ms", "a request, router CPU ms", "picks/s")
+    assert tables((tmp_path / "picker.md").read_text()) == [table]
 
 
 def test_worker_cost(tmp_path: Path) -> None:

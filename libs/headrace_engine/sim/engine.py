@@ -151,9 +151,15 @@ class SimEngine(Engine):
     def _open_cache(self) -> None:
         settings, layout = self._shape.settings, self.descriptor.layout
         self._lower_tiers = open_lower_tiers(
-            self.descriptor, self._config.tiers, settings.host_blocks, settings.disk_blocks
+            self.descriptor,
+            self._config.tiers,
+            settings.host_blocks,
+            settings.disk_blocks,
+            settings.host_copy_s_per_token * layout.block_tokens,
         )
-        lower = () if self._lower_tiers is None else self._lower_tiers.names
+        lower: tuple[Tier, ...] = ()
+        if self._lower_tiers is not None:
+            lower, self.tier_loads = self._lower_tiers.names, self._lower_tiers.load_times
         self.prefix_events = PrefixEventPublisher(
             self._config.ref, layout.block_tokens, tiers=(Tier.DEVICE, *lower)
         )

@@ -12,6 +12,8 @@ from headrace_common.tasks import end_task, run_forever
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_kv.handoff.messages import SendReport
+from headrace_kv.manager.load_times import LoadTimes
+from headrace_kv.prefix.events import Tier
 
 _INTERVAL_S: Final = 1.0
 _DONE: Final = "done"
@@ -45,7 +47,9 @@ class WorkerMetrics:
         )
         self._bytes = store.counter(schema.METRIC_TRANSFER_BYTES, worker)
         link = (schema.ATTRIBUTE_LINK_KIND, schema.ATTRIBUTE_TRANSPORT)
-        self._link_bytes = store.counter(schema.METRIC_LINK_BYTES, *link)
+        pair = (worker, schema.ATTRIBUTE_DECODE_WORKER_ID, *link)
+        self._link_bytes = store.counter(schema.METRIC_LINK_BYTES, *pair)
+        self._link_time = store.counter(schema.METRIC_LINK_TIME, *pair)
         self._link_rate = store.histogram(schema.METRIC_LINK_RATE, *link)
         self._ticket_refusals = store.counter(
             schema.METRIC_TICKET_REFUSALS, worker, schema.ATTRIBUTE_TICKET_PART
@@ -62,6 +66,9 @@ class WorkerMetrics:
         self._blocks_free = store.gauge(schema.METRIC_BLOCKS_FREE, worker)
         self._blocks_reserved = store.gauge(schema.METRIC_BLOCKS_RESERVED, worker)
         self._blocks_quarantined = store.gauge(schema.METRIC_BLOCKS_QUARANTINED, worker)
+        self._tier_blocks = store.counter(
+            schema.METRIC_TIER_LOADED_BLOCKS, worker, schema.ATTRIBUTE_TIER
+        )
         self._states = store.gauge(
             schema.METRIC_TRANSFER_STATES, worker, schema.ATTRIBUTE_TRANSFER_STATE
         )
@@ -73,6 +80,8 @@ class WorkerMetrics:
         )
         self._has_readers = metrics.has_readers
         self._workers: dict[str, tuple[Status, bool, Incoming | None]] = {}
+        # By worker: the loads of its engine, and how many of them are counted.
+        self._tier_loads: dict[str, tuple[LoadTimes, dict[Tier, int]]] = {}
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -83,23 +92,33 @@ class WorkerMetrics:
         *,
         reserves_blocks: bool,
         incoming: Incoming | None = None,
+        tier_loads: LoadTimes | None = None,
     ) -> Iterator[None]:
         """Samples `status` while the context lasts, and removes its gauges at its end.
 
         `reserves_blocks` and `incoming` are for decode workers; prefill workers use their blocks as a cache only.
+        `tier_loads` counts the engine's loads from lower tiers.
         """
         self._workers[worker_id] = (status, reserves_blocks, incoming)
+        if tier_loads is not None:
+            self._tier_loads[worker_id] = (tier_loads, {})
         if self._task is None and self._has_readers:
             self._task = run_forever(self._sample_regularly(), "worker-metrics")
         try:
             yield
         finally:
             del self._workers[worker_id]
+            self._tier_loads.pop(worker_id, None)
             for gauge in self._gauges:
                 gauge.remove(worker_id)
 
     def transfer_ended(
-        self, worker_id: str, reason: str, payload_bytes: int, reports: Sequence[SendReport] = ()
+        self,
+        worker_id: str,
+        decode_worker_id: str,
+        reason: str,
+        payload_bytes: int,
+        reports: Sequence[SendReport] = (),
     ) -> None:
         """A worker has ended sending: `reason` is an error's, or empty. `reports` are those of its ranks."""
         self._transfers.add(1, worker_id, reason or _DONE)
@@ -108,7 +127,9 @@ class WorkerMetrics:
             for link in report.links:
                 if link.payload_bytes:
                     labels = (report.kind_of(link), link.transport)
-                    self._link_bytes.add(link.payload_bytes, *labels)
+                    pair = (worker_id, decode_worker_id, *labels)
+                    self._link_bytes.add(link.payload_bytes, *pair)
+                    self._link_time.add(1e-9 * link.moving_ns, *pair)
                     bytes_per_s = 1e9 * link.payload_bytes / max(1, link.moving_ns)
                     self._link_rate.record(bytes_per_s, *labels)
 
@@ -128,6 +149,10 @@ class WorkerMetrics:
                 for state, count in incoming.count_states().items():
                     self._states.set(count, worker_id, state)
                 self._leases.set(incoming.lease_count, worker_id)
+        for worker_id, (loads, counted) in self._tier_loads.items():
+            for tier, count in loads.loaded_blocks().items():
+                self._tier_blocks.add(count - counted.get(tier, 0), worker_id, tier.name.lower())
+                counted[tier] = count
 
     async def close(self) -> None:
         """Stops sampling."""

@@ -8,10 +8,15 @@ from typing import Final
 from headrace_common.errors import ConfigError
 from headrace_kv.layout.arena import PAGE_BYTES, allocate_arena, suited_alignment_bytes
 from headrace_kv.layout.layout import TOKENS, KvLayout, RankMemory
-from headrace_kv.plan.regions import Dimension, place_regions
+from headrace_kv.plan.regions import Dimension, PlacedRegions, place_regions
 from headrace_kv.transport.packing import Bytes
 
 _WHOLE_BLOCKS: Final[tuple[Dimension, ...]] = ("block", "layer", "part", "head", "token")
+
+
+def block_bytes_of(layout: KvLayout, rank: int) -> int:
+    """Bytes of a block of one rank with all its layers, up to the next page. Raises as HostStorage does."""
+    return -(-_place_block(layout, rank).arena_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class HostStorage:
@@ -21,13 +26,8 @@ class HostStorage:
     """
 
     def __init__(self, layout: KvLayout, rank: int, block_count: int) -> None:
-        if len(layout.groups) != 1 or layout.groups[0].kind != TOKENS:
-            raise ConfigError(
-                "only KV of attention layers that are all alike can be kept in main memory or on disk",
-                metadata={"field": "host_blocks"},
-            )
-        one = place_regions(layout, rank, (1,), _WHOLE_BLOCKS)
-        self.block_bytes = -(-one.arena_bytes // PAGE_BYTES) * PAGE_BYTES
+        one = _place_block(layout, rank)
+        self.block_bytes = block_bytes_of(layout, rank)
         nbytes = self.block_bytes * block_count
         self._arena = allocate_arena(nbytes, suited_alignment_bytes(nbytes))
         # Padding is written to disk too. It must not be what this process had in that memory.
@@ -48,3 +48,13 @@ class HostStorage:
         """The bytes of a block, of shape [block_bytes], not a copy."""
         start = block * self.block_bytes
         return self._arena[start : start + self.block_bytes]
+
+
+def _place_block(layout: KvLayout, rank: int) -> PlacedRegions:
+    """Raises ConfigError for a layout with several groups."""
+    if len(layout.groups) != 1 or layout.groups[0].kind != TOKENS:
+        raise ConfigError(
+            "only KV of attention layers that are all alike can be kept in main memory or on disk",
+            metadata={"field": "host_blocks"},
+        )
+    return place_regions(layout, rank, (1,), _WHOLE_BLOCKS)

@@ -67,6 +67,7 @@ class Attempts:
         self._awaiting: dict[str, Attempt] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._load = LoopLoad()
+        self._on_room: Callable[[], None] = lambda: None
         self._draining = False
         self._notice = Deadline.after(0.0)
         self._idle = asyncio.Event()
@@ -76,6 +77,10 @@ class Attempts:
     def draining(self) -> bool:
         """Whether new attempts are refused, or will be soon."""
         return self._draining
+
+    def notify_room(self, on_room: Callable[[], None]) -> None:
+        """From now on calls `on_room` whenever an attempt has given back its slot and blocks."""
+        self._on_room = on_room
 
     async def start(
         self, request: decode_pb2.GenerateRequest, deadline: Deadline
@@ -110,7 +115,9 @@ class Attempts:
         )
         for name in (request.request_id, attempt.work.transfer_id):
             TRACE_NAMES.add(name, span.get_span_context())
-        return RunningAttempt(attempt, span, self._telemetry, self._end)
+        # A router counts a direct request until it has the span of its end.
+        awaited = bool(request.ticket)
+        return RunningAttempt(attempt, span, self._telemetry, self._end, awaited=awaited)
 
     async def _check_permission(self, request: decode_pb2.GenerateRequest) -> TicketKey | None:
         """The key that must sign the handoff ticket, None where any router may.
@@ -227,10 +234,13 @@ class Attempts:
             log.exception("closing %s failed", attempt.work.transfer_id)
         finally:
             record_attempt(self._telemetry, running.span, attempt, error)
+            if running.awaited:
+                self._telemetry.hasten()
 
     def _attempt_closed(self, transfer_id: str) -> None:
         self._live.pop(transfer_id, None)
         self._admission.release(transfer_id)
+        self._on_room()
         if self._admission.request_count == 0:
             self._idle.set()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from opentelemetry.sdk.resources import Resource
 
 from headrace.worker.v1 import worker_pb2
@@ -12,24 +13,29 @@ from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_kv.handoff.messages import SendReport
+from headrace_kv.manager.load_times import LoadTimes, TierLoad
+from headrace_kv.prefix.events import Tier
 from tests.transfer_links import link_sent
 
 
-def test_links_count_by_kind_and_transport() -> None:
+def test_links_count_by_workers_kind_and_transport() -> None:
     telemetry = init_telemetry("prefill", "prefill-0", ServiceConfig())
     try:
         metrics = WorkerMetrics(telemetry.metrics)
         near = SendReport("x1", 0, "", "", (link_sent(),), 10, "10.0.0.2")
         far = SendReport("x1", 1, "", "", (link_sent(), link_sent(payload_bytes=0)), 10, "10.0.0.1")
-        metrics.transfer_ended("prefill-0", "", 800, [near, far])
-        metrics.transfer_ended("prefill-0", "CANCELLED", 0, [far])
+        metrics.transfer_ended("prefill-0", "decode-0", "", 800, [near, far])
+        metrics.transfer_ended("prefill-0", "decode-1", "CANCELLED", 0, [far])
         points = {one.name: one.points for one in telemetry.metrics.store.collect()}
     finally:
         telemetry.shutdown()
-    assert points[schema.METRIC_LINK_BYTES] == {
-        ("same_host", "mooncake/tcp"): 400,
-        ("network", "mooncake/tcp"): 800,
-    }
+    near_pair = ("prefill-0", "decode-0", "same_host", "mooncake/tcp")
+    far_pair = ("prefill-0", "decode-0", "network", "mooncake/tcp")
+    other_pair = ("prefill-0", "decode-1", "network", "mooncake/tcp")
+    assert points[schema.METRIC_LINK_BYTES] == dict.fromkeys((near_pair, far_pair, other_pair), 400)
+    moving_s = 1e-9 * link_sent().moving_ns
+    times = points[schema.METRIC_LINK_TIME]
+    assert times == dict.fromkeys((near_pair, far_pair, other_pair), pytest.approx(moving_s))
     rates = points[schema.METRIC_LINK_RATE]
     # A link without bytes has no rate.
     counts = {
@@ -64,3 +70,27 @@ def test_transfers_into_a_decode_worker_are_counted_by_state_while_it_serves() -
         assert points(schema.METRIC_WRITE_LEASES) == {("d0",): 3}
     assert points(schema.METRIC_TRANSFER_STATES) is None
     assert points(schema.METRIC_BLOCKS_TOTAL) is None
+
+
+def test_loads_from_lower_tiers_are_counted_once_for_all_ranks() -> None:
+    metrics = Metrics(Resource.create(), "")
+    workers = WorkerMetrics(metrics)
+    loads = LoadTimes()
+
+    def loaded() -> object:
+        workers.sample()
+        points = {one.name: one.points for one in metrics.store.collect()}
+        return points.get(schema.METRIC_TIER_LOADED_BLOCKS)
+
+    with workers.reporting(
+        *("prefill-0", worker_pb2.WatchStatusResponse), reserves_blocks=False, tier_loads=loads
+    ):
+        assert loaded() is None
+        for rank in range(2):
+            loads.record(TierLoad(Tier.HOST, 3, 0.1), rank)
+        assert loaded() == {("prefill-0", "host"): 3}
+        loads.record(TierLoad(Tier.DISK, 2, 0.1))
+        loads.record(TierLoad(Tier.HOST, 1, 0.1))
+        assert loaded() == {("prefill-0", "host"): 4, ("prefill-0", "disk"): 2}
+    # A counter stays after its worker.
+    assert loaded() == {("prefill-0", "host"): 4, ("prefill-0", "disk"): 2}
