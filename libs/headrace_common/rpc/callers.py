@@ -12,7 +12,7 @@ import grpc.aio
 
 from headrace_common.callers.bounds import REFUSED_BODY, CallerBounds
 from headrace_common.errors import DeadlineExceeded, InvalidRequest
-from headrace_common.process.connections import host_of_peer
+from headrace_common.process.open_connections import host_of_peer
 from headrace_common.rpc.handlers import (
     Context,
     Handler,
@@ -56,6 +56,8 @@ class CallerInterceptor(WrappingInterceptor):
 
         async def answer(_: Any, context: Context) -> Any:
             async with self._bounded(context):
+                if not handler.response_streaming:
+                    bounds.count_unary()
                 data = await _first(context, bounds)
                 bounds.add_bytes(len(data))
                 await bounds.wait_turn()
