@@ -30,6 +30,7 @@ _LOG = logging.getLogger(__name__)
 
 HOST_CREDIT: Final = 0.75
 DISK_CREDIT: Final = 0.25
+REMOTE_CREDIT: Final = 0.25
 # A worker has a second slot while a snapshot arrives, and its old slots until they are swept.
 _WORKERS_MAX: Final = SLOTS_MAX // 2
 _UPKEEP_INTERVAL_S: Final = 0.25
@@ -51,7 +52,8 @@ class PrefixCacheDirectory:
     """Applies the events of all workers to one index for each model and block size. One event loop owns it.
 
     `prefix_hash_key` returns the deployment's key, or 0 while it is unknown. Without it no worker gets credit. Blocks
-    in slower tiers count for less: `host_credit` and `disk_credit` are their shares. `dials` bounds the tries to reach
+    in slower tiers count for less: `host_credit`, `disk_credit` and `remote_credit` are their shares. Every worker of a
+    model reaches the blocks that any worker has announced in its remote pool. `dials` bounds the tries to reach
     members, and may be shared.
     """
 
@@ -62,6 +64,7 @@ class PrefixCacheDirectory:
         *,
         host_credit: float = HOST_CREDIT,
         disk_credit: float = DISK_CREDIT,
+        remote_credit: float = REMOTE_CREDIT,
         event_timeout_s: float = EVENT_TIMEOUT_S,
         dials: Dials | None = None,
     ) -> None:
@@ -70,6 +73,7 @@ class PrefixCacheDirectory:
         self._open_channel = open_channel
         self._prefix_hash_key = prefix_hash_key
         self._credits = (host_credit, disk_credit)
+        self._remote_credit = remote_credit
         self._event_timeout_s = event_timeout_s
         self._feeds: dict[_FeedKey, KvEventFeed] = {}
         self._faults: dict[WorkerRef, str] = {}
@@ -134,8 +138,10 @@ class PrefixCacheDirectory:
                 known = model_index.table_slots(table)
                 if len(known.rows):
                     index = model_index.index
-                    tiers = [index.blocks(depths) for depths in model_index.depths(prompt)]
-                    blocks = self._credited_blocks(tiers)
+                    *own, pooled = model_index.depths(prompt)
+                    remote = max((blocks for blocks, _ in pooled), default=0)
+                    tiers = [index.blocks(depths) for depths in own]
+                    blocks = self._credited_blocks(tiers, remote)
                     found[known.rows] = blocks[known.slots] * model_index.block_tokens
         return found
 
@@ -146,12 +152,16 @@ class PrefixCacheDirectory:
         cache_salt: str,
         refs: Collection[WorkerRef],
     ) -> dict[WorkerRef, int]:
-        """The same for some workers of a model, in either role. Workers without any are left out."""
+        """The same for some workers of a model, in either role. Workers without any are left out.
+
+        The remote pool does not count: all of them reach it.
+        """
         found: dict[WorkerRef, int] = {}
         for model_index, prompt in self._prompts(model, token_ids, cache_salt):
             index, block_tokens = model_index.index, model_index.block_tokens
             among = model_index.mask_of(refs)
-            device, *slower = (_masked(depths, among) for depths in model_index.depths(prompt))
+            *own, _ = model_index.depths(prompt)
+            device, *slower = (_masked(depths, among) for depths in own)
             if not any(slower):
                 found |= index.scores([(blocks * block_tokens, mask) for blocks, mask in device])
                 continue
@@ -198,14 +208,17 @@ class PrefixCacheDirectory:
         for model_index in indexes.values():
             yield model_index, model_index.prompt(key, token_ids, cache_salt)
 
-    def _credited_blocks(self, tiers: Sequence[Numbers]) -> Numbers:
-        """Converts the blocks of each tier to blocks of the fastest. A tier contains the blocks of faster ones."""
+    def _credited_blocks(self, tiers: Sequence[Numbers], remote: float = 0.0) -> Numbers:
+        """Converts the blocks of each tier to blocks of the fastest. A tier contains the blocks of faster ones.
+
+        `remote`: blocks in the remote pool, for every worker.
+        """
         total = reached = tiers[0]
         for credit, blocks in zip(self._credits, tiers[1:], strict=True):
             deeper = np.maximum(reached, blocks)
             total = total + credit * (deeper - reached)
             reached = deeper
-        return total
+        return total + self._remote_credit * np.maximum(remote - reached, 0.0)
 
     def _model_index(self, model: str, block_tokens: int) -> ModelIndex:
         indexes = self._indexes.setdefault(model, {})
