@@ -270,7 +270,7 @@ time. Each row has {rounds} rounds of {requests} requests, and every answer was 
 {table}
 
 "Start" is the time from the first process to the moment in which the router lists every worker. Its CPU is that of all
-processes. Both CPUs had much other load, so that CPU says more than the time. "Against" compares the
+processes. Services and load share two CPUs, so that CPU says more than the time. "Against" compares the
 router's CPU a request with that of the smallest deployment, which stays up and takes turns with the others.
 "Membership" counts all bytes to and from the registry without requests.
 """

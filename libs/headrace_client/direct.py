@@ -56,9 +56,10 @@ class DirectAttempt:
         prefill: asyncio.Task[inference_pb2.PrefillResponse] | None = None
         try:
             reserved = (await self._read(call)).reserved
+            remote = self._direct.remote_prefill and reserved.start_token < reserved.end_token
             if steps is not None:
-                steps.reserved(sent_ns)
-            if self._direct.remote_prefill and reserved.start_token < reserved.end_token:
+                steps.reserved(sent_ns, remote=remote)
+            if remote:
                 prefill = asyncio.create_task(self._prefill(reserved.start_token))
             event = await _first_of(asyncio.create_task(self._read(call)), prefill)
             while (kind := event.WhichOneof("event")) == "tokens":

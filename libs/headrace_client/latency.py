@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import latency_pb2
 from headrace_common.latency.breakdown import break_down, breakdown_to_proto
+from headrace_common.latency.calls import Call, with_task
 from headrace_common.latency.parts import Part, Sum, sum_from_proto, sum_to_proto
-from headrace_common.latency.steps import (
-    AttemptSteps,
-    PrefillSteps,
-    RequestSteps,
-    decode_steps,
-)
+from headrace_common.latency.steps import AttemptSteps, RequestSteps, decode_steps
 
 # A client without an earlier attempt asks the router sooner.
 _EARLIER_US: Final = 5_000
@@ -38,32 +34,6 @@ def complete_latency(
     latency.first_token.CopyFrom(sum_to_proto(Sum(known.total_us + missing_us, parts)))
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """When an RPC was sent and answered, in nanoseconds of the monotonic clock."""
-
-    sent_ns: int
-    answered_ns: int
-
-    @property
-    def sent_us(self) -> int:
-        """As `sent_ns`."""
-        return self.sent_ns // 1_000
-
-    @property
-    def answered_us(self) -> int:
-        """As `answered_ns`."""
-        return self.answered_ns // 1_000
-
-    def delay_us(self, server_us: int) -> int:
-        """Half of the time that was not the server's: the bound on the error of `receipt_us`."""
-        return max(0, self.answered_us - self.sent_us - server_us) // 2
-
-    def receipt_us(self, server_us: int) -> int:
-        """When the server received it, if both messages took as long and the server took `server_us`."""
-        return self.sent_us + self.delay_us(server_us)
-
-
 class DirectSteps:
     """A direct attempt as its client records it: the RPCs, and what their servers reported."""
 
@@ -73,13 +43,15 @@ class DirectSteps:
         self._route = route
         self._route_steps = route_steps
         self._generate: Call | None = None
+        self._remote = False
         self._prefill: Call | None = None
         self._task = latency_pb2.TaskSteps()
         self._times: decode_pb2.AttemptTimes | None = None
 
-    def reserved(self, sent_ns: int) -> None:
-        """The decode worker has answered the request that was sent at `sent_ns`."""
+    def reserved(self, sent_ns: int, *, remote: bool) -> None:
+        """The decode worker has answered the request that was sent at `sent_ns`. `remote`: it waits for KV."""
         self._generate = Call(sent_ns, time.monotonic_ns())
+        self._remote = remote
 
     def prefilled(self, sent_ns: int, steps: latency_pb2.TaskSteps) -> None:
         """The router has answered the Prefill call that was sent at `sent_ns`."""
@@ -115,7 +87,7 @@ class DirectSteps:
         return breakdown_to_proto(break_down(request, first_us))
 
     def _attempt(self, route_start_us: int) -> AttemptSteps:
-        attempt = AttemptSteps(route_start_us)
+        attempt = AttemptSteps(route_start_us, remote=self._remote)
         generate, prefill, times, task = self._generate, self._prefill, self._times, self._task
         if generate is not None:
             attempt = replace(attempt, start=generate.sent_us, reserved=generate.answered_us)
@@ -128,29 +100,4 @@ class DirectSteps:
                 )
         if prefill is None:
             return attempt
-        return replace(
-            _with_task(attempt, prefill.receipt_us(task.sent_us), task),
-            remote=True,
-            error_us=attempt.error_us + prefill.delay_us(task.sent_us) + task.clock_error_us,
-        )
-
-
-def _with_task(
-    attempt: AttemptSteps, received_us: int, task: latency_pb2.TaskSteps
-) -> AttemptSteps:
-    def at(after_us: int) -> int | None:
-        return received_us + after_us if after_us else None
-
-    prefill = PrefillSteps(
-        received_us + task.received_us,
-        compute_start=at(task.compute_start_us),
-        compute_end=at(task.compute_end_us),
-        first_write=at(task.first_write_us),
-        last_write=at(task.last_write_us),
-    )
-    return replace(
-        attempt,
-        queued=at(task.queued_us),
-        pulled=at(task.pulled_us),
-        prefill=prefill if task.received_us else None,
-    )
+        return with_task(attempt, prefill, task)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from headrace.inference.v1 import inference_pb2, latency_pb2
-from headrace_client.latency import Call, DirectSteps, complete_latency
+from headrace_client.latency import DirectSteps, complete_latency
+from headrace_common.latency.calls import Call
 
 
 class Progress:
@@ -24,6 +25,8 @@ class Progress:
         self._call_s = 0.0
         self.direct: DirectSteps | None = None
         """The steps of a direct attempt that makes the first token, if the client wants them."""
+        self._direct_latency: latency_pb2.LatencyBreakdown | None = None
+        """The sum of a direct attempt that made the first token and failed then."""
 
     @property
     def has_tokens(self) -> bool:
@@ -41,10 +44,16 @@ class Progress:
         return request
 
     def record(self, response: inference_pb2.GenerateResponse) -> None:
-        """Records the tokens of a response, and adds what the router has not seen to its latency."""
+        """Records the tokens of a response. Adds what the router has not seen to its latency.
+
+        An answer that a decode worker began directly has the latency of that attempt.
+        """
         if response.token_ids:
             self.first_s = self.first_s or time.monotonic()
             self.generated += response.token_ids
+        if self._direct_latency is not None and response.finish_reason:
+            response.timing.latency.CopyFrom(self._direct_latency)
+            return
         # The first token of an answer that another call began is not this call's.
         if response.timing.HasField("latency") and 0 < self._call_s <= self.first_s:
             complete_latency(
@@ -70,4 +79,6 @@ class Progress:
 
     def record_failure(self, worker_id: str) -> None:
         """Records that a decode worker failed during a direct attempt."""
+        if self.direct is not None and self.has_tokens and self._direct_latency is None:
+            self._direct_latency = self.direct.latency(round(1e6 * self.first_s))
         self.failed_worker_ids.append(worker_id)

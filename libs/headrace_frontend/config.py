@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from headrace_common.client_config import ClientFacingConfig
-from headrace_common.config import OptionalHostPort, PositiveCount, split_list
+from headrace_common.config import OptionalHostPort, PositiveCount, PositiveSeconds, split_list
 from headrace_frontend.salts import PrefixCacheScope
 from headrace_text.parsing.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
 
@@ -75,6 +75,15 @@ class FrontendConfig(ClientFacingConfig):
     )
     max_concurrent_requests: PositiveCount = Field(
         default=1_024, description="Requests in flight before new ones are rejected."
+    )
+    max_queued_tokens: PositiveCount = Field(
+        default=4_194_304,
+        description="Prompt tokens of requests without a first token, before more are rejected.",
+    )
+    admission_wait_s: PositiveSeconds = Field(
+        default=2.0,
+        description="Seconds that a request beyond its tenant's share waits for a slot of a decode worker. A request "
+        "within the share waits until its deadline.",
     )
 
     @property

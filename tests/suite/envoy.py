@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import TOKEN_KEY, Role
 from headrace_common.access.tokens import create_token
@@ -41,13 +42,16 @@ def find_envoy() -> str:
 
 @asynccontextmanager
 async def envoy_before(
-    folder: Path, workers: Collection[str], picker: str
+    folder: Path, workers: Collection[str], picker: str, certificate: TlsFiles | None = None
 ) -> AsyncIterator[tuple[str, ...]]:
-    """Runs Envoy before workers at these addresses. Yields its address for each of MODES."""
+    """Runs Envoy before workers at these addresses. Yields its address for each of MODES.
+
+    With a `certificate` it calls the picker over TLS and presents it, instead of a token.
+    """
     ports = tuple(free_port() for _ in MODES)
-    config = folder / "envoy.json"
-    config.write_text(json.dumps(configuration(ports, workers, picker)))
-    log = folder / "envoy.log"
+    config = folder / f"envoy-{ports[0]}.json"
+    config.write_text(json.dumps(configuration(ports, workers, picker, certificate)))
+    log = config.with_suffix(".log")
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *(find_envoy(), "-c", str(config), "--concurrency", "1", "-l", "warning"),
@@ -74,15 +78,20 @@ async def _accepts(port: int) -> bool:
     return True
 
 
-def configuration(ports: Collection[int], workers: Collection[str], picker: str) -> dict[str, Any]:
+def configuration(
+    ports: Collection[int],
+    workers: Collection[str],
+    picker: str,
+    certificate: TlsFiles | None = None,
+) -> dict[str, Any]:
     """Envoy's configuration, as docs/gateways.md explains it."""
-    token = create_token(load_local_key(), Role.GATEWAY, "", 600)
+    token = "" if certificate else create_token(load_local_key(), Role.GATEWAY, "", 600)
     return {
         "static_resources": {
             "listeners": [
                 _listener(port, mode, token) for port, mode in zip(ports, MODES, strict=True)
             ],
-            "clusters": [_workers(workers), _picker(picker)],
+            "clusters": [_workers(workers), _picker(picker, certificate)],
         }
     }
 
@@ -93,7 +102,7 @@ def _listener(port: int, mode: str, token: str) -> dict[str, Any]:
         "@type": f"{_TYPES}.filters.http.ext_proc.v3.ExternalProcessor",
         "grpc_service": {
             "envoy_grpc": {"cluster_name": "picker"},
-            "initial_metadata": [{"key": TOKEN_KEY, "value": token}],
+            "initial_metadata": [{"key": TOKEN_KEY, "value": token}] if token else [],
         },
         "message_timeout": "5s",
         "processing_mode": {
@@ -162,7 +171,7 @@ def _workers(workers: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _picker(endpoint: str) -> dict[str, Any]:
+def _picker(endpoint: str, certificate: TlsFiles | None) -> dict[str, Any]:
     http2 = {
         "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
@@ -171,6 +180,30 @@ def _picker(endpoint: str) -> dict[str, Any]:
     return {
         **_cluster("picker", [endpoint]),
         "typed_extension_protocol_options": options,
+        **({"transport_socket": _mutual_tls(certificate)} if certificate else {}),
+    }
+
+
+def _mutual_tls(files: TlsFiles) -> dict[str, Any]:
+    address = {"san_type": "IP_ADDRESS", "matcher": {"exact": "127.0.0.1"}}
+    context = {
+        "tls_certificates": [
+            {
+                "certificate_chain": {"filename": files.tls_certificate_file},
+                "private_key": {"filename": files.tls_key_file},
+            }
+        ],
+        "validation_context": {
+            "trusted_ca": {"filename": files.tls_authority_file},
+            "match_typed_subject_alt_names": [address],
+        },
+    }
+    return {
+        "name": "tls",
+        "typed_config": {
+            "@type": f"{_TYPES}.transport_sockets.tls.v3.UpstreamTlsContext",
+            "common_tls_context": context,
+        },
     }
 
 

@@ -1,22 +1,25 @@
-"""The wheel in environments of its own: the services in one, the client alone in another.
+"""The wheel in environments of its own: all services, the client alone, and a decode worker with HTTP of its own.
 
     python -m tests.suite.installed [--versions constraints|lowest|newest] [PYTHON...]
 
-installs both with each PYTHON from pip's index, and asks one question. The output names the interpreters that are
-missing.
+installs them with each PYTHON from pip's index, and asks one question of each deployment. The output names the
+interpreters that are missing.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
+import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -29,6 +32,8 @@ CONSTRAINTS = ROOT / "requirements" / "constraints.txt"
 PYTHONS = ("python3.11", "python3.12", "python3.13")
 CLIENT = ("client",)
 SERVICES = ("router", "sim")
+WORKER = ("registry", "http", "sim")
+"""For a decode worker with HTTP of its own, without a router."""
 INSTALL_TIMEOUT_S = 150.0
 CALL_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 45.0
@@ -116,6 +121,43 @@ def deployed(services: Path, logs: Path) -> Iterator[str]:
             process.kill()
 
 
+def ask_worker(environment: Path, logs: Path) -> str:
+    """Asks a decode worker over its own HTTP. Returns the finish reason. Raises when it does not answer in time."""
+    logs.mkdir()
+    registry, door = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    with ExitStack() as stack:
+
+        def start(service: str, *flags: str) -> None:
+            log = stack.enter_context((logs / service).open("wb"))
+            command: list[str | Path] = [environment / "bin" / f"headrace-{service}", *flags]
+            process = stack.enter_context(
+                subprocess.Popen(command, stdout=log, stderr=log, env=_environment())
+            )
+            stack.callback(process.kill)
+
+        start("registry", f"--internal-listen={registry}")
+        start(
+            *("decode", f"--registry={registry}", "--engine=sim", "--worker-id=decode-0"),
+            *(f"--http-listen={door}", "--internal-listen=127.0.0.1:0"),
+        )
+        body = json.dumps({"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 5})
+        asked = urllib.request.Request(
+            f"http://{door}/v1/chat/completions",
+            body.encode(),
+            {"content-type": "application/json"},
+        )
+        ends_s = time.monotonic() + CALL_TIMEOUT_S
+        while True:
+            try:
+                with urllib.request.urlopen(asked, timeout=CALL_TIMEOUT_S) as response:
+                    return str(json.load(response)["choices"][0]["finish_reason"])
+            except OSError as error:
+                if time.monotonic() > ends_s:
+                    log = (logs / "decode").read_text()
+                    raise TimeoutError(f"{door} does not answer ({error}):\n{log}") from error
+                time.sleep(0.2)
+
+
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
@@ -126,7 +168,7 @@ def _version_options(versions: str, folder: Path) -> list[str | Path]:
     if versions == "constraints":
         return ["--constraint", CONSTRAINTS]
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    names = [f"headrace[{extra}]" for extra in (*CLIENT, *SERVICES)]
+    names = [f"headrace[{extra}]" for extra in (*CLIENT, *SERVICES, *WORKER)]
     lowest = folder / "lowest.txt"
     with lowest.open("w", encoding="utf-8") as file:
         for root in map(Requirement, roots_of(pyproject, names)):
@@ -163,6 +205,10 @@ def main() -> int:
                 done = chat(client, address)
             print(f"{python}, {options.versions}: {done.stdout.strip() or done.stderr.strip()}")
             failed = failed or done.returncode != 0
+            worker = install(folder / "worker", wheel, WORKER, chosen, found)
+            reason = ask_worker(worker, folder / "worker-logs")
+            print(f"{python}, {options.versions}, a worker's HTTP: {reason}")
+            failed = failed or reason != "length"
     return 1 if failed else 0
 
 

@@ -76,6 +76,7 @@ async def test_a_decode_worker_answers_as_the_router_does_and_others_prefill(
                     max_tokens=8,
                     temperature=0,
                     extra_headers={"x-request-id": f"own-{number}"},
+                    extra_body={"include_latency": True},
                 )
                 for number, client in enumerate((one, other))
             ]
@@ -83,9 +84,31 @@ async def test_a_decode_worker_answers_as_the_router_does_and_others_prefill(
             assert [answer.choices[0].message.content for answer in answers] == [expected] * 2
             for number in range(2):
                 assert await prefilled_on(it, f"own-{number}") == "prefill-0"
+                await check_latency(it, f"own-{number}", answers[number])
             await several_and_streamed(one)
         for name in ("decode-0", "decode-1"):
             await it.wait_empty(name)
+
+
+async def check_latency(it: Suite, request_id: str, answer: Any) -> None:
+    """The answer has the parts of its latency, and the root of its trace has them too."""
+    latency = answer.choices[0].model_extra["latency"]
+    parts = latency["first_token"]["parts_us"]
+    assert sum(parts.values()) == latency["first_token"]["total_us"] > 0
+    assert {"tokenize", "reserve", "prefill", "network"} <= parts.keys()
+    assert latency["transfer_owner"] == "first_token"
+    roots: list[dict[str, str]] = []
+
+    async def rooted() -> bool:
+        spans = (await it.trace(request_id)).spans
+        roots[:] = [dict(span.attributes) for span in spans if span.name == schema.SPAN_REQUEST]
+        return bool(roots)
+
+    await until(rooted, 10.0, f"the root span of {request_id}", 0.05)
+    # The root is made after the answer, when the first message has a time for certain.
+    total_us = int(roots[0][schema.ATTRIBUTE_LATENCY_TOTAL_US])
+    assert total_us >= latency["first_token"]["total_us"]
+    assert roots[0][schema.ATTRIBUTE_TRANSFER_OWNER] == "first_token"
 
 
 async def several_and_streamed(client: openai.AsyncOpenAI) -> None:
@@ -137,6 +160,44 @@ async def test_a_closed_connection_frees_the_blocks(tmp_path: Path) -> None:
             await stream.close()
         async with asyncio.timeout(WAIT_S):
             await it.wait_empty("decode-0")
+
+
+SLOTS = 2
+GREEDY_CHATS = 8
+KEYS = {"greedy": "the-key-of-the-greedy", "late": "the-key-of-the-late"}
+
+
+async def test_tenants_share_the_slots_of_a_worker_and_wait_for_them(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("".join(f"{key} {tenant}\n" for tenant, key in KEYS.items()))
+    settings = (
+        DOOR,
+        ("decode", "api_keys_file", str(keys)),
+        ("decode", "admission_wait_s", "60"),
+        ("decode", "max_num_seqs", str(SLOTS)),
+        ("decode", "model", "sim:decode_step_s=0.01"),
+    )
+    async with suite(tmp_path, prefill_count=1, decode_count=1, settings=settings) as it:
+        async with door((await http_endpoints(it))["decode-0"]) as client:
+
+            async def ask(tenant: str, tokens: int) -> str | None:
+                chat = await client.chat.completions.create(
+                    model="sim",
+                    messages=messages(tenant),
+                    max_tokens=tokens,
+                    temperature=0,
+                    extra_body={"ignore_eos": True},
+                    extra_headers={"authorization": f"Bearer {KEYS[tenant]}"},
+                )
+                return chat.choices[0].message.content
+
+            chats = [asyncio.create_task(ask("greedy", 80)) for _ in range(GREEDY_CHATS)]
+            await until(lambda: any(chat.done() for chat in chats), WAIT_S)
+            assert await ask("late", 5)
+            # In the order of arrival, at most one of them would be left.
+            assert sum(chat.done() for chat in chats) <= GREEDY_CHATS - 2
+            assert len({await chat for chat in chats}) == 1
+        await it.wait_empty("decode-0")
 
 
 CHATS = 100

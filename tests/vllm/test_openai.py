@@ -62,12 +62,16 @@ async def use(folder: Path) -> list[tuple[str, str, str]]:
         *((role, name, value) for role in ("prefill", "decode") for name, value in WORKER),
     )
     async with (
-        suite(folder, engine="vllm", model=f"models/{MODEL}", settings=settings) as it,
+        suite(
+            folder, decode_count=2, engine="vllm", model=f"models/{MODEL}", settings=settings
+        ) as it,
         openai.AsyncOpenAI(base_url=f"http://{listen}/v1", api_key="none", timeout=60) as client,
     ):
         texts = [await texts_of(it, client, prompt) for prompt in PROMPTS]
         await check_forms(client)
         await check_tokens(client)
+        await check_choices(client)
+        await check_usage_and_cancel(it, client)
     return texts
 
 
@@ -122,3 +126,51 @@ async def check_tokens(client: openai.AsyncOpenAI) -> None:
     url = str(client.base_url).replace("/v1/", "/tokenize")
     tokens = await client.post(url, cast_to=object, body=body)
     assert tokens == {"count": 1, "max_model_len": 512, "tokens": [28]}
+
+
+async def check_choices(client: openai.AsyncOpenAI) -> None:
+    """Three choices, each with the log probabilities of its own tokens."""
+    answer = await client.chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": PROMPTS[1]}],
+        max_completion_tokens=8,
+        n=3,
+        seed=7,
+        temperature=1.5,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in answer.choices}) > 1
+    for choice in answer.choices:
+        assert choice.logprobs is not None
+        for token in choice.logprobs.content or ():
+            assert token.logprob <= 0
+            assert len(token.top_logprobs) == 2
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == sum(
+        len(choice.logprobs.content or ()) for choice in answer.choices if choice.logprobs
+    )
+
+
+async def check_usage_and_cancel(it: Suite, client: openai.AsyncOpenAI) -> None:
+    """A streamed answer ends with its usage. The blocks of one that its client leaves become free."""
+    fields: Any = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": PROMPTS[2]}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "extra_body": {"ignore_eos": True},
+    }
+    chunks = [
+        chunk
+        async for chunk in await client.chat.completions.create(**fields, max_completion_tokens=6)
+    ]
+    assert not chunks[-1].choices
+    assert chunks[-1].usage.completion_tokens == 6
+    stream = await client.chat.completions.create(**fields, max_completion_tokens=400)
+    async for _ in stream:
+        break
+    await stream.close()
+    for name in ("decode-0", "decode-1"):
+        await it.wait_empty(name)

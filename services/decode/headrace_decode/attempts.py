@@ -67,6 +67,7 @@ class Attempts:
         self._awaiting: dict[str, Attempt] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._load = LoopLoad()
+        self._on_room: Callable[[], None] = lambda: None
         self._draining = False
         self._notice = Deadline.after(0.0)
         self._idle = asyncio.Event()
@@ -76,6 +77,10 @@ class Attempts:
     def draining(self) -> bool:
         """Whether new attempts are refused, or will be soon."""
         return self._draining
+
+    def notify_room(self, on_room: Callable[[], None]) -> None:
+        """From now on calls `on_room` whenever an attempt has given back its slot and blocks."""
+        self._on_room = on_room
 
     async def start(
         self, request: decode_pb2.GenerateRequest, deadline: Deadline
@@ -231,6 +236,7 @@ class Attempts:
     def _attempt_closed(self, transfer_id: str) -> None:
         self._live.pop(transfer_id, None)
         self._admission.release(transfer_id)
+        self._on_room()
         if self._admission.request_count == 0:
             self._idle.set()
 

@@ -14,6 +14,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
+from headrace_common.extras import require_extra
 from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config
 from headrace_common.tickets.keys import TicketKeys
@@ -48,12 +49,16 @@ def main() -> None:
     """Runs until SIGTERM."""
     run_service(
         PROG,
-        lambda: run_workers(
-            "decode",
-            load_config(DecodeConfig, None, prog=PROG, env_prefix="HEADRACE_DECODE_"),
-            DecodeServer,
-        ),
+        lambda: run_workers("decode", _load_config(), DecodeServer),
     )
+
+
+def _load_config() -> DecodeConfig:
+    """Raises ConfigError, also when a package for HTTP is not installed: before the engine loads a model."""
+    config = load_config(DecodeConfig, None, prog=PROG, env_prefix="HEADRACE_DECODE_")
+    if config.http_listen:
+        require_extra("http_listen of a decode worker", "http")
+    return config
 
 
 class DecodeServer(RoleServer):
@@ -97,25 +102,28 @@ class DecodeServer(RoleServer):
             quarantine_s=config.quarantine_s,
             features=tuple(filter(None, (engine.broadcast, checks))),
         )
+        capacity = _capacity(config, engine)
         self._service = DecodeService(
             ref=ref,
             engine=engine,
             receiver=receiver,
-            admission=Admission(_capacity(config, engine), on_admitted=signal.notify),
+            admission=Admission(capacity, on_admitted=signal.notify),
             telemetry=host.telemetry.for_worker(ref.worker_id),
             request_timeout_s=config.request_timeout_s,
             ticket_keys=keys,
             on_ticket_refused=count_refusal,
         )
-        self._door = self._new_door(host, hosted)
+        self._door = self._new_door(host, hosted, capacity)
 
-    def _new_door(self, host: WorkerHost, hosted: HostedWorker[DecodeConfig]) -> HttpDoor | None:
+    def _new_door(
+        self, host: WorkerHost, hosted: HostedWorker[DecodeConfig], capacity: Capacity
+    ) -> HttpDoor | None:
         if not hosted.config.http_listen:
             return None
         # The packages for HTTP belong to an extra of their own.
         from headrace_decode.http.door import HttpDoor
 
-        door = HttpDoor(host, hosted, self._service.attempts)
+        door = HttpDoor(host, hosted, self._service.attempts, capacity)
         self.on_routers = door.prefills.update
         return door
 

@@ -32,6 +32,11 @@ class RequestTimestamps:
     end_unix_ns: int = 0
     _start_ns: int = field(default_factory=time.monotonic_ns)
 
+    @property
+    def start_monotonic_ns(self) -> int:
+        """The start by the monotonic clock."""
+        return self._start_ns
+
     def blocks_reserved(self) -> None:
         """The engine holds the request's blocks."""
         self.reserved_unix_ns = self._now_ns()

@@ -23,6 +23,7 @@ from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets.direct import TicketSigner
 from headrace_common.tickets.handoff import sign_handoff
 from headrace_common.tickets.keys import SigningKey
+from headrace_frontend.admission.admission import Admission, AdmissionLimits
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import OpenAiApp
 from headrace_frontend.openai.metrics_page import MetricsPage
@@ -32,7 +33,6 @@ from headrace_frontend.request.size import RequestSizeCheck, needed_request_byte
 from headrace_frontend.salts import CacheSalts
 from headrace_frontend.tenants import Tenants, load_tenants, tenant_or_none
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.admission.admission import Admission, AdmissionLimits
 from headrace_router.client_gate import ClientGate
 from headrace_router.config import RouterConfig
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
@@ -288,8 +288,8 @@ def assemble(
         queue_service=QueueService(
             queue,
             OwnPrompts(
-                *(prompts, queue, policy, codecs, traces.start_trace),
-                config.default_deadline_s,
+                *(prompts, queue, policy, codecs, traces.start_trace, clocks),
+                default_deadline_s=config.default_deadline_s,
             ),
             runner.reject_when_draining,
         ),

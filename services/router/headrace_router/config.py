@@ -74,15 +74,6 @@ class RouterConfig(FrontendConfig):
         "",
         description="Name that stays the same after a restart. Empty: derived from the address.",
     )
-    max_queued_tokens: PositiveCount = Field(
-        4_194_304,
-        description="Prompt tokens of requests without a first token, before more are rejected.",
-    )
-    admission_wait_s: PositiveSeconds = Field(
-        2.0,
-        description="Seconds that a request beyond its tenant's share waits for a slot of a decode worker. A request "
-        "within the share waits until its deadline.",
-    )
     max_queued_tasks: PositiveCount = Field(
         1_024, description="Prompts that may wait for a prefill worker before more are rejected."
     )

@@ -18,8 +18,8 @@ from headrace_common.latency.breakdown import Breakdown, Owner
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import BucketCounts, Gauge
 from headrace_common.telemetry.metrics.process import Metrics
+from headrace_frontend.admission.admission import Admission
 from headrace_frontend.request.response_stream import ResponseStream
-from headrace_router.admission.admission import Admission
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.workers.directory import WorkerDirectory

@@ -15,6 +15,7 @@ from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining
 from headrace_common.process.pacing import LoopLoad
+from headrace_frontend.admission.admission import Admission, AdmissionPermit
 from headrace_frontend.answers import (
     Answer,
     ResponseWriter,
@@ -25,7 +26,6 @@ from headrace_frontend.answers import (
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.response_stream import ResponseStream, TextOutlet
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_router.admission.admission import Admission, AdmissionPermit
 from headrace_router.dispatch.completion import finish_reason_name
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.dispatch.request import RoutedRequest

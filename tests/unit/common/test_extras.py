@@ -62,6 +62,17 @@ def test_a_program_names_the_extra_that_it_lacks(
     assert hidden in done.stderr
 
 
+@pytest.mark.parametrize("hidden", ["uvicorn", "tokenizers"])
+def test_a_decode_worker_with_http_names_the_extra_that_it_lacks(hidden: str) -> None:
+    flags = ("--engine=vllm", "--model=/nowhere", "--worker-id=d", "--http-listen=127.0.0.1:0")
+    done = _run(hidden, "headrace_decode", *flags)
+
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "http_listen of a decode worker needs the extra http" in done.stderr
+    assert install_command("http") in done.stderr
+
+
 def test_a_complete_extra_passes_and_no_module_is_imported() -> None:
     for extra in MODULES.keys() - {"vllm-cuda"}:
         require_extra("a test", extra)

@@ -133,7 +133,8 @@ class Admission:
         if expected_s > remaining_s:
             raise self._full(
                 f"other requests need the room, and of about {expected_s:.2f} s that the answer "
-                f"takes only {remaining_s:.2f} s are left; retry with a later deadline"
+                f"takes only {remaining_s:.2f} s are left; retry with a later deadline",
+                DecodeFull.TIME,
             )
 
     def _needed_blocks(self, prompt_tokens: int, max_tokens: int) -> int:

@@ -11,14 +11,16 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
-from headrace_common.extras import require_extra
 from headrace_common.rpc.channel import open_channel
+from headrace_decode.admission.admission import Capacity
 from headrace_decode.attempts import Attempts
 from headrace_decode.config import DecodeConfig
+from headrace_decode.http.admission import OwnAdmission
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.runner import OwnRequestRunner, OwnWorker
 from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
+from headrace_frontend.admission.admission import AdmissionLimits
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import OpenAiApp
 from headrace_frontend.openai.metrics_page import MetricsPage
@@ -62,15 +64,18 @@ class HttpDoor:
     """Serves `http_listen`. The clients of a gateway reach this worker there."""
 
     def __init__(
-        self, host: WorkerHost, hosted: HostedWorker[DecodeConfig], attempts: Attempts
+        self,
+        host: WorkerHost,
+        hosted: HostedWorker[DecodeConfig],
+        attempts: Attempts,
+        capacity: Capacity,
     ) -> None:
-        """Raises ConfigError when a package for HTTP is not installed."""
-        require_extra("http_listen of a decode worker", "http")
         self._config = config = hosted.config
         self._host = host
         self._model = _OwnModel(
             *(served_model(config, hosted.engine), hosted.engine.max_model_len, host)
         )
+        self._capacity = capacity
         self._hash_key = 0
         self._callers = CallerBounds(CallerLimits.from_config(config), host.metrics.count_refused)
         self.prefills = RouterPrefills(hosted.ref, lambda endpoint: open_channel(endpoint, config))
@@ -105,8 +110,7 @@ class HttpDoor:
             codecs, model, telemetry, config.max_bytes_per_token, salts.salt_of
         )
         self._runner = OwnRequestRunner(
-            *(self._worker, self._preparer, self._callers, telemetry),
-            requests_max=config.max_concurrent_requests,
+            *(self._worker, self._build_admission(), self._preparer, self._callers, telemetry)
         )
         parts = OpenAiParts(
             codecs=codecs,
@@ -126,6 +130,17 @@ class HttpDoor:
             *(parts, metrics),
             deadline_s=config.request_timeout_s,
             body_bytes_max=config.max_request_bytes,
+        )
+
+    def _build_admission(self) -> OwnAdmission:
+        config, members = self._config, self._host.members
+        limits = AdmissionLimits(
+            max_num_seqs=config.max_concurrent_requests,
+            max_queued_tokens=config.max_queued_tokens,
+            wait_s=config.admission_wait_s,
+        )
+        return OwnAdmission(
+            *(limits, self._capacity, self._model.name), lambda: members.policy.tenant_weights
         )
 
     def start_drain(self) -> None:

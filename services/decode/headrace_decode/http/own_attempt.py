@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,9 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import ProtocolViolation
 from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.trace_context import traceparent
-from headrace_decode.attempts import Attempts
 from headrace_decode.http.prefill import RouterPrefills
+from headrace_decode.http.room import RoomQueue
+from headrace_decode.http.timeline import OwnAttemptTimeline, OwnTimeline
 from headrace_decode.running import RunningAttempt
 from headrace_frontend.request.decode_request import decode_request
 from headrace_frontend.request.response_stream import ResponseStream
@@ -28,13 +30,20 @@ from headrace_frontend.request.validation import PreparedRequest
 
 @dataclass(frozen=True, slots=True)
 class OwnRequest:
-    """A request of this worker's own client. `root` is the root span of its trace."""
+    """A request of this worker's own client. `root` is the root span of its trace.
+
+    `room_wait_s` is how long an attempt may wait for room beside other requests. `times_wanted`: whether the steps of
+    the prefill are of use.
+    """
 
     prepared: PreparedRequest
     response: ResponseStream
     root: Span
     deadline: Deadline
     arrival_unix_ns: int
+    timeline: OwnTimeline
+    room_wait_s: Callable[[], float]
+    times_wanted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +65,11 @@ class OwnAttempt:
         incarnation: str,
         *,
         remote: bool,
-        attempts: Attempts,
+        room: RoomQueue,
         prefills: RouterPrefills,
     ) -> None:
         self._request = request
-        self._attempts = attempts
+        self._room = room
         self._prefills = prefills
         self._call = decode_request(
             *(request.prepared, new_transfer_id(), request.response.generated),
@@ -69,6 +78,7 @@ class OwnAttempt:
         )
         self._reserved: decode_pb2.Reserved | None = None
         self._prefill: asyncio.Task[prefill_pb2.EnqueueResponse] | None = None
+        self._timeline: OwnAttemptTimeline | None = None
 
     @property
     def reserved(self) -> bool:
@@ -79,9 +89,11 @@ class OwnAttempt:
         """Raises HeadraceError. Cancellation gives back the blocks and cancels the prefill."""
         token = otel_context.attach(trace.set_span_in_context(self._request.root))
         try:
-            running = self._attempts.start_own(self._call, self._request.deadline)
+            request = self._request
+            running = await self._room.start(self._call, request.deadline, request.room_wait_s())
         finally:
             otel_context.detach(token)
+        self._timeline = self._request.timeline.attempt_admitted(running.attempt.timestamps)
         ended = False
         try:
             outcome = await self._add_tokens(running)
@@ -112,9 +124,12 @@ class OwnAttempt:
         if reserved.start_token < reserved.end_token:
             self._prefill = asyncio.create_task(
                 self._prefills.prefill(
-                    self._call, reserved.start_token, parent, self._request.deadline
+                    *(self._call, reserved.start_token, parent, self._request.deadline),
+                    include_latency=self._request.times_wanted,
                 )
             )
+            if self._timeline is not None:
+                self._timeline.asked(self._prefill)
             # An error after the first token is of no interest: the engine has the KV cache.
             self._prefill.add_done_callback(_consume)
 

@@ -46,6 +46,8 @@ class RouterPrefills:
         start_token: int,
         traceparent: str,
         deadline: Deadline,
+        *,
+        include_latency: bool = False,
     ) -> prefill_pb2.EnqueueResponse:
         """Queues the prompt of a request with reserved blocks. Returns once its KV cache was handed over.
 
@@ -65,6 +67,7 @@ class RouterPrefills:
             start_token=start_token,
             traceparent=traceparent,
             cache_salt=request.cache_salt,
+            include_latency=include_latency,
         )
         try:
             return await stub.Enqueue(message, timeout=deadline.remaining_s())

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from opentelemetry import trace
 from opentelemetry.trace import Span
@@ -23,16 +24,20 @@ from headrace_common.errors import (
     Draining,
     HeadraceError,
     InvalidRequest,
-    QueueFull,
 )
+from headrace_common.latency.breakdown import breakdown_to_proto
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.registry.view import RegistryView
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.attempts import Attempts
+from headrace_decode.http.admission import OwnAdmission
 from headrace_decode.http.own_attempt import OwnAttempt, OwnOutcome, OwnRequest
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.request_span import request_span, trace_id_of
+from headrace_decode.http.room import RoomQueue
+from headrace_decode.http.timeline import OwnTimeline
+from headrace_frontend.admission.admission import AdmissionPermit
 from headrace_frontend.answers import (
     Answer,
     ResponseWriter,
@@ -47,6 +52,8 @@ from headrace_kv.layout.layout import WorkerRef
 
 _LOG = logging.getLogger(__name__)
 
+# How long the last message of a response with the latency's parts waits for the report of the prefill.
+_REPORT_WAIT_S: Final = 0.1
 _FINAL_ERRORS = (Cancelled, DeadlineExceeded, InvalidRequest)
 
 
@@ -57,6 +64,8 @@ class _Terms:
     tenant: str
     deadline: Deadline
     arrival_unix_ns: int
+    arrival_ns: int
+    """By the monotonic clock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +80,7 @@ class OwnWorker:
 
 
 class OwnRequestRunner:
-    """Prepares requests and runs them on this worker.
+    """Admits and prepares requests, and runs them on this worker.
 
     A prompt goes to a prefill worker through a router. If that fails before the first token, this worker prefills it.
     """
@@ -79,18 +88,17 @@ class OwnRequestRunner:
     def __init__(
         self,
         worker: OwnWorker,
+        admission: OwnAdmission,
         preparer: RequestPreparer,
         callers: CallerBounds,
         telemetry: Telemetry,
-        *,
-        requests_max: int,
     ) -> None:
         self._worker = worker
+        self._admission = admission
         self._preparer = preparer
         self._callers = callers
         self._telemetry = telemetry
-        self._requests_max = requests_max
-        self._requests = 0
+        self._room = RoomQueue(worker.attempts)
         self._load = LoopLoad()
         self._draining = False
 
@@ -119,29 +127,54 @@ class OwnRequestRunner:
             return await self._preparer.prepare(request, request_id, root, deadline, tenant)
 
         answer = Answer(request_id, prepare, write, outlet=outlet)
-        terms = _Terms(tenant, deadline, time.time_ns())
+        terms = _Terms(tenant, deadline, time.time_ns(), time.monotonic_ns())
         await run_answers(request, answer, partial(self._answer, terms))
 
     @asynccontextmanager
     async def admitted(self, tenant: str, deadline: Deadline) -> AsyncIterator[None]:
-        """A place over the block, for work that is not a request, such as tokenizing. Raises QueueFull."""
+        """A place over the block, for work that is not a request, such as tokenizing. Raises as `admit` does."""
         self.reject_when_draining()
-        with self._place():
+        permit = await self._admission.admit(tenant, deadline)
+        with self._admission.holding(permit):
             yield
 
     async def _answer(self, terms: _Terms, answer: Answer) -> None:
+        permit = await self._admission.admit(terms.tenant, terms.deadline)
+        timeline = OwnTimeline(terms.arrival_ns)
+        arrival_unix_ns = terms.arrival_unix_ns
         with (
-            self._place(),
-            request_span(self._telemetry, answer.request_id, terms.arrival_unix_ns) as root,
+            self._admission.holding(permit),
+            request_span(self._telemetry, answer.request_id, arrival_unix_ns, timeline) as root,
         ):
             prepared = await answer.prepare(root, terms.tenant)
-            await self._callers.wait_turn()
-            response = ResponseStream(prepared, trace_id_of(root), self._load)
-            answer.on_response(response)
-            if answer.outlet is not None:
-                response.use_outlet(answer.outlet)
-            own = OwnRequest(prepared, response, root, terms.deadline, terms.arrival_unix_ns)
-            await write_response(response, partial(self._fill, own), answer.write)
+            timeline.tokenized(prepared.tokenized_ns)
+            async with self._admission.room(
+                *(permit, len(prepared.token_ids), prepared.sampling.max_tokens, terms.deadline)
+            ):
+                await self._run_admitted(answer, prepared, permit, root, terms, timeline)
+
+    async def _run_admitted(
+        self,
+        answer: Answer,
+        prepared: PreparedRequest,
+        permit: AdmissionPermit,
+        root: Span,
+        terms: _Terms,
+        timeline: OwnTimeline,
+    ) -> None:
+        await self._callers.wait_turn()
+        timeline.response = response = ResponseStream(prepared, trace_id_of(root), self._load)
+        answer.on_response(response)
+        if answer.outlet is not None:
+            response.use_outlet(answer.outlet)
+        own = OwnRequest(
+            *(prepared, response, root, terms.deadline, terms.arrival_unix_ns, timeline),
+            room_wait_s=lambda: permit.slot_wait_s,
+            times_wanted=root.is_recording() or prepared.includes_latency,
+        )
+        await write_response(
+            response, partial(self._fill, own), answer.write, on_message=permit.release_tokens
+        )
 
     async def _fill(self, request: OwnRequest) -> None:
         """Fills and finishes the response. Raises the last attempt's error."""
@@ -157,6 +190,8 @@ class OwnRequestRunner:
                 raise
             _LOG.warning("prefilling %s here: %s", request.prepared.request_id, error.detail)
             outcome, attempts = await self._new_attempt(request, remote=False).run(), 2
+        if request.prepared.includes_latency:
+            await request.timeline.wait_report(_REPORT_WAIT_S)
         self._finish(request, outcome, attempts)
 
     def _new_attempt(self, request: OwnRequest, *, remote: bool) -> OwnAttempt:
@@ -164,7 +199,7 @@ class OwnRequestRunner:
         return OwnAttempt(
             *(request, worker.ref.incarnation),
             remote=remote,
-            attempts=worker.attempts,
+            room=self._room,
             prefills=worker.prefills,
         )
 
@@ -185,6 +220,15 @@ class OwnRequestRunner:
         now_unix_ns = response.now_unix_ns()
         first_unix_ns = response.first_token_unix_ns or now_unix_ns
         last_unix_ns = response.last_token_unix_ns or now_unix_ns
+        timing = inference_pb2.Timing(
+            time_to_first_token=duration_from_ns(first_unix_ns - request.arrival_unix_ns),
+            total=duration_from_ns(last_unix_ns - request.arrival_unix_ns),
+            decode_worker_id=self._worker.ref.worker_id,
+            prefill_worker_id=outcome.prefill_worker_id,
+            attempts=attempts,
+        )
+        if request.prepared.includes_latency and response.started:
+            timing.latency.CopyFrom(breakdown_to_proto(request.timeline.break_down()))
         response.finish(
             outcome.reason,
             inference_pb2.Usage(
@@ -193,13 +237,7 @@ class OwnRequestRunner:
                 decode_cached_tokens=outcome.cached_tokens,
                 transferred_tokens=outcome.transferred_tokens,
             ),
-            inference_pb2.Timing(
-                time_to_first_token=duration_from_ns(first_unix_ns - request.arrival_unix_ns),
-                total=duration_from_ns(last_unix_ns - request.arrival_unix_ns),
-                decode_worker_id=self._worker.ref.worker_id,
-                prefill_worker_id=outcome.prefill_worker_id,
-                attempts=attempts,
-            ),
+            timing,
         )
         if response.started:
             parent = trace.set_span_in_context(root)
@@ -211,18 +249,3 @@ class OwnRequestRunner:
         root.set_attribute(
             schema.ATTRIBUTE_FINISH_REASON, [name.removeprefix("FINISH_REASON_").lower()]
         )
-
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        """Counts a request over the block. Raises QueueFull beyond the bound."""
-        if self._requests >= self._requests_max:
-            raise QueueFull(
-                f"{self._requests_max} requests are in flight on {self._worker.ref.worker_id}; send the request to "
-                "another worker, or again in a moment",
-                metadata={"queue": "requests", "maxsize": str(self._requests_max)},
-            )
-        self._requests += 1
-        try:
-            yield
-        finally:
-            self._requests -= 1

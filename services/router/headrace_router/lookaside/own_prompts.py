@@ -18,8 +18,11 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import salt_violations
 from headrace_router.dispatch.dispatcher import PolicySource
 from headrace_router.lookaside.prompts import DirectPrompts
+from headrace_router.lookaside.steps import task_steps
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.tracing.request_span import trace_id_of
+from headrace_router.tracing.timeline import AttemptTimeline
+from headrace_router.tracing.worker_clocks import WorkerClocks
 from headrace_router.workers.table import Worker
 from headrace_text.codec import TextCodec
 
@@ -36,6 +39,8 @@ class OwnPrompts:
         policy: PolicySource,
         codecs: Mapping[str, TextCodec],
         start_trace: Callable[[str, str, int], None],
+        clocks: WorkerClocks,
+        *,
         default_deadline_s: float,
     ) -> None:
         """`start_trace` gets the trace id, the request id and the arrival of each prompt."""
@@ -44,12 +49,14 @@ class OwnPrompts:
         self._policy = policy
         self._codecs = codecs
         self._start_trace = start_trace
+        self._clocks = clocks
         self._default_deadline_s = default_deadline_s
 
     async def hand_over(
         self, request: prefill_pb2.EnqueueRequest, remaining_s: float | None
     ) -> prefill_pb2.EnqueueResponse:
         """Queues a prompt, and returns once its KV cache was handed over. Raises as DirectPrompts does."""
+        arrival_ns = time.monotonic_ns()
         worker = self._prompts.worker(WorkerRef(request.worker_id, request.incarnation))
         codec = self._codecs.get(worker.model)
         violations = _violations(request, worker, codec.vocabulary_size if codec else 0)
@@ -72,7 +79,13 @@ class OwnPrompts:
             traceparent=request.traceparent,
             cache_salt=request.cache_salt,
         )
-        return await self._prompts.hand_over(task, tuple(request.token_ids), worker, deadline)
+        timeline = AttemptTimeline(self._clocks)
+        response = await self._prompts.hand_over(
+            task, tuple(request.token_ids), worker, deadline, timeline
+        )
+        if request.include_latency:
+            response.steps.CopyFrom(task_steps(timeline.collect(), arrival_ns))
+        return response
 
     def _reject_slow_queue(self, worker: Worker) -> None:
         policy = self._policy.policy

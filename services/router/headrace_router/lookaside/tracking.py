@@ -23,8 +23,8 @@ from headrace.inference.v1 import inference_pb2
 from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
+from headrace_frontend.admission.admission import AdmissionPermit
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.admission.admission import AdmissionPermit
 from headrace_router.tracing.batches import SpanBatch, attributes_as_text
 from headrace_router.workers.directory import WorkerDirectory
 

@@ -13,8 +13,8 @@ from google.protobuf.json_format import MessageToDict
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.version import version
+from headrace_frontend.admission.admission import Admission
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.admission.admission import Admission
 from headrace_router.dispatch.dispatcher import PolicySource
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.status.digests import RequestDigest, TraceDigests, sum_links

@@ -74,6 +74,7 @@ def test_contended_room_is_not_given_to_requests_that_would_end_too_late() -> No
     with pytest.raises(DecodeFull, match=r"about 1\.20 s .* only 1\.00 s are left") as late:
         admit(admission, "e", remaining_s=1.0)
     assert late.value.retry_after_s is not None
+    assert (refused.value.time_missing, late.value.time_missing) == (False, True)
     assert admission.request_count == 2
     admit(admission, "f", answer=7, remaining_s=1.0)
     admission.release("b")

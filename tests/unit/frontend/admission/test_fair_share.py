@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_router.admission.fair_share import CapacityRequest, FairPool, Grant
+from headrace_frontend.admission.fair_share import CapacityRequest, FairPool, Grant
 
 
 class Clients:

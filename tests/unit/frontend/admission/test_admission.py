@@ -9,7 +9,7 @@ import pytest
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, InvalidRequest, QueueFull
-from headrace_router.admission.admission import Admission, AdmissionLimits, AdmissionPermit
+from headrace_frontend.admission.admission import Admission, AdmissionLimits, AdmissionPermit
 from tests.waiting import until
 
 # Created at import, so it must outlast the whole run.

@@ -1,31 +1,22 @@
 """Admission control: bounds on requests, on queued prompt tokens and on slots of decode workers, fair among tenants.
 
-A request occupies a place of the router first. Beyond a tenant's share of the places it is rejected before any work is
+A request occupies a place of the process first. Beyond a tenant's share of the places it is rejected before any work is
 done for it. Then its prompt counts as queued, and at last it gets a slot of its model's decode workers. For a slot,
-requests wait here and not at the workers, because the workers serve in the order of arrival. The error of a rejection
+requests wait here and not at the engines, because these serve in the order of arrival. The error of a rejection
 contains a retry delay, estimated from how fast requests end.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
 
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import DeadlineExceeded, HeadraceError, InvalidRequest, QueueFull
-from headrace_frontend.tenants import DEFAULT_TENANT
-from headrace_router.admission.fair_share import CapacityRequest, FairPool, Grant
-
-_RETRY_MIN_S: Final = 0.05
-_RETRY_MAX_S: Final = 60.0
-_RETRY_UNKNOWN_S: Final = 0.5
-# The weight of the latest hold time in the mean.
-_LATEST_WEIGHT: Final = 0.1
+from headrace_common.errors import InvalidRequest
+from headrace_frontend.admission.bounded_resource import BoundedResource
+from headrace_frontend.admission.fair_share import FairPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,111 +30,14 @@ class AdmissionLimits:
     wait_s: float
 
 
-class _BoundedResource:
-    """One fair pool with bounded waits. Measures how long its units are held."""
-
-    def __init__(self, name: str, unit: str, pool: FairPool, wait_s: float) -> None:
-        self.pool = pool
-        self._name = name
-        self._unit = unit
-        self._wait_s = wait_s
-        self._mean_hold_s = 0.0
-
-    async def acquire(self, tenant: str, amount: int, deadline: Deadline) -> None:
-        """Raises QueueFull, or DeadlineExceeded when the deadline bounds the wait."""
-        granted = asyncio.Event()
-        request = CapacityRequest(tenant, amount, granted.set)
-        grant = self.pool.acquire(request)
-        if grant is Grant.REJECTED:
-            raise self._full_error(tenant, amount)
-        if grant is Grant.GRANTED:
-            return
-        try:
-            in_time = await self._wait_granted(granted, request, deadline)
-        except asyncio.CancelledError:
-            if not self.pool.cancel(request):
-                self.pool.release(tenant, amount)
-            raise
-        if not in_time and self.pool.cancel(request):
-            raise self._timeout_error(tenant, amount, deadline)
-
-    async def _wait_granted(
-        self, granted: asyncio.Event, request: CapacityRequest, deadline: Deadline
-    ) -> bool:
-        """False when the wait has ended first. A request that is within the share by then waits on."""
-        bound = Deadline.after(self._wait_s)
-        while not granted.is_set():
-            within = self.pool.within_share(request)
-            left_s = min(deadline.remaining_s(), math.inf if within else bound.remaining_s())
-            if left_s <= 0:
-                return False
-            with suppress(TimeoutError):
-                async with asyncio.timeout(left_s):
-                    await granted.wait()
-        return True
-
-    def release(self, tenant: str, amount: int, held_s: float) -> None:
-        weight = _LATEST_WEIGHT if self._mean_hold_s else 1.0
-        self._mean_hold_s += weight * (held_s - self._mean_hold_s)
-        self.pool.release(tenant, amount)
-
-    def reject_if_full(self, tenant: str) -> None:
-        """Raises QueueFull when the resource is full and the tenant is at its share: no amount would be granted."""
-        full = self.pool.used >= self.pool.capacity
-        if full and self.pool.used_by(tenant) >= self.pool.share(tenant):
-            raise self._full_error(tenant, 1)
-
-    def wait_of_holder_s(self, tenant: str) -> float:
-        """How long a tenant may wait for the use of a unit that was granted to it."""
-        within = self.pool.used_by(tenant) <= max(1.0, self.pool.share(tenant))
-        return math.inf if within else self._wait_s
-
-    def _timeout_error(self, tenant: str, amount: int, deadline: Deadline) -> HeadraceError:
-        if not deadline.expired:
-            return self._full_error(tenant, amount)
-        what = f"room for {amount} {self._unit}"
-        return DeadlineExceeded(
-            f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
-        )
-
-    def _full_error(self, tenant: str, amount: int) -> QueueFull:
-        pool = self.pool
-        used, share = pool.used_by(tenant), pool.share(tenant)
-        detail = f"{pool.used} of {pool.capacity} {self._unit} are in use"
-        if tenant != DEFAULT_TENANT:
-            detail += f", {used} of them by tenant {tenant} with a share of {share:.0f}"
-        return QueueFull(
-            detail,
-            metadata={
-                "queue": self._name,
-                "maxsize": str(pool.capacity),
-                "used": str(pool.used),
-                "tenant": tenant,
-                "tenant_used": str(used),
-                "tenant_share": f"{share:.0f}",
-            },
-            retry_after_s=self._retry_after_s(used, share, amount),
-        )
-
-    def _retry_after_s(self, used: int, share: float, amount: int) -> float:
-        """When the missing units are likely to be free: held units are released evenly over the mean hold time."""
-        if not self._mean_hold_s:
-            return _RETRY_UNKNOWN_S
-        over_share = max(0.0, used + amount - share)
-        over_all = max(0, self.pool.used + amount - self.pool.capacity)
-        own_s = self._mean_hold_s * over_share / used if used else 0.0
-        all_s = self._mean_hold_s * over_all / max(1, self.pool.used)
-        return min(_RETRY_MAX_S, max(_RETRY_MIN_S, min(own_s, self._mean_hold_s), all_s))
-
-
 class AdmissionPermit:
     """One admitted request."""
 
     def __init__(
         self,
         tenant: str,
-        tokens: _BoundedResource,
-        slots: Mapping[str, _BoundedResource],
+        tokens: BoundedResource,
+        slots: Mapping[str, BoundedResource],
         deadline: Deadline,
     ) -> None:
         """`slots`: by model."""
@@ -153,7 +47,7 @@ class AdmissionPermit:
         self._deadline = deadline
         self._tokens = 0
         self._acquired_s = 0.0
-        self._slot: _BoundedResource | None = None
+        self._slot: BoundedResource | None = None
         self._slot_acquired_s = 0.0
 
     async def acquire_tokens(self, count: int) -> None:
@@ -164,7 +58,7 @@ class AdmissionPermit:
         if count > self._resource.pool.capacity:
             raise InvalidRequest(
                 {
-                    "prompt": f"has {count} tokens, and this router queues at most "
+                    "prompt": f"has {count} tokens, and max_queued_tokens is "
                     f"{self._resource.pool.capacity}; shorten it"
                 }
             )
@@ -203,15 +97,15 @@ class Admission:
     """Admits requests. One event loop owns it."""
 
     def __init__(self, limits: AdmissionLimits, weights: Callable[[], Mapping[str, float]]) -> None:
-        self._requests = _BoundedResource(
+        self._requests = BoundedResource(
             "requests", "requests", FairPool(limits.max_num_seqs, weights), limits.wait_s
         )
-        self._tokens = _BoundedResource(
+        self._tokens = BoundedResource(
             "tokens", "queued tokens", FairPool(limits.max_queued_tokens, weights), limits.wait_s
         )
         self._limits = limits
         self._weights = weights
-        self._slots: dict[str, _BoundedResource] = {}
+        self._slots: dict[str, BoundedResource] = {}
         """By model."""
 
     @property
@@ -241,7 +135,7 @@ class Admission:
 
     @property
     def slots(self) -> int:
-        """The slots of decode workers that this router may use, of all models."""
+        """The slots of decode workers that this process may use, of all models."""
         return sum(one.pool.capacity for one in self._slots.values())
 
     @property
@@ -255,7 +149,7 @@ class Admission:
         return self._tokens.pool.used
 
     def resize_slots(self, model: str, slots: int) -> None:
-        """Sets how many slots of the model's decode workers this router may use.
+        """Sets how many slots of the model's decode workers this process may use.
 
         0 means that no worker is reachable. The number stays then: workers that are lost for a moment return to as many
         requests as before.
@@ -267,7 +161,7 @@ class Admission:
             self._slots[model].pool.resize(capacity)
             return
         pool = FairPool(capacity, self._weights, queue_above_share=True)
-        self._slots[model] = _BoundedResource("slots", "decode slots", pool, self._limits.wait_s)
+        self._slots[model] = BoundedResource("slots", "decode slots", pool, self._limits.wait_s)
 
     def has_free_slot(self, model: str) -> bool:
         """Whether a request could have a slot now. True while no worker of the model has been seen."""

@@ -1,0 +1,70 @@
+"""Room on the engine for requests of this worker's own clients, beside the requests of routers."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Final
+
+from headrace.decode.v1 import decode_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import DeadlineExceeded, DecodeFull
+from headrace_decode.attempts import Attempts
+from headrace_decode.running import RunningAttempt
+
+# Quarantined blocks become free although no attempt ends.
+_RECHECK_S: Final = 0.25
+
+
+class RoomQueue:
+    """Starts attempts in the order of arrival, each when the engine has room for it."""
+
+    def __init__(self, attempts: Attempts) -> None:
+        self._attempts = attempts
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+        self._last_refusal: DecodeFull | None = None
+        attempts.notify_room(self._freed.set)
+
+    async def start(
+        self, request: decode_pb2.GenerateRequest, deadline: Deadline, wait_s: float
+    ) -> RunningAttempt:
+        """Waits for room, for `wait_s` at most. The caller must end the attempt.
+
+        Raises DecodeFull, or as `Attempts.start_own` does.
+        """
+        left_s = deadline.remaining_s()
+        try:
+            async with asyncio.timeout(min(wait_s, left_s)), self._turn:
+                return await self._start_first(request, deadline)
+        except TimeoutError:
+            raise (_late() if left_s <= wait_s else self._refusal()) from None
+
+    async def _start_first(
+        self, request: decode_pb2.GenerateRequest, deadline: Deadline
+    ) -> RunningAttempt:
+        while True:
+            self._freed.clear()
+            try:
+                return self._attempts.start_own(request, deadline)
+            except DecodeFull as error:
+                if error.time_missing:
+                    raise
+                self._last_refusal = error
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_RECHECK_S):
+                    await self._freed.wait()
+
+    def _refusal(self) -> DecodeFull:
+        """A new error with the reason of the last refusal."""
+        last = self._last_refusal
+        if last is None:
+            return DecodeFull("requests that arrived before wait for room on this decode worker")
+        return DecodeFull(last.detail, metadata=last.metadata, retry_after_s=last.retry_after_s)
+
+
+def _late() -> DeadlineExceeded:
+    what = "room beside other requests"
+    return DeadlineExceeded(
+        f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
+    )

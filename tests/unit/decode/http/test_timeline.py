@@ -1,0 +1,151 @@
+"""The parts of the latency of a decode worker's own requests, on its own clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from headrace.inference.v1 import latency_pb2
+from headrace.prefill.v1 import prefill_pb2
+from headrace_common.errors import TransferFailed
+from headrace_common.latency.breakdown import Breakdown, Owner
+from headrace_common.latency.parts import Part
+from headrace_decode.http.timeline import OwnTimeline
+from headrace_decode.timestamps import RequestTimestamps
+
+UNIX_NS = 10**18
+
+
+@dataclass
+class FakeResponse:
+    """Its first token came at this time in microseconds, and its first message 10 us later."""
+
+    first_us: int
+    started: bool = True
+
+    @property
+    def first_token_unix_ns(self) -> int:
+        return UNIX_NS + 1_000 * self.first_us
+
+    @property
+    def first_message_unix_ns(self) -> int:
+        return self.first_token_unix_ns + 10_000
+
+    def monotonic_us(self, unix_ns: int) -> int:
+        return (unix_ns - UNIX_NS) // 1_000
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The monotonic clock in microseconds."""
+    now_us = [0]
+    monkeypatch.setattr(time, "monotonic_ns", lambda: 1_000 * now_us[0])
+    return now_us
+
+
+def times(start_us: int, **after_us: int) -> RequestTimestamps:
+    start_ns = UNIX_NS + 1_000 * start_us
+    found = RequestTimestamps(start_unix_ns=start_ns, _start_ns=1_000 * start_us)
+    for name, value in after_us.items():
+        setattr(found, f"{name}_unix_ns", start_ns + 1_000 * value)
+    return found
+
+
+def parts_of(found: Breakdown) -> dict[str, int]:
+    assert sum(found.first.parts_us.values()) == found.first.total_us
+    return {part.label: duration_us for part, duration_us in found.first.parts_us.items()}
+
+
+def respond(timeline: OwnTimeline, first_us: int) -> None:
+    response: Any = FakeResponse(first_us)
+    timeline.response = response
+
+
+async def test_the_sum_of_a_prompt_that_a_router_had_prefilled(clock: list[int]) -> None:
+    timeline = OwnTimeline(100_000)
+    clock[0] = 140
+    timeline.tokenized((110_000, 130_000))
+    attempt = timeline.attempt_admitted(
+        times(200, reserved=20, arrived=700, step_start=710, first_token=750)
+    )
+    clock[0] = 230
+    answer: asyncio.Future[prefill_pb2.EnqueueResponse] = asyncio.Future()
+
+    async def prefill() -> prefill_pb2.EnqueueResponse:
+        return await answer
+
+    task = asyncio.create_task(prefill())
+    attempt.asked(task)
+    reported: list[Breakdown] = []
+    timeline.when_reported(lambda: reported.append(timeline.break_down()))
+    respond(timeline, 960)
+    assert timeline.break_down().first[Part.QUEUE] == 0
+    assert not reported
+    clock[0] = 950
+    steps = latency_pb2.TaskSteps(
+        queued_us=10,
+        pulled_us=60,
+        received_us=80,
+        compute_start_us=100,
+        compute_end_us=600,
+        first_write_us=300,
+        last_write_us=640,
+        sent_us=680,
+        clock_error_us=3,
+    )
+    answer.set_result(prefill_pb2.EnqueueResponse(steps=steps))
+    await timeline.wait_report(5.0)
+    await asyncio.sleep(0)
+    (found,) = reported
+    assert found.first.total_us == 970 - 100
+    # The router has received the call at 250, as both messages took 20.
+    assert parts_of(found) == {
+        "admission": 20,
+        "tokenize": 20,
+        "decode_wait": 60 + 10,
+        "reserve": 30,
+        "network": 30 + 20 + 10 + 10,
+        "queue": 50,
+        "batch_wait": 20,
+        "prefill": 500,
+        "transfer_exposed": 50,
+        "first_step": 40,
+    }
+    assert (found.owner, found.hidden_us) == (Owner.FIRST_TOKEN, 300)
+    assert found.clock_error_us == 20 + 3
+
+
+async def test_a_prefill_that_fails_is_a_retry(clock: list[int]) -> None:
+    timeline = OwnTimeline(100_000)
+    clock[0] = 140
+    timeline.tokenized((110_000, 130_000))
+    attempt = timeline.attempt_admitted(times(150, reserved=20))
+
+    async def fail() -> prefill_pb2.EnqueueResponse:
+        raise TransferFailed("lost")
+
+    task = asyncio.create_task(fail())
+    attempt.asked(task)
+    await asyncio.wait({task})
+    timeline.attempt_admitted(times(400, reserved=10, step_start=20, first_token=90))
+    respond(timeline, 490)
+    reported: list[Breakdown] = []
+    timeline.when_reported(lambda: reported.append(timeline.break_down()))
+    (found,) = reported
+    parts = parts_of(found)
+    assert parts["retry"] == 400 - 150
+    assert parts["prefill"] == 70
+    assert "queue" not in parts
+
+
+def test_a_request_without_a_token_waited_for_room(clock: list[int]) -> None:
+    timeline = OwnTimeline(100_000)
+    clock[0] = 140
+    timeline.tokenized((110_000, 130_000))
+    clock[0] = 900
+    found = timeline.break_down()
+    assert parts_of(found) == {"admission": 20, "tokenize": 20, "decode_wait": 760}
