@@ -1,7 +1,7 @@
 """The process that calls Mooncake Store for one worker: `python -m headrace_kv.pool.mooncake.process DESCRIPTOR`.
 
-A call of Mooncake can stand still for longer than any request may wait, hold Python's lock meanwhile, and write into
-memory after it has failed. The worker ends this process instead, which ends all three.
+A call of Mooncake can stand still for longer than any request may wait. It can hold Python's lock meanwhile, and write
+into memory after it has failed. The worker ends this process then, which ends all three.
 """
 
 from __future__ import annotations
