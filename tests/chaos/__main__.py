@@ -32,14 +32,21 @@ def main() -> int:
         help="what proves the roles: mutual TLS, tokens, or the key of this user",
     )
     parser.add_argument(
-        "--break", dest="broken", default="", help="quarantine, lease, ledger or kill_timer"
+        "--break",
+        dest="broken",
+        default="",
+        help="quarantine, lease, ledger, kill_timer or tier_hold",
+    )
+    parser.add_argument(
+        "--tiers", action="store_true", help="with tiers below a KV memory that is too small"
     )
     parser.add_argument("--folder", type=Path, default=None, help="for logs; a new one by default")
     parser.add_argument("--seconds", type=float, default=math.inf, help="sends none after that")
     arguments = parser.parse_args()
     seed = random.randrange(1 << 31) if arguments.seed is None else arguments.seed
     plan = scenario(
-        *(arguments.scenario, seed, arguments.requests, arguments.broken, arguments.credentials)
+        *(arguments.scenario, seed, arguments.requests, arguments.broken, arguments.credentials),
+        tiers=arguments.tiers,
     )
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
     console = Console(width=110)
@@ -62,6 +69,7 @@ def show(report: ChaosReport, console: Console) -> None:
     for title, counts in (
         ("processes", report.process_faults),
         ("messages", report.wire_faults),
+        ("tiers", report.tier_counts),
         ("requests", outcomes.counts),
     ):
         table.add_section()
@@ -73,6 +81,7 @@ def show(report: ChaosReport, console: Console) -> None:
     table.add_row("wrong, late or unnamed outcomes", str(len(outcomes.violations)))
     table.add_row("processes that ended by themselves", str(len(report.crashes)))
     table.add_row("free blocks written to", str(report.foreign_blocks))
+    table.add_row("blocks lost or counted twice", str(len(report.unconserved)))
     table.add_row("workers that hold something afterwards", str(len(report.left_behind)))
     console.print(table)
     for line in outcomes.errors[:SHOWN]:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
+from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.settings import parse_settings
+
 PROMPT_VOCABULARY = 512
 PREFIXES = 24
 CANCELLED_SHARE = 0.2
+CONTINUED_SHARE = 0.5
+CONVERSATIONS = 24
+CONVERSATION_TOKENS_MAX = 320
+FOLLOW_UP_TOKENS_MAX = 24
 
 
 class FaultKind(StrEnum):
@@ -47,7 +55,8 @@ class WireFaults:
 
     A stream without messages for `cut_after_silence_s` ends. `slow_write_max_s`: how long a write may take to land.
     `slow_turn_max_s`: how long a sender may pause before it checks its lease. `break_part` names the safeguard that a
-    worker switches off. `watch_interval_s`: how often a worker checks its free blocks.
+    worker switches off. `watch_interval_s`: how often a worker checks its blocks. `disk_changed`: share of the blocks
+    read from disk that have another byte than was written.
     """
 
     seed: int = 0
@@ -61,6 +70,7 @@ class WireFaults:
     slow_turn_max_s: float = 0.0
     break_part: str = ""
     watch_interval_s: float = 0.5
+    disk_changed: float = 0.0
 
 
 _PREFILL, _DECODE, _ROUTER, _REGISTRY, _ETCD = "prefill", "decode", "router", "registry", "etcd"
@@ -80,7 +90,8 @@ ALL_KINDS = frozenset((role, kind) for role, kinds in _KINDS.items() for kind in
 class ChaosPlan:
     """A whole run. Its times are those of a real machine times `slowness`, see `slowed`.
 
-    `credentials`: see CredentialKind.
+    `credentials`: see CredentialKind. `host_blocks` and `disk_blocks` are the tiers below a worker's KV memory. With
+    `conversations`, half of the requests continue an earlier one.
     """
 
     seed: int
@@ -105,6 +116,10 @@ class ChaosPlan:
     store_timeout_s: float = 2.0
     store_start_timeout_s: float = 5.0
     block_count: int = 512
+    block_size: int = 0
+    host_blocks: int = 0
+    disk_blocks: int = 0
+    conversations: bool = False
     head_bytes: int = 16
     slowness: float = 1.0
     credentials: str = "local"
@@ -167,30 +182,78 @@ def requests(plan: ChaosPlan) -> Iterator[ChaosRequest]:
         tuple(rng.randrange(PROMPT_VOCABULARY) for _ in range(rng.choice((0, 32, 64, 128))))
         for _ in range(PREFIXES)
     ]
+    conversations = Conversations(plan) if plan.conversations else None
     for number in range(plan.requests):
         own = tuple(rng.randrange(PROMPT_VOCABULARY) for _ in range(rng.randint(2, 90)))
         cancelled = rng.random() < CANCELLED_SHARE
-        yield ChaosRequest(
+        request = ChaosRequest(
             number=number,
             prompt=rng.choice(prefixes) + own,
             answer_tokens=rng.choice((1, 2, 5, 12, 30)),
             cancel_after_s=rng.uniform(0.0, plan.cancel_max_s) if cancelled else None,
             router=rng.randrange(plan.routers),
         )
+        yield request if conversations is None else conversations.next_turn(request)
 
 
-SCENARIOS = ("all", "ledger", "quarantine", "lease", "kill_timer")
+class Conversations:
+    """The latest conversations. A worker that had a turn has its KV in one of its tiers, and another worker has not."""
+
+    def __init__(self, plan: ChaosPlan) -> None:
+        self._random = random.Random(f"{plan.seed}/conversations")
+        self._model = SimModel(parse_settings(plan.model))
+        self._texts: deque[tuple[int, ...]] = deque(maxlen=CONVERSATIONS)
+
+    def next_turn(self, request: ChaosRequest) -> ChaosRequest:
+        """The request as the next turn of a conversation, or as the first turn of a new one."""
+        if self._texts and self._random.random() < CONTINUED_SHARE:
+            earlier = self._random.choice(self._texts)
+            if len(earlier) < CONVERSATION_TOKENS_MAX:
+                asked = request.prompt[-FOLLOW_UP_TOKENS_MAX:]
+                request = replace(request, prompt=earlier + asked)
+        answer = self._model.expected_tokens(request.prompt, request.answer_tokens)
+        self._texts.append(request.prompt + tuple(answer))
+        return request
+
+
+SCENARIOS = ("all", "ledger", "quarantine", "lease", "kill_timer", "tiers")
 
 
 def scenario(
-    name: str, seed: int, requests: int, broken: str = "", credentials: str = "local"
+    name: str,
+    seed: int,
+    requests: int,
+    broken: str = "",
+    credentials: str = "local",
+    *,
+    tiers: bool = False,
 ) -> ChaosPlan:
-    """All faults at once, or only those against one safeguard, so that its loss shows within few requests."""
-    return replace(_scenario(name, seed, requests, broken), credentials=credentials)
+    """All faults at once, or only those against one safeguard, so that its loss shows within few requests.
+
+    `tiers` adds tiers below KV memory, which the scenario "tiers" has anyway.
+    """
+    plan = replace(_scenario(name, seed, requests, broken), credentials=credentials)
+    return with_tiers(plan) if tiers else plan
+
+
+def with_tiers(plan: ChaosPlan) -> ChaosPlan:
+    """The plan with KV memory so small that blocks are evicted and loaded all the time."""
+    return replace(
+        plan,
+        wire=replace(plan.wire, disk_changed=0.05),
+        block_size=8,
+        block_count=160,
+        host_blocks=96,
+        disk_blocks=256,
+        conversations=True,
+    )
 
 
 def _scenario(name: str, seed: int, requests: int, broken: str) -> ChaosPlan:
     match name:
+        case "tiers":
+            wire = WireFaults(seed, doubled=0.01, break_part=broken)
+            return with_tiers(ChaosPlan(seed, requests, wire=wire, kinds=frozenset()))
         case "ledger":
             wire = WireFaults(seed, doubled=0.3, break_part=broken)
             return ChaosPlan(seed, requests, wire=wire, kinds=frozenset(), layer_s=0.005)

@@ -39,15 +39,18 @@ class ChaosReport:
     outcomes: Outcomes = field(default_factory=Outcomes)
     process_faults: Counter[str] = field(default_factory=Counter)
     wire_faults: Counter[str] = field(default_factory=Counter)
+    tier_counts: Counter[str] = field(default_factory=Counter)
     crashes: list[str] = field(default_factory=list)
     foreign_blocks: int = 0
+    unconserved: list[str] = field(default_factory=list)
     left_behind: list[str] = field(default_factory=list)
 
     @property
     def violations(self) -> list[str]:
         """A line for every broken promise."""
         foreign = [f"{self.foreign_blocks} free blocks were written to"] * bool(self.foreign_blocks)
-        return [*self.outcomes.violations, *self.crashes, *foreign, *self.left_behind]
+        own = [*self.outcomes.violations, *self.crashes, *foreign]
+        return [*own, *self.unconserved, *self.left_behind]
 
 
 async def run_chaos(
@@ -201,6 +204,7 @@ def _held(status: worker_pb2.WatchStatusResponse) -> str:
         "reserved blocks": status.reserved_blocks,
         "blocks in quarantine": status.quarantined_blocks,
         "transfers": status.active_transfers,
+        "blocks with requests' KV": status.used_blocks,
     }
     text = ", ".join(f"{count} {what}" for what, count in held.items() if count)
     return f"still holds {text}" if text else ""
@@ -209,6 +213,10 @@ def _held(status: worker_pb2.WatchStatusResponse) -> str:
 def _read_reports(folder: Path, report: ChaosReport) -> None:
     for path in folder.glob("wire-*.json"):
         report.wire_faults.update(json.loads(path.read_text(encoding="utf-8") or "{}"))
+    for path in folder.glob("tiers-*.json"):
+        report.tier_counts.update(json.loads(path.read_text(encoding="utf-8") or "{}"))
+    for path in folder.glob("unconserved-*.txt"):
+        report.unconserved += path.read_text(encoding="utf-8").splitlines()
     for path in folder.glob("foreign-*.jsonl"):
         lines: Sequence[str] = path.read_text(encoding="utf-8").splitlines()
         report.foreign_blocks += sum(len(json.loads(line)["blocks"]) for line in lines)

@@ -24,7 +24,7 @@ from rich.table import Table
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 from tests.chaos.load import Clients, Outcomes
-from tests.chaos.plan import ChaosPlan, requests
+from tests.chaos.plan import ChaosPlan, requests, with_tiers
 from tests.chaos.processes import Processes
 from tests.chaos.run import left_behind, until_served
 
@@ -97,10 +97,12 @@ def _median(samples: Sequence[Sample]) -> Sample:
     )
 
 
-async def soak(seconds: float, seed: int, folder: Path) -> SoakReport:
-    """Runs a soak. Raises only when a process does not start, or has ended."""
+async def soak(seconds: float, seed: int, folder: Path, *, tiers: bool = False) -> SoakReport:
+    """Runs a soak. Raises only when a process does not start, or has ended. `tiers`: see `with_tiers`."""
     report = SoakReport(seconds)
     plan = ChaosPlan(seed, requests=sys.maxsize, kinds=frozenset())
+    if tiers:
+        plan = with_tiers(plan)
     processes = Processes(plan, folder)
     try:
         await processes.start()
@@ -136,9 +138,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
     parser.add_argument("--seconds", type=float, default=1800.0)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--tiers", action="store_true", help="with tiers below a KV memory that is too small"
+    )
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="headrace-soak-"))
-    report = asyncio.run(soak(arguments.seconds, arguments.seed, folder))
+    report = asyncio.run(soak(arguments.seconds, arguments.seed, folder, tiers=arguments.tiers))
     table = Table(title=f"{report.outcomes.counts.total()} requests in {report.seconds:.0f} s")
     for title in ("process", "MiB warm", "MiB last", "files", "files", "threads", "threads"):
         table.add_column(title, justify="left" if title == "process" else "right")

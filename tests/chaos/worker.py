@@ -1,7 +1,8 @@
 """A worker of a chaos run: its messages are lost, duplicated and delayed, and its free blocks are checked.
 
 Started as `python -m tests.chaos.worker SERVICE FLAGS`. HEADRACE_CHAOS holds the WireFaults as JSON. In the folder
-HEADRACE_CHAOS_REPORTS, one file gets a line for every foreign write and another counts the faults of messages.
+HEADRACE_CHAOS_REPORTS, one file gets a line for every foreign write, and another for every block that is lost. Others
+count the faults of messages, and the blocks copied between tiers.
 """
 
 from __future__ import annotations
@@ -41,15 +42,12 @@ from headrace_kv.send.write_scheduler import WriteScheduler
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
 from headrace_prefill.pull_session import PullSession
+from tests.chaos import tiers
 from tests.chaos.plan import WireFaults
+from tests.chaos.tiers import put
 
 # Without these messages a stream does not start or a credit is lost forever. No real fault loses only them.
 NEVER_LOST = frozenset({"hello", "welcome", "credit"})
-
-
-def put(owner: Any, name: str, value: object) -> None:
-    """Sets an attribute of a product's class or module. This is how the process differs from a real worker."""
-    setattr(owner, name, value)
 
 
 class Dice:
@@ -88,6 +86,10 @@ class Dice:
                     return await anext(requests, None)
         self.counts["streams cut"] += 1
         raise WorkerGone("chaos has cut this stream")
+
+    def changes_disk(self) -> bool:
+        """Draws whether a block on disk has changed."""
+        return self._random.random() < self._faults.disk_changed
 
     def dawdle(self, most_s: float) -> float:
         """Draws a pause in seconds."""
@@ -223,18 +225,23 @@ def break_part(name: str) -> None:
             put(KillTimer, "set", lambda timer, owner, deadline_s: None)
         case "ledger":
             put(headrace_kv.receive.transfer, "Ledger", CountingLedger)
+        case "tier_hold":
+            tiers.hold_nothing()
         case _:
             raise SystemExit(f"there is no safeguard named {name}")
 
 
 def report_on(folder: Path, service: str, dice: Dice, interval_s: float) -> None:
-    """Makes every engine that starts check its free blocks, and records the fates of messages."""
+    """Makes every engine that starts check its blocks, and records the fates of messages and copies between tiers."""
     start: Callable[[SimEngine], Awaitable[None]] = SimEngine.start
     tasks: set[asyncio.Task[None]] = set()
+    tier_counts = tiers.count_copies(dice.changes_disk)
 
     async def watch(engine: SimEngine) -> None:
         told: set[tuple[int, int]] = set()
         counts = folder / f"wire-{os.getpid()}.json"
+        copied = folder / f"tiers-{os.getpid()}.json"
+        lost: set[str] = set()
         while True:
             found = set(engine.guard_violations())
             if found - told:
@@ -244,6 +251,14 @@ def report_on(folder: Path, service: str, dice: Dice, interval_s: float) -> None
                     )
             told |= found
             counts.write_text(json.dumps(dice.counts), encoding="utf-8")
+            unconserved = set(tiers.unconserved_blocks(engine))
+            if unconserved - lost:
+                with (folder / f"unconserved-{os.getpid()}.txt").open(
+                    "a", encoding="utf-8"
+                ) as file:
+                    file.writelines(f"{service}: {line}\n" for line in sorted(unconserved - lost))
+            lost |= unconserved
+            copied.write_text(json.dumps(tier_counts), encoding="utf-8")
             await asyncio.sleep(interval_s)
 
     async def started(engine: SimEngine) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 100.0
-WITH_ENGINES: Final = {"handover", "interference", "layer_wise"}
+WITH_ENGINES: Final = {"handover", "interference", "layer_wise", "tiers"}
 WITH_PEERS: Final = {"proxy_dynamo"}
 PARTS: Final = {"data_plane_ways", "proxy_workers", "vllm_child"}
 """Modules that a benchmark starts as a process."""

@@ -39,6 +39,14 @@ async def test_duplicate_acknowledgements_cause_no_violation(tmp_path: Path) -> 
     assert not report.violations
 
 
+async def test_blocks_of_every_tier_are_used_and_conserved(tmp_path: Path) -> None:
+    report = await chaos(scenario("tiers", SEED, 150), tmp_path)
+    assert not report.violations
+    for way in ("DEVICE to HOST", "HOST to DISK", "HOST to DEVICE", "DISK to DEVICE"):
+        assert report.tier_counts[f"blocks from {way}"]
+    assert report.tier_counts["blocks changed on the disk"]
+
+
 async def test_senders_that_are_frozen_within_a_write_end_and_write_nothing(tmp_path: Path) -> None:
     ended = 0
     # On a slow machine, a run may freeze no sender within a write.
@@ -55,10 +63,11 @@ async def test_senders_that_are_frozen_within_a_write_end_and_write_nothing(tmp_
 
 @pytest.mark.parametrize(
     ("safeguard", "requests"),
-    [("ledger", 150), ("quarantine", 120), ("lease", 200), ("kill_timer", 200)],
+    [("ledger", 150), ("quarantine", 120), ("lease", 200), ("kill_timer", 200), ("tier_hold", 300)],
 )
 async def test_a_missing_safeguard_is_detected(
     safeguard: str, requests: int, tmp_path: Path
 ) -> None:
-    report = await chaos(scenario(safeguard, SEED, requests, broken=safeguard), tmp_path)
+    name = "tiers" if safeguard == "tier_hold" else safeguard
+    report = await chaos(scenario(name, SEED, requests, broken=safeguard), tmp_path)
     assert report.violations

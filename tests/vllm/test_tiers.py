@@ -32,9 +32,18 @@ def test_evicted_prompts_return_with_equal_answers(
     # KV memory has 23 blocks, and prompts have 10 each.
     assert found["blocks"]["DEVICE"] <= 23
     assert found["blocks"]["DISK" if disk_blocks else "HOST"] == 10 * PROMPT_COUNT
+    assert set(found["load_times"]) >= ({"DISK"} if disk_blocks else {"HOST"})
+    assert all(load_s > 0 for load_s in found["load_times"].values())
     assert found["after_reset"] == 0
     assert found["received"] == [HALF] * PROMPT_COUNT
     # A prefill computes its last block, because it needs the last token's output.
     assert found["prefill_cached"] == [WHOLE - 32] * PROMPT_COUNT
     together, alone = found["preempted"]
     assert together == alone
+    if disk_blocks:
+        storm = found["storm"]
+        assert "wrong" not in storm
+        assert storm["right"] > 50
+        # Turns find blocks on the disk that it has changed, and succeed without them.
+        assert storm["blocks changed"] > 0
+        assert storm["failed"] > 0

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.manager.settings import TierSettings
-from headrace_kv.prefix.events import Tier
+from headrace_kv.prefix.events import Tier, load_time_from_proto
 from tests.vllm.pair import GREEDY, Answer, Pair, prompt_of, running_pair
+from tests.vllm.tier_storm import storm
 from tests.waiting import until
 
 PROMPT_TOKENS = 321
@@ -23,7 +26,9 @@ class Result:
     """By prompt: the answer on an empty cache, and those after the prompt was evicted from KV memory.
 
     `cached`: prompt tokens that decode did not compute. `received`: those that it did not receive from prefill.
-    `prefill_cached`: those that prefill did not compute. `preempted`: long answers side by side, and one by one.
+    `prefill_cached`: those that prefill did not compute. `load_times`: announced seconds a block, by tier.
+    `preempted`: long answers side by side, and one by one.
+    `storm`: see tier_storm, on engines with a disk.
     """
 
     first: list[list[int]] = field(default_factory=list)
@@ -33,41 +38,54 @@ class Result:
     received: list[int] = field(default_factory=list)
     prefill_cached: list[int] = field(default_factory=list)
     blocks: dict[str, int] = field(default_factory=dict)
+    load_times: dict[str, float] = field(default_factory=dict)
     after_reset: int = 0
     preempted: list[list[list[int]]] = field(default_factory=list)
+    storm: dict[str, int] = field(default_factory=dict)
 
 
 async def conversations(
     model: str, tensor_parallel_size: int, host_blocks: int, disk_blocks: int
 ) -> Result:
-    """Answers prompts in turn, so that each is evicted before it comes again."""
-    changes: dict[str, object] = {
-        "model": model,
-        "tensor_parallel_size": tensor_parallel_size,
-        "num_gpu_blocks_override": KV_MEMORY_BLOCKS,
-        "max_model_len": 512,
-        "tiers": TierSettings(host_blocks * GIB_PER_BLOCK, disk_blocks * GIB_PER_BLOCK),
-    }
+    """Answers prompts in turn, so that each is evicted before it comes again. Then a storm."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiers = TierSettings(host_blocks * GIB_PER_BLOCK, disk_blocks * GIB_PER_BLOCK)
+        changes: dict[str, object] = {
+            "model": model,
+            "tensor_parallel_size": tensor_parallel_size,
+            "num_gpu_blocks_override": KV_MEMORY_BLOCKS,
+            "max_model_len": 512,
+            "tiers": tiers,
+        }
+        decode = changes | {"tiers": replace(tiers, disk_folder=folder)}
+        async with running_pair(prefill=changes, decode=decode) as pair:
+            result = await _conversations(pair)
+            if disk_blocks:
+                result.storm = dict(await storm(pair, Path(folder)))
+    return result
+
+
+async def _conversations(pair: Pair) -> Result:
     prompts = [prompt_of(PROMPT_TOKENS, seed) for seed in range(PROMPT_COUNT)]
     result = Result()
-    async with running_pair(prefill=dict(changes), decode=dict(changes)) as pair:
-        assert pair.decode.prefix_events is not None
-        pair.decode.prefix_events.set_hash_key(1, "m")
-        for prompt in prompts:
-            result.first.append((await pair.plain(prompt)).token_ids)
-        for prompt in prompts:
-            answer = await pair.plain(prompt)
-            result.again.append(answer.token_ids)
-            result.cached.append(_cached(answer))
-        result.blocks = tier_blocks(pair.decode)
+    assert pair.decode.prefix_events is not None
+    pair.decode.prefix_events.set_hash_key(1, "m")
+    for prompt in prompts:
+        result.first.append((await pair.plain(prompt)).token_ids)
+    for prompt in prompts:
+        answer = await pair.plain(prompt)
+        result.again.append(answer.token_ids)
+        result.cached.append(_cached(answer))
+    result.blocks = tier_blocks(pair.decode)
+    result.load_times = load_times(pair.decode)
+    await until(pair.decode.reset_prefix_cache)
+    result.after_reset = _cached(await pair.plain(prompts[-1]))
+    for _ in range(2):
+        result.split, result.received, result.prefill_cached = [], [], []
         await until(pair.decode.reset_prefix_cache)
-        result.after_reset = _cached(await pair.plain(prompts[-1]))
-        for _ in range(2):
-            result.split, result.received, result.prefill_cached = [], [], []
-            await until(pair.decode.reset_prefix_cache)
-            for prompt in prompts:
-                await _split(pair, prompt, result)
-        result.preempted = await _preempted(pair)
+        for prompt in prompts:
+            await _split(pair, prompt, result)
+    result.preempted = await _preempted(pair)
     return result
 
 
@@ -104,3 +122,13 @@ def tier_blocks(engine: VllmEngine) -> dict[str, int]:
         Tier(event.tier): event.announced_count for event in engine.prefix_events.heartbeats()
     }
     return {tier.name: counts.get(tier, 0) for tier in Tier}
+
+
+def load_times(engine: VllmEngine) -> dict[str, float]:
+    """Seconds to load a block, as the engine announces them, by tier."""
+    assert engine.prefix_events is not None
+    times = {
+        Tier(event.tier).name: load_time_from_proto(event)
+        for event in engine.prefix_events.heartbeats()
+    }
+    return {tier: load_s for tier, load_s in times.items() if load_s is not None}

@@ -10,10 +10,11 @@ from itertools import groupby
 from typing import Final, Literal
 
 from headrace.worker.v1 import worker_pb2
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import InternalError, QueueFull
 from headrace_engine.prefix.event_log import PrefixEventLog
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.prefix.events import KvEvent, Tier, event_to_proto
+from headrace_kv.prefix.events import LOAD_TIME_MAX_S, KvEvent, Tier, event_to_proto
 from headrace_kv.prefix.hashing import PrefixHasher, key_fingerprint, prefix_hasher
 
 FLUSH_S: Final = 0.05
@@ -49,6 +50,7 @@ class PrefixEventPublisher:
         """Identifies the hash key and block size, so that others can compare them; None before `set_hash_key`."""
         self._flush_s = flush_s
         self.tiers = tuple(tiers)
+        self._load_s_per_block: dict[Tier, float] = {}
         self._log = PrefixEventLog(ref.incarnation, tiers)
         self._pending: list[_Change] = []
         self._flush: asyncio.TimerHandle | None = None
@@ -91,6 +93,10 @@ class PrefixEventPublisher:
         self._pending.clear()
         self._enqueue(_Change("cleared", None, [], Tier.DEVICE))
 
+    def load_measured(self, tier: Tier, seconds_per_block: float) -> None:
+        """To load a block of `tier` takes so long. The next heartbeats state it."""
+        self._load_s_per_block[tier] = min(seconds_per_block, LOAD_TIME_MAX_S)
+
     @contextmanager
     def subscribe(self, since_sequence: int) -> Iterator[Subscription]:
         """A subscription to every change after `since_sequence`, or from a snapshot on. Raises QueueFull."""
@@ -115,6 +121,9 @@ class PrefixEventPublisher:
             message = event_to_proto(event)
             if self.hashing is not None:
                 message.heartbeat.hashing.CopyFrom(self.hashing)
+            load_s = self._load_s_per_block.get(Tier(event.tier))
+            if load_s is not None:
+                message.heartbeat.load_time_per_block.CopyFrom(duration_from_seconds(load_s))
             yield message
 
     def _enqueue(self, change: _Change) -> None:

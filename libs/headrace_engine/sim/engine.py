@@ -159,7 +159,11 @@ class SimEngine(Engine):
     def _open_cache(self) -> None:
         settings, layout = self._shape.settings, self.descriptor.layout
         self._lower_tiers = open_lower_tiers(
-            self.descriptor, self._config.tiers, settings.host_blocks, settings.disk_blocks
+            self.descriptor,
+            self._config.tiers,
+            settings.host_blocks,
+            settings.disk_blocks,
+            settings.host_copy_s_per_token * layout.block_tokens,
         )
         lower = () if self._lower_tiers is None else self._lower_tiers.names
         remote = (Tier.REMOTE,) if self._config.tiers.pooled else ()

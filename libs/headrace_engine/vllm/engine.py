@@ -37,6 +37,7 @@ from headrace_engine.vllm.service.decode_request import DecodeRequest
 from headrace_engine.vllm.service.launch import check_config, launch
 from headrace_engine.vllm.service.prefill_request import PrefillRequest
 from headrace_kv.handoff.messages import Reservation, SendReport
+from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.layer_overlap import LayerOverlap
 from headrace_kv.receive.observer import TransferObserver
@@ -72,6 +73,7 @@ class VllmEngine(Engine):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._prefills: dict[str, PrefillRequest] = {}
         self._decodes: dict[str, DecodeRequest] = {}
+        self._load_times = LoadTimes()
         self.load = EngineLoad()
 
     async def start(self) -> None:
@@ -100,7 +102,11 @@ class VllmEngine(Engine):
         self._link = LinkServer(
             self._link_path,
             LinkEvents(
-                self._blocks_reserved, self._transfer_quiet, self._engine_lost, self._load_changed
+                self._blocks_reserved,
+                self._transfer_quiet,
+                self._engine_lost,
+                self._load_changed,
+                self._tier_loaded,
             ),
             self._descriptors,
         )
@@ -259,6 +265,12 @@ class VllmEngine(Engine):
 
     def _load_changed(self, load: EngineLoad) -> None:
         self.load = load
+
+    def _tier_loaded(self, rank: int, load: TierLoad) -> None:
+        self._load_times.record(load, rank)
+        seconds_per_block = self._load_times.seconds_per_block(load.tier)
+        if self.prefix_events is not None and seconds_per_block is not None:
+            self.prefix_events.load_measured(load.tier, seconds_per_block)
 
     def _engine_lost(self, why: str) -> None:
         error = InternalError(f"vLLM has ended: {why}")

@@ -12,11 +12,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from headrace.worker.v1 import worker_pb2
+from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import ProtocolViolation
 
 EventKind = Literal["stored", "removed", "snapshot", "cleared", "heartbeat"]
 
 HASH_BYTES = 8
+LOAD_TIME_MAX_S = 3_600.0
 
 
 class Tier(IntEnum):
@@ -97,6 +99,18 @@ def event_from_proto(message: worker_pb2.SubscribeKvEventsResponse) -> KvEvent:
         message.announced_xor,
         last,
     )
+
+
+def load_time_from_proto(message: worker_pb2.SubscribeKvEventsResponse) -> float | None:
+    """Seconds to load a block from the event's tier; None without. Raises ProtocolViolation when out of range."""
+    if not message.heartbeat.HasField("load_time_per_block"):
+        return None
+    load_s = seconds_from_duration(message.heartbeat.load_time_per_block)
+    if not 0.0 <= load_s <= LOAD_TIME_MAX_S:
+        raise ProtocolViolation(
+            f"load_time_per_block must be 0 s to {LOAD_TIME_MAX_S:g} s, not {load_s:g} s"
+        )
+    return load_s
 
 
 def event_to_proto(event: KvEvent) -> worker_pb2.SubscribeKvEventsResponse:

@@ -8,13 +8,19 @@ from typing import Final
 from headrace_common.errors import ConfigError
 from headrace_kv.layout.arena import PAGE_BYTES, allocate_arena, suited_alignment_bytes
 from headrace_kv.layout.layout import TOKENS, KvLayout, RankMemory
-from headrace_kv.plan.regions import Dimension, place_regions
+from headrace_kv.plan.regions import Dimension, PlacedRegions, place_regions
 from headrace_kv.pool.base import PoolMemory
 from headrace_kv.pool.seal import SEAL_BYTES
 from headrace_kv.pool.shared_arena import SharedArena
 from headrace_kv.transport.packing import Bytes
 
 _WHOLE_BLOCKS: Final[tuple[Dimension, ...]] = ("block", "layer", "part", "head", "token")
+
+
+def block_bytes_of(layout: KvLayout, rank: int, *, pooled: bool = False) -> int:
+    """Bytes of a block of one rank with all its layers, up to the next page. Raises as HostStorage does."""
+    content_bytes = _place_block(layout, rank).arena_bytes
+    return _rounded(_sealed_bytes(content_bytes) if pooled else content_bytes, PAGE_BYTES)
 
 
 class HostStorage:
@@ -27,14 +33,8 @@ class HostStorage:
     def __init__(
         self, layout: KvLayout, rank: int, block_count: int, *, pooled: bool = False
     ) -> None:
-        if len(layout.groups) != 1 or layout.groups[0].kind != TOKENS:
-            raise ConfigError(
-                "only KV of attention layers that are all alike can be kept in main memory or on disk",
-                metadata={"field": "host_blocks"},
-            )
-        one = place_regions(layout, rank, (1,), _WHOLE_BLOCKS)
-        sealed_bytes = _rounded(one.arena_bytes, SEAL_BYTES) + SEAL_BYTES
-        self.block_bytes = _rounded(sealed_bytes if pooled else one.arena_bytes, PAGE_BYTES)
+        one = _place_block(layout, rank)
+        self.block_bytes = block_bytes_of(layout, rank, pooled=pooled)
         nbytes = self.block_bytes * block_count
         self._shared = SharedArena(nbytes) if pooled else None
         self.pool_memory = None
@@ -44,7 +44,10 @@ class HostStorage:
         else:
             self._arena = self._shared.bytes
             self.pool_memory = PoolMemory(
-                self._shared.descriptor, self.block_bytes, block_count, sealed_bytes
+                self._shared.descriptor,
+                self.block_bytes,
+                block_count,
+                _sealed_bytes(one.arena_bytes),
             )
         # Padding is written to disk too. It must not be what this process had in that memory.
         self._arena.reshape(block_count, self.block_bytes)[:, one.arena_bytes :] = 0
@@ -71,5 +74,19 @@ class HostStorage:
             self._shared.close()
 
 
+def _sealed_bytes(content_bytes: int) -> int:
+    return _rounded(content_bytes, SEAL_BYTES) + SEAL_BYTES
+
+
 def _rounded(nbytes: int, unit_bytes: int) -> int:
     return -(-nbytes // unit_bytes) * unit_bytes
+
+
+def _place_block(layout: KvLayout, rank: int) -> PlacedRegions:
+    """Raises ConfigError for a layout with several groups."""
+    if len(layout.groups) != 1 or layout.groups[0].kind != TOKENS:
+        raise ConfigError(
+            "only KV of attention layers that are all alike can be kept in main memory or on disk",
+            metadata={"field": "host_blocks"},
+        )
+    return place_regions(layout, rank, (1,), _WHOLE_BLOCKS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
@@ -15,8 +16,12 @@ from headrace_kv.plan.shard_map import Edge, heads_held
 from headrace_kv.pool.base import PoolMemory
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.disk import DiskStorage
-from headrace_kv.storage.host import HostStorage
+from headrace_kv.storage.host import HostStorage, block_bytes_of
 from headrace_kv.transport.packing import copy_runs
+
+# Blocks that are read from disk before they are copied on together, with one plan for each layer.
+_BOUNCE_BLOCKS_MAX: Final = 16
+_BOUNCE_BYTES_MAX: Final = 32 << 20
 
 
 class TierCopier:
@@ -40,8 +45,10 @@ class TierCopier:
             layer for layer in layout.groups[0].layers if layer in layout.layers_of(device.rank)
         ]
         self._block_tokens = layout.groups[0].block_tokens
-        self._bounce = host_blocks
-        self._host = HostStorage(layout, device.rank, host_blocks + 1, pooled=pooled)
+        bounce_count = _BOUNCE_BYTES_MAX // block_bytes_of(layout, device.rank, pooled=pooled)
+        bounce_count = max(1, min(bounce_count, disk_blocks, _BOUNCE_BLOCKS_MAX))
+        self._bounce = range(host_blocks, host_blocks + bounce_count)
+        self._host = HostStorage(layout, device.rank, host_blocks + bounce_count, pooled=pooled)
         heads = heads_held(
             device.rank % layout.tensor_parallel_size,
             layout.tensor_parallel_size,
@@ -80,9 +87,9 @@ class TierCopier:
             for source, destination in zip(copy.source_ids, copy.destination_ids, strict=True):
                 self._disk_storage().write(destination, self._host.block(source))
         elif kinds == (Tier.DISK, Tier.DEVICE):
-            for source, destination in zip(copy.source_ids, copy.destination_ids, strict=True):
-                self._disk_storage().read(source, self._host.block(self._bounce))
-                self._copy_layers(self._to_device, [self._bounce], [destination], lambda _: None)
+            for start in range(0, len(copy.source_ids), len(self._bounce)):
+                end = start + len(self._bounce)
+                self._load_disk(copy.source_ids[start:end], copy.destination_ids[start:end])
             for layer in self._layers:
                 on_layer(layer)
         else:
@@ -93,6 +100,12 @@ class TierCopier:
         self._host.close()
         if self._disk is not None:
             self._disk.close()
+
+    def _load_disk(self, source_ids: Sequence[int], destination_ids: Sequence[int]) -> None:
+        bounce = self._bounce[: len(source_ids)]
+        for source, between in zip(source_ids, bounce, strict=True):
+            self._disk_storage().read(source, self._host.block(between))
+        self._copy_layers(self._to_device, bounce, destination_ids, lambda _: None)
 
     def _copy_layers(
         self,

@@ -171,11 +171,14 @@ def assemble(
         resize_slots,
         dials,
     )
-    prefixes = PrefixCacheDirectory(
-        lambda endpoint: open_channel(endpoint, config), prefix_hash_key, dials=dials
-    )
     queue = PrefillQueue(
         config.max_queued_tasks, config.prefix_wait_s, sign=_task_signer(ticket_key)
+    )
+    prefixes = PrefixCacheDirectory(
+        lambda endpoint: open_channel(endpoint, config),
+        prefix_hash_key,
+        compute_s_per_token=queue.compute_s_per_token,
+        dials=dials,
     )
     metrics = RouterMetrics(telemetry.metrics, queue, admission, prefixes, workers)
     traces = _build_traces(config, telemetry, metrics)

@@ -60,6 +60,10 @@ class CacheEventReporter:
                 block.tier_added()
                 self._events.stored(block.parent, [block.block_hash], tier)
 
+    def blocks_loaded(self, tier: Tier, seconds_per_block: float) -> None:
+        """Loads from that tier take so long for each block."""
+        self._events.load_measured(tier, seconds_per_block)
+
     def blocks_evicted(self, prefixes: Items[int], tier: Tier = Tier.DEVICE) -> None:
         """Blocks can no longer be found in that tier."""
         evicted: list[int] = []

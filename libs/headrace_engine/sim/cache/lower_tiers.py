@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from headrace_common.errors import TransferFailed
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_engine.sim.cache.remote_blocks import SimRemoteBlocks
 from headrace_kv.layout.layout import KvDescriptor, KvLayout
-from headrace_kv.manager.lower_tiers import LowerTiers, TierHit, TierPlan
+from headrace_kv.manager.load_times import LoadTimes, TierLoad
+from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierHit, TierPlan
 from headrace_kv.manager.settings import TierSettings
 from headrace_kv.pool.base import PoolMemory, RemotePool
 from headrace_kv.pool.keys import PoolKeys
 from headrace_kv.prefix.events import Tier
-from headrace_kv.storage.host import HostStorage
+from headrace_kv.storage.host import block_bytes_of
 from headrace_kv.storage.tier_copier import TierCopier
+
+_logger = logging.getLogger(__name__)
 
 
 class SimLowerTiers:
-    """Makes each planned copy at once, on all ranks. The changes go to `reporter`."""
+    """Makes each planned copy at once, on all ranks. The changes go to `reporter`.
+
+    A load counts as longer by `load_s_per_block` for each block, which is the simulated time of its copy. Blocks that a
+    failed copy should have read or written below KV memory are forgotten.
+    """
 
     def __init__(
-        self, tiers: LowerTiers, copiers: Sequence[TierCopier], settings: TierSettings
+        self,
+        tiers: LowerTiers,
+        copiers: Sequence[TierCopier],
+        settings: TierSettings,
+        load_s_per_block: float,
     ) -> None:
         self._tiers = tiers
         self._copiers = copiers
         self._settings = settings
+        self._load_s_per_block = load_s_per_block
+        self._load_times = LoadTimes()
         self._remote: SimRemoteBlocks | None = None
 
     @property
@@ -89,13 +105,23 @@ class SimLowerTiers:
         """Ends a hold without a load."""
         self._tiers.release(hit)
 
-    def load(self, hit: TierHit, block_ids: Sequence[int], reporter: CacheEventReporter) -> None:
-        """Copies held blocks into KV memory."""
-        self._carry_out(self._tiers.load(hit, block_ids), reporter)
+    def load(self, hit: TierHit, block_ids: Sequence[int], reporter: CacheEventReporter) -> int:
+        """Copies held blocks into KV memory. Returns how many of the first ones are there."""
+        plan = self._tiers.load(hit, block_ids)
+        failed = self._copy(plan)
+        for tier in {copy.source for copy in plan.copies}:
+            seconds_per_block = self._load_times.seconds_per_block(tier)
+            if seconds_per_block is not None:
+                reporter.blocks_loaded(tier, seconds_per_block)
+        for copy in failed:
+            self._report(self._tiers.drop(copy.source, copy.source_ids), reporter)
+        lost = {copy.source for copy in failed}
+        whole = (index for index, (tier, _) in enumerate(hit.blocks) if tier in lost)
+        return next(whole, len(hit))
 
     def clear(self, reporter: CacheEventReporter) -> None:
         """Forgets every block. The pool keeps its own, which are announced no longer."""
-        self._carry_out(self._tiers.clear(), reporter)
+        self._report(self._tiers.clear(), reporter)
         self.pool_lost(reporter)
 
     async def close(self) -> None:
@@ -106,9 +132,36 @@ class SimLowerTiers:
             copier.close()
 
     def _carry_out(self, plan: TierPlan, reporter: CacheEventReporter) -> None:
+        """Makes copies to lower tiers."""
+        failed = self._copy(plan)
+        self._report(plan, reporter)
+        for copy in failed:
+            self._report(self._tiers.drop(copy.destination, copy.destination_ids), reporter)
+
+    def _copy(self, plan: TierPlan) -> list[TierCopy]:
+        """Makes the copies of a plan. Returns those that failed."""
+        failed: list[TierCopy] = []
         for copy in plan.copies:
-            for copier in self._copiers:
-                copier.copy(copy)
+            start_s = time.monotonic()
+            try:
+                for copier in self._copiers:
+                    copier.copy(copy)
+                self._measure(copy, time.monotonic() - start_s)
+            except TransferFailed as error:
+                _logger.warning(
+                    "a copy from %s to %s: %s",
+                    *(copy.source.name, copy.destination.name, error.detail),
+                )
+                failed.append(copy)
+        return failed
+
+    def _measure(self, copy: TierCopy, copy_s: float) -> None:
+        if copy.destination == Tier.DEVICE:
+            count = len(copy.source_ids)
+            seconds = copy_s + count * self._load_s_per_block
+            self._load_times.record(TierLoad(copy.source, count, seconds))
+
+    def _report(self, plan: TierPlan, reporter: CacheEventReporter) -> None:
         for change in plan.changes:
             report: Callable[[Sequence[int], Tier], None] = (
                 reporter.blocks_offloaded if change.stored else reporter.blocks_evicted
@@ -117,16 +170,21 @@ class SimLowerTiers:
 
 
 def open_lower_tiers(
-    descriptor: KvDescriptor, settings: TierSettings, host_blocks: int, disk_blocks: int
+    descriptor: KvDescriptor,
+    settings: TierSettings,
+    host_blocks: int,
+    disk_blocks: int,
+    load_s_per_block: float,
 ) -> SimLowerTiers | None:
     """The tiers below the memory that `descriptor` describes; None for none.
 
-    The counts of blocks apply where `settings` have no tier. Raises ConfigError for a model with several caches.
+    The counts of blocks apply where `settings` have no tier. `load_s_per_block`: see SimLowerTiers. Raises ConfigError
+    for a model with several caches.
     """
     counts = {Tier.HOST: host_blocks, Tier.DISK: disk_blocks}
     if settings.names:
-        one = HostStorage(descriptor.layout, 0, 1)
-        counts = dict(settings.block_counts(one.block_bytes))
+        block_bytes = block_bytes_of(descriptor.layout, 0, pooled=settings.pooled)
+        counts = dict(settings.block_counts(block_bytes))
     counts = {tier: count for tier, count in counts.items() if count}
     if not counts:
         return None
@@ -141,4 +199,4 @@ def open_lower_tiers(
         )
         for memory in descriptor.ranks
     ]
-    return SimLowerTiers(LowerTiers(counts, settings.min_uses), copiers, settings)
+    return SimLowerTiers(LowerTiers(counts, settings.min_uses), copiers, settings, load_s_per_block)

@@ -113,13 +113,15 @@ class CachePools:
                     self._lower_tiers.release(hit)
                 return False
             block_ids.extend(fresh)
-        cached_blocks = first_loaded + len(hit)
+        loaded = self._load(hit, block_ids_by_group[0][first_loaded:])
+        start, end = first_loaded * size, (first_loaded + loaded) * size
         sequence.blocks_allocated(
             tuple(tuple(block_ids) for block_ids in block_ids_by_group),
-            cached_tokens=cached_blocks * size,
-            loaded_tokens=len(hit) * size,
+            cached_tokens=end,
+            loaded_tokens=end - start,
         )
-        self._load(sequence, first_loaded, hit)
+        if loaded:
+            self.register(sequence, start, end)
         return True
 
     def _lower_blocks(self, sequence: Sequence, start_block: int) -> TierHit:
@@ -130,14 +132,11 @@ class CachePools:
         reusable = sequence.reusable_tokens(self._keeps_state)
         return self._lower_tiers.hold(sequence.prefixes(size, reusable)[start_block:])
 
-    def _load(self, sequence: Sequence, start_block: int, hit: TierHit) -> None:
+    def _load(self, hit: TierHit, block_ids: Items[int]) -> int:
+        """Copies blocks of lower tiers into the first of `block_ids`. Returns how many are there."""
         if self._lower_tiers is None or not hit:
-            return
-        end_block = start_block + len(hit)
-        block_ids = sequence.block_ids_by_group[0][start_block:end_block]
-        self._lower_tiers.load(hit, block_ids, self._reporter)
-        size = self._groups[0].block_tokens
-        self.register(sequence, start_block * size, end_block * size)
+            return 0
+        return self._lower_tiers.load(hit, block_ids[: len(hit)], self._reporter)
 
     def _offload(self, prefixes: Items[int], block_ids: Items[int]) -> None:
         """Copies evicted blocks to lower tiers, if there are any, and reports the changes."""

@@ -7,8 +7,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from headrace.engine.v1 import link_pb2
+from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_kv.handoff.messages import LinkSent, Reservation, SendReport
 from headrace_kv.handoff.proto import reservation_fields
+from headrace_kv.manager.load_times import TierLoad
+from headrace_kv.prefix.events import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,16 @@ def report_from_proto(message: link_pb2.SendReport) -> SendReport:
         **_values(message, _REPORT_FIELDS),
         links=tuple(LinkSent(**_values(link, _LINK_FIELDS)) for link in message.links),
     )
+
+
+def tier_load_to_proto(load: TierLoad) -> link_pb2.TierLoaded:
+    return link_pb2.TierLoaded(
+        tier=load.tier, block_count=load.block_count, time=duration_from_seconds(load.seconds)
+    )
+
+
+def tier_load_from_proto(message: link_pb2.TierLoaded) -> TierLoad:
+    return TierLoad(Tier(message.tier), message.block_count, seconds_from_duration(message.time))
 
 
 # Fields that have the same name and type on both sides.

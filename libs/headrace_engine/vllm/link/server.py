@@ -22,6 +22,7 @@ from headrace_engine.vllm.link.messages import (
     EngineLoad,
     load_from_proto,
     report_from_proto,
+    tier_load_from_proto,
 )
 from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.handoff.proto import reservation_from_proto
@@ -32,6 +33,7 @@ from headrace_kv.layout.proto import (
     layout_to_proto,
     rank_memory_from_proto,
 )
+from headrace_kv.manager.load_times import TierLoad
 
 if TYPE_CHECKING:
     from headrace_kv.send.context import DescriptorSource
@@ -47,13 +49,14 @@ QUERIES_MAX = 1024
 class LinkEvents:
     """Callbacks for messages of the engine processes. The link's loop calls them; they must not block.
 
-    `lost` gets the reason why a connector's stream has ended before `begin_close`.
+    `lost` gets the reason why a connector's stream has ended before `begin_close`. `tier_loaded` gets a rank's load.
     """
 
     reserved: Callable[[Reservation], None]
     report: Callable[[SendReport], None]
     lost: Callable[[str], None]
     load: Callable[[EngineLoad], None] = lambda load: None
+    tier_loaded: Callable[[int, TierLoad], None] = lambda rank, load: None
 
 
 @dataclass(slots=True)
@@ -267,6 +270,10 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             self._events.report(report_from_proto(request.report))
         elif kind == "load":
             self._events.load(load_from_proto(request.load))
+        elif kind == "tier_loaded":
+            self._events.tier_loaded(
+                peer.attachment.rank, tier_load_from_proto(request.tier_loaded)
+            )
         elif kind == "networks_admitted":
             key = (peer.attachment.rank, request.networks_admitted.update_id)
             answer = self._admissions.get(key)

@@ -20,7 +20,7 @@ from headrace_engine.vllm.compat import (
     tensor_parallel_size,
 )
 from headrace_engine.vllm.link.client import Link
-from headrace_engine.vllm.link.messages import report_to_proto
+from headrace_engine.vllm.link.messages import report_to_proto, tier_load_to_proto
 from headrace_engine.vllm.rank.layer_wait import LayerWait
 from headrace_engine.vllm.rank.logits_tap import LogitsTap
 from headrace_engine.vllm.rank.memory import describe_arena, layout_of, rank_memory
@@ -34,6 +34,7 @@ from headrace_kv.handoff.logits import LOGITS_RANK
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import STATE, KvLayout, RankMemory
 from headrace_kv.layout.proto import layout_from_proto, layout_to_proto, rank_memory_to_proto
+from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.pool.keys import PoolKeys, pool_secret
 from headrace_kv.prefix.events import Tier
 from headrace_kv.send.context import SenderContext
@@ -111,7 +112,7 @@ class ConnectorWorker:
         )
         if self._settings.tiers.names:
             self._copier = self._open_tiers(layout, memory, next(iter(kv_caches.values())))
-            self._tiers = TierExecutor(self._copier, self._pool)
+            self._tiers = TierExecutor(self._copier, self._send_load, self._pool)
         overlap = self._settings.overlap_layers
         if overlap.layer_count:
             self._layer_wait = LayerWait(len(self._layer_numbers), overlap.wait_s, order.fence)
@@ -232,6 +233,10 @@ class ConnectorWorker:
         self._admissions.shutdown(wait=True, cancel_futures=True)
         if self._transport is not None:
             self._transport.close()
+
+    def _send_load(self, load: TierLoad) -> None:
+        if self._link is not None:
+            self._link.send(link_pb2.AttachRequest(tier_loaded=tier_load_to_proto(load)))
 
     def _send_report(self, report: SendReport) -> None:
         if self._link is not None:

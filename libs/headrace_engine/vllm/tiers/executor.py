@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from headrace_common.errors import HeadraceError
 from headrace_engine.vllm.step.plan import StepPlan
 from headrace_engine.vllm.tiers.pool_executor import PoolExecutor
+from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy
+from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.tier_copier import TierCopier
 
 log = logging.getLogger(__name__)
 
 
 class TierExecutor:
-    """The rank's compute thread calls it. One thread makes all copies, in the order of the plans."""
+    """The rank's compute thread calls it. One thread makes all copies, in the order of the plans.
 
-    def __init__(self, copier: TierCopier, pool: PoolExecutor | None = None) -> None:
+    It calls `on_load` after each load.
+    """
+
+    def __init__(
+        self,
+        copier: TierCopier,
+        on_load: Callable[[TierLoad], None],
+        pool: PoolExecutor | None = None,
+    ) -> None:
         self._copier = copier
+        self._on_load = on_load
         self._pool = pool
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-tiers")
         self._copies: dict[str, list[Future[bool]]] = {}
@@ -84,11 +97,15 @@ class TierExecutor:
         self._copier.close()
 
     def _copy(self, copy: TierCopy) -> bool:
+        start_s = time.monotonic()
         try:
             self._copier.copy(copy)
         except HeadraceError as error:
             log.error("a copy from %s to %s: %s", copy.source.name, copy.destination.name, error)
             return False
+        if copy.destination == Tier.DEVICE:
+            load_s = time.monotonic() - start_s
+            self._on_load(TierLoad(copy.source, len(copy.source_ids), load_s))
         return True
 
     def _has_ended(self, request_id: str) -> bool:

@@ -55,3 +55,26 @@ class ThroughputEstimator:
         mean_tokens = self._tokens / self._tasks
         tokens_per_s = running_tasks * self._tokens / max(1e-9, self._duration_s)
         return (queued_tokens + mean_tokens) / tokens_per_s
+
+
+class ComputeEstimator:
+    """Mean time of a computed token of a prompt. Weights decay with the age of a task."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._compute_s = 0.0
+        self._recorded_s = 0.0
+
+    def record_task(self, tokens: int, compute_s: float, now_s: float) -> None:
+        """A worker computed `tokens` of a task, without those that it had cached, in `compute_s`."""
+        if tokens <= 0 or compute_s <= 0:
+            return
+        kept = math.exp(-max(0.0, now_s - self._recorded_s) / _DECAY_S) if self._tokens else 0.0
+        self._tokens = kept * self._tokens + tokens
+        self._compute_s = kept * self._compute_s + compute_s
+        self._recorded_s = now_s
+
+    @property
+    def sums(self) -> tuple[float, float]:
+        """Tokens and seconds, both weighted; 0 before the first task."""
+        return self._tokens, self._compute_s

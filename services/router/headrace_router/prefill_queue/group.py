@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from headrace.prefill.v1 import prefill_pb2
 from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_router.prefill_queue.estimate import ThroughputEstimator
+from headrace_router.prefill_queue.estimate import ComputeEstimator, ThroughputEstimator
 from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.prefill_queue.waiting import AffinityWaits, TaskLanes
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream, WorkersWithCredits
@@ -36,6 +37,7 @@ class QueueGroup:
         self._running_tasks = 0
         self._open_streams = 0
         self._throughput = ThroughputEstimator()
+        self._computing = ComputeEstimator()
         self._prefix_wait_s = prefix_wait_s
         self._waiting: OrderedDict[int, QueuedTask] = OrderedDict()
         self._lanes = TaskLanes()
@@ -68,6 +70,11 @@ class QueueGroup:
             self._running_tasks + self._with_credits.credits,
         )
         return max(throughput_s, self.oldest_age_s)
+
+    @property
+    def computed(self) -> tuple[float, float]:
+        """Tokens that workers have computed lately, and in how many seconds."""
+        return self._computing.sums
 
     @contextmanager
     def expect_task(self, tokens: int) -> Iterator[None]:
@@ -156,11 +163,15 @@ class QueueGroup:
         self._running_tasks -= 1
         self._with_credits.update(stream)
 
-    def task_succeeded(self, stream: PrefillWorkerStream, queued: QueuedTask) -> None:
-        """A worker completed a task. Its duration counts for estimates."""
+    def task_succeeded(
+        self, stream: PrefillWorkerStream, queued: QueuedTask, done: prefill_pb2.TaskDone
+    ) -> None:
+        """A worker completed a task. Its times count for estimates."""
         self.task_ended(stream, queued)
         now_s = time.monotonic()
         self._throughput.record_task(queued.tokens, now_s - queued.pulled_s, now_s)
+        compute_us = done.times.compute_end_us - done.times.compute_start_us
+        self._computing.record_task(queued.tokens - done.cached_tokens, compute_us / 1e6, now_s)
 
     def _assign_or_queue(self, queued: QueuedTask) -> None:
         """Sends a task to a worker with credits, or lets it wait for a better one, or adds it to a lane."""

@@ -77,6 +77,12 @@ class PrefillQueue:
             wait_s=math.inf if self.depth + expected_tasks >= self.max_queued_tasks else wait_s,
         )
 
+    def compute_s_per_token(self, model: str) -> float:
+        """How long a prefill worker of a served model computes a token of a prompt; 0 before the first task."""
+        sums = [group.computed for group in self._groups_of(model)]
+        tokens = sum(counted for counted, _ in sums)
+        return sum(seconds for _, seconds in sums) / tokens if tokens > 0 else 0.0
+
     def pulling_workers(self) -> Mapping[KvLayout, frozenset[WorkerRef]]:
         """The workers that take tasks, by layout fingerprint. A live view: it changes with the queue."""
         return self._pulling
@@ -188,7 +194,7 @@ class PrefillQueue:
             return
         group = self._group_of(stream)
         if not done.reason:
-            group.task_succeeded(stream, queued)
+            group.task_succeeded(stream, queued, done)
             queued.end(None, done)
             return
         _LOG.info("task %s failed on %s: %s", done.transfer_id, stream.ref, done.detail)

@@ -17,20 +17,21 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
+from headrace_kv.prefix.events import Tier, load_time_from_proto
 from headrace_kv.prefix.hashing import PromptHashes, TokenIds, key_fingerprint
 from headrace_router.prefix_cache.event_stream import EVENT_TIMEOUT_S, KvEventFeed
 from headrace_router.prefix_cache.index import SLOTS_MAX, PrefixIndex
 from headrace_router.prefix_cache.lookup import Depths
 from headrace_router.prefix_cache.model_index import ModelIndex
+from headrace_router.prefix_cache.tier_prices import TierPrices
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.heartbeats import heartbeat_interval_s
 from headrace_router.workers.table import LoadTable, Numbers
 
 _LOG = logging.getLogger(__name__)
 
-HOST_CREDIT: Final = 0.75
-DISK_CREDIT: Final = 0.25
-REMOTE_CREDIT: Final = 0.25
+REMOTE_SHARE: Final = 0.25
+"""Of a block in the remote pool."""
 # A worker has a second slot while a snapshot arrives, and its old slots until they are swept.
 _WORKERS_MAX: Final = SLOTS_MAX // 2
 _UPKEEP_INTERVAL_S: Final = 0.25
@@ -52,8 +53,8 @@ class PrefixCacheDirectory:
     """Applies the events of all workers to one index for each model and block size. One event loop owns it.
 
     `prefix_hash_key` returns the deployment's key, or 0 while it is unknown. Without it no worker gets credit. Blocks
-    in slower tiers count for less: `host_credit`, `disk_credit` and `remote_credit` are their shares. Every worker of a
-    model reaches the blocks that any worker has announced in its remote pool. `dials` bounds the tries to reach
+    in slower tiers count for less: see TierPrices, also for `compute_s_per_token`. Every worker of a model reaches the
+    blocks that any worker has announced in its remote pool. `dials` bounds the tries to reach
     members, and may be shared.
     """
 
@@ -62,9 +63,7 @@ class PrefixCacheDirectory:
         open_channel: Callable[[str], grpc.aio.Channel],
         prefix_hash_key: Callable[[], int],
         *,
-        host_credit: float = HOST_CREDIT,
-        disk_credit: float = DISK_CREDIT,
-        remote_credit: float = REMOTE_CREDIT,
+        compute_s_per_token: Callable[[str], float] = lambda model: 0.0,
         event_timeout_s: float = EVENT_TIMEOUT_S,
         dials: Dials | None = None,
     ) -> None:
@@ -72,8 +71,7 @@ class PrefixCacheDirectory:
         self._registered: dict[tuple[str, str], tuple[registry_pb2.Member, _FeedKey]] = {}
         self._open_channel = open_channel
         self._prefix_hash_key = prefix_hash_key
-        self._credits = (host_credit, disk_credit)
-        self._remote_credit = remote_credit
+        self._prices = TierPrices(compute_s_per_token)
         self._event_timeout_s = event_timeout_s
         self._feeds: dict[_FeedKey, KvEventFeed] = {}
         self._faults: dict[WorkerRef, str] = {}
@@ -108,6 +106,7 @@ class PrefixCacheDirectory:
         for gone in set(self._feeds) - wanted:
             self._end(self._feeds.pop(gone))
             self._faults.pop(gone.ref, None)
+            self._prices.remove(gone.ref)
         for key in wanted - self._feeds.keys():
             self._feeds[key] = KvEventFeed(
                 key.ref,
@@ -116,7 +115,7 @@ class PrefixCacheDirectory:
                 self._open_channel,
                 self._dials,
                 self._event_timeout_s,
-                partial(self._check_hashing, key),
+                partial(self._apply_heartbeat, key),
                 interval_s=interval_s,
             )
         used = {(key.model, key.block_tokens) for key in wanted}
@@ -133,16 +132,25 @@ class PrefixCacheDirectory:
     ) -> Numbers:
         """The cached tokens of a prompt with this salt for each worker of the table. Shape [worker]."""
         found: Numbers = np.zeros(len(table))
-        if table.workers:
-            for model_index, prompt in self._prompts(table.workers[0].model, token_ids, cache_salt):
-                known = model_index.table_slots(table)
-                if len(known.rows):
-                    index = model_index.index
-                    *own, pooled = model_index.depths(prompt)
-                    remote = max((blocks for blocks, _ in pooled), default=0)
-                    tiers = [index.blocks(depths) for depths in own]
-                    blocks = self._credited_blocks(tiers, remote)
-                    found[known.rows] = blocks[known.slots] * model_index.block_tokens
+        if not table.workers:
+            return found
+        model = table.workers[0].model
+        for model_index, prompt in self._prompts(model, token_ids, cache_salt):
+            known = model_index.table_slots(table)
+            if not len(known.rows):
+                continue
+            index, block_tokens = model_index.index, model_index.block_tokens
+            *depths, pooled = model_index.depths(prompt)
+            blocks = reached = index.blocks(depths[0])[known.slots]
+            if any(depths[1:]):
+                tiers = [blocks, *(index.blocks(one)[known.slots] for one in depths[1:])]
+                shares = self._prices.shares(model, block_tokens, table)
+                blocks = _credited_blocks(tiers, [share[known.rows] for share in shares])
+                reached = np.maximum.reduce(tiers)
+            if pooled:
+                remote = max(depth for depth, _ in pooled)
+                blocks = blocks + REMOTE_SHARE * np.maximum(remote - reached, 0.0)
+            found[known.rows] = blocks * block_tokens
         return found
 
     def cached_refs(
@@ -167,8 +175,9 @@ class PrefixCacheDirectory:
                 continue
             scores = [index.scores(depths) for depths in (device, *slower)]
             for ref in set().union(*scores):
-                blocks = self._credited_blocks([np.array(one.get(ref, 0.0)) for one in scores])
-                found[ref] = int(blocks * block_tokens)
+                tiers = [np.array(one.get(ref, 0.0)) for one in scores]
+                shares = self._prices.shares_of(model, block_tokens, ref)
+                found[ref] = int(_credited_blocks(tiers, shares) * block_tokens)
         return found
 
     async def close(self) -> None:
@@ -182,6 +191,16 @@ class PrefixCacheDirectory:
         self._feeds.clear()
         if self._closing:
             await asyncio.wait(self._closing)
+
+    def _apply_heartbeat(
+        self, key: _FeedKey, message: worker_pb2.SubscribeKvEventsResponse
+    ) -> None:
+        """Takes what a worker's heartbeat says beside the digest. Raises ProtocolViolation."""
+        if message.heartbeat.HasField("hashing"):
+            self._check_hashing(key, message.heartbeat.hashing)
+        load_s = load_time_from_proto(message)
+        if load_s is not None:
+            self._prices.measured(key.ref, Tier(message.tier), load_s)
 
     def _check_hashing(self, key: _FeedKey, theirs: worker_pb2.KvHashing) -> None:
         """Records and logs once why a worker's cache does not count."""
@@ -207,18 +226,6 @@ class PrefixCacheDirectory:
             token_ids = list(token_ids)
         for model_index in indexes.values():
             yield model_index, model_index.prompt(key, token_ids, cache_salt)
-
-    def _credited_blocks(self, tiers: Sequence[Numbers], remote: float = 0.0) -> Numbers:
-        """Converts the blocks of each tier to blocks of the fastest. A tier contains the blocks of faster ones.
-
-        `remote`: blocks in the remote pool, for every worker.
-        """
-        total = reached = tiers[0]
-        for credit, blocks in zip(self._credits, tiers[1:], strict=True):
-            deeper = np.maximum(reached, blocks)
-            total = total + credit * (deeper - reached)
-            reached = deeper
-        return total + self._remote_credit * np.maximum(remote - reached, 0.0)
 
     def _model_index(self, model: str, block_tokens: int) -> ModelIndex:
         indexes = self._indexes.setdefault(model, {})
@@ -256,6 +263,16 @@ class PrefixCacheDirectory:
                 check_s = min((now_s + self._event_timeout_s, *due))
             for index in [index for sizes in self._indexes.values() for index in sizes.values()]:
                 await index.sweep()
+
+
+def _credited_blocks(tiers: Sequence[Numbers], shares: Sequence[Numbers | float]) -> Numbers:
+    """Converts the blocks of each tier to blocks of the fastest. A tier contains the blocks of faster ones."""
+    total = reached = tiers[0]
+    for share, blocks in zip(shares, tiers[1:], strict=True):
+        deeper = np.maximum(reached, blocks)
+        total = total + share * (deeper - reached)
+        reached = deeper
+    return total
 
 
 def _masked(depths: Depths, among: int) -> Depths:

@@ -34,7 +34,7 @@ class KvEventFeed:
 
     After a lost event, a different digest or a broken stream it subscribes again. The delay grows with each attempt
     until a heartbeat matches. A worker that serves no events gets no credit, and neither does another incarnation.
-    `on_hashing` receives the worker's hashing parameters with every heartbeat.
+    `on_heartbeat` receives every heartbeat.
 
     `find_index` is called when the first event arrives. It returns None when the index is full. Until then the worker
     has no place in an index, and between two tries no channel.
@@ -48,7 +48,7 @@ class KvEventFeed:
         open_channel: Callable[[str], grpc.aio.Channel],
         dials: Dials,
         event_timeout_s: float = EVENT_TIMEOUT_S,
-        on_hashing: Callable[[worker_pb2.KvHashing], None] | None = None,
+        on_heartbeat: Callable[[worker_pb2.SubscribeKvEventsResponse], None] | None = None,
         *,
         interval_s: float = SHORTEST_S,
     ) -> None:
@@ -62,7 +62,7 @@ class KvEventFeed:
         self._retry = RetryDelay(_BACKOFF_MIN_S, _BACKOFF_MAX_S)
         self._channel: grpc.aio.Channel | None = None
         self._event_timeout_s = event_timeout_s
-        self._on_hashing = on_hashing
+        self._on_heartbeat = on_heartbeat
         self._due_s = asyncio.get_running_loop().time() + self._limit_s
         self._closing: asyncio.Task[None] | None = None
         self._task = asyncio.create_task(self._follow(), name=f"kv-events-{ref}")
@@ -177,8 +177,8 @@ class KvEventFeed:
         self, index: PrefixIndex, message: worker_pb2.SubscribeKvEventsResponse
     ) -> ApplyResult:
         event = event_from_proto(message)
-        if self._on_hashing is not None and message.heartbeat.HasField("hashing"):
-            self._on_hashing(message.heartbeat.hashing)
+        if self._on_heartbeat is not None and event.kind == "heartbeat":
+            self._on_heartbeat(message)
         result = index.apply(self.ref, event)
         if result is ApplyResult.APPLIED:
             self._due_s = asyncio.get_running_loop().time() + self._limit_s

@@ -119,6 +119,30 @@ async def test_blocks_in_the_remote_pool_count_for_every_worker(rig: EventRig) -
     assert store.objects
 
 
+async def test_blocks_in_main_memory_count_by_their_measured_load_time(rig: EventRig) -> None:
+    random = Random(3)
+    first, second = random_prompt(random, 80), random_prompt(random, 80)
+    model = "sim:context=512,host_blocks=40,host_copy_s_per_token=0.002"
+    worker = await rig.add("w-0", model=model, num_gpu_blocks_override=96 // BLOCK_TOKENS)
+    table = rig.follow()
+    await worker.answer(first)
+    await rig.until_cached(table, first, w_0=80)
+    await worker.answer(second)
+    await until(lambda: rig.cached(table, first)["w-0"] < 80)
+    unmeasured = rig.cached(table, first)["w-0"]
+    # The fixed share of main memory.
+    assert unmeasured >= 0.75 * 80
+    await worker.answer(first)
+    await worker.answer(second)
+    # Computing a token takes twice as long as loading it does, or less than that on a busy machine.
+    rig.compute_s_per_token = 0.004
+    await until(lambda: rig.cached(table, first)["w-0"] < unmeasured)
+    # In the other role, too.
+    refs = [worker.ref]
+    credited = rig.indexes.cached_refs(MODEL, first, "", refs)[worker.ref]
+    assert credited == rig.cached(table, first)["w-0"]
+
+
 async def test_another_key_or_block_size_gives_no_credit_and_one_warning(
     rig: EventRig, caplog: pytest.LogCaptureFixture
 ) -> None:

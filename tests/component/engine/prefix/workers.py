@@ -144,12 +144,16 @@ class EventRig:
 
     silence_s: float = 5.0
     key: int = KEY
+    compute_s_per_token: float = 0.0
     workers: list[CachingWorker] = field(default_factory=list)
     channels: list[grpc.aio.Channel] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.indexes = PrefixCacheDirectory(
-            self._open_channel, lambda: self.key, event_timeout_s=self.silence_s
+            self._open_channel,
+            lambda: self.key,
+            compute_s_per_token=lambda model: self.compute_s_per_token,
+            event_timeout_s=self.silence_s,
         )
 
     def _open_channel(self, endpoint: str) -> grpc.aio.Channel:

@@ -7,11 +7,13 @@ from random import Random
 
 import pytest
 
-from headrace_common.errors import ConfigError
+from headrace_common.errors import ConfigError, TransferFailed
 from headrace_engine.interface import Sampling
 from headrace_engine.sim.clock import ManualClock
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.model.settings import parse_settings
+from headrace_kv.storage.disk import DiskStorage
+from headrace_kv.transport.packing import Bytes
 from tests.component.engine.prefix.workers import random_prompt
 from tests.component.engine.sim.support import (
     advance_until,
@@ -58,6 +60,31 @@ async def test_blocks_that_main_memory_evicts_return_from_the_disk() -> None:
             assert await answer(engine, prompt, f"b{number}") == 72
         assert await engine.reset_prefix_cache()
         assert await answer(engine, prompts[3], "c") == 0
+
+
+async def test_blocks_that_the_disk_has_lost_are_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(storage: DiskStorage, block: int, content: Bytes) -> None:
+        raise TransferFailed("the disk fails")
+
+    random = Random(1)
+    prompts = [random_prompt(random, PROMPT_TOKENS) for _ in range(4)]
+    model = f"{MODEL},disk_blocks=40"
+    async with decode_engine(model=model, num_gpu_blocks_override=16) as engine:
+        for number, prompt in enumerate(prompts):
+            assert await answer(engine, prompt, f"a{number}") == 0
+        with monkeypatch.context() as broken:
+            broken.setattr(DiskStorage, "read", fail)
+            assert await answer(engine, prompts[0], "b") == 0
+            assert await answer(engine, prompts[0], "c") == 72
+            broken.setattr(DiskStorage, "write", fail)
+            for number, prompt in enumerate(prompts):
+                await answer(engine, prompt, f"d{number}")
+        # What the disk should have taken meanwhile is gone, and nothing else.
+        assert await answer(engine, prompts[0], "e") == 0
+        assert engine.usage().used_blocks == 0
+        assert engine.free_block_count() == 16
 
 
 async def test_loading_takes_its_time_and_delays_no_other_request() -> None:

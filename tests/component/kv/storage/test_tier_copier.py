@@ -16,6 +16,7 @@ from headrace_kv.layout.layout import CacheGroup, KvLayout, Part, RankMemory
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.plan.regions import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
 from headrace_kv.prefix.events import Tier
+from headrace_kv.storage import tier_copier
 from headrace_kv.storage.disk import DiskStorage
 from headrace_kv.storage.tier_copier import TierCopier
 from headrace_kv.transport.packing import Bytes
@@ -111,6 +112,21 @@ def test_blocks_return_with_their_bytes_from_every_tier(
     assert one.blocks(0, 2, 4, 5) == [before[index] for index in (5, 0, 1, 2)]
     assert layers == [*range(LAYERS), *range(LAYERS)]
     assert not any(any(block) for block in one.blocks(1, 3))
+
+
+def test_more_blocks_return_from_disk_than_fit_into_memory_between(
+    copiers: list[TierCopier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_copier, "_BOUNCE_BLOCKS_MAX", 2)
+    one = rank_of(copiers, tmp_path)
+    before = one.blocks(*range(BLOCKS))
+    one.copier.copy(TierCopy(*TO_HOST, (5, 1, 2), (0, 1, 2)))
+    one.copier.copy(TierCopy(*TO_DISK, (0, 1, 2), (2, 0, 1)))
+    one.arena[:] = 0
+    layers: list[int] = []
+    one.copier.copy(TierCopy(*FROM_DISK, (2, 0, 1), (3, 0, 4)), layers.append)
+    assert one.blocks(3, 0, 4) == [before[index] for index in (5, 1, 2)]
+    assert layers == [*range(LAYERS)]
 
 
 def test_a_disk_that_changes_bytes_is_detected(copiers: list[TierCopier], tmp_path: Path) -> None:

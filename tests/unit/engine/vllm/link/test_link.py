@@ -14,12 +14,18 @@ from headrace.engine.v1 import link_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError, QueueFull, StaleIncarnation
 from headrace_engine.vllm.link.client import Link
-from headrace_engine.vllm.link.messages import report_to_proto, reservation_to_proto
+from headrace_engine.vllm.link.messages import (
+    report_to_proto,
+    reservation_to_proto,
+    tier_load_to_proto,
+)
 from headrace_engine.vllm.link.server import LinkEvents, LinkServer
 from headrace_engine.vllm.link.startup_error import read_startup_error, write_startup_error
 from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
+from headrace_kv.manager.load_times import TierLoad
+from headrace_kv.prefix.events import Tier
 from headrace_kv.transport.networks import parse_networks
 from tests.transfer_links import link_sent
 from tests.waiting import until
@@ -36,6 +42,7 @@ LAYOUT = KvLayout.attention(
 )
 SENT = link_sent(strategy="direct+gather_scatter")
 REPORT = SendReport("x1", 1, "QUEUE_FULL", "too many", (SENT,), 240, "10.0.0.1", "device")
+LOADED = TierLoad(Tier.DISK, 3, 0.25)
 RESERVATION = Reservation("x1", (4, 2), 32, 70, ((3,), (7, 8)))
 
 
@@ -57,6 +64,7 @@ class Ends:
     reserved: list[Reservation]
     reports: list[SendReport]
     lost: list[str]
+    loads: list[tuple[int, TierLoad]]
     links: dict[str, Link] = field(default_factory=dict)
     received: dict[str, list[str | None]] = field(default_factory=dict)
 
@@ -78,8 +86,14 @@ async def attached(path: Path) -> AsyncIterator[Ends]:
     reserved: list[Reservation] = []
     reports: list[SendReport] = []
     lost: list[str] = []
-    events = LinkEvents(reserved.append, reports.append, lost.append)
-    ends = Ends(LinkServer(path, events, no_descriptors), reserved, reports, lost)
+    loads: list[tuple[int, TierLoad]] = []
+    events = LinkEvents(
+        reserved.append,
+        reports.append,
+        lost.append,
+        tier_loaded=lambda rank, load: loads.append((rank, load)),
+    )
+    ends = Ends(LinkServer(path, events, no_descriptors), reserved, reports, lost, loads)
     # The connectors start first, as when an engine starts.
     ends.attach(path, "scheduler", link_pb2.Attachment(scheduler=True))
     ends.attach(path, "rank 1", rank_attachment(1))
@@ -132,8 +146,10 @@ async def test_messages_arrive_at_the_connectors_and_at_the_service(tmp_path: Pa
             link_pb2.AttachRequest(reserved=reservation_to_proto(RESERVATION))
         )
         ends.links["rank 1"].send(link_pb2.AttachRequest(report=report_to_proto(REPORT)))
-        await until(lambda: bool(ends.reserved and ends.reports))
+        ends.links["rank 1"].send(link_pb2.AttachRequest(tier_loaded=tier_load_to_proto(LOADED)))
+        await until(lambda: bool(ends.reserved and ends.reports and ends.loads))
         assert (ends.reserved, ends.reports) == ([RESERVATION], [REPORT])
+        assert ends.loads == [(1, LOADED)]
         ends.server.arrived("x1")
         ends.server.released("x2")
         ends.server.request_coming()

@@ -11,6 +11,7 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_engine.vllm.step.plan import RequestCopy, StepPlan
 from headrace_engine.vllm.tiers.executor import TierExecutor
+from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.prefix.events import Tier
 from tests.waiting import until
@@ -44,8 +45,14 @@ def copier() -> Copier:
 
 
 @pytest.fixture
-def tiers(copier: Copier) -> Iterator[TierExecutor]:
-    executor = TierExecutor(copier)  # type: ignore[arg-type]
+def loads() -> list[TierLoad]:
+    """What the executor has measured."""
+    return []
+
+
+@pytest.fixture
+def tiers(copier: Copier, loads: list[TierLoad]) -> Iterator[TierExecutor]:
+    executor = TierExecutor(copier, loads.append)  # type: ignore[arg-type]
     yield executor
     copier.turn.release(100)
     executor.close()
@@ -82,6 +89,22 @@ def test_a_request_runs_when_its_load_has_ended(tiers: TierExecutor, copier: Cop
     assert step(tiers, copying(LOAD, loads={"r": False})) == NONE
     copier.turn.release()
     until_reported(tiers, (set(), {"r"}, set()))
+
+
+def test_loads_that_succeed_are_measured(
+    tiers: TierExecutor, copier: Copier, loads: list[TierLoad]
+) -> None:
+    step(tiers, copying(STORE))
+    step(tiers, copying(LOAD, loads={"r": False}))
+    copier.turn.release(2)
+    until_reported(tiers, (set(), {"r"}, set()))
+    copier.fails = True
+    step(tiers, copying(LOAD, loads={"r": False}))
+    copier.turn.release()
+    until_reported(tiers, (set(), {"r"}, {"r"}))
+    (load,) = loads
+    assert (load.tier, load.block_count) == (Tier.DISK, 1)
+    assert load.seconds >= 0
 
 
 def test_a_request_waits_for_its_load_and_its_transfer(tiers: TierExecutor, copier: Copier) -> None:

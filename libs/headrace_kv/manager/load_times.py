@@ -1,0 +1,51 @@
+"""How long loads from lower tiers take, as measured. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from headrace_kv.prefix.events import Tier
+
+# Older loads count for less and less.
+_REMEMBERED_BLOCKS: Final = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class TierLoad:
+    """A rank has loaded `block_count` blocks of a tier into KV memory in `seconds`."""
+
+    tier: Tier
+    block_count: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class _Mean:
+    blocks: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, load: TierLoad) -> None:
+        self.blocks += load.block_count
+        self.seconds += load.seconds
+        if self.blocks > _REMEMBERED_BLOCKS:
+            kept = _REMEMBERED_BLOCKS / self.blocks
+            self.blocks *= kept
+            self.seconds *= kept
+
+
+class LoadTimes:
+    """The mean over the last loads of each tier. Ranks load at the same time, so that the slowest one counts."""
+
+    def __init__(self) -> None:
+        self._means: dict[tuple[Tier, int], _Mean] = {}
+
+    def record(self, load: TierLoad, rank: int = 0) -> None:
+        """A rank has loaded blocks."""
+        if load.block_count:
+            self._means.setdefault((load.tier, rank), _Mean()).add(load)
+
+    def seconds_per_block(self, tier: Tier) -> float | None:
+        """None before the first load."""
+        means = [mean for (name, _), mean in self._means.items() if name == tier]
+        return max((mean.seconds / mean.blocks for mean in means), default=None)

@@ -1,0 +1,101 @@
+"""Faults of a chaos worker's tiers, and the search for blocks that are lost or counted twice."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from headrace_engine.sim.engine import SimEngine
+from headrace_kv.manager.block_pool import BlockPool
+from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierHit
+from headrace_kv.prefix.events import Tier
+from headrace_kv.storage.disk import DiskStorage
+from headrace_kv.storage.tier_copier import TierCopier
+from headrace_kv.transport.packing import Bytes
+
+
+def put(owner: Any, name: str, value: object) -> None:
+    """Sets an attribute of a product's class or module. This is how the process differs from a real worker."""
+    setattr(owner, name, value)
+
+
+def count_copies(changes_disk: Callable[[], bool]) -> Counter[str]:
+    """Counts the blocks that ranks copy from now on.
+
+    `changes_disk` decides for each read from a disk whether a byte has changed there.
+    """
+    counts: Counter[str] = Counter()
+    copy_blocks, read = TierCopier.copy, DiskStorage.read
+
+    def counted(copier: TierCopier, copy: TierCopy) -> None:
+        copy_blocks(copier, copy)
+        way = f"blocks from {copy.source.name} to {copy.destination.name}"
+        counts[way] += len(copy.source_ids)
+
+    def changed(disk: DiskStorage, block: int, target: Bytes) -> None:
+        if changes_disk():
+            counts["blocks changed on the disk"] += 1
+            start = block * disk._block_bytes
+            (byte,) = os.pread(disk._descriptor, 1, start)
+            os.pwrite(disk._descriptor, bytes((byte ^ 1,)), start)
+        read(disk, block, target)
+
+    put(TierCopier, "copy", counted)
+    put(DiskStorage, "read", changed)
+    return counts
+
+
+def hold_nothing() -> None:
+    """Switches a safeguard off: blocks of lower tiers may be evicted before they are loaded."""
+
+    def found(tiers: LowerTiers, prefixes: Iterable[int]) -> Iterator[tuple[Tier, int]]:
+        for prefix in prefixes:
+            places = ((tier.name, tier.find(prefix)) for tier in tiers._tiers)
+            place = next(((name, block) for name, block in places if block is not None), None)
+            if place is None:
+                return
+            yield place
+
+    put(LowerTiers, "hold", lambda tiers, prefixes: TierHit(tuple(found(tiers, prefixes))))
+    put(LowerTiers, "release", lambda tiers, hit: None)
+
+
+def unconserved_blocks(engine: SimEngine) -> Iterator[str]:
+    """A line for every pool with blocks that are not exactly one of free, cached and held.
+
+    In KV memory, a block has as many holders as there are requests with it. In lower tiers, no block is held between
+    two calls.
+    """
+    if engine._scheduler is None:
+        return
+    for group, pool in enumerate(engine._pools._pools):
+        holders: Counter[int] = Counter()
+        for sequence in engine._scheduler._by_id.values():
+            if sequence.block_ids_by_group:
+                holders.update(sequence.block_ids_by_group[group])
+        yield from _faults_of(f"KV memory, group {group}", pool, holders)
+    if engine._lower_tiers is not None:
+        for tier in engine._lower_tiers._tiers._tiers:
+            yield from _faults_of(tier.name.name, tier._pool, Counter())
+
+
+def _faults_of(name: str, pool: BlockPool, holders: Counter[int]) -> Iterator[str]:
+    free, idle = set(pool.free_ids()), set(pool._idle)
+    held = {block: count for block, count in enumerate(pool._holders) if count}
+    if len(free) != pool._free_count:
+        yield f"{name}: {len(free)} blocks are free, and it counts {pool._free_count}"
+    if len(free) + len(idle) + len(held) != pool.count or free | idle | held.keys() != set(
+        range(pool.count)
+    ):
+        yield f"{name}: {len(free)} free, {len(idle)} cached and {len(held)} held of {pool.count}"
+    if held != holders:
+        wrong = sorted(
+            block for block in held.keys() | holders.keys() if held.get(block, 0) != holders[block]
+        )
+        yield f"{name}: blocks {wrong} have another number of holders than requests have them"
+    if {block: prefix for prefix, block in pool._block_of.items()} != pool._prefix_of:
+        yield f"{name}: prefixes and blocks do not refer to each other"
+    if not idle <= pool._prefix_of.keys():
+        yield f"{name}: blocks {sorted(idle - pool._prefix_of.keys())} are cached without a prefix"

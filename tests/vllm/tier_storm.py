@@ -1,0 +1,105 @@
+"""Turns side by side on engines with little KV memory, while a disk changes what is stored there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import psutil
+
+from headrace_common.errors import TransferFailed
+from tests.vllm.pair import Answer, Pair, prompt_of
+from tests.waiting import until
+
+BEGINNINGS = 6
+PROMPTS = 18
+TURNS = 90
+AT_ONCE = 3
+TRIES_MAX = 6
+CHANGED_SHARE = 0.1
+
+
+async def storm(pair: Pair, disk_folder: Path, seed: int = 1) -> Counter[str]:
+    """Counts what happened: answers that were right or wrong, attempts that failed, and clients that went away.
+
+    `disk_folder` is that of decode's disk. Each of some turns finds all blocks on it changed.
+    """
+    numbers = random.Random(seed)
+    prompts = [_prompt(numbers, number) for number in range(PROMPTS)]
+    expected = []
+    for prompt in prompts:
+        await until(pair.decode.reset_prefix_cache)
+        expected.append((await pair.plain(prompt)).token_ids)
+    counts: Counter[str] = Counter()
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def turn(index: int, *, split: bool, leaves_after_s: float | None) -> None:
+        async with places:
+            asking = asyncio.create_task(_answer(pair, prompts[index], split, counts))
+            if leaves_after_s is not None:
+                await asyncio.wait({asking}, timeout=leaves_after_s)
+                asking.cancel()
+            answer = (await asyncio.gather(asking, return_exceptions=True))[0]
+            if isinstance(answer, asyncio.CancelledError):
+                counts["left"] += 1
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                counts["right" if answer.token_ids == expected[index] else "wrong"] += 1
+
+    turns = []
+    for number in range(TURNS):
+        split = numbers.random() < 0.4
+        leaves = not split and numbers.random() < 0.25
+        after_s = numbers.uniform(0.0, 0.2) if leaves else None
+        turns.append(turn(numbers.randrange(PROMPTS), split=split, leaves_after_s=after_s))
+        if number and number % (TURNS // 3) == 0:
+            await asyncio.gather(*turns)
+            turns = []
+            counts["blocks changed"] += _change_every_page(disk_folder)
+    await asyncio.gather(*turns)
+    await until(
+        lambda: not pair.decode.usage().used_blocks and not pair.prefill.usage().used_blocks
+    )
+    return counts
+
+
+def _prompt(numbers: random.Random, number: int) -> list[int]:
+    beginning = prompt_of(320, 1_000 + number % BEGINNINGS)
+    return beginning[: numbers.randrange(96, 320)] + prompt_of(numbers.randrange(1, 40), number)
+
+
+async def _answer(pair: Pair, prompt: list[int], split: bool, counts: Counter[str]) -> Answer:
+    """Tries again after failures, as a router does."""
+    for _ in range(TRIES_MAX):
+        with suppress(TransferFailed):
+            return await (pair.split(prompt) if split else pair.plain(prompt))
+        counts["failed"] += 1
+    raise TransferFailed(f"{TRIES_MAX} attempts have failed")
+
+
+def _change_every_page(folder: Path) -> int:
+    """Inverts a byte in each page of the files in `folder` that engine processes have open. Returns how many."""
+    changed = 0
+    for path in _open_files(folder):
+        with closing(path.open("r+b", buffering=0)) as file:
+            for start in range(0, os.fstat(file.fileno()).st_size, 4096):
+                (byte,) = os.pread(file.fileno(), 1, start)
+                os.pwrite(file.fileno(), bytes((byte ^ 0xFF,)), start)
+                changed += 1
+    return changed
+
+
+def _open_files(folder: Path) -> Iterator[Path]:
+    seen: set[int] = set()
+    for process in psutil.Process().children(recursive=True):
+        for link in Path(f"/proc/{process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):
+                if link.readlink().is_relative_to(folder) and link.stat().st_ino not in seen:
+                    seen.add(link.stat().st_ino)
+                    yield link
