@@ -21,7 +21,7 @@ BLOCK_TOKENS = 32
 PROMPT_TOKENS = 8 * BLOCK_TOKENS + 1
 LONG_S = 60.0
 # A store that works may need as long on a busy machine.
-SETTINGS = tuple((role, "kv_pool_timeout_s", "5") for role in ("prefill", "decode"))
+SETTINGS = tuple((role, "kv_pool_timeout_s", "2") for role in ("prefill", "decode"))
 
 
 async def cached(it: Suite, prompt: list[int]) -> int:
