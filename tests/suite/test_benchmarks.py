@@ -111,6 +111,14 @@ def test_transport_costs() -> None:
     assert re.search(r"runs of \d+ KiB and more go by themselves", output)
 
 
+def test_picker(tmp_path: Path) -> None:
+    size = ("--loops=2", "--rounds=1", "--seconds=0.5", "--tokens=2", f"--output={tmp_path}")
+    (table,) = tables(run("picker", *size))
+    assert [row["prompt tokens"] for row in table] == ["200", "4000"]
+    assert_columns_positive(table, "a pick, router CPU ms", "a request, router CPU ms", "picks/s")
+    assert tables((tmp_path / "picker.md").read_text()) == [table]
+
+
 def test_worker_cost(tmp_path: Path) -> None:
     size = ("--streams=2", "--rounds=1", "--seconds=1", "--gap-ms=0", f"--output={tmp_path}")
     (table,) = tables(run("worker_cost", *size))

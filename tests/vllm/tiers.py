@@ -62,6 +62,7 @@ async def conversations(
             result = await _conversations(pair)
             if disk_blocks:
                 result.storm = dict(await storm(pair, Path(folder)))
+            result.load_times = load_times(pair.decode)
     return result
 
 
@@ -77,7 +78,6 @@ async def _conversations(pair: Pair) -> Result:
         result.again.append(answer.token_ids)
         result.cached.append(_cached(answer))
     result.blocks = tier_blocks(pair.decode)
-    result.load_times = load_times(pair.decode)
     await until(pair.decode.reset_prefix_cache)
     result.after_reset = _cached(await pair.plain(prompts[-1]))
     for _ in range(2):

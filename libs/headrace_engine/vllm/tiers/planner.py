@@ -32,7 +32,7 @@ class _Request:
     """`block_hashes` is vLLM's own list, which grows. Its first `stored` blocks were offered to the tiers.
 
     `computed_tokens`: tokens with KV at the end of the last step. `hit`: blocks from its block `hit_start` on.
-    They are held until it has blocks of its own. `loaded`: blocks that it loads or has loaded.
+    They are held until it has blocks of its own.
     """
 
     block_hashes: Sequence[bytes]
@@ -41,7 +41,6 @@ class _Request:
     stored: int = 0
     hit: TierHit = _NO_HIT
     hit_start: int = 0
-    loaded: TierHit = _NO_HIT
     has_copies: bool = False
 
     def prefixes(self, start: int, end: int) -> list[int]:
@@ -53,9 +52,9 @@ class _Request:
 
     def load(self) -> TierHit:
         """The held blocks are loaded from now on."""
-        self.loaded, self.hit = self.hit, _NO_HIT
+        loaded, self.hit = self.hit, _NO_HIT
         self.has_copies = True
-        return self.loaded
+        return loaded
 
     def step_planned(
         self, computed_tokens: int, block_ids: Sequence[int], *, replaces: bool
@@ -97,7 +96,8 @@ class TierPlanner:
         self._block_tokens = block_tokens
         self._hash_bytes = 0
         self._requests: dict[str, _Request] = {}
-        self._loading: set[str] = set()
+        # vLLM finishes a request with a failed load before it reports the failure.
+        self._loading: dict[str, TierHit] = {}
         self._copies: list[RequestCopy] = []
         self._loads: dict[str, bool] = {}
         self._finished: dict[str, bool] = {}
@@ -149,20 +149,23 @@ class TierPlanner:
         first = request.hit_start
         hit = request.load()
         self._plan(request_id, self._tiers.load(hit, block_ids[first : first + len(hit)]))
-        self._loading.add(request_id)
+        self._loading[request_id] = hit
         loaded_tokens = len(hit) * self._block_tokens
         self._loads[request_id] = external_tokens > loaded_tokens
         return loaded_tokens
 
     def loads_ended(self, request_ids: Iterable[str], failed_ids: Iterable[str]) -> None:
-        """These requests wait for no KV any more. Those that failed may have found a broken block."""
-        self._loading.difference_update(request_ids)
-        for request_id in failed_ids:
-            request = self._requests.get(request_id)
-            if request is None:
+        """These requests wait for no KV any more. Those that failed may have found a broken block.
+
+        They may have finished before.
+        """
+        failed = set(failed_ids)
+        for request_id in request_ids:
+            loaded = self._loading.pop(request_id, _NO_HIT)
+            if request_id not in failed:
                 continue
             for tier in self._tiers.names:
-                lost = [block for name, block in request.loaded.blocks if name == tier]
+                lost = [block for name, block in loaded.blocks if name == tier]
                 self._changes += self._tiers.drop(tier, lost).changes
 
     def step_planned(

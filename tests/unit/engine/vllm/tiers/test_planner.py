@@ -104,17 +104,22 @@ def test_a_hit_that_vllm_does_not_use_is_released() -> None:
     assert tiers.find("e", 0, 4) == 4
 
 
-def test_a_failed_load_forgets_its_blocks() -> None:
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_failed_load_forgets_its_blocks(finished: bool) -> None:
     tiers, names = planner(), hashes(1)
     answered(tiers, "a", names, [5])
     tiers.take_changes()
     tiers.request_added("b", names)
     tiers.find("b", 0, 4)
     tiers.blocks_allocated("b", [9], 4)
+    if finished:
+        # vLLM finishes the request first.
+        assert not tiers.request_finished("b", sends=False)
     tiers.loads_ended(["b"], ["b"])
     (change,) = tiers.take_changes()
     assert (change.tier, change.stored, change.block_hashes) == (Tier.HOST, False, names)
-    assert tiers.find("b", 0, 4) == 0
+    tiers.request_added("c", names)
+    assert tiers.find("c", 0, 4) == 0
 
 
 def test_a_preempted_request_stores_its_blocks_again() -> None:
