@@ -45,7 +45,7 @@ TYPES: Final = ("string", "int", "double", "bool", "string[]", "int[]", "double[
 INSTRUMENTS: Final = ("counter", "gauge", "histogram")
 SERVICES: Final = ("router", "prefill", "decode", "registry", "client")
 _KEY: Final = re.compile(r"[A-Z][A-Z0-9_]*")
-_NAME: Final = re.compile(r"(headrace|gen_ai|rpc|server|error|network)(\.[a-z][a-z0-9_]*)+")
+_NAME: Final = re.compile(r"(headrace|gen_ai|rpc|http|server|error|network)(\.[a-z][a-z0-9_]*)+")
 _MARKED: Final = re.compile(
     r"(?P<start><!-- (?P<section>\w+): generated [^\n]*-->\n\n).*?(?P<end>\n\n<!-- end of (?P=section) -->)",
     re.DOTALL,
@@ -122,7 +122,7 @@ def render_names(schema: Mapping[str, Section]) -> str:
 
 
 _TABLES: Final = '''\
-"""Kinds of spans and facts about metrics, by name.
+"""Kinds of spans, types of attributes, and facts about metrics, by name.
 
 {generated}
 """
@@ -153,6 +153,11 @@ SPAN_KINDS: Final[Mapping[str, SpanKind]] = {{
 {kinds}
 }}
 
+ATTRIBUTE_TYPES: Final[Mapping[str, str]] = {{
+{types}
+}}
+"""Of the attributes that are no "string"."""
+
 METRICS: Final[Mapping[str, MetricFacts]] = {{
 {metrics}
 }}
@@ -165,6 +170,11 @@ def render_tables(schema: Mapping[str, Any]) -> str:
         f"    schema.SPAN_{key}: SpanKind.{entry['kind'].upper()},"
         for key, entry in schema["spans"].items()
         if entry["kind"] != "internal"
+    ]
+    types = [
+        f'    schema.ATTRIBUTE_{key}: "{entry["type"]}",'
+        for key, entry in schema["attributes"].items()
+        if entry["type"] != "string"
     ]
     metrics = []
     for key, entry in schema["metrics"].items():
@@ -180,7 +190,12 @@ def render_tables(schema: Mapping[str, Any]) -> str:
         if "buckets" in entry:
             cells += f", buckets={tuple(schema['buckets'][entry['buckets']])}"
         metrics.append(f"    schema.METRIC_{key}: MetricFacts({cells}),")
-    return _TABLES.format(generated=_GENERATED, kinds="\n".join(kinds), metrics="\n".join(metrics))
+    return _TABLES.format(
+        generated=_GENERATED,
+        kinds="\n".join(kinds),
+        types="\n".join(types),
+        metrics="\n".join(metrics),
+    )
 
 
 def render_page(page: str, schema: Mapping[str, Section]) -> str:

@@ -6,7 +6,7 @@ A schema's name ends with its version. `None` is "unknown", or "none" where that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 
@@ -223,6 +223,16 @@ class SizeRowRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerCountRecord:
+    """The workers of one role that a load needs."""
+
+    role: str
+    count: int
+    limit: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
 class SizeRecord(Record):
     """`headrace size --json`."""
 
@@ -235,6 +245,7 @@ class SizeRecord(Record):
     efficiency: float
     hidden_up_to_tokens_per_s: float
     rows: list[SizeRowRecord]
+    workers: list[WorkerCountRecord] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

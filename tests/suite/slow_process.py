@@ -1,21 +1,29 @@
-"""A service that a test slows down while it runs, by seconds in files: `link`, `layer` and `tokenizer`."""
+"""A service that a test slows down while it runs, by seconds in files: `link`, `layer` and `tokenizer`.
+
+`link`: the writes to the decode rank SLOW_RANK land later. `layer`: layer SLOW_LAYER computes longer.
+"""
 
 from __future__ import annotations
 
 import importlib
 import os
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from headrace_cli.up.supervisor import ChildProcess, Spawn
 from headrace_cli.up.topology import ProcessSpec
 from headrace_engine.sim.step.stepper import Stepper
 from headrace_frontend.request import preparation
+from headrace_kv.send.write_queue import WriteWindow
 from headrace_kv.transport.staging.transport import StagedTransport
 
+SLOW_RANK: Final = 1
+SLOW_LAYER: Final = 1
 _FOLDER = "HEADRACE_TEST_SLOW_FOLDER"
 _PROGRAM = "HEADRACE_TEST_SLOW_PROGRAM"
 
@@ -64,9 +72,49 @@ def _slowed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
     return slow
 
 
+class _Write(threading.local):
+    """The write that this thread gives to its transport."""
+
+    late_s = 0.0
+
+
+_WRITE: Final = _Write()
+
+
+def _with_late_writes(start: Callable[..., Any]) -> Callable[..., Any]:
+    def late(window: Any, transfer: Any, write: Any, *times_s: float) -> Any:
+        _WRITE.late_s = _delay_s("link") if write.destination_rank == SLOW_RANK else 0.0
+        return start(window, transfer, write, *times_s)
+
+    return late
+
+
+def _landing_late(submit: Callable[..., Any]) -> Callable[..., Any]:
+    def late(*arguments: Any) -> Any:
+        landed: Future[Any] = submit(*arguments)
+        if not _WRITE.late_s:
+            return landed
+        reported: Future[Any] = Future()
+        late_s = _WRITE.late_s
+
+        def report() -> None:
+            error = landed.exception()
+            if error is not None:
+                reported.set_exception(error)
+            else:
+                reported.set_result(landed.result())
+
+        landed.add_done_callback(lambda _: threading.Timer(late_s, report).start())
+        return reported
+
+    return late
+
+
 def _with_slow_layer(compute: Callable[..., Any]) -> Callable[..., Any]:
     async def slow(stepper: Any, chunks: Any) -> None:
-        stepper._faults = replace(stepper._faults, stall_layer=1, stall_s=_delay_s("layer"))
+        stepper._faults = replace(
+            stepper._faults, stall_layer=SLOW_LAYER, stall_s=_delay_s("layer")
+        )
         await compute(stepper, chunks)
 
     return slow
@@ -80,6 +128,7 @@ def _wrap(
 
 if __name__ == "__main__":
     _wrap(preparation, "prepare", lambda call: _slowed("tokenizer", call))
-    _wrap(StagedTransport, "submit", lambda call: _slowed("link", call))
+    _wrap(WriteWindow, "start", _with_late_writes)
+    _wrap(StagedTransport, "submit", _landing_late)
     _wrap(Stepper, "_compute", _with_slow_layer)
     importlib.import_module(f"{os.environ[_PROGRAM]}.__main__").main()

@@ -38,7 +38,12 @@ KINDS = (
     (LOCAL, BY_DECODE),
 )
 MODEL = "sim:layers=3,layer_s=0.002"
-REQUESTS = 240
+ALL_REQUESTS = 300
+DIRECT_REQUESTS = 10
+HTTP_REQUESTS = 16
+MOVED_REQUESTS = 8
+CANCELLED_REQUESTS = 4
+REQUESTS = ALL_REQUESTS - DIRECT_REQUESTS - HTTP_REQUESTS - MOVED_REQUESTS - CANCELLED_REQUESTS
 AT_ONCE = 4
 STOPS = 2
 
@@ -181,7 +186,7 @@ async def test_requests_of_every_kind_have_complete_sums(tmp_path: Path) -> None
             assert len(measured) == REQUESTS
             await check_bytes(receiver, measured)
             await check_direct(it, receiver)
-            await check_http(http)
+            await check_http(it, receiver, http)
             await check_migrated(it, receiver)
             await check_cancelled(it, receiver)
 
@@ -217,6 +222,9 @@ async def check_bytes(receiver: SpanReceiver, measured: list[Measured]) -> None:
         spans = await received(receiver, one.trace_id, has_root)
         root = check_trace(spans)
         assert sum_of(root).total_us <= one.latency.total_us
+        methods = {s.name: attribute(s, schema.ATTRIBUTE_RPC_METHOD) for s in spans}
+        assert methods[schema.SPAN_REQUEST].endswith("InferenceService/Generate")
+        assert methods[schema.SPAN_DECODE].endswith("DecodeService/Link")
         for wait in (span for span in spans if span.name == schema.SPAN_DECODE_KV_WAIT):
             (sent,) = (span for span in spans if span.name == schema.SPAN_PREFILL)
             payload = attribute(wait, schema.ATTRIBUTE_PAYLOAD_BYTES)
@@ -238,7 +246,7 @@ async def check_direct(it: Suite, receiver: SpanReceiver) -> None:
                 greedy(prompt_of(300, 4_000 + n), 3, KINDS[3 * (n % 2)][0]),
                 tokens_only=True,
             )
-            for n in range(10)
+            for n in range(DIRECT_REQUESTS)
         ]
         assert client.direct_answers == len(measured)
     check_sums(measured)
@@ -251,20 +259,32 @@ async def check_direct(it: Suite, receiver: SpanReceiver) -> None:
         last = {schema.SPAN_REQUEST, schema.SPAN_DECODE, *([schema.SPAN_PREFILL] * transferred)}
         spans = await received(receiver, one.trace_id, has_names(last))
         check_parents(spans)
+        (decode,) = (span for span in spans if span.name == schema.SPAN_DECODE)
+        assert attribute(decode, schema.ATTRIBUTE_RPC_METHOD).endswith("DecodeService/Generate")
 
 
-async def check_http(listen: str) -> None:
-    body = {"model": "sim", "prompt": "hello " * 20, "max_tokens": 4, "include_latency": True}
+async def check_http(it: Suite, receiver: SpanReceiver, listen: str) -> None:
+    async def ask(http: httpx.AsyncClient, name: str) -> None:
+        body = {"model": "sim", "prompt": name * 20, "max_tokens": 4, "include_latency": True}
+        headers = {"x-request-id": name}
+        answer = (await http.post("/v1/completions", json=body, headers=headers)).json()
+        first = answer["choices"][0]["latency"]["first_token"]
+        assert first["total_us"] == sum(first["parts_us"].values()) > 0
+        assert "prefill" in first["parts_us"]
+        trace_id = (await it.trace(name)).trace_id
+        root = check_trace(await received(receiver, trace_id, has_root))
+        assert attribute(root, schema.ATTRIBUTE_HTTP_ROUTE) == "/v1/completions"
+        assert attribute(root, schema.ATTRIBUTE_RPC_METHOD) is None
+
     async with httpx.AsyncClient(base_url=f"http://{listen}", timeout=DEADLINE_S) as http:
-        answer = (await http.post("/v1/completions", json=body)).json()
-    first = answer["choices"][0]["latency"]["first_token"]
-    assert first["total_us"] == sum(first["parts_us"].values()) > 0
-    assert "prefill" in first["parts_us"]
+        await asyncio.gather(*(ask(http, f"http-{n}") for n in range(HTTP_REQUESTS)))
 
 
 async def check_migrated(it: Suite, receiver: SpanReceiver) -> None:
     """Answers that move to another worker, and requests that are retried there, keep complete sums."""
-    requests = [greedy(prompt_of(60, 2_000 + n), 400, KINDS[n % 4][0]) for n in range(8)]
+    requests = [
+        greedy(prompt_of(60, 2_000 + n), 400, KINDS[n % 4][0]) for n in range(MOVED_REQUESTS)
+    ]
     for number, request in enumerate(requests):
         request.first_token = KINDS[number % 4][1]
         request.include_latency = True
@@ -283,9 +303,14 @@ async def check_migrated(it: Suite, receiver: SpanReceiver) -> None:
 
 
 async def check_cancelled(it: Suite, receiver: SpanReceiver) -> None:
-    (answer,) = await it.begun([greedy(prompt_of(60, 3_000), 4_000, REMOTE, "cancelled-1")])
-    answer.cancel()
-    with suppress(asyncio.CancelledError, HeadraceError):
-        await answer
-    trace_id = (await it.trace("cancelled-1")).trace_id
-    check_trace(await received(receiver, trace_id, has_root))
+    names = [f"cancelled-{n}" for n in range(CANCELLED_REQUESTS)]
+    answers = await it.begun(
+        [greedy(prompt_of(60, 3_000 + n), 4_000, REMOTE, name) for n, name in enumerate(names)]
+    )
+    for answer in answers:
+        answer.cancel()
+        with suppress(asyncio.CancelledError, HeadraceError):
+            await answer
+    for name in names:
+        trace_id = (await it.trace(name)).trace_id
+        check_trace(await received(receiver, trace_id, has_root))

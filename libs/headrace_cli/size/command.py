@@ -1,7 +1,8 @@
-"""`headrace size`: bytes of KV by prompt length, and the time of their transfer."""
+"""`headrace size`: bytes of KV by prompt length, the time of their transfer, and the workers that a load needs."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Final
 
 import typer
@@ -11,8 +12,15 @@ from rich.table import Table
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import failures_as_exit
 from headrace_cli.json_output import Json, print_record
-from headrace_cli.records import SizeRecord, SizeRowRecord
+from headrace_cli.records import SizeRecord, SizeRowRecord, WorkerCountRecord
 from headrace_cli.size.model_config import read_model_config
+from headrace_cli.size.workers import (
+    PLANNED_SHARE,
+    Load,
+    WorkerSpeeds,
+    parse_load,
+    worker_counts,
+)
 from headrace_common.errors import ConfigError
 from headrace_common.trace_view.units import format_ms
 from headrace_kv.layout.time_model import EFFICIENCY, KvShape, exposed_s, kv_shape, transfer_s
@@ -26,7 +34,7 @@ def register(app: typer.Typer) -> None:
     """Adds `headrace size`."""
     app.command(
         epilog="Examples:  headrace size models/my-model --gbit 100   |   "
-        "headrace size hf:OWNER/NAME --gbit 400 --tokens 8000,32000 --compute-rate 20000"
+        "headrace size hf:OWNER/NAME --gbit 400 --load 20,2000,300 --compute-rate 20000 --decode-rate 3000"
     )(size)
 
 
@@ -55,12 +63,33 @@ def size(
             min=0, max=1e9, help="Tokens per second that one prefill worker computes; 0 if unknown."
         ),
     ] = 0.0,
+    decode_rate: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1e9,
+            help="Tokens per second that one decode worker generates, of all its requests.",
+        ),
+    ] = 0.0,
+    load: Annotated[
+        str,
+        typer.Option(
+            metavar="RATE,PROMPT,ANSWER",
+            help="Requests per second, prompt tokens and answer tokens: shows how many workers they need.",
+        ),
+    ] = "",
     as_json: Json = False,
 ) -> None:
-    """Shows how much KV a prompt has, how long its transfer takes, and how much of that computing hides."""
+    """Shows how much KV a prompt has, how long its transfer takes, and how much of that computing hides.
+
+    With --load, also how many prefill and decode workers a load needs.
+    """
     with failures_as_exit():
         shape = kv_shape(read_model_config(model), dtype)
         record = size_record(shape, gbit, _lengths(tokens), compute_rate)
+        if load:
+            speeds = WorkerSpeeds(compute_rate, decode_rate, gbit)
+            record = replace(record, workers=_workers(parse_load(load), shape, speeds))
         if as_json:
             print_record(record)
         else:
@@ -99,6 +128,13 @@ def size_record(
     )
 
 
+def _workers(load: Load, shape: KvShape, speeds: WorkerSpeeds) -> list[WorkerCountRecord]:
+    if not speeds.prefill_tokens_per_s or not speeds.decode_tokens_per_s:
+        raise ConfigError("--load: give --compute-rate and --decode-rate too, of one worker each")
+    counts = worker_counts(load, shape.token_bytes, speeds)
+    return [WorkerCountRecord(one.role, one.count, one.limit, one.share) for one in counts]
+
+
 def _show(record: SizeRecord) -> None:
     console = answer_console()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -124,6 +160,18 @@ def _show(record: SizeRecord) -> None:
         markup=False,
         highlight=False,
     )
+    for one in record.workers:
+        limit = "computing" if one.limit == "compute" else "its link"
+        console.print(
+            f"{one.role}: {_counted(one.count)}, each with {one.share:.0%} of {limit} in use "
+            f"(at most {PLANNED_SHARE:.0%} is planned).",
+            markup=False,
+            highlight=False,
+        )
+
+
+def _counted(count: int) -> str:
+    return f"{count:,} worker" if count == 1 else f"{count:,} workers"
 
 
 def _ms(milliseconds: float) -> str:

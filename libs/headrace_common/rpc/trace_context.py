@@ -1,9 +1,11 @@
-"""W3C trace context in gRPC metadata and in messages."""
+"""W3C trace context in gRPC metadata and in messages, and the call that a task serves."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import Final, NamedTuple
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -14,6 +16,17 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from headrace_common.rpc import handlers
 
 _PROPAGATOR = TraceContextTextMapPropagator()
+
+
+class ServedCall(NamedTuple):
+    """An RPC such as "package.Service/Method", or an HTTP request with its route. `http_method` is empty for an RPC."""
+
+    name: str
+    http_method: str = ""
+
+
+SERVED: Final[ContextVar[ServedCall | None]] = ContextVar("served", default=None)
+"""The call that the current task serves. Set where a call arrives. Tasks that the call starts have it too."""
 
 
 def traceparent(span: Span) -> str:
@@ -58,20 +71,22 @@ def metadata_with_trace(
 
 
 class TraceInterceptor(handlers.WrappingInterceptor):
-    """Makes the caller's span the current span while a handler runs."""
+    """Makes the caller's span the current span while a handler runs, and the RPC the served call."""
 
     def wrap(self, handler: handlers.Handler, method: str) -> handlers.Handler:
-        return handlers.guarded(handler, _inside_callers_span)
+        call = ServedCall(method.removeprefix("/"))
+        return handlers.guarded(handler, lambda context: _inside_callers_span(context, call))
 
 
 @asynccontextmanager
-async def _inside_callers_span(context: handlers.Context) -> AsyncIterator[None]:
+async def _inside_callers_span(context: handlers.Context, call: ServedCall) -> AsyncIterator[None]:
     carrier = {
         key: value
         for key, value in context.invocation_metadata() or ()
         if key in ("traceparent", "tracestate") and isinstance(value, str)
     }
-    # Never detached. Each RPC runs in a task of its own, and the attachment ends with the task.
+    # Neither is undone. Each RPC runs in a task of its own, and both end with the task.
     # Another task may close an asynchronous generator, and detaching would fail there.
+    SERVED.set(call)
     otel_context.attach(_PROPAGATOR.extract(carrier, context=Context()))
     yield

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import grpc
 import grpc.aio
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from headrace_common.config import ServiceConfig
 from headrace_common.rpc.channel import open_blocking_channel
@@ -63,17 +62,17 @@ class CollectorExporter:
             channels = dict(self._channels)
         if timeout_s <= 0 or not channels:
             return not channels
-        request = export_request(spans)
+        content = export_request(spans).SerializeToString()
+        if len(channels) == 1:
+            ((name, channel),) = channels.items()
+            return self._delivered(name, lambda: _exporter(channel)(content, timeout=timeout_s))
         calls: dict[str, Any] = {}
         for name, channel in channels.items():
             try:
-                export: grpc.UnaryUnaryMultiCallable[Any, Any] = channel.unary_unary(
-                    _EXPORT_METHOD, request_serializer=ExportTraceServiceRequest.SerializeToString
-                )
-                calls[name] = export.future(request, timeout=timeout_s)
+                calls[name] = _exporter(channel).future(content, timeout=timeout_s)
             except ValueError:
                 _LOG.debug("collector %s was removed during an export", name)
-        delivered = [self._wait_delivered(name, call) for name, call in calls.items()]
+        delivered = [self._delivered(name, call.result) for name, call in calls.items()]
         return all(delivered)
 
     def close_at(self, monotonic_s: float) -> None:
@@ -84,11 +83,15 @@ class CollectorExporter:
         """Closes every channel, which ends exports in flight."""
         self.set_endpoints(())
 
-    def _wait_delivered(self, name: str, call: Any) -> bool:
+    def _delivered(self, name: str, wait: Callable[[], object]) -> bool:
+        """Whether `wait`, which waits for a collector's answer, returns."""
         try:
-            call.result()
+            wait()
         except (grpc.RpcError, grpc.FutureCancelledError) as error:
             self._record_failure(name, error)
+            return False
+        except ValueError:
+            _LOG.debug("collector %s was removed during an export", name)
             return False
         with self._lock:
             recovered = name in self._failing
@@ -118,3 +121,8 @@ class CollectorExporter:
                 self._channels[name] = open_blocking_channel(name, self._config)
         if old is not None:
             old.close()
+
+
+def _exporter(channel: grpc.Channel) -> grpc.UnaryUnaryMultiCallable[Any, Any]:
+    """The Export method of a collector. Called, it uses the calling thread, while each future starts a thread."""
+    return channel.unary_unary(_EXPORT_METHOD)

@@ -10,6 +10,7 @@ import base64
 import sys
 from array import array
 from dataclasses import dataclass
+from operator import add
 from typing import Final, Literal
 
 VERSION: Final = 1
@@ -135,22 +136,24 @@ def last_write(text: str) -> LastWrite | None:
     if NEVER in move:
         index = move.index(NEVER)
         return LastWrite(layer[index], "unfinished", 1_000 * (wait[index] + acknowledge[index]))
-    started = [sum(times) for times in zip(ready, wait, staging, strict=True)]
-    gathered = [start + copied for start, copied in zip(started, gather, strict=True)]
-    landed = [end + moved for end, moved in zip(gathered, move, strict=True)]
-    index = max(range(len(landed)), key=lambda number: (landed[number], number))
-    start, end = ready[index], landed[index]
+    started = list(map(add, map(add, ready, wait), staging))
+    gathered = list(map(add, started, gather)) if any(gather) else started
+    landed = list(map(add, gathered, move))
+    end = max(landed)
+    # Of equal times, the last.
+    index = len(landed) - 1 - landed[::-1].index(end)
+    start = ready[index]
     parts: dict[Cause, int] = {
         "lease": lease[index],
         "staging_slot": staging[index],
-        "gather": _covered(started, gathered, start, end),
+        "gather": _covered(started, gathered, start, end) if any(gather) else 0,
         "move": _covered(gathered, landed, start, end),
     }
     rest = max(0, end - start - sum(parts.values()))
     full = 2 * window[index] >= wait[index] - lease[index]
     parts["window" if full else "queue"] = rest
-    before = max((time for at, time in enumerate(landed) if at != index), default=0)
-    parts["compute"] = max(0, start - before)
+    del landed[index]
+    parts["compute"] = max(0, start - max(landed, default=0))
     cause = max(parts, key=lambda name: parts[name])
     return LastWrite(layer[index], cause, 1_000 * parts[cause])
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from opentelemetry.context import Context
+from opentelemetry.trace import Span
 from opentelemetry.util.types import AttributeValue
 
 from headrace_common.errors import HeadraceError
@@ -15,7 +16,7 @@ from headrace_common.telemetry.setup import Telemetry
 
 @contextmanager
 def recorded_span(
-    telemetry: Telemetry, name: str, parent: Context
+    telemetry: Telemetry, name: str, parent: Context | Span
 ) -> Iterator[dict[str, AttributeValue]]:
     """Records a span over the block, with the detail of a HeadraceError that the block raises.
 

@@ -205,6 +205,13 @@ ATTRIBUTE_TRANSFER_EXPOSED_MS: Final = "headrace.transfer.exposed_ms"
 # Milliseconds by which a worker's clock is ahead of the router's. The router's trace store adds it to a worker's
 # spans, and moves them to its own clock.
 ATTRIBUTE_CLOCK_AHEAD_MS: Final = "headrace.clock.ahead_ms"
+# The workers of the request with a measured clock, for readers of spans that no router's store has moved.
+ATTRIBUTE_CLOCK_WORKER_IDS: Final = "headrace.clock.worker_ids"
+# Milliseconds by which each of these clocks is ahead of the router's, in their order. Subtract it from the times of
+# that worker's spans.
+ATTRIBUTE_CLOCK_WORKERS_AHEAD_MS: Final = "headrace.clock.workers_ahead_ms"
+# Bound on the error of each of these offsets in milliseconds, in their order.
+ATTRIBUTE_CLOCK_WORKERS_ERROR_MS: Final = "headrace.clock.workers_error_ms"
 # Bound on the error of that offset in milliseconds; on the root span, on the error of borders between hosts.
 ATTRIBUTE_CLOCK_ERROR_MS: Final = "headrace.clock.error_ms"
 # Queue of a metric: "prefill" (tasks), "prefill tokens", "requests" (admitted), "waiting" (for admission) or "tokens"
@@ -251,8 +258,13 @@ ATTRIBUTE_GEN_AI_PREFILL_S: Final = "gen_ai.latency.time_in_model_prefill"
 ATTRIBUTE_GEN_AI_TRANSFER_S: Final = "gen_ai.latency.kv_cache_transfer_time"
 # Always "grpc".
 ATTRIBUTE_RPC_SYSTEM: Final = "rpc.system.name"
-# The RPC that carries the request to the decode worker.
+# The RPC that carries the request: to the router, or to the decode worker. Routers use Link there, and clients
+# Generate. Absent over HTTP.
 ATTRIBUTE_RPC_METHOD: Final = "rpc.method"
+# Always "POST". Absent over gRPC.
+ATTRIBUTE_HTTP_METHOD: Final = "http.request.method"
+# The route of a request over HTTP, such as "/v1/completions".
+ATTRIBUTE_HTTP_ROUTE: Final = "http.route"
 # Host of the decode worker.
 ATTRIBUTE_SERVER_ADDRESS: Final = "server.address"
 # Port of the decode worker.
@@ -308,8 +320,12 @@ METRIC_MEMBERS: Final = "headrace.registry.members"
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV transferred.
 METRIC_TRANSFER_BYTES: Final = "headrace.transfer.bytes"
-# Bytes of KV transferred, by kind of link and by transport. Failed transfers count what has landed.
+# Bytes of KV transferred, by prefill worker, decode worker, kind of link and transport. Failed transfers count what
+# has landed.
 METRIC_LINK_BYTES: Final = "headrace.link.bytes"
+# Seconds in which bytes of a link were on the way, with the same labels. Each pair of ranks counts. The rate of
+# headrace.link.bytes divided by the rate of this is the speed of a link between two ranks.
+METRIC_LINK_TIME: Final = "headrace.link.moving_time"
 # Bytes of each transfer link by the seconds in which they were on the way, by kind of link and by transport.
 METRIC_LINK_RATE: Final = "headrace.link.rate"
 # Transfers of a decode worker that hold blocks, by their state.

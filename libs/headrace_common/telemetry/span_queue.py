@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
@@ -15,6 +16,8 @@ _LOG = logging.getLogger(__name__)
 BATCH_SPANS: Final = 512
 QUEUED_SPANS_MAX: Final = 8_192
 _DELAY_S: Final = 0.2
+_BUSY_DELAY_S: Final = 1.0
+_BUSY_SPANS: Final = 16
 
 Export: TypeAlias = Callable[[Sequence[tuple[SpanSource, EndedSpan]]], object]
 """Exports a batch. It may block for a bounded time."""
@@ -23,7 +26,9 @@ Export: TypeAlias = Callable[[Sequence[tuple[SpanSource, EndedSpan]]], object]
 class SpanQueue:
     """Exports the spans of up to 200 ms together, at most 512 at once.
 
-    Drops spans while 8,192 wait. The thread starts with the first span, and sleeps while there is none.
+    After an export of more than 16 spans, the next one has those of up to 1 s. An export costs as much as the spans of
+    several requests. Drops spans while 8,192 wait. The thread starts with the first span, and sleeps while there is
+    none.
     """
 
     def __init__(self, export: Export, wanted: Callable[[], bool] = lambda: True) -> None:
@@ -38,6 +43,10 @@ class SpanQueue:
         self._full = threading.Event()
         self._closed = False
         self._dropping = False
+        self._exported = 0
+        # Both threads write their own of these two before they read the other.
+        self._urgent = False
+        self._lingering = False
 
     def add(self, source: SpanSource, span: EndedSpan) -> None:
         """A SpanSink. Thread-safe."""
@@ -52,6 +61,12 @@ class SpanQueue:
             self._start()
             self._filled.set()
         if waiting >= BATCH_SPANS:
+            self._full.set()
+
+    def hasten(self) -> None:
+        """Some spans are awaited: the next export takes place within 200 ms. Thread-safe."""
+        self._urgent = True
+        if self._lingering:
             self._full.set()
 
     def flush(self) -> None:
@@ -78,12 +93,25 @@ class SpanQueue:
 
     def _run(self) -> None:
         while not self._closed:
+            idle_s = time.monotonic()
             self._filled.wait()
-            self._full.wait(_DELAY_S)
+            if time.monotonic() - idle_s > _BUSY_DELAY_S:
+                self._exported = 0
+            if not self._full.wait(_DELAY_S) and self._exported > _BUSY_SPANS:
+                self._linger()
+            # Before the export: spans that come during it set them again.
+            self._urgent = False
             self._full.clear()
-            # Before the export: spans that come during it set it again.
             self._filled.clear()
+            self._exported = 0
             self.flush()
+
+    def _linger(self) -> None:
+        """Waits for more spans, unless some are awaited."""
+        self._lingering = True
+        if not self._urgent:
+            self._full.wait(_BUSY_DELAY_S - _DELAY_S)
+        self._lingering = False
 
     def _export_batch(self) -> bool:
         """Whether there was a span."""
@@ -93,6 +121,7 @@ class SpanQueue:
         if not batch:
             return False
         self._dropping = False
+        self._exported += len(batch)
         try:
             self._export(batch)
         except Exception:  # noqa: BLE001 - an exporter's bug must not end the thread

@@ -148,13 +148,16 @@ class RecordedSpan(trace.Span):
         context = self._context
         self._sink(
             EndedSpan(
-                *(context.trace_id, context.span_id, self._parent_id, self.name),
-                start_unix_ns=self.start_unix_ns,
-                end_unix_ns=end_time or time.time_ns(),
-                attributes=self._attributes,
-                error=self._error,
-                events=self._events,
-                links=self._links,
+                context.trace_id,
+                context.span_id,
+                self._parent_id,
+                self.name,
+                self.start_unix_ns,
+                end_time or time.time_ns(),
+                self._attributes,
+                self._error,
+                self._events,
+                self._links,
             )
         )
 
@@ -174,13 +177,13 @@ class SpanTracer:
     def start_span(
         self,
         name: str,
-        context: Context | None = None,
+        context: Context | trace.Span | None = None,
         *,
         attributes: Mapping[str, AttributeValue] | None = None,
         start_time: int | None = None,
     ) -> trace.Span:
-        """A span with a parent in `context`, or else in the current context. A root without one."""
-        parent = trace.get_current_span(context).get_span_context()
+        """A span with the parent `context`, or the span in it, or else the current one. A root without one."""
+        parent = _span_of(context).get_span_context()
         own, parent_id = self._new_context(parent), parent.span_id if parent.is_valid else 0
         if not own.trace_flags.sampled:
             return trace.NonRecordingSpan(own)
@@ -197,22 +200,21 @@ class SpanTracer:
         events: tuple[SpanEvent, ...],
     ) -> None:
         """Records a span that has ended, with its start and its end."""
-        # Context is a dict, and an abstract class is slow to ask.
-        if parent is None or isinstance(parent, dict):
-            parent = trace.get_current_span(parent)
-        context = parent.get_span_context()
-        own = self._new_context(context)
-        if not own.trace_flags.sampled:
-            return
-        parent_id = context.span_id if context.is_valid else 0
+        context = _span_of(parent).get_span_context()
+        trace_id, parent_id = context.trace_id, context.span_id
+        if context.is_valid:
+            if not self.sampler.samples(trace_id, context.trace_flags.sampled):
+                return
+        else:
+            trace_id, parent_id = _new_id(128), 0
+            if not self.sampler.samples(trace_id, None):
+                return
         start, end = times_unix_ns
+        end = max(start, end)
+        # By position: names of arguments take as long as the rest. No other span needs this one's context.
+        own_id = _new_id(64)
         self._pass_on(
-            EndedSpan(
-                *(own.trace_id, own.span_id, parent_id, name, start, max(start, end)),
-                attributes=attributes,
-                error=error,
-                events=events,
-            )
+            EndedSpan(trace_id, own_id, parent_id, name, start, end, attributes, error, events, ())
         )
 
     def _new_context(self, parent: SpanContext) -> SpanContext:
@@ -233,6 +235,13 @@ class SpanTracer:
     def _pass_on(self, span: EndedSpan) -> None:
         for sink in self._sinks:
             sink(self.source, span)
+
+
+def _span_of(parent: Context | trace.Span | None) -> trace.Span:
+    # Context is a dict, and an abstract class is slow to ask.
+    if parent is None or isinstance(parent, dict):
+        return trace.get_current_span(parent)
+    return parent
 
 
 def _new_id(bits: int) -> int:

@@ -45,7 +45,9 @@ class WorkerMetrics:
         )
         self._bytes = store.counter(schema.METRIC_TRANSFER_BYTES, worker)
         link = (schema.ATTRIBUTE_LINK_KIND, schema.ATTRIBUTE_TRANSPORT)
-        self._link_bytes = store.counter(schema.METRIC_LINK_BYTES, *link)
+        pair = (worker, schema.ATTRIBUTE_DECODE_WORKER_ID, *link)
+        self._link_bytes = store.counter(schema.METRIC_LINK_BYTES, *pair)
+        self._link_time = store.counter(schema.METRIC_LINK_TIME, *pair)
         self._link_rate = store.histogram(schema.METRIC_LINK_RATE, *link)
         self._ticket_refusals = store.counter(
             schema.METRIC_TICKET_REFUSALS, worker, schema.ATTRIBUTE_TICKET_PART
@@ -99,7 +101,12 @@ class WorkerMetrics:
                 gauge.remove(worker_id)
 
     def transfer_ended(
-        self, worker_id: str, reason: str, payload_bytes: int, reports: Sequence[SendReport] = ()
+        self,
+        worker_id: str,
+        decode_worker_id: str,
+        reason: str,
+        payload_bytes: int,
+        reports: Sequence[SendReport] = (),
     ) -> None:
         """A worker has ended sending: `reason` is an error's, or empty. `reports` are those of its ranks."""
         self._transfers.add(1, worker_id, reason or _DONE)
@@ -108,7 +115,9 @@ class WorkerMetrics:
             for link in report.links:
                 if link.payload_bytes:
                     labels = (report.kind_of(link), link.transport)
-                    self._link_bytes.add(link.payload_bytes, *labels)
+                    pair = (worker_id, decode_worker_id, *labels)
+                    self._link_bytes.add(link.payload_bytes, *pair)
+                    self._link_time.add(1e-9 * link.moving_ns, *pair)
                     bytes_per_s = 1e9 * link.payload_bytes / max(1, link.moving_ns)
                     self._link_rate.record(bytes_per_s, *labels)
 

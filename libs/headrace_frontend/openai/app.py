@@ -17,7 +17,7 @@ from headrace.inference.v1 import inference_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated
 from headrace_common.rpc.callers import caller_name
-from headrace_common.rpc.trace_context import context_from_traceparent
+from headrace_common.rpc.trace_context import SERVED, ServedCall, context_from_traceparent
 from headrace_frontend.openai.answers import rules_of
 from headrace_frontend.openai.conversion import (
     chat_request,
@@ -135,6 +135,7 @@ class OpenAiApp:
             raise HttpError(404, "unknown_path", f"use one of {', '.join(self._routes)}")
         if exchange.method != method:
             raise HttpError(405, "method", f"use {method} for {exchange.path}", {"allow": method})
+        SERVED.set(ServedCall(exchange.path, method))
         otel_context.attach(context_from_traceparent(exchange.headers.get("traceparent", "")))
         await handler(exchange)
 

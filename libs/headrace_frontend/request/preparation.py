@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from headrace.inference.v1 import inference_pb2
@@ -116,9 +115,8 @@ class RequestPreparer:
     async def _prepare(
         self, request: inference_pb2.GenerateRequest, request_id: str, root: Span, tenant: str
     ) -> PreparedRequest:
-        parent = trace.set_span_in_context(root)
         start_ns = time.monotonic_ns()
-        with recorded_span(self._telemetry, schema.SPAN_TOKENIZE, parent):
+        with recorded_span(self._telemetry, schema.SPAN_TOKENIZE, root):
             prepared = await self._run(request, request_id, tenant)
         prepared = replace(prepared, tokenized_ns=(start_ns, time.monotonic_ns()))
         root.set_attribute(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL, prepared.model)

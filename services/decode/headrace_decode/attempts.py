@@ -115,7 +115,9 @@ class Attempts:
         )
         for name in (request.request_id, attempt.work.transfer_id):
             TRACE_NAMES.add(name, span.get_span_context())
-        return RunningAttempt(attempt, span, self._telemetry, self._end)
+        # A router counts a direct request until it has the span of its end.
+        awaited = bool(request.ticket)
+        return RunningAttempt(attempt, span, self._telemetry, self._end, awaited=awaited)
 
     async def _check_permission(self, request: decode_pb2.GenerateRequest) -> TicketKey | None:
         """The key that must sign the handoff ticket, None where any router may.
@@ -232,6 +234,8 @@ class Attempts:
             log.exception("closing %s failed", attempt.work.transfer_id)
         finally:
             record_attempt(self._telemetry, running.span, attempt, error)
+            if running.awaited:
+                self._telemetry.hasten()
 
     def _attempt_closed(self, transfer_id: str) -> None:
         self._live.pop(transfer_id, None)

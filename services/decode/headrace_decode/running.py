@@ -28,9 +28,12 @@ class RunningAttempt:
         span: Span,
         telemetry: Telemetry,
         on_end: Callable[[RunningAttempt], None],
+        *,
+        awaited: bool = False,
     ) -> None:
-        """`on_end` is called once, with this object."""
+        """`on_end` is called once, with this object. `awaited`: routers wait for the spans to learn of the end."""
         self.attempt = attempt
+        self.awaited = awaited
         self.span = span
         self.error: HeadraceError | None = Cancelled("the caller cancelled or disconnected")
         self._on_transfer_free = partial(record_transfer, telemetry, span)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import Span, Status, StatusCode
 
 from headrace_common.errors import HeadraceError
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.served import server_attributes
 from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.attempt import Attempt
 from headrace_engine.interface import DecodeWork
@@ -22,6 +23,7 @@ def start_attributes(request_id: str, work: DecodeWork, ref: WorkerRef) -> dict[
         schema.ATTRIBUTE_PLACEMENT: "remote" if work.remote_kv else "local",
         schema.ATTRIBUTE_DECODE_WORKER_ID: ref.worker_id,
         schema.ATTRIBUTE_INCARNATION: ref.incarnation,
+        **server_attributes(),
     }
 
 
@@ -29,15 +31,16 @@ def record_attempt(
     telemetry: Telemetry, span: Span, attempt: Attempt, error: HeadraceError | None
 ) -> None:
     """Records a span for each step that the attempt began, and ends its own span."""
+    if not span.is_recording():
+        return
     times = attempt.timestamps
-    parent = set_span_in_context(span)
 
     def step(
         name: str, start_ns: int, end_ns: int, attributes: dict[str, str | int | float]
     ) -> None:
         failed = error.detail if error is not None and not end_ns else ""
         telemetry.record_span(
-            name, parent, start_ns, end_ns or times.end_unix_ns, attributes, error=failed
+            name, span, start_ns, end_ns or times.end_unix_ns, attributes, error=failed
         )
 
     step(
@@ -86,11 +89,13 @@ def record_attempt(
 
 
 def record_transfer(telemetry: Telemetry, span: Span, transfer: IncomingTransfer) -> None:
-    """Records the states of an attempt's transfer, once it is in the last one."""
+    """Records the states of an attempt's transfer, once it is in the last one. `span` may have ended."""
+    if not span.get_span_context().trace_flags.sampled:
+        return
     transitions = transfer.transitions
     telemetry.record_span(
         schema.SPAN_TRANSFER,
-        set_span_in_context(span),
+        span,
         transitions[0][1],
         transitions[-1][1],
         {schema.ATTRIBUTE_TRANSFER_ID: transfer.transfer_id},

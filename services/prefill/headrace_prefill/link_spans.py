@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-from opentelemetry.trace import Span, Status, StatusCode, set_span_in_context
+from opentelemetry.trace import Span, Status, StatusCode
 
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import (
@@ -50,7 +50,6 @@ class LinkSpans:
 
         `error` describes the failure of a task that has failed. The links that it interrupted have it too.
         """
-        context = set_span_in_context(parent)
         last: LastLink | None = None
         for report in reports:
             for link in report.links:
@@ -61,7 +60,7 @@ class LinkSpans:
                 attributes[schema.ATTRIBUTE_DECODE_WORKER_ID] = decode_worker_id
                 span = self._telemetry.tracer.start_span(
                     schema.SPAN_TRANSFER_LINK,
-                    context,
+                    parent,
                     attributes=attributes,
                     start_time=link.start_unix_ns,
                 )

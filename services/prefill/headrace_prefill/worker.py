@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 class PrefillWorker:
     """Owns the worker's slots. Tasks wait for a slot only when there are more routers than slots.
 
-    `on_received` is called when a task has come. `on_ended` gets the error's reason, or "", the payload bytes of every
-    task, and the reports of its ranks.
+    `on_received` is called when a task has come. `on_ended` gets the decode worker's id of every task, the error's
+    reason, or "", the payload bytes, and the reports of its ranks.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class PrefillWorker:
         telemetry: Telemetry,
         slot_count: int,
         task_timeout_s: float,
-        on_ended: Callable[[str, int, Sequence[SendReport]], None] | None = None,
+        on_ended: Callable[[str, str, int, Sequence[SendReport]], None] | None = None,
         on_received: Callable[[], None] = lambda: None,
         link_spans: LinkSpans | None = None,
     ) -> None:
@@ -109,7 +109,7 @@ class PrefillWorker:
         record_task(self._telemetry, self.ref, ended, self._link_spans)
         done = _done_to_proto(ended, duration_ns)
         if self._on_ended is not None:
-            self._on_ended(done.reason, done.payload_bytes, reports)
+            self._on_ended(task.decode_worker_id, done.reason, done.payload_bytes, reports)
         return done
 
     def start_drain(self) -> None:

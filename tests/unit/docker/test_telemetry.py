@@ -19,6 +19,7 @@ from headrace_common.telemetry.schema_tables import METRICS
 from tests.unit.docker.test_containers import DOCKER, SERVICES, USER, settings_of
 
 FOLDER = DOCKER / "telemetry"
+RULES_TEST = Path(__file__).with_name("rules_test.yaml")
 DASHBOARDS = sorted((FOLDER / "dashboards").glob("*.json"))
 COMPOSE: dict[str, Any] = yaml.safe_load((DOCKER / "compose.telemetry.yaml").read_text())
 RULES: dict[str, Any] = yaml.safe_load((FOLDER / "rules.yaml").read_text())
@@ -125,9 +126,26 @@ def test_every_rule_asks_for_metrics_that_exist() -> None:
             assert set(rule["annotations"]) == {"summary"}
 
 
+def test_every_rule_has_samples_and_what_it_makes_of_them() -> None:
+    groups = yaml.safe_load(RULES_TEST.read_text())["tests"]
+    firing = {
+        case["alertname"]
+        for group in groups
+        for case in group.get("alert_rule_test", ())
+        if case.get("exp_alerts")
+    }
+    recorded = {case["expr"] for group in groups for case in group.get("promql_expr_test", ())}
+    assert firing == {rule["alert"] for rule in ALL_RULES if "alert" in rule}
+    assert recorded == {rule["record"] for rule in ALL_RULES if "record" in rule}
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [("check", "rules", "rules.yaml"), ("check", "config", "--syntax-only", "prometheus.yaml")],
+    [
+        ("check", "rules", "rules.yaml"),
+        ("check", "config", "--syntax-only", "prometheus.yaml"),
+        ("test", "rules", str(RULES_TEST)),
+    ],
 )
 def test_prometheus_accepts_the_files(arguments: tuple[str, ...]) -> None:
     tool = shutil.which("promtool")

@@ -15,6 +15,7 @@ from headrace_common.errors import HeadraceError
 from headrace_common.logs import TRACE_NAMES
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import breakdown_attributes, gen_ai_attributes
+from headrace_common.telemetry.served import server_attributes
 from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.http.timeline import OwnTimeline
 
@@ -31,7 +32,7 @@ def request_span(
     root = telemetry.tracer.start_span(
         schema.SPAN_REQUEST,
         start_time=arrival_unix_ns,
-        attributes={schema.ATTRIBUTE_REQUEST_ID: request_id},
+        attributes={schema.ATTRIBUTE_REQUEST_ID: request_id, **server_attributes()},
     )
     TRACE_NAMES.add(request_id, root.get_span_context())
     try:

@@ -92,3 +92,13 @@ class AttemptSpan:
             {schema.ATTRIBUTE_QUEUE_DEPTH: queued.tasks_ahead},
             "" if queued.pulled_unix_ns else "never pulled",
         )
+
+
+def route_attributes(decision: Decision) -> dict[str, str]:
+    """The attributes of the span of a choice of workers."""
+    return {
+        schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
+        schema.ATTRIBUTE_PLACEMENT: "remote" if decision.remote else "local",
+        schema.ATTRIBUTE_EXPLANATION: decision.explanation,
+        schema.ATTRIBUTE_CANDIDATES: "; ".join(map(str, decision.candidates)),
+    }

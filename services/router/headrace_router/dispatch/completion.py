@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from opentelemetry import trace
-
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.durations import duration_from_ns
 from headrace_common.latency.breakdown import breakdown_to_proto
@@ -51,11 +49,12 @@ def _record_tokens(
     request: RoutedRequest, first_unix_ns: int, last_unix_ns: int, telemetry: Telemetry
 ) -> None:
     response, root = request.response, request.root_span
-    parent = trace.set_span_in_context(root)
+    if not root.is_recording():
+        return
     record = telemetry.record_span
     if response.started:
-        record(schema.SPAN_FIRST_TOKEN, parent, request.arrival_unix_ns, first_unix_ns)
-        record(schema.SPAN_STREAM, parent, first_unix_ns, last_unix_ns)
+        record(schema.SPAN_FIRST_TOKEN, root, request.arrival_unix_ns, first_unix_ns)
+        record(schema.SPAN_STREAM, root, first_unix_ns, last_unix_ns)
         root.set_attribute(schema.ATTRIBUTE_FIRST_TOKEN, MAKER_NAMES[response.first_token_by])
     root.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, response.completion_tokens)
     root.set_attribute(schema.ATTRIBUTE_FINISH_REASON, [finish_reason_name(response.finish_reason)])

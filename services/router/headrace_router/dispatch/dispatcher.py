@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from opentelemetry import trace
 from opentelemetry.trace import Span
 
 from headrace.registry.v1 import registry_pb2
@@ -27,6 +26,7 @@ from headrace_router.dispatch.attempt import (
     AttemptOutcome,
     AttemptPlan,
 )
+from headrace_router.dispatch.attempt_span import route_attributes
 from headrace_router.dispatch.completion import finish_response
 from headrace_router.dispatch.first_token import first_token_maker
 from headrace_router.dispatch.request import RoutedRequest
@@ -235,9 +235,8 @@ class RequestDispatcher:
         deadline: Deadline,
         retries: RetryState,
     ) -> Decision:
-        parent = trace.set_span_in_context(root)
         try:
-            with recorded_span(self._telemetry, schema.SPAN_ROUTE, parent) as attributes:
+            with recorded_span(self._telemetry, schema.SPAN_ROUTE, root) as attributes:
                 decision = self._placement.choose(
                     PlacementRequest(
                         model=request.model,
@@ -251,12 +250,8 @@ class RequestDispatcher:
                     ),
                     self._candidates(request, token_ids),
                 )
-                attributes |= {
-                    schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
-                    schema.ATTRIBUTE_PLACEMENT: "remote" if decision.remote else "local",
-                    schema.ATTRIBUTE_EXPLANATION: decision.explanation,
-                    schema.ATTRIBUTE_CANDIDATES: "; ".join(map(str, decision.candidates)),
-                }
+                if root.is_recording():
+                    attributes.update(route_attributes(decision))
                 return decision
         except NoDecodeWorker as error:
             # The failure that excluded the workers is more precise than NoDecodeWorker.

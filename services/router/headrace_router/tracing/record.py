@@ -26,6 +26,7 @@ SPAN_ID_BYTES: Final = 8
 _FIXED_FIELDS_BYTES: Final = 96
 _NUMBER_BYTES: Final = 8
 _NAMES_WITH_ATTRIBUTES: Final = (schema.SPAN_REQUEST, schema.SPAN_ATTEMPT)
+_NAMES_WITH_FACTS: Final = (*_NAMES_WITH_ATTRIBUTES, schema.SPAN_DECODE, schema.SPAN_PREFILL)
 
 StoredSpan: TypeAlias = tuple[str, str, bytes | tuple[Any, ...], int]
 """The service and the worker id of the process that made a span, the span, and its bytes.
@@ -35,25 +36,25 @@ fields of an EndedSpan, which are encoded only for a reader. Tuples of these typ
 """
 
 
-@dataclass(frozen=True, slots=True)
-class SpanFacts:
-    """What a trace needs to know of a span when it is added."""
+class SpanFacts(NamedTuple):
+    """What a trace needs to know of a span when it is added. Of most spans that is the id only."""
 
-    name: str
     span_id: bytes
-    parent_id: bytes
-    failed: bool
-    request_id: str
-    prefill_worker_id: str
+    name: str = ""
+    parent_id: bytes = b""
+    failed: bool = False
+    request_id: str = ""
+    prefill_worker_id: str = ""
 
     @classmethod
     def of_proto(cls, span: otlp_pb2.Span) -> SpanFacts:
         """The facts of a worker's span."""
-        attributes = (
-            attributes_as_text(span.attributes) if span.name in _NAMES_WITH_ATTRIBUTES else {}
-        )
+        name = span.name
+        if name not in _NAMES_WITH_FACTS:
+            return cls(span.span_id)
+        attributes = attributes_as_text(span.attributes) if name in _NAMES_WITH_ATTRIBUTES else {}
         return cls(
-            *(span.name, span.span_id, span.parent_span_id, _failed(span)),
+            *(span.span_id, name, span.parent_span_id, _failed(span)),
             attributes.get(schema.ATTRIBUTE_REQUEST_ID, ""),
             attributes.get(schema.ATTRIBUTE_PREFILL_WORKER_ID, ""),
         )
@@ -61,10 +62,13 @@ class SpanFacts:
     @classmethod
     def of_ended(cls, span: EndedSpan) -> SpanFacts:
         """The facts of a span of this router."""
+        span_id = span.span_id.to_bytes(SPAN_ID_BYTES, "big")
+        if span.name not in _NAMES_WITH_FACTS:
+            return cls(span_id)
         attributes = span.attributes if span.name in _NAMES_WITH_ATTRIBUTES else {}
         return cls(
+            span_id,
             span.name,
-            span.span_id.to_bytes(SPAN_ID_BYTES, "big"),
             span.parent_id.to_bytes(SPAN_ID_BYTES, "big"),
             bool(span.error),
             str(attributes.get(schema.ATTRIBUTE_REQUEST_ID, "")),
@@ -166,7 +170,7 @@ class TraceRecord:
         self._spans[span.span_id] = stored
         self.stored_bytes = trace_bytes
         # A process may send a span again, unchanged.
-        if previous is None:
+        if previous is None and span.name:
             self._completeness.add(span)
         return True
 

@@ -22,12 +22,13 @@ from headrace_common.telemetry.latency import (
     gen_ai_attributes,
     sum_attributes,
 )
+from headrace_common.telemetry.served import server_attributes
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.telemetry.spans import EndedSpan
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_router.tracing.store import TraceStore
 from headrace_router.tracing.timeline import RequestTimeline
-from headrace_router.tracing.worker_clocks import WorkerClocks
+from headrace_router.tracing.worker_clocks import WorkerClocks, clock_attributes
 
 _GIVEN_UP: Final = "the client gave the request up"
 
@@ -76,6 +77,8 @@ class RequestTracer:
         )
         TRACE_NAMES.add(request_id, root.get_span_context())
         recorded = root.is_recording()
+        if recorded:
+            root.set_attributes(server_attributes())
         if stored and recorded:
             self._store.start_trace(trace_id_of(root), request_id, arrival_unix_ns)
         ending = _Ending(request_id, arrival_unix_ns, stored=stored, recorded=recorded)
@@ -109,15 +112,17 @@ class RequestTracer:
             self._store.keep(trace_id)
         if not ending.recorded:
             return
-        self._store.add_clocks(trace_id, timeline.differences())
+        differences = timeline.differences()
+        self._store.add_clocks(trace_id, differences)
         root.set_attributes(attributes)
+        root.set_attributes(clock_attributes(differences))
         if response is not None and response.started:
             duration_ns = ending.end_unix_ns - ending.start_unix_ns
             root.set_attributes(gen_ai_attributes(breakdown, duration_ns))
         if response is not None and breakdown.second is not None:
             self._telemetry.record_span(
                 schema.SPAN_SECOND_TOKEN,
-                trace.set_span_in_context(root),
+                root,
                 response.first_token_unix_ns,
                 response.second_token_unix_ns,
                 sum_attributes(breakdown.second),

@@ -113,14 +113,15 @@ class TraceStore:
             # Routers receive the spans of each other's requests, so most spans may be of unknown traces.
             if trace_id not in self._records:
                 continue
-            size = span.ByteSize()
-            if size > SPAN_BYTES_MAX or len(span.span_id) != SPAN_ID_BYTES:
+            # An export is bounded, so a span that is too large may be encoded once.
+            content = span.SerializeToString()
+            facts = SpanFacts.of_proto(span)
+            if len(content) > SPAN_BYTES_MAX or len(facts.span_id) != SPAN_ID_BYTES:
                 dropped[DROPPED_SPAN] = dropped.get(DROPPED_SPAN, 0) + 1
                 continue
-            content = span.SerializeToString()
-            stored: StoredSpan = (batch.service, batch.worker_id, content, size)
+            stored: StoredSpan = (batch.service, batch.worker_id, content, len(content))
             with self._lock:
-                self._add(trace_id, SpanFacts.of_proto(span), stored, dropped)
+                self._add(trace_id, facts, stored, dropped)
         self._report(dropped)
 
     def keep(self, trace_id: str) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from opentelemetry.util.types import AttributeValue
+
 from headrace_common.latency.clock_offset import ClockOffset
+from headrace_common.telemetry import schema
 
 _WORKERS_MAX: Final = 4_096
 
@@ -50,3 +54,21 @@ def difference_now(clock: ClockOffset) -> ClockDifference:
     """The difference between a clock and this host's wall clock now."""
     own_ns = time.time_ns() - time.monotonic_ns()
     return ClockDifference(clock.offset_ns - own_ns, clock.error_ns)
+
+
+def clock_attributes(differences: Mapping[str, ClockDifference]) -> dict[str, AttributeValue]:
+    """The attributes of a root span about the clocks of its request's workers. None without workers.
+
+    They are for collectors: these receive the workers' spans with the times of the workers' own clocks.
+    """
+    if not differences:
+        return {}
+    return {
+        schema.ATTRIBUTE_CLOCK_WORKER_IDS: tuple(differences),
+        schema.ATTRIBUTE_CLOCK_WORKERS_AHEAD_MS: tuple(
+            one.ahead_ns / 1e6 for one in differences.values()
+        ),
+        schema.ATTRIBUTE_CLOCK_WORKERS_ERROR_MS: tuple(
+            one.error_ns / 1e6 for one in differences.values()
+        ),
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from google.protobuf.json_format import ParseDict
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from headrace.inference.v1 import trace_pb2
 from headrace_cli.commands.trace import write_files
@@ -20,6 +22,7 @@ from headrace_cli.trace_export.record import trace_record
 from headrace_common.errors import ConfigError
 from headrace_common.telemetry import schema
 from headrace_common.trace_view.reading import read_trace
+from tests.span_schema import ATTRIBUTES
 
 RECORDED = Path(__file__).parents[1] / "waterfall" / "golden" / "remote.json"
 LAYERS, LINKS = 24, 4
@@ -48,11 +51,76 @@ def test_otlp_has_every_span_with_its_process(trace: trace_pb2.Trace) -> None:
         for pair in resource["resource"]["attributes"]
     }
     assert {"headrace-router", "headrace-prefill", "prefill-0", "decode-0"} <= names
-    # OTLP's JSON has hex where protobuf's has base64; all else is the same.
+
+
+def decoded(made: dict[str, Any]) -> list[Span]:
+    """The spans of an export. OTLP's JSON has hex where protobuf's has base64; all else is the same."""
+    spans = [
+        span
+        for resource in made["resourceSpans"]
+        for scope in resource["scopeSpans"]
+        for span in scope["spans"]
+    ]
+    links = [link for span in spans for link in span.get("links", ())]
+    for one in (*spans, *links):
+        for key in {"traceId", "spanId", "parentSpanId"} & one.keys():
+            one[key] = b64encode(bytes.fromhex(one[key])).decode()
+    request = ParseDict(made, trace_service_pb2.ExportTraceServiceRequest())
+    return [
+        span
+        for resource in request.resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+
+
+def test_otlp_has_the_kinds_and_types_of_the_schema(trace: trace_pb2.Trace) -> None:
+    ids = {span.span_id: span for span in trace.spans}
+    spans = decoded(otlp_object(trace))
+    names = {value: name for name, value in Span.SpanKind.items()}
+    kinds = {span.name: names[span.kind].removeprefix("SPAN_KIND_") for span in spans}
+    assert kinds[schema.SPAN_REQUEST] == kinds[schema.SPAN_DECODE] == "SERVER"
+    assert kinds[schema.SPAN_ATTEMPT] == kinds[schema.SPAN_TRANSFER_LINK] == "CLIENT"
+    assert (kinds[schema.SPAN_QUEUE], kinds[schema.SPAN_PREFILL]) == ("PRODUCER", "CONSUMER")
+    assert kinds[schema.SPAN_TOKENIZE] == "INTERNAL"
+    types = {
+        "string": "string_value",
+        "int": "int_value",
+        "double": "double_value",
+        "string[]": "array_value",
+        "double[]": "array_value",
+    }
+    found = set()
     for span in spans:
-        for key in ("traceId", "spanId", "parentSpanId"):
-            span.pop(key, None)
-    ParseDict(made, trace_service_pb2.ExportTraceServiceRequest())
+        recorded = ids[span.span_id.hex()]
+        assert {pair.key for pair in span.attributes} == set(recorded.attributes)
+        for pair in span.attributes:
+            kind = ATTRIBUTES[span.name, pair.key]
+            assert pair.value.WhichOneof("value") == types[kind], pair
+            found.add(kind)
+            if kind == "int":
+                assert str(pair.value.int_value) == recorded.attributes[pair.key]
+    assert {"string", "int", "double", "string[]"} <= found
+
+
+def test_otlp_has_lists_links_and_texts_that_are_no_numbers() -> None:
+    span = trace_pb2.Span(name=schema.SPAN_REQUEST, span_id="01" * 8, linked_span_ids=["02" * 8])
+    span.attributes[schema.ATTRIBUTE_CLOCK_WORKER_IDS] = "prefill-0, decode-0"
+    span.attributes[schema.ATTRIBUTE_CLOCK_WORKERS_AHEAD_MS] = "3000.5, -2"
+    span.attributes[schema.ATTRIBUTE_PROMPT_TOKENS] = "many"
+    span.attributes[schema.ATTRIBUTE_CLOCK_ERROR_MS] = "nan"
+    made = otlp_object(trace_pb2.Trace(trace_id="ab" * 16, spans=[span]))
+    assert "NaN" not in json.dumps(made)
+    (one,) = decoded(made)
+    values = {pair.key: pair.value for pair in one.attributes}
+    workers = values[schema.ATTRIBUTE_CLOCK_WORKER_IDS].array_value.values
+    assert [value.string_value for value in workers] == ["prefill-0", "decode-0"]
+    ahead = values[schema.ATTRIBUTE_CLOCK_WORKERS_AHEAD_MS].array_value.values
+    assert [value.double_value for value in ahead] == [3000.5, -2.0]
+    assert values[schema.ATTRIBUTE_PROMPT_TOKENS].string_value == "many"
+    assert values[schema.ATTRIBUTE_CLOCK_ERROR_MS].string_value == "nan"
+    (link,) = one.links
+    assert (link.trace_id.hex(), link.span_id.hex()) == ("ab" * 16, "02" * 8)
 
 
 def test_trace_events_have_a_thread_for_each_link(trace: trace_pb2.Trace) -> None:

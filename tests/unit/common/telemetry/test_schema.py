@@ -17,8 +17,10 @@ GENERATED = ROOT / "libs/headrace"
 # gRPC packages have names with the same prefix.
 PREFIX = "headrace."
 # Those of OpenTelemetry's conventions that no other text has.
-PREFIXES = (PREFIX, "gen_ai.", "rpc.", "server.", "error.", "network.")
-CONVENTIONS = re.compile(r"(gen_ai|rpc|server\.(address|port))(\.[a-z_0-9]+)*")
+PREFIXES = (PREFIX, "gen_ai.", "rpc.", "http.", "server.", "error.", "network.")
+CONVENTIONS = re.compile(
+    r"(gen_ai|rpc|http\.(request\.method|route)|server\.(address|port))(\.[a-z_0-9]+)*"
+)
 AREAS = ("decode", "engine", "inference", "kv", "prefill", "registry", "worker")
 # What the command line prints as JSON states its schema, such as headrace.workers.v1.
 JSON_SCHEMA = re.compile(r"headrace\.[a-z-]+\.v[0-9]+")

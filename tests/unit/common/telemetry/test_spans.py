@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 from opentelemetry import trace
@@ -17,11 +17,13 @@ from headrace_common.rpc.trace_context import (
     metadata_with_trace,
     traceparent,
 )
+from headrace_common.telemetry import span_queue
 from headrace_common.telemetry.otlp import export_request, readable_span
 from headrace_common.telemetry.span_queue import BATCH_SPANS, QUEUED_SPANS_MAX, SpanQueue
 from headrace_common.telemetry.spans import EndedSpan, RecordedSpan, SpanSource, SpanTracer
 
 _SOURCE = SpanSource("router", "router-0", Resource({"service.name": "headrace-router"}))
+_BUSY = span_queue._BUSY_SPANS + 1
 _PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-"
 
 
@@ -153,3 +155,70 @@ def test_a_queue_takes_no_span_that_is_not_wanted() -> None:
     queue.add(_SOURCE, _span(1))
     queue.close()
     assert exported == []
+
+
+class Exports:
+    """Counts the spans of each export. The first one is held up until `free`."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.free = threading.Event()
+        self._came = threading.Event()
+
+    def __call__(self, spans: Sequence[tuple[SpanSource, EndedSpan]]) -> None:
+        self.sizes.append(len(spans))
+        self._came.set()
+        self.free.wait(10)
+
+    def wait(self, timeout_s: float = 10.0) -> bool:
+        """Whether another export has come."""
+        found = self._came.wait(timeout_s)
+        self._came.clear()
+        return found
+
+
+@pytest.fixture
+def busy(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SpanQueue, Exports]]:
+    """A queue after an export of many spans. It waits for so long that a test would fail."""
+    monkeypatch.setattr(span_queue, "_DELAY_S", 0.01)
+    monkeypatch.setattr(span_queue, "_BUSY_DELAY_S", 300.0)
+    exports = Exports()
+    queue = SpanQueue(exports)
+    queue.add(_SOURCE, _span(0))
+    assert exports.wait()
+    for number in range(_BUSY):
+        queue.add(_SOURCE, _span(number))
+    exports.free.set()
+    assert exports.wait()
+    assert exports.sizes == [1, _BUSY]
+    yield queue, exports
+    queue.close()
+
+
+def test_a_busy_queue_waits_for_more_spans_unless_some_are_awaited(
+    busy: tuple[SpanQueue, Exports],
+) -> None:
+    queue, exports = busy
+    queue.add(_SOURCE, _span(1))
+    assert not exports.wait(0.3)
+    queue.hasten()
+    assert exports.wait()
+    # That export was small, so the next one is soon.
+    queue.add(_SOURCE, _span(2))
+    assert exports.wait()
+    assert exports.sizes[2:] == [1, 1]
+
+
+def test_a_busy_queue_exports_as_soon_as_a_batch_is_full(busy: tuple[SpanQueue, Exports]) -> None:
+    queue, exports = busy
+    for number in range(BATCH_SPANS + 1):
+        queue.add(_SOURCE, _span(number))
+    assert exports.wait()
+    assert exports.sizes[2] == BATCH_SPANS
+
+
+def test_a_busy_queue_that_closes_exports_at_once(busy: tuple[SpanQueue, Exports]) -> None:
+    queue, exports = busy
+    queue.add(_SOURCE, _span(1))
+    queue.close()
+    assert exports.sizes[2:] == [1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from opentelemetry.sdk.resources import Resource
 
 from headrace.worker.v1 import worker_pb2
@@ -15,21 +16,24 @@ from headrace_kv.handoff.messages import SendReport
 from tests.transfer_links import link_sent
 
 
-def test_links_count_by_kind_and_transport() -> None:
+def test_links_count_by_workers_kind_and_transport() -> None:
     telemetry = init_telemetry("prefill", "prefill-0", ServiceConfig())
     try:
         metrics = WorkerMetrics(telemetry.metrics)
         near = SendReport("x1", 0, "", "", (link_sent(),), 10, "10.0.0.2")
         far = SendReport("x1", 1, "", "", (link_sent(), link_sent(payload_bytes=0)), 10, "10.0.0.1")
-        metrics.transfer_ended("prefill-0", "", 800, [near, far])
-        metrics.transfer_ended("prefill-0", "CANCELLED", 0, [far])
+        metrics.transfer_ended("prefill-0", "decode-0", "", 800, [near, far])
+        metrics.transfer_ended("prefill-0", "decode-1", "CANCELLED", 0, [far])
         points = {one.name: one.points for one in telemetry.metrics.store.collect()}
     finally:
         telemetry.shutdown()
-    assert points[schema.METRIC_LINK_BYTES] == {
-        ("same_host", "mooncake/tcp"): 400,
-        ("network", "mooncake/tcp"): 800,
-    }
+    near_pair = ("prefill-0", "decode-0", "same_host", "mooncake/tcp")
+    far_pair = ("prefill-0", "decode-0", "network", "mooncake/tcp")
+    other_pair = ("prefill-0", "decode-1", "network", "mooncake/tcp")
+    assert points[schema.METRIC_LINK_BYTES] == dict.fromkeys((near_pair, far_pair, other_pair), 400)
+    moving_s = 1e-9 * link_sent().moving_ns
+    times = points[schema.METRIC_LINK_TIME]
+    assert times == dict.fromkeys((near_pair, far_pair, other_pair), pytest.approx(moving_s))
     rates = points[schema.METRIC_LINK_RATE]
     # A link without bytes has no rate.
     counts = {
