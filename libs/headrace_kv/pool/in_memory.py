@@ -144,7 +144,6 @@ class InMemoryPool(RemotePool):
         future: Future[list[bool]] = Future()
         end = partial(self._end, future, [False] * count, lost=True)
         timer = threading.Timer(timeout_s, end)
-        timer.daemon = True
         timer.start()
         self._thread.submit(self._run, call, future, timer, count)
         return future
