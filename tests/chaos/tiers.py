@@ -84,8 +84,8 @@ def unconserved_blocks(engine: SimEngine) -> Iterator[str]:
 def _faults_of(name: str, pool: BlockPool, holders: Counter[int]) -> Iterator[str]:
     free, idle = set(pool.free_ids()), set(pool._idle)
     held = {block: count for block, count in enumerate(pool._holders) if count}
-    if len(free) != pool._free_count:
-        yield f"{name}: {len(free)} blocks are free, and it counts {pool._free_count}"
+    if len(free) != pool._free.count:
+        yield f"{name}: {len(free)} blocks are free, and it counts {pool._free.count}"
     if len(free) + len(idle) + len(held) != pool.count or free | idle | held.keys() != set(
         range(pool.count)
     ):

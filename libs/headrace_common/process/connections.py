@@ -7,10 +7,8 @@ of the hosts with the most, so that there is room for others. A host that floods
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import math
-import os
 import resource
 import socket
 import threading
@@ -19,12 +17,19 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
-from urllib.parse import unquote
 
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.process.host_blocks import HostBlocks, block_hosts
+from headrace_common.process.open_connections import (
+    Connection,
+    PortConnections,
+    connections_to,
+    copy_of,
+    descriptors,
+    names_of,
+    open_descriptors,
+)
 from headrace_common.process.rates import RateByCaller
 
 _LOG = logging.getLogger(__name__)
@@ -34,7 +39,6 @@ _CHECK_S: Final = 0.05
 _RECHECK_S: Final = 1.0
 # The thread looks at so many descriptors a second at most, unless connections come.
 _DESCRIPTORS_PER_RECHECK_S: Final = 200
-_DESCRIPTORS: Final = Path("/proc/self/fd")
 # For connections that the process opens, its files and its libraries.
 _RESERVED_DESCRIPTORS: Final = 512
 # Above this share of the bound, idle connections are closed until others fit.
@@ -66,15 +70,6 @@ class ConnectionBounds:
             config.max_new_connections_per_s,
             config.host_block_s,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Connection:
-    """A connection of a caller. `peer` is as in gRPC, such as "ipv4:10.0.0.7:40112"."""
-
-    descriptor: int
-    host: str
-    peer: str
 
 
 def reserve_descriptors(wanted: int, listeners: int = 1) -> int:
@@ -182,6 +177,7 @@ class ConnectionGuard:
     def _guard(self) -> None:
         least = min(self._bounds.per_host, int(self._bounds.total * _FULL_SHARE))
         least = min(least, int(_BURST_S * self._bounds.opened_per_s))
+        accepted = PortConnections(self._port)
         others, checked_s = 0, -math.inf
         while not self._ended.wait(_CHECK_S):
             with _logged(self._port):
@@ -190,7 +186,7 @@ class ConnectionGuard:
                 recheck_s = _RECHECK_S * max(1.0, count / _DESCRIPTORS_PER_RECHECK_S)
                 due = count > least and time.monotonic() - checked_s >= recheck_s
                 if self._in_force or count - others > least or due:
-                    found = connections_to(self._port)
+                    found = accepted.find()
                     others, checked_s = count - len(found), time.monotonic()
                     self._check(found)
 
@@ -231,26 +227,11 @@ def _logged(port: int) -> Iterator[None]:
         _LOG.warning("cannot count the connections to port %d: %s", port, error)
 
 
-def open_descriptors() -> int:
-    """The open descriptors of this process. Linux has the number as the folder's size since 6.2."""
-    return _DESCRIPTORS.stat().st_size or len(os.listdir(_DESCRIPTORS))  # noqa: PTH208 - no path for each
-
-
-def connections_to(port: int) -> list[Connection]:
-    """The connections that this process has accepted on a port."""
-    found: list[Connection] = []
-    for descriptor in list(_DESCRIPTORS.iterdir()):
-        connection = _connection_of(int(descriptor.name), port)
-        if connection is not None:
-            found.append(connection)
-    return found
-
-
 def _block_at(port: int, hosts: Collection[str]) -> None:
     """Drops the packets of these hosts at the listening sockets of a port."""
-    for descriptor in list(_DESCRIPTORS.iterdir()):
+    for descriptor in descriptors():
         try:
-            with _copy_of(int(descriptor.name)) as held:
+            with copy_of(descriptor) as held:
                 listens = held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
                 if listens and held.getsockname()[1] == port:
                     block_hosts([held], hosts)
@@ -259,65 +240,12 @@ def _block_at(port: int, hosts: Collection[str]) -> None:
             continue
 
 
-def _connection_of(descriptor: int, port: int) -> Connection | None:
-    """None for a descriptor that is no connection to the port, or was closed meanwhile."""
-    try:
-        with _copy_of(descriptor) as held:
-            if held.family not in (socket.AF_INET, socket.AF_INET6):
-                return None
-            if held.type != socket.SOCK_STREAM or held.getsockname()[1] != port:
-                return None
-            address, peer_port = held.getpeername()[:2]
-    except OSError:
-        return None
-    return Connection(descriptor, *names_of(address, peer_port))
-
-
-def _copy_of(descriptor: int) -> socket.socket:
-    """Another descriptor of a socket, which stays the same socket when gRPC closes its own. Raises OSError."""
-    copy = os.dup(descriptor)
-    try:
-        return socket.socket(fileno=copy)
-    except OSError:
-        # It is no socket.
-        os.close(copy)
-        raise
-
-
-def names_of(address: str, port: int) -> tuple[str, str]:
-    """The host, and the peer as gRPC names it. The addresses of one IPv6 network of 64 bits are one host."""
-    host = host_of(address)
-    if "/" in host:
-        return host, f"ipv6:%5B{address.replace('%', '%25')}%5D:{port}"
-    return host, f"ipv4:{host}:{port}"
-
-
-def host_of(address: str) -> str:
-    """The host of an IP address. The addresses of one IPv6 network of 64 bits are one host."""
-    try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        # Such as the path of a Unix socket.
-        return address
-    if isinstance(ip, ipaddress.IPv6Address):
-        if ip.ipv4_mapped is None:
-            return str(ipaddress.ip_network((ip, 64), strict=False))
-        ip = ip.ipv4_mapped
-    return str(ip)
-
-
-def host_of_peer(peer: str) -> str:
-    """The host of a peer as gRPC names it, such as "ipv4:10.0.0.7:40112"."""
-    address = unquote(peer.partition(":")[2]).rpartition(":")[0]
-    return host_of(address.strip("[]"))
-
-
 def _end_all(connections: Sequence[Connection]) -> int:
     """Shuts down each connection that still has its descriptor. Returns their number."""
     ended = 0
     for connection in connections:
         try:
-            with _copy_of(connection.descriptor) as held:
+            with copy_of(connection.descriptor) as held:
                 if names_of(*held.getpeername()[:2])[1] == connection.peer:
                     held.shutdown(socket.SHUT_RDWR)
                     ended += 1

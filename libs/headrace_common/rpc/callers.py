@@ -12,7 +12,7 @@ import grpc.aio
 
 from headrace_common.callers.bounds import REFUSED_BODY, CallerBounds
 from headrace_common.errors import DeadlineExceeded, InvalidRequest
-from headrace_common.process.connections import host_of_peer
+from headrace_common.process.open_connections import host_of_peer
 from headrace_common.rpc.handlers import (
     Context,
     Handler,

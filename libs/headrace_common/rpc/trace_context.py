@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
@@ -10,12 +11,14 @@ from typing import Final, NamedTuple
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span
+from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from headrace_common.rpc import handlers
 
 _PROPAGATOR = TraceContextTextMapPropagator()
+# The traceparent of our own services. The propagator takes three times as long for it.
+_PLAIN: Final = re.compile("00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 
 class ServedCall(NamedTuple):
@@ -39,7 +42,7 @@ def traceparent(span: Span) -> str:
 
 def context_from_traceparent(text: str) -> Context:
     """The context of the span that the traceparent `text` names. Empty when it names none."""
-    return _PROPAGATOR.extract({"traceparent": text}, context=Context())
+    return context_of_carrier(text, "")
 
 
 def carrier_of(context: Context) -> dict[str, str]:
@@ -51,9 +54,15 @@ def carrier_of(context: Context) -> dict[str, str]:
 
 def context_of_carrier(traceparent: str, tracestate: str) -> Context:
     """The context of the span that `carrier_of` described. Empty for none."""
-    return _PROPAGATOR.extract(
-        {"traceparent": traceparent, "tracestate": tracestate}, context=Context()
-    )
+    plain = None if tracestate else _PLAIN.fullmatch(traceparent)
+    if plain is None:
+        carrier = {"traceparent": traceparent, "tracestate": tracestate}
+        return _PROPAGATOR.extract(carrier, context=Context())
+    trace_id, span_id, flags = (int(digits, 16) for digits in plain.groups())
+    parent = SpanContext(trace_id, span_id, True, TraceFlags(flags))
+    if not parent.is_valid:
+        return Context()
+    return trace.set_span_in_context(NonRecordingSpan(parent), Context())
 
 
 def metadata_with_trace(

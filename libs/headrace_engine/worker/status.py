@@ -27,7 +27,7 @@ from headrace_common.limits import (
     STATUS_STREAMS_MAX,
     STATUS_STREAMS_OF_CALLER_MAX,
 )
-from headrace_common.process.connections import host_of_peer
+from headrace_common.process.open_connections import host_of_peer
 from headrace_common.tickets.keys import TicketKeys
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_engine.worker.status_signal import StatusSignal

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapp
 from typing import Any, TypeAlias, TypeVar
 
 from headrace_common.errors import Cancelled, HeadraceError
-from headrace_common.process.connections import host_of
+from headrace_common.process.open_connections import host_of
 from headrace_frontend.openai.errors import (
     HttpError,
     error_bytes,

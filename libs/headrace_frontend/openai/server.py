@@ -19,7 +19,8 @@ from headrace_common.callers.bounds import CallerBounds
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
-from headrace_common.process.connections import ConnectionBounds, ConnectionGuard, names_of
+from headrace_common.process.connections import ConnectionBounds, ConnectionGuard
+from headrace_common.process.open_connections import names_of
 from headrace_frontend.config import FrontendConfig
 from headrace_frontend.openai.exchange import (
     CHUNKS_EXTENSION,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
+from headrace_kv.manager.free_runs import FreeRuns
 
 
 class BlockPool:
@@ -25,8 +25,7 @@ class BlockPool:
         self._on_cleared = on_cleared
         self._on_evicted = on_evicted
         self._holders = [0] * count
-        self._free = np.ones(count, bool)
-        self._free_count = count
+        self._free = FreeRuns(count)
         self._block_of: dict[int, int] = {}
         self._prefix_of: dict[int, int] = {}
         # Cached blocks without a holder, the next one to evict in front.
@@ -35,11 +34,11 @@ class BlockPool:
     @property
     def available_count(self) -> int:
         """Blocks without a holder."""
-        return self._free_count + len(self._idle)
+        return self._free.count + len(self._idle)
 
     def free_ids(self) -> tuple[int, ...]:
         """Blocks with neither a holder nor a cached prefix."""
-        return tuple(np.flatnonzero(self._free).tolist())
+        return self._free.ids()
 
     def find_cached(self, prefixes: Sequence[int]) -> list[int]:
         """Blocks of the longest cached run of `prefixes`, the prefix hashes of consecutive blocks."""
@@ -62,11 +61,9 @@ class BlockPool:
         """New blocks with one holder, contiguous where possible; None when there are too few."""
         if count > self.available_count:
             return None
-        if count > self._free_count:
-            self._evict(count - self._free_count)
-        chosen = self._contiguous(count)
-        self._free[chosen] = False
-        self._free_count -= count
+        if count > self._free.count:
+            self._evict(count - self._free.count)
+        chosen = self._free.take(count)
         for block in chosen:
             self._holders[block] = 1
         return chosen
@@ -124,20 +121,5 @@ class BlockPool:
 
     def _clear(self, block_ids: Sequence[int]) -> None:
         if block_ids:
-            self._free[list(block_ids)] = True
-            self._free_count += len(block_ids)
+            self._free.add(block_ids)
             self._on_cleared(block_ids)
-
-    def _contiguous(self, count: int) -> list[int]:
-        if count == 0:
-            return []
-        free = np.flatnonzero(self._free)
-        starts = np.flatnonzero(np.diff(free, prepend=-2) != 1)
-        lengths = np.diff(starts, append=len(free))
-        fitting = np.flatnonzero(lengths >= count)
-        if len(fitting):
-            start = starts[fitting[lengths[fitting].argmin()]]
-            return [int(block) for block in free[start : start + count]]
-        runs = np.split(free, starts[1:])
-        runs.sort(key=len, reverse=True)
-        return [int(block) for block in np.concatenate(runs)[:count]]

@@ -97,6 +97,7 @@ class HandoffStream:
         self._wake = asyncio.Event()
         self._wake_scheduled = False
         self._delayed_wake_scheduled = False
+        self._delayed_wake: asyncio.TimerHandle | None = None
         self._closing = False
         self._handshake_complete = False
         self._overflow = False
@@ -135,7 +136,8 @@ class HandoffStream:
             self._schedule(self._wake_later)
 
     def _wake_later(self) -> None:
-        self._context.event_loop.call_later(_ACKNOWLEDGEMENT_WAIT_S, self._wake.set)
+        loop = self._context.event_loop
+        self._delayed_wake = loop.call_later(_ACKNOWLEDGEMENT_WAIT_S, self._wake.set)
 
     def _schedule(self, call: Callable[[], Any]) -> bool:
         try:
@@ -285,6 +287,10 @@ class HandoffStream:
             await self._wake.wait()
             self._wake.clear()
             self._wake_scheduled = self._delayed_wake_scheduled = False
+            if self._delayed_wake is not None:
+                # What waits for it is sent now.
+                self._delayed_wake.cancel()
+                self._delayed_wake = None
             for request in proto.batches(self._drain()):
                 await call.write(request)
             if self._overflow:

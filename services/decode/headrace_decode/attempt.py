@@ -137,7 +137,7 @@ class Attempt:
     @property
     def readable(self) -> bool:
         """Whether `take` has events, the end or an error."""
-        return self._buffer.readable
+        return self._events is not None and self._events.readable
 
     def notify(self, on_readable: Callable[[], None]) -> None:
         """From now on calls `on_readable` whenever `readable` becomes true; at once if it is.
@@ -204,10 +204,12 @@ class Attempt:
 
     def _progress(self, events: list[DecodeEvent]) -> Progress:
         tokens: list[DecodeTokens] = []
+        count = 0
         ended: DecodeEnded | None = None
         for event in events:
             if isinstance(event, DecodeTokens):
                 tokens.append(event)
+                count += len(event.token_ids)
             elif isinstance(event, DecodeEnded):
                 ended = event
             else:
@@ -215,7 +217,7 @@ class Attempt:
         times: decode_pb2.AttemptTimes | None = None
         if tokens:
             before = self.generated_tokens
-            self._count(sum(len(piece.token_ids) for piece in tokens), tokens[0].step_start_ns)
+            self._count(count, tokens[0].step_start_ns)
             if not before or (before == 1 and self.work.from_logits):
                 times = self.timestamps.to_proto()
         return Progress(tokens, None if ended is None else self._finished(ended), times)

@@ -30,7 +30,10 @@ class EventBuffer:
         self._events: list[DecodeEvent] = []
         self._error: Exception | None = None
         self._ended = False
-        self._readable = asyncio.Event()
+        self.readable = False
+        """Whether there are events, an error or the end."""
+        # For waits before `notify`.
+        self._became_readable = asyncio.Event()
         self._pace = FlushPace(load or LoopLoad())
         self._on_readable: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -57,8 +60,10 @@ class EventBuffer:
         except Exception as error:  # noqa: BLE001 - the next read raises it
             self._error, self._ended = error, True
             return
-        self._events += events
-        if events and isinstance(events[-1], DecodeEnded):
+        if not events:
+            return
+        self._events = [*self._events, *events] if self._events else events
+        if isinstance(events[-1], DecodeEnded):
             self._ended = True
 
     async def _fill(self, events: AsyncIterator[DecodeEvent]) -> None:
@@ -74,11 +79,6 @@ class EventBuffer:
             close = getattr(events, "aclose", None)
             if close is not None:
                 await close()
-
-    @property
-    def readable(self) -> bool:
-        """Whether there are events, an error or the end."""
-        return self._readable.is_set()
 
     def notify(self, on_readable: Callable[[], None], deadline: Deadline) -> None:
         """From now on calls `on_readable` whenever the buffer becomes readable; at once if it is.
@@ -117,8 +117,8 @@ class EventBuffer:
             self._source.abort()
 
     async def wait_readable(self) -> None:
-        """Returns once there are events, an error or the end."""
-        await self._readable.wait()
+        """Returns once there are events, an error or the end. Not after `notify`."""
+        await self._became_readable.wait()
 
     async def read(self, deadline: Deadline) -> list[DecodeEvent]:
         """All events since the last call, at least one. Events in quick succession are collected first.
@@ -144,10 +144,10 @@ class EventBuffer:
         return first
 
     async def _wait(self, deadline: Deadline) -> None:
-        if not self._readable.is_set():
+        if not self.readable:
             try:
                 async with asyncio.timeout(deadline.remaining_s()):
-                    await self._readable.wait()
+                    await self._became_readable.wait()
             except TimeoutError:
                 raise self._deadline_error() from None
         self._pull()
@@ -166,15 +166,18 @@ class EventBuffer:
         )
 
     def _set_readable(self) -> None:
-        if self._readable.is_set():
+        if self.readable:
             return
-        self._readable.set()
-        if self._on_readable is not None:
+        self.readable = True
+        if self._on_readable is None:
+            self._became_readable.set()
+        else:
             self._on_readable()
 
     def _update_readable(self) -> None:
         if not self._events and not self._ended:
-            self._readable.clear()
+            self.readable = False
+            self._became_readable.clear()
 
     async def close(self) -> bool:
         """Closes the engine's iterator, which aborts the request. False when that took too long."""

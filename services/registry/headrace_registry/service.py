@@ -17,7 +17,7 @@ from headrace_common.durations import duration_from_seconds, seconds_from_durati
 from headrace_common.errors import PermissionDenied, QueueFull
 from headrace_common.identity import is_worker_id
 from headrace_common.limits import CLOCK_OFFSET_NOTED_S, LEASES_PER_RENEWAL_MAX, PAGE_SIZE_MAX
-from headrace_common.process.connections import host_of_peer
+from headrace_common.process.open_connections import host_of_peer
 from headrace_common.process.rates import RateByCaller
 from headrace_common.registry.policy import DEFAULT_RETRY_BUDGET
 from headrace_registry import validation

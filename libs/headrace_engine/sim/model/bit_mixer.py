@@ -36,18 +36,6 @@ def mix_int(value: int) -> int:
     return value ^ (value >> 32)
 
 
-class CountedWords:
-    """Single words of the series of `counted_words`."""
-
-    def __init__(self, seed: int) -> None:
-        self._step = mix_int(seed) | 1
-        self._offset = mix_int(seed ^ WORD_MASK)
-
-    def at(self, index: int) -> int:
-        """The word at an index from 0."""
-        return mix_int((index + 1) * self._step + self._offset)
-
-
 def counted_words(count: int, seed: int, start: int = 0) -> U64Array:
     """Words `start` to `start + count` of the pseudo-random series of `seed`."""
     index = np.arange(start + 1, start + count + 1, dtype=np.uint64)

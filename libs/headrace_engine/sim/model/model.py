@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from headrace_engine.interface import Sampling
 from headrace_engine.sim.model.bit_mixer import (
     WORD_MASK,
-    CountedWords,
     U64Array,
     counted_words,
     mix_int,
@@ -39,7 +38,6 @@ _WEIGHT_SEED = 13
 _POSITION_SEED = 14
 _FURTHER_SEEDS = 100
 _CLOSED_FORM_POSITIONS = 1024
-_TOKEN_WORDS = CountedWords(_TOKEN_SEED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,10 @@ class SimModel:
 
     def next_sum(self, token_id: int, position: int, base: int) -> int:
         """`prefix_sums` of one token."""
-        return (base + mix_int(_TOKEN_WORDS.at(position) ^ mix_int(token_id + 1))) & WORD_MASK
+        if position >= len(self._position_words):
+            self._token_words(position + 1)
+        word = int(self._position_words[position])
+        return (base + mix_int(word ^ mix_int(token_id + 1))) & WORD_MASK
 
     def prefix_hashes(self, token_ids: Sequence[int]) -> U64Array:
         """A hash for each position, of all tokens up to and including it. Shape [tokens]."""

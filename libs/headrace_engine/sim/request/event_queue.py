@@ -24,7 +24,7 @@ class DecodeEventQueue:
         self._on_events: Callable[[], None] | None = None
 
     def follow(self, on_events: Callable[[], None]) -> None:
-        """Calls `on_events` for every event from now on, and at once if there is one."""
+        """Calls `on_events` for every event from now on, and at once if there is one. `wait` is not for followers."""
         self._on_events = on_events
         if self._filled.is_set():
             on_events()
@@ -84,6 +84,7 @@ class DecodeEventQueue:
         return events
 
     def _notify(self) -> None:
-        self._filled.set()
-        if self._on_events is not None:
+        if self._on_events is None:
+            self._filled.set()
+        else:
             self._on_events()

@@ -92,6 +92,11 @@ class Sequence:
         return len(self.hashes)
 
     @property
+    def last_hash(self) -> int:
+        """The hash of all tokens. They need KV."""
+        return int(self.hashes[len(self.tokens) - 1])
+
+    @property
     def pending(self) -> int:
         """Tokens that still need their KV computed."""
         return len(self.tokens) - self.computed
@@ -247,9 +252,9 @@ class Sequence:
         generation = self.generation
         assert generation is not None
         generation.events.put_token(token_id, logprobs, self.first_step_ns)
-        self._append(token_id, model)
+        needs_kv = self._append(token_id, model)
         stopped = token_id in generation.sampling.stop_token_ids
-        if stopped or len(self.tokens) > self.capacity:
+        if stopped or not needs_kv:
             self.ended = True
             generation.events.put_end(DecodeEnded(stopped, self.cached))
 
@@ -259,12 +264,15 @@ class Sequence:
         self.ended = True
         self.generation.events.put_end(DecodeEnded(True, self.cached))
 
-    def _append(self, token_id: int, model: SimModel) -> None:
+    def _append(self, token_id: int, model: SimModel) -> bool:
+        """Whether the token needs KV. The last one of the longest answer does not."""
         position = len(self.tokens)
         self.tokens.append(token_id)
-        if position < self.capacity:
-            self.hash_sum = model.next_sum(token_id, position, self.hash_sum)
-            self.hashes[position] = mix_int(self.hash_sum)
+        if position >= self.capacity:
+            return False
+        self.hash_sum = model.next_sum(token_id, position, self.hash_sum)
+        self.hashes[position] = mix_int(self.hash_sum)
+        return True
 
     def fail(self, failure: HeadraceError) -> None:
         """Stops a prefill's senders; ends a decode request with the failure."""

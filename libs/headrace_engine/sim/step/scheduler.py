@@ -127,7 +127,10 @@ class Scheduler:
             for chunk in chunks:
                 self.fail(chunk.sequence, exc)
         for chunk in chunks:
-            self.update(chunk.sequence)
+            # The others need their blocks still.
+            if chunk.sequence.ended:
+                self.update(chunk.sequence)
+        self._work.set()
         self._running.rotate(-1)
         return True
 

@@ -30,9 +30,10 @@ def plan_step(sequences: Items[Sequence], token_budget: int, block_tokens: int) 
     chunks: list[Chunk] = []
     prompts: list[Sequence] = []
     for sequence in sequences:
-        if sequence.pending == 1 and sequence.generation is not None:
+        pending = sequence.pending
+        if pending == 1 and sequence.generation is not None:
             chunks.append(Chunk(sequence, sequence.computed, sequence.computed + 1))
-        elif sequence.pending:
+        elif pending:
             prompts.append(sequence)
     budget = max(block_tokens, token_budget - len(chunks))
     while prompts and budget >= block_tokens:

@@ -12,7 +12,7 @@ from headrace_engine.sim.clock import SimClock
 from headrace_engine.sim.faults import SimFaults
 from headrace_engine.sim.model.constraints import choice_is_complete
 from headrace_engine.sim.model.logits import digest_of, logits_of
-from headrace_engine.sim.model.model import SimModel, unverified_digest
+from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import Choice, choose_token, plain_token
 from headrace_engine.sim.model.settings import SimSettings, SimShape
 from headrace_engine.sim.request.handover import Handover
@@ -76,6 +76,8 @@ class Stepper:
         sequence.token_generated(choice.token_id, choice.logprobs, self._model)
 
     def _raise_fault(self, chunks: Items[Chunk]) -> None:
+        if self._faults.fail_chunk is None:
+            return
         for chunk in chunks:
             if not chunk.is_decode and chunk.sequence.chunk_count == self._faults.fail_chunk:
                 raise InternalError(f"chunk {self._faults.fail_chunk} fails: a fault was injected")
@@ -159,7 +161,7 @@ class Stepper:
 
     def _digest(self, sequence: Sequence) -> int:
         if not self._settings.verify:
-            return unverified_digest(sequence.hash_sum)
+            return sequence.last_hash
         return self._memory.digest(sequence.block_ids_by_group, sequence.computed)
 
     def _choose(self, sequence: Sequence, sampling: Sampling, digest: int) -> Choice:
@@ -170,8 +172,10 @@ class Stepper:
 
 def step_layer_s(chunks: Items[Chunk], settings: SimSettings) -> float:
     """Seconds that one layer of a step with these chunks takes."""
-    prompt_tokens = sum(chunk.end - chunk.start for chunk in chunks if not chunk.is_decode)
-    step_s = prompt_tokens * settings.prefill_s_per_token
-    if any(chunk.is_decode for chunk in chunks):
+    step_s = 0.0
+    if settings.prefill_s_per_token:
+        prompt_tokens = sum(chunk.end - chunk.start for chunk in chunks if not chunk.is_decode)
+        step_s = prompt_tokens * settings.prefill_s_per_token
+    if settings.decode_step_s and any(chunk.is_decode for chunk in chunks):
         step_s += settings.decode_step_s
     return step_s / settings.layer_count + settings.layer_s

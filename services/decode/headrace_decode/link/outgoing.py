@@ -35,10 +35,13 @@ class _Message:
         self._use(_FRAME_BYTES + times.ByteSize())
 
     def add_tokens(self, stream_id: int, token_ids: list[int]) -> None:
+        count = len(token_ids)
         self._stream_ids.append(stream_id)
-        self._counts.append(len(token_ids))
+        self._counts.append(count)
         self._token_ids += token_ids
-        self._use(_ENTRY_BYTES + len(token_ids) * _TOKEN_BYTES)
+        # As `_use`, for the entries of which there are most.
+        self.room_bytes -= _ENTRY_BYTES + count * _TOKEN_BYTES
+        self.empty = False
 
     def add_with_logprobs(self, stream_id: int, tokens: decode_pb2.Tokens) -> None:
         self._message.tokens_with_logprobs.add(stream_id=stream_id, tokens=tokens)
@@ -77,6 +80,7 @@ class _Pending:
         self._logprobs: list[sampling_pb2.TokenLogprobs] = []
         self._finished: decode_pb2.Finished | None = None
         self._status = b""
+        self._has_end = False
         self.sent_end = False
 
     @property
@@ -86,11 +90,7 @@ class _Pending:
             return True
         if self._token_ids:
             return self._credit > 0
-        return not self.sent_end and self._has_end
-
-    @property
-    def _has_end(self) -> bool:
-        return self._finished is not None or bool(self._status)
+        return self._has_end and not self.sent_end
 
     def grant(self, credit_tokens: int) -> None:
         self._credit += credit_tokens
@@ -109,9 +109,11 @@ class _Pending:
 
     def finish(self, finished: decode_pb2.Finished) -> None:
         self._finished = finished
+        self._has_end = True
 
     def fail(self, status: bytes) -> None:
         self._status = status
+        self._has_end = True
 
     def move_to(self, message: _Message) -> None:
         """Moves the events that credit and room allow, at least one."""
@@ -132,7 +134,8 @@ class _Pending:
             message.add_failure(self._stream_id, self._status)
 
     def _move_tokens(self, message: _Message) -> None:
-        allowed = min(self._credit, len(self._token_ids))
+        token_ids = self._token_ids
+        allowed = min(self._credit, len(token_ids))
         if self._logprobs:
             count = self._count_with_logprobs(allowed, message.room_bytes)
             tokens = decode_pb2.Tokens(
@@ -142,8 +145,8 @@ class _Pending:
             del self._token_ids[:count], self._logprobs[:count]
         else:
             count = min(allowed, max(1, message.room_bytes // _TOKEN_BYTES))
-            message.add_tokens(self._stream_id, self._token_ids[:count])
-            del self._token_ids[:count]
+            message.add_tokens(self._stream_id, token_ids[:count])
+            del token_ids[:count]
         self._credit -= count
 
     def _count_with_logprobs(self, allowed: int, room_bytes: int) -> int:

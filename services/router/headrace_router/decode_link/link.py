@@ -38,6 +38,7 @@ WINDOW_TOKENS: Final = 512
 _Failure = Callable[[], HeadraceError]
 # CANCELLED is not this router's: a link that it cancels itself raises CancelledError.
 _BROKEN: Final = frozenset({grpc.StatusCode.INTERNAL.name, grpc.StatusCode.CANCELLED.name})
+_CANCELLED: Final = {"grpc_code": grpc.StatusCode.CANCELLED.name}
 
 
 class DecodeLink:
@@ -179,7 +180,7 @@ class DecodeLink:
                 if task is None or task.cancelling():
                     raise
                 # The writer was the first to find the link broken.
-                return lambda: WorkerGone("its link broke")
+                return lambda: WorkerGone("its link broke", metadata=_CANCELLED)
             except ProtocolViolation as error:
                 detail = error.detail
                 return lambda: ProtocolViolation(detail)
@@ -189,7 +190,7 @@ def _failure_of(error: grpc.aio.AioRpcError) -> HeadraceError:
     """A connection that ends during a write gives the link a status of gRPC, without the details of a worker."""
     known = error_from_rpc(error)
     if known.metadata.get("grpc_code") in _BROKEN:
-        return WorkerGone(f"its link broke: {known.detail}")
+        return WorkerGone(f"its link broke: {known.detail}", metadata=known.metadata)
     return known
 
 

@@ -28,7 +28,7 @@ from headrace_common.errors import (
     PermissionDenied,
     Unauthenticated,
 )
-from headrace_common.process.connections import connections_to
+from headrace_common.process.open_connections import connections_to
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.rpc.status import error_from_rpc

@@ -16,7 +16,7 @@ from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common.callers.bounds import REFUSED_BODY, REFUSED_KEY, CallerBounds, CallerLimits
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.errors import HeadraceError, InvalidRequest, QueueFull, Unauthenticated
-from headrace_common.process.connections import host_of_peer
+from headrace_common.process.open_connections import host_of_peer
 from headrace_common.rpc import callers as interceptor
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 from collections import Counter
@@ -11,12 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_common.process.connections import (
-    Connection,
     ConnectionBounds,
-    names_of,
-    open_descriptors,
     reserve_descriptors,
     surplus,
+)
+from headrace_common.process.open_connections import (
+    Connection,
+    PortConnections,
+    connections_to,
+    names_of,
+    open_descriptors,
 )
 from headrace_common.process.settings import load_config
 from headrace_router.config import RouterConfig
@@ -88,6 +93,23 @@ def test_open_descriptors_are_counted() -> None:
     for one in held:
         one.close()
     assert open_descriptors() == before
+
+
+def test_a_descriptor_that_is_another_socket_now_is_asked_again() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        accepted = PortConnections(address[1])
+        placeholder = socket.socket()
+        assert accepted.find() == []
+        number = placeholder.detach()
+        with socket.create_connection(address), listener.accept()[0] as connection:
+            # The kernel gives the descriptor of the placeholder to the connection.
+            os.dup2(connection.fileno(), number)
+            found = {one.descriptor for one in accepted.find()}
+            assert found == {number, connection.fileno()}
+            assert accepted.find() == connections_to(address[1])
+        os.close(number)
+        assert accepted.find() == []
 
 
 def test_listeners_share_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,7 +74,10 @@ async def _failure_on(failure: BaseException) -> HeadraceError:
     ids=["unavailable", "internal", "cancelled", "cancelled here"],
 )
 async def test_a_broken_link_is_a_lost_worker(failure: BaseException) -> None:
-    assert isinstance(await _failure_on(failure), WorkerGone)
+    error = await _failure_on(failure)
+    assert isinstance(error, WorkerGone)
+    # The router places no other request there before the worker reports again.
+    assert "grpc_code" in error.metadata
 
 
 async def test_a_link_that_this_router_closes_is_none() -> None:

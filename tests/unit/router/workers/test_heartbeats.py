@@ -8,12 +8,12 @@ from headrace_router.workers.heartbeats import heartbeat_interval_s, must_change
 
 
 def test_small_deployments_send_every_second() -> None:
-    assert [heartbeat_interval_s(workers) for workers in (0, 1, 10)] == [1.0] * 3
+    assert [heartbeat_interval_s(workers) for workers in (0, 1, 5)] == [1.0] * 3
 
 
-@pytest.mark.parametrize("workers", [11, 100, 500, 600])
+@pytest.mark.parametrize("workers", [6, 100, 300])
 def test_the_rate_of_all_together_is_bounded(workers: int) -> None:
-    assert workers / heartbeat_interval_s(workers) == pytest.approx(10.0)
+    assert workers / heartbeat_interval_s(workers) == pytest.approx(5.0)
 
 
 def test_no_worker_may_be_asked_for_a_longer_interval() -> None:
