@@ -165,7 +165,9 @@ class SimEngine(Engine):
             settings.disk_blocks,
             settings.host_copy_s_per_token * layout.block_tokens,
         )
-        lower = () if self._lower_tiers is None else self._lower_tiers.names
+        lower: tuple[Tier, ...] = ()
+        if self._lower_tiers is not None:
+            lower, self.tier_loads = self._lower_tiers.names, self._lower_tiers.load_times
         remote = (Tier.REMOTE,) if self._config.tiers.pooled else ()
         self.prefix_events = PrefixEventPublisher(
             self._config.ref, layout.block_tokens, tiers=(Tier.DEVICE, *lower, *remote)

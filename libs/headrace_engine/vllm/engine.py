@@ -73,7 +73,7 @@ class VllmEngine(Engine):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._prefills: dict[str, PrefillRequest] = {}
         self._decodes: dict[str, DecodeRequest] = {}
-        self._load_times = LoadTimes()
+        self.tier_loads: LoadTimes = LoadTimes()
         self.load = EngineLoad()
 
     async def start(self) -> None:
@@ -267,8 +267,8 @@ class VllmEngine(Engine):
         self.load = load
 
     def _tier_loaded(self, rank: int, load: TierLoad) -> None:
-        self._load_times.record(load, rank)
-        seconds_per_block = self._load_times.seconds_per_block(load.tier)
+        self.tier_loads.record(load, rank)
+        seconds_per_block = self.tier_loads.seconds_per_block(load.tier)
         if self.prefix_events is not None and seconds_per_block is not None:
             self.prefix_events.load_measured(load.tier, seconds_per_block)
 

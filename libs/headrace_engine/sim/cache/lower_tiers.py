@@ -41,7 +41,7 @@ class SimLowerTiers:
         self._copiers = copiers
         self._settings = settings
         self._load_s_per_block = load_s_per_block
-        self._load_times = LoadTimes()
+        self.load_times = LoadTimes()
         self._remote: SimRemoteBlocks | None = None
 
     @property
@@ -110,7 +110,7 @@ class SimLowerTiers:
         plan = self._tiers.load(hit, block_ids)
         failed = self._copy(plan)
         for tier in {copy.source for copy in plan.copies}:
-            seconds_per_block = self._load_times.seconds_per_block(tier)
+            seconds_per_block = self.load_times.seconds_per_block(tier)
             if seconds_per_block is not None:
                 reporter.blocks_loaded(tier, seconds_per_block)
         for copy in failed:
@@ -159,7 +159,7 @@ class SimLowerTiers:
         if copy.destination == Tier.DEVICE:
             count = len(copy.source_ids)
             seconds = copy_s + count * self._load_s_per_block
-            self._load_times.record(TierLoad(copy.source, count, seconds))
+            self.load_times.record(TierLoad(copy.source, count, seconds))
 
     def _report(self, plan: TierPlan, reporter: CacheEventReporter) -> None:
         for change in plan.changes:
