@@ -24,7 +24,6 @@ FOREIGN = {
     ("libs/headrace_common/logs.py", "root.handlers"): "a logger has no method that replaces its handlers",
     ("libs/headrace_engine/vllm/standalone/logs.py", "ours.propagate"): "a logger's documented attribute",
     ("libs/headrace_engine/vllm/compat.py", "os.environ"): "vLLM reads its settings there",
-    ("libs/headrace_kv/transport/mooncake/transport.py", "os.environ"): "Mooncake reads its settings there",
     ("libs/headrace_kv/transport/same_host/process_memory.py", "function.argtypes"): "ctypes",
     ("libs/headrace_kv/transport/same_host/process_memory.py", "function.restype"): "ctypes",
     ("services/registry/headrace_registry/store/etcd3_compat.py", "sys.modules"): "etcd3's modules are made here",

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,8 +121,15 @@ class VllmEngine(Engine):
         self.prefix_events = PrefixEventPublisher(
             self._config.ref,
             self.descriptor.layout.block_tokens,
-            tiers=(Tier.DEVICE, *self._config.tiers.names),
+            tiers=(
+                Tier.DEVICE,
+                *self._config.tiers.names,
+                *((Tier.REMOTE,) if self._config.tiers.pooled else ()),
+            ),
         )
+        if self._config.tiers.pooled:
+            layout = self.descriptor.layout
+            self.prefix_events.on_hash_key(partial(self._link.open_pool, layout=layout))
         self._kv_events = KvEventReader(events_endpoint(self._link_path), self.prefix_events)
         self._kv_events.start()
         await self._prepare_logits()
