@@ -23,6 +23,7 @@ from headrace_cli.commands import (
     workers,
 )
 from headrace_cli.commands.context import complete_contexts
+from headrace_cli.planner import command as planner_command
 from headrace_cli.size import command as size_command
 from headrace_common.version import version
 
@@ -37,7 +38,7 @@ app = typer.Typer(
 # The help lists them in this order.
 COMMANDS = (
     *(up, demo, chat, bench, route, workers, drain, trace, status),
-    *(pair, policy, context, token, doctor, size_command),
+    *(pair, policy, context, token, doctor, size_command, planner_command),
 )
 for command in COMMANDS:
     command.register(app)

@@ -301,3 +301,30 @@ class StatusPageRecord(Record):
 
     schema: ClassVar[str] = "headrace.status-page.v1"
     url: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasonRecord:
+    """A rule of the planner that applied, and the figures that it compared."""
+
+    role: str
+    rule: str
+    count: int
+    inputs: Mapping[str, float]
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionRecord(Record):
+    """A line of `headrace planner replay --json`."""
+
+    schema: ClassVar[str] = "headrace.planner-decision.v1"
+
+    start_unix_s: float
+    duration_s: float
+    prefill_workers: int
+    decode_workers: int
+    prefill_target: int
+    decode_target: int
+    is_changing: bool
+    reasons: list[ReasonRecord]

@@ -255,7 +255,7 @@ def reachable_addresses(config: ServiceConfig, *settings: str) -> list[tuple[str
     return [(name, address) for name, address in addresses if address and not is_loopback(address)]
 
 
-def require_order(config: ServiceConfig, *pairs: tuple[str, str]) -> None:
+def require_order(config: BaseModel, *pairs: tuple[str, str]) -> None:
     """Checks that the first setting of each pair is below the second. Raises ValueError naming all that are not."""
     problems = [
         f"{inner} is {getattr(config, inner):g} and must be below {outer}, which is {getattr(config, outer):g}"

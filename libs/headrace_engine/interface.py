@@ -11,6 +11,7 @@ from headrace_common.errors import InternalError
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor
+from headrace_kv.manager.load_times import LoadTimes
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.receive.observer import TransferObserver
 from headrace_kv.transport.memory import Memory
@@ -198,6 +199,8 @@ class Engine(ABC):
     """Bytes of one position's logits, set by `start`; 0 for an engine that cannot send or sample them."""
     prefix_events: PrefixEventPublisher | None = None
     """Publishes the cached prefixes; set by `start`. None for an engine that does not report them."""
+    tier_loads: LoadTimes | None = None
+    """Loads from the tiers below KV memory; set by `start`. Of an engine without such tiers it is None or empty."""
 
     @abstractmethod
     async def start(self) -> None:

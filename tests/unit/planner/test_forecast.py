@@ -1,0 +1,64 @@
+"""Predictors, and the choice between them by their errors on the history."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_planner.forecast import forecast, last_value, local_trend, seasonal
+
+DAY = [20 + 15 * math.sin(2 * math.pi * hour / 24) for hour in range(24)]
+
+
+def test_a_ramp_is_extended() -> None:
+    history = [10.0 * step for step in range(1, 21)]
+    assert local_trend(history) == pytest.approx(210, rel=0.02)
+    assert last_value(history) == 200
+    chosen = forecast(history, 0, 0.5)
+    assert chosen.predictor == "local trend"
+    assert chosen.mean_error < 10
+
+
+def test_few_values_have_no_trend() -> None:
+    assert local_trend([1.0, 2.0, 3.0, 4.0]) == 4.0
+
+
+def test_a_daily_load_is_predicted_by_the_day_before() -> None:
+    history = DAY * 2 + DAY[:7]
+    chosen = forecast(history, 24, 0.5)
+    assert chosen.predictor == "seasonal"
+    assert chosen.value == pytest.approx(DAY[7])
+
+
+def test_a_day_with_twice_the_load_is_predicted_as_such() -> None:
+    history = DAY + [2 * value for value in DAY[:12]]
+    assert seasonal(24)(history) == pytest.approx(2 * DAY[12])
+
+
+def test_a_constant_load_has_no_error() -> None:
+    chosen = forecast([7.0] * 30, 0, 0.5)
+    assert chosen.value == pytest.approx(7.0)
+    assert chosen.mean_error == 0.0
+
+
+def test_time_before_the_first_request_is_no_history() -> None:
+    assert forecast([0.0] * 50 + [6.0, 6.0], 0, 0.5).value == 6.0
+    assert forecast([0.0] * 50, 0, 0.5).value == 0.0
+    assert forecast([], 0, 0.5).value == 0.0
+
+
+@given(
+    st.lists(st.floats(allow_nan=True, allow_infinity=True) | st.floats(0, 1e9), max_size=60),
+    st.integers(0, 30),
+    st.floats(0.01, 1.0),
+)
+def test_predictions_are_finite_and_not_negative(
+    history: list[float], period: int, share: float
+) -> None:
+    bounded = [value if abs(value) < 1e12 else math.nan for value in history]
+    chosen = forecast(bounded, period, share)
+    assert math.isfinite(chosen.value)
+    assert chosen.value >= 0

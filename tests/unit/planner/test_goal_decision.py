@@ -1,0 +1,124 @@
+"""Workers for the goals of latency: formulas by hand, and their limits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from headrace_planner.goal_decision import (
+    Corrections,
+    corrections,
+    decide_by_goals,
+    predict_demand,
+)
+from headrace_planner.observation import RequestStatistics
+from headrace_planner.profile import PrefillPoint, WorkerProfile
+from headrace_planner.queueing import fewest_workers, mean_wait_s
+from headrace_planner.settings import GoalSettings, PlannerSettings
+from tests.unit.planner.samples import PROFILE, interval, requests, sample
+
+SETTINGS = PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=0.05))
+
+AS_PROFILED = Corrections()
+
+
+def needed(observed: RequestStatistics, correction: Corrections = AS_PROFILED) -> tuple[int, int]:
+    demand = predict_demand(SETTINGS, [interval(requests=observed)])
+    assert demand is not None
+    prefill, decode = decide_by_goals(SETTINGS, PROFILE, demand, correction)
+    return prefill.count, decode.count
+
+
+def test_one_worker_has_the_wait_of_an_m_m_1_queue() -> None:
+    # rho / (1 - rho) x service, with rho = 0.5.
+    assert mean_wait_s(5.0, 0.1, 1) == pytest.approx(0.1)
+    assert mean_wait_s(10.0, 0.1, 1) == math.inf
+
+
+@given(st.floats(0.01, 1000), st.floats(0.001, 5), st.floats(0.001, 5))
+def test_the_fewest_workers_keep_the_wait_and_one_less_does_not(
+    rate: float, service_s: float, wait_max_s: float
+) -> None:
+    count = fewest_workers(rate, service_s, wait_max_s)
+    assert mean_wait_s(rate, service_s, count) <= wait_max_s
+    if count > 1:
+        assert mean_wait_s(rate, service_s, count - 1) > wait_max_s
+
+
+def test_prefill_workers_keep_the_wait_within_the_goal() -> None:
+    # 20 requests per second of 0.1 s each need more than 2 workers, which have utilization 1.
+    count, _ = needed(requests(600))
+    assert count == fewest_workers(20.0, 0.1, 0.1) == 3
+
+
+def test_cached_tokens_are_not_computed() -> None:
+    assert needed(requests(600, prompt_tokens=2000, cached_share=0.5))[0] == 3
+    assert needed(requests(600, prompt_tokens=2000))[0] > 3
+
+
+def test_a_goal_out_of_reach_is_named() -> None:
+    demand = predict_demand(SETTINGS, [interval(requests=requests(30, prompt_tokens=2000))])
+    assert demand is not None
+    prefill, _ = decide_by_goals(SETTINGS, PROFILE, demand, Corrections())
+    assert "no number of workers" in prefill.sentence
+    assert prefill.count >= 1
+
+
+def test_decode_workers_have_the_throughput_that_the_goal_allows() -> None:
+    # 20 x 100 tokens per second: 1,000 of a worker at 40 ms, 400 of one at 10 ms.
+    assert needed(requests(600))[1] == 2
+    # The goal of 50 ms is 20 ms of the profile when everything takes 2.5 times as long.
+    assert needed(requests(600), Corrections(itl=2.5))[1] == 5
+
+
+def test_long_contexts_use_their_own_points() -> None:
+    settings = PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=0.1))
+    observed = requests(30, prompt_tokens=3950, answer_tokens=100)
+    demand = predict_demand(settings, [interval(requests=observed)])
+    assert demand is not None
+    _, decode = decide_by_goals(settings, PROFILE, demand, Corrections())
+    assert decode.inputs["worker_tokens_per_s"] == 300
+
+
+def test_corrections_compare_what_was_seen_with_the_profile() -> None:
+    seen = interval(
+        sample(loads=(0.5,)),
+        requests=requests(prompt_tokens=950, answer_tokens=100, ttft_s=0.05, itl_s=0.05),
+    )
+    found = corrections(SETTINGS, PROFILE, seen)
+    assert found.ttft == pytest.approx(0.5)
+    assert found.itl == pytest.approx(2.0)
+    slow = interval(requests=requests(ttft_s=100.0, itl_s=0.0))
+    assert corrections(SETTINGS, PROFILE, slow) == Corrections(4.0, 0.25)
+    assert corrections(SETTINGS, PROFILE, interval()) == Corrections()
+
+
+def test_without_requests_there_is_no_demand() -> None:
+    assert predict_demand(SETTINGS, [interval()]) is None
+
+
+def test_idle_intervals_lower_the_rate_and_keep_the_lengths() -> None:
+    demand = predict_demand(SETTINGS, [interval(requests=requests(60)), interval()])
+    assert demand is not None
+    assert demand.requests.value == 0.0
+    assert demand.prompt_tokens.value == 1000.0
+
+
+def test_a_profile_is_interpolated_and_extended() -> None:
+    assert PROFILE.ttft_s(10) == 0.1
+    assert PROFILE.ttft_s(1500) == pytest.approx(0.2)
+    assert PROFILE.ttft_s(4000) == pytest.approx(0.6)
+    assert PROFILE.expected_itl_s(0.5, 900) == pytest.approx(0.025)
+    assert PROFILE.expected_itl_s(1.0, 900) == 0.04
+
+
+def test_points_out_of_order_are_refused() -> None:
+    points = PROFILE.prefill[::-1]
+    with pytest.raises(ValidationError, match="increasing order"):
+        WorkerProfile(prefill=points, decode=PROFILE.decode)
+    with pytest.raises(ValidationError, match="increasing order"):
+        WorkerProfile(prefill=(PrefillPoint(prompt_tokens=5, ttft_s=1),) * 2, decode=PROFILE.decode)

@@ -1,0 +1,105 @@
+"""The thresholds, the trend, the grace, and no removal that an addition follows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_planner.load_decision import LoadState, apply_reasons, decide_by_load
+from headrace_planner.observation import Interval, LoadSample, PlannedRole, WorkerCounts
+from headrace_planner.settings import LoadSettings
+from tests.unit.planner.samples import interval, sample
+
+SETTINGS = LoadSettings()
+
+
+def wanted(observed: Interval, grace: int = 0) -> WorkerCounts:
+    reasons, _ = decide_by_load(SETTINGS, observed, LoadState(grace))
+    return apply_reasons(observed.counts, reasons)
+
+
+@pytest.mark.parametrize(
+    ("queues", "prefill"),
+    [
+        ((2, 2), 3),  # 1 per worker, and it stays
+        ((2, 3), 3),  # it grows
+        ((4, 0), 2),  # 1 per worker on average, but the queue is gone and shrinks
+        ((1, 1), 2),  # exactly the threshold
+        ((0, 0), 1),
+    ],
+)
+def test_the_queue_and_its_trend_decide_about_prefill(
+    queues: tuple[int, ...], prefill: int
+) -> None:
+    observed = interval(*(sample(queued=queued) for queued in queues))
+    assert wanted(observed).prefill == prefill
+
+
+@pytest.mark.parametrize(
+    ("loads", "waiting", "decode"),
+    [
+        ((0.95, 0.95), 0, 3),
+        ((0.85, 0.85), 3, 3),  # waiting requests: 0.85 + 0.06
+        ((0.9, 0.9), 0, 2),  # exactly the threshold
+        ((0.5, 0.5), 0, 2),  # exactly the threshold
+        ((0.4, 0.4), 0, 1),
+        ((0.46, 0.46), 0, 2),  # one worker alone would have 0.92
+    ],
+)
+def test_the_kv_usage_decides_about_decode(
+    loads: tuple[float, ...], waiting: int, decode: int
+) -> None:
+    assert wanted(interval(sample(loads=loads, waiting=waiting))).decode == decode
+
+
+def test_the_last_worker_of_a_role_stays() -> None:
+    observed = interval(sample(prefill=1, loads=(0.0,)))
+    assert wanted(observed) == WorkerCounts(1, 1)
+
+
+def test_no_decode_worker_is_removed_in_the_grace_after_an_addition() -> None:
+    full, idle = interval(sample(loads=(0.95,))), interval(sample(loads=(0.1, 0.1)))
+    reasons, state = decide_by_load(SETTINGS, full, LoadState())
+    assert apply_reasons(full.counts, reasons).decode == 2
+    kept = 0
+    while True:
+        reasons, state = decide_by_load(SETTINGS, idle, state)
+        if apply_reasons(idle.counts, reasons).decode == 1:
+            break
+        kept += 1
+    assert kept == SETTINGS.decode_grace_intervals
+
+
+SAMPLES = st.builds(
+    lambda prefill, queued, loads: sample(prefill=prefill, queued=queued, loads=tuple(loads)),
+    st.just(3),
+    st.integers(0, 50),
+    st.lists(st.floats(0, 1), min_size=4, max_size=4),
+)
+
+
+@given(st.lists(SAMPLES, min_size=1, max_size=5), st.integers(0, 3))
+def test_each_role_changes_by_at_most_one_worker(samples: list[LoadSample], grace: int) -> None:
+    observed = interval(*samples)
+    target = wanted(observed, grace)
+    for role in PlannedRole:
+        assert abs(target.of(role) - observed.counts.of(role)) <= 1
+    if grace:
+        assert target.decode >= observed.counts.decode
+
+
+@given(st.lists(SAMPLES, min_size=1, max_size=5))
+def test_a_removal_is_not_followed_by_an_addition(samples: list[LoadSample]) -> None:
+    observed = interval(*samples)
+    target = wanted(observed)
+    after = []
+    for one in observed.samples:
+        load = one.decode_load * one.counts.decode / target.decode
+        after.append(
+            sample(prefill=target.prefill, queued=one.queued_prompts, loads=(load,) * target.decode)
+        )
+    again = wanted(interval(*after))
+    for role in PlannedRole:
+        if target.of(role) < observed.counts.of(role):
+            assert again.of(role) <= target.of(role)

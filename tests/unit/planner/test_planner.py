@@ -1,0 +1,105 @@
+"""The whole decision: floors by goals, corrections by load, the budget, and no decision during a change."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from headrace_planner.budget import devices_of, within_budget
+from headrace_planner.observation import PlannedRole, WorkerCounts
+from headrace_planner.planner import PlannerState, plan
+from headrace_planner.settings import BudgetSettings, PlannerSettings
+from tests.unit.planner.samples import PROFILE, interval, requests, sample
+
+SETTINGS = PlannerSettings()
+
+
+def test_the_load_corrects_what_the_goals_ask_for() -> None:
+    # The goals ask for fewer workers than run. The queue asks for one more.
+    busy = interval(sample(queued=4), requests=requests(30))
+    decision, _ = plan(SETTINGS, PROFILE, busy, PlannerState())
+    assert decision.target == WorkerCounts(3, 2)
+    assert [reason.rule for reason in decision.reasons] == ["queue above threshold"]
+
+
+def test_the_goals_are_a_floor_for_removals() -> None:
+    idle = interval(sample(prefill=3, loads=(0.2, 0.2)), requests=requests(600))
+    decision, _ = plan(SETTINGS, PROFILE, idle, PlannerState())
+    assert decision.target == WorkerCounts(3, 2)
+    assert {reason.rule for reason in decision.reasons} >= {
+        "time to first token",
+        "time between tokens",
+    }
+
+
+def test_a_predicted_ramp_adds_several_workers_at_once() -> None:
+    settings = PlannerSettings(budget=BudgetSettings(devices_max=40))
+    ramp = [interval(sample(prefill=2), requests=requests(120 * step)) for step in range(1, 13)]
+    state = PlannerState(tuple(ramp[:-1]))
+    decision, _ = plan(settings, PROFILE, ramp[-1], state)
+    # 48 requests per second came last, and 52 are next. Each takes a worker 0.1 s.
+    assert decision.target.prefill == 6
+
+
+def test_without_a_profile_only_the_load_decides() -> None:
+    decision, _ = plan(SETTINGS, None, interval(requests=requests(10_000)), PlannerState())
+    assert decision.target.prefill == 1
+    assert decision.target.decode == 2
+
+
+def test_nothing_is_decided_while_workers_change() -> None:
+    joining = interval(sample(queued=100), sample(prefill=3, queued=100))
+    decision, state = plan(SETTINGS, PROFILE, joining, PlannerState())
+    assert not decision.is_change
+    assert decision.reasons == ()
+    assert state.history == (joining,)
+
+
+def test_the_history_is_bounded() -> None:
+    settings = PlannerSettings(history_intervals_max=3)
+    state = PlannerState()
+    for _ in range(5):
+        _, state = plan(settings, None, interval(), state)
+    assert len(state.history) == 3
+
+
+def test_a_budget_that_the_floors_exceed_is_refused() -> None:
+    with pytest.raises(ValidationError, match="raise devices_max"):
+        BudgetSettings(prefill_workers_min=5, decode_workers_min=4, devices_max=8)
+
+
+def test_a_cut_keeps_the_proportion() -> None:
+    settings = BudgetSettings(devices_max=8)
+    cut, reasons = within_budget(settings, WorkerCounts(12, 4))
+    assert cut == WorkerCounts(6, 2)
+    assert {reason.rule for reason in reasons} == {"budget"}
+
+
+@st.composite
+def budgets(draw: st.DrawFn) -> BudgetSettings:
+    floors = draw(st.integers(0, 4)), draw(st.integers(1, 4))
+    devices = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    least = floors[0] * devices[0] + floors[1] * devices[1]
+    return BudgetSettings(
+        prefill_workers_min=floors[0],
+        decode_workers_min=floors[1],
+        prefill_worker_devices=devices[0],
+        decode_worker_devices=devices[1],
+        devices_max=draw(st.integers(least, least + 40)),
+    )
+
+
+@given(budgets(), st.integers(0, 100), st.integers(0, 100))
+def test_floors_and_budget_hold_always(settings: BudgetSettings, prefill: int, decode: int) -> None:
+    wanted = WorkerCounts(prefill, decode)
+    target, reasons = within_budget(settings, wanted)
+    assert target.prefill >= settings.prefill_workers_min
+    assert target.decode >= settings.decode_workers_min
+    assert devices_of(settings, target) <= settings.devices_max
+    for role in PlannedRole:
+        named = [reason for reason in reasons if reason.role is role]
+        assert bool(named) == (target.of(role) != wanted.of(role))
+        if named:
+            assert named[-1].count == target.of(role)

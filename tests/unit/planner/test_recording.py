@@ -1,0 +1,43 @@
+"""Recordings: a line becomes an interval, and a wrong line is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from headrace_common.errors import ConfigError
+from headrace_planner.recording import LINE_BYTES_MAX, read_intervals
+
+LINE = {
+    "start_unix_s": 10,
+    "duration_s": 30,
+    "samples": [{"prefill_workers": 1, "queued_prompts": 3, "decode": [{"kv_usage": 0.5}]}],
+}
+
+
+def test_a_line_becomes_an_interval() -> None:
+    (read,) = read_intervals(["\n", json.dumps(LINE) + "\n"])
+    assert read.start_unix_s == 10
+    assert read.samples[0].queue_per_worker == 3
+    assert read.samples[0].decode_load == 0.5
+    assert read.requests is None
+
+
+def test_every_wrong_field_of_a_line_is_named() -> None:
+    wrong = json.loads(json.dumps(LINE))
+    wrong["samples"][0]["queued_prompts"] = -1
+    wrong["samples"][0]["decode"][0]["kv_usage"] = 2
+    wrong["speed"] = 1
+    with pytest.raises(ConfigError) as caught:
+        list(read_intervals([json.dumps(LINE), json.dumps(wrong)]))
+    detail = caught.value.detail
+    assert detail.startswith("line 2: ")
+    for field in ("samples.0.queued_prompts", "samples.0.decode.0.kv_usage", "speed"):
+        assert field in detail
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "x" * (LINE_BYTES_MAX + 1)])
+def test_what_is_no_interval_is_refused(line: str) -> None:
+    with pytest.raises(ConfigError, match="line 1"):
+        list(read_intervals([line]))
