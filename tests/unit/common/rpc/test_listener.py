@@ -17,9 +17,9 @@ async def test_an_rpc_may_wait_for_a_busy_event_loop_until_its_own_deadline(
     made: list[dict[str, Any]] = []
     new_server = grpc.aio.server
 
-    def record(*arguments: Any, options: Any, **more: Any) -> grpc.aio.Server:
-        made.append(dict(options))
-        return new_server(*arguments, options=options, **more)
+    def record(**arguments: Any) -> grpc.aio.Server:
+        made.append(dict(arguments["options"]))
+        return new_server(**arguments)
 
     monkeypatch.setattr(grpc.aio, "server", record)
     GrpcServer(ClientFacingConfig(insecure=True), (), ClientServices(()))
