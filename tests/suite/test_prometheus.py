@@ -21,8 +21,11 @@ from tests.waiting import until
 
 KEY = "k" * 32
 SERVICES = ("registry", "router", "prefill", "decode")
-# Nothing migrates and nothing is refused in this deployment.
-EMPTY_PANELS = {"Migrations a second", "Refusals a second", "Blocks in quarantine"}
+# Nothing migrates, nothing is refused, and there is no lower tier in this deployment.
+EMPTY_PANELS = {
+    *("Migrations a second", "Refusals a second", "Blocks in quarantine"),
+    "Prefix hits in lower tiers, blocks a second",
+}
 
 
 def prometheus_file(folder: Path, targets: list[str]) -> Path:

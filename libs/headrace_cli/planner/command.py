@@ -28,7 +28,7 @@ _COLUMNS = (
     Column("Time"),
     Column("Workers", right=True),
     Column("Target", right=True),
-    Column("Why", rank=1),
+    Column("Why"),
 )
 _Model = TypeVar("_Model", bound=BaseModel)
 

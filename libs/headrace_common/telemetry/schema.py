@@ -239,6 +239,8 @@ ATTRIBUTE_GEN_AI_TOKEN_TYPE: Final = "gen_ai.token.type"
 ATTRIBUTE_LATENCY_PART: Final = "headrace.latency.part"
 # The token that a sum leads to: "first_token" or "second_token".
 ATTRIBUTE_LATENCY_TOKEN: Final = "headrace.latency.token"
+# Tier below KV memory: "host", "disk" or another name of a KvTier.
+ATTRIBUTE_TIER: Final = "headrace.tier"
 # Where KV of prompt tokens came from: "decode_cache" (the decode worker's prefix cache), "transferred" (from a
 # prefill worker) or "computed" (on the decode worker).
 ATTRIBUTE_PROMPT_SOURCE: Final = "headrace.prompt.source"
@@ -320,6 +322,9 @@ METRIC_MEMBERS: Final = "headrace.registry.members"
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV transferred.
 METRIC_TRANSFER_BYTES: Final = "headrace.transfer.bytes"
+# Blocks of cached prefixes that a worker has loaded into KV memory from a tier below it: prefix hits there. Hits in
+# decode's KV memory and below are the source "decode_cache" of headrace.prompt.tokens.
+METRIC_TIER_LOADED_BLOCKS: Final = "headrace.tier.loaded_blocks"
 # Bytes of KV transferred, by prefill worker, decode worker, kind of link and transport. Failed transfers count what
 # has landed.
 METRIC_LINK_BYTES: Final = "headrace.link.bytes"

@@ -12,6 +12,8 @@ from headrace_common.tasks import end_task, run_forever
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_kv.handoff.messages import SendReport
+from headrace_kv.manager.load_times import LoadTimes
+from headrace_kv.prefix.events import Tier
 
 _INTERVAL_S: Final = 1.0
 _DONE: Final = "done"
@@ -64,6 +66,9 @@ class WorkerMetrics:
         self._blocks_free = store.gauge(schema.METRIC_BLOCKS_FREE, worker)
         self._blocks_reserved = store.gauge(schema.METRIC_BLOCKS_RESERVED, worker)
         self._blocks_quarantined = store.gauge(schema.METRIC_BLOCKS_QUARANTINED, worker)
+        self._tier_blocks = store.counter(
+            schema.METRIC_TIER_LOADED_BLOCKS, worker, schema.ATTRIBUTE_TIER
+        )
         self._states = store.gauge(
             schema.METRIC_TRANSFER_STATES, worker, schema.ATTRIBUTE_TRANSFER_STATE
         )
@@ -75,6 +80,8 @@ class WorkerMetrics:
         )
         self._has_readers = metrics.has_readers
         self._workers: dict[str, tuple[Status, bool, Incoming | None]] = {}
+        # By worker: the loads of its engine, and how many of them are counted.
+        self._tier_loads: dict[str, tuple[LoadTimes, dict[Tier, int]]] = {}
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -85,18 +92,23 @@ class WorkerMetrics:
         *,
         reserves_blocks: bool,
         incoming: Incoming | None = None,
+        tier_loads: LoadTimes | None = None,
     ) -> Iterator[None]:
         """Samples `status` while the context lasts, and removes its gauges at its end.
 
         `reserves_blocks` and `incoming` are for decode workers; prefill workers use their blocks as a cache only.
+        `tier_loads` counts the engine's loads from lower tiers.
         """
         self._workers[worker_id] = (status, reserves_blocks, incoming)
+        if tier_loads is not None:
+            self._tier_loads[worker_id] = (tier_loads, {})
         if self._task is None and self._has_readers:
             self._task = run_forever(self._sample_regularly(), "worker-metrics")
         try:
             yield
         finally:
             del self._workers[worker_id]
+            self._tier_loads.pop(worker_id, None)
             for gauge in self._gauges:
                 gauge.remove(worker_id)
 
@@ -137,6 +149,10 @@ class WorkerMetrics:
                 for state, count in incoming.count_states().items():
                     self._states.set(count, worker_id, state)
                 self._leases.set(incoming.lease_count, worker_id)
+        for worker_id, (loads, counted) in self._tier_loads.items():
+            for tier, count in loads.loaded_blocks().items():
+                self._tier_blocks.add(count - counted.get(tier, 0), worker_id, tier.name.lower())
+                counted[tier] = count
 
     async def close(self) -> None:
         """Stops sampling."""

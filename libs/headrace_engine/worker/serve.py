@@ -161,6 +161,7 @@ async def _serve(
             *(ref.worker_id, worker.status),
             reserves_blocks=worker.reserves_blocks,
             incoming=worker.incoming,
+            tier_loads=engine.tier_loads,
         ):
             await host.serve(server, drain)
     finally:

@@ -1,4 +1,4 @@
-"""How long loads from lower tiers take, as measured. Pure."""
+"""How long loads from lower tiers take, as measured, and how many there were. Pure."""
 
 from __future__ import annotations
 
@@ -39,11 +39,21 @@ class LoadTimes:
 
     def __init__(self) -> None:
         self._means: dict[tuple[Tier, int], _Mean] = {}
+        self._loaded: dict[tuple[Tier, int], int] = {}
+
+    def loaded_blocks(self) -> dict[Tier, int]:
+        """How many blocks were loaded from each tier. A block that several ranks have loaded counts once."""
+        found: dict[Tier, int] = {}
+        for (tier, _), count in self._loaded.items():
+            found[tier] = max(found.get(tier, 0), count)
+        return found
 
     def record(self, load: TierLoad, rank: int = 0) -> None:
         """A rank has loaded blocks."""
         if load.block_count:
-            self._means.setdefault((load.tier, rank), _Mean()).add(load)
+            key = (load.tier, rank)
+            self._loaded[key] = self._loaded.get(key, 0) + load.block_count
+            self._means.setdefault(key, _Mean()).add(load)
 
     def seconds_per_block(self, tier: Tier) -> float | None:
         """None before the first load."""

@@ -12,6 +12,7 @@ from headrace_engine.interface import Sampling
 from headrace_engine.sim.clock import ManualClock
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.model.settings import parse_settings
+from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.disk import DiskStorage
 from headrace_kv.transport.packing import Bytes
 from tests.component.engine.prefix.workers import random_prompt
@@ -42,7 +43,10 @@ async def test_evicted_blocks_are_loaded_until_main_memory_evicts_them() -> None
     async with decode_engine(model=MODEL, num_gpu_blocks_override=16) as engine:
         assert await answer(engine, first, "a") == 0
         assert await answer(engine, second, "b") == 0
+        assert engine.tier_loads is not None
+        assert engine.tier_loads.loaded_blocks() == {}
         assert await answer(engine, first, "c") == 72
+        assert 0 < engine.tier_loads.loaded_blocks()[Tier.HOST] <= 9
         assert await answer(engine, third, "d") == 0
         assert await answer(engine, random_prompt(random, PROMPT_TOKENS), "e") == 0
         # Its last blocks were the first to be evicted.
@@ -58,6 +62,8 @@ async def test_blocks_that_main_memory_evicts_return_from_the_disk() -> None:
             assert await answer(engine, prompt, f"a{number}") == 0
         for number, prompt in enumerate(prompts):
             assert await answer(engine, prompt, f"b{number}") == 72
+        assert engine.tier_loads is not None
+        assert engine.tier_loads.loaded_blocks()[Tier.DISK] > 0
         assert await engine.reset_prefix_cache()
         assert await answer(engine, prompts[3], "c") == 0
 

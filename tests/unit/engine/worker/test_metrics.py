@@ -13,6 +13,8 @@ from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_kv.handoff.messages import SendReport
+from headrace_kv.manager.load_times import LoadTimes, TierLoad
+from headrace_kv.prefix.events import Tier
 from tests.transfer_links import link_sent
 
 
@@ -68,3 +70,27 @@ def test_transfers_into_a_decode_worker_are_counted_by_state_while_it_serves() -
         assert points(schema.METRIC_WRITE_LEASES) == {("d0",): 3}
     assert points(schema.METRIC_TRANSFER_STATES) is None
     assert points(schema.METRIC_BLOCKS_TOTAL) is None
+
+
+def test_loads_from_lower_tiers_are_counted_once_for_all_ranks() -> None:
+    metrics = Metrics(Resource.create(), "")
+    workers = WorkerMetrics(metrics)
+    loads = LoadTimes()
+
+    def loaded() -> object:
+        workers.sample()
+        points = {one.name: one.points for one in metrics.store.collect()}
+        return points.get(schema.METRIC_TIER_LOADED_BLOCKS)
+
+    with workers.reporting(
+        *("prefill-0", worker_pb2.WatchStatusResponse), reserves_blocks=False, tier_loads=loads
+    ):
+        assert loaded() is None
+        for rank in range(2):
+            loads.record(TierLoad(Tier.HOST, 3, 0.1), rank)
+        assert loaded() == {("prefill-0", "host"): 3}
+        loads.record(TierLoad(Tier.DISK, 2, 0.1))
+        loads.record(TierLoad(Tier.HOST, 1, 0.1))
+        assert loaded() == {("prefill-0", "host"): 4, ("prefill-0", "disk"): 2}
+    # A counter stays after its worker.
+    assert loaded() == {("prefill-0", "host"): 4, ("prefill-0", "disk"): 2}
