@@ -17,7 +17,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +34,7 @@ from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.rpc.channel import open_channel
-from headrace_router.decode_link.answer import LinkedAnswer, TokenBatch
+from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.decode_link.answers import LinkedAnswers
 from headrace_router.decode_link.link import WINDOW_TOKENS
 from headrace_router.decode_link.links import DecodeLinks, LinkedCall
@@ -202,9 +202,9 @@ async def _count(answer: LinkedCall | LinkedAnswer) -> int:
     """As the router's attempts do: tokens go past the reader, which waits for the end."""
     tokens = 0
 
-    def add(batch: TokenBatch) -> bool:
+    def add(token_ids: Sequence[int], logprobs: Sequence[Any]) -> bool:
         nonlocal tokens
-        tokens += len(batch.token_ids)
+        tokens += len(token_ids)
         return True
 
     answer.forward(add)

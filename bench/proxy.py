@@ -1,7 +1,7 @@
 """Compares the router as a streaming proxy with vllm-router: CPU per request and time added to the first token.
 
     python -m bench.proxy [--gaps 0,5,20] [--streams 1,32,64,256] [--rounds 3] [--model NAME=FOLDER]
-        [--vllm-router PATH] [--no-sim-workers] [--output bench/results]
+        [--vllm-router PATH] [--no-sim-workers] [--output bench/results/proxy.md] [--json FILE]
 
 Prompts have 200 tokens. Answers have 64, a gap of --gaps milliseconds apart. The workers do nothing else
 (bench/proxy_workers.py: one message for each step, or one server-sent event for each token). The load is closed-loop.
@@ -10,6 +10,8 @@ worker itself over the same protocol, in turns with the proxy. Its CPU is what a
 with a message for each token and nothing else to do. The time that a proxy adds to the first token is the
 difference of the medians. vllm-router's columns need its command (pip install vllm-router==0.1.17) and are left out
 without it. All processes share the machine, so compare ratios within one run.
+
+With --output, the table of each gap replaces the part "proxy, gap 5 ms" of the page, and so on (bench/page_parts.py).
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from typing import Final
 
 import uvloop
 
+from bench.page_parts import check_page, write_parts
 from bench.proxy_load import (
     Ask,
     Sample,
@@ -297,6 +300,20 @@ def as_json(cells: Cells) -> str:
     return json.dumps(rows, indent=1) + "\n"
 
 
+def part_of(gap_ms: int) -> str:
+    """The name of the part of a page that has the table of a gap."""
+    return f"proxy, gap {gap_ms} ms"
+
+
+def tables(cells: Cells) -> dict[str, str]:
+    """The table of each gap, by the name of its part."""
+    gaps = sorted({gap_ms for gap_ms, _, _ in cells})
+    return {
+        part_of(gap_ms): table({key: cell for key, cell in cells.items() if key[0] == gap_ms})
+        for gap_ms in gaps
+    }
+
+
 def table(cells: Cells) -> str:
     """A row for each gap and number of streams of each proxy."""
     titles = (
@@ -328,8 +345,6 @@ _NOTES: Final = """# The router as a streaming proxy
 
 {command}, {cpus} CPUs for everything: load, workers, proxies. Made by `python -m bench.proxy`.
 
-{table}
-
 Prompts have about 200 tokens, answers 64. The ratio to vllm-router is the median over the rounds of one run.
 
 The ways. Headrace: one gRPC stream carries the tokens of all requests from the worker, a message for each step. The
@@ -354,6 +369,9 @@ async def main(arguments: argparse.Namespace) -> None:
     vllm_router = shutil.which(arguments.vllm_router) or ""
     gaps = [int(text) for text in arguments.gaps.split(",")]
     streams = [int(text) for text in arguments.streams.split(",")]
+    if arguments.output:
+        # Before minutes of work.
+        check_page(arguments.output, [part_of(gap_ms) for gap_ms in gaps])
     with TemporaryDirectory() as folder:
         async with ways(Path(folder), vllm_router, arguments.model) as found:
             cells = await measure(found, gaps, streams, arguments.rounds)
@@ -363,14 +381,15 @@ async def main(arguments: argparse.Namespace) -> None:
     drawn = table(cells)
     print(drawn)
     if arguments.output:
-        text = _NOTES.format(
+        notes = _NOTES.format(
             command=f"{arguments.rounds} rounds",
             cpus=os.cpu_count(),
-            table=drawn,
             vllm="0.1.17" if vllm_router else "not installed, so left out",
         )
-        (Path(arguments.output) / "proxy.md").write_text(text)
-        (Path(arguments.output) / "proxy.json").write_text(as_json(cells))
+        write_parts(arguments.output, tables(cells), notes)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(as_json(cells))
 
 
 if __name__ == "__main__":
@@ -381,5 +400,6 @@ if __name__ == "__main__":
     parser.add_argument("--model", default=f"{MODEL}=models/SmolLM2-135M-Instruct")
     parser.add_argument("--sim-workers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--vllm-router", default="vllm-router")
-    parser.add_argument("--output", default="")
+    parser.add_argument("--output", type=Path, help="page for the tables")
+    parser.add_argument("--json", type=Path, help="file for the figures")
     uvloop.run(main(parser.parse_args()))

@@ -105,10 +105,10 @@ class TextCodec(ABC):
 
     def decode_step(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
-    ) -> Callable[[int], str | None] | None:
-        """A function that takes the tokens after `token_ids` one by one, if the tokenizer has one.
+    ) -> Callable[[int | list[int]], str | None] | None:
+        """A function that takes the tokens after `token_ids`, one or several at once, if the tokenizer has one.
 
-        It returns the text that a token completes, or None while a character is incomplete. It may raise any error for
+        It returns the text that they complete, or None while a character is incomplete. It may raise any error for
         tokens that it cannot decode by themselves.
         """
         return None

@@ -31,11 +31,8 @@ class IncrementalDetokenizer:
         context = prompt_token_ids[-_WINDOW_TOKENS:]
         self._decode = partial(codec.decode, skip_special_tokens=skip_special_tokens)
         self._window = _Window(self._decode, context)
-        self._step = (
-            None
-            if self._window.incomplete
-            else codec.decode_step(context, skip_special_tokens=skip_special_tokens)
-        )
+        self._new_step = partial(codec.decode_step, skip_special_tokens=skip_special_tokens)
+        self._step = None if self._window.incomplete else self._new_step(context)
         self._recent: list[int] = list(context)
         """The tokens of the window with which the step would be continued."""
         self._held_tokens = 0
@@ -64,7 +61,27 @@ class IncrementalDetokenizer:
             return self.append(token_ids[0])
         if self._step is None:
             return self._window.extend(token_ids)
+        if token_ids and not self._held_tokens:
+            text = self._step_over(list(token_ids))
+            if text is not None:
+                return text
         return "".join(map(self.append, token_ids))
+
+    def _step_over(self, token_ids: list[int]) -> str | None:
+        """The text of several tokens, in one step. None when `append` must find the last whole character."""
+        assert self._step is not None
+        try:
+            text = self._step(token_ids)
+        except Exception:  # noqa: BLE001 - the library raises Exception itself
+            text = None
+        if text is None:
+            # The step has taken the tokens, so another one begins before them.
+            self._step = self._new_step(self._recent)
+        elif len(self._recent) + len(token_ids) > 2 * _WINDOW_TOKENS:
+            self._recent = token_ids
+        else:
+            self._recent += token_ids
+        return text
 
     def flush(self) -> str:
         """The remaining whole characters, at the end of the completion. Drops an incomplete character."""

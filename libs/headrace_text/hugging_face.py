@@ -82,10 +82,10 @@ class HuggingFaceCodec(TextCodec):
 
     def decode_step(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool = True
-    ) -> Callable[[int], str | None] | None:
+    ) -> Callable[[int | list[int]], str | None] | None:
         stream = DecodeStream(token_ids, skip_special_tokens=skip_special_tokens)
         step, tokenizer = stream.step, self._tokenizer
-        return lambda token_id: step(tokenizer, token_id)
+        return lambda tokens: step(tokenizer, tokens)
 
     def _stop_tokens(
         self, config: Mapping[str, Any], special_tokens: Mapping[str, str]

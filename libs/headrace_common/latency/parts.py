@@ -31,10 +31,16 @@ class Part(IntEnum):
     NETWORK = latency_pb2.LATENCY_PART_NETWORK
     UNACCOUNTED = latency_pb2.LATENCY_PART_UNACCOUNTED
 
+    # That of Enum is a Python function, and parts are keys.
+    __hash__ = int.__hash__
+
     @property
     def label(self) -> str:
         """The name in telemetry, such as "transfer_exposed"."""
-        return self.name.lower()
+        return _LABELS[self]
+
+
+_LABELS = {part: part.name.lower() for part in Part}
 
 
 class Claim(NamedTuple):

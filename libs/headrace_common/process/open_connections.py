@@ -7,10 +7,13 @@ import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 from urllib.parse import unquote
 
 _DESCRIPTORS: Final = "/proc/self/fd"
+# Addresses of which the host is remembered. Clients keep connections, so each has many requests.
+_HOSTS_MAX: Final = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ def names_of(address: str, port: int) -> tuple[str, str]:
     return host, f"ipv4:{host}:{port}"
 
 
+@lru_cache(maxsize=_HOSTS_MAX)
 def host_of(address: str) -> str:
     """The host of an IP address. The addresses of one IPv6 network of 64 bits are one host."""
     try:

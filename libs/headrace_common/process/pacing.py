@@ -11,8 +11,8 @@ GAP_MIN_S: Final = 0.002
 GAP_MAX_S: Final = 0.025
 _WINDOW_S: Final = 0.05
 # Requests that arrive wait for the messages of all streams, so the loop saves messages long before it is full.
-_BUSY_SHARE_HIGH: Final = 0.3
-_BUSY_SHARE_LOW: Final = 0.2
+_BUSY_SHARE_HIGH: Final = 0.15
+_BUSY_SHARE_LOW: Final = 0.1
 _GAP_FACTOR: Final = 1.5
 # A message takes some 0.1 ms. Where messages are this small a share of the work, fewer of them would not help.
 _MESSAGES_PER_S_HIGH: Final = 1_000.0
@@ -30,6 +30,8 @@ class LoopLoad:
 
     def __init__(self) -> None:
         self.gap_s = GAP_MIN_S
+        self.next_update_s = -math.inf
+        """When `update` measures next."""
         self._updated_s = -math.inf
         self._busy_s = 0.0
         self._messages = 0
@@ -41,9 +43,10 @@ class LoopLoad:
 
     def update(self, now_s: float) -> None:
         """Measures the load, at most once in 50 ms. `now_s` is by time.monotonic."""
-        elapsed_s = now_s - self._updated_s
-        if elapsed_s < _WINDOW_S:
+        if now_s < self.next_update_s:
             return
+        elapsed_s = now_s - self._updated_s
+        self.next_update_s = now_s + _WINDOW_S
         busy_s = _busy_seconds()
         share = (busy_s - self._busy_s) / elapsed_s
         messages_per_s = self._messages / elapsed_s
@@ -67,8 +70,10 @@ class FlushPace:
 
     def batch_s(self, now_s: float) -> float:
         """Seconds to batch tokens before the next message; 0 or less means not at all."""
-        self._load.update(now_s)
-        return self._flushed_s + self._load.gap_s - now_s
+        load = self._load
+        if now_s >= load.next_update_s:
+            load.update(now_s)
+        return self._flushed_s + load.gap_s - now_s
 
     def record_flush(self, now_s: float) -> None:
         """Records that the stream sends a message."""

@@ -18,6 +18,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated
 from headrace_common.rpc.callers import caller_name
 from headrace_common.rpc.trace_context import SERVED, ServedCall, context_from_traceparent
+from headrace_frontend.answers import Outlets
 from headrace_frontend.openai.answers import rules_of
 from headrace_frontend.openai.conversion import (
     chat_request,
@@ -26,6 +27,7 @@ from headrace_frontend.openai.conversion import (
     tokenize_request,
 )
 from headrace_frontend.openai.errors import HttpError
+from headrace_frontend.openai.event_stream import EventStream
 from headrace_frontend.openai.exchange import HttpExchange, Receive, Scope, Send
 from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts
@@ -39,7 +41,6 @@ from headrace_frontend.openai.requests import (
     parse_body,
 )
 from headrace_frontend.openai.responses import (
-    DONE_EVENT,
     ChatFormat,
     CollectedChoice,
     CompletionFormat,
@@ -51,12 +52,9 @@ from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX, reso
 from headrace_frontend.tenants import tenant_or_none
 
 _LOG = logging.getLogger(__name__)
-_SSE_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    # Proxies such as nginx would collect events.
-    "x-accel-buffering": "no",
-}
+
+# The admission of requests bounds these.
+_ADMITTED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 _Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
 
@@ -122,6 +120,8 @@ class OpenAiApp:
         caller = caller_name(tenant, exchange.host)
         with callers.call(caller, exchange.host):
             await callers.pace(caller, exchange.host)
+            if exchange.path not in _ADMITTED_PATHS:
+                callers.count_unary()
             try:
                 async with callers.rechecked(tenant_now, tenant):
                     await self._serve(exchange)
@@ -207,36 +207,12 @@ class OpenAiApp:
 
     async def _stream(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
         """Sends an event for each message of each choice."""
-        form = generation.format
-        usages = [inference_pb2.Usage() for _ in range(generation.choices)]
-        offsets: dict[int, int] = {}
-        ending: list[bytes] = []
-
-        async def write(index: int, message: inference_pb2.GenerateResponse) -> None:
-            if not exchange.started:
-                await exchange.start(200, _SSE_HEADERS)
-            data = form.event(index, message, offsets.get(index, 0))
-            if index not in offsets:
-                data = form.first_event(index) + data
-            offsets[index] = offsets.get(index, 0) + len(message.text)
-            if message.finish_reason:
-                usages[index] = message.usage
-            if generation.choices == 1 and message.finish_reason:
-                # One write for all that is left.
-                ending.append(data)
-            elif data:
-                await exchange.write(data)
-
-        def write_text(index: int, text: str) -> bool:
-            data = form.text_event(index, text)
-            if data is None or not exchange.write_now(data):
-                return False
-            offsets[index] += len(text)
-            return True
-
-        await self._run_all(generation, tenant, write, write_text)
-        ending.append(form.usage_event(usages, len(generation.requests)) + DONE_EVENT)
-        await exchange.finish(b"".join(ending))
+        prompts = len(generation.requests)
+        events = EventStream(
+            exchange, generation.format, choices=generation.choices, prompts=prompts
+        )
+        await self._run_all(generation, tenant, events.write, events)
+        await events.finish()
 
     async def _collect(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
         """Sends one object at the end."""
@@ -254,17 +230,21 @@ class OpenAiApp:
         generation: _Generation,
         tenant: str,
         write: Callable[[int, inference_pb2.GenerateResponse], Awaitable[None]],
-        write_text: Callable[[int, str], bool] | None = None,
+        events: EventStream | None = None,
     ) -> None:
-        """Runs the requests of all prompts. The first error ends them all. `write_text` is a TextOutlet by choice."""
+        """Runs the requests of all prompts. The first error ends them all. `events` may send messages at once."""
         deadline = Deadline.after(self._deadline_s)
 
         async def run(first_index: int, request: inference_pb2.GenerateRequest) -> None:
             async def write_choice(message: inference_pb2.GenerateResponse) -> None:
                 await write(first_index + message.choice, message)
 
-            outlet = None if write_text is None else partial(write_text, first_index)
-            await self._parts.runner.run(request, tenant, deadline, write_choice, outlet)
+            outlets: Outlets | None = None
+            if events is not None:
+                outlets = Outlets(
+                    partial(events.write_text, first_index), partial(events.write_now, first_index)
+                )
+            await self._parts.runner.run(request, tenant, deadline, write_choice, outlets)
 
         if len(generation.requests) == 1:
             await run(0, generation.requests[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from headrace_common.errors import Cancelled, HeadraceError
 from headrace_common.process.open_connections import host_of
@@ -23,15 +23,42 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 Result = TypeVar("Result")
 
-ChunkWriter: TypeAlias = Callable[[bytes], bool]
-"""Sends a chunk of a response that has started. False, and nothing is sent, when it would have to wait."""
-CHUNKS_EXTENSION = "headrace_chunks"
-"""The name of the server's ChunkWriter among the extensions of an ASGI scope."""
+DIRECT_EXTENSION = "headrace_direct"
+"""The name of the server's DirectWriter among the extensions of an ASGI scope."""
 PEER_NAMES_EXTENSION = "headrace_peer_names"
 """The URIs in the client's certificate, as bytes, among the extensions of an ASGI scope."""
 
 BODY_WAIT_S = 30.0
 """Time in which a client must send its request."""
+
+
+class DirectWriter(Protocol):
+    """Sends the parts of a response in chunks at once. False, and nothing is sent, when a part would have to wait."""
+
+    @property
+    def writable(self) -> bool:
+        """Whether the client reads, and the response has no end yet."""
+        ...
+
+    def take_body(self) -> bytes | None:
+        """The request's body, if all of it has arrived."""
+        ...
+
+    def start(self, headers: bytes, data: bytes) -> bool:
+        """Sends status 200, the lines of these headers, and the first part of the body."""
+        ...
+
+    def write(self, data: bytes) -> bool:
+        """Sends a part of the body. False before the start, too."""
+        ...
+
+    def finish(self, data: bytes) -> bool:
+        """Sends the last part of the body, and ends it. False before the start, too."""
+        ...
+
+    def when_lost(self, call: Callable[[], None] | None) -> bool:
+        """Calls `call` when the client closes the connection. False when it has done so."""
+        ...
 
 
 class HttpExchange:
@@ -44,7 +71,7 @@ class HttpExchange:
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
         }
-        self._chunks: ChunkWriter | None = scope.get("extensions", {}).get(CHUNKS_EXTENSION)
+        self._direct: DirectWriter | None = scope.get("extensions", {}).get(DIRECT_EXTENSION)
         self.host = host_of((scope.get("client") or ("unknown", 0))[0])
         """The client's host."""
         self._receive = receive
@@ -55,6 +82,11 @@ class HttpExchange:
     async def read_json(self, bytes_max: int) -> bytes:
         """The body of a JSON request. Raises HttpError before it receives more than `bytes_max` bytes."""
         self._check_headers(bytes_max)
+        whole = self._direct.take_body() if self._direct is not None else None
+        if whole is not None:
+            if len(whole) > bytes_max:
+                raise _too_large(bytes_max)
+            return whole
         parts: list[bytes] = []
         size = 0
         try:
@@ -95,13 +127,15 @@ class HttpExchange:
         assert task is not None
         disconnected = False
 
-        async def watch() -> None:
+        def end() -> None:
             nonlocal disconnected
-            await self._disconnected()
             disconnected = True
             task.cancel()
 
-        watcher = asyncio.create_task(watch())
+        stop_watching = self._watch(end)
+        if stop_watching is None:
+            work.close()
+            raise Cancelled("the client closed the connection")
         try:
             return await work
         except asyncio.CancelledError:
@@ -110,11 +144,22 @@ class HttpExchange:
             task.uncancel()
             raise Cancelled("the client closed the connection") from None
         finally:
-            watcher.cancel()
+            stop_watching()
 
-    async def _disconnected(self) -> None:
+    def _watch(self, end: Callable[[], None]) -> Callable[[], object] | None:
+        """Calls `end` once the client closes the connection, until the returned function is called.
+
+        None when the client has closed it.
+        """
+        direct = self._direct
+        if direct is None:
+            return asyncio.create_task(self._call_when_disconnected(end)).cancel
+        return (lambda: direct.when_lost(None)) if direct.when_lost(end) else None
+
+    async def _call_when_disconnected(self, end: Callable[[], None]) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        end()
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Sends the status and the headers."""
@@ -126,9 +171,25 @@ class HttpExchange:
         """Sends a part of the body. Waits while the client does not read."""
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
+    @property
+    def writable(self) -> bool:
+        """Whether a part of the response can be sent without an event loop's turn."""
+        return self._direct is not None and self._direct.writable
+
+    def start_now(self, headers: bytes, data: bytes) -> bool:
+        """Sends status 200, the lines of these headers and the first part of the body, if that needs no wait."""
+        if self.started or self._direct is None or not self._direct.start(headers, data):
+            return False
+        self.started = True
+        return True
+
     def write_now(self, data: bytes) -> bool:
         """As `write`, without an event loop's turn. False, and nothing is sent, when the client does not read."""
-        return self.started and self._chunks is not None and self._chunks(data)
+        return self.started and self._direct is not None and self._direct.write(data)
+
+    def finish_now(self, data: bytes) -> bool:
+        """As `finish`, without an event loop's turn."""
+        return self.started and self._direct is not None and self._direct.finish(data)
 
     async def finish(self, data: bytes = b"") -> None:
         """Sends the last part of the body, and ends it."""

@@ -10,10 +10,9 @@ from typing import Protocol
 from headrace.inference.v1 import inference_pb2
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
-from headrace_frontend.answers import ResponseWriter
+from headrace_frontend.answers import Outlets, ResponseWriter
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.request.preparation import RequestPreparer
-from headrace_frontend.request.response_stream import TextOutlet
 from headrace_frontend.request.size import RequestSizeCheck
 from headrace_frontend.tenants import Tenants
 from headrace_text.codec import TextCodec
@@ -28,12 +27,12 @@ class RequestRunner(Protocol):
         tenant: str,
         deadline: Deadline,
         write: ResponseWriter,
-        outlet: TextOutlet | None = None,
+        outlets: Outlets | None = None,
     ) -> None:
         """Writes the response to `request`, message by message. Cancellation ends all work for the request.
 
-        `outlet` may get the text of some messages instead of `write`, between the first and the last message of a
-        single answer. Raises HeadraceError, before or between messages.
+        `outlets` may get all messages of a single answer but the last, instead of `write`. Raises HeadraceError, before
+        or between messages.
         """
         ...
 

@@ -73,15 +73,10 @@ class ResponseFormat(ABC):
         self._head = head
         self._codec = codec
         self._includes_usage = includes_usage
-        fields = json.dumps(
-            {
-                "id": head.id,
-                "object": self.chunk_kind,
-                "created": head.created,
-                "model": head.model,
-            }
+        self._prefix = (
+            f'data: {{"id": {_quote(head.id)}, "object": "{self.chunk_kind}", "created": {head.created}, '
+            f'"model": {_quote(head.model)}, "choices": ['
         )
-        self._prefix = f'data: {fields[:-1]}, "choices": ['
         self._suffix = '], "usage": null}\n\n' if includes_usage else "]}\n\n"
         self._templates: dict[int, tuple[bytes, bytes]] = {}
 

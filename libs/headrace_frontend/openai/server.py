@@ -22,12 +22,8 @@ from headrace_common.errors import ConfigError
 from headrace_common.process.connections import ConnectionBounds, ConnectionGuard
 from headrace_common.process.open_connections import names_of
 from headrace_frontend.config import FrontendConfig
-from headrace_frontend.openai.exchange import (
-    CHUNKS_EXTENSION,
-    PEER_NAMES_EXTENSION,
-    AsgiApp,
-    ChunkWriter,
-)
+from headrace_frontend.openai.direct import DirectResponse
+from headrace_frontend.openai.exchange import DIRECT_EXTENSION, PEER_NAMES_EXTENSION, AsgiApp
 
 _LOG = logging.getLogger(__name__)
 
@@ -144,6 +140,7 @@ class _Protocol(HttpToolsProtocol):
 
     _header_timer: asyncio.TimerHandle | None = None
     _peer_names: tuple[bytes, ...] = ()
+    _direct: DirectResponse | None = None
 
     @property
     def serves(self) -> bool:
@@ -160,10 +157,8 @@ class _Protocol(HttpToolsProtocol):
         self._stop_timer()
         super().on_headers_complete()
         # The application starts in a later turn of the event loop.
-        cycle: Any = self.cycle
-        if self.scope["method"] != "HEAD":
-            cycle.transport = JoinedHead(cycle)
-        extensions: Any = {CHUNKS_EXTENSION: _chunk_writer(cycle)}
+        self._direct = DirectResponse(self.cycle)
+        extensions: Any = {DIRECT_EXTENSION: self._direct}
         if self._peer_names:
             extensions[PEER_NAMES_EXTENSION] = self._peer_names
         self.scope["extensions"] = extensions
@@ -171,6 +166,8 @@ class _Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
+        if self._direct is not None:
+            self._direct.connection_lost()
 
     def _stop_timer(self) -> None:
         if self._header_timer is not None:
@@ -182,51 +179,6 @@ def _subject_names(certificate: Any) -> tuple[bytes, ...]:
     """The URIs in a verified client certificate, as gRPC has them."""
     names = (certificate or {}).get("subjectAltName", ())
     return tuple(value.encode("ascii", "replace") for kind, value in names if kind == "URI")
-
-
-class JoinedHead:
-    """A transport that sends the head of a response with the first part of its body. The app sends both in one turn."""
-
-    def __init__(self, cycle: Any) -> None:
-        self._cycle = cycle
-        self._transport = cycle.transport
-        self._head: bytes | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def write(self, data: bytes) -> None:
-        """Sends `data`, unless it is the head."""
-        if self._head is None:
-            if self._cycle.response_started:
-                self._head = data
-            else:
-                self._transport.write(data)
-            return
-        if self._head:
-            data, self._head = self._head + data, b""
-        self._transport.write(data)
-
-    def close(self) -> None:
-        """Closes the connection, after what was written."""
-        if self._head:
-            self._transport.write(self._head)
-        self._transport.close()
-
-
-def _chunk_writer(cycle: Any) -> ChunkWriter:
-    """Does what uvicorn's `send` does with a part of a body, without a coroutine and a message for each part."""
-    transport, flow = cycle.transport, cycle.flow
-
-    def write(data: bytes) -> bool:
-        if flow.write_paused or cycle.disconnected or not cycle.chunked_encoding:
-            return False
-        if cycle.response_complete or not data:
-            return False
-        transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return True
-
-    return write
 
 
 def _listening_socket(listen: str, setting: str) -> socket.socket:

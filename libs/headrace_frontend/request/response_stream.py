@@ -25,6 +25,9 @@ PENDING_TOKENS_MAX = 1_024
 TextOutlet: TypeAlias = Callable[[str], bool]
 """Sends text to the client at once. False, and nothing is sent, when the client cannot take it now."""
 
+MessageOutlet: TypeAlias = Callable[[inference_pb2.GenerateResponse], bool]
+"""The same for a whole message."""
+
 
 class NewTokens(Protocol):
     """Tokens of one request. Each has an entry of logprobs if those were requested."""
@@ -72,6 +75,7 @@ class ResponseStream:
         )
         self._stop_scanner = StopStringScanner(request.stop_strings, keeps_stop=request.keeps_stop)
         self._stop_token_ids = frozenset(() if request.keeps_stop else request.stop_token_ids)
+        self._has_stop_strings = bool(request.stop_strings)
         self._generated = list(request.generated)
         self._pending = _Pending()
         self._last_message: inference_pb2.GenerateResponse | None = None
@@ -80,6 +84,11 @@ class ResponseStream:
         self._sent_first_message = False
         self._readable = asyncio.Event()
         self._outlet: TextOutlet | None = None
+        self._message_outlet: MessageOutlet | None = None
+        """Set while no reader is needed."""
+        self._refused: inference_pb2.GenerateResponse | None = None
+        """The message that the outlet did not take."""
+        self._when_refused: Callable[[], None] = lambda: None
         self._reader_waits = False
         self._flush_timer: asyncio.TimerHandle | None = None
         """Runs until the next message may be sent, while tokens for it are pending."""
@@ -150,7 +159,7 @@ class ResponseStream:
     @property
     def stopped(self) -> bool:
         """Whether a stop string is complete. Tokens added after that are ignored."""
-        return self._stop_scanner.stopped
+        return self._has_stop_strings and self._stop_scanner.stopped
 
     @property
     def ended_by(self) -> sampling_pb2.FinishReason.ValueType:
@@ -177,12 +186,25 @@ class ResponseStream:
         """Microseconds of the monotonic clock at a time of this response."""
         return (unix_ns - self._start_unix_ns + self._start_ns) // 1_000
 
-    def use_outlet(self, outlet: TextOutlet) -> None:
-        """Lets `add_tokens` send text itself while `next_message` waits for tokens. It saves a turn of the event loop.
+    def use_outlets(
+        self,
+        text: TextOutlet,
+        message: MessageOutlet | None = None,
+        when_refused: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Lets `add_tokens` send to the client itself, which saves a turn of the event loop.
 
-        The first message, the last one and those with logprobs still come from `next_message`.
+        While `next_message` waits for tokens, `text` gets the text between the first and the last message, unless it
+        has logprobs. With `message`, no reader is needed for any message but the last one. `when_refused` is called at
+        most once: the client cannot take a message, and from now on a reader is needed.
         """
-        self._outlet = outlet
+        self._outlet, self._message_outlet = text, message
+        self._when_refused = when_refused
+
+    def stop_sending(self) -> None:
+        """Sends nothing from now on by itself."""
+        self._outlet = self._message_outlet = None
+        self._stop_timer()
 
     async def add_first_tokens(
         self, tokens: NewTokens, maker: first_token_pb2.FirstTokenPolicy.ValueType
@@ -196,7 +218,7 @@ class ResponseStream:
 
     async def add_tokens(self, tokens: NewTokens) -> None:
         """Adds tokens from a worker. Waits while more than PENDING_TOKENS_MAX tokens are not sent yet."""
-        self.add_tokens_now(tokens)
+        self.take_tokens(tokens.token_ids, tokens.logprobs)
         await self.wait_room()
 
     @property
@@ -210,11 +232,17 @@ class ResponseStream:
             self._drained.clear()
             await self._drained.wait()
 
-    def add_tokens_now(self, tokens: NewTokens) -> None:
-        """As `add_tokens`, without waiting. The caller adds no more while the response has no room."""
-        token_ids = tokens.token_ids
-        if self.stopped or not token_ids:
-            return
+    def take_tokens(
+        self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs]
+    ) -> bool:
+        """As `add_tokens`, without waiting. False when there is no room for more now, or the response has stopped."""
+        if token_ids and not self.stopped:
+            self._append(token_ids, logprobs)
+        return self.has_room and not self.stopped
+
+    def _append(
+        self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs]
+    ) -> None:
         now_ns = time.monotonic_ns()
         now_unix_ns = self._start_unix_ns + now_ns - self._start_ns
         if not self.first_token_unix_ns:
@@ -224,18 +252,19 @@ class ResponseStream:
         if self.gaps is not None and self.last_token_unix_ns:
             self.gaps.record(1e-9 * (now_unix_ns - self.last_token_unix_ns))
         self.last_token_unix_ns = now_unix_ns
-        pending = self._pending
-        if self._request.stop_strings:
-            self._append_until_stop(tokens)
+        if self._has_stop_strings:
+            self._append_until_stop(token_ids, logprobs)
         else:
-            self._generated.extend(token_ids)
-            pending.token_ids.extend(token_ids)
-            pending.logprobs.extend(tokens.logprobs)
+            pending = self._pending
+            self._generated += token_ids
+            pending.token_ids += token_ids
+            if logprobs:
+                pending.logprobs += logprobs
         if self._flush_timer is not None or self._readable.is_set():
             return
         rest_s = self._pace.batch_s(now_ns / 1e9)
         if rest_s > 0:
-            self._flush_timer = asyncio.get_running_loop().call_later(rest_s, self._flush)
+            self._flush_timer = asyncio.get_running_loop().call_later(rest_s, self._flush_later)
         else:
             self._flush()
 
@@ -277,6 +306,9 @@ class ResponseStream:
                     await self._readable.wait()
                 finally:
                     self._reader_waits = False
+            if self._refused is not None:
+                refused, self._refused = self._refused, None
+                return refused
             if self._pending.token_ids or self._last_message is not None:
                 return self._build_message()
             if self._error is not None:
@@ -288,17 +320,47 @@ class ResponseStream:
     def _end(self) -> None:
         """The next message is the last, or the error. It does not wait for the gap between messages."""
         self._ended = True
+        self._stop_timer()
+        self._readable.set()
+
+    def _stop_timer(self) -> None:
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
-        self._readable.set()
+
+    def _flush_later(self) -> None:
+        try:
+            self._flush()
+        # `next_message` raises it.
+        except Exception as error:  # noqa: BLE001
+            self.fail(error)
+            self._need_reader()
+
+    def _need_reader(self) -> None:
+        if self._message_outlet is not None:
+            self._message_outlet = None
+            self._when_refused()
 
     def _flush(self) -> None:
         """The gap since the last message has passed: sends what is pending, or lets the reader do so."""
         self._flush_timer = None
+        if self._message_outlet is not None:
+            self._send_now(self._message_outlet)
+            return
         if self._reader_waits and self._outlet is not None and self._send_text(self._outlet):
             return
         self._readable.set()
+
+    def _send_now(self, outlet: MessageOutlet) -> None:
+        """Sends what is pending, without a reader if the client can take it."""
+        if self._outlet is not None and self._send_text(self._outlet):
+            return
+        message = self._build_message()
+        if outlet(message):
+            return
+        self._refused = message
+        self._readable.set()
+        self._need_reader()
 
     def _send_text(self, outlet: TextOutlet) -> bool:
         """Sends what is pending through the outlet. False when `next_message` must send it."""
@@ -315,14 +377,16 @@ class ResponseStream:
         self._drained.set()
         return True
 
-    def _append_until_stop(self, tokens: NewTokens) -> None:
+    def _append_until_stop(
+        self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs]
+    ) -> None:
         """Converts tokens one by one, to find the token that completes a stop string. Ignores the tokens after it."""
-        for index, token_id in enumerate(tokens.token_ids):
+        for index, token_id in enumerate(token_ids):
             if self.stopped:
                 break
             self._generated.append(token_id)
             self._pending.token_ids.append(token_id)
-            self._pending.logprobs.extend(tokens.logprobs[index : index + 1])
+            self._pending.logprobs.extend(logprobs[index : index + 1])
             # A stop token ends the completion and is not part of its text.
             if token_id not in self._stop_token_ids:
                 self._pending.text.append(self._scan(token_id, len(self._generated)))
@@ -330,7 +394,7 @@ class ResponseStream:
     def _replay(self, token_ids: Sequence[int]) -> None:
         """Advances the detokenizer and the stop scanner over tokens that the client already has."""
         with_text = self._without_stop_tokens(token_ids)
-        if self._request.stop_strings:
+        if self._has_stop_strings:
             for number, token_id in enumerate(with_text, start=1):
                 self._scan(token_id, number)
         else:
@@ -344,12 +408,14 @@ class ResponseStream:
     def _detokenize_pending(self) -> None:
         """Converts the pending tokens to text in one call. With stop strings, `add_tokens` has done so."""
         pending = self._pending
-        if self._request.stop_strings or pending.tokens_with_text == len(pending.token_ids):
+        if self._has_stop_strings or pending.tokens_with_text == len(pending.token_ids):
             return
         token_ids = self._without_stop_tokens(pending.token_ids[pending.tokens_with_text :])
         pending.add_text(self._detokenizer.extend(token_ids))
 
-    def _without_stop_tokens(self, token_ids: Sequence[int]) -> list[int]:
+    def _without_stop_tokens(self, token_ids: Sequence[int]) -> Sequence[int]:
+        if self._stop_token_ids.isdisjoint(token_ids):
+            return token_ids
         return [token_id for token_id in token_ids if token_id not in self._stop_token_ids]
 
     def _build_message(self) -> inference_pb2.GenerateResponse:

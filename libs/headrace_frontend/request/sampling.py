@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.limits import (
@@ -53,6 +53,9 @@ _RANGES = {
     "repetition_penalty": _Range(0, 2, 1, low_included=False),
 }
 
+
+_DEFAULT_VALUES: dict[str, Any] = {name: allowed.default for name, allowed in _RANGES.items()}
+_DEFAULTS = sampling_pb2.SamplingParams(top_k=0, **_DEFAULT_VALUES)
 
 _ROUTERS_FIELDS: tuple[_Field, ...] = (
     *("stop", "stop_token_ids", "bad_words", "include_stop_str_in_output"),
@@ -182,12 +185,8 @@ def with_defaults(
     They lack what the router does itself: it finds stop strings, for example. Stop tokens have a field of their own.
     """
     filled = sampling_pb2.SamplingParams()
-    filled.CopyFrom(sampling)
-    for name, allowed in _RANGES.items():
-        if not filled.HasField(name):  # type: ignore[arg-type]
-            setattr(filled, name, allowed.default)
-    if not filled.HasField("top_k"):
-        filled.top_k = 0
+    filled.CopyFrom(_DEFAULTS)
+    filled.MergeFrom(sampling)
     filled.max_tokens = max_tokens
     for name in _ROUTERS_FIELDS:
         filled.ClearField(name)

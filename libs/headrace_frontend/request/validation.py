@@ -31,6 +31,8 @@ from headrace_text.codec import TextCodec, TooManyTokens
 REQUEST_ID_CHARACTERS_MAX = 128
 _REQUEST_ID = re.compile(r"[!-~]*")
 _PROMPT_FIELDS = ("text", "chat", "tokens")
+_PLACEMENTS = frozenset(inference_pb2.PrefillPlacement.values())
+_FIRST_TOKEN_POLICIES = frozenset(first_token_pb2.FirstTokenPolicy.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +168,9 @@ def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]
     elif not _REQUEST_ID.fullmatch(request.request_id):
         violations["request_id"] = "must hold visible ASCII characters only, without spaces"
     violations.update(_answer_violations(request))
-    if request.prefill_placement not in inference_pb2.PrefillPlacement.values():
+    if request.prefill_placement not in _PLACEMENTS:
         violations["prefill_placement"] = "must be one of the named values"
-    if request.first_token not in first_token_pb2.FirstTokenPolicy.values():
+    if request.first_token not in _FIRST_TOKEN_POLICIES:
         violations["first_token"] = "must be one of the named values"
     return violations
 

@@ -143,25 +143,26 @@ class KvAware(Placement):
             missing = needed_tokens - np.minimum(candidates.cached_tokens, needed_tokens)
         costs: Numbers = policy.overlap_weight * missing + table.held_tokens
         wants_remote, why = _wants_remote(request, candidates.queue_wait_s)
-        prefill_layouts = {
-            layout for layout, refs in candidates.prefill.items() if refs - request.failed
-        }
-        paired = table.paired(prefill_layouts)
-        # These decide before the cost, the most severe first.
-        faults = (
-            table.flags(request.suspect),
-            ~table.reachable,
-            table.requests >= table.max_num_seqs,
-            (missing >= max(1, policy.local_prefill_max_tokens)) & ~paired & wants_remote,
-        )
+        # These decide before the cost, the most severe first. Most requests meet none of them.
+        faults = {"unreachable": ~table.reachable, "full": table.requests >= table.max_num_seqs}
+        if request.suspect:
+            faults = {"suspect": table.flags(request.suspect), **faults}
+        paired: Flags | None = None
+        if wants_remote:
+            paired = table.paired(
+                {layout for layout, refs in candidates.prefill.items() if refs - request.failed}
+            )
+            missing_tokens_min = max(1, policy.local_prefill_max_tokens)
+            faults["unpaired"] = (missing >= missing_tokens_min) & ~paired
         fit = usable
-        for flags in faults:
-            without = fit > flags
-            if np.count_nonzero(without):
-                fit = without
+        for flags in faults.values():
+            if np.count_nonzero(flags):
+                without = fit > flags
+                if np.count_nonzero(without):
+                    fit = without
         row = self._draw(costs, table.requests, fit, policy.temperature)
         remote = wants_remote
-        if wants_remote:
+        if paired is not None:
             remote, why = _remote_pays(
                 request, why, missing_tokens=float(missing[row]), paired=bool(paired[row])
             )
@@ -230,9 +231,6 @@ def _remote_pays(
     return True, why
 
 
-_FAULTS = ("suspect", "unreachable", "full", "unpaired")
-
-
 def _explained(
     weight: float,
     table: LoadTable,
@@ -240,7 +238,7 @@ def _explained(
     missing: Numbers,
     needed_tokens: int,
     usable: Flags,
-    faults: tuple[Flags, ...],
+    faults: Mapping[str, Flags],
     chosen: int,
 ) -> tuple[CandidateCost, ...]:
     """The costs of the chosen worker, then of the cheapest others."""
@@ -257,9 +255,7 @@ def _explained(
             missing_tokens=int(missing[row]),
             held_tokens=int(table.held_tokens[row]),
             requests=int(table.requests[row]),
-            unfit=", ".join(
-                name for name, flags in zip(_FAULTS, faults, strict=True) if flags[row]
-            ),
+            unfit=", ".join(name for name, flags in faults.items() if flags[row]),
         )
         for row in [chosen, *others][:EXPLAINED_CANDIDATES]
     )

@@ -18,13 +18,14 @@ from headrace_common.process.pacing import LoopLoad
 from headrace_frontend.admission.admission import Admission, AdmissionPermit
 from headrace_frontend.answers import (
     Answer,
+    Outlets,
     ResponseWriter,
     request_id_of,
     run_answers,
     write_response,
 )
 from headrace_frontend.request.preparation import RequestPreparer
-from headrace_frontend.request.response_stream import ResponseStream, TextOutlet
+from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_router.dispatch.completion import finish_reason_name
 from headrace_router.dispatch.dispatcher import RequestDispatcher
@@ -86,12 +87,12 @@ class RequestRunner:
         tenant: str,
         deadline: Deadline,
         write: ResponseWriter,
-        outlet: TextOutlet | None = None,
+        outlets: Outlets | None = None,
     ) -> None:
         """Writes the response to `request`, message by message. Cancellation ends all work for the request.
 
-        `outlet` may get the text of some messages instead of `write`, between the first and the last message of a
-        single answer. Raises HeadraceError, before or between messages.
+        `outlets` may get all messages of a single answer but the last, instead of `write`. Raises HeadraceError, before
+        or between messages.
         """
         arrival_unix_ns = time.time_ns()
         terms = _Terms(tenant, deadline, arrival_unix_ns, time.monotonic_ns())
@@ -102,7 +103,7 @@ class RequestRunner:
 
         with self._metrics.count_failures():
             self.reject_when_draining()
-            answer = Answer(request_id, prepare, write, outlet=outlet)
+            answer = Answer(request_id, prepare, write, outlets=outlets)
             await run_answers(request, answer, partial(self._answer, terms))
 
     async def _answer(self, terms: _Terms, answer: Answer) -> None:
@@ -153,18 +154,11 @@ class RequestRunner:
                 slot_wait_s=lambda: permit.slot_wait_s,
                 timeline=timeline,
             )
-            if answer.outlet is not None:
-                response.use_outlet(answer.outlet)
-            await self._stream(routed, answer.write, permit)
+            await write_response(
+                response,
+                lambda: self._dispatcher.run(routed),
+                answer.write,
+                on_message=permit.release_tokens,
+                outlets=answer.outlets,
+            )
             return response
-
-    async def _stream(
-        self, request: RoutedRequest, write: ResponseWriter, permit: AdmissionPermit
-    ) -> None:
-        """Runs the request and writes its response to the client."""
-        await write_response(
-            request.response,
-            lambda: self._dispatcher.run(request),
-            write,
-            on_message=permit.release_tokens,
-        )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
-from headrace_frontend.answers import AnswerGroup, answer_count
+from headrace_common.errors import DecodeFull
+from headrace_common.process.pacing import LoopLoad
+from headrace_frontend.answers import AnswerGroup, Outlets, answer_count, write_response
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import PreparedRequest, prepare
 from headrace_kv.layout.layout import WorkerRef
@@ -133,3 +136,159 @@ async def test_the_best_answers_are_those_with_likely_tokens(asked: bool) -> Non
         (1, "-2.0"),
     ]
     assert [bool(message.logprobs) for message in written.messages] == [asked, asked]
+
+
+class Client:
+    """Takes messages at once until it is full, and then one whenever it has read one."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.received: list[str] = []
+        self.read = asyncio.Event()
+        self.tasks: set[asyncio.Task[Any] | None] = set()
+
+    @property
+    def outlets(self) -> Outlets:
+        return Outlets(self._take, lambda message: self._take(message.text))
+
+    def _take(self, text: str) -> bool:
+        if len(self.received) >= self.room:
+            return False
+        self.received.append(text)
+        return True
+
+    async def write(self, message: inference_pb2.GenerateResponse) -> None:
+        self.tasks.add(asyncio.current_task())
+        if not message.finish_reason:
+            await self.read.wait()
+        self.received.append(message.text)
+
+
+def load_of(gap_s: float) -> LoopLoad:
+    """A gap that does not change by itself."""
+    load = LoopLoad()
+    load.gap_s, load.next_update_s = gap_s, math.inf
+    return load
+
+
+def response_of() -> ResponseStream:
+    return ResponseStream(prepared_of(request_of()), "t", load_of(0.0))
+
+
+def ids_of(text: str) -> decode_pb2.Tokens:
+    return decode_pb2.Tokens(token_ids=text.encode())
+
+
+def finish(response: ResponseStream) -> None:
+    reason = sampling_pb2.FINISH_REASON_LENGTH
+    response.finish(reason, inference_pb2.Usage(), inference_pb2.Timing())
+
+
+async def test_a_client_that_reads_gets_its_response_without_another_task() -> None:
+    client = Client(room=100)
+    response = response_of()
+
+    async def produce() -> None:
+        for letter in "abc":
+            await response.add_tokens(ids_of(letter))
+            assert client.received[-1] == letter, "it is sent before anything else can run"
+        finish(response)
+
+    before = asyncio.all_tasks()
+    started: list[bool] = []
+    await write_response(
+        response, produce, client.write, lambda: started.append(True), client.outlets
+    )
+    assert client.received == ["a", "b", "c", ""]
+    assert client.tasks == {asyncio.current_task()}
+    assert asyncio.all_tasks() == before
+    assert started
+
+
+async def test_a_client_that_does_not_read_gets_the_rest_from_a_task_in_order() -> None:
+    client = Client(room=1)
+    response = response_of()
+
+    async def produce() -> None:
+        for letter in "abcd":
+            await response.add_tokens(ids_of(letter))
+            await asyncio.sleep(0)
+        client.read.set()
+        finish(response)
+
+    async with asyncio.timeout(10):
+        await write_response(response, produce, client.write, outlets=client.outlets)
+    assert "".join(client.received) == "abcd"
+    assert asyncio.current_task() not in client.tasks
+
+
+@pytest.mark.parametrize("room", [1, 100])
+async def test_an_error_follows_the_tokens_before_it(room: int) -> None:
+    client = Client(room)
+    client.read.set()
+    response = response_of()
+
+    async def produce() -> None:
+        await response.add_tokens(ids_of("a"))
+        await response.add_tokens(ids_of("b"))
+        raise DecodeFull("no room")
+
+    async with asyncio.timeout(10):
+        with pytest.raises(DecodeFull):
+            await write_response(response, produce, client.write, outlets=client.outlets)
+    assert "".join(client.received) == "ab"
+
+
+async def test_a_cancelled_response_leaves_no_task_and_sends_nothing_more() -> None:
+    client = Client(room=1)
+    response = response_of()
+    full = asyncio.Event()
+
+    async def produce() -> None:
+        await response.add_tokens(ids_of("a"))
+        await response.add_tokens(ids_of("b"))
+        full.set()
+        await asyncio.Event().wait()
+
+    before = asyncio.all_tasks()
+    writing = asyncio.create_task(
+        write_response(response, produce, client.write, outlets=client.outlets)
+    )
+    async with asyncio.timeout(10):
+        await full.wait()
+        writing.cancel()
+        await asyncio.wait({writing})
+    assert asyncio.all_tasks() == before
+    client.room = 100
+    await response.add_tokens(ids_of("c"))
+    assert client.received == ["a"]
+
+
+@pytest.mark.parametrize("by_timer", [True, False])
+async def test_a_bug_in_a_write_ends_the_response(by_timer: bool) -> None:
+    client, load = Client(room=1), load_of(0.0)
+    response = ResponseStream(prepared_of(request_of()), "t", load)
+    produced = asyncio.Event()
+
+    async def broken(message: inference_pb2.GenerateResponse) -> None:
+        raise ValueError("a bug")
+
+    def broken_text(text: str) -> bool:
+        raise ValueError("a bug")
+
+    async def produce() -> None:
+        await response.add_tokens(ids_of("a"))
+        # The timer of the gap sends it.
+        load.gap_s = 1e-3 if by_timer else 0.0
+        await response.add_tokens(ids_of("b"))
+        produced.set()
+        await asyncio.Event().wait()
+
+    outlets = Outlets(broken_text, client.outlets.message) if by_timer else client.outlets
+    async with asyncio.timeout(10):
+        with pytest.raises(ValueError, match="a bug"):
+            await write_response(response, produce, broken, outlets=outlets)
+    assert produced.is_set()
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()

@@ -112,6 +112,45 @@ def test_streamed_text_is_restored(text: str, prompt: str, size: int) -> None:
     assert "".join(_pieces(codec, codec.encode(prompt), batches)) == codec.decode(tokens)
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "sentence_piece", "word_piece"])
+@settings(deadline=None, max_examples=100)
+@given(data=st.data(), size=st.integers(2, 12))
+def test_batches_give_the_text_of_their_tokens_one_by_one(
+    kind: str, data: st.DataObject, size: int
+) -> None:
+    codec, _, count = _codecs(kind)
+    prompt, tokens = data.draw(_tokens(kind, count)), data.draw(_tokens(kind, count))
+    batches = [tokens[start : start + size] for start in range(0, len(tokens), size)]
+    in_batches, one_by_one = (
+        IncrementalDetokenizer(codec, prompt),
+        IncrementalDetokenizer(codec, prompt),
+    )
+    for batch in batches:
+        assert in_batches.extend(batch) == "".join(map(one_by_one.append, batch))
+    assert in_batches.flush() == one_by_one.flush()
+
+
+def test_a_batch_is_one_step() -> None:
+    codec, _, _ = _codecs("byte_level")
+    steps: list[Any] = []
+
+    class Counting(HuggingFaceCodec):
+        def decode_step(self, token_ids: Any, *, skip_special_tokens: bool = True) -> Any:
+            step = super().decode_step(token_ids)
+            assert step is not None
+
+            def counted(tokens: Any) -> str | None:
+                steps.append(tokens)
+                return step(tokens)
+
+            return counted
+
+    tokens = codec.encode("a long answer")
+    detokenizer = IncrementalDetokenizer(Counting(Path("models/tiny-llama")), [])
+    assert detokenizer.extend(tokens) == "a long answer"
+    assert steps == [tokens]
+
+
 def test_invalid_bytes_do_not_hold_text_back_for_ever() -> None:
     codec, without, _ = _codecs("byte_level")
     # A first byte of a character of two.

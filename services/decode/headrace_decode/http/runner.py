@@ -40,13 +40,14 @@ from headrace_decode.http.timeline import OwnTimeline
 from headrace_frontend.admission.admission import AdmissionPermit
 from headrace_frontend.answers import (
     Answer,
+    Outlets,
     ResponseWriter,
     request_id_of,
     run_answers,
     write_response,
 )
 from headrace_frontend.request.preparation import RequestPreparer
-from headrace_frontend.request.response_stream import ResponseStream, TextOutlet
+from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout.layout import WorkerRef
 
@@ -118,7 +119,7 @@ class OwnRequestRunner:
         tenant: str,
         deadline: Deadline,
         write: ResponseWriter,
-        outlet: TextOutlet | None = None,
+        outlets: Outlets | None = None,
     ) -> None:
         """See openai.parts.RequestRunner. While the worker drains, `Attempts` refuses requests."""
         request_id = request_id_of(request)
@@ -126,7 +127,7 @@ class OwnRequestRunner:
         async def prepare(root: Span, tenant: str) -> PreparedRequest:
             return await self._preparer.prepare(request, request_id, root, deadline, tenant)
 
-        answer = Answer(request_id, prepare, write, outlet=outlet)
+        answer = Answer(request_id, prepare, write, outlets=outlets)
         terms = _Terms(tenant, deadline, time.time_ns(), time.monotonic_ns())
         await run_answers(request, answer, partial(self._answer, terms))
 
@@ -165,15 +166,17 @@ class OwnRequestRunner:
         await self._callers.wait_turn()
         timeline.response = response = ResponseStream(prepared, trace_id_of(root), self._load)
         answer.on_response(response)
-        if answer.outlet is not None:
-            response.use_outlet(answer.outlet)
         own = OwnRequest(
             *(prepared, response, root, terms.deadline, terms.arrival_unix_ns, timeline),
             room_wait_s=lambda: permit.slot_wait_s,
             times_wanted=root.is_recording() or prepared.includes_latency,
         )
         await write_response(
-            response, partial(self._fill, own), answer.write, on_message=permit.release_tokens
+            response,
+            partial(self._fill, own),
+            answer.write,
+            on_message=permit.release_tokens,
+            outlets=answer.outlets,
         )
 
     async def _fill(self, request: OwnRequest) -> None:

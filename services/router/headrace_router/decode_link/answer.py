@@ -5,22 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.errors import HeadraceError, ProtocolViolation
 
+TokenSink: TypeAlias = Callable[[Sequence[int], Sequence[sampling_pb2.TokenLogprobs]], bool]
+"""Uses tokens at once, with an entry of logprobs for each if those were requested.
 
-class TokenBatch(NamedTuple):
-    """Tokens that have arrived together. Each has an entry of logprobs if those were requested."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[sampling_pb2.TokenLogprobs]
-
-
-TokenSink: TypeAlias = Callable[[TokenBatch], bool]
-"""Uses tokens at once. False when the reader must act before more of them can be used."""
+False when the reader must act before more of them can be used.
+"""
 
 
 class LinkedAnswer:
@@ -68,23 +63,30 @@ class LinkedAnswer:
         self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs] = ()
     ) -> None:
         """New tokens. Raises ProtocolViolation when they are more than the credit allows."""
-        self._allowed_tokens -= len(token_ids)
+        count = len(token_ids)
+        self._allowed_tokens -= count
         if self._allowed_tokens < 0:
             raise ProtocolViolation(
                 f"the worker sent {-self._allowed_tokens} tokens more than it had credit for"
             )
         if self._sink is not None and self._waiter is not None and not self._waiter.done():
-            self._use_sink(self._sink, TokenBatch(token_ids, logprobs))
+            self._read_tokens += count
+            self._use_sink(self._sink, token_ids, logprobs)
             return
         self._token_ids += token_ids
         self._logprobs += logprobs
         self._wake()
 
-    def _use_sink(self, sink: TokenSink, batch: TokenBatch) -> None:
-        self._read_tokens += len(batch.token_ids)
+    def _use_sink(
+        self,
+        sink: TokenSink,
+        token_ids: Sequence[int],
+        logprobs: Sequence[sampling_pb2.TokenLogprobs],
+    ) -> None:
         try:
-            if sink(batch):
-                self._return_credit()
+            if sink(token_ids, logprobs):
+                if self._read_tokens * 2 >= self._window_tokens:
+                    self._return_credit()
                 return
         except Exception as error:  # noqa: BLE001 - the reader raises it, and other requests go on
             self._sink_error = error

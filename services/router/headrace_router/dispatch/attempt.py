@@ -18,7 +18,6 @@ from headrace_common.errors import HeadraceError, NotFound, ProtocolViolation, W
 from headrace_common.identity import new_transfer_id
 from headrace_common.telemetry.setup import Telemetry
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.decode_link.answer import TokenBatch
 from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.dispatch.attempt_span import AttemptSpan
 from headrace_router.dispatch.decode_call import DecodeCall
@@ -255,7 +254,7 @@ class Attempt:
                 await self._add_batch(event.tokens)
                 if self._decode_generated:
                     # The prefill cannot fail any more, so only the end and errors need this task.
-                    call.forward(self._add_now)
+                    call.forward(self._response.take_tokens)
                 if self._response.stopped:
                     return self.outcome_of(sampling_pb2.FINISH_REASON_STOP)
             elif kind == "finished":
@@ -267,11 +266,6 @@ class Attempt:
                 raise ProtocolViolation(
                     f"{self.decode_worker} sent {kind or 'nothing'} after Reserved"
                 )
-
-    def _add_now(self, tokens: TokenBatch) -> bool:
-        """False when the response has stopped or has no room."""
-        self._response.add_tokens_now(tokens)
-        return self._response.has_room and not self._response.stopped
 
     async def _add_batch(self, tokens: decode_pb2.Tokens) -> None:
         if self._first_token_by == FROM_LOGITS and not self._response.started:

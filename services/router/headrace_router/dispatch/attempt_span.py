@@ -39,7 +39,7 @@ class AttemptSpan:
         address, _, port = decision.worker.endpoint.rpartition(":")
         self._span = telemetry.tracer.start_span(
             schema.SPAN_ATTEMPT,
-            context=trace.set_span_in_context(request.root_span),
+            context=request.root_span,
             attributes={
                 schema.ATTRIBUTE_ATTEMPT: number,
                 schema.ATTRIBUTE_TRANSFER_ID: transfer_id,
@@ -66,7 +66,7 @@ class AttemptSpan:
 
     def recorded_reservation(self) -> AbstractContextManager[Any]:
         """Records the reservation span over the block."""
-        return recorded_span(self._telemetry, schema.SPAN_RESERVE, self.context)
+        return recorded_span(self._telemetry, schema.SPAN_RESERVE, self._span)
 
     def fail(self, error: HeadraceError) -> None:
         """Marks the attempt as failed."""
@@ -86,7 +86,7 @@ class AttemptSpan:
     def _record_queue_span(self, queued: QueuedTask) -> None:
         self._telemetry.record_span(
             schema.SPAN_QUEUE,
-            self.context,
+            self._span,
             queued.queued_unix_ns,
             queued.pulled_unix_ns or time.time_ns(),
             {schema.ATTRIBUTE_QUEUE_DEPTH: queued.tasks_ahead},

@@ -268,7 +268,7 @@ class RequestDispatcher:
             decode=table,
             cached_tokens=cached_tokens,
             prefill=self._queue.pulling_workers(),
-            queue_wait_s=self._queue.estimate(request.model).wait_s,
+            queue_wait_s=self._queue.wait_s(request.model),
         )
 
     def _plan(

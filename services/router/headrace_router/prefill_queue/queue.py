@@ -68,14 +68,19 @@ class PrefillQueue:
     def estimate(self, model: str = "") -> QueueEstimate:
         """The queue of one served model, or of all. `wait_s` is that of the layout with the shortest wait."""
         groups = self._groups_of(model)
-        wait_s = min((group.wait_s for group in groups), default=0.0)
-        expected_tasks = sum(group.expected_tasks for group in self._groups.values())
         return QueueEstimate(
             depth=sum(map(len, groups)),
             queued_tokens=sum(group.queued_tokens for group in groups),
             oldest_age_s=max((group.oldest_age_s for group in groups), default=0.0),
-            wait_s=math.inf if self.depth + expected_tasks >= self.max_queued_tasks else wait_s,
+            wait_s=self.wait_s(model),
         )
+
+    def wait_s(self, model: str = "") -> float:
+        """`wait_s` of the estimate alone, which each placement needs."""
+        expected_tasks = sum(group.expected_tasks for group in self._groups.values())
+        if self.depth + expected_tasks >= self.max_queued_tasks:
+            return math.inf
+        return min((group.wait_s for group in self._groups_of(model)), default=0.0)
 
     def compute_s_per_token(self, model: str) -> float:
         """How long a prefill worker of a served model computes a token of a prompt; 0 before the first task."""

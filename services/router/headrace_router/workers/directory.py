@@ -127,10 +127,7 @@ class WorkerDirectory:
 
     def max_model_len(self) -> dict[str, int]:
         """By model, the most tokens that every live decode worker of it accepts."""
-        return {
-            model: min(worker.max_model_len for worker in table.workers)
-            for model, table in self._tables.items()
-        }
+        return {model: table.max_model_len for model, table in self._tables.items()}
 
     def decode_worker_counts(self) -> dict[str, int]:
         """The number of live decode workers by model."""

@@ -61,6 +61,8 @@ class LoadTable:
     def __init__(self, workers: Iterable[Worker]) -> None:
         self.workers = tuple(sorted(workers, key=lambda worker: str(worker.ref)))
         count = len(self.workers)
+        self.max_model_len = min((worker.max_model_len for worker in self.workers), default=0)
+        """The most tokens that every worker accepts."""
         self.requests: Numbers = np.zeros(count)
         self.external_requests: Numbers = np.zeros(count)
         self.max_num_seqs: Numbers = np.array([w.max_num_seqs for w in self.workers], np.float64)

@@ -15,11 +15,11 @@ import pytest
 
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import ConfigError, QueueFull
+from headrace_common.errors import Cancelled, ConfigError, QueueFull
 from headrace_common.process.connections import CLOSED_SURPLUS
 from headrace_common.process.settings import load_config
 from headrace_common.reloading import CHECK_INTERVAL_S
-from headrace_frontend.openai.exchange import CHUNKS_EXTENSION, ChunkWriter
+from headrace_frontend.openai.exchange import DIRECT_EXTENSION, DirectWriter, HttpExchange
 from headrace_frontend.openai.server import HEADER_WAIT_S, HttpServer
 from headrace_router.config import RouterConfig
 from tests.suite.certificates import Authority, presented_serial, serial_in
@@ -129,7 +129,8 @@ class ChunkApp:
         self.refused = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        write: ChunkWriter = scope["extensions"][CHUNKS_EXTENSION]
+        direct: DirectWriter = scope["extensions"][DIRECT_EXTENSION]
+        write = direct.write
         assert not write(b"too early")
         await send({"type": "http.response.start", "status": 200, "headers": []})
         number = 0
@@ -161,6 +162,110 @@ async def test_chunks_are_sent_at_once_until_the_client_must_read() -> None:
         body = b"".join(answer.partition(b"\r\n\r\n")[2].split(b"\r\n")[1::2])
         assert body == b"".join(map(_chunk, range(app.sent_at_once + 1))) + b"end"
         writer.close()
+    finally:
+        await server.stop()
+
+
+class BothWays:
+    """Sends the same response directly, or for the path /asgi with `send`."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        exchange = HttpExchange(scope, receive, send)
+        if scope["method"] == "POST":
+            assert await exchange.read_json(100) == b"{}"
+        if scope["path"] == "/asgi":
+            await exchange.start(200, {"x-name": "value"})
+            await exchange.write(b"first")
+            await exchange.write(b"second")
+            await exchange.finish(b"last")
+            return
+        assert not exchange.write_now(b"too early")
+        assert exchange.start_now(b"x-name: value\r\n", b"first")
+        assert not exchange.start_now(b"", b"again")
+        assert not exchange.write_now(b""), "it would be the end"
+        assert exchange.write_now(b"second")
+        assert exchange.finish_now(b"last")
+        assert not exchange.writable
+
+
+async def _exchanged(server: HttpServer, *requests: bytes) -> list[bytes]:
+    """The responses on one connection, without their dates."""
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    responses: list[bytes] = []
+    async with asyncio.timeout(10):
+        for request in requests:
+            writer.write(request)
+            response = await reader.readuntil(b"\r\n0\r\n\r\n")
+            lines = response.split(b"\r\n")
+            responses.append(b"\r\n".join(x for x in lines if not x.startswith(b"date: ")))
+        writer.write_eof()
+        assert not await reader.read()
+    writer.close()
+    return responses
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "GET {} HTTP/1.1\r\nhost: x\r\n\r\n",
+        "POST {} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{{}}",
+    ],
+)
+async def test_a_direct_response_is_that_of_asgi(head: str) -> None:
+    server = server_of(BothWays(), config_of(http_listen="127.0.0.1:0"))
+    server.start()
+    direct, asgi = (head.format(path).encode() for path in ("/", "/asgi"))
+    closing = b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    try:
+        first, second, third = await _exchanged(server, direct, asgi, direct)
+        assert first == second == third
+        assert first.endswith(b"\r\n\r\n5\r\nfirst\r\n6\r\nsecond\r\n4\r\nlast\r\n0\r\n\r\n")
+        assert await _exchanged(server, closing % b"/") == await _exchanged(
+            server, closing % b"/asgi"
+        )
+    finally:
+        await server.stop()
+
+
+class WaitingApp:
+    """Waits until its client has closed the connection."""
+
+    def __init__(self) -> None:
+        self.entered = asyncio.Event()
+        self.ended = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        exchange = HttpExchange(scope, receive, send)
+        assert exchange.start_now(b"", b"first")
+        self.entered.set()
+        with pytest.raises(Cancelled):
+            await exchange.run_while_connected(asyncio.Event().wait())
+        assert not exchange.writable
+        begun = False
+
+        async def begin() -> None:
+            nonlocal begun
+            begun = True
+
+        with pytest.raises(Cancelled):
+            await exchange.run_while_connected(begin())
+        assert not begun
+        self.ended.set()
+
+
+async def test_a_closed_connection_cancels_the_work_for_its_response() -> None:
+    app = WaitingApp()
+    server = server_of(app, config_of(http_listen="127.0.0.1:0"))
+    server.start()
+    try:
+        host, _, port = server.url.removeprefix("http://").partition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        async with asyncio.timeout(10):
+            await app.entered.wait()
+            writer.close()
+            await app.ended.wait()
     finally:
         await server.stop()
 

@@ -30,10 +30,10 @@ def test_the_gap_follows_the_load_within_its_bounds() -> None:
     for _ in range(50):
         load.adapt(1.0, MANY)
     assert load.gap_s == GAP_MAX_S
-    load.adapt(0.25, MANY)
+    load.adapt(0.12, MANY)
     assert load.gap_s == GAP_MAX_S, "a load between the thresholds changes nothing"
     for _ in range(50):
-        load.adapt(0.1, MANY)
+        load.adapt(0.05, MANY)
     assert load.gap_s == GAP_MIN_S
 
 

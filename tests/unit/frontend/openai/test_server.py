@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from headrace_frontend.openai.server import JoinedHead
+from headrace_frontend.openai.direct import JoinedHead
 
 
 class _Transport:

@@ -169,7 +169,7 @@ async def test_an_outlet_gets_the_text_between_the_first_and_the_last_message() 
     load.gap_s = 0.0
     stream = _response(load=load)
     sent: list[str] = []
-    stream.use_outlet(_into(sent))
+    stream.use_outlets(_into(sent))
     await stream.add_tokens(_ids("a"))
     first = await stream.next_message()
     assert first is not None
@@ -199,7 +199,7 @@ async def test_an_outlet_makes_room_for_tokens_that_came_within_the_gap() -> Non
     load.gap_s = 0.0
     stream = _response(load=load)
     sent: list[str] = []
-    stream.use_outlet(_into(sent))
+    stream.use_outlets(_into(sent))
     await stream.add_tokens(_ids("a"))
     await stream.next_message()
     reader = await _waits(stream)
@@ -229,7 +229,7 @@ async def test_what_an_outlet_refuses_is_in_the_next_message_once() -> None:
     load = _FixedLoad()
     load.gap_s = 0.0
     stream = _response(load=load)
-    stream.use_outlet(lambda text: False)
+    stream.use_outlets(lambda text: False)
     await stream.add_tokens(_ids("a"))
     await stream.next_message()
     reader = await _waits(stream)
@@ -244,7 +244,7 @@ async def test_logprobs_never_go_through_an_outlet() -> None:
     load = _FixedLoad()
     load.gap_s = 0.0
     stream = _response(load=load)
-    stream.use_outlet(lambda text: True)
+    stream.use_outlets(lambda text: True)
     await stream.add_tokens(_tokens("a"))
     await stream.next_message()
     reader = await _waits(stream)
@@ -259,7 +259,7 @@ async def test_an_outlet_gets_no_part_of_a_stop_string() -> None:
     load.gap_s = 0.0
     stream = _response("END", load=load)
     sent: list[str] = []
-    stream.use_outlet(_into(sent))
+    stream.use_outlets(_into(sent))
     await stream.add_tokens(_ids("a"))
     await stream.next_message()
     reader = await _waits(stream)
@@ -270,6 +270,101 @@ async def test_an_outlet_gets_no_part_of_a_stop_string() -> None:
     last = await reader
     assert last is not None
     assert (last.text, last.finish_reason) == ("", _STOP)
+
+
+def _send_all(stream: ResponseStream, room: int = 1_000) -> list[inference_pb2.GenerateResponse]:
+    """Lets the stream send everything itself. The client takes `room` messages with logprobs, or a first one."""
+    sent: list[inference_pb2.GenerateResponse] = []
+
+    def send(message: inference_pb2.GenerateResponse) -> bool:
+        taken = len(sent) < room
+        if taken:
+            sent.append(message)
+        return taken
+
+    def send_text(text: str) -> bool:
+        return send(inference_pb2.GenerateResponse(text=text))
+
+    stream.use_outlets(send_text, send)
+    return sent
+
+
+async def test_outlets_need_no_reader_before_the_last_message() -> None:
+    load = _FixedLoad()
+    load.gap_s = 0.0
+    stream = _response(load=load)
+    sent = _send_all(stream)
+    await stream.add_tokens(_ids("a"))
+    await stream.add_tokens(_ids("b"))
+    await stream.add_tokens(_tokens("c"))
+    assert [message.text for message in sent] == ["a", "b", "c"]
+    assert sent[0].trace_id == "trace"
+    assert len(sent[2].logprobs) == 1
+    _finish(stream)
+    last = await stream.next_message()
+    assert last is not None
+    assert (last.text, last.finish_reason) == ("", _LENGTH)
+    assert await stream.next_message() is None
+
+
+async def test_a_message_that_an_outlet_refuses_goes_to_the_reader_once_and_in_order() -> None:
+    load = _FixedLoad()
+    load.gap_s = 0.0
+    stream = _response(load=load)
+    sent: list[str] = []
+    refused = 0
+
+    def count() -> None:
+        nonlocal refused
+        refused += 1
+
+    stream.use_outlets(_into(sent), lambda message: False, count)
+    await stream.add_tokens(_ids("a"))
+    assert refused == 1
+    await stream.add_tokens(_ids("b"))
+    first = await stream.next_message()
+    second = await stream.next_message()
+    assert first is not None
+    assert second is not None
+    assert (first.text, second.text) == ("a", "b")
+    reader = await _waits(stream)
+    await stream.add_tokens(_ids("c"))
+    assert sent == ["c"]
+    assert refused == 1
+    reader.cancel()
+
+
+async def test_a_stream_sends_nothing_after_stop_sending() -> None:
+    load = _FixedLoad()
+    load.gap_s = 0.0
+    stream = _response(load=load)
+    sent = _send_all(stream)
+    await stream.add_tokens(_ids("a"))
+    load.gap_s = 0.01
+    await stream.add_tokens(_ids("b"))
+    stream.stop_sending()
+    load.gap_s = 0.0
+    await asyncio.sleep(0.05)
+    await stream.add_tokens(_ids("c"))
+    assert [message.text for message in sent] == ["a"]
+
+
+async def test_an_outlet_that_fails_after_the_gap_fails_the_response() -> None:
+    load = _FixedLoad()
+    load.gap_s = 0.0
+    stream = _response(load=load)
+
+    def broken(text: str) -> bool:
+        raise ValueError("a bug")
+
+    stream.use_outlets(broken, lambda message: True)
+    await stream.add_tokens(_ids("a"))
+    load.gap_s = 0.01
+    await stream.add_tokens(_ids("b"))
+    async with asyncio.timeout(10):
+        assert await stream.next_message() is not None
+        with pytest.raises(ValueError, match="a bug"):
+            await stream.next_message()
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.decode.v1 import decode_pb2
 from headrace_common.errors import TransferFailed
-from headrace_router.decode_link.answer import LinkedAnswer, TokenBatch
+from headrace_router.decode_link.answer import LinkedAnswer
 
 
 class Reader:
@@ -28,9 +30,9 @@ class Reader:
     def _grant(self, stream_id: int, tokens: int) -> None:
         self.granted += tokens
 
-    def _use(self, batch: TokenBatch) -> bool:
-        self.token_ids += batch.token_ids
-        self.used_at_once += len(batch.token_ids)
+    def _use(self, token_ids: Sequence[int], logprobs: Sequence[Any]) -> bool:
+        self.token_ids += token_ids
+        self.used_at_once += len(token_ids)
         return len(self.token_ids) % self._stop_at != 0
 
     async def read(self) -> None:
@@ -89,7 +91,7 @@ async def test_a_sink_that_needs_its_reader_gets_no_more_before_it_acts() -> Non
 
 
 async def test_the_reader_gets_the_error_of_its_sink() -> None:
-    def broken(batch: TokenBatch) -> bool:
+    def broken(token_ids: Sequence[int], logprobs: Sequence[Any]) -> bool:
         raise ValueError("a bug")
 
     answer = LinkedAnswer(1, 8, lambda stream_id, tokens: None)

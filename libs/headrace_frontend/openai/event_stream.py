@@ -1,0 +1,82 @@
+"""The server-sent events of one response."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from headrace.inference.v1 import inference_pb2
+from headrace_frontend.openai.exchange import HttpExchange
+from headrace_frontend.openai.responses import DONE_EVENT, ResponseFormat
+
+_HEADERS: Final = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    # Proxies such as nginx would collect events.
+    "x-accel-buffering": "no",
+}
+_HEADER_LINES: Final = "".join(f"{name}: {value}\r\n" for name, value in _HEADERS.items()).encode()
+
+
+class EventStream:
+    """Sends an event for each message of each choice. `prompts` share the choices evenly."""
+
+    def __init__(
+        self, exchange: HttpExchange, form: ResponseFormat, *, choices: int, prompts: int
+    ) -> None:
+        self._exchange = exchange
+        self._form = form
+        self._prompts = prompts
+        self._usages = [inference_pb2.Usage() for _ in range(choices)]
+        self._offsets: dict[int, int] = {}
+        """The characters of each choice so far."""
+        self._ending = b""
+
+    async def write(self, index: int, message: inference_pb2.GenerateResponse) -> None:
+        """Sends a message of choice `index`. Waits while the client does not read."""
+        data = self._event(index, message)
+        if message.finish_reason:
+            self._usages[index] = message.usage
+            if len(self._usages) == 1:
+                # One write for all that is left.
+                self._ending = data
+                return
+        if not self._exchange.started:
+            await self._exchange.start(200, _HEADERS)
+        if data:
+            await self._exchange.write(data)
+
+    def write_now(self, index: int, message: inference_pb2.GenerateResponse) -> bool:
+        """Sends a message that is not the last one of its choice. See MessageOutlet."""
+        exchange = self._exchange
+        if not exchange.writable:
+            return False
+        data = self._event(index, message)
+        if exchange.started:
+            return not data or exchange.write_now(data)
+        return exchange.start_now(_HEADER_LINES, data)
+
+    def write_text(self, index: int, text: str) -> bool:
+        """Sends text after the first message of choice `index`. See TextOutlet."""
+        data = self._form.text_event(index, text)
+        if data is None or not self._exchange.write_now(data):
+            return False
+        self._offsets[index] += len(text)
+        return True
+
+    async def finish(self) -> None:
+        """Sends what is left, once all choices have ended."""
+        exchange = self._exchange
+        data = self._ending + self._form.usage_event(self._usages, self._prompts) + DONE_EVENT
+        if exchange.finish_now(data):
+            return
+        if not exchange.started:
+            await exchange.start(200, _HEADERS)
+        await exchange.finish(data)
+
+    def _event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
+        offset = self._offsets.get(index)
+        data = self._form.event(index, message, offset or 0)
+        if offset is None:
+            data = self._form.first_event(index) + data
+        self._offsets[index] = (offset or 0) + len(message.text)
+        return data
