@@ -31,6 +31,17 @@ from bench.security_cost import measure_cost, render_cost
 PARTS: Final = ("bystander", "cost")
 
 
+def attack_names(text: str) -> tuple[str, ...]:
+    """Names of attacks, also with spaces, as the tables have them. Raises ArgumentTypeError for another name."""
+    names = tuple(name.strip().replace(" ", "_") for name in text.split(",") if name.strip())
+    unknown = [name for name in names if name not in ATTACKS]
+    if unknown or not names:
+        raise argparse.ArgumentTypeError(
+            f"{', '.join(unknown) or 'nothing'} is no attack: name some of {', '.join(ATTACKS)}"
+        )
+    return names
+
+
 def main() -> None:
     """Prints the tables, and writes them to the output folder as security_PART.md."""
     parser = argparse.ArgumentParser(
@@ -39,15 +50,20 @@ def main() -> None:
     parser.add_argument("--part", choices=[*PARTS, "both"], default="both")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=5.0, help="of each period")
-    parser.add_argument("--attacks", default=",".join(ATTACKS))
+    parser.add_argument(
+        "--attacks",
+        type=attack_names,
+        default=ATTACKS,
+        metavar="NAME,...",
+        help=f"some of {', '.join(ATTACKS)}",
+    )
     parser.add_argument("--streams", type=int, default=8, help="requests at once in cost")
     parser.add_argument("--output", type=Path, help="folder for the tables")
     given = parser.parse_args()
     head = f"{given.rounds} rounds with periods of {given.seconds:g} s, {os.cpu_count()} CPUs for everything."
     for part in PARTS if given.part == "both" else (given.part,):
         if part == "bystander":
-            chosen = tuple(given.attacks.split(","))
-            periods = asyncio.run(measure_bystander(chosen, given.rounds, given.seconds))
+            periods = asyncio.run(measure_bystander(given.attacks, given.rounds, given.seconds))
             table = render_bystander(periods)
         else:
             samples = asyncio.run(measure_cost(given.streams, given.rounds, given.seconds))

@@ -86,7 +86,10 @@ async def _run(
     if attacker is not None:
         # Its last calls may take longer than the period.
         async with asyncio.timeout(2 * _DEADLINE_S):
-            period.statuses.update(json.loads(await _reader(attacker).readline()))
+            line = await _reader(attacker).readline()
+        if not line:
+            raise RuntimeError("the attacker has ended; stderr has the cause")
+        period.statuses.update(json.loads(line))
 
 
 async def _ask_for(it: Suite, seconds: float, period: Period) -> None:

@@ -53,6 +53,14 @@ Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the router; 0
 Store = Annotated[
     str, typer.Option(help="Where the registry stores its records: memory, or etcd://HOST:PORT.")
 ]
+StorePool = Annotated[
+    float,
+    typer.Option(
+        metavar="GIB",
+        min=0.0,
+        help="Memory of a store on this machine where all workers share KV blocks; 0 starts none.",
+    ),
+]
 TensorParallel = Annotated[
     str,
     typer.Option(

@@ -81,6 +81,11 @@ class ClientFacingConfig(ServiceConfig):
         "that is large, or slow to check, counts more than once. Beyond it further calls wait a second and are refused "
         "before their request arrives.",
     )
+    max_unary_per_s: PositiveSeconds = Field(
+        default=2_000.0,
+        description="Calls with one response, such as Route, that one caller may make each second, and twice as many "
+        "at once. Over HTTP, all requests but completions. Beyond it calls are refused before their request arrives.",
+    )
     host_block_s: NonNegativeSeconds = Field(
         default=30.0,
         description="Seconds in which a host cannot connect to listen after it has flooded it with calls or "

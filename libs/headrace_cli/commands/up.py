@@ -20,6 +20,7 @@ from headrace_cli.options import (
     PrefillCount,
     Settings,
     Store,
+    StorePool,
     TensorParallel,
 )
 from headrace_cli.up.deployment import run_up
@@ -48,6 +49,7 @@ def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     decode: DecodeCount = 1,
     port: Port = ports.ROUTER,
     store: Store = "memory",
+    store_pool: StorePool = 0.0,
     tensor_parallel: TensorParallel = "1",
     cpu_threads: CpuThreads = 1,
     settings: Settings = None,
@@ -67,7 +69,7 @@ def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
         )
         # Another deployment may have the default one.
         http_port = ports.ROUTER_HTTP if port == ports.ROUTER else 0
-        topology = replace(topology, http_port=http_port)
+        topology = replace(topology, http_port=http_port, pool_gib=store_pool)
         policy = RestartPolicy() if restart else NO_RESTARTS
         await run_up(topology, logs, notice_console(), policy)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from headrace_cli.up.supervisor import Child, Spawn, Supervisor, spawn_program
 from headrace_cli.up.topology import (
     Topology,
     check_topology,
+    pool_spec,
     registry_spec,
     router_spec,
     worker_specs,
@@ -192,14 +194,21 @@ def show_log(error: HeadraceError, console: Console) -> None:
 async def _start(
     topology: Topology, folder: Path, console: Console, supervisor: Supervisor
 ) -> Deployment:
-    """Starts the registry first, because all others need its address, then all others at once."""
+    """Starts the registry first, because all others need its address, then all others at once.
+
+    The same holds for the store of KV blocks and the workers.
+    """
     children: list[Child] = []
+    pool_address = ""
     with StartProgress(console, supervisor.children) as progress:
         registry = await supervisor.start(registry_spec(topology, folder))
-        await supervisor.wait_ready([registry])
+        if topology.pool_gib:
+            pool_address = f"127.0.0.1:{_free_port()}"
+            children.append(await supervisor.start(pool_spec(topology, folder, pool_address)))
+        await supervisor.wait_ready([registry, *children])
         router = await supervisor.start(router_spec(topology, folder, registry.endpoint))
         children += [registry, router]
-        for spec in worker_specs(topology, folder, registry.endpoint):
+        for spec in worker_specs(topology, folder, registry.endpoint, pool_address):
             children.append(await supervisor.start(spec))
         waiting = asyncio.create_task(supervisor.wait_ready(children))
         try:
@@ -219,6 +228,13 @@ async def _start(
     )
     await _wait_joined(topology, deployment)
     return deployment
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 async def _wait_joined(topology: Topology, deployment: Deployment) -> None:

@@ -14,6 +14,8 @@ def require_extras(topology: Topology) -> None:
     require_extra(WHAT, "router")
     if topology.store.startswith("etcd:"):
         require_extra("a registry with its records in etcd", "etcd")
+    if topology.pool_gib:
+        require_extra("the store of KV blocks", "sim")
     if topology.engine == VLLM:
         _require_vllm()
     elif topology.engine == SIM:

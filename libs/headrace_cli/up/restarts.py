@@ -1,4 +1,4 @@
-"""Starts workers again that ended unexpectedly: `headrace up` repairs what a deployment needs to serve."""
+"""Starts workers and the pool again that ended unexpectedly: `headrace up` repairs what a deployment serves with."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from rich.console import Console
 
 from headrace_cli.up.supervisor import Child, Supervisor, end_text, log_line, unexpected_end
 
-WORKERS: Final = ("prefill", "decode")
+RESTARTED: Final = ("prefill", "decode", "pool")
+"""Services that others do not need to serve: without the pool, workers compute what it would have had."""
 _POLL_S: Final = 0.1
 
 
@@ -106,7 +107,7 @@ class Restarts:
         worker = self._workers.setdefault(name, _Worker())
         worker.forget_before(now_s - self._policy.window_s)
         number = len(worker.started_s) + 1
-        if child.spec.service not in WORKERS or number > self._policy.count_max:
+        if child.spec.service not in RESTARTED or number > self._policy.count_max:
             raise unexpected_end(child)
         delay_s = self._policy.delay_s(number)
         worker.schedule(child, now_s + delay_s)

@@ -25,7 +25,7 @@ EXIT_MISCONFIGURED = 2
 DISK_FULL_BYTES = 1024 * 1024
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 # The order in which services end, so that each can use the later ones while it finishes its work.
-STOP_ORDER = (("router",), ("prefill", "decode"), ("registry",))
+STOP_ORDER = (("router",), ("prefill", "decode"), ("registry", "pool"))
 
 
 class ChildProcess(Protocol):

@@ -15,6 +15,8 @@ SIM = "sim"
 VLLM = "vllm"
 # Fits small machines. The models allow contexts several times longer.
 VLLM_CONTEXT_TOKENS = 2048
+# Main memory for KV blocks of each rank, where a store needs some and no setting gives it.
+POOLED_HOST_GIB = 0.5
 # With more sim workers of a role than this, one process holds all of them.
 SIM_PROCESSES = 8
 
@@ -36,6 +38,8 @@ class Topology:
     cpu_threads: int = 1
     log_level: str = "info"
     settings: tuple[tuple[str, str, str], ...] = field(default=())
+    pool_gib: float = 0.0
+    """Memory of a store where all workers share KV blocks; 0 means none."""
 
     @property
     def http_listen(self) -> str:
@@ -79,6 +83,10 @@ def check_topology(topology: Topology) -> None:
         raise ConfigError(
             f"{topology.model} is not a model folder: it has no config.json; give another --model, or run "
             "`make model` for the small one"
+        )
+    if topology.pool_gib and max(topology.prefill_count, topology.decode_count) > SIM_PROCESSES:
+        raise ConfigError(
+            f"--store-pool needs a process for each worker: give at most {SIM_PROCESSES} of each role, or leave it out"
         )
     if topology.decode_count < 1 or topology.prefill_count < 0:
         raise ConfigError("at least one decode worker is needed: give --decode 1 or more")
@@ -137,8 +145,28 @@ def router_spec(topology: Topology, folder: Path, registry: str) -> ProcessSpec:
     )
 
 
-def worker_specs(topology: Topology, folder: Path, registry: str) -> list[ProcessSpec]:
-    """The processes of all prefill and decode workers, on any free ports."""
+def pool_spec(topology: Topology, folder: Path, address: str) -> ProcessSpec:
+    """The store of all workers' KV blocks, at a loopback address that stays the same over its restarts."""
+    port_file = folder / "pool.port"
+    flags = [
+        f"--listen={address}",
+        f"--memory-gib={topology.pool_gib:g}",
+        f"--port-file={port_file}",
+    ]
+    return ProcessSpec(
+        name="pool",
+        service="pool",
+        arguments=(sys.executable, "-m", "headrace_kv.pool.mooncake.serve", *flags),
+        port_file=port_file,
+        log_file=folder / "pool.log",
+        environment={"PYTHONUNBUFFERED": "1"},
+    )
+
+
+def worker_specs(
+    topology: Topology, folder: Path, registry: str, pool: str = ""
+) -> list[ProcessSpec]:
+    """The processes of all prefill and decode workers, on any free ports. `pool`: the address of their store."""
     counts = {"prefill": topology.prefill_count, "decode": topology.decode_count}
     ranks = {
         "prefill": topology.prefill_tensor_parallel,
@@ -158,6 +186,8 @@ def worker_specs(topology: Topology, folder: Path, registry: str) -> list[Proces
             ]
             if service == "decode" and ("router", "look_aside", "true") in topology.settings:
                 flags.append("--listen=127.0.0.1:0")
+            if pool:
+                flags += [f"--kv-pool-address={pool}", f"--kv-host-gib={POOLED_HOST_GIB}"]
             if topology.engine == VLLM:
                 flags.append(f"--max-model-len={VLLM_CONTEXT_TOKENS}")
             if members > 1:

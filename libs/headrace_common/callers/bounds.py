@@ -1,4 +1,4 @@
-"""The bounds on each caller of a client listener: calls in flight, rejected calls, and turns of work.
+"""The bounds on each caller of a client listener: calls in flight, unary and rejected calls, and turns of work.
 
 A caller is a tenant, or where no API key is known, a host.
 """
@@ -6,6 +6,7 @@ A caller is a tenant, or where no API key is known, a host.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -28,6 +29,7 @@ from headrace_common.process.rates import RateByCaller
 
 REFUSED_CALLS: Final = "calls in flight"
 REFUSED_REJECTIONS: Final = "rejected calls"
+REFUSED_UNARY: Final = "unary calls"
 REFUSED_BODY: Final = "late request"
 REFUSED_KEY: Final = "removed key"
 
@@ -35,6 +37,8 @@ REFUSED_KEY: Final = "removed key"
 _REFUSAL_WAIT_S: Final = 1.0
 # Calls of one caller that wait so. Beyond them, calls are refused at once.
 _REFUSALS_WAITING_MAX: Final = 64
+# The same for all callers together. An attacker may have many hosts.
+_REFUSALS_WAITING_IN_ALL_MAX: Final = 1_024
 # Refusals at once that a host may cause, a second and at first. Beyond them it is blocked.
 _FLOOD_PER_S: Final = 500.0
 _FLOOD_BURST: Final = 1_000.0
@@ -47,7 +51,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class CallerLimits:
-    """`calls_max` bounds a caller's calls in flight, and `rejected_per_s` its invalid ones.
+    """`calls_max` bounds a caller's calls in flight, `rejected_per_s` its invalid ones, `unary_per_s` its unary ones.
 
     The API key of an open call is looked up again every `check_s`.
     """
@@ -55,12 +59,16 @@ class CallerLimits:
     calls_max: int
     rejected_per_s: float
     check_s: float
+    unary_per_s: float = math.inf
 
     @classmethod
     def from_config(cls, config: ClientFacingConfig) -> CallerLimits:
         """The limits of the settings."""
         return cls(
-            config.max_calls_per_caller, config.max_rejected_per_s, config.credential_check_s
+            config.max_calls_per_caller,
+            config.max_rejected_per_s,
+            config.credential_check_s,
+            config.max_unary_per_s,
         )
 
 
@@ -69,6 +77,7 @@ class _OpenCall:
     """`weight` is what the call counts if it is rejected."""
 
     caller: str
+    host: str
     weight: float = 1.0
 
     def add_weight(self, more: float) -> None:
@@ -103,9 +112,13 @@ class CallerBounds:
         self._rejected = RateByCaller(
             limits.rejected_per_s, max(1.0, _BURST_S * limits.rejected_per_s), clock
         )
+        self._unary = RateByCaller(
+            limits.unary_per_s, max(1.0, _BURST_S * limits.unary_per_s), clock
+        )
         self._floods = RateByCaller(_FLOOD_PER_S, _FLOOD_BURST, clock)
         self._calls: Counter[str] = Counter()
         self._waiting: Counter[str] = Counter()
+        """Refused calls that wait, of each caller."""
         self._callers_of: dict[str, Counter[str]] = {}
         """Calls in flight of each caller, by host."""
         self._calls_in_flight = 0
@@ -136,7 +149,7 @@ class CallerBounds:
                 f"{self._limits.calls_max} calls of this caller are in flight; wait for one to end",
                 metadata={"queue": "calls", "maxsize": str(self._limits.calls_max)},
             )
-        opened = _OpenCall(caller)
+        opened = _OpenCall(caller, host)
         _CALL.set(opened)
         self._calls[caller] += 1
         self._calls_in_flight += 1
@@ -154,6 +167,25 @@ class CallerBounds:
             if not callers:
                 self._callers_of.pop(host, None)
 
+    def count_unary(self) -> None:
+        """Counts the current call as one with a single response. Call it inside `call`.
+
+        Raises QueueFull when the caller makes too many of them. One that is refused does not count.
+        """
+        opened = _CALL.get()
+        if opened is None:
+            return
+        retry_after_s = self._unary.excess_s(opened.caller)
+        if not retry_after_s:
+            self._unary.count(opened.caller)
+            return
+        self._refuse_at_once(REFUSED_UNARY, opened.caller, opened.host)
+        raise QueueFull(
+            f"this caller makes more than {self._limits.unary_per_s:g} unary calls a second; wait",
+            metadata={"queue": "unary calls", "maxsize": f"{self._limits.unary_per_s:g}"},
+            retry_after_s=max(0.1, retry_after_s),
+        )
+
     def count_rejection(self) -> None:
         """Counts that the current call is rejected, if `call` does not know its error. Call it inside `call`."""
         opened = _CALL.get()
@@ -166,6 +198,12 @@ class CallerBounds:
         if opened is not None:
             opened.add_weight(count / _BYTES_PER_REJECTION)
 
+    def add_check_s(self, seconds: float) -> None:
+        """Lets the current call count more if it is rejected: its checks took so long, in any thread."""
+        opened = _CALL.get()
+        if opened is not None:
+            opened.add_weight(seconds / _CHECK_S_PER_REJECTION)
+
     def timed(self, check: Callable[[], Result]) -> Result:
         """The result of a check. Its time lets the current call count more if it is rejected."""
         opened = _CALL.get()
@@ -175,13 +213,16 @@ class CallerBounds:
         try:
             return check()
         finally:
-            opened.add_weight((self._cpu_clock() - start_s) / _CHECK_S_PER_REJECTION)
+            self.add_check_s(self._cpu_clock() - start_s)
 
     async def pace(self, caller: str, host: str) -> None:
         """Raises QueueFull after a wait when too many calls of the caller were rejected. Call it inside `call`."""
         if not self._rejected.excess_s(caller):
             return
-        if self._waiting[caller] >= _REFUSALS_WAITING_MAX:
+        if (
+            self._waiting[caller] >= _REFUSALS_WAITING_MAX
+            or self._waiting.total() >= _REFUSALS_WAITING_IN_ALL_MAX
+        ):
             self._refuse_at_once(REFUSED_REJECTIONS, caller, host)
         else:
             self.count_refused(REFUSED_REJECTIONS, 1)

@@ -56,6 +56,8 @@ class CallerInterceptor(WrappingInterceptor):
 
         async def answer(_: Any, context: Context) -> Any:
             async with self._bounded(context):
+                if not handler.response_streaming:
+                    bounds.count_unary()
                 data = await _first(context, bounds)
                 bounds.add_bytes(len(data))
                 await bounds.wait_turn()

@@ -29,6 +29,8 @@ _LOG = logging.getLogger(__name__)
 
 DOMAIN = "headrace"
 _DETAILS_KEY = "grpc-status-details-bin"
+# gRPC clients with a retry policy wait for so many milliseconds before they try again.
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"
 # HTTP/2 trailers carry the status, with the detail twice. gRPC clients limit them to 8 KiB by default.
 _DETAIL_BYTES_MAX = 1_024
 _VALUE_BYTES_MAX = 512
@@ -151,7 +153,10 @@ def reported_error(error: Exception, method: str) -> HeadraceError:
 
 async def _abort(context: Context, error: HeadraceError) -> None:
     status = rpc_status.to_status(status_of(error))
-    await context.abort(error.code, status.details, status.trailing_metadata)
+    trailers = status.trailing_metadata
+    if error.retry_after_s is not None:
+        trailers = (*trailers, (_PUSHBACK_KEY, str(max(1, round(1e3 * error.retry_after_s)))))
+    await context.abort(error.code, status.details, trailers)
 
 
 @dataclass(frozen=True, slots=True)

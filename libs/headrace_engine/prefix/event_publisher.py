@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Final, Literal
@@ -54,6 +54,7 @@ class PrefixEventPublisher:
         self._log = PrefixEventLog(ref.incarnation, tiers)
         self._pending: list[_Change] = []
         self._flush: asyncio.TimerHandle | None = None
+        self._key_listeners: list[Callable[[int], None]] = []
         self._subscriptions: set[Subscription] = set()
 
     def set_hash_key(self, prefix_hash_key: int, model: str) -> None:
@@ -64,6 +65,12 @@ class PrefixEventPublisher:
         self.hashing = worker_pb2.KvHashing(
             key_fingerprint=key_fingerprint(prefix_hash_key), block_tokens=self.block_tokens
         )
+        for listener in self._key_listeners:
+            listener(prefix_hash_key)
+
+    def on_hash_key(self, listener: Callable[[int], None]) -> None:
+        """Calls the listener with the deployment's key once that is known."""
+        self._key_listeners.append(listener)
 
     def stored(self, parent: int | None, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
         """Consecutive blocks after `parent` are cached in `tier` now. None is the start of a prompt."""

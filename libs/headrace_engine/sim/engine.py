@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from headrace_common.errors import (
     ConfigError,
@@ -52,12 +52,14 @@ from headrace_engine.sim.step.scheduler import Scheduler
 from headrace_engine.sim.step.stepper import Stepper
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import KvDescriptor
+from headrace_kv.pool.keys import pool_secret
+from headrace_kv.pool.opening import PoolOpener, pool_opener
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.memory import HOST_MEMORY
+from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
 if TYPE_CHECKING:
     from headrace_common.process.kill_timer import KillTimer
@@ -66,6 +68,8 @@ if TYPE_CHECKING:
     from headrace_kv.send.thread import SenderThread
     from headrace_kv.transport.base import KvTransport
     from headrace_kv.transport.networks import Networks
+
+Argument = TypeVar("Argument")
 
 _logger = logging.getLogger(__name__)
 _SENDERS_CLOSE_S = 40.0
@@ -78,8 +82,6 @@ class SimEngine(Engine):
     `transports` opens one transport per rank, `clock` gives the time of computing, and `faults` are injected.
     """
 
-    landed_memory = HOST_MEMORY
-
     def __init__(
         self,
         config: EngineConfig,
@@ -87,6 +89,7 @@ class SimEngine(Engine):
         *,
         faults: SimFaults | None = None,
         transports: Callable[[], KvTransport] | None = None,
+        pools: PoolOpener | None = None,
         clock: SimClock | None = None,
         sender_thread: SenderThread | None = None,
         kill_timer: KillTimer | None = None,
@@ -103,6 +106,9 @@ class SimEngine(Engine):
                 admitted=config.admitted,
                 quiet_s=config.write_quiet_s,
             )
+        )
+        self._open_remote_pool = pools or pool_opener(
+            config.tiers, config.host, config.rdma_devices, config.admitted
         )
         self._sender_thread = sender_thread
         self._kill_timer = kill_timer
@@ -160,8 +166,9 @@ class SimEngine(Engine):
         lower: tuple[Tier, ...] = ()
         if self._lower_tiers is not None:
             lower, self.tier_loads = self._lower_tiers.names, self._lower_tiers.load_times
+        remote = (Tier.REMOTE,) if self._config.tiers.pooled else ()
         self.prefix_events = PrefixEventPublisher(
-            self._config.ref, layout.block_tokens, tiers=(Tier.DEVICE, *lower)
+            self._config.ref, layout.block_tokens, tiers=(Tier.DEVICE, *lower, *remote)
         )
         self._pools = CachePools(
             layout.groups,
@@ -170,6 +177,17 @@ class SimEngine(Engine):
             self.prefix_events,
             self._lower_tiers,
         )
+        if self._lower_tiers is not None and self._config.tiers.pooled:
+            self.prefix_events.on_hash_key(partial(self._open_pool, self._lower_tiers))
+
+    def _open_pool(self, tiers: SimLowerTiers, prefix_hash_key: int) -> None:
+        """The pool's names and seals need the deployment's key."""
+        secret, reporter = pool_secret(prefix_hash_key), self._pools.reporter
+        loop = asyncio.get_running_loop()
+        pool = self._open_remote_pool(
+            tiers.pool_memories, secret, lambda: _call_soon(loop, tiers.pool_lost, reporter)
+        )
+        tiers.attach(pool, secret, self.descriptor.layout, reporter)
 
     def _new_sender(self, rank: int) -> RankSender:
         loop = asyncio.get_running_loop()
@@ -309,6 +327,9 @@ class SimEngine(Engine):
             for block in self._memory.guard_violations(group, free)
         )
 
+    def landed_memory(self, rank: int) -> Memory:
+        return HOST_MEMORY
+
     async def close(self) -> None:
         if self._scheduler is not None:
             self._scheduler.begin_close()
@@ -329,7 +350,7 @@ class SimEngine(Engine):
         await asyncio.gather(*(asyncio.to_thread(one.close) for one in self._transports))
         await self._clock.close()
         if self._lower_tiers is not None:
-            self._lower_tiers.close()
+            await self._lower_tiers.close()
         self._senders, self._transports = [], []
 
     def _rank_quiesced(self, report: SendReport) -> None:
@@ -340,8 +361,8 @@ class SimEngine(Engine):
 
 
 def _call_soon(
-    loop: asyncio.AbstractEventLoop, call: Callable[[SendReport], None], report: SendReport
+    loop: asyncio.AbstractEventLoop, call: Callable[[Argument], None], argument: Argument
 ) -> None:
-    # A closed loop has no task that waits for the report.
+    # A closed loop has no task that waits for the call.
     if not loop.is_closed():
-        loop.call_soon_threadsafe(call, report)
+        loop.call_soon_threadsafe(call, argument)

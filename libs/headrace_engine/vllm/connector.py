@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
@@ -46,6 +47,18 @@ class HeadraceMetadata(KVConnectorMetadata):
     """Carries a step's plan from the scheduler to the ranks."""
 
     plan: StepPlan
+
+
+@dataclass
+class EndedMoves(KVConnectorWorkerMetadata):
+    """Carries the ends of moves from and to the remote pool from the ranks to the scheduler."""
+
+    moves: list[tuple[int, int]]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> EndedMoves:
+        """The ends on both ranks."""
+        assert isinstance(other, EndedMoves)
+        return EndedMoves(self.moves + other.moves)
 
 
 class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
@@ -132,6 +145,10 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker().get_block_ids_with_load_errors()
 
+    def build_connector_worker_meta(self) -> EndedMoves | None:
+        moves = self._worker().take_moves()
+        return EndedMoves(moves) if moves else None
+
     # Hooks of the scheduler.
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -169,6 +186,9 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         return HeadraceMetadata(self._scheduler().build_connector_meta(scheduler_output))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, EndedMoves):
+            self._scheduler().moves_ended(meta.moves)
         self._scheduler().update_connector_output(connector_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:

@@ -56,7 +56,13 @@ class ServiceDeployment:
         return ServiceConnectorScheduler(
             groups,
             Path(self.settings.link_path),
-            plan_tiers(self.settings.tiers, self.settings.overlap_layers, groups),
+            plan_tiers(
+                self.settings.tiers,
+                self.settings.overlap_layers,
+                groups,
+                tensor_parallel_size(vllm_config),
+            ),
+            self.settings,
         )
 
     def open_worker(

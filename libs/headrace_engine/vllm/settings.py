@@ -11,7 +11,9 @@ from headrace_common.limits import write_quiet_s
 from headrace_kv.handoff.messages import TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.settings import TierSettings
+from headrace_kv.pool.opening import PoolOpener, pool_opener
 from headrace_kv.receive.layer_overlap import OverlapSettings
+from headrace_kv.transport.networks import parse_networks
 
 PARAMS_KEY = "headrace"
 """In a request's kv_transfer_params."""
@@ -51,6 +53,11 @@ class ConnectorSettings:
     def ref(self) -> WorkerRef:
         """The worker that the connectors belong to."""
         return WorkerRef(self.worker_id, self.incarnation)
+
+    def pool_opener(self) -> PoolOpener:
+        """Opens the remote pool that `tiers` name."""
+        networks = None if self.admitted is None else parse_networks(self.admitted)
+        return pool_opener(self.tiers, self.host, self.rdma_devices, networks)
 
     def to_extra_config(self) -> dict[str, Any]:
         """For vLLM's kv_connector_extra_config."""

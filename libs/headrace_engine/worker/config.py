@@ -169,6 +169,16 @@ class WorkerConfig(ServiceConfig):
         1,
         description="Uses of a block before it is kept: 1 keeps every full block, 2 those of prompts that came again.",
     )
+    kv_pool_address: str = Field(
+        "",
+        description="host:port of the master of a Mooncake Store, where all workers of the deployment share KV blocks; "
+        "needs kv_host_gib. Prefill workers store their blocks there, and all workers load them. Its ports check no "
+        "caller: open them to the hosts of workers only. Empty means no pool. Engine sim.",
+    )
+    kv_pool_timeout_s: PositiveSeconds = Field(
+        1.0,
+        description="Most seconds that a request waits for blocks of this pool. What has not come is computed.",
+    )
     rdma_devices: DeviceList = Field(
         (),
         description="RDMA adapters that carry KV, such as mlx5_0,mlx5_1; empty means all of this host.",
@@ -202,6 +212,21 @@ class WorkerConfig(ServiceConfig):
                 f"kv_disk_gib is {self.kv_disk_gib:g} without kv_host_gib: blocks reach the disk from main memory, so "
                 "set both"
             )
+        if self.kv_pool_address:
+            try:
+                split_host_port(self.kv_pool_address)
+            except ValueError as error:
+                raise ValueError(f"kv_pool_address: {error}") from None
+            if not self.kv_host_gib:
+                raise ValueError(
+                    "kv_pool_address is set without kv_host_gib: blocks of the pool pass through main memory, so set "
+                    "both"
+                )
+            if self.workers_per_process > 1:
+                raise ValueError(
+                    f"kv_pool_address is set with {self.workers_per_process} workers in a process: set "
+                    "workers_per_process to 1, or leave kv_pool_address empty"
+                )
         return self
 
     @model_validator(mode="after")
@@ -290,6 +315,9 @@ def engine_config(
             disk_gib=config.kv_disk_gib,
             disk_folder=config.kv_disk_folder,
             min_uses=config.kv_offload_min_uses,
+            pool_address=config.kv_pool_address,
+            pool_timeout_s=config.kv_pool_timeout_s,
+            publishes=role == "prefill",
         ),
     )
 

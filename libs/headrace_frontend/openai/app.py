@@ -53,6 +53,9 @@ from headrace_frontend.tenants import tenant_or_none
 
 _LOG = logging.getLogger(__name__)
 
+# The admission of requests bounds these.
+_ADMITTED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+
 _Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
 
 
@@ -117,6 +120,8 @@ class OpenAiApp:
         caller = caller_name(tenant, exchange.host)
         with callers.call(caller, exchange.host):
             await callers.pace(caller, exchange.host)
+            if exchange.path not in _ADMITTED_PATHS:
+                callers.count_unary()
             try:
                 async with callers.rechecked(tenant_now, tenant):
                     await self._serve(exchange)

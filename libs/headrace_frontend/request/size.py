@@ -34,8 +34,7 @@ class RequestSizeCheck:
         """Raises InvalidRequest for more bytes than a prompt for the longest context needs."""
         if request_bytes <= _OTHER_BYTES:
             return
-        lengths = self._max_model_len().values()
-        context = max((length or UNKNOWN_CONTEXT_TOKENS for length in lengths), default=0)
+        context = self._longest_context()
         bytes_max = needed_request_bytes(context, self._bytes_per_token)
         if request_bytes > bytes_max:
             raise InvalidRequest(
@@ -44,3 +43,20 @@ class RequestSizeCheck:
                     f"needs at most {bytes_max}; shorten it"
                 }
             )
+
+    def check_text(self, text_bytes: int) -> None:
+        """Raises InvalidRequest for a text of more bytes than the longest context takes."""
+        context = self._longest_context()
+        bytes_max = context * self._bytes_per_token
+        # Without any model, no context is known.
+        if context and text_bytes > bytes_max:
+            raise InvalidRequest(
+                {
+                    "text": f"has {text_bytes} bytes of text, and the context of {context} tokens takes at most "
+                    f"{bytes_max}; shorten it by {text_bytes - bytes_max} bytes"
+                }
+            )
+
+    def _longest_context(self) -> int:
+        lengths = self._max_model_len().values()
+        return max((length or UNKNOWN_CONTEXT_TOKENS for length in lengths), default=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -19,16 +20,22 @@ _NICENESS = 10
 Result = TypeVar("Result")
 
 
+def _ignore_time(seconds: float) -> None:
+    pass
+
+
 class TextThreads:
     """One thread for short texts and one for long ones, both of low priority.
 
     In the queue of each thread a tenant has at most one text, so tenants take turns. A text that is cancelled before
     its turn is never encoded. The admission of requests bounds the waiting ones.
+
+    `count_cpu_s` gets the processor time that each text took, in the task that called `run`.
     """
 
-    def __init__(self) -> None:
-        self._short = _TextThread("short-texts")
-        self._long = _TextThread("long-texts")
+    def __init__(self, count_cpu_s: Callable[[float], None] = _ignore_time) -> None:
+        self._short = _TextThread("short-texts", count_cpu_s)
+        self._long = _TextThread("long-texts", count_cpu_s)
 
     async def run(self, tenant: str, size_bytes: int, work: Callable[[], Result]) -> Result:
         """Runs `work`, for a request of this size, on the right thread."""
@@ -44,14 +51,27 @@ class TextThreads:
 
 
 class _TextThread:
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, count_cpu_s: Callable[[float], None]) -> None:
+        self._count_cpu_s = count_cpu_s
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
         """The lock of each tenant with texts here, and the number of requests that use it."""
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
+        took_s: list[float] = []
+
+        def timed() -> Result:
+            start_s = time.thread_time()
+            try:
+                return work()
+            finally:
+                took_s.append(time.thread_time() - start_s)
+
         async with self._turn(tenant):
-            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+            try:
+                return await asyncio.get_running_loop().run_in_executor(self._executor, timed)
+            finally:
+                self._count_cpu_s(sum(took_s))
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

@@ -55,6 +55,17 @@ class TierHit:
         return len(self.blocks)
 
 
+@dataclass(frozen=True, slots=True)
+class PoolBlocks:
+    """Blocks of the fastest tier that a remote pool reads or writes, with their prefixes. They are held meanwhile."""
+
+    prefixes: tuple[int, ...]
+    block_ids: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.prefixes)
+
+
 class LowerTiers:
     """The tiers below KV memory, from the fastest to the slowest.
 
@@ -130,6 +141,41 @@ class LowerTiers:
         for tier in self._tiers:
             tier.release([block for name, block in hit.blocks if name == tier.name])
 
+    def reserve(self, prefixes: Iterable[int]) -> tuple[PoolBlocks, TierPlan]:
+        """Blocks for consecutive prefixes that a remote pool may have, as far as there is room, up to `fetched`.
+
+        Their content is void, so they are not found before that.
+        """
+        plan = TierPlan()
+        wanted = [prefix for prefix in prefixes if prefix not in self]
+        fastest = self._tiers[0]
+        chosen = wanted[: fastest.available_count]
+        blocks, evicted = fastest.reserve(len(chosen))
+        self._move_down(0, evicted, plan)
+        return PoolBlocks(tuple(chosen), tuple(blocks)), plan
+
+    def fetched(self, blocks: PoolBlocks, whole_count: int) -> TierPlan:
+        """The first `whole_count` of the reserved blocks have their content. The others are free again."""
+        plan = TierPlan()
+        kept = self._tiers[0].fill(blocks.prefixes[:whole_count], blocks.block_ids)
+        if kept:
+            plan.changes.append(TierChange(self._tiers[0].name, True, tuple(kept)))
+        return plan
+
+    def hold_fastest(self, prefixes: Iterable[int]) -> PoolBlocks:
+        """Those of the prefixes that the fastest tier has. Their blocks stay until `release_fastest`."""
+        fastest = self._tiers[0]
+        found = {
+            prefix: block for prefix in prefixes if (block := fastest.find(prefix)) is not None
+        }
+        for block in found.values():
+            fastest.hold(block)
+        return PoolBlocks(tuple(found), tuple(found.values()))
+
+    def release_fastest(self, blocks: PoolBlocks) -> None:
+        """Ends the hold of `hold_fastest`."""
+        self._tiers[0].release(blocks.block_ids)
+
     def drop(self, tier: Tier, block_ids: Iterable[int]) -> TierPlan:
         """Forgets blocks with lost content, for example after a failed copy."""
         found = next(one for one in self._tiers if one.name == tier)
@@ -167,14 +213,19 @@ class LowerTiers:
             return
         prefixes = [prefix for prefix, _ in fresh]
         destinations, evicted = tier.store(prefixes)
-        if evicted:
-            if index + 1 < len(self._tiers):
-                self._store(index + 1, tier.name, evicted, plan)
-            gone = tuple(prefix for prefix, _ in evicted)
-            plan.changes.append(TierChange(tier.name, False, gone))
+        self._move_down(index, evicted, plan)
         sources = tuple(block for _, block in fresh)
         plan.copies.append(TierCopy(source, tier.name, sources, tuple(destinations)))
         plan.changes.append(TierChange(tier.name, True, tuple(prefixes)))
+
+    def _move_down(self, index: int, evicted: Sequence[tuple[int, int]], plan: TierPlan) -> None:
+        """Offers what a tier has evicted to the next one."""
+        if not evicted:
+            return
+        name = self._tiers[index].name
+        if index + 1 < len(self._tiers):
+            self._store(index + 1, name, evicted, plan)
+        plan.changes.append(TierChange(name, False, tuple(prefix for prefix, _ in evicted)))
 
     def _is_used_enough(self, prefix: int) -> bool:
         if self._uses_min <= 1 or prefix in self:
@@ -219,13 +270,26 @@ class _Tier:
 
     def store(self, prefixes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
         """Blocks for new prefixes, and what was evicted for them as (prefix, block), parents first."""
-        blocks = self._pool.allocate(len(prefixes))
+        blocks, evicted = self.reserve(len(prefixes))
+        self.fill(prefixes, blocks)
+        return blocks, evicted
+
+    def reserve(self, count: int) -> tuple[list[int], list[tuple[int, int]]]:
+        """Blocks without prefixes, and what was evicted for them."""
+        blocks = self._pool.allocate(count)
         if blocks is None:
-            raise InternalError(f"tier {self.name.name} has no room for {len(prefixes)} blocks")
-        for prefix, block in zip(prefixes, blocks, strict=True):
-            self._pool.register(block, prefix)
-        self._pool.free(blocks)
+            raise InternalError(f"tier {self.name.name} has no room for {count} blocks")
         return blocks, self._take_evicted()
+
+    def fill(self, prefixes: Sequence[int], block_ids: Sequence[int]) -> list[int]:
+        """Gives the first reserved blocks their prefixes, and frees the rest. Returns the new prefixes."""
+        kept = [
+            prefix
+            for prefix, block in zip(prefixes, block_ids, strict=False)
+            if self._pool.register(block, prefix)
+        ]
+        self._pool.free(block_ids)
+        return kept
 
     def evict_idle(self) -> list[tuple[int, int]]:
         """Evicts every block that is not held."""

@@ -17,12 +17,23 @@ class TierSettings:
     """The tiers of one rank: GiB in main memory, GiB on disk, and the folder of the file.
 
     A block is stored when it was offered `min_uses` times. Blocks reach the disk from main memory only.
+
+    `pool_address`: host:port of the master of a remote pool; empty means none. A request waits `pool_timeout_s` for
+    blocks of it at most. With `publishes`, blocks that are stored in main memory are stored there too.
     """
 
     host_gib: float = 0.0
     disk_gib: float = 0.0
     disk_folder: str = "/var/tmp"
     min_uses: int = 1
+    pool_address: str = ""
+    pool_timeout_s: float = 1.0
+    publishes: bool = False
+
+    @property
+    def pooled(self) -> bool:
+        """Whether there is a remote pool."""
+        return bool(self.pool_address)
 
     @property
     def names(self) -> tuple[Tier, ...]:

@@ -27,6 +27,7 @@ class Tier(IntEnum):
     DEVICE = worker_pb2.KV_TIER_DEVICE
     HOST = worker_pb2.KV_TIER_HOST
     DISK = worker_pb2.KV_TIER_DISK
+    REMOTE = worker_pb2.KV_TIER_REMOTE
 
 
 _TIERS = frozenset(map(int, Tier))

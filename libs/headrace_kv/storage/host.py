@@ -9,27 +9,46 @@ from headrace_common.errors import ConfigError
 from headrace_kv.layout.arena import PAGE_BYTES, allocate_arena, suited_alignment_bytes
 from headrace_kv.layout.layout import TOKENS, KvLayout, RankMemory
 from headrace_kv.plan.regions import Dimension, PlacedRegions, place_regions
+from headrace_kv.pool.base import PoolMemory
+from headrace_kv.pool.seal import SEAL_BYTES
+from headrace_kv.pool.shared_arena import SharedArena
 from headrace_kv.transport.packing import Bytes
 
 _WHOLE_BLOCKS: Final[tuple[Dimension, ...]] = ("block", "layer", "part", "head", "token")
 
 
-def block_bytes_of(layout: KvLayout, rank: int) -> int:
+def block_bytes_of(layout: KvLayout, rank: int, *, pooled: bool = False) -> int:
     """Bytes of a block of one rank with all its layers, up to the next page. Raises as HostStorage does."""
-    return -(-_place_block(layout, rank).arena_bytes // PAGE_BYTES) * PAGE_BYTES
+    content_bytes = _place_block(layout, rank).arena_bytes
+    return _rounded(_sealed_bytes(content_bytes) if pooled else content_bytes, PAGE_BYTES)
 
 
 class HostStorage:
     """`block_count` blocks of one rank, with all its layers. Raises ConfigError for a layout with several groups.
 
-    Each block starts at a page, so that files can be read into it and written from it without another copy.
+    Each block starts at a page, so that files can be read into it and written from it without another copy. With
+    `pooled`, the memory is shared with a process of the remote pool, and each block has room for the pool's seal.
     """
 
-    def __init__(self, layout: KvLayout, rank: int, block_count: int) -> None:
+    def __init__(
+        self, layout: KvLayout, rank: int, block_count: int, *, pooled: bool = False
+    ) -> None:
         one = _place_block(layout, rank)
-        self.block_bytes = block_bytes_of(layout, rank)
+        self.block_bytes = block_bytes_of(layout, rank, pooled=pooled)
         nbytes = self.block_bytes * block_count
-        self._arena = allocate_arena(nbytes, suited_alignment_bytes(nbytes))
+        self._shared = SharedArena(nbytes) if pooled else None
+        self.pool_memory = None
+        """The memory for a remote pool; None without `pooled`."""
+        if self._shared is None:
+            self._arena = allocate_arena(nbytes, suited_alignment_bytes(nbytes))
+        else:
+            self._arena = self._shared.bytes
+            self.pool_memory = PoolMemory(
+                self._shared.descriptor,
+                self.block_bytes,
+                block_count,
+                _sealed_bytes(one.arena_bytes),
+            )
         # Padding is written to disk too. It must not be what this process had in that memory.
         self._arena.reshape(block_count, self.block_bytes)[:, one.arena_bytes :] = 0
         self.memory = RankMemory(
@@ -48,6 +67,19 @@ class HostStorage:
         """The bytes of a block, of shape [block_bytes], not a copy."""
         start = block * self.block_bytes
         return self._arena[start : start + self.block_bytes]
+
+    def close(self) -> None:
+        """Ends the sharing. The memory is freed with this object."""
+        if self._shared is not None:
+            self._shared.close()
+
+
+def _sealed_bytes(content_bytes: int) -> int:
+    return _rounded(content_bytes, SEAL_BYTES) + SEAL_BYTES
+
+
+def _rounded(nbytes: int, unit_bytes: int) -> int:
+    return -(-nbytes // unit_bytes) * unit_bytes
 
 
 def _place_block(layout: KvLayout, rank: int) -> PlacedRegions:

@@ -13,6 +13,7 @@ from headrace_kv.layout.layout import KvLayout, RankMemory
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
 from headrace_kv.plan.shard_map import Edge, heads_held
+from headrace_kv.pool.base import PoolMemory
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.disk import DiskStorage
 from headrace_kv.storage.host import HostStorage, block_bytes_of
@@ -26,7 +27,8 @@ _BOUNCE_BYTES_MAX: Final = 32 << 20
 class TierCopier:
     """The tiers of one rank. Blocks on disk pass through main memory. One thread calls it.
 
-    `device` is KV memory that this process reads and writes by address.
+    `device` is KV memory that this process reads and writes by address. With `pooled`, a remote pool moves blocks to
+    and from `pool_memory`, where slot i is block i of the tier HOST.
     """
 
     def __init__(
@@ -37,15 +39,16 @@ class TierCopier:
         host_blocks: int,
         disk_blocks: int = 0,
         disk_folder: Path = Path("/var/tmp"),
+        pooled: bool = False,
     ) -> None:
         self._layers = [
             layer for layer in layout.groups[0].layers if layer in layout.layers_of(device.rank)
         ]
         self._block_tokens = layout.groups[0].block_tokens
-        bounce_count = _BOUNCE_BYTES_MAX // block_bytes_of(layout, device.rank)
+        bounce_count = _BOUNCE_BYTES_MAX // block_bytes_of(layout, device.rank, pooled=pooled)
         bounce_count = max(1, min(bounce_count, disk_blocks, _BOUNCE_BLOCKS_MAX))
         self._bounce = range(host_blocks, host_blocks + bounce_count)
-        self._host = HostStorage(layout, device.rank, host_blocks + bounce_count)
+        self._host = HostStorage(layout, device.rank, host_blocks + bounce_count, pooled=pooled)
         heads = heads_held(
             device.rank % layout.tensor_parallel_size,
             layout.tensor_parallel_size,
@@ -62,6 +65,13 @@ class TierCopier:
     def block_bytes(self) -> int:
         """Bytes of a block in main memory and on disk."""
         return self._host.block_bytes
+
+    @property
+    def pool_memory(self) -> PoolMemory:
+        """The blocks in main memory. Raises InternalError without `pooled`."""
+        if self._host.pool_memory is None:
+            raise InternalError("the blocks in main memory are not shared with a remote pool")
+        return self._host.pool_memory
 
     def copy(self, copy: TierCopy, on_layer: Callable[[int], None] = lambda _: None) -> None:
         """Makes a copy. Calls `on_layer` with each layer of KV memory that is complete.
@@ -87,6 +97,7 @@ class TierCopier:
 
     def close(self) -> None:
         """Frees the file. Main memory is freed with this object."""
+        self._host.close()
         if self._disk is not None:
             self._disk.close()
 

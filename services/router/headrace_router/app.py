@@ -219,15 +219,16 @@ def assemble(
     _warn_of_short_requests(config, codecs)
     tenants = load_tenants(config.api_keys_file)
     salts = CacheSalts(by_tenant=config.separates_tenants, prefix_hash_key=prefix_hash_key)
+    callers = CallerBounds(CallerLimits.from_config(config), metrics.count_refused)
     preparer = RequestPreparer(
-        codecs, workers, telemetry, config.max_bytes_per_token, salts.salt_of
+        *(codecs, workers, telemetry, config.max_bytes_per_token),
+        *(salts.salt_of, callers.add_check_s),
     )
     tracer = RequestTracer(
         *(telemetry, traces, clocks),
         slow_s=config.slow_trace_s,
         on_latency=metrics.count_latency,
     )
-    callers = CallerBounds(CallerLimits.from_config(config), metrics.count_refused)
     runner = RequestRunner(
         callers=callers,
         admission=admission,

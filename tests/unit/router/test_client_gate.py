@@ -69,6 +69,37 @@ def test_bytes_are_bounded_by_the_longest_context(
     assert list(caught.value.violations) == ["request"]
 
 
+@pytest.mark.parametrize("method", [_GENERATE, _ROUTE])
+def test_a_text_beyond_the_longest_context_is_rejected_unparsed(method: str) -> None:
+    def data(count: int, *, ends: bytes = b"") -> bytes:
+        request = inference_pb2.GenerateRequest(model="a", text="x" * count)
+        if method == _ROUTE:
+            route = inference_pb2.RouteRequest(request=request, avoid_worker_ids=["w"])
+            return route.SerializeToString() + ends
+        return request.SerializeToString() + ends
+
+    gate = _gate({"a": 1_024, "b": 8_192})
+    bytes_max = 16 * 8_192
+    gate.check_request(method, data(bytes_max))
+    with pytest.raises(InvalidRequest, match=f"has {bytes_max + 1} bytes of text") as caught:
+        gate.check_request(method, data(bytes_max + 1))
+    assert list(caught.value.violations) == ["text"]
+    # Protobuf rejects what has an incomplete field. Without any model, no context is known.
+    gate.check_request(method, data(bytes_max + 1, ends=b"\x0a"))
+    _gate({}).check_request(method, data(bytes_max + 1))
+
+
+def test_other_long_fields_are_no_texts() -> None:
+    gate = _gate({"a": 1_024})
+    ids = inference_pb2.TokenIds(ids=[100_000] * 60_000)
+    gate.check_request(_GENERATE, inference_pb2.GenerateRequest(tokens=ids).SerializeToString())
+    fields = inference_pb2.PrefillRequest.DESCRIPTOR.fields_by_name
+    prompt: Any = inference_pb2.DirectRequest(token_ids=[100_000] * 60_000)
+    assert fields["direct"].message_type is inference_pb2.DirectRequest.DESCRIPTOR
+    request = inference_pb2.PrefillRequest(direct=prompt)
+    gate.check_request(_PREFILL, request.SerializeToString())
+
+
 def test_a_chat_of_the_most_messages_passes_and_millions_do_not() -> None:
     def data(count: int) -> bytes:
         message = inference_pb2.ChatMessage(role="user", content="hello")

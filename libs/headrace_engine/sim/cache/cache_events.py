@@ -37,8 +37,10 @@ class CacheEventReporter:
         self._events = events
         self._by_prefix: dict[int, _CachedBlock] = {}
 
-    def blocks_cached(self, sequence: Sequence, indices: Items[int]) -> None:
-        """Blocks of the sequence, by ascending index, can be found in KV memory now."""
+    def blocks_cached(
+        self, sequence: Sequence, indices: Items[int], tier: Tier = Tier.DEVICE
+    ) -> None:
+        """Blocks of the sequence, by ascending index, can be found in that tier now."""
         if not indices or self._events.hasher is None:
             return
         size = self._events.block_tokens
@@ -48,7 +50,7 @@ class CacheEventReporter:
             parent = hashes[index - 1] if index else None
             block = self._by_prefix.setdefault(prefix, _CachedBlock(hashes[index], parent))
             block.tier_added()
-            self._events.stored(parent, [block.block_hash])
+            self._events.stored(parent, [block.block_hash], tier)
 
     def blocks_offloaded(self, prefixes: Items[int], tier: Tier) -> None:
         """Cached blocks are in that tier too."""

@@ -1,4 +1,4 @@
-"""Blocks that a sim engine has evicted from its KV memory, kept in main memory and on disk."""
+"""Blocks of a sim engine's KV memory that are also kept in main memory, on disk and in a remote pool."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from pathlib import Path
 
 from headrace_common.errors import TransferFailed
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
-from headrace_kv.layout.layout import KvDescriptor
+from headrace_engine.sim.cache.remote_blocks import SimRemoteBlocks
+from headrace_kv.layout.layout import KvDescriptor, KvLayout
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierHit, TierPlan
 from headrace_kv.manager.settings import TierSettings
+from headrace_kv.pool.base import PoolMemory, RemotePool
+from headrace_kv.pool.keys import PoolKeys
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.host import block_bytes_of
 from headrace_kv.storage.tier_copier import TierCopier
@@ -28,27 +31,71 @@ class SimLowerTiers:
     """
 
     def __init__(
-        self, tiers: LowerTiers, copiers: Sequence[TierCopier], load_s_per_block: float
+        self,
+        tiers: LowerTiers,
+        copiers: Sequence[TierCopier],
+        settings: TierSettings,
+        load_s_per_block: float,
     ) -> None:
         self._tiers = tiers
         self._copiers = copiers
+        self._settings = settings
         self._load_s_per_block = load_s_per_block
         self.load_times = LoadTimes()
+        self._remote: SimRemoteBlocks | None = None
 
     @property
     def names(self) -> tuple[Tier, ...]:
         """The tiers, from the fastest to the slowest."""
         return self._tiers.names
 
+    @property
+    def writes_through(self) -> bool:
+        """Whether blocks are stored as soon as they are cached, not only when they are evicted."""
+        return self._settings.pooled and self._settings.publishes
+
+    @property
+    def pool_memories(self) -> list[PoolMemory]:
+        """Main memory of each rank, for a remote pool."""
+        return [copier.pool_memory for copier in self._copiers]
+
+    def attach(
+        self, pool: RemotePool, secret: bytes, layout: KvLayout, reporter: CacheEventReporter
+    ) -> None:
+        """Uses a pool over `pool_memories` from now on."""
+        self._remote = SimRemoteBlocks(
+            self._tiers,
+            pool,
+            PoolKeys(secret, layout),
+            layout.rank_count,
+            self._settings.pool_timeout_s,
+            lambda plan: self._carry_out(plan, reporter),
+        )
+
+    def fetch(
+        self,
+        prefixes: Sequence[int],
+        on_fetched: Callable[[Sequence[int]], None],
+        on_end: Callable[[], None],
+    ) -> bool:
+        """See SimRemoteBlocks.fetch."""
+        return self._remote is not None and self._remote.fetch(prefixes, on_fetched, on_end)
+
+    def pool_lost(self, reporter: CacheEventReporter) -> None:
+        """The pool's store may have lost its blocks."""
+        if self._remote is not None:
+            self._remote.lost(reporter)
+
     def store(
         self, prefixes: Sequence[int], block_ids: Sequence[int], reporter: CacheEventReporter
     ) -> None:
-        """Copies blocks out of KV memory, parents first."""
+        """Copies blocks out of KV memory, parents first. Those that are new in main memory go to the pool too."""
         plan = self._tiers.store(prefixes, block_ids)
-        failed = self._copy(plan)
-        self._report(plan, reporter)
-        for copy in failed:
-            self._report(self._tiers.drop(copy.destination, copy.destination_ids), reporter)
+        self._carry_out(plan, reporter)
+        if self._remote is not None and self._settings.publishes:
+            for change in plan.changes:
+                if change.stored and change.tier == Tier.HOST:
+                    self._remote.publish(change.prefixes, reporter)
 
     def hold(self, prefixes: Sequence[int]) -> TierHit:
         """The longest run of `prefixes` that is here. Later evictions do not take it away."""
@@ -73,13 +120,23 @@ class SimLowerTiers:
         return next(whole, len(hit))
 
     def clear(self, reporter: CacheEventReporter) -> None:
-        """Forgets every block."""
+        """Forgets every block. The pool keeps its own, which are announced no longer."""
         self._report(self._tiers.clear(), reporter)
+        self.pool_lost(reporter)
 
-    def close(self) -> None:
-        """Frees files."""
+    async def close(self) -> None:
+        """Frees files, and leaves the pool."""
+        if self._remote is not None:
+            await self._remote.close()
         for copier in self._copiers:
             copier.close()
+
+    def _carry_out(self, plan: TierPlan, reporter: CacheEventReporter) -> None:
+        """Makes copies to lower tiers."""
+        failed = self._copy(plan)
+        self._report(plan, reporter)
+        for copy in failed:
+            self._report(self._tiers.drop(copy.destination, copy.destination_ids), reporter)
 
     def _copy(self, plan: TierPlan) -> list[TierCopy]:
         """Makes the copies of a plan. Returns those that failed."""
@@ -126,7 +183,8 @@ def open_lower_tiers(
     """
     counts = {Tier.HOST: host_blocks, Tier.DISK: disk_blocks}
     if settings.names:
-        counts = dict(settings.block_counts(block_bytes_of(descriptor.layout, 0)))
+        block_bytes = block_bytes_of(descriptor.layout, 0, pooled=settings.pooled)
+        counts = dict(settings.block_counts(block_bytes))
     counts = {tier: count for tier, count in counts.items() if count}
     if not counts:
         return None
@@ -137,7 +195,8 @@ def open_lower_tiers(
             host_blocks=counts[Tier.HOST],
             disk_blocks=counts.get(Tier.DISK, 0),
             disk_folder=Path(settings.disk_folder),
+            pooled=settings.pooled,
         )
         for memory in descriptor.ranks
     ]
-    return SimLowerTiers(LowerTiers(counts, settings.min_uses), copiers, load_s_per_block)
+    return SimLowerTiers(LowerTiers(counts, settings.min_uses), copiers, settings, load_s_per_block)

@@ -14,6 +14,7 @@ from headrace_engine.sim.request.sequence import Sequence
 from headrace_kv.layout.layout import STATE, CacheGroup
 from headrace_kv.manager.block_pool import BlockPool
 from headrace_kv.manager.lower_tiers import TierHit
+from headrace_kv.prefix.events import Tier
 
 
 class CachePools:
@@ -68,6 +69,26 @@ class CachePools:
         if self._lower_tiers is not None:
             self._lower_tiers.clear(self._reporter)
         return True
+
+    @property
+    def reporter(self) -> CacheEventReporter:
+        """Where changes of the first group's cached blocks are reported."""
+        return self._reporter
+
+    def begin_fetch(self, sequence: Sequence, on_end: Callable[[], None]) -> bool:
+        """Fetches what a request lacks from the remote pool. Returns whether it must wait until `on_end` is called."""
+        if self._lower_tiers is None:
+            return False
+        size = self._groups[0].block_tokens
+        prefixes = sequence.prefixes(size, sequence.reusable_tokens(self._keeps_state))
+        missing = prefixes[len(self._pools[0].find_cached(prefixes)) :]
+        index_of = {prefix: index for index, prefix in enumerate(prefixes)}
+
+        def report(fetched: Items[int]) -> None:
+            indices = [index_of[prefix] for prefix in fetched]
+            self._reporter.blocks_cached(sequence, indices, Tier.HOST)
+
+        return self._lower_tiers.fetch(missing, report, on_end)
 
     def free_ids_by_group(self) -> tuple[tuple[int, ...], ...]:
         """Blocks with neither a holder nor a cached prefix."""
@@ -173,6 +194,19 @@ class CachePools:
             ]
             if pool_index == 0:
                 self._reporter.blocks_cached(sequence, cached)
+                self._write_through(sequence, cached)
+
+    def _write_through(self, sequence: Sequence, indices: Items[int]) -> None:
+        """Stores newly cached blocks in lower tiers, where these do not wait for evictions."""
+        if self._lower_tiers is None or not self._lower_tiers.writes_through or not indices:
+            return
+        size = self._groups[0].block_tokens
+        block_ids = sequence.block_ids_by_group[0]
+        self._lower_tiers.store(
+            [sequence.prefix_at((index + 1) * size) for index in indices],
+            [block_ids[index] for index in indices],
+            self._reporter,
+        )
 
     def free(self, sequence: Sequence) -> None:
         """Takes the request's hold from its blocks."""

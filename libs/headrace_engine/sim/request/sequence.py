@@ -80,6 +80,7 @@ class Sequence:
     compute_start_unix_ns: int = field(default_factory=time.time_ns)
     compute_end_unix_ns: int = 0
     first_step_ns: int = 0
+    fetching: bool = False
     _loading: bool = False
     _in_step: bool = False
     _block_hashes: list[int] = field(default_factory=list)
@@ -178,6 +179,14 @@ class Sequence:
         self.block_tables = tuple(np.asarray(ids, np.uint64) for ids in block_ids_by_group)
         self.cached = self.computed = cached_tokens
         self.loaded = loaded_tokens
+
+    def fetching_started(self) -> None:
+        """Blocks of its prompt are being fetched from a remote pool."""
+        self.fetching = True
+
+    def fetching_ended(self) -> None:
+        """It need not wait for the remote pool any more."""
+        self.fetching = False
 
     def loading_started(self) -> None:
         """Its `loaded` tokens are being copied from main memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from functools import partial
 
 from headrace_common.errors import Draining, DuplicateTransfer, HeadraceError, InternalError
 from headrace_engine.sim.cache.pools import CachePools
@@ -67,6 +68,8 @@ class Scheduler:
             raise full(f"{len(self._waiting)} requests are waiting already")
         self._by_id[sequence.transfer_id] = sequence
         self._waiting.append(sequence)
+        if self._pools.begin_fetch(sequence, partial(self._fetch_ended, sequence)):
+            sequence.fetching_started()
         self._work.set()
 
     def fail(self, sequence: Sequence, failure: HeadraceError) -> None:
@@ -132,11 +135,11 @@ class Scheduler:
         return True
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._shape.max_num_seqs:
-            sequence = self._waiting[0]
-            if not self._pools.allocate(sequence):
+        while len(self._running) < self._shape.max_num_seqs:
+            sequence = next((one for one in self._waiting if not one.fetching), None)
+            if sequence is None or not self._pools.allocate(sequence):
                 return
-            self._waiting.popleft()
+            self._waiting.remove(sequence)
             self._running.append(sequence)
             load_s = sequence.loaded * self._shape.settings.host_copy_s_per_token
             if load_s:
@@ -148,6 +151,11 @@ class Scheduler:
                 self._stepper.push_cached(sequence)
             if sequence.generation is not None and sequence.generation.remote_kv:
                 self._reserve(sequence, sequence.generation.transferable_tokens)
+
+    def _fetch_ended(self, sequence: Sequence) -> None:
+        """The remote pool has given what it could."""
+        sequence.fetching_ended()
+        self._work.set()
 
     async def _load(self, sequence: Sequence, due_s: float) -> None:
         """Makes blocks from main memory usable when their simulated copy ends."""

@@ -26,8 +26,13 @@ from headrace_engine.vllm.link.messages import (
 )
 from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.handoff.proto import reservation_from_proto
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
-from headrace_kv.layout.proto import descriptor_to_proto, layout_from_proto, rank_memory_from_proto
+from headrace_kv.layout.layout import KvDescriptor, KvLayout, WorkerRef
+from headrace_kv.layout.proto import (
+    descriptor_to_proto,
+    layout_from_proto,
+    layout_to_proto,
+    rank_memory_from_proto,
+)
 from headrace_kv.manager.load_times import TierLoad
 
 if TYPE_CHECKING:
@@ -128,6 +133,10 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             layouts.pop(), tuple(rank_memory_from_proto(item.memory) for item in attachments)
         )
 
+    def process_of(self, rank: int) -> int:
+        """The id of an attached rank's process, 0 where its KV memory is not host memory."""
+        return self._ranks[rank].attachment.process_id
+
     def request_coming(self) -> None:
         """Announces a request to the scheduler, before vLLM gets it."""
         self._send(
@@ -168,6 +177,12 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         """Sends the scheduler the first token of a request that awaits it."""
         first = link_pb2.FirstToken(transfer_id=transfer_id, token_id=token_id)
         self._send(self._scheduler, link_pb2.AttachResponse(first_token=first))
+
+    def open_pool(self, prefix_hash_key: int, layout: KvLayout) -> None:
+        """Lets the scheduler and every rank use the remote pool."""
+        opened = link_pb2.OpenPool(prefix_hash_key=prefix_hash_key, layout=layout_to_proto(layout))
+        for peer in (self._scheduler, *self._ranks.values()):
+            self._send(peer, link_pb2.AttachResponse(open_pool=opened))
 
     def stop(self, transfer_id: str) -> None:
         """Makes every rank stop sending a transfer and report."""

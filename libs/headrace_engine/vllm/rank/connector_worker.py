@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,7 @@ from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_engine.torch_memory.opening import open_tensor_transport, order_sender
 from headrace_engine.torch_memory.order import DeviceOrder
 from headrace_engine.vllm.compat import (
-    block_format_of,
+    block_interior,
     tensor_parallel_rank,
     tensor_parallel_size,
 )
@@ -29,11 +30,13 @@ from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import StepPlan
 from headrace_engine.vllm.tiers.executor import TierExecutor
+from headrace_engine.vllm.tiers.pool_executor import PoolExecutor
 from headrace_kv.handoff.logits import LOGITS_RANK
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import STATE, KvLayout, RankMemory
-from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
+from headrace_kv.layout.proto import layout_from_proto, layout_to_proto, rank_memory_to_proto
 from headrace_kv.manager.load_times import TierLoad
+from headrace_kv.pool.keys import PoolKeys, pool_secret
 from headrace_kv.prefix.events import Tier
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
@@ -63,6 +66,7 @@ class ConnectorWorker:
         self._groups = groups
         self._rank = tensor_parallel_rank()
         self._tensor_parallel_size = tensor_parallel_size(vllm_config)
+        self._block_format_of = block_interior(vllm_config)
         self._layer_numbers = {name: number for group in groups for number, name in group.layers}
         self._transport: KvTransport | None = None
         self._sender: RankSender | None = None
@@ -71,6 +75,10 @@ class ConnectorWorker:
         self._executor = StepExecutor(self._rank, self._send_report)
         self._layer_wait: LayerWait | None = None
         self._tiers: TierExecutor | None = None
+        self._copier: TierCopier | None = None
+        self._pool: PoolExecutor | None = None
+        if settings.tiers.pooled:
+            self._pool = PoolExecutor(self._rank, settings.tiers.pool_timeout_s)
         # One thread, which keeps the order of the updates.
         self._admissions = ThreadPoolExecutor(1, "kv-admit")
 
@@ -81,7 +89,7 @@ class ConnectorWorker:
             self._groups,
             rank=self._rank,
             tensor_parallel_size=self._tensor_parallel_size,
-            block_format_of=block_format_of,
+            block_format_of=self._block_format_of,
         )
         layout = layout_of(
             arena,
@@ -105,14 +113,17 @@ class ConnectorWorker:
             session=self._transport.session,
         )
         if self._settings.tiers.names:
-            self._tiers = TierExecutor(
-                self._open_tiers(layout, memory, next(iter(kv_caches.values()))), self._send_load
-            )
+            self._copier = self._open_tiers(layout, memory, next(iter(kv_caches.values())))
+            self._tiers = TierExecutor(self._copier, self._send_load, self._pool)
         overlap = self._settings.overlap_layers
         if overlap.layer_count:
             self._layer_wait = LayerWait(len(self._layer_numbers), overlap.wait_s, order.fence)
+        on_host = next(iter(kv_caches.values())).device.type == "cpu"
         attachment = link_pb2.Attachment(
-            rank=self._rank, layout=layout_to_proto(layout), memory=rank_memory_to_proto(memory)
+            rank=self._rank,
+            layout=layout_to_proto(layout),
+            memory=rank_memory_to_proto(memory),
+            process_id=os.getpid() if on_host else 0,
         )
         self._link = Link(Path(self._settings.link_path), attachment, self._on_response)
         if self._settings.role == "decode":
@@ -135,6 +146,7 @@ class ConnectorWorker:
             host_blocks=counts[Tier.HOST],
             disk_blocks=counts.get(Tier.DISK, 0),
             disk_folder=Path(self._settings.tiers.disk_folder),
+            pooled=self._settings.tiers.pooled,
         )
 
     def _start_sending(
@@ -202,6 +214,10 @@ class ConnectorWorker:
             return sent, received, failed
         return self._tiers.end_step(sent, received, failed)
 
+    def take_moves(self) -> list[tuple[int, int]]:
+        """After the forward pass: moves from and to the remote pool that have ended. See PoolExecutor.take_ended."""
+        return [] if self._tiers is None else self._tiers.take_moves()
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that the forward pass has read although they were not whole."""
         return self._layer_wait.take_invalid_blocks() if self._layer_wait is not None else set()
@@ -242,6 +258,17 @@ class ConnectorWorker:
             )
         elif response.HasField("admit_networks"):
             self._admissions.submit(self._admit, response.admit_networks)
+        elif response.HasField("open_pool"):
+            self._open_pool(response.open_pool)
+
+    def _open_pool(self, opened: link_pb2.OpenPool) -> None:
+        if self._pool is None or self._copier is None:
+            return
+        secret, layout = pool_secret(opened.prefix_hash_key), layout_from_proto(opened.layout)
+        memories = (self._copier.pool_memory,)
+        # The scheduler withdraws what a lost store had.
+        pool = self._settings.pool_opener()(memories, secret, lambda: None)
+        self._pool.attach(pool, PoolKeys(secret, layout))
 
     def _admit(self, update: link_pb2.AdmitNetworks) -> None:
         """Runs on a thread of its own, because the transport may wait for connections to end."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import tier_event
+from headrace_engine.vllm.scheduler.block_order import sort_new_blocks
 from headrace_engine.vllm.scheduler.step_planner import SHORT_STEP_S, ScheduledRequest, StepPlanner
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import StepPlan
@@ -42,6 +43,7 @@ class ConnectorScheduler(ABC):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._planner.overlapped.bind_eviction(kv_cache_manager.evict_blocks)
+        sort_new_blocks(kv_cache_manager)
 
     def get_loaded_kv_cache_group_ids(self) -> tuple[int, ...]:
         """All groups: vLLM must not clear blocks that prefill may be writing into."""
@@ -69,6 +71,8 @@ class ConnectorScheduler(ABC):
             return None, False
         # The last token is computed: its logits are needed.
         found = self._tiers.find(request.request_id, num_computed_tokens, request.num_tokens - 1)
+        if found is None:
+            return None, False
         missing = self._planner.missing_tokens(
             request.kv_transfer_params, request.num_tokens, num_computed_tokens + found
         )
@@ -118,6 +122,10 @@ class ConnectorScheduler(ABC):
                 replaces=request.replaces_blocks,
             )
         self._tiers.add_to(plan)
+
+    def moves_ended(self, moves: Iterable[tuple[int, int]]) -> None:
+        """Ranks have ended moves from and to the remote pool."""
+        self._tiers.pool.moves_ended(moves)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received = connector_output.finished_recving

@@ -22,10 +22,15 @@ from headrace_engine.vllm.link.messages import (
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
 from headrace_engine.vllm.scheduler.load import LoadMeter, report_changes
 from headrace_engine.vllm.scheduler.step_planner import LONG_STEP_S
+from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import StepPlan
 from headrace_engine.vllm.tiers.planner import TierPlanner
+from headrace_engine.vllm.tiers.pool_lookup import StoreLookup
 from headrace_kv.handoff.messages import Reservation
+from headrace_kv.layout.proto import layout_from_proto
+from headrace_kv.pool.base import RemotePool
+from headrace_kv.pool.keys import PoolKeys, pool_secret
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -38,8 +43,16 @@ log = logging.getLogger(__name__)
 class ServiceConnectorScheduler(ConnectorScheduler):
     """Exchanges events with the service over the link at `link_path`, and reports the engine's load there."""
 
-    def __init__(self, groups: tuple[LayerGroup, ...], link_path: Path, tiers: TierPlanner) -> None:
+    def __init__(
+        self,
+        groups: tuple[LayerGroup, ...],
+        link_path: Path,
+        tiers: TierPlanner,
+        settings: ConnectorSettings,
+    ) -> None:
         super().__init__(groups, self._send_reserved, LONG_STEP_S, tiers)
+        self._settings = settings
+        self._pool: RemotePool | None = None
         self._load = LoadMeter()
         self._link = Link(link_path, link_pb2.Attachment(scheduler=True), self._on_response)
         self._load_reports = asyncio.run_coroutine_threadsafe(
@@ -68,6 +81,15 @@ class ServiceConnectorScheduler(ConnectorScheduler):
             self._planner.transfer_settled(response.released.transfer_id, whole=False)
         elif response.HasField("request_coming"):
             self._planner.request_announced()
+        elif response.HasField("open_pool"):
+            self._open_pool(response.open_pool)
+
+    def _open_pool(self, opened: link_pb2.OpenPool) -> None:
+        secret, layout = pool_secret(opened.prefix_hash_key), layout_from_proto(opened.layout)
+        self._pool = self._settings.pool_opener()((), secret, self._tiers.pool.lost)
+        self._tiers.pool.attach(
+            StoreLookup(self._pool, PoolKeys(secret, layout), self._settings.tiers.pool_timeout_s)
+        )
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
@@ -98,6 +120,8 @@ class ServiceConnectorScheduler(ConnectorScheduler):
     def shutdown(self) -> None:
         self._load_reports.cancel()
         self._link.close()
+        if self._pool is not None:
+            self._pool.close()
 
 
 def _log_failure(reports: Future[None]) -> None:

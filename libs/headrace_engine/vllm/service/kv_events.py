@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 UNREAD_BATCHES_MAX: Final = 100_000
 _DEVICE_MEDIUM: Final = "GPU"
 # All other media count as storage.
-_TIERS: Final = {_DEVICE_MEDIUM: Tier.DEVICE, "CPU": Tier.HOST}
+_TIERS: Final = {_DEVICE_MEDIUM: Tier.DEVICE, "CPU": Tier.HOST, "REMOTE": Tier.REMOTE}
 _ATTENTION_KINDS: Final = (None, "full_attention", "mla_attention")
 
 

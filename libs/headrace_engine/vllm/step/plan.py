@@ -43,6 +43,16 @@ class RequestCopy:
     copy: TierCopy
 
 
+@dataclass(frozen=True, slots=True)
+class PoolMove:
+    """Blocks of the fastest lower tier that every rank fetches from a remote pool (`fetches`), or stores there."""
+
+    number: int
+    fetches: bool
+    prefixes: tuple[int, ...]
+    block_ids: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class StepPlan:
     """Request ids are vLLM's, transfer ids ours.
@@ -61,6 +71,7 @@ class StepPlan:
     `finished_stores`: requests that have ended. Their blocks are freed once their copies have ended; True if also once
     a transfer is quiet.
     `preempted_stores`: requests with blocks that the step overwrites, and that copies may still read.
+    `moves`: blocks that go to a remote pool or come from it, once the copies before are made.
     """
 
     opened: list[TransferTarget] = field(default_factory=list)
@@ -77,6 +88,7 @@ class StepPlan:
     loads: dict[str, bool] = field(default_factory=dict)
     finished_stores: dict[str, bool] = field(default_factory=dict)
     preempted_stores: list[str] = field(default_factory=list)
+    moves: list[PoolMove] = field(default_factory=list)
 
     def free_after_send(self, request_id: str, transfer_id: str) -> None:
         """Frees the blocks of a request that has ended once its transfer is quiet."""
@@ -87,6 +99,10 @@ class StepPlan:
     ) -> None:
         """Adds copies between tiers, and the requests that wait for some."""
         self.copies, self.loads, self.finished_stores = copies, loads, finished_stores
+
+    def plan_moves(self, moves: list[PoolMove]) -> None:
+        """Adds moves of blocks between the fastest lower tier and a remote pool."""
+        self.moves = moves
 
     def send_computed(self, target: TransferTarget, tokens: TokenRange) -> None:
         """Opens a transfer of tokens that an earlier step has computed."""

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from headrace_common.errors import HeadraceError
 from headrace_engine.vllm.step.plan import StepPlan
+from headrace_engine.vllm.tiers.pool_executor import PoolExecutor
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.prefix.events import Tier
@@ -23,9 +24,15 @@ class TierExecutor:
     It calls `on_load` after each load.
     """
 
-    def __init__(self, copier: TierCopier, on_load: Callable[[TierLoad], None]) -> None:
+    def __init__(
+        self,
+        copier: TierCopier,
+        on_load: Callable[[TierLoad], None],
+        pool: PoolExecutor | None = None,
+    ) -> None:
         self._copier = copier
         self._on_load = on_load
+        self._pool = pool
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-tiers")
         self._copies: dict[str, list[Future[bool]]] = {}
         self._loads: dict[str, bool] = {}
@@ -38,6 +45,9 @@ class TierExecutor:
         for one in plan.copies:
             copying = self._thread.submit(self._copy, one.copy)
             self._copies.setdefault(one.request_id, []).append(copying)
+        if self._pool is not None:
+            for move in plan.moves:
+                self._thread.submit(self._pool.begin, move)
         self._loads.update(plan.loads)
         self._finishing.update(plan.finished_stores)
         # A long answer stores a block now and then.
@@ -75,9 +85,15 @@ class TierExecutor:
         self._sent -= quiet
         return quiet, set(ended), {request_id for request_id, failed in ended.items() if failed}
 
+    def take_moves(self) -> list[tuple[int, int]]:
+        """See PoolExecutor.take_ended."""
+        return [] if self._pool is None else self._pool.take_ended()
+
     def close(self) -> None:
         """Ends the thread and frees the tiers. Waiting copies are not made."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._pool is not None:
+            self._pool.close()
         self._copier.close()
 
     def _copy(self, copy: TierCopy) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import RequestCopy, StepPlan
-from headrace_kv.layout.layout import TOKENS
+from headrace_engine.vllm.tiers.pool_planner import PoolPlanner, PoolUse
 from headrace_kv.manager.lower_tiers import LowerTiers, TierChange, TierHit, TierPlan
 from headrace_kv.manager.settings import TierSettings
 from headrace_kv.prefix.events import Tier
@@ -88,8 +88,10 @@ class TierPlanner:
     tiers, it knows no request.
     """
 
-    def __init__(self, tiers: LowerTiers, block_tokens: int) -> None:
+    def __init__(self, tiers: LowerTiers, block_tokens: int, use: PoolUse | None = None) -> None:
         self._tiers = tiers
+        self.pool = PoolPlanner(tiers, use or PoolUse(), self._carry_out)
+        """What goes to a remote pool, and comes from it."""
         self._block_tokens = block_tokens
         self._hash_bytes = 0
         self._requests: dict[str, _Request] = {}
@@ -102,25 +104,31 @@ class TierPlanner:
 
     @property
     def is_loading(self) -> bool:
-        """Whether a request waits for blocks of the tiers."""
-        return bool(self._loading)
+        """Whether a request waits for blocks of the tiers or of the remote pool."""
+        return bool(self._loading) or self.pool.is_waiting
 
     def request_added(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
         """A new request. `block_hashes` names its full blocks, and grows with it."""
         if self._tiers.names:
             self._requests[request_id] = _Request(block_hashes)
 
-    def find(self, request_id: str, computed_tokens: int, end_token: int) -> int:
+    def find(self, request_id: str, computed_tokens: int, end_token: int) -> int | None:
         """The number of tokens from `computed_tokens` on, and before `end_token`, that tiers have in full blocks.
 
-        They stay there until `blocks_allocated` or the next call. `computed_tokens` fill whole blocks.
+        They stay there until `blocks_allocated` or the next call. `computed_tokens` fill whole blocks. None while
+        blocks of the remote pool are on their way to the tiers.
         """
         request = self._requests.get(request_id)
         if request is None:
             return 0
         self._tiers.release(request.hit)
         first, end = computed_tokens // self._block_tokens, end_token // self._block_tokens
-        request.hold(self._tiers.hold(request.prefixes(first, end)), first)
+        prefixes = request.prefixes(first, end)
+        if prefixes:
+            self._hash_bytes = len(request.block_hashes[0])
+        request.hold(self._tiers.hold(prefixes), first)
+        if self.pool.must_wait(request_id, prefixes[len(request.hit) :]):
+            return None
         return len(request.hit) * self._block_tokens
 
     def blocks_allocated(
@@ -188,6 +196,7 @@ class TierPlanner:
         request = self._requests.pop(request_id, None)
         if request is None:
             return False
+        self.pool.request_finished(request_id)
         self._tiers.release(request.hit)
         if request_id in self._loading:
             # vLLM frees its blocks when the load ends.
@@ -198,8 +207,9 @@ class TierPlanner:
         return request.has_copies
 
     def clear(self) -> None:
-        """Forgets every block."""
+        """Forgets every block. The remote pool keeps its own, which are announced no longer."""
         self._changes += self._tiers.clear().changes
+        self.pool.lost()
 
     def take_changes(self) -> list[BlockChange]:
         """What has changed since the last call, in order."""
@@ -215,6 +225,7 @@ class TierPlanner:
 
     def add_to(self, plan: StepPlan) -> None:
         """Adds all that was planned since the last step."""
+        self.pool.add_to(plan)
         plan.plan_copies(self._copies, self._loads, self._finished)
         self._copies, self._loads, self._finished = [], {}, {}
 
@@ -226,6 +237,11 @@ class TierPlanner:
             if plan.copies:
                 request.copies_planned()
             self._plan(request_id, plan)
+            self.pool.stored(plan)
+
+    def _carry_out(self, plan: TierPlan) -> None:
+        """Copies that no request waits for, and changes."""
+        self._plan("", plan)
 
     def _plan(self, request_id: str, plan: TierPlan) -> None:
         self._copies += [RequestCopy(request_id, copy) for copy in plan.copies]
@@ -233,15 +249,18 @@ class TierPlanner:
 
 
 def plan_tiers(
-    settings: TierSettings, overlap: OverlapSettings, groups: Sequence[LayerGroup]
+    settings: TierSettings,
+    overlap: OverlapSettings,
+    groups: Sequence[LayerGroup],
+    rank_count: int = 1,
 ) -> TierPlanner:
     """The planner of an engine. Raises ConfigError for a model or settings that tiers cannot be used with."""
     if not settings.names:
         return TierPlanner(LowerTiers({}), 1)
-    if len(groups) != 1 or groups[0].kind != TOKENS:
+    if len(groups) != 1 or not groups[0].keeps_all_tokens:
         names = ", ".join(group.name for group in groups)
         raise ConfigError(
-            f"the model has several kinds of cache ({names}), and only attention can be kept below KV memory: "
+            f"the model has several kinds of cache ({names}), and only full attention can be kept below KV memory: "
             "set kv_host_gib to 0",
             metadata={"field": "kv_host_gib", "groups": names},
         )
@@ -253,4 +272,5 @@ def plan_tiers(
         )
     (group,) = groups
     tiers = LowerTiers(settings.block_counts(group.block_bytes), settings.min_uses)
-    return TierPlanner(tiers, group.block_tokens)
+    use = PoolUse(rank_count, publishes=settings.publishes)
+    return TierPlanner(tiers, group.block_tokens, use)

@@ -72,6 +72,7 @@ _BUILDS = (
     "mooncake-transfer-engine",
 )
 _LIBRARY_PACKAGES = "libibverbs1 libcurl4 libnuma1"
+_FORCED = {"tcp": "MC_FORCE_TCP", "rdma": "MC_FORCE_HCA"}
 
 
 def configure_environment(want: str) -> str:
@@ -80,6 +81,16 @@ def configure_environment(want: str) -> str:
     Must run before the first engine is made: the engine's protocol argument has no effect. `want` is "auto", "rdma" or
     "tcp". Raises ConfigError when RDMA is asked for without a device.
     """
+    use, variables = protocol_environment(want)
+    for name in _FORCED.values():
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    return use
+
+
+def protocol_environment(want: str) -> tuple[str, dict[str, str]]:
+    """The protocol that Mooncake will use in a process with these environment variables. See configure_environment."""
     if want not in ("auto", "rdma", "tcp"):
         raise ConfigError(f'the transport protocol is "{want}": choose auto, rdma or tcp')
     present = _INFINIBAND.is_dir() and any(_INFINIBAND.iterdir())
@@ -88,13 +99,11 @@ def configure_environment(want: str) -> str:
             "RDMA is asked for but this machine has no RDMA device: choose auto or tcp"
         )
     use = "rdma" if present and want != "tcp" else "tcp"
-    for name in ("MC_FORCE_TCP", "MC_FORCE_HCA"):
-        os.environ.pop(name, None)
-    os.environ["MC_FORCE_HCA" if use == "rdma" else "MC_FORCE_TCP"] = "1"
-    os.environ["MC_TRANSFER_TIMEOUT"] = str(TRANSFER_TIMEOUT_S)
-    os.environ["MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER"] = "65535"
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    return use
+    return use, {
+        _FORCED[use]: "1",
+        "MC_TRANSFER_TIMEOUT": str(TRANSFER_TIMEOUT_S),
+        "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "65535",
+    }
 
 
 def prepare_device_memory() -> None:

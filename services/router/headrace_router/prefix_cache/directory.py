@@ -30,6 +30,8 @@ from headrace_router.workers.table import LoadTable, Numbers
 
 _LOG = logging.getLogger(__name__)
 
+REMOTE_SHARE: Final = 0.25
+"""Of a block in the remote pool."""
 # A worker has a second slot while a snapshot arrives, and its old slots until they are swept.
 _WORKERS_MAX: Final = SLOTS_MAX // 2
 _UPKEEP_INTERVAL_S: Final = 0.25
@@ -51,7 +53,8 @@ class PrefixCacheDirectory:
     """Applies the events of all workers to one index for each model and block size. One event loop owns it.
 
     `prefix_hash_key` returns the deployment's key, or 0 while it is unknown. Without it no worker gets credit. Blocks
-    in slower tiers count for less: see TierPrices, also for `compute_s_per_token`. `dials` bounds the tries to reach
+    in slower tiers count for less: see TierPrices, also for `compute_s_per_token`. Every worker of a model reaches the
+    blocks that any worker has announced in its remote pool. `dials` bounds the tries to reach
     members, and may be shared.
     """
 
@@ -137,12 +140,16 @@ class PrefixCacheDirectory:
             if not len(known.rows):
                 continue
             index, block_tokens = model_index.index, model_index.block_tokens
-            depths = model_index.depths(prompt)
-            blocks = index.blocks(depths[0])[known.slots]
+            *depths, pooled = model_index.depths(prompt)
+            blocks = reached = index.blocks(depths[0])[known.slots]
             if any(depths[1:]):
                 tiers = [blocks, *(index.blocks(one)[known.slots] for one in depths[1:])]
                 shares = self._prices.shares(model, block_tokens, table)
                 blocks = _credited_blocks(tiers, [share[known.rows] for share in shares])
+                reached = np.maximum.reduce(tiers)
+            if pooled:
+                remote = max(depth for depth, _ in pooled)
+                blocks = blocks + REMOTE_SHARE * np.maximum(remote - reached, 0.0)
             found[known.rows] = blocks * block_tokens
         return found
 
@@ -153,12 +160,16 @@ class PrefixCacheDirectory:
         cache_salt: str,
         refs: Collection[WorkerRef],
     ) -> dict[WorkerRef, int]:
-        """The same for some workers of a model, in either role. Workers without any are left out."""
+        """The same for some workers of a model, in either role. Workers without any are left out.
+
+        The remote pool does not count: all of them reach it.
+        """
         found: dict[WorkerRef, int] = {}
         for model_index, prompt in self._prompts(model, token_ids, cache_salt):
             index, block_tokens = model_index.index, model_index.block_tokens
             among = model_index.mask_of(refs)
-            device, *slower = (_masked(depths, among) for depths in model_index.depths(prompt))
+            *own, _ = model_index.depths(prompt)
+            device, *slower = (_masked(depths, among) for depths in own)
             if not any(slower):
                 found |= index.scores([(blocks * block_tokens, mask) for blocks, mask in device])
                 continue

@@ -13,7 +13,15 @@ import grpc.aio
 import pytest
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
-from headrace_common.callers.bounds import REFUSED_BODY, REFUSED_KEY, CallerBounds, CallerLimits
+from headrace_common.callers import bounds as bounds_module
+from headrace_common.callers.bounds import (
+    REFUSED_BODY,
+    REFUSED_KEY,
+    REFUSED_REJECTIONS,
+    REFUSED_UNARY,
+    CallerBounds,
+    CallerLimits,
+)
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.errors import HeadraceError, InvalidRequest, QueueFull, Unauthenticated
 from headrace_common.process.open_connections import host_of_peer
@@ -81,6 +89,7 @@ async def _served(
     refused: Counter[str],
     rejected_per_s: float = 0.01,
     cpu_clock: Callable[[], float] = lambda: 0.0,
+    unary_per_s: float = 1_000.0,
 ) -> AsyncIterator[_Served]:
     def count(refusal: str, number: int) -> None:
         refused[refusal] += number
@@ -91,7 +100,7 @@ async def _served(
         tenant = str(dict(metadata).get("x-tenant", ""))
         return "" if tenant in removed else tenant
 
-    limits = CallerLimits(_CALLS_MAX, rejected_per_s, _CHECK_S)
+    limits = CallerLimits(_CALLS_MAX, rejected_per_s, _CHECK_S, unary_per_s)
     # The clock stands still, so that the speed of the machine does not matter.
     servicer, bounds = _Servicer(), CallerBounds(limits, count, lambda: 0.0, cpu_clock)
     clients = ClientServices((_SERVICE,), callers=bounds, tenant_of=tenant_of)
@@ -137,6 +146,48 @@ async def test_a_tenant_of_many_invalid_requests_is_refused_and_another_is_not()
         refused_one = next(error for error in errors if isinstance(error, QueueFull))
         assert "calls a second of this caller were rejected" in refused_one.detail
         assert await it.ask("b") == "answer"
+
+
+async def test_a_refused_call_that_waits_receives_nothing_and_ends_with_its_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bounds_module, "_REFUSAL_WAIT_S", 600.0)
+    refused: Counter[str] = Counter()
+    wrong = inference_pb2.GenerateRequest(text="no").SerializeToString()
+    async with _served(refused, rejected_per_s=0.5) as it:
+        it.servicer.release.set()
+        assert isinstance(await _error_of(it.ask("a", wrong)), InvalidRequest)
+        waiting = asyncio.create_task(it.ask("a", bytes(MESSAGE_BYTES_MAX - 1_000)))
+        await until(lambda: refused[REFUSED_REJECTIONS] == 1, _WAIT_S)
+        assert it.bounds.calls("tenant:a") == 1
+        assert await it.ask("b") == "answer"
+        waiting.cancel()
+        await until(lambda: not it.bounds.calls("tenant:a"), _WAIT_S)
+        assert refused == {REFUSED_REJECTIONS: 1}
+
+
+async def test_unary_calls_beyond_the_rate_are_refused_before_their_request_arrives() -> None:
+    refused: Counter[str] = Counter()
+    async with _served(refused, unary_per_s=1.0) as it:
+        it.servicer.release.set()
+        models: Any = it.channel.stream_unary(f"/{_SERVICE}/ListModels")
+        metadata = (("x-tenant", "a"),)
+        for _ in range(3):
+            assert await models([b""], metadata=metadata, timeout=_WAIT_S)
+        # It never sends a request.
+        call = models(metadata=metadata, timeout=_WAIT_S)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        error = error_from_rpc(caught.value)
+        assert isinstance(error, QueueFull)
+        assert error.retry_after_s == pytest.approx(1.0)
+        assert dict(error.metadata)["queue"] == "unary calls"
+        trailers = dict(await call.trailing_metadata() or ())
+        assert trailers["grpc-retry-pushback-ms"] == "1000"
+        assert refused == {REFUSED_UNARY: 1}
+        # Streams and other callers go on.
+        assert await it.ask("a") == "answer"
+        assert await models([b""], metadata=(("x-tenant", "b"),), timeout=_WAIT_S)
 
 
 @pytest.mark.parametrize("cause", ["few and small", "large", "slow"])

@@ -26,6 +26,8 @@ from headrace_engine.prefix import event_publisher
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.manager.settings import TierSettings
+from headrace_kv.pool.in_memory import InMemoryPool, MemoryStore
 from headrace_kv.prefix.hashing import key_fingerprint
 from headrace_router.prefix_cache.model_index import ModelIndex
 from headrace_router.workers.directory import worker_from_member
@@ -97,6 +99,24 @@ async def test_credited_tokens_equal_the_engines_cached_tokens(rig: EventRig, mo
             table, prompt, **{worker.ref.worker_id.replace("-", "_"): whole_blocks(prompt)}
         )
     assert known > 500
+
+
+async def test_blocks_in_the_remote_pool_count_for_every_worker(rig: EventRig) -> None:
+    prompt = random_prompt(Random(3), 50)
+    store = MemoryStore()
+    tiers = TierSettings(host_gib=0.001, pool_address="127.0.0.1:1", publishes=True)
+    first = await rig.add("w-0", tiers=tiers, pools=lambda *given: InMemoryPool(store, *given))
+    await rig.add("w-1")
+    table = rig.follow()
+    await first.answer(prompt)
+    await rig.until_cached(table, prompt, w_0=48, w_1=48 // 4)
+    # The queue of prompts prefers workers that have the blocks themselves.
+    refs = {worker.ref for worker in rig.workers}
+    assert set(rig.indexes.cached_refs(MODEL, prompt, "", refs)) == {first.ref}
+    assert await first.engine.reset_prefix_cache()
+    # The worker forgets that it has stored them, and they are still there.
+    await rig.until_cached(table, prompt, w_0=0, w_1=0)
+    assert store.objects
 
 
 async def test_blocks_in_main_memory_count_by_their_measured_load_time(rig: EventRig) -> None:

@@ -77,8 +77,9 @@ class CachingWorker:
     @classmethod
     async def start(cls, worker_id: str, generation: int = 1, **changes: Any) -> CachingWorker:
         ref = WorkerRef(worker_id, f"{generation:016x}")
-        settings = {"ref": ref, "block_size": BLOCK_TOKENS} | changes
-        engine = SimEngine(engine_config("decode", **settings), no_descriptors)
+        settings: dict[str, Any] = {"ref": ref, "block_size": BLOCK_TOKENS} | changes
+        pools = settings.pop("pools", None)
+        engine = SimEngine(engine_config("decode", **settings), no_descriptors, pools=pools)
         await engine.start()
         return await cls.serving(engine, ref)
 

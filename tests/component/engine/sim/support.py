@@ -32,6 +32,7 @@ from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
 from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.plan.shard_map import edges, heads_held
+from headrace_kv.pool.opening import PoolOpener
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.state import TransferState
@@ -72,11 +73,15 @@ async def no_descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
 
 @asynccontextmanager
 async def decode_engine(
-    faults: SimFaults | None = None, *, clock: SimClock | None = None, **changes: Any
+    faults: SimFaults | None = None,
+    *,
+    clock: SimClock | None = None,
+    pools: PoolOpener | None = None,
+    **changes: Any,
 ) -> AsyncIterator[SimEngine]:
     """A started decode engine. At the end, all blocks must be free and unharmed."""
     config = engine_config("decode", **changes)
-    engine = SimEngine(config, no_descriptors, faults=faults, clock=clock)
+    engine = SimEngine(config, no_descriptors, faults=faults, clock=clock, pools=pools)
     await engine.start()
     blocks = engine.free_block_count()
     try:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,7 +37,34 @@ def test_open_kv_ports_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no KV transport listens" in finding_of("KV ports").detail
 
 
+def test_many_ports_that_admit_no_caller_take_the_time_of_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A queue without room drops callers, as a filter does."""
+    monkeypatch.setattr(this_host, "_CONNECT_TIMEOUT_S", 1.0)
+    with ExitStack() as held:
+        servers = [held.enter_context(_full_server()) for _ in range(40)]
+        open_server = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+        ports = [server.getsockname()[1] for server in (*servers, open_server)]
+        start_s = time.monotonic()
+        found = this_host._ports_that_accept_strangers(ports)
+        assert found == ports[-1:]
+        assert time.monotonic() - start_s < 20
+
+
+@contextmanager
+def _full_server() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as server, ExitStack() as held:
+        for _ in range(2):
+            caller = held.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(server.getsockname())
+        yield server
+
+
 def test_the_kernels_features_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Other tests may have ports of KV transports open.
+    monkeypatch.setattr(this_host, "KV_PORTS", range(0))
     assert finding_of("socket filters").verdict is Verdict.OK
     monkeypatch.setattr(this_host, "_SO_ATTACH_FILTER", 9_999)
     assert finding_of("socket filters").verdict is Verdict.ERROR

@@ -111,6 +111,14 @@ async def test_delays_grow_to_their_bound_and_the_last_end_is_final(bench: Bench
         await bench.step_at(8.0)
 
 
+async def test_a_killed_pool_starts_again(bench: Bench) -> None:
+    spec = await bench.start("pool")
+    bench.processes[-1].returncode = -9
+    await bench.step_at(0.0)
+    await bench.step_at(1.0)
+    assert [one.name for one in bench.started] == [spec.name] * 2
+
+
 async def test_old_restarts_do_not_count(bench: Bench) -> None:
     await bench.start()
     for at_s in (0.0, 1_000.0, 2_000.0, 3_000.0):

@@ -12,6 +12,7 @@ from headrace_cli.up.topology import (
     check_topology,
     parse_ranks,
     parse_setting,
+    pool_spec,
     registry_spec,
     router_spec,
     worker_specs,
@@ -90,6 +91,20 @@ def test_the_store_goes_to_the_registry() -> None:
     assert flag(registry_spec(topology, FOLDER), "store") == ["--store=etcd://127.0.0.1:2379"]
 
 
+def test_a_store_of_blocks_is_known_to_every_worker_and_gives_it_main_memory() -> None:
+    topology = Topology(engine="sim", pool_gib=1.5, settings=(("prefill", "kv_host_gib", "3"),))
+    pool = pool_spec(topology, FOLDER, "127.0.0.1:9")
+    assert flag(pool, "listen") == ["--listen=127.0.0.1:9"]
+    assert flag(pool, "memory-gib") == ["--memory-gib=1.5"]
+    prefill, decode = worker_specs(topology, FOLDER, "127.0.0.1:7001", "127.0.0.1:9")
+    for spec in (prefill, decode):
+        assert flag(spec, "kv-pool-address") == ["--kv-pool-address=127.0.0.1:9"]
+    assert flag(prefill, "kv-host-gib") == ["--kv-host-gib=3"]
+    assert flag(decode, "kv-host-gib") == ["--kv-host-gib=0.5"]
+    alone = worker_specs(topology, FOLDER, "127.0.0.1:7001")
+    assert not [flag(spec, "kv-pool-address") for spec in alone if flag(spec, "kv-pool-address")]
+
+
 @pytest.mark.parametrize("text", ["", "decode", "decode.x", "x.y=1", "decode.=1", "=1"])
 def test_a_malformed_setting_is_rejected_with_the_remedy(text: str) -> None:
     with pytest.raises(ConfigError, match=r"SERVICE\.FIELD=VALUE"):
@@ -108,6 +123,7 @@ def test_a_setting_may_contain_separators() -> None:
         (Topology(), "--model FOLDER"),
         (Topology(model="nowhere"), "not a model folder"),
         (Topology(engine="sim", decode_count=0), "--decode 1"),
+        (Topology(engine="sim", decode_count=9, pool_gib=1.0), "--store-pool needs a process"),
     ],
 )
 def test_an_invalid_topology_is_rejected_with_the_remedy(topology: Topology, remedy: str) -> None:

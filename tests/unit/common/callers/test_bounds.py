@@ -14,6 +14,7 @@ from headrace_common.callers import bounds as bounds_module
 from headrace_common.callers.bounds import (
     REFUSED_CALLS,
     REFUSED_REJECTIONS,
+    REFUSED_UNARY,
     CallerBounds,
     CallerLimits,
 )
@@ -172,6 +173,61 @@ async def test_refused_calls_beyond_those_that_wait_are_refused_at_once(
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_refused_calls_of_all_callers_that_wait_are_bounded_and_leave_nothing(
+    refused: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bounds_module, "_REFUSAL_WAIT_S", 600.0)
+    monkeypatch.setattr(bounds_module, "_REFUSALS_WAITING_IN_ALL_MAX", 3)
+    bounds = bounds_of(refused)
+    callers = [f"10.0.0.{number}" for number in range(4)]
+    for caller in callers:
+        reject(bounds, caller, 40)
+
+    async def call(caller: str) -> None:
+        with bounds.call(caller, caller):
+            await bounds.pace(caller, caller)
+
+    waiting = [asyncio.create_task(call(caller)) for caller in callers[:3]]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await asyncio.wait_for(call(callers[3]), 5)
+    waiting.pop().cancel()
+    await asyncio.sleep(0)
+    # One place is free again.
+    waiting.append(asyncio.create_task(call(callers[3])))
+    await asyncio.sleep(0)
+    assert not waiting[-1].done()
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    assert not any(map(bounds.calls, callers))
+    assert not bounds._waiting
+
+
+def test_unary_calls_of_one_caller_are_bounded_and_another_is_served(
+    refused: Counter[str],
+) -> None:
+    now_s = 0.0
+    limits = CallerLimits(4, 10.0, 60.0, unary_per_s=5.0)
+    bounds = CallerBounds(limits, lambda why, n: refused.update({why: n}), lambda: now_s)
+
+    def call(caller: str) -> None:
+        with bounds.call(caller, HOST):
+            bounds.count_unary()
+
+    for _ in range(11):
+        call("tenant:a")
+    for _ in range(20):
+        with pytest.raises(QueueFull, match="more than 5 unary calls a second") as caught:
+            call("tenant:a")
+        assert caught.value.retry_after_s == pytest.approx(0.2)
+    assert refused == {REFUSED_UNARY: 20}
+    call("tenant:b")
+    # Refused calls have not made it later.
+    now_s = 0.25
+    call("tenant:a")
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -47,6 +47,36 @@ def test_a_disk_without_main_memory_is_refused() -> None:
 @pytest.mark.parametrize(
     "settings,remedy",
     [
+        ({}, "kv_pool_address is set without kv_host_gib"),
+        ({"kv_host_gib": 1, "kv_pool_address": "store"}, "kv_pool_address: write it as host:port"),
+        ({"kv_host_gib": 1}, "set workers_per_process to 1, or leave kv_pool_address empty"),
+    ],
+)
+def test_a_pool_that_cannot_be_used_is_refused(settings: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ValidationError, match=remedy):
+        config(**{"kv_pool_address": "127.0.0.1:1", **settings})
+
+
+def test_prefill_workers_store_blocks_in_the_pool_and_decode_workers_do_not() -> None:
+    worker = WorkerConfig.model_validate(
+        {
+            "worker_id": "w",
+            "kv_host_gib": 1,
+            "kv_pool_address": "10.0.0.1:2",
+            "kv_pool_timeout_s": 3,
+        }
+    )
+    ref = WorkerRef("w", "1")
+    prefill = engine_config(worker, role="prefill", ref=ref).tiers
+    assert (prefill.pool_address, prefill.pool_timeout_s) == ("10.0.0.1:2", 3)
+    assert prefill.pooled
+    assert prefill.publishes
+    assert not engine_config(worker, role="decode", ref=ref).tiers.publishes
+
+
+@pytest.mark.parametrize(
+    "settings,remedy",
+    [
         ({"engine": "vllm"}, "set engine to sim, or start 4 processes"),
         ({"transport": "mooncake"}, "set transport to same_host"),
         ({"internal_listen": "127.0.0.1:7003"}, "give internal_listen the port 0"),

@@ -45,13 +45,18 @@ class _Request:
     """A request with a body in parts. Without an end, the first part is repeated."""
 
     def __init__(
-        self, *parts: bytes, path: str = "/v1/completions", endless: bool = False, **headers: str
+        self,
+        *parts: bytes,
+        path: str = "/v1/completions",
+        method: str = "POST",
+        endless: bool = False,
+        **headers: str,
     ) -> None:
         named = {"content_type": "application/json", **headers}
         self._parts = list(parts)
         self._endless = endless
         self.scope = {
-            "method": "POST",
+            "method": method,
             "path": path,
             "headers": [
                 (name.replace("_", "-").encode(), value.encode()) for name, value in named.items()
@@ -108,6 +113,20 @@ async def test_requests_that_no_handler_takes_count_as_rejected(
     app = _app(_bounds(1.0))
     statuses = [await _Request(b"", path="/none").status(app) for _ in range(4)]
     assert statuses == [404, 404, 404, 429]
+
+
+async def test_requests_that_need_no_admission_are_bounded_by_rate() -> None:
+    limits = CallerLimits(4, 100.0, 0.05, unary_per_s=1.0)
+    app = _app(CallerBounds(limits, clock=lambda: 0.0, cpu_clock=lambda: 0.0))
+    assert await _Request(path="/health", method="GET").status(app) == 200
+    assert await _Request(b"[", path="/tokenize").status(app) == 400
+    assert await _Request(b"", path="/none").status(app) == 404
+    beyond = _Request(b"[", path="/tokenize")
+    assert await beyond.status(app) == 429
+    assert beyond.received == 0
+    assert (b"retry-after", b"1") in beyond.sent[0]["headers"]
+    # Completions have bounds of their own.
+    assert await _status(app, b"[") == 400
 
 
 async def test_a_body_is_parsed_in_the_turn_of_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:

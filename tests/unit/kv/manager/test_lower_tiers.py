@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from headrace_common.errors import InternalError
-from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierHit, TierPlan
+from headrace_kv.manager.lower_tiers import LowerTiers, PoolBlocks, TierCopy, TierHit, TierPlan
 from headrace_kv.prefix.events import Tier
 
 DEVICE_BLOCKS = 16
@@ -118,6 +118,45 @@ def test_a_load_needs_as_many_blocks_as_it_holds() -> None:
         LowerTiers({Tier.HOST: 1}).load(TierHit(()), [1])
 
 
+def test_reserved_blocks_are_found_once_they_are_fetched() -> None:
+    tiers, memories = LowerTiers({Tier.HOST: 4, Tier.DISK: 4}), Memories()
+    stored(tiers, memories, 1, 2, 3)
+    held = tiers.hold([1])
+    blocks, plan = tiers.reserve([1, 5, 6, 7, 8])
+    memories.carry_out(plan)
+    # Block 1 is held, so there is room for three. Blocks 2 and 3 have moved to the disk.
+    assert blocks.prefixes == (5, 6, 7)
+    assert memories.announced[Tier.DISK] == {2, 3}
+    assert 5 not in tiers
+    assert not tiers.hold([5])
+    memories.carry_out(tiers.fetched(blocks, 2))
+    assert memories.announced[Tier.HOST] == {1, 5, 6}
+    assert 7 not in tiers
+    # The block that did not come is free: nothing is evicted for another one.
+    assert all(copy.source != Tier.HOST for copy in stored(tiers, memories, 9).copies)
+    tiers.release(held)
+
+
+def test_a_prefix_that_is_stored_during_its_fetch_is_kept_once() -> None:
+    tiers, memories = LowerTiers({Tier.HOST: 4}), Memories()
+    blocks, _ = tiers.reserve([1, 2])
+    stored(tiers, memories, 1)
+    memories.carry_out(tiers.fetched(blocks, 2))
+    assert memories.announced[Tier.HOST] == {1, 2}
+    assert tiers.counts() == {Tier.HOST: 2}
+
+
+def test_blocks_of_the_fastest_tier_stay_while_they_are_read() -> None:
+    tiers, memories = LowerTiers({Tier.HOST: 2}), Memories()
+    (copy,) = stored(tiers, memories, 1, 2).copies
+    blocks = tiers.hold_fastest([1, 2, 9])
+    assert blocks.prefixes == (1, 2)
+    assert blocks.block_ids == copy.destination_ids
+    assert stored(tiers, memories, 3).copies == []
+    tiers.release_fastest(blocks)
+    assert stored(tiers, memories, 3).copies
+
+
 class TiersMachine(RuleBasedStateMachine):
     """Random stores, holds, loads and losses. Each block contains the prefix that it was stored for."""
 
@@ -127,6 +166,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.tiers = LowerTiers(counts, uses_min)
         self.memories = Memories()
         self.held: list[tuple[list[int], TierHit]] = []
+        self.fetches: list[PoolBlocks] = []
 
     @rule(prefixes=st.lists(st.integers(0, 20), max_size=8, unique=True))
     def store(self, prefixes: list[int]) -> None:
@@ -149,6 +189,22 @@ class TiersMachine(RuleBasedStateMachine):
             device = self.memories.blocks[Tier.DEVICE]
             assert [device[block] for block in targets] == prefixes
 
+    @rule(prefixes=st.lists(st.integers(0, 20), max_size=6, unique=True))
+    def reserve(self, prefixes: list[int]) -> None:
+        blocks, plan = self.tiers.reserve(prefixes)
+        self.memories.carry_out(plan)
+        self.fetches.append(blocks)
+
+    @rule(data=st.data())
+    def end_fetch(self, data: st.DataObject) -> None:
+        if self.fetches:
+            index = data.draw(st.integers(0, len(self.fetches) - 1))
+            blocks = self.fetches.pop(index)
+            whole = data.draw(st.integers(0, len(blocks)))
+            places = dict(zip(blocks.block_ids[:whole], blocks.prefixes, strict=False))
+            self.memories.blocks[Tier.HOST].update(places)
+            self.memories.carry_out(self.tiers.fetched(blocks, whole))
+
     @rule()
     def clear(self) -> None:
         self.memories.carry_out(self.tiers.clear())
@@ -156,8 +212,10 @@ class TiersMachine(RuleBasedStateMachine):
     @invariant()
     def announcements_are_true(self) -> None:
         if hasattr(self, "tiers"):
+            reserved = sum(len(blocks) for blocks in self.fetches)
             for tier, count in self.tiers.counts().items():
-                assert len(self.memories.announced[tier]) == count
+                pending = reserved if tier == Tier.HOST else 0
+                assert len(self.memories.announced[tier]) + pending == count
             known = set().union(*self.memories.announced.values())
             assert all((prefix in self.tiers) == (prefix in known) for prefix in range(21))
 

@@ -1,0 +1,54 @@
+"""Moves a rank's blocks between main memory and a remote pool. Uses no vLLM types."""
+
+from __future__ import annotations
+
+import queue
+from concurrent.futures import Future
+from functools import partial
+from typing import Final
+
+from headrace_engine.vllm.step.plan import PoolMove
+from headrace_engine.vllm.tiers.pool_lookup import leading
+from headrace_kv.pool.base import RemotePool
+from headrace_kv.pool.keys import PoolKeys
+
+STORE_TIMEOUT_S: Final = 10.0
+
+
+class PoolExecutor:
+    """The thread of the tiers begins moves, and the rank's compute thread takes their ends."""
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._opened: tuple[RemotePool, PoolKeys] | None = None
+        self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+
+    def attach(self, pool: RemotePool, keys: PoolKeys) -> None:
+        """Uses a pool from now on. Without one, moves end at once."""
+        self._opened = (pool, keys)
+
+    def begin(self, move: PoolMove) -> None:
+        """Begins a move. The copies before it are made."""
+        if self._opened is None:
+            self._ended.put((move.number, 0))
+            return
+        pool, keys = self._opened
+        names = keys.of_rank(self._rank, move.prefixes)
+        if move.fetches:
+            moved = pool.get(0, names, move.block_ids, self._timeout_s)
+        else:
+            moved = pool.put(0, names, move.block_ids, STORE_TIMEOUT_S)
+        moved.add_done_callback(partial(self._end, move.number))
+
+    def take_ended(self) -> list[tuple[int, int]]:
+        """Moves that have ended since the last call: (number, blocks that were moved whole, from the first on)."""
+        return [self._ended.get() for _ in range(self._ended.qsize())]
+
+    def close(self) -> None:
+        """Leaves the pool."""
+        if self._opened is not None:
+            self._opened[0].close()
+
+    def _end(self, number: int, moved: Future[list[bool]]) -> None:
+        self._ended.put((number, leading(moved.result())))

@@ -1,0 +1,198 @@
+"""Plans what an engine's requests fetch from a remote pool, and what is stored there. Uses no vLLM types."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from headrace_engine.vllm.step.plan import PoolMove, StepPlan
+from headrace_kv.manager.lower_tiers import LowerTiers, PoolBlocks, TierChange, TierPlan
+from headrace_kv.prefix.events import Tier
+
+UNPUBLISHED_MAX: Final = 256
+"""Blocks that are being stored in the pool. Further ones are not stored."""
+ANNOUNCED_MAX: Final = 65_536
+_BATCH_BLOCKS: Final = 32
+FETCH_BLOCKS_MAX: Final = 512
+
+
+class PoolLookup(Protocol):
+    """Asks the store which blocks it has."""
+
+    def find(self, prefixes: Sequence[int]) -> Future[int] | None:
+        """How many of the first prefixes every rank can fetch. None while the store cannot be asked. Ends in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUse:
+    """The ranks of an engine, and whether it stores blocks in the pool."""
+
+    rank_count: int = 1
+    publishes: bool = False
+
+
+@dataclass(slots=True)
+class _Move:
+    """A move under way. `missing`: ranks that have not ended. `whole`: first blocks that are whole on all others."""
+
+    blocks: PoolBlocks
+    missing: int
+    whole: int
+    fetch: _Fetch | None = None
+
+    def rank_ended(self, whole: int) -> bool:
+        """Whether all ranks have ended."""
+        self.whole = min(self.whole, whole)
+        self.missing -= 1
+        return self.missing == 0
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A request's blocks, which are looked up, then fetched."""
+
+    prefixes: Sequence[int]
+    found: Future[int]
+    moving: bool = False
+    ended: bool = False
+
+    def begin(self) -> None:
+        self.moving = True
+
+    def end(self) -> None:
+        self.ended = True
+
+
+class PoolPlanner:
+    """The scheduling thread calls it. Moves of blocks begin with the next step, and end with a later one.
+
+    `carry_out` gets the copies that a fetch needs, and the changes of tiers.
+    """
+
+    def __init__(
+        self,
+        tiers: LowerTiers,
+        use: PoolUse,
+        carry_out: Callable[[TierPlan], None],
+    ) -> None:
+        self._tiers = tiers
+        self._use = use
+        self._carry_out = carry_out
+        self._lookup: PoolLookup | None = None
+        self._next_number = 1
+        self._by_request: dict[str, _Fetch] = {}
+        self._under_way: dict[int, _Move] = {}
+        self._unpublished = 0
+        self._moves: list[PoolMove] = []
+        # Prefixes that this worker has stored, the oldest first.
+        self._published: OrderedDict[int, None] = OrderedDict()
+        self._is_lost = threading.Event()
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a request waits for the pool."""
+        return any(not fetch.ended for fetch in self._by_request.values())
+
+    def attach(self, lookup: PoolLookup) -> None:
+        """The store can be asked from now on. Any thread may call it."""
+        self._lookup = lookup
+
+    def lost(self) -> None:
+        """The store may have lost its blocks. Any thread may call it."""
+        self._is_lost.set()
+
+    def must_wait(self, request_id: str, prefixes: Sequence[int]) -> bool:
+        """Whether blocks of the request are on their way. `prefixes` are those that no tier has, each time it asks.
+
+        A request is looked up once.
+        """
+        fetch = self._by_request.get(request_id)
+        if fetch is None:
+            if self._lookup is None or not prefixes:
+                return False
+            wanted = prefixes[:FETCH_BLOCKS_MAX]
+            found = self._lookup.find(wanted)
+            if found is None:
+                return False
+            fetch = self._by_request[request_id] = _Fetch(wanted, found)
+        if fetch.ended:
+            return False
+        if not fetch.moving and fetch.found.done():
+            self._begin(fetch, fetch.found.result())
+        return not fetch.ended
+
+    def request_finished(self, request_id: str) -> None:
+        """The request asks no more. A fetch under way goes on."""
+        self._by_request.pop(request_id, None)
+
+    def stored(self, plan: TierPlan) -> None:
+        """Publishes what a plan stores in the fastest tier, as far as the pool keeps up."""
+        if not self._use.publishes or self._lookup is None:
+            return
+        for change in plan.changes:
+            if not change.stored or change.tier != self._tiers.names[0]:
+                continue
+            for start in range(0, len(change.prefixes), _BATCH_BLOCKS):
+                if self._unpublished >= UNPUBLISHED_MAX:
+                    return
+                part = change.prefixes[start : start + _BATCH_BLOCKS]
+                blocks = self._tiers.hold_fastest(part)
+                self._unpublished += len(blocks)
+                self._move(blocks, None)
+
+    def add_to(self, plan: StepPlan) -> None:
+        """Adds the moves that begin with the next step, after its copies."""
+        if self._is_lost.is_set():
+            self._is_lost.clear()
+            self._withdraw(len(self._published))
+        plan.plan_moves(self._moves)
+        self._moves = []
+
+    def moves_ended(self, ended: Iterable[tuple[int, int]]) -> None:
+        """Ranks have ended moves: (number of the move, blocks that were moved whole, from the first on)."""
+        for number, whole in ended:
+            move = self._under_way.get(number)
+            if move is None or not move.rank_ended(whole):
+                continue
+            del self._under_way[number]
+            if move.fetch is not None:
+                self._carry_out(self._tiers.fetched(move.blocks, move.whole))
+                move.fetch.end()
+            else:
+                self._end_publication(move)
+
+    def _end_publication(self, move: _Move) -> None:
+        self._unpublished -= len(move.blocks)
+        self._tiers.release_fastest(move.blocks)
+        kept = tuple(
+            prefix for prefix in move.blocks.prefixes[: move.whole] if prefix not in self._published
+        )
+        if kept:
+            self._published.update(dict.fromkeys(kept))
+            self._carry_out(TierPlan(changes=[TierChange(Tier.REMOTE, True, kept)]))
+            self._withdraw(len(self._published) - ANNOUNCED_MAX)
+
+    def _withdraw(self, count: int) -> None:
+        """The oldest blocks that this worker has stored are not announced any more."""
+        gone = tuple(self._published.popitem(last=False)[0] for _ in range(count))
+        if gone:
+            self._carry_out(TierPlan(changes=[TierChange(Tier.REMOTE, False, gone)]))
+
+    def _begin(self, fetch: _Fetch, count: int) -> None:
+        blocks, plan = self._tiers.reserve(fetch.prefixes[:count])
+        self._carry_out(plan)
+        fetch.begin()
+        if not blocks:
+            fetch.end()
+            return
+        self._move(blocks, fetch)
+
+    def _move(self, blocks: PoolBlocks, fetch: _Fetch | None) -> None:
+        number = self._next_number
+        self._next_number += 1
+        self._under_way[number] = _Move(blocks, self._use.rank_count, len(blocks), fetch)
+        self._moves.append(PoolMove(number, fetch is not None, blocks.prefixes, blocks.block_ids))

@@ -1,0 +1,1 @@
+"""KV blocks in a store that all workers of a deployment share."""

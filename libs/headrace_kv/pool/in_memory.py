@@ -1,0 +1,173 @@
+"""A remote pool within one process that can inject faults. For tests of everything above a pool."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from functools import partial
+
+from headrace_common.errors import TransferFailed
+from headrace_kv.pool.base import PoolMemory, RemotePool, refused
+from headrace_kv.pool.block_client import ABSENT, PRESENT, STORED, BlockClient
+from headrace_kv.pool.mapping import Mapping
+
+_RPC_FAILED = -900
+_STALL_MAX_S = 60.0
+
+
+class MemoryStore:
+    """The objects of a store, shared by any number of pools. Its faults apply to all of them."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        self._running = threading.Event()
+        self._running.set()
+        self._lost = False
+        self._changes: Callable[[str, bytes], bytes] = lambda _, content: content
+
+    def freeze(self) -> None:
+        """Calls stand still from now on, until `thaw`."""
+        self._running.clear()
+
+    def thaw(self) -> None:
+        """Ends `freeze`. Calls that stood still fail."""
+        self._running.set()
+
+    def lose(self) -> None:
+        """Calls fail from now on, and the objects are gone."""
+        with self._lock:
+            self._lost = True
+            self.objects.clear()
+
+    def restart(self) -> None:
+        """Ends `lose`, with no objects."""
+        with self._lock:
+            self._lost = False
+
+    def change_reads(self, change: Callable[[str, bytes], bytes]) -> None:
+        """Replaces what is read, by key and content. A shorter content is a part of the block."""
+        self._changes = change
+
+    def exist(self, keys: list[str]) -> list[int]:
+        if not self._answers():
+            return [_RPC_FAILED] * len(keys)
+        with self._lock:
+            return [int(key in self.objects) for key in keys]
+
+    def get(self, keys: list[str], addresses: list[int], nbytes: int) -> list[int]:
+        if not self._answers():
+            return [_RPC_FAILED] * len(keys)
+        codes: list[int] = []
+        for key, address in zip(keys, addresses, strict=True):
+            with self._lock:
+                content = self.objects.get(key)
+            if content is None:
+                codes.append(ABSENT)
+                continue
+            read = self._changes(key, content)[:nbytes]
+            ctypes.memmove(address, read, len(read))
+            codes.append(len(read))
+        return codes
+
+    def put(self, keys: list[str], addresses: list[int], nbytes: int) -> list[int]:
+        if not self._answers():
+            return [_RPC_FAILED] * len(keys)
+        codes: list[int] = []
+        for key, address in zip(keys, addresses, strict=True):
+            with self._lock:
+                codes.append(PRESENT if key in self.objects else STORED)
+                self.objects.setdefault(key, ctypes.string_at(address, nbytes))
+        return codes
+
+    def remove(self, keys: list[str]) -> None:
+        with self._lock:
+            for key in keys:
+                self.objects.pop(key, None)
+
+    def _answers(self) -> bool:
+        """Waits while frozen. Whether the call may go on."""
+        if not self._running.is_set():
+            self._running.wait(_STALL_MAX_S)
+            return False
+        return not self._lost
+
+
+class InMemoryPool(RemotePool):
+    """A worker's access to a MemoryStore. After a call that ended late or failed it stays closed until `reopen`."""
+
+    def __init__(
+        self,
+        store: MemoryStore,
+        memories: Sequence[PoolMemory],
+        secret: bytes,
+        on_lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._mappings = [Mapping(memory) for memory in memories]
+        self._client = BlockClient(store, [one.slots for one in self._mappings], secret)
+        self._on_lost = on_lost
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-pool")
+        self._is_open = True
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open
+
+    def reopen(self) -> None:
+        """The store may be asked again."""
+        self._is_open = True
+
+    def exists(self, keys: Sequence[str], timeout_s: float) -> Future[list[bool]]:
+        return self._begin(partial(self._client.exists, keys), len(keys), timeout_s)
+
+    def get(
+        self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
+    ) -> Future[list[bool]]:
+        return self._begin(partial(self._client.get, memory, keys, slots), len(keys), timeout_s)
+
+    def put(
+        self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
+    ) -> Future[list[bool]]:
+        return self._begin(partial(self._client.put, memory, keys, slots), len(keys), timeout_s)
+
+    def close(self) -> None:
+        self._is_open = False
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(
+        self, call: Callable[[], list[bool]], count: int, timeout_s: float
+    ) -> Future[list[bool]]:
+        if not self._is_open:
+            return refused(count)
+        future: Future[list[bool]] = Future()
+        end = partial(self._end, future, [False] * count, lost=True)
+        timer = threading.Timer(timeout_s, end)
+        timer.start()
+        self._thread.submit(self._run, call, future, timer, count)
+        return future
+
+    def _run(
+        self,
+        call: Callable[[], list[bool]],
+        future: Future[list[bool]],
+        timer: threading.Timer,
+        count: int,
+    ) -> None:
+        try:
+            done, lost = call(), False
+        except TransferFailed:
+            done, lost = [False] * count, True
+        timer.cancel()
+        self._end(future, done, lost=lost)
+
+    def _end(self, future: Future[list[bool]], done: list[bool], *, lost: bool) -> None:
+        try:
+            future.set_result(done)
+        except InvalidStateError:
+            # It has ended before.
+            return
+        if lost and self._is_open:
+            self._is_open = False
+            self._on_lost()

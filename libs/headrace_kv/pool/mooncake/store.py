@@ -1,0 +1,90 @@
+"""Mooncake Store's client as a BlockStore. Its process has no other listeners that Mooncake opened.
+
+The store authenticates no client: a host that reaches its ports reads, changes and removes every block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from typing import Any, Final, cast
+
+from headrace_common.errors import TransferFailed
+from headrace_kv.pool.block_client import Slots
+from headrace_kv.transport.mooncake.known_lines import without_known_lines
+from headrace_kv.transport.mooncake.listen_filter import (
+    open_listeners,
+    resolve_host,
+    restrict_listeners,
+)
+from headrace_kv.transport.networks import Networks
+
+# The client allocates from it only in calls that copy, which are not used here. It must not be empty.
+_OWN_BUFFER_BYTES: Final = 16 << 20
+_METADATA: Final = "P2PHANDSHAKE"
+_SETTLED_S: Final = 0.05
+
+
+class MooncakeStore:
+    """A client of the master at `master`, which offers `segment_bytes` of its own memory to all clients.
+
+    Packets to its ports are admitted from `sources` only, and to `host` only. None admits every source. Raises
+    TransferFailed when the master does not answer or refuses.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        master: str,
+        *,
+        protocol: str,
+        segment_bytes: int = 0,
+        rdma_devices: str = "",
+        sources: Networks | None = None,
+    ) -> None:
+        from mooncake.store import MooncakeDistributedStore
+
+        known = open_listeners()
+        self._store: Any = MooncakeDistributedStore()
+        with without_known_lines():
+            code = self._store.setup(
+                host, _METADATA, segment_bytes, _OWN_BUFFER_BYTES, protocol, rdma_devices, master
+            )
+        self._restrict(known, host, sources)
+        if code != 0:
+            raise TransferFailed(f"the store at {master} cannot be used (code {code})")
+
+    def register(self, memories: Sequence[Slots]) -> None:
+        """Lets calls use this memory. Raises TransferFailed."""
+        for memory in memories:
+            code = self._store.register_buffer(
+                memory.address, memory.slot_bytes * memory.slot_count
+            )
+            if code != 0:
+                raise TransferFailed(
+                    f"Mooncake cannot register {memory.slot_bytes * memory.slot_count} bytes (code {code})"
+                )
+
+    def exist(self, keys: list[str]) -> list[int]:
+        return cast("list[int]", self._store.batch_is_exist(keys))
+
+    def get(self, keys: list[str], addresses: list[int], nbytes: int) -> list[int]:
+        return cast("list[int]", self._store.batch_get_into(keys, addresses, [nbytes] * len(keys)))
+
+    def put(self, keys: list[str], addresses: list[int], nbytes: int) -> list[int]:
+        return cast("list[int]", self._store.batch_put_from(keys, addresses, [nbytes] * len(keys)))
+
+    def remove(self, keys: list[str]) -> None:
+        self._store.batch_remove(keys, True)
+
+    def close(self) -> None:
+        """Leaves the store. Its own segment is gone then."""
+        self._store.close()
+
+    @staticmethod
+    def _restrict(known: Collection[int], host: str, sources: Networks | None) -> None:
+        addresses = resolve_host(host)
+        restrict_listeners(known, addresses, sources)
+        # Mooncake opens a port on a thread of its own.
+        time.sleep(_SETTLED_S)
+        restrict_listeners(known, addresses, sources)

@@ -1,0 +1,129 @@
+"""The client listener ends endless streams by age, and closes surplus connections that no RPC uses."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace_common.callers.bounds import CallerBounds, CallerLimits
+from headrace_common.client_config import ClientFacingConfig
+from headrace_common.process.connections import CLOSED_SURPLUS
+from headrace_common.rpc.server import ClientServices, GrpcServer
+from tests.waiting import until
+
+_SERVICE = "headrace.inference.v1.InferenceService"
+_WAIT_S = 20.0
+
+
+class _Servicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Answers when `release` is set."""
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+        self.calls = 0
+
+    async def Generate(
+        self, request: inference_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        self.calls += 1
+        await self.release.wait()
+        yield inference_pb2.GenerateResponse(text="answer")
+
+    async def ListModels(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    async def Route(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    async def Prefill(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Served:
+    def __init__(self, endpoint: str, servicer: _Servicer, closed: Counter[str]) -> None:
+        self.endpoint, self.servicer, self.closed = endpoint, servicer, closed
+
+    def channel(self) -> grpc.aio.Channel:
+        """A channel with a connection of its own, without any retry."""
+        options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0))
+        return grpc.aio.insecure_channel(self.endpoint, options)
+
+    async def ask(self, channel: grpc.aio.Channel) -> str:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        call = stub.Generate(inference_pb2.GenerateRequest(), timeout=_WAIT_S)
+        return "".join([response.text async for response in call])
+
+
+@asynccontextmanager
+async def _served(**settings: float) -> AsyncIterator[_Served]:
+    closed: Counter[str] = Counter()
+    config = ClientFacingConfig.model_validate(settings)
+    callers = CallerBounds(CallerLimits.from_config(config), lambda why, n: closed.update({why: n}))
+    server = GrpcServer(config, (), ClientServices((_SERVICE,), callers=callers))
+    assert server.client_server is not None
+    servicer = _Servicer()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.client_server)
+    await server.start()
+    try:
+        yield _Served(server.client_endpoint, servicer, closed)
+    finally:
+        await server.stop(0)
+
+
+async def _status_at_end(channel: grpc.aio.Channel) -> tuple[grpc.StatusCode, str]:
+    """How a health stream ends, which the server never ends by itself."""
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=_WAIT_S)
+    try:
+        async for _ in watch:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details() or ""
+    return grpc.StatusCode.OK, ""
+
+
+async def test_an_endless_stream_ends_by_its_age_and_an_answer_does_not() -> None:
+    async with _served(connection_age_s=0.3) as it, it.channel() as channel:
+        asking = asyncio.create_task(it.ask(channel))
+        await until(lambda: it.servicer.calls == 1, _WAIT_S)
+        async with it.channel() as other:
+            code, detail = await _status_at_end(other)
+        # Its own deadline has another detail.
+        assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "lasts 0.3 s here" in detail
+        assert not asking.done()
+        it.servicer.release.set()
+        assert await asking == "answer"
+
+
+async def test_of_too_many_connections_those_without_an_answer_in_flight_are_closed() -> None:
+    async with _served(max_connections_per_host=3) as it, AsyncExitStack() as held:
+        with ExitStack() as lower:
+            # So that the server has the busy connections behind all others.
+            for _ in range(64):
+                lower.enter_context(socket.socket())
+            channels = [await held.enter_async_context(it.channel()) for _ in range(3)]
+            asking = [asyncio.create_task(it.ask(channel)) for channel in channels]
+            await until(lambda: it.servicer.calls == 3, _WAIT_S)
+        # An endless stream keeps no connection, and neither does one without any RPC.
+        watching = await held.enter_async_context(it.channel())
+        code, _ = await asyncio.wait_for(_status_at_end(watching), _WAIT_S)
+        assert code is grpc.StatusCode.UNAVAILABLE
+        address, _, port = it.endpoint.rpartition(":")
+        reader, writer = await asyncio.open_connection(address, int(port))
+        async with asyncio.timeout(_WAIT_S):
+            await reader.read()
+        writer.close()
+        # A call that has not begun makes its channel connect again.
+        await until(lambda: it.closed[CLOSED_SURPLUS] >= 2, _WAIT_S)
+        it.servicer.release.set()
+        assert await asyncio.gather(*asking) == ["answer"] * 3

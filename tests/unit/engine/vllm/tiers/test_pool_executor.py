@@ -1,0 +1,84 @@
+"""Moves of one rank's blocks from and to a remote pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+from headrace_engine.vllm.step.plan import PoolMove
+from headrace_engine.vllm.tiers.pool_executor import PoolExecutor
+from headrace_engine.vllm.tiers.pool_lookup import StoreLookup
+from headrace_kv.pool.base import RemotePool
+from headrace_kv.pool.keys import PoolKeys
+from tests.unit.kv.pool.test_keys import LAYOUT, SECRET
+
+KEYS = PoolKeys(SECRET, LAYOUT)
+
+
+class Pool(RemotePool):
+    """Ends calls when the test does."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[str], list[int], Future[list[bool]]]] = []
+        self.opened = True
+
+    @property
+    def is_open(self) -> bool:
+        return self.opened
+
+    def exists(self, keys: Sequence[str], timeout_s: float) -> Future[list[bool]]:
+        return self._call("exists", keys, ())
+
+    def get(
+        self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
+    ) -> Future[list[bool]]:
+        return self._call("get", keys, slots)
+
+    def put(
+        self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
+    ) -> Future[list[bool]]:
+        return self._call("put", keys, slots)
+
+    def close(self) -> None:
+        self.opened = False
+
+    def _call(self, name: str, keys: Sequence[str], slots: Sequence[int]) -> Future[list[bool]]:
+        future: Future[list[bool]] = Future()
+        self.calls.append((name, list(keys), list(slots), future))
+        return future
+
+
+def test_moves_end_with_the_number_of_whole_blocks() -> None:
+    pool, executor = Pool(), PoolExecutor(1, 5.0)
+    executor.attach(pool, KEYS)
+    executor.begin(PoolMove(7, True, (1, 2, 3), (4, 5, 6)))
+    executor.begin(PoolMove(8, False, (1,), (4,)))
+    assert executor.take_ended() == []
+    (get, keys, slots, read), (put, _, _, written) = pool.calls
+    assert (get, put) == ("get", "put")
+    assert (keys, slots) == (KEYS.of_rank(1, [1, 2, 3]), [4, 5, 6])
+    read.set_result([True, False, True])
+    written.set_result([True])
+    assert executor.take_ended() == [(7, 1), (8, 1)]
+    executor.close()
+    assert not pool.is_open
+
+
+def test_without_a_pool_moves_end_at_once() -> None:
+    executor = PoolExecutor(0, 5.0)
+    executor.begin(PoolMove(7, True, (1,), (4,)))
+    assert executor.take_ended() == [(7, 0)]
+    executor.close()
+
+
+def test_a_lookup_counts_first_blocks_that_every_rank_has() -> None:
+    pool = Pool()
+    lookup = StoreLookup(pool, KEYS, 5.0)
+    found = lookup.find([1, 2, 3])
+    assert found is not None
+    _, keys, _, asked = pool.calls[0]
+    assert keys == KEYS.of_all_ranks([1, 2, 3])
+    asked.set_result([True, True, True, True, True, False])
+    assert found.result() == 2
+    pool.opened = False
+    assert lookup.find([1]) is None

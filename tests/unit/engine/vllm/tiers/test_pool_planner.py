@@ -1,0 +1,175 @@
+"""What requests fetch from a remote pool, and what is stored there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import pytest
+
+from headrace_engine.vllm.step.plan import PoolMove, StepPlan
+from headrace_engine.vllm.tiers.planner import BlockChange, TierPlanner
+from headrace_engine.vllm.tiers.pool_planner import PoolUse
+from headrace_kv.manager.lower_tiers import LowerTiers
+from headrace_kv.prefix.events import Tier
+
+BLOCK = 4
+
+
+class Lookup:
+    """A store that has the first `count` blocks of every prompt, once the test lets it answer."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, ...]] = []
+        self.answers: list[Future[int]] = []
+        self.is_open = True
+
+    def find(self, prefixes: Sequence[int]) -> Future[int] | None:
+        if not self.is_open:
+            return None
+        self.asked.append(tuple(prefixes))
+        self.answers.append(Future())
+        return self.answers[-1]
+
+
+@pytest.fixture
+def lookup() -> Lookup:
+    return Lookup()
+
+
+def planner(
+    lookup: Lookup, host: int = 8, ranks: int = 1, *, publishes: bool = False
+) -> TierPlanner:
+    tiers = TierPlanner(LowerTiers({Tier.HOST: host}), BLOCK, PoolUse(ranks, publishes))
+    tiers.pool.attach(lookup)
+    return tiers
+
+
+def hashes(*numbers: int) -> list[bytes]:
+    return [number.to_bytes(8, "big") for number in numbers]
+
+
+def moves_of(tiers: TierPlanner) -> list[PoolMove]:
+    plan = StepPlan()
+    tiers.add_to(plan)
+    return plan.moves
+
+
+def computed(tiers: TierPlanner, request_id: str, names: list[bytes]) -> None:
+    """A request that computes all its blocks in one step, and ends."""
+    tiers.request_added(request_id, names)
+    tiers.step_planned(request_id, len(names) * BLOCK, list(range(len(names))), replaces=True)
+    tiers.request_finished(request_id, sends=False)
+
+
+def test_a_request_waits_for_its_blocks_and_finds_them_then(lookup: Lookup) -> None:
+    tiers = planner(lookup)
+    tiers.request_added("r", hashes(1, 2, 3))
+    assert tiers.find("r", 0, 12) is None
+    assert lookup.asked == [(1, 2, 3)]
+    waits = tiers.is_loading
+    assert waits
+    assert moves_of(tiers) == []
+    lookup.answers[0].set_result(2)
+    assert tiers.find("r", 0, 12) is None
+    (move,) = moves_of(tiers)
+    assert (move.fetches, move.prefixes) == (True, (1, 2))
+    assert tiers.find("r", 0, 12) is None
+    tiers.pool.moves_ended([(move.number, 2)])
+    assert tiers.find("r", 0, 12) == 2 * BLOCK
+    assert not tiers.is_loading
+    # It is not looked up again.
+    assert len(lookup.asked) == 1
+    assert tiers.take_changes() == [BlockChange(Tier.HOST, True, hashes(1, 2))]
+
+
+def test_a_fetch_counts_what_every_rank_has(lookup: Lookup) -> None:
+    tiers = planner(lookup, ranks=2)
+    tiers.request_added("r", hashes(1, 2, 3))
+    assert tiers.find("r", 0, 12) is None
+    lookup.answers[0].set_result(3)
+    assert tiers.find("r", 0, 12) is None
+    (move,) = moves_of(tiers)
+    tiers.pool.moves_ended([(move.number, 3)])
+    assert tiers.find("r", 0, 12) is None
+    tiers.pool.moves_ended([(move.number, 1)])
+    assert tiers.find("r", 0, 12) == BLOCK
+
+
+@pytest.mark.parametrize("found", [0, 2])
+def test_a_request_runs_without_blocks_that_do_not_come(lookup: Lookup, found: int) -> None:
+    tiers = planner(lookup)
+    tiers.request_added("r", hashes(1, 2))
+    assert tiers.find("r", 0, 8) is None
+    lookup.answers[0].set_result(found)
+    if found:
+        assert tiers.find("r", 0, 8) is None
+        tiers.pool.moves_ended([(move.number, 0) for move in moves_of(tiers)])
+    assert tiers.find("r", 0, 8) == 0
+    assert not tiers.is_loading
+
+
+def test_without_a_store_no_request_waits(lookup: Lookup) -> None:
+    tiers = planner(lookup)
+    lookup.is_open = False
+    tiers.request_added("r", hashes(1))
+    assert tiers.find("r", 0, 4) == 0
+    lookup.is_open = True
+    # A later question of the same request asks the store.
+    assert tiers.find("r", 0, 4) is None
+
+
+def test_only_blocks_that_no_tier_has_are_fetched(lookup: Lookup) -> None:
+    tiers = planner(lookup)
+    computed(tiers, "a", hashes(1, 2))
+    tiers.request_added("r", hashes(1, 2, 3))
+    assert tiers.find("r", 0, 12) is None
+    assert lookup.asked == [(3,)]
+    tiers.request_added("s", hashes(1, 2))
+    assert tiers.find("s", 0, 8) == 8
+
+
+def test_a_request_that_ends_during_its_fetch_leaves_the_blocks(lookup: Lookup) -> None:
+    tiers = planner(lookup)
+    tiers.request_added("r", hashes(1))
+    assert tiers.find("r", 0, 4) is None
+    lookup.answers[0].set_result(1)
+    assert tiers.find("r", 0, 4) is None
+    (move,) = moves_of(tiers)
+    assert not tiers.request_finished("r", sends=False)
+    assert not tiers.is_loading
+    tiers.pool.moves_ended([(move.number, 1)])
+    tiers.request_added("s", hashes(1))
+    assert tiers.find("s", 0, 4) == 4
+
+
+def test_stored_blocks_are_published_and_stay_meanwhile(lookup: Lookup) -> None:
+    tiers = planner(lookup, host=2, publishes=True)
+    computed(tiers, "a", hashes(1, 2))
+    (move,) = moves_of(tiers)
+    assert (move.fetches, move.prefixes) == (False, (1, 2))
+    tiers.take_changes()
+    # Both blocks are being read, so there is no room for another.
+    computed(tiers, "b", hashes(3))
+    assert moves_of(tiers) == []
+    tiers.pool.moves_ended([(move.number, 1)])
+    assert tiers.take_changes() == [BlockChange(Tier.REMOTE, True, hashes(1))]
+    computed(tiers, "c", hashes(3))
+    assert [one.prefixes for one in moves_of(tiers)] == [(3,)]
+
+
+def test_only_workers_that_publish_store_blocks(lookup: Lookup) -> None:
+    tiers = planner(lookup)
+    computed(tiers, "a", hashes(1, 2))
+    assert moves_of(tiers) == []
+
+
+def test_a_lost_store_withdraws_what_it_had(lookup: Lookup) -> None:
+    tiers = planner(lookup, publishes=True)
+    computed(tiers, "a", hashes(1, 2))
+    tiers.pool.moves_ended([(move.number, 2) for move in moves_of(tiers)])
+    tiers.take_changes()
+    tiers.pool.lost()
+    assert tiers.take_changes() == []
+    moves_of(tiers)
+    assert tiers.take_changes() == [BlockChange(Tier.REMOTE, False, hashes(1, 2))]

@@ -1,0 +1,55 @@
+"""Names of blocks in a remote pool."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headrace_kv.layout.layout import KvLayout
+from headrace_kv.pool.keys import PoolKeys, pool_secret
+
+SECRET = pool_secret(0x1234_5678_9ABC_DEF0)
+LAYOUT = KvLayout.attention(
+    model="m",
+    dtype="float16",
+    layer_count=3,
+    kv_head_count=4,
+    block_tokens=16,
+    parts={"kv": 64},
+    tensor_parallel_size=2,
+)
+
+
+def name(layout: KvLayout = LAYOUT, rank: int = 0, prefix: int = 7, secret: bytes = SECRET) -> str:
+    (found,) = PoolKeys(secret, layout).of_rank(rank, [prefix])
+    return found
+
+
+def test_whatever_changes_the_bytes_of_a_block_changes_its_name() -> None:
+    group = LAYOUT.groups[0]
+    others = [
+        name(replace(LAYOUT, model="other")),
+        name(replace(LAYOUT, tensor_parallel_size=1)),
+        name(replace(LAYOUT, stage_starts=(0, 1))),
+        name(replace(LAYOUT, groups=(replace(group, block_tokens=32),))),
+        name(replace(LAYOUT, groups=(replace(group, head_count=8),))),
+        name(rank=1),
+        name(prefix=8),
+        name(secret=pool_secret(1)),
+    ]
+    assert len({name(), *others}) == 1 + len(others)
+
+
+def test_prefill_and_decode_use_the_same_names() -> None:
+    # Decode workers state a width of local broadcasts.
+    assert name(replace(LAYOUT, broadcast_width=2)) == name()
+
+
+def test_the_names_of_all_ranks_are_those_of_each() -> None:
+    keys = PoolKeys(SECRET, LAYOUT)
+    prefixes = [1, 2**255]
+    assert keys.of_all_ranks(prefixes) == keys.of_rank(0, prefixes) + keys.of_rank(1, prefixes)
+
+
+def test_a_name_does_not_show_the_hash_of_the_prefix() -> None:
+    assert f"{7:x}".zfill(16) not in name(prefix=7)
+    assert name(prefix=7, secret=pool_secret(2)) != name(prefix=7, secret=pool_secret(3))
