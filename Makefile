@@ -10,7 +10,8 @@ MODEL := models/SmolLM2-135M-Instruct
 TINY_MODEL := models/tiny-llama
 SINGLE_HEAD_MODEL := models/tiny-llama-mqa
 DEEP_MODEL := models/tiny-llama-deep
-HYBRID_MODELS := $(addprefix models/tiny-,deepseek-v2 deepseek-v3 lfm2 mamba2 qwen3-next)
+MANY_HEADS_MODEL := models/tiny-llama-mha
+HYBRID_MODELS := $(addprefix models/tiny-,deepseek-v2 deepseek-v3 gemma3 gpt-oss lfm2 llama4 mamba2 qwen3-next)
 BASELINE := protos/baseline.binpb
 PYTEST := $(BIN)/python -m pytest
 GPU_PYTHON ?= $(BIN)/python
@@ -49,6 +50,9 @@ $(SINGLE_HEAD_MODEL)/config.json: | runtime
 $(DEEP_MODEL)/config.json: | runtime
 	@$(BIN)/python scripts/make_tiny_model.py --layers 12 --target $(DEEP_MODEL)
 
+$(MANY_HEADS_MODEL)/config.json: | runtime
+	@$(BIN)/python scripts/make_tiny_model.py --heads 12 --kv-heads 12 --target $(MANY_HEADS_MODEL)
+
 # One run makes all that are missing.
 $(addsuffix /config.json,$(HYBRID_MODELS)) &: | runtime
 	@$(BIN)/python scripts/make_tiny_hybrids.py
@@ -69,7 +73,7 @@ test-fast: setup ## the tests that need no vLLM
 	@$(PYTEST) -m 'not vllm' --numprocesses 3 --dist worksteal $(ARGS)
 
 VLLM_TESTS := vllm
-test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(DEEP_MODEL)/config.json $(addsuffix /config.json,$(HYBRID_MODELS)) ## the tests with vLLM, the long ones too
+test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(DEEP_MODEL)/config.json $(MANY_HEADS_MODEL)/config.json $(addsuffix /config.json,$(HYBRID_MODELS)) ## the tests with vLLM, the long ones too
 	@$(PYTEST) -m '$(VLLM_TESTS)' $(ARGS)
 
 chaos: setup ## 10,000 requests while services with mutual TLS die, freeze and restart (SEED=... replays, REQUESTS=..., ARGS="--credentials tokens"; RDMA=1: 200 over RDMA verbs)

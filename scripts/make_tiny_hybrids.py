@@ -1,7 +1,8 @@
 """Write models/tiny-*: small random models with layers other than plain attention.
 
-They cover every kind of cache: multi-head latent attention, short convolutions, gated delta nets and state spaces. The
-bytes are always the same, because the weights come from a seeded generator.
+They cover every kind of cache: multi-head latent attention, sliding windows, chunked local attention, short
+convolutions, gated delta nets and state spaces. The bytes are always the same, because the weights come from a seeded
+generator.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.deepseek_v2 import DeepseekV2Config
 from transformers.models.deepseek_v3 import DeepseekV3Config
+from transformers.models.gemma3 import Gemma3TextConfig
+from transformers.models.gpt_oss import GptOssConfig
 from transformers.models.lfm2 import Lfm2Config
+from transformers.models.llama4 import Llama4TextConfig
 from transformers.models.mamba2 import Mamba2Config
 from transformers.models.qwen3_next import Qwen3NextConfig
 
@@ -52,6 +56,16 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 64,
     "q_lora_rank": 64,
 }
+# Grouped heads, of which every other layer attends to a window of 64 tokens.
+WINDOW_TOKENS = 64
+WINDOWED: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "sliding_window": WINDOW_TOKENS,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
 
 
 def deepseek_v2() -> PreTrainedConfig:
@@ -82,6 +96,33 @@ def deepseek_v3() -> PreTrainedConfig:
         n_group=1,
         topk_group=1,
         num_nextn_predict_layers=0,
+    )
+
+
+def gemma3() -> PreTrainedConfig:
+    """Sliding windows."""
+    return Gemma3TextConfig(**COMMON, **WINDOWED, query_pre_attn_scalar=32)
+
+
+def gpt_oss() -> PreTrainedConfig:
+    """Sliding windows with attention sinks, and experts."""
+    return GptOssConfig(**COMMON, **WINDOWED, num_local_experts=4, num_experts_per_tok=2)
+
+
+def llama4() -> PreTrainedConfig:
+    """Chunked local attention, with dense layers."""
+    return Llama4TextConfig(
+        **COMMON,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size_mlp=2 * HIDDEN,
+        attention_chunk_size=WINDOW_TOKENS,
+        no_rope_layers=[1, 0, 1, 0],
+        layer_types=["chunked_attention", "full_attention"] * 2,
+        moe_layers=[],
+        interleave_moe_layer_step=0,
     )
 
 
@@ -137,6 +178,9 @@ def mamba2() -> PreTrainedConfig:
 ARCHITECTURES = {
     "tiny-deepseek-v2": deepseek_v2,
     "tiny-deepseek-v3": deepseek_v3,
+    "tiny-gemma3": gemma3,
+    "tiny-gpt-oss": gpt_oss,
+    "tiny-llama4": llama4,
     "tiny-lfm2": lfm2,
     "tiny-qwen3-next": qwen3_next,
     "tiny-mamba2": mamba2,

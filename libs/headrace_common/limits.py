@@ -127,6 +127,8 @@ def limit_violations(layout: layout_pb2.KvLayout) -> dict[str, str]:
             violations[f"groups[{index}].head_count"] = f"give {HEADS_MAX} at most"
         if len(group.parts) > PARTS_MAX:
             violations[f"groups[{index}].parts"] = f"give {PARTS_MAX} at most"
+        if (group.window_tokens or group.chunk_tokens) and not group.block_tokens:
+            violations[f"groups[{index}].block_tokens"] = "give 1 or more beside a window"
     if len(layout.groups) > LAYERS_MAX:
         violations["groups"] = f"give {LAYERS_MAX} groups at most"
     return violations

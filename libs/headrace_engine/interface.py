@@ -193,8 +193,6 @@ class Engine(ABC):
     max_model_len: int
     broadcast: LocalBroadcast | None = None
     """Copies between the ranks of a layout with a broadcast_width; set by `start`, ended by `close`."""
-    landed_memory: Memory | None = None
-    """Access of this process to the KV memory of `descriptor`; None where there is none."""
     logits_bytes: int = 0
     """Bytes of one position's logits, set by `start`; 0 for an engine that cannot send or sample them."""
     prefix_events: PrefixEventPublisher | None = None
@@ -262,6 +260,13 @@ class Engine(ABC):
     @abstractmethod
     def released(self, transfer_id: str) -> None:
         """The transfer has failed and nothing writes into the reservation: its blocks may be reused."""
+
+    def landed_memory(self, rank: int) -> Memory | None:
+        """This process's access to the KV memory of a rank of `descriptor`, to read it. None where there is none.
+
+        Call it after `start`, once for each rank. `close` ends it. Raises TransferFailed when the kernel refuses it.
+        """
+        return None
 
     async def admit_transfer_peers(self, networks: Networks) -> None:  # noqa: B027
         """From now on only hosts in `networks` may connect to the transports of this engine's KV memory.

@@ -33,6 +33,7 @@ FOREIGN = {
     ("libs/headrace_common/access/server_tls.py", "context.sni_callback"): "ssl has no method for it",
     ("libs/headrace_common/access/server_tls.py", "context.verify_mode"): "ssl has no method for it",
     # The objects are vLLM's, which has no methods for these changes.
+    ("libs/headrace_engine/vllm/scheduler/block_order.py", "pool.get_new_blocks"): "the order of new blocks",
     ("libs/headrace_engine/vllm/continuation.py", "request.prefill_stats"): "vLLM's Request",
     ("libs/headrace_engine/vllm/continuation.py", "request.sampling_params.extra_args"): "vLLM's SamplingParams",
     ("libs/headrace_engine/vllm/continuation.py", "add_request.__wrapped__"): "the patch of vLLM's InputBatch",

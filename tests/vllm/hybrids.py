@@ -27,19 +27,28 @@ LOGPROB_DIFFERENCE_MAX = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """`kinds` of the layout's groups."""
+    """`kinds` of the layout's groups. `exact`: what vLLM computes for a token hardly depends on the rest of a batch."""
 
     kinds: tuple[str, ...]
     dtype: str = "float32"
+    has_windows: bool = False
+    exact: bool = True
+    difference_max: float = LOGPROB_DIFFERENCE_MAX
+    engine_args: str = ""
 
 
 MODELS = {
     "tiny-deepseek-v2": Expected((TOKENS,)),
     "tiny-deepseek-v3": Expected((TOKENS,)),
+    "tiny-gemma3": Expected((TOKENS, TOKENS), has_windows=True),
+    "tiny-gpt-oss": Expected((TOKENS, TOKENS), has_windows=True),
+    "tiny-llama4": Expected((TOKENS, TOKENS), has_windows=True),
     "tiny-lfm2": Expected((TOKENS, STATE, STATE)),
     # On a CPU, vLLM's kernels of gated delta nets do not support float32.
-    "tiny-qwen3-next": Expected((TOKENS, STATE, STATE, STATE), dtype="bfloat16"),
+    "tiny-qwen3-next": Expected((TOKENS, STATE, STATE, STATE), dtype="bfloat16", exact=False),
     "tiny-mamba2": Expected((STATE,)),
+    # Rounding to 8 bits makes more of a small difference.
+    "fp8": Expected((TOKENS,), exact=False, difference_max=0.1, engine_args="--kv-cache-dtype fp8"),
 }
 
 
@@ -60,6 +69,7 @@ class Cases:
         """The layout has the model's groups."""
         layout = self._pair.decode.descriptor.layout
         assert tuple(group.kind for group in layout.groups) == self._expected.kinds, layout
+        assert layout.groups[-1].is_windowed == self._expected.has_windows
 
     async def lengths(self) -> None:
         """Prompts within a chunk and beyond it, with a last transferred token at the end of a block or not."""
@@ -70,7 +80,8 @@ class Cases:
             plain = await self._alone(prompt)
             await self._pair.reset()
             # After a whole number of blocks, one engine also computes the last token in a step of its own.
-            if self._expected.dtype == "float32" or length == block + 1:
+            alone = STATE in self._expected.kinds and length == block + 1
+            if self._expected.exact or alone:
                 split = await self._pair.split(prompt, LOGPROBS)
                 self._same(f"{length} tokens", plain, split)
                 assert split.reservation is not None
@@ -97,8 +108,44 @@ class Cases:
             self._same(f"a shared prefix, {name}", plain, split)
             self._same(f"a shared prefix, {name}, once more", plain, again)
             assert split.reservation is not None
-            cached = 2 * block if self._caches_prefixes else 0
+            # Decode has no window of a prompt's middle, only that of its end.
+            slides = self._pair.decode.descriptor.layout.groups[-1].window_tokens > 0
+            cached = 2 * block if self._caches_prefixes and not slides else 0
             assert split.reservation.start_token == cached, (name, split.reservation, split.end)
+
+    async def next_turn(self) -> None:
+        """Decode has a conversation in its cache, also the windows at its end."""
+        if not self._expected.has_windows:
+            return
+        first = prompt_of(5 * self._block_tokens + 9, seed=4)
+        answer = (await self._alone(first)).token_ids
+        second = [*first, *answer, *prompt_of(50, seed=6)]
+        plain = await self._alone(second)
+        await self._pair.reset()
+        await self._split(first)
+        split = await self._split(second)
+        await self._pair.reset()
+        self._same("the next turn", plain, split)
+        assert split.reservation is not None
+        known = len(first) + len(answer) - 1
+        assert split.reservation.start_token == known - known % self._block_tokens
+
+    async def windows_sent(self) -> None:
+        """Of a window, only the blocks are sent that decode's next token attends to."""
+        if not self._expected.has_windows:
+            return
+        layout = self._pair.decode.descriptor.layout
+        end = 20 * self._block_tokens
+        split = await self._split(prompt_of(end + 1, seed=8))
+        await self._pair.reset()
+        assert split.summary is not None
+        sizes = [
+            len(group.layers)
+            * group.bytes_between(group.first_sent_token(0, end), end, group.head_count)
+            for group in layout.groups
+        ]
+        assert split.summary.payload_bytes == sum(sizes)
+        assert sizes[1] * 5 < sizes[0]
 
     async def prefill_has_it(self) -> None:
         """Prefill has a prefix in its cache, and decode has none."""
@@ -116,8 +163,8 @@ class Cases:
 
     async def together(self) -> None:
         """Requests in one batch do not touch each other's pages."""
-        if self._expected.dtype != "float32":
-            # In bfloat16, vLLM rounds differently in a batch.
+        if not self._expected.exact:
+            # vLLM rounds differently in a batch.
             return
         prompts = [prompt_of(length, seed=7) for length in (40, 170, 333, 600)]
         plain = [await self._alone(prompt) for prompt in prompts]
@@ -159,7 +206,7 @@ class Cases:
         return await self._pair.plain(prompt, LOGPROBS)
 
     async def _split(self, prompt: list[int]) -> Answer:
-        if self._expected.dtype == "float32":
+        if self._expected.exact:
             return await self._pair.split(prompt, LOGPROBS)
         # What decode computes is computed alone in plain vLLM as well, so that both agree to the bit.
         return await self._pair.split_after_first(prompt, LOGPROBS)
@@ -174,7 +221,7 @@ class Cases:
             for one, other in zip(plain.logprobs, split.logprobs, strict=True)
         )
         self.differences[what] = difference
-        assert difference < LOGPROB_DIFFERENCE_MAX, (
+        assert difference < self._expected.difference_max, (
             f"{what}: log probabilities differ by {difference}"
         )
 
@@ -208,17 +255,18 @@ class Comparison:
     total_s: float
 
 
-async def compare(model: str) -> Comparison:
-    """Starts the engines and compares them with one."""
+async def compare(model: str, variant: str = "") -> Comparison:
+    """Starts the engines and compares them with one. `variant`: a key of MODELS, else the model's own."""
     mend_rotation()
     start_s = time.monotonic()
-    expected = MODELS[Path(model).name]
+    expected = MODELS[variant or Path(model).name]
     config: dict[str, object] = {
         "model": model,
         "dtype": expected.dtype,
         "num_gpu_blocks_override": BLOCK_COUNT,
         "max_num_batched_tokens": CHUNK_TOKENS,
         "max_model_len": CONTEXT_TOKENS,
+        "engine_args": expected.engine_args,
     }
     async with running_pair(prefill=config, decode=config) as pair:
         cases = Cases(pair, expected)
@@ -227,6 +275,8 @@ async def compare(model: str) -> Comparison:
             cases.groups,
             cases.lengths,
             cases.shared_prefix,
+            cases.next_turn,
+            cases.windows_sent,
             cases.prefill_has_it,
             cases.together,
             cases.aborts,

@@ -35,6 +35,7 @@ from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 from headrace_kv.receive.service import HandoffServicer
+from headrace_kv.receive.verification import DigestChecks
 from tests.waiting import until
 
 MODEL = Path(os.environ.get("HEADRACE_TEST_MODEL", "models/tiny-llama-deep"))
@@ -57,6 +58,7 @@ class Answer:
     """The events of one request."""
 
     token_ids: list[int] = field(default_factory=list)
+    step_count: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     reservation: Reservation | None = None
     end: DecodeEnded | None = None
@@ -67,6 +69,7 @@ class Answer:
         """Adds an event."""
         if isinstance(event, DecodeTokens):
             self.token_ids.extend(event.token_ids)
+            self.step_count += 1
             self.logprobs.extend(event.logprobs)
         elif isinstance(event, DecodeEnded):
             self.end = event
@@ -267,8 +270,10 @@ async def reset(engine: VllmEngine) -> None:
 
 
 @asynccontextmanager
-async def running_pair(**changes: dict[str, object]) -> AsyncIterator[Pair]:
-    """Starts both engines, before this process uses gRPC. `changes`: settings by role."""
+async def running_pair(
+    *, digests: bool = False, **changes: dict[str, object]
+) -> AsyncIterator[Pair]:
+    """Starts both engines, before this process uses gRPC. `changes`: settings by role. `digests`: decode checks all."""
     configs = {role: engine_config(role, **changes.get(role, {})) for role in ("prefill", "decode")}
     refs = {role: config.ref for role, config in configs.items()}
 
@@ -281,17 +286,23 @@ async def running_pair(**changes: dict[str, object]) -> AsyncIterator[Pair]:
     prefill = VllmEngine(configs["prefill"], descriptors)
     pair = Pair(prefill, decode, refs)
     server: grpc.aio.Server | None = None
+    checks: DigestChecks | None = None
     try:
         decode.launch()
         prefill.launch()
         await decode.attach()
         await prefill.attach()
+        if digests:
+            memories = [decode.landed_memory(rank.rank) for rank in decode.descriptor.ranks]
+            found = [memory for memory in memories if memory is not None]
+            checks = DigestChecks(decode.descriptor, "on", memory_of=found.__getitem__)
         pair.receiver = Receiver(
             ref=refs["decode"],
             layout=decode.descriptor.layout,
             tickets=NoTickets(),
             lease_ttl_s=LEASE_TTL_S,
             on_released=pair.release,
+            features=() if checks is None else (checks,),
         )
         server = grpc.aio.server()
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
@@ -301,6 +312,8 @@ async def running_pair(**changes: dict[str, object]) -> AsyncIterator[Pair]:
         await server.start()
         yield pair
     finally:
+        if checks is not None:
+            await asyncio.to_thread(checks.close)
         closing = asyncio.gather(prefill.close(), decode.close())
         await asyncio.wait({closing})
         if server is not None:

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 from headrace_engine.interface import Sampling
+from tests.vllm.hybrids import mend_rotation
 from tests.vllm.pair import Answer, Pair, reset, running_pair
 
 SAMPLING = Sampling(temperature=0.0, max_tokens=12)
@@ -35,6 +36,7 @@ class CellResult:
     """
 
     layer_count: int
+    block_tokens: int
     head_block_bytes: int
     decode_sessions: list[str]
     stream_ranks: list[int]
@@ -65,7 +67,9 @@ def transferred(answer: Answer) -> Transferred:
 
 
 async def measure(model: str, prefill_ranks: int, decode_ranks: int) -> CellResult:
-    """Starts a pair of the model's engines and generates on both."""
+    """Starts a pair of the model's engines and generates on both. Decode checks the digests of all that it receives."""
+    # Latent attention rotates with the kernel that it corrects.
+    mend_rotation()
     stream_ranks: list[int] = []
     changes: dict[str, dict[str, object]] = {
         role: {
@@ -75,7 +79,7 @@ async def measure(model: str, prefill_ranks: int, decode_ranks: int) -> CellResu
         }
         for role, ranks in (("prefill", prefill_ranks), ("decode", decode_ranks))
     }
-    async with running_pair(**changes) as pair:
+    async with running_pair(digests=True, **changes) as pair:
         record_streams(pair, stream_ranks)
         asked = prompts()
         plain = [(await pair.plain(prompt, SAMPLING)).token_ids for prompt in asked]
@@ -87,6 +91,7 @@ async def measure(model: str, prefill_ranks: int, decode_ranks: int) -> CellResu
         group = descriptor.layout.groups[0]
         return CellResult(
             layer_count=len(group.layers),
+            block_tokens=group.block_tokens,
             head_block_bytes=group.bytes_between(0, descriptor.layout.block_tokens, 1),
             decode_sessions=[rank.session for rank in descriptor.ranks],
             stream_ranks=stream_ranks,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.step.groups import LayerGroup
-from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS
+from headrace_engine.vllm.step.groups import LayerGroup, check_overlap_layers
+from headrace_engine.vllm.tiers.planner import plan_tiers
+from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
+from headrace_kv.manager.settings import TierSettings
+from headrace_kv.receive.layer_overlap import OverlapSettings
 from tests.vllm.conftest import IMPORTS_VLLM
 
 pytestmark = IMPORTS_VLLM
@@ -71,8 +75,72 @@ def test_tokens_of_latent_attention_are_separate_except_beside_states() -> None:
     assert beside.block_format not in ("", TOKEN_OUTER)
 
 
-@pytest.mark.parametrize("name", ["SlidingWindowSpec", "ChunkedLocalAttentionSpec"])
-def test_layers_that_free_blocks_early_are_rejected(name: str) -> None:
-    field = "sliding_window" if name == "SlidingWindowSpec" else "attention_chunk_size"
-    with pytest.raises(ConfigError, match=name):
-        groups_of((["m.0.attn"], spec(name, **{field: 64})))
+def window(**changes: Any) -> Any:
+    return spec("SlidingWindowSpec", sliding_window=64, **changes)
+
+
+def chunks(**changes: Any) -> Any:
+    return spec("ChunkedLocalAttentionSpec", attention_chunk_size=64, **changes)
+
+
+def test_windows_follow_the_groups_that_keep_all_tokens() -> None:
+    found = groups_of(
+        (["m.0.attn"], window()),
+        (["m.1.attn"], spec("FullAttentionSpec")),
+        (["m.2.attn"], chunks()),
+    )
+    assert [(g.index, g.name, g.window_tokens, g.chunk_tokens) for g in found] == [
+        (1, "attention", 0, 0),
+        (0, "window", 64, 0),
+        (2, "window.1", 0, 64),
+    ]
+    assert [g.keeps_all_tokens for g in found] == [True, False, False]
+    (alone,) = groups_of((["m.0.attn"], window()))
+    assert (alone.name, alone.kind, alone.window_tokens) == ("window", TOKENS, 64)
+
+
+@pytest.mark.parametrize("end_token", [1, 63, 64, 65, 96, 97, 128, 200])
+@pytest.mark.parametrize("make_spec", [window, chunks])
+def test_the_blocks_that_are_sent_are_those_that_vllm_keeps(
+    make_spec: Callable[[], Any], end_token: int
+) -> None:
+    """vLLM's null block stands where a request that has computed `end_token` tokens needs none."""
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.single_type_kv_cache_manager import (
+        ChunkedLocalAttentionManager,
+        SlidingWindowManager,
+    )
+
+    kind = SlidingWindowManager if make_spec is window else ChunkedLocalAttentionManager
+    pool = BlockPool(64, enable_caching=True, hash_block_size=32)
+    manager = kind(
+        make_spec(),
+        block_pool=pool,
+        enable_caching=True,
+        kv_cache_group_id=0,
+        scheduler_block_size=32,
+    )
+    manager.add_local_computed_blocks("r", [], 0, end_token)
+    manager.allocate_external_computed_blocks("r", 0, end_token)
+    held = [not block.is_null for block in manager.req_to_blocks["r"]]
+    *_, found = groups_of((["m.0.attn"], spec("FullAttentionSpec")), (["m.1.attn"], make_spec()))
+    group = CacheGroup("window", (1,), TOKENS, 4, 32, (), found.window_tokens, found.chunk_tokens)
+    first = group.first_sent_token(0, end_token)
+    blocks = range(-(-end_token // 32))
+    assert held == [block * 32 >= first and first < end_token for block in blocks]
+
+
+def test_what_windows_cannot_be_used_with_is_refused() -> None:
+    with pytest.raises(ConfigError, match="alone"):
+        groups_of((["m.0.attn"], chunks()))
+    with pytest.raises(ConfigError, match="fewer than ranks"):
+        groups_of((["m.0.attn"], spec("FullAttentionSpec")), (["m.1.attn"], chunks()), ranks=8)
+    with pytest.raises(ConfigError, match="windows beside states"):
+        groups_of((["m.0.attn"], window()), (["m.1.conv"], state_spec()))
+    with pytest.raises(ConfigError, match="SlidingWindowSpec"):
+        groups_of((["m.0.attn"], window(extra_retained_tokens=2)))
+    groups = groups_of((["m.0.attn"], window()))
+    with pytest.raises(ConfigError, match="overlap_layers"):
+        check_overlap_layers(groups, OverlapSettings(1, 0.5))
+    with pytest.raises(ConfigError, match="kv_host_gib"):
+        plan_tiers(TierSettings(host_gib=1), OverlapSettings(), groups)

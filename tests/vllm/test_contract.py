@@ -64,6 +64,7 @@ CALLS = {
     "vllm.v1.engine.async_llm.AsyncLLM.shutdown": (),
     "vllm.engine.arg_utils.AsyncEngineArgs.create_engine_config": (),
     "vllm.config.model.ModelConfig.get_total_num_kv_heads": (),
+    "vllm.v1.core.block_pool.BlockPool.get_new_blocks": ("num_blocks",),
     "vllm.v1.core.block_pool.BlockPool.get_num_free_blocks": (),
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids": (),
     "vllm.v1.core.kv_cache_utils.maybe_convert_block_hash": ("hash_bytes",),

@@ -38,6 +38,16 @@ def test_only_given_arguments_are_set() -> None:
     }
 
 
+def test_drafts_come_from_no_model() -> None:
+    def speculation(method: str) -> object:
+        text = f'--speculative-config \'{{"method": "{method}", "num_speculative_tokens": 3}}\''
+        return parse_engine_args(split_engine_args(text, "decode"), "decode")["speculative_config"]
+
+    assert speculation("ngram") == {"method": "ngram", "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match="'eagle', which drafts with a model"):
+        speculation("eagle")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

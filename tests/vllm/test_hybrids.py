@@ -1,4 +1,4 @@
-"""Two engines answer as one, for latent attention, short convolutions, gated delta nets and states."""
+"""Two engines answer as one, for latent attention, windows, short convolutions, gated delta nets and states."""
 
 from __future__ import annotations
 
@@ -13,13 +13,25 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
     "model",
     [
         "tiny-deepseek-v2",
+        "tiny-gemma3",
         "tiny-lfm2",
         "tiny-mamba2",
         pytest.param("tiny-deepseek-v3", marks=pytest.mark.long),
+        pytest.param("tiny-gpt-oss", marks=pytest.mark.long),
+        pytest.param("tiny-llama4", marks=pytest.mark.long),
         pytest.param("tiny-qwen3-next", marks=pytest.mark.long),
     ],
 )
 def test_two_engines_answer_as_one(run_job: RunJob, model: str) -> None:
-    result = run_job("tests.vllm.hybrids:compare", model=model)
+    check(run_job, model)
+
+
+@pytest.mark.long
+def test_two_engines_with_quantized_kv_answer_as_one(run_job: RunJob) -> None:
+    check(run_job, "tiny-llama", variant="fp8")
+
+
+def check(run_job: RunJob, model: str, variant: str = "") -> None:
+    result = run_job("tests.vllm.hybrids:compare", model=model, variant=variant)
     print(f"{model}: engines up in {result['start_s']:.1f} s, done after {result['total_s']:.1f} s")
     assert len(result["differences"]) > 15

@@ -3,30 +3,58 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import pytest
 
+from headrace_kv.plan.shard_map import shards
 from tests.vllm.conftest import RunJob
-from tests.vllm.pair import BLOCK_TOKENS
 from tests.vllm.tensor_parallel import CHUNK_TOKENS, SAMPLING, CellResult, Transferred, prompts
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """`computes_whole`: vLLM computes its prompts in one step, and caches none."""
+
+    kv_heads: int
+    computes_whole: bool = False
+
 
 GROUPED = "tiny-llama"
 SINGLE = "tiny-llama-mqa"
-HEADS = {GROUPED: 4, SINGLE: 1}
-
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
+# As many KV heads as heads: 12.
+MANY = "tiny-llama-mha"
+LATENT = "tiny-deepseek-v2"
+MODELS = {
+    GROUPED: Model(4),
+    SINGLE: Model(1),
+    MANY: Model(12),
+    LATENT: Model(1, computes_whole=True),
+}
 
 # (model, prefill's ranks, decode's ranks, writes per layer): a write carries heads that only one source sends and one
 # destination keeps. With one KV head every rank holds a copy of it, and only one of prefill's sends.
 PAIRS = [
     (GROUPED, 2, 1, 2),
     (SINGLE, 2, 2, 2),
+    (LATENT, 2, 1, 1),
     pytest.param(GROUPED, 1, 1, 1, marks=pytest.mark.long),
     pytest.param(GROUPED, 1, 2, 2, marks=pytest.mark.long),
     pytest.param(GROUPED, 2, 2, 2, marks=pytest.mark.long),
     pytest.param(SINGLE, 1, 1, 1, marks=pytest.mark.long),
     pytest.param(SINGLE, 1, 2, 2, marks=pytest.mark.long),
     pytest.param(SINGLE, 2, 1, 1, marks=pytest.mark.long),
+    pytest.param(LATENT, 1, 2, 2, marks=pytest.mark.long),
+    pytest.param(LATENT, 2, 2, 2, marks=pytest.mark.long),
+    pytest.param(MANY, 3, 1, 3, marks=pytest.mark.long),
+    # Ranks of 4 heads to ranks of 6: the middle one's heads are divided.
+    pytest.param(MANY, 3, 2, 4, marks=pytest.mark.long),
+    pytest.param(GROUPED, 4, 1, 4, marks=pytest.mark.long),
+    pytest.param(GROUPED, 1, 4, 4, marks=pytest.mark.long),
+    # More ranks than heads.
+    pytest.param(SINGLE, 4, 1, 1, marks=pytest.mark.long),
 ]
 
 
@@ -55,27 +83,31 @@ def test_tokens_equal_plain_vllm_and_only_effective_writes_are_made(
     # Every decode rank has an engine of its own, and every prefill rank that sends at all one stream.
     assert len(set(result.decode_sessions)) == decode_ranks
     assert sorted(result.stream_ranks) == list(range(prefill_ranks))
+    # Ranks that hold the same heads take turns.
+    senders = {source for answer in result.split for source, *_ in answer.sent}
+    assert senders == set(range(prefill_ranks))
 
-    starts = [0, 0, 0, 512]
-    copies = max(1, decode_ranks // HEADS[model])
+    shape = MODELS[model]
+    starts = [0, 0, 0, 0 if shape.computes_whole else 512]
+    heads = sum(shard.copies * len(shard.heads) for shard in shards(decode_ranks, shape.kv_heads))
     for prompt, answer, start in zip(prompts(), result.split, starts, strict=True):
-        check_writes(answer, start, len(prompt) - 1, writes, result)
-        blocks = -(-(len(prompt) - 1 - start) // BLOCK_TOKENS)
-        heads = HEADS[model] * copies
-        assert answer.payload_bytes == (
-            blocks * result.layer_count * heads * result.head_block_bytes
-        )
+        end = len(prompt) - 1
+        step = end if shape.computes_whole else CHUNK_TOKENS
+        check_writes(answer, range(start, end, step), writes, result)
+        tokens = end - start if shape.computes_whole else -(-(end - start) // result.block_tokens)
+        unit_bytes = result.head_block_bytes
+        if shape.computes_whole:
+            unit_bytes //= result.block_tokens
+        assert answer.payload_bytes == tokens * result.layer_count * heads * unit_bytes
 
 
-def check_writes(
-    answer: Transferred, start: int, end: int, writes: int, result: CellResult
-) -> None:
-    """Each layer came in `writes` parts, piece by piece, and nothing came twice."""
-    assert (answer.start_token, answer.cached_tokens) == (start, start)
+def check_writes(answer: Transferred, starts: range, writes: int, result: CellResult) -> None:
+    """Each layer came in `writes` parts, piece by piece from `starts`, and nothing came twice."""
+    assert (answer.start_token, answer.cached_tokens) == (starts.start, starts.start)
     keys = {(source, destination, layer) for source, destination, layer, _ in answer.sent}
     assert Counter(layer for *_, layer in keys) == dict.fromkeys(range(result.layer_count), writes)
     pieces = sorted({first for *_, first in answer.sent})
-    assert pieces == list(range(start, end, CHUNK_TOKENS))
+    assert pieces == list(starts)
     assert len(answer.sent) == len(keys) * len(pieces) == answer.acknowledgement_count
     assert len({tuple(write) for write in answer.sent}) == len(answer.sent)
     destinations = {destination for _, destination, _ in keys}

@@ -17,7 +17,7 @@ BATCH_SPANS: Final = 512
 QUEUED_SPANS_MAX: Final = 8_192
 _DELAY_S: Final = 0.2
 _BUSY_DELAY_S: Final = 1.0
-_BUSY_SPANS: Final = 16
+_QUICK_EXPORTS: Final = 4
 
 Export: TypeAlias = Callable[[Sequence[tuple[SpanSource, EndedSpan]]], object]
 """Exports a batch. It may block for a bounded time."""
@@ -26,8 +26,8 @@ Export: TypeAlias = Callable[[Sequence[tuple[SpanSource, EndedSpan]]], object]
 class SpanQueue:
     """Exports the spans of up to 200 ms together, at most 512 at once.
 
-    After an export of more than 16 spans, the next one has those of up to 1 s. An export costs as much as the spans of
-    several requests. Drops spans while 8,192 wait. The thread starts with the first span, and sleeps while there is
+    After several exports in a row, the next ones have the spans of up to 1 s each. An export costs as much as the spans
+    of several requests. Drops spans while 8,192 wait. The thread starts with the first span, and sleeps while there is
     none.
     """
 
@@ -43,7 +43,9 @@ class SpanQueue:
         self._full = threading.Event()
         self._closed = False
         self._dropping = False
-        self._exported = 0
+        # Exports that may take place soon: one more for each second.
+        self._quick = float(_QUICK_EXPORTS)
+        self._counted_s = time.monotonic()
         # Both threads write their own of these two before they read the other.
         self._urgent = False
         self._lingering = False
@@ -93,18 +95,21 @@ class SpanQueue:
 
     def _run(self) -> None:
         while not self._closed:
-            idle_s = time.monotonic()
             self._filled.wait()
-            if time.monotonic() - idle_s > _BUSY_DELAY_S:
-                self._exported = 0
-            if not self._full.wait(_DELAY_S) and self._exported > _BUSY_SPANS:
+            if not self._full.wait(_DELAY_S) and self._is_busy():
                 self._linger()
             # Before the export: spans that come during it set them again.
             self._urgent = False
             self._full.clear()
             self._filled.clear()
-            self._exported = 0
+            self._quick = max(-1.0, self._quick - 1.0)
             self.flush()
+
+    def _is_busy(self) -> bool:
+        now_s = time.monotonic()
+        more = (now_s - self._counted_s) / _BUSY_DELAY_S
+        self._quick, self._counted_s = min(_QUICK_EXPORTS, self._quick + more), now_s
+        return self._quick < 1.0
 
     def _linger(self) -> None:
         """Waits for more spans, unless some are awaited."""
@@ -121,7 +126,6 @@ class SpanQueue:
         if not batch:
             return False
         self._dropping = False
-        self._exported += len(batch)
         try:
             self._export(batch)
         except Exception:  # noqa: BLE001 - an exporter's bug must not end the thread

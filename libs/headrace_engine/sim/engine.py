@@ -59,7 +59,7 @@ from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.memory import HOST_MEMORY
+from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
 if TYPE_CHECKING:
     from headrace_common.process.kill_timer import KillTimer
@@ -81,8 +81,6 @@ class SimEngine(Engine):
     Engines may share one `sender_thread` and one `kill_timer`, see SenderContext. For tests:
     `transports` opens one transport per rank, `clock` gives the time of computing, and `faults` are injected.
     """
-
-    landed_memory = HOST_MEMORY
 
     def __init__(
         self,
@@ -328,6 +326,9 @@ class SimEngine(Engine):
             for group, free in enumerate(self._pools.free_ids_by_group())
             for block in self._memory.guard_violations(group, free)
         )
+
+    def landed_memory(self, rank: int) -> Memory:
+        return HOST_MEMORY
 
     async def close(self) -> None:
         if self._scheduler is not None:

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 def read_groups(
     kv_cache_config: KVCacheConfig, *, kv_head_count: int, tensor_parallel_size: int
 ) -> tuple[LayerGroup, ...]:
-    """The groups of a model: first those with tokens, then states.
+    """The groups of a model: first those with all tokens, then those with windows, then states.
 
     Raises ConfigError for layers with a cache that Headrace cannot transfer.
     """
@@ -36,6 +38,7 @@ def read_groups(
     for index, (group, spec) in enumerate(zip(kv_cache_config.kv_cache_groups, specs, strict=True)):
         kind: GroupKind = TOKENS
         head_count, block_format = kv_head_count, ""
+        window_tokens, chunk_tokens = _window(spec)
         if isinstance(spec, MambaSpec):
             kind, block_format = STATE, _state_block_format(spec)
             # A page holds a rank's share of several arrays, and cannot be split for other numbers of ranks.
@@ -43,10 +46,17 @@ def read_groups(
         elif type(spec) is MLAAttentionSpec:
             # Beside states, blocks are transferred whole: unused bytes of a block may hold an old state.
             head_count, block_format = 1, "vllm-latent" if has_states else TOKEN_OUTER
-        elif type(spec) is not FullAttentionSpec:
+        elif not window_tokens and not chunk_tokens and type(spec) is not FullAttentionSpec:
             raise _refusal(f"layers that keep a {type(spec).__name__}")
-        name = "state" if kind == STATE else "attention"
-        before = sum(other.kind == kind for other in found)
+        if chunk_tokens and kv_head_count < tensor_parallel_size:
+            # At the end of a chunk nothing of these layers is sent, and a rank must have something to send.
+            raise _refusal(
+                f"chunked local attention with {kv_head_count} KV heads, fewer than ranks"
+            )
+        name = (
+            "state" if kind == STATE else "window" if window_tokens or chunk_tokens else "attention"
+        )
+        before = sum(other.name.partition(".")[0] == name for other in found)
         found.append(
             LayerGroup(
                 index=index,
@@ -59,9 +69,25 @@ def read_groups(
                     sorted((numbers[layer_name], layer_name) for layer_name in group.layer_names)
                 ),
                 page_bytes=spec.page_size_bytes,
+                window_tokens=window_tokens,
+                chunk_tokens=chunk_tokens,
             )
         )
-    return tuple(sorted(found, key=lambda group: group.kind == STATE))
+    if all(group.chunk_tokens for group in found):
+        raise _refusal("chunked local attention alone")
+    if has_states and any(group.is_windowed for group in found):
+        # Decode's other groups may have cached more than its windows, see supports_divergent_local_hybrid_hits.
+        raise _refusal("windows beside states")
+    return tuple(sorted(found, key=lambda group: (group.kind == STATE, group.is_windowed)))
+
+
+def _window(spec: KVCacheSpec) -> tuple[int, int]:
+    """The window and the chunk that a token attends to, 0 for none. vLLM frees the blocks before them."""
+    if type(spec) is SlidingWindowSpec and not spec.extra_retained_tokens:
+        return spec.sliding_window, 0
+    if type(spec) is ChunkedLocalAttentionSpec:
+        return 0, spec.attention_chunk_size
+    return 0, 0
 
 
 def _layer_numbers(kv_cache_config: KVCacheConfig) -> Mapping[str, int]:
@@ -90,7 +116,7 @@ def _state_block_format(spec: MambaSpec) -> str:
 
 def _refusal(what: str) -> ConfigError:
     return ConfigError(
-        f"the model has {what}, which Headrace cannot transfer: serve a model with full or latent attention, "
-        "short convolutions or states",
+        f"the model has {what}, which Headrace cannot transfer: serve a model with full, latent or sliding-window "
+        "attention, short convolutions or states",
         metadata={"field": "model"},
     )

@@ -1,8 +1,8 @@
 """Functions that depend on vLLM's internals rather than on its connector interface or its documented API.
 
-cache_groups.py, continuation.py, grammar_state.py and service/first_token_grammar.py depend on them as well.
-tests/vllm/test_contract.py checks all that these modules and connector.py use against the installed version. Importing
-this module imports neither vllm nor torch.
+cache_groups.py, continuation.py, grammar_state.py, scheduler/block_order.py and service/first_token_grammar.py depend
+on them as well. tests/vllm/test_contract.py checks all that these modules and connector.py use against the installed
+version. Importing this module imports neither vllm nor torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
@@ -313,14 +313,25 @@ def runs_on_cpu() -> bool:
     return found
 
 
-def block_format_of(tensor: Tensor, block_size: int) -> str:
-    """How the attention kernels pack a block. On CPUs it depends on the instruction set.
+def block_interior(vllm_config: VllmConfig) -> Callable[[Tensor, int], str]:
+    """A function of a layer's tensor and its block size: how the attention kernels pack a block.
 
-    `tensor` is one layer's KV cache, [blocks, heads, tokens, channels of K and V together].
+    On CPUs it depends on the instruction set and on the model's type. A tensor is a layer's KV cache, [blocks, heads,
+    tokens, channels of K and V together].
     """
-    if not runs_on_cpu():
-        # A head's K and V of a token lie together, and the strides locate tokens.
-        return TOKEN_OUTER
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    model_dtype = vllm_config.model_config.dtype
+    cache_dtype: str = vllm_config.cache_config.cache_dtype
 
-    return f"vllm-cpu-{_get_attn_isa(tensor.dtype, block_size, tensor.shape[3] // 2)}"
+    def block_format_of(tensor: Tensor, block_size: int) -> str:
+        if not runs_on_cpu():
+            # A head's K and V of a token lie together, and the strides locate tokens.
+            return TOKEN_OUTER
+        from vllm.utils.torch_utils import is_quantized_kv_cache
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        isa = _get_attn_isa(model_dtype, block_size, tensor.shape[3] // 2, cache_dtype)
+        # The tensor of quantized KV has bytes of no particular type.
+        quantized = f"-{cache_dtype}" if is_quantized_kv_cache(cache_dtype) else ""
+        return f"vllm-cpu-{isa}{quantized}"
+
+    return block_format_of

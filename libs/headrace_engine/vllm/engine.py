@@ -41,6 +41,7 @@ from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.layer_overlap import LayerOverlap
 from headrace_kv.receive.observer import TransferObserver
+from headrace_kv.transport.same_host.readable_memory import ReadableMemory
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from headrace_engine.vllm.service.first_token_sampler import FirstTokenSampler
     from headrace_engine.vllm.service.kv_events import KvEventReader
     from headrace_kv.send.context import DescriptorSource
+    from headrace_kv.transport.memory import Memory
     from headrace_kv.transport.networks import Networks
 
 log = logging.getLogger(__name__)
@@ -71,6 +73,7 @@ class VllmEngine(Engine):
         self._link_path = Path(config.link_path)
         self._first_token_sampler: FirstTokenSampler | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._landed_memories: list[ReadableMemory] = []
         self._prefills: dict[str, PrefillRequest] = {}
         self._decodes: dict[str, DecodeRequest] = {}
         self.tier_loads: LoadTimes = LoadTimes()
@@ -209,6 +212,16 @@ class VllmEngine(Engine):
             request.transfer_failed()
         self._require_started()[1].released(transfer_id)
 
+    def landed_memory(self, rank: int) -> Memory | None:
+        process_id = self._require_started()[1].process_of(rank)
+        if not process_id:
+            return None
+        memory = ReadableMemory(process_id)
+        self._landed_memories.append(memory)
+        of_rank = self.descriptor.ranks[rank]
+        memory.admit(of_rank.base_address, of_rank.arena_bytes)
+        return memory
+
     async def admit_transfer_peers(self, networks: Networks) -> None:
         await self._require_started()[1].admit_networks(networks)
 
@@ -236,6 +249,8 @@ class VllmEngine(Engine):
         if self._link is not None:
             await self._link.close()
             self._link = None
+        while self._landed_memories:
+            self._landed_memories.pop().close()
         if self._folder is not None:
             self._folder.cleanup()
 

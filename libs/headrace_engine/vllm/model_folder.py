@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_common.errors import ConfigError
+from headrace_engine.vllm.weights_digest import digest_of_weights
 from headrace_text.model_hub import MODEL_FILES, fetch_model, parse_hub_model
 
 # Fields of config.json about how a model is stored or run. They do not change what it computes.
@@ -21,8 +22,9 @@ DIGEST_HEX_LENGTH = 12
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """`fingerprint`: the model's identity for KvLayout.model, "name:digest".
+    """`fingerprint`: the model's identity for KvLayout.model, "name:digest of config.json".
 
+    A model of a hub has the commit in its name. For another folder, a digest of the weights follows, after a dot.
     `max_model_len`: the longest context that the model was made for, 0 when config.json does not state it.
     `model_type`: as in config.json. `has_tokenizer`: whether it has a tokenizer, which structured outputs need.
     """
@@ -71,10 +73,21 @@ def read_model_folder(model: str, max_model_len: int) -> ModelFolder:
             metadata={"field": "max_model_len", "model": model},
         )
     # The folder of a downloaded model has the name of its commit.
-    name = path.resolve().name if hub_model is None else f"{hub_model.name}@{path.name}"
-    fingerprint = f"{name}:{digest_of(config)}"
+    if hub_model is None:
+        fingerprint = f"{path.resolve().name}:{digest_of(config)}.{_weights_digest(path)}"
+    else:
+        fingerprint = f"{hub_model.name}@{path.name}:{digest_of(config)}"
     model_type = str(config.get("model_type", ""))
     return ModelFolder(path, fingerprint, longest, model_type, (path / "tokenizer.json").is_file())
+
+
+def _weights_digest(path: Path) -> str:
+    try:
+        return digest_of_weights(path)[:DIGEST_HEX_LENGTH]
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise _wrong(
+            str(path), f"cannot read the weights in {path} ({exc}): fetch the model again"
+        ) from exc
 
 
 def _read_config(path: Path) -> dict[str, Any]:

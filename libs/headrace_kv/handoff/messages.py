@@ -38,6 +38,7 @@ class Reservation:
     `block_ids` are of the layout's first cache group, `further_block_ids` of the others, in order. Block i of a list
     holds tokens from (start_token // block_tokens + i) * block_tokens, by decode's block_tokens of the group. A state
     group has one page. Where a group's tokens are not addressable, start_token is a multiple of its block_tokens.
+    Nothing is written into blocks before CacheGroup.first_sent_token, which may have any id.
     """
 
     transfer_id: str
@@ -67,13 +68,20 @@ class Reservation:
         return ""
 
 
+def first_sent_tokens(layout: KvLayout, reservation: Reservation) -> tuple[int, ...]:
+    """The first token of the reservation that is sent, by cache group. Its end for a group of which none is."""
+    start, end = reservation.start_token, reservation.end_token
+    return tuple(group.first_sent_token(start, end) for group in layout.groups)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerRange:
     """Tokens [start_token, end_token) of one layer, written to prefill's cache and ready to be sent.
 
     `block_ids` are the request's source blocks of the layer's cache group, in token order from token 0. Where tokens
     are not addressable, start_token is a multiple of block_tokens, and so is end_token unless it ends the transfer.
-    A state is pushed once, when it is final: end_token is the transfer's, and block_ids has its one page.
+    A state is pushed once, when it is final: end_token is the transfer's, and block_ids has its one page. Blocks before
+    CacheGroup.first_sent_token may have any id.
     `ready_ns` is when the engine pushed the range, by time.monotonic_ns.
     """
 

@@ -12,11 +12,13 @@ from headrace_kv.layout.layout import KvLayout
 def fingerprint(layout: KvLayout) -> KvLayout:
     """The layout without the fields that may differ between prefill and decode.
 
-    These are parallelism, local broadcast, and the block size where tokens are addressable. Two workers are compatible
-    when their fingerprints are equal.
+    These are parallelism, local broadcast, and the block size where tokens are addressable and none leave a window. Two
+    workers are compatible when their fingerprints are equal.
     """
     groups = (
-        replace(group, block_tokens=0) if group.token_addressable else group
+        replace(group, block_tokens=0)
+        if group.token_addressable and not group.is_windowed
+        else group
         for group in layout.groups
     )
     ordered = tuple(
@@ -66,6 +68,8 @@ def _flat(layout: KvLayout) -> dict[str, str]:
         found[f"{at}.kind"] = group.kind
         found[f"{at}.head_count"] = str(group.head_count)
         found[f"{at}.block_tokens"] = str(group.block_tokens)
+        found[f"{at}.window_tokens"] = str(group.window_tokens)
+        found[f"{at}.chunk_tokens"] = str(group.chunk_tokens)
         found[f"{at}.parts"] = ", ".join(part.name for part in group.parts)
         for part in group.parts:
             found[f"{at}.{part.name}.dtype"] = part.dtype

@@ -43,6 +43,9 @@ class CacheGroup:
     A block of a "tokens" group holds `block_tokens` tokens. A "state" group has one page per request, which is sent
     whole at the end; its block_tokens is 0. `head_count` counts the heads of the whole model. A single head, as in
     MLA, is held by every rank.
+
+    With `window_tokens`, a token attends to itself and the `window_tokens` - 1 tokens before it. With `chunk_tokens`,
+    it attends to tokens from the last multiple of that on. Engines free the blocks that no later token attends to.
     """
 
     name: str
@@ -51,6 +54,13 @@ class CacheGroup:
     head_count: int
     block_tokens: int
     parts: tuple[Part, ...]
+    window_tokens: int = 0
+    chunk_tokens: int = 0
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether a token attends only to tokens near it."""
+        return self.window_tokens > 0 or self.chunk_tokens > 0
 
     @property
     def token_addressable(self) -> bool:
@@ -62,6 +72,26 @@ class CacheGroup:
         if self.kind == STATE:
             return 1
         return -(-end_token // self.block_tokens) - start_token // self.block_tokens
+
+    def first_sent_token(self, start_token: int, end_token: int) -> int:
+        """The first of the tokens [start_token, end_token) that a transfer carries; `end_token` when it carries none.
+
+        With a window, these are the blocks that the token at `end_token` attends to. Neither side holds the blocks
+        before them, and both sides use blocks of the same size.
+        """
+        if self.chunk_tokens:
+            attended = end_token - end_token % self.chunk_tokens
+        elif self.window_tokens:
+            attended = max(0, end_token - self.window_tokens + 1)
+        else:
+            return start_token
+        return max(start_token, attended - attended % self.block_tokens)
+
+    def window_blocks(self, token_count: int) -> int:
+        """The most blocks that a request with `token_count` tokens holds of a group with a window."""
+        # A window that begins inside a block ends inside another one.
+        span = (self.chunk_tokens or self.window_tokens) + self.block_tokens
+        return -(-min(token_count, span) // self.block_tokens)
 
     def bytes_between(self, start_token: int, end_token: int, heads: int) -> int:
         """Bytes to copy for tokens [start_token, end_token) of `heads` heads of one layer."""

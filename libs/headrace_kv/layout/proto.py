@@ -61,6 +61,8 @@ def layout_to_proto(layout: KvLayout) -> layout_pb2.KvLayout:
                 head_count=group.head_count,
                 block_tokens=group.block_tokens,
                 parts=[layout_pb2.Part(**asdict(part)) for part in group.parts],
+                window_tokens=group.window_tokens,
+                chunk_tokens=group.chunk_tokens,
             )
             for group in layout.groups
         ],
@@ -100,6 +102,8 @@ def layout_from_proto(message: layout_pb2.KvLayout) -> KvLayout:
                     Part(part.name, part.dtype, part.unit_bytes, part.block_format)
                     for part in group.parts
                 ),
+                window_tokens=group.window_tokens,
+                chunk_tokens=group.chunk_tokens,
             )
             for group in message.groups
         ),

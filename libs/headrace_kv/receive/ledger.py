@@ -9,7 +9,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from headrace_common.errors import ProtocolViolation
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.handoff.messages import Reservation, first_sent_tokens
 from headrace_kv.layout.compatibility import count_spans
 from headrace_kv.layout.layout import STATE, KvLayout
 from headrace_kv.plan.shard_map import Edge, Key, edges
@@ -49,9 +49,11 @@ class Ledger:
             for layer in range(layout.layer_count)
             for edge in edges(prefill, layout, layer, reservation.transfer_id)
         }
-        self._covered = dict.fromkeys(self._edges, reservation.start_token)
-        empty = reservation.start_token >= reservation.end_token
-        self._missing: set[Key] = set() if empty else set(self._edges)
+        starts = first_sent_tokens(layout, reservation)
+        self._covered = {key: starts[layout.group_index(key[2])] for key in self._edges}
+        self._missing = {
+            key for key, start in self._covered.items() if start < reservation.end_token
+        }
         self._bytes_by_source: dict[int, int] = {}
         self.ack_count = 0
 
@@ -97,18 +99,14 @@ class Ledger:
         edge = self._edges.get(key)
         if edge is None:
             raise self._violation(key, "is not part of the plan")
-        if (
-            not self._reservation.start_token
-            <= start_token
-            < end_token
-            <= self._reservation.end_token
-        ):
+        group = self._layout.group_of(key[2])
+        end = self._reservation.end_token
+        first = group.first_sent_token(self._reservation.start_token, end)
+        if not first <= start_token < end_token <= end:
             raise self._violation(
                 key,
-                f"has tokens [{start_token}, {end_token}) outside the reserved "
-                f"[{self._reservation.start_token}, {self._reservation.end_token})",
+                f"has tokens [{start_token}, {end_token}) outside the reserved [{first}, {end})",
             )
-        group = self._layout.group_of(key[2])
         if group.kind == STATE and end_token != self._reservation.end_token:
             raise self._violation(key, f"is a state of token {end_token}, not of the last")
         covered = self._covered[key]

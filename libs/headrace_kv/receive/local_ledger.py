@@ -6,7 +6,7 @@ from collections.abc import Set
 from dataclasses import dataclass
 
 from headrace_common.errors import InternalError
-from headrace_kv.handoff.messages import Reservation
+from headrace_kv.handoff.messages import Reservation, first_sent_tokens
 from headrace_kv.layout.layout import KvLayout
 from headrace_kv.plan.shard_map import Edge, Key, local_edges
 from headrace_kv.receive.ledger import LayerLanded, name_numbers
@@ -47,14 +47,17 @@ class LocalLedger:
         for layer in range(layout.layer_count):
             for edge in local_edges(layout, layer, reservation.transfer_id):
                 self._edges.setdefault((edge.source_rank, layer), []).append(edge)
+        starts = first_sent_tokens(layout, reservation)
         self._copied_to: dict[Key, int] = {
-            (leader, edge.destination_rank, layer): reservation.start_token
+            (leader, edge.destination_rank, layer): starts[layout.group_index(layer)]
             for (leader, layer), found in self._edges.items()
             for edge in found
         }
         self._taken_to = dict(self._copied_to)
         self._landed_to: dict[tuple[int, int], int] = {}
-        self._missing: set[Key] = set(self._copied_to)
+        self._missing = {
+            key for key, start in self._copied_to.items() if start < reservation.end_token
+        }
         self._due: dict[tuple[int, int], int] = {}
         self.copied_bytes = 0
 

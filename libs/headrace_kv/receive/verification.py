@@ -6,7 +6,7 @@ A receiver feature. A thread reads the memory back, and the transfer completes o
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from headrace.kv.v1 import handoff_pb2
@@ -35,7 +35,8 @@ _NAMED_LIMIT = 8
 class DigestChecks(ReceiverFeature):
     """Reads ranges of `descriptor`'s memory back, on a thread of its own.
 
-    `memory` is how this process reads it. A prefill worker is rejected after `mismatch_limit` corrupt transfers.
+    `memory_of` gives this process's access to a rank's memory. A prefill worker is rejected after `mismatch_limit`
+    corrupt transfers.
     """
 
     def __init__(
@@ -43,13 +44,13 @@ class DigestChecks(ReceiverFeature):
         descriptor: KvDescriptor,
         mode: DigestMode,
         *,
-        memory: Memory = HOST_MEMORY,
+        memory_of: Callable[[int], Memory] = lambda rank: HOST_MEMORY,
         mismatch_limit: int = 3,
     ) -> None:
         self.share = digest_share(mode)
         self._layout = descriptor.layout
         self._ranks = {rank.rank: rank for rank in descriptor.ranks}
-        self._memory = memory
+        self._memory_of = memory_of
         self._corrupt_senders = CorruptSenderTracker(mismatch_limit)
         self._planners: dict[int, CopyPlanner] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
@@ -99,7 +100,9 @@ class DigestChecks(ReceiverFeature):
         own = Edge(rank, rank, head, head, edge.head_count)
         index = self._layout.group_index(landed.layer)
         span = reserved_span(self._layout, reservation, index, landed.start_token, landed.end_token)
-        return destination_digest(self._memory, planner.plan(own, landed.layer, span), seed)
+        return destination_digest(
+            self._memory_of(rank), planner.plan(own, landed.layer, span), seed
+        )
 
 
 class DigestJobs(TransferObserver):

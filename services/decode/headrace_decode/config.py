@@ -49,7 +49,7 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
     digest: DigestMode = Field(
         "off",
         description='Whether received bytes are compared with the sender\'s digest: "off", "sampled" (a sixteenth of '
-        'all layers) or "on".',
+        'all layers) or "on". Needs KV memory of processors.',
     )
     digest_mismatch_limit: int = Field(
         3,

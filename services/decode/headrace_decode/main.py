@@ -170,23 +170,27 @@ class DecodeServer(RoleServer):
 def _digest_checks(config: DecodeConfig, engine: Engine) -> DigestChecks | None:
     if config.digest == "off":
         return None
-    if engine.landed_memory is None:
+    memories = {rank.rank: engine.landed_memory(rank.rank) for rank in engine.descriptor.ranks}
+    readable = {rank: memory for rank, memory in memories.items() if memory is not None}
+    if len(readable) < len(memories):
         raise ConfigError(
-            f'digest is "{config.digest}", but this engine keeps its KV memory in other processes: set it to "off"'
+            f'digest is "{config.digest}", but this process cannot read the engine\'s KV memory: set it to "off"'
         )
     return DigestChecks(
         engine.descriptor,
         config.digest,
-        memory=engine.landed_memory,
+        memory_of=readable.__getitem__,
         mismatch_limit=config.digest_mismatch_limit,
     )
 
 
 def _capacity(config: DecodeConfig, engine: Engine) -> Capacity:
+    first, *others = engine.descriptor.layout.groups
     return Capacity(
         usable_blocks=engine.descriptor.ranks[0].block_count - ENGINE_OWN_BLOCKS,
         # A state is one block, however long the context.
-        block_tokens=engine.descriptor.layout.groups[0].block_tokens or engine.max_model_len,
+        block_tokens=first.block_tokens or engine.max_model_len,
         max_model_len=engine.max_model_len,
         max_num_seqs=config.max_num_seqs,
+        windows=tuple(group for group in others if group.is_windowed),
     )

@@ -133,6 +133,10 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             layouts.pop(), tuple(rank_memory_from_proto(item.memory) for item in attachments)
         )
 
+    def process_of(self, rank: int) -> int:
+        """The id of an attached rank's process, 0 where its KV memory is not host memory."""
+        return self._ranks[rank].attachment.process_id
+
     def request_coming(self) -> None:
         """Announces a request to the scheduler, before vLLM gets it."""
         self._send(

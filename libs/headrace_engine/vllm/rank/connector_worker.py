@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +16,7 @@ from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_engine.torch_memory.opening import open_tensor_transport, order_sender
 from headrace_engine.torch_memory.order import DeviceOrder
 from headrace_engine.vllm.compat import (
-    block_format_of,
+    block_interior,
     tensor_parallel_rank,
     tensor_parallel_size,
 )
@@ -65,6 +66,7 @@ class ConnectorWorker:
         self._groups = groups
         self._rank = tensor_parallel_rank()
         self._tensor_parallel_size = tensor_parallel_size(vllm_config)
+        self._block_format_of = block_interior(vllm_config)
         self._layer_numbers = {name: number for group in groups for number, name in group.layers}
         self._transport: KvTransport | None = None
         self._sender: RankSender | None = None
@@ -87,7 +89,7 @@ class ConnectorWorker:
             self._groups,
             rank=self._rank,
             tensor_parallel_size=self._tensor_parallel_size,
-            block_format_of=block_format_of,
+            block_format_of=self._block_format_of,
         )
         layout = layout_of(
             arena,
@@ -116,8 +118,12 @@ class ConnectorWorker:
         overlap = self._settings.overlap_layers
         if overlap.layer_count:
             self._layer_wait = LayerWait(len(self._layer_numbers), overlap.wait_s, order.fence)
+        on_host = next(iter(kv_caches.values())).device.type == "cpu"
         attachment = link_pb2.Attachment(
-            rank=self._rank, layout=layout_to_proto(layout), memory=rank_memory_to_proto(memory)
+            rank=self._rank,
+            layout=layout_to_proto(layout),
+            memory=rank_memory_to_proto(memory),
+            process_id=os.getpid() if on_host else 0,
         )
         self._link = Link(Path(self._settings.link_path), attachment, self._on_response)
         if self._settings.role == "decode":

@@ -85,6 +85,8 @@ def describe_arena(
                 head_count=group.head_count,
                 block_tokens=group.block_tokens if group.kind == TOKENS else 0,
                 parts=(part,),
+                window_tokens=group.window_tokens,
+                chunk_tokens=group.chunk_tokens,
             )
         )
     return Arena(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import tier_event
+from headrace_engine.vllm.scheduler.block_order import sort_new_blocks
 from headrace_engine.vllm.scheduler.step_planner import SHORT_STEP_S, ScheduledRequest, StepPlanner
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import StepPlan
@@ -42,6 +43,7 @@ class ConnectorScheduler(ABC):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._planner.overlapped.bind_eviction(kv_cache_manager.evict_blocks)
+        sort_new_blocks(kv_cache_manager)
 
     def get_loaded_kv_cache_group_ids(self) -> tuple[int, ...]:
         """All groups: vLLM must not clear blocks that prefill may be writing into."""

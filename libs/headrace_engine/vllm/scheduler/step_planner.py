@@ -128,6 +128,7 @@ class StepPlanner:
         self._groups = tuple(groups)
         self._token_stride = token_stride(groups)
         self._has_states = any(group.kind == STATE for group in groups)
+        self._has_windows = any(group.is_windowed for group in groups)
         self._on_reserved = on_reserved
         self._sends: dict[str, _Send] = {}
         self._receives: dict[str, _Receive] = {}
@@ -276,8 +277,7 @@ class StepPlanner:
             send.open(request.computed_tokens)
             plan.opened.append(send.target)
         known_tokens = request.computed_tokens + request.step_tokens
-        if self._has_states and known_tokens > send.target.end_token:
-            # The step overwrites the state that the transfer sends or has yet to send.
+        if self._overruns(send.target.end_token, request.computed_tokens, known_tokens):
             if not send.overrun:
                 plan.overrun.append(send.target.transfer_id)
             send.mark_overrun()
@@ -287,6 +287,15 @@ class StepPlanner:
         self._plan_tokens(plan, send, known_tokens)
         if send.target.with_logits and known_tokens >= send.target.end_token:
             plan.final.append(send.target.transfer_id)
+
+    def _overruns(self, end_token: int, computed_tokens: int, known_tokens: int) -> bool:
+        """Whether the step may overwrite what a transfer to `end_token` sends or has yet to send.
+
+        A state is overwritten by the next token. vLLM frees a block of a window before the step after that.
+        """
+        if self._has_states and known_tokens > end_token:
+            return True
+        return self._has_windows and computed_tokens > end_token
 
     def _plan_tokens(self, plan: StepPlan, send: _Send, known_tokens: int) -> None:
         """Adds the tokens up to `known_tokens` that are not planned yet: whole blocks, except for the last tokens."""

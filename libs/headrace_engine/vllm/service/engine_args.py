@@ -32,7 +32,7 @@ _CONNECTOR = "Headrace's connector is the engine's only one"
 _TOKENIZER = "the router tokenizes, with the tokenizer of the folder in its models"
 _ONE_ENGINE = "a worker is one engine: start more workers"
 _RANKS = "a KV transfer knows tensor-parallel ranks of one host only: set tensor_parallel_size"
-_DRAFT = "a KV transfer carries the target model's cache only"
+_DRAFT = "a KV transfer carries the target model's cache only: on decode, give --speculative-config with method ngram"
 _LORA = "routers do not know adapters: serve a merged model"
 _HOOKS = "the connector's hooks depend on vLLM's own class"
 _NETWORK = "the engine has no port of its own"
@@ -105,7 +105,12 @@ _MESSAGE_CHARACTERS_MAX: Final = 300
 _UNSET: Final = object()
 
 
-def split_engine_args(text: str) -> tuple[str, ...]:
+SPECULATION: Final = "speculative_config"
+"""Refused, unless a decode worker's drafts come from the request's own tokens, without a model."""
+DRAFTS_WITHOUT_A_MODEL: Final = ("ngram",)
+
+
+def split_engine_args(text: str, role: str = "") -> tuple[str, ...]:
     """Splits arguments as a shell does. Raises ConfigError for those that Headrace owns, without loading vLLM."""
     try:
         arguments = tuple(shlex.split(text))
@@ -118,11 +123,11 @@ def split_engine_args(text: str) -> tuple[str, ...]:
             f"engine_args begins with {arguments[0]!r}: begin with an argument, such as --quantization fp8; "
             "the model is the setting model"
         )
-    _check_owned(_name(argument) for argument in arguments if argument.startswith("--"))
+    _check_owned((_name(argument) for argument in arguments if argument.startswith("--")), role)
     return arguments
 
 
-def parse_engine_args(arguments: Sequence[str]) -> dict[str, Any]:
+def parse_engine_args(arguments: Sequence[str], role: str = "") -> dict[str, Any]:
     """The fields of vLLM's AsyncEngineArgs that `arguments` set. vLLM must be imported. Raises ConfigError."""
     if not arguments:
         return {}
@@ -137,9 +142,19 @@ def parse_engine_args(arguments: Sequence[str]) -> dict[str, Any]:
     # The parser has resolved short names.
     structured = given.get("structured_outputs_config")
     _check_owned(
-        (*given, *(["reasoning_parser"] if getattr(structured, "reasoning_parser", "") else []))
+        (*given, *(["reasoning_parser"] if getattr(structured, "reasoning_parser", "") else [])),
+        role,
     )
+    _check_speculation(given.get(SPECULATION))
     return given
+
+
+def _check_speculation(config: Mapping[str, Any] | None) -> None:
+    if config is not None and config.get("method") not in DRAFTS_WITHOUT_A_MODEL:
+        raise _wrong(
+            f"engine_args: speculative_config has method {config.get('method')!r}, which drafts with a model, and a KV "
+            f"transfer carries the target model's cache only: choose {', '.join(DRAFTS_WITHOUT_A_MODEL)}"
+        )
 
 
 def fingerprint_with(fingerprint: str, given: Mapping[str, Any]) -> str:
@@ -154,12 +169,12 @@ def _name(argument: str) -> str:
     return flag.removeprefix("--").replace("-", "_").removeprefix("no_")
 
 
-def _check_owned(names: Iterable[str]) -> None:
+def _check_owned(names: Iterable[str], role: str) -> None:
     problems: list[str] = []
     for name in dict.fromkeys(names):
         if name in SETTINGS:
             problems.append(f"{name} is a setting of the worker: set {SETTINGS[name]} instead")
-        elif name in REFUSED:
+        elif name in REFUSED and not (name == SPECULATION and role == "decode"):
             problems.append(f"{name} belongs to Headrace ({REFUSED[name]}): leave it out")
         elif name in ("config", "help"):
             problems.append(f"{name} is no argument of the engine: leave it out")

@@ -61,7 +61,7 @@ def check_config(config: EngineConfig) -> ModelFolder:
             metadata={"field": "max_num_batched_tokens"},
         )
     _require_room(config)
-    split_engine_args(config.engine_args)
+    split_engine_args(config.engine_args, config.role)
     return read_model_folder(config.model, config.max_model_len)
 
 
@@ -146,7 +146,7 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
 
     from headrace_engine.vllm.service.kv_events import events_endpoint
 
-    given = parse_engine_args(split_engine_args(config.engine_args))
+    given = parse_engine_args(split_engine_args(config.engine_args, config.role), config.role)
     settings = ConnectorSettings(
         role=config.role,
         worker_id=config.ref.worker_id,

@@ -107,7 +107,7 @@ class StandaloneNode:
         descriptor = await self._link.wait_attached(
             self._rank_count, ATTACH_TIMEOUT_S, with_scheduler=False
         )
-        require_no_states(descriptor.layout)
+        require_all_tokens(descriptor.layout)
         self._receiver = Receiver(
             ref=self.ref,
             layout=descriptor.layout,
@@ -198,15 +198,16 @@ class StandaloneNode:
         await self._link.close()
 
 
-def require_no_states(layout: KvLayout) -> None:
-    """Raises ConfigError for a layout with states.
+def require_all_tokens(layout: KvLayout) -> None:
+    """Raises ConfigError for a layout with states or windows.
 
-    A stock prefill server also computes the last token, which advances the state beyond the one that decode needs.
+    A stock prefill server also computes the last token, which advances the state beyond the one that decode needs. It
+    holds a finished request for decode servers that may need blocks which a window has left.
     """
-    states = [group.name for group in layout.groups if group.kind == STATE]
-    if states:
+    named = [group.name for group in layout.groups if group.kind == STATE or group.is_windowed]
+    if named:
         raise ConfigError(
-            f"the model keeps states ({', '.join(states)}), which stock servers cannot hand over: "
+            f"the model keeps states or windows ({', '.join(named)}), which stock servers cannot hand over: "
             "use Headrace's services",
-            metadata={"field": "model", "states": ", ".join(states)},
+            metadata={"field": "model", "groups": ", ".join(named)},
         )

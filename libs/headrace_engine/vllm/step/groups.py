@@ -18,7 +18,8 @@ class LayerGroup:
     Entry i of a request's block list holds the tokens from i * block_tokens on. For a state, it holds the state after
     the last computed one of these tokens. Groups may share memory, but a block belongs to one group at a time.
     `block_format` names how a block is packed. It is empty where the attention kernels decide that. `page_bytes`: one
-    block of one layer on a rank.
+    block of one layer on a rank. `window_tokens` and `chunk_tokens` are those of CacheGroup. vLLM frees the blocks of
+    such a group that no later token attends to, and has its null block in their place.
     """
 
     index: int
@@ -29,6 +30,18 @@ class LayerGroup:
     block_format: str
     layers: tuple[tuple[int, str], ...]
     page_bytes: int = 0
+    window_tokens: int = 0
+    chunk_tokens: int = 0
+
+    @property
+    def is_windowed(self) -> bool:
+        """Whether vLLM frees blocks of a request that still computes."""
+        return self.window_tokens > 0 or self.chunk_tokens > 0
+
+    @property
+    def keeps_all_tokens(self) -> bool:
+        """Whether a request holds the blocks of all its tokens until it ends."""
+        return self.kind == TOKENS and not self.is_windowed
 
     @property
     def block_bytes(self) -> int:
@@ -55,7 +68,7 @@ def check_overlap_layers(groups: Sequence[LayerGroup], overlap: OverlapSettings)
     """Raises ConfigError for a model with requests that cannot run before their last layers have arrived."""
     if not overlap.layer_count:
         return
-    if len(groups) != 1 or groups[0].kind != TOKENS:
+    if len(groups) != 1 or not groups[0].keeps_all_tokens:
         names = ", ".join(group.name for group in groups)
         raise ConfigError(
             f"overlap_layers is {overlap.layer_count}, but the model has several kinds of cache ({names}), and vLLM "

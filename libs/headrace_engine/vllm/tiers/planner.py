@@ -9,7 +9,6 @@ from headrace_common.errors import ConfigError
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import RequestCopy, StepPlan
 from headrace_engine.vllm.tiers.pool_planner import PoolPlanner, PoolUse
-from headrace_kv.layout.layout import TOKENS
 from headrace_kv.manager.lower_tiers import LowerTiers, TierChange, TierHit, TierPlan
 from headrace_kv.manager.settings import TierSettings
 from headrace_kv.prefix.events import Tier
@@ -258,10 +257,10 @@ def plan_tiers(
     """The planner of an engine. Raises ConfigError for a model or settings that tiers cannot be used with."""
     if not settings.names:
         return TierPlanner(LowerTiers({}), 1)
-    if len(groups) != 1 or groups[0].kind != TOKENS:
+    if len(groups) != 1 or not groups[0].keeps_all_tokens:
         names = ", ".join(group.name for group in groups)
         raise ConfigError(
-            f"the model has several kinds of cache ({names}), and only attention can be kept below KV memory: "
+            f"the model has several kinds of cache ({names}), and only full attention can be kept below KV memory: "
             "set kv_host_gib to 0",
             metadata={"field": "kv_host_gib", "groups": names},
         )

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from headrace_common.errors import InternalError, ProtocolViolation
-from headrace_kv.handoff.messages import LayerRange, Reservation
+from headrace_kv.handoff.messages import LayerRange, Reservation, first_sent_tokens
 from headrace_kv.layout.layout import STATE, KvLayout
 from headrace_kv.plan.copy_plan import BlockSpan, Int64Array, Runs
 from headrace_kv.plan.shard_map import Edge, edges_from
@@ -108,6 +108,7 @@ class WritePlan:
             for layer in range(layout.layer_count)
         )
         self._reservation: Reservation | None = None
+        self._starts: tuple[int, ...] = ()
         self._destination_blocks: tuple[Int64Array, ...] = ()
         # Both by (layer, decode rank): one past the last token that was claimed, and that has landed.
         self._claimed: dict[tuple[int, int], int] = {}
@@ -135,18 +136,19 @@ class WritePlan:
         fault = reservation.find_fault(self._decode_layout)
         if fault:
             raise ProtocolViolation(f"the reservation of {self._transfer_id} {fault}")
-        start, end = reservation.start_token, reservation.end_token
+        end = reservation.end_token
+        starts = self._starts = first_sent_tokens(self._decode_layout, reservation)
         self._reservation = reservation
         self._destination_blocks = tuple(
             np.asarray(block_ids, dtype=np.int64) for block_ids in reservation.block_ids_by_group
         )
         self._claimed = {
-            (layer, edge.destination_rank): start
+            (layer, edge.destination_rank): starts[self._layout.group_index(layer)]
             for layer, edges in enumerate(self._edges)
             for edge in edges
         }
         self._landed = dict(self._claimed)
-        self._open_edge_count = len(self._landed) if end > start else 0
+        self._open_edge_count = sum(start < end for start in self._landed.values())
 
     def claim(self, layer_range: LayerRange) -> list[tuple[Edge, BlockSpan]]:
         """The parts of a range that are still to be written, clamped to the reservation. Claims a token once.
@@ -161,7 +163,7 @@ class WritePlan:
             raise InternalError(f"{self._transfer_id}: the engine pushed layer {layer}")
         if self._layout.group_of(layer).kind == STATE:
             layer_range = self._whole_state(layer_range, reservation)
-        low = max(layer_range.start_token, reservation.start_token)
+        low = max(layer_range.start_token, self._starts[self._layout.group_index(layer)])
         end = min(layer_range.end_token, reservation.end_token)
         parts = []
         for edge in self._edges[layer]:

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.plan.copy_plan import Int64Array, Runs
+from headrace_kv.transport.packing import Bytes
 
 ENTRIES_PER_CALL = 1024
 """The kernel's IOV_MAX."""
@@ -111,6 +112,19 @@ class ProcessMemory:
         if done != nbytes:
             raise _failure(ctypes.get_errno() if done < 0 else errno.EFAULT, self._pid, "read")
         return buffer.tobytes()
+
+    def gather(self, addresses: Int64Array, lengths: Int64Array, target: Bytes) -> None:
+        """As packing.gather, from the process. Raises TransferFailed."""
+        done = 0
+        for first in range(0, len(lengths), ENTRIES_PER_CALL):
+            part = slice(first, first + ENTRIES_PER_CALL)
+            remote = _vectors(addresses[part], lengths[part])
+            total = int(lengths[part].sum())
+            local = np.array([target[done:].ctypes.data, total], np.int64)
+            read = self._read(self._pid, local.ctypes.data, 1, remote.ctypes.data, len(remote), 0)
+            if read != total:
+                raise _failure(ctypes.get_errno() if read < 0 else errno.EFAULT, self._pid, "read")
+            done += total
 
     def write(self, runs: Runs) -> None:
         """Copies up to ENTRIES_PER_CALL runs into the process. Continues after a partial copy.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
 from headrace_decode.admission.completion_time import CompletionTimeEstimator
 from headrace_decode.admission.retry_hint import RetryHint
+from headrace_kv.layout.layout import CacheGroup
 
 # Callers wait for up to one and a half times the hint.
 RETRY_JITTER_MAX = 1.5
@@ -18,17 +19,22 @@ RETRY_JITTER_MAX = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The resources of one decode worker. `usable_blocks` excludes the engine's own blocks."""
+    """The resources of one decode worker. `usable_blocks` excludes the engine's own blocks.
+
+    `windows`: cache groups that take blocks of the same pool, beside the one that keeps a prompt's tokens.
+    """
 
     usable_blocks: int
     block_tokens: int
     max_model_len: int
     max_num_seqs: int
+    windows: tuple[CacheGroup, ...] = ()
 
     def blocks_for(self, prompt_tokens: int, max_tokens: int) -> int:
         """Blocks of a prompt and its longest answer, within the context."""
         final_tokens = prompt_tokens + self.answer_tokens(prompt_tokens, max_tokens)
-        return -(-final_tokens // self.block_tokens)
+        of_windows = sum(group.window_blocks(final_tokens) for group in self.windows)
+        return -(-final_tokens // self.block_tokens) + of_windows
 
     def answer_tokens(self, prompt_tokens: int, max_tokens: int) -> int:
         """The longest answer that fits into the context."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from headrace_common.errors import ConfigError, TransferFailed
+from headrace_common.errors import ConfigError, InternalError, TransferFailed
 from headrace_common.limits import write_quiet_s
 from headrace_kv.plan.copy_plan import Int64Array, Runs
 from headrace_kv.transport.base import WriteResult
@@ -22,6 +22,7 @@ from headrace_kv.transport.fallback import FallbackTransport
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from headrace_kv.transport.memory import HostMemory
 from headrace_kv.transport.same_host import process_memory
+from headrace_kv.transport.same_host.readable_memory import ReadableMemory
 from headrace_kv.transport.same_host.transport import SameHostTransport
 from headrace_kv.transport.sessions import session_of
 from headrace_kv.transport.staging.cost_model import TransferCosts, WireCostModel
@@ -106,6 +107,28 @@ def test_a_partial_copy_continues_and_an_unmapped_address_fails(peer: ProcessPee
         memory.write(runs)
     assert caught.value.metadata["written_bytes"] == "4096"
     memory.close()
+
+
+def test_the_memory_of_another_process_is_read_in_pieces(peer: ProcessPeer) -> None:
+    source = filled(8192)
+    transport = new_sender(source)
+    transport.write(peer.session, whole(source, peer.address), 1.0)
+    memory = ReadableMemory(int(peer.session.split(".")[2]))
+    memory.admit(peer.address, len(source))
+    # More pieces than one system call reads, from the end to the beginning, with gaps.
+    starts = np.arange(8190, 0, -5)
+    lengths = np.full(len(starts), 2)
+    target = memory.allocate(int(lengths.sum()) + 1)
+    memory.gather(peer.address + starts, lengths, target)
+    expected = [source[start : start + 2] for start in starts]
+    assert len(starts) > process_memory.ENTRIES_PER_CALL
+    assert np.array_equal(target[:-1], np.concatenate(expected))
+    with pytest.raises(TransferFailed, match="not mapped"):
+        memory.gather(np.array([4096]), np.array([1]), target)
+    with pytest.raises(InternalError):
+        memory.scatter(target, np.array([peer.address]), np.array([1]))
+    memory.close()
+    transport.close()
 
 
 def test_registrations_are_bounded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
 from headrace_decode.admission.admission import Admission, Capacity, SeenTransfers
 from headrace_decode.admission.retry_hint import HINT_S_MIN
+from headrace_kv.layout.layout import TOKENS, CacheGroup
 
 CAPACITY = Capacity(usable_blocks=10, block_tokens=16, max_model_len=96, max_num_seqs=3)
 
@@ -40,6 +42,13 @@ def test_blocks_cover_prompt_and_growth_up_to_the_context(
     prompt: int, answer: int, blocks: int
 ) -> None:
     assert CAPACITY.blocks_for(prompt, answer) == blocks
+
+
+@pytest.mark.parametrize("prompt,blocks", [(15, 1 + 1), (32, 3 + 3), (64, 5 + 5), (90, 6 + 5)])
+def test_windows_take_blocks_of_the_same_pool(prompt: int, blocks: int) -> None:
+    """A window of 64 tokens that begins inside a block reaches into a fifth one."""
+    window = CacheGroup("window", (1,), TOKENS, 1, 16, (), window_tokens=64)
+    assert replace(CAPACITY, windows=(window,)).blocks_for(prompt, 1) == blocks
 
 
 def test_quarantined_blocks_are_not_reserved() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,6 +41,35 @@ def test_the_fingerprint_identifies_the_model_and_its_computation(tmp_path: Path
     assert other.fingerprint != first.fingerprint
 
 
+def write_weights(path: Path, **tensors: float) -> None:
+    """A file of safetensors with one matrix for each name, filled with a number."""
+    header, data = {}, b""
+    for name, value in tensors.items():
+        values = struct.pack("<f", value) * 256
+        offsets = [len(data), len(data) + len(values)]
+        header[name] = {"dtype": "F32", "shape": [16, 16], "data_offsets": offsets}
+        data += values
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def test_checkpoints_of_one_shape_have_different_fingerprints(tmp_path: Path) -> None:
+    def fingerprint(copy: str, **files: dict[str, float]) -> str:
+        parent = tmp_path / copy
+        parent.mkdir()
+        path = folder(parent / "m")
+        (path / "model.safetensors").unlink()
+        for name, tensors in files.items():
+            write_weights(path / f"{name}.safetensors", **tensors)
+        return read_model_folder(str(path), 0).fingerprint
+
+    base = fingerprint("base", model={"q": 1.0, "k": 2.0})
+    assert fingerprint("tuned", model={"q": 1.0, "k": 2.5}) != base
+    assert fingerprint("renamed", model={"q": 1.0, "v": 2.0}) != base
+    # Other files, same weights.
+    assert fingerprint("shards", a={"k": 2.0}, b={"q": 1.0}) == base
+
+
 @pytest.mark.parametrize("max_model_len", [0, 1, 2048])
 def test_a_context_up_to_the_models_own_is_accepted(tmp_path: Path, max_model_len: int) -> None:
     read_model_folder(str(folder(tmp_path / "m")), max_model_len)
@@ -69,6 +99,9 @@ def test_wrong_folders_are_rejected_in_one_line(tmp_path: Path) -> None:
     (broken / "config.json").write_text("[]")
     assert "holds no object" in error_of(broken)
     assert "no architectures" in error_of(folder(tmp_path / "other", architectures=None))
+    garbled = folder(tmp_path / "garbled")
+    (garbled / "model.safetensors").write_bytes(b"no weights, but some bytes")
+    assert "cannot read the weights" in error_of(garbled)
     weightless = folder(tmp_path / "weightless")
     (weightless / "model.safetensors").unlink()
     assert "no weights" in error_of(weightless)

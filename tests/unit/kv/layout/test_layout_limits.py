@@ -44,8 +44,21 @@ def many_groups(layout: layout_pb2.KvLayout) -> None:
     layout.groups.extend([layout_pb2.CacheGroup(name="x")] * 10_000)
 
 
+def no_window_blocks(layout: layout_pb2.KvLayout) -> None:
+    layout.groups[0].window_tokens, layout.groups[0].block_tokens = 64, 0
+
+
 @pytest.mark.parametrize(
-    "spoil", [many_ranks, many_stages, many_heads, many_layers, many_parts, many_groups]
+    "spoil",
+    [
+        many_ranks,
+        many_stages,
+        many_heads,
+        many_layers,
+        many_parts,
+        many_groups,
+        no_window_blocks,
+    ],
 )
 def test_workers_and_registry_reject_a_layout_beyond_all_bounds_fast(
     spoil: Callable[[layout_pb2.KvLayout], None],

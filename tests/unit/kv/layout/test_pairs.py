@@ -46,6 +46,16 @@ def test_what_may_differ_is_no_fault() -> None:
     assert pair_faults([side("p")], [side("d", other)]) == []
 
 
+def test_block_sizes_of_a_window_must_be_equal() -> None:
+    def windowed(block_tokens: int, window_tokens: int) -> KvLayout:
+        layout = of_blocks(block_tokens, "token_outer")
+        return replace(layout, groups=(replace(layout.groups[0], window_tokens=window_tokens),))
+
+    assert pair_faults([side("p", windowed(16, 64))], [side("d", windowed(16, 64))]) == []
+    (fault,) = pair_faults([side("p", windowed(16, 64))], [side("d", windowed(32, 128))])
+    assert set(fault.fields) == {"attention.block_tokens", "attention.window_tokens"}
+
+
 def test_the_identity_of_the_weights_is_named() -> None:
     (fault,) = pair_faults([side("p")], [side("d", replace(LAYOUT, model="m:2"))])
     assert fault.fields == {"model": "m:1 != m:2"}

@@ -77,14 +77,23 @@ def random_groups(random: Random) -> tuple[CacheGroup, ...]:
         layers = tuple(layer for layer, index in enumerate(owners) if index == owner)
         tokens = 0 if kind == STATE else random.randint(1, 5)
         heads = random.choice([1, 2, 3, 4, 6])
-        found.append(CacheGroup(f"g{owner}", layers, kind, heads, tokens, parts))
+        window, chunk = random_window(random) if kind == TOKENS else (0, 0)
+        found.append(CacheGroup(f"g{owner}", layers, kind, heads, tokens, parts, window, chunk))
     return tuple(found)
+
+
+def random_window(random: Random) -> tuple[int, int]:
+    """Mostly none, else a sliding window or a chunk."""
+    tokens = random.randint(1, 12)
+    return random.choice([(0, 0), (0, 0), (tokens, 0), (0, tokens)])
 
 
 def random_layout(random: Random, groups: tuple[CacheGroup, ...]) -> KvLayout:
     """A worker of a model: any parallelism, and another block size where that may differ."""
     sized = tuple(
-        replace(group, block_tokens=random.randint(1, 7)) if group.token_addressable else group
+        replace(group, block_tokens=random.randint(1, 7))
+        if group.token_addressable and not group.is_windowed
+        else group
         for group in groups
     )
     layer_count = sum(len(group.layers) for group in groups)
@@ -100,7 +109,12 @@ def make_side(random: Random, layout: KvLayout, start: int, end: int, fabric: Me
         needed = group.blocks_between(start, end)
         counts.append(needed + SPARE_BLOCKS)
         ids = random.sample(range(needed + SPARE_BLOCKS), needed)
-        block_ids.append(tuple(sorted(ids) if random.random() < 0.5 else ids))
+        if random.random() < 0.5:
+            ids.sort()
+        # A window has left these blocks: they must not be used.
+        size = group.block_tokens or 1
+        left = group.first_sent_token(start, end) // size - start // size
+        block_ids.append((-1,) * left + tuple(ids[left:]))
     arenas, memories, transports = [], [], []
     for rank in range(layout.rank_count):
         order = random.sample(HEAD_OUTER, len(HEAD_OUTER))
@@ -134,7 +148,8 @@ def visit(side: Side, start: int, end: int, first_token: int, see: Callable[...,
             group = side.layout.groups[index]
             ids = side.block_ids[index]
             for head, model_head in enumerate(heads_held(rank % tp, tp, group.head_count)):
-                for unit, block, token in units(region, group, ids, start, end, first_token):
+                sent = group.first_sent_token(start, end)
+                for unit, block, token in units(region, group, ids, sent, end, first_token):
                     at = (
                         region.offset_bytes
                         + block * region.block_stride_bytes

@@ -154,6 +154,27 @@ def test_opaque_blocks_and_states_are_counted_whole() -> None:
     assert ledger.complete
 
 
+def test_tokens_that_a_window_has_left_are_rejected() -> None:
+    """Layer 0 has a window of 6 tokens: the blocks of 4 that token 22 attends to begin with token 16."""
+    parts = (Part("kv", "float32", 100),)
+    window = CacheGroup("window", (0,), "tokens", 1, BLOCK_TOKENS, parts, window_tokens=6)
+    chunks = CacheGroup("chunks", (1,), "tokens", 1, BLOCK_TOKENS, parts, chunk_tokens=11)
+    layout = KvLayout(
+        "m", 1, (window, replace(chunks, chunk_tokens=4), replace(chunks, layers=(2,)))
+    )
+    blocks = (0, 0, 0, 0, 5, 6)
+    ledger = Ledger(layout, layout, Reservation("x1", blocks, 0, 22, (blocks, blocks)))
+    with pytest.raises(ProtocolViolation, match=r"outside the reserved \[16, 22\)"):
+        ledger.land((0, 0, 0), 12, 22, 1000)
+    assert ledger.land((0, 0, 0), 16, 22, 600)
+    assert ledger.land((0, 0, 1), 20, 22, 200)
+    # The second chunk of 11 tokens ends where the transfer does, inside a block: nothing after it is attended to.
+    assert ledger.land((0, 0, 2), 20, 22, 200)
+    assert ledger.complete
+    whole = Ledger(layout, layout, Reservation("x1", blocks, 0, 20, (blocks, blocks)))
+    assert whole.missing_keys == {(0, 0, 0), (0, 0, 2)}
+
+
 def test_a_stage_sends_its_own_layers_only() -> None:
     decode = replace(make_layout(2, 6, heads=1), stage_starts=(0, 4))
     prefill = replace(make_layout(1, 6, heads=1), stage_starts=(0, 2))

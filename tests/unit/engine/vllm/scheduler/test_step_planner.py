@@ -351,6 +351,22 @@ def test_attention_may_be_computed_beyond_the_tokens_that_are_sent() -> None:
     assert computed(plan) == [(0, 100)]
 
 
+@pytest.mark.parametrize(("window_tokens", "overruns"), [(64, True), (0, False)])
+def test_a_window_beyond_the_next_token_fails_its_transfer(
+    window_tokens: int, overruns: bool
+) -> None:
+    """vLLM may free a block that is being sent once a request has computed more than one token beyond the last."""
+    planner, _ = new_planner(
+        (group(0, TOKENS, 32), replace(group(1, TOKENS, 32), window_tokens=window_tokens))
+    )
+    admit_send(planner, target_of(0, 100))
+    blocks = ((1, 2, 3, 4), (0, 6, 7, 8))
+    plan = planner.plan_step([ScheduledRequest("r", 0, 101, blocks, True)], ())
+    assert (plan.overrun, computed(plan)) == ([], [(0, 100)])
+    plan = planner.plan_step([ScheduledRequest("r", 101, 1, (), False)], ())
+    assert plan.overrun == (["x1"] if overruns else [])
+
+
 def test_planned_tokens_fill_whole_blocks_of_every_group() -> None:
     planner, _ = new_planner((group(0, TOKENS, 32), group(1, TOKENS, 48)))
     admit_send(planner, target_of(0, 500))

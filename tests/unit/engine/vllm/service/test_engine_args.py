@@ -38,6 +38,14 @@ def test_an_argument_that_headrace_owns_is_refused_by_name(name: str, form: str)
     assert SETTINGS.get(name, REFUSED.get(name, "")) in caught.value.detail
 
 
+def test_only_decode_may_speculate() -> None:
+    text = "--speculative-config.method ngram"
+    assert split_engine_args(text, "decode") == tuple(text.split())
+    for role in ("prefill", "both", ""):
+        with pytest.raises(ConfigError, match="speculative_config belongs"):
+            split_engine_args(text, role)
+
+
 def test_all_refused_arguments_are_named_together() -> None:
     with pytest.raises(ConfigError) as caught:
         split_engine_args("--dtype half --kv-transfer-config {} --config file.yaml")

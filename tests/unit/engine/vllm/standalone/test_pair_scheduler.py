@@ -19,7 +19,7 @@ from headrace_common.errors import (
 )
 from headrace_engine.vllm.settings import ReceiveParams, read_params, receive_params
 from headrace_engine.vllm.standalone.fetch_client import FetchPlan
-from headrace_engine.vllm.standalone.node import require_no_states
+from headrace_engine.vllm.standalone.node import require_all_tokens
 from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler, Prompt
 from headrace_engine.vllm.standalone.params import (
     ConsumerParams,
@@ -353,7 +353,7 @@ def test_only_prefill_has_a_default_port() -> None:
     assert advertised.host == "10.0.0.5"
 
 
-def test_states_are_rejected_by_name() -> None:
+def test_states_and_windows_are_rejected_by_name() -> None:
     attention = KvLayout.attention(
         model="m:1",
         dtype="float32",
@@ -362,7 +362,10 @@ def test_states_are_rejected_by_name() -> None:
         block_tokens=32,
         parts={"kv": 4096},
     )
-    require_no_states(attention)
+    require_all_tokens(attention)
     state = CacheGroup("conv", (1,), STATE, 1, 0, (Part("conv", "float32", 64),))
     with pytest.raises(ConfigError, match="conv"):
-        require_no_states(replace(attention, groups=(*attention.groups, state)))
+        require_all_tokens(replace(attention, groups=(*attention.groups, state)))
+    window = replace(attention.groups[0], name="window", window_tokens=64)
+    with pytest.raises(ConfigError, match="window"):
+        require_all_tokens(replace(attention, groups=(*attention.groups, window)))

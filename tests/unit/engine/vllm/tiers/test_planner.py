@@ -161,7 +161,7 @@ def group(kind: GroupKind = TOKENS, page_bytes: int = 1 << 20) -> LayerGroup:
 @pytest.mark.parametrize(
     ("overlap", "groups", "words"),
     [
-        (0, [group(), group(STATE)], "only attention"),
+        (0, [group(), group(STATE)], "only full attention"),
         (1, [group()], "set overlap_layers or kv_host_gib to 0"),
         (0, [group(page_bytes=1 << 30)], "kv_host_gib is 1, but one block has 2 GiB"),
     ],
