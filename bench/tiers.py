@@ -26,6 +26,7 @@ from typing import Final
 
 import numpy as np
 
+from bench.handover import KEEP_MEMORY
 from bench.placement_report import percentile
 from bench.vllm_child import Child, engine, loaded
 from bench.vllm_ways import CONTEXT_TOKENS, engine_arguments
@@ -225,7 +226,7 @@ async def engines(model: Path, dtype: str, folder: Path) -> AsyncIterator[tuple[
     )
     try:
         ours.launch()
-        async with engine(plain, folder / "vllm.log", {}) as child:
+        async with engine(plain, folder / "vllm.log", KEEP_MEMORY) as child:
             await ours.attach()
             await loaded(child)
             yield Ours(ours), child, block_bytes
@@ -339,10 +340,10 @@ _NOTES: Final = """# Turns of conversations with KV in each tier
 
 The fifth turn of a conversation has {history} tokens of four turns, and {turn} new ones. Blocks have {block} tokens.
 Our engine has KV memory for {memory} blocks, main memory for {host} and a file for {disk}. A turn computes the tokens
-that are in no whole block of the first four, about {tail}. Plain vLLM has room for all its conversations. Each row
-has a turn in each of {rounds} rounds. {different} of {compared} answers differ from those of plain vLLM in the same
-round. The last table has the steps of turns without cached KV: our engine stores the prompt's blocks in main memory
-beside the first one.
+that are in no whole block of the first four, about {tail}. Plain vLLM has room for all its conversations. Its
+allocator keeps freed memory, as ours does. Each row has a turn in each of {rounds} rounds. {different} of {compared}
+answers differ from those of plain vLLM in the same round. The last table has the steps of turns without cached KV:
+our engine stores the prompt's blocks in main memory beside the first one.
 {remark}"""
 
 

@@ -32,7 +32,7 @@ def test_evicted_prompts_return_with_equal_answers(
     # KV memory has 23 blocks, and prompts have 10 each.
     assert found["blocks"]["DEVICE"] <= 23
     assert found["blocks"]["DISK" if disk_blocks else "HOST"] == 10 * PROMPT_COUNT
-    assert set(found["load_times"]) >= ({"DISK"} if disk_blocks else {"HOST"})
+    assert "HOST" in found["load_times"]
     assert all(load_s > 0 for load_s in found["load_times"].values())
     assert found["after_reset"] == 0
     assert found["received"] == [HALF] * PROMPT_COUNT

@@ -17,8 +17,9 @@ from headrace_common.errors import TransferFailed
 from tests.vllm.pair import GREEDY, Answer, Pair, prompt_of
 from tests.waiting import until
 
-BEGINNINGS = 6
-PROMPTS = 12
+# More than main memory holds.
+BEGINNINGS = 12
+PROMPTS = 24
 TURNS = 48
 AT_ONCE = 3
 TRIES_MAX = 6
