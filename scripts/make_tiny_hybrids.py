@@ -68,11 +68,11 @@ WINDOWED: dict[str, Any] = {
 }
 
 
-def deepseek_v2() -> PreTrainedConfig:
+def deepseek_v2(heads: int = 2) -> PreTrainedConfig:
     """MLA with experts."""
     return DeepseekV2Config(
         **COMMON,
-        **LATENT,
+        **LATENT | {"num_attention_heads": heads, "num_key_value_heads": heads},
         num_hidden_layers=2,
         first_k_dense_replace=1,
         n_routed_experts=4,
@@ -177,6 +177,8 @@ def mamba2() -> PreTrainedConfig:
 
 ARCHITECTURES = {
     "tiny-deepseek-v2": deepseek_v2,
+    # Two ranks have two heads each: with one, vLLM's decode step fails.
+    "tiny-deepseek-wide": lambda: deepseek_v2(heads=4),
     "tiny-deepseek-v3": deepseek_v3,
     "tiny-gemma3": gemma3,
     "tiny-gpt-oss": gpt_oss,

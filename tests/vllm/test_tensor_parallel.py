@@ -27,11 +27,13 @@ SINGLE = "tiny-llama-mqa"
 # As many KV heads as heads: 12.
 MANY = "tiny-llama-mha"
 LATENT = "tiny-deepseek-v2"
+LATENT_WIDE = "tiny-deepseek-wide"
 MODELS = {
     GROUPED: Model(4),
     SINGLE: Model(1),
     MANY: Model(12),
     LATENT: Model(1, computes_whole=True),
+    LATENT_WIDE: Model(1, computes_whole=True),
 }
 
 # (model, prefill's ranks, decode's ranks, writes per layer): a write carries heads that only one source sends and one
@@ -46,6 +48,7 @@ PAIRS = [
     pytest.param(SINGLE, 1, 1, 1, marks=pytest.mark.long),
     pytest.param(SINGLE, 1, 2, 2, marks=pytest.mark.long),
     pytest.param(SINGLE, 2, 1, 1, marks=pytest.mark.long),
+    pytest.param(LATENT_WIDE, 1, 2, 2, marks=pytest.mark.long),
     pytest.param(MANY, 3, 1, 3, marks=pytest.mark.long),
     # Ranks of 4 heads to ranks of 6: the middle one's heads are divided.
     pytest.param(MANY, 3, 2, 4, marks=pytest.mark.long),
