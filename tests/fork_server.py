@@ -30,6 +30,8 @@ from headrace_common.errors import WorkerGone
 from headrace_engine.vllm.compat import import_vllm, set_vllm_environment
 from tests.forked import Forked, fork, import_services
 
+SOCKET_VARIABLE = "HEADRACE_TEST_FORK_SERVER"
+"""A program that a test starts uses the fork server of the test by it."""
 _READ_BYTES = 65536
 _START_TIMEOUT_S = 60.0
 
@@ -240,7 +242,7 @@ async def forking(engine: str = "sim") -> AsyncIterator[Spawn]:
     The server for engine vllm has imported vLLM.
     """
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(str(_server_of_process(engine)))
+    connection.connect(str(fork_server(engine)))
     client = ForkClient(connection)
     try:
         yield client.spawn
@@ -249,8 +251,13 @@ async def forking(engine: str = "sim") -> AsyncIterator[Spawn]:
 
 
 @cache
-def _server_of_process(engine: str) -> Path:
-    """The socket of this process's own fork server for an engine. The server ends with this process."""
+def fork_server(engine: str) -> Path:
+    """The socket of this process's own fork server for an engine. The server ends with this process.
+
+    For engine sim it is the server that SOCKET_VARIABLE names, if it does.
+    """
+    if engine == "sim" and (named := os.environ.get(SOCKET_VARIABLE)):
+        return Path(named)
     folder = tempfile.TemporaryDirectory(prefix="headrace-forks-")
     path = Path(folder.name) / "socket"
     with socket.socket(socket.AF_UNIX) as listener:

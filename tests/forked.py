@@ -25,6 +25,7 @@ def import_services() -> None:
         importlib.import_module(f"headrace_{service}.main")
     importlib.import_module("headrace_engine.sim.engine")
     importlib.import_module("headrace_cli.client")
+    importlib.import_module("headrace_cli.app")
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from tests.waiting import until
 FAULTS_AT_ONCE = 2
 QUIESCE_S = 60.0
 SERVED_WITHIN_S = 30.0
+_ENOUGH_CHECK_S = 0.2
 
 
 @dataclass(slots=True)
@@ -59,10 +60,12 @@ async def run_chaos(
     place: Place = HERE,
     report: ChaosReport | None = None,
     last_s: float = math.inf,
+    enough: Callable[[ChaosReport], bool] | None = None,
 ) -> ChaosReport:
     """Fills the report. Raises only when a process does not start. Violations stand in the report.
 
-    No request is sent after `last_s`.
+    No request is sent after `last_s`, or once `enough` returns true. If the report has a violation then, no state that
+    is left behind is searched.
     """
     report = report or ChaosReport(plan)
     processes = Processes(plan, folder, place)
@@ -71,37 +74,52 @@ async def run_chaos(
         keeping = asyncio.create_task(processes.keep(report.process_faults, report.crashes))
         try:
             await until_served(processes, SERVED_WITHIN_S * plan.slowness)
-            await _load(plan, processes, report, last_s)
+            await _load(plan, processes, report, last_s, enough)
         finally:
             failed = keeping.done()
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
         if failed:
             await keeping
-        await _repair(processes)
-        report.left_behind = await left_behind(processes, QUIESCE_S * plan.slowness)
-        # Every worker checks its free blocks once more.
-        await asyncio.sleep(3 * plan.wire.watch_interval_s)
+        if enough is None or not report.violations:
+            await _repair(processes)
+            report.left_behind = await left_behind(processes, QUIESCE_S * plan.slowness)
+            # Every worker checks its free blocks once more.
+            await asyncio.sleep(3 * plan.wire.watch_interval_s)
         _read_reports(processes.reports, report)
     finally:
         await processes.stop()
     return report
 
 
-async def _load(plan: ChaosPlan, processes: Processes, report: ChaosReport, last_s: float) -> None:
-    """Sends all requests, or those until `last_s`, while faults happen."""
+async def _load(
+    plan: ChaosPlan,
+    processes: Processes,
+    report: ChaosReport,
+    last_s: float,
+    enough: Callable[[ChaosReport], bool] | None,
+) -> None:
+    """Sends all requests, or those until `last_s` or until `enough` returns true, while faults happen."""
     started_s = time.monotonic()
     model = SimModel(parse_settings(plan.model))
     channels = processes.client_channels()
     clients = Clients(channels, model, plan.deadline_s, report.outcomes, plan.late_s)
     faults = asyncio.create_task(_inject(plan, processes, report))
+    sending = asyncio.create_task(clients.run(requests(plan), plan.concurrency, last_s))
     try:
-        await clients.run(requests(plan), plan.concurrency, last_s)
+        while not sending.done():
+            report.foreign_blocks = _foreign_blocks(processes.reports)
+            if enough is not None and enough(report):
+                sending.cancel()
+            await asyncio.wait({sending}, timeout=_ENOUGH_CHECK_S)
+        if not sending.cancelled():
+            sending.result()
         report.requests = clients.done
     finally:
+        sending.cancel()
         failed = faults.done()
         faults.cancel()
-        await asyncio.gather(faults, return_exceptions=True)
+        await asyncio.gather(sending, faults, return_exceptions=True)
         await clients.close()
     if failed:
         await faults
@@ -217,6 +235,15 @@ def _read_reports(folder: Path, report: ChaosReport) -> None:
         report.tier_counts.update(json.loads(path.read_text(encoding="utf-8") or "{}"))
     for path in folder.glob("unconserved-*.txt"):
         report.unconserved += path.read_text(encoding="utf-8").splitlines()
-    for path in folder.glob("foreign-*.jsonl"):
-        lines: Sequence[str] = path.read_text(encoding="utf-8").splitlines()
-        report.foreign_blocks += sum(len(json.loads(line)["blocks"]) for line in lines)
+    report.foreign_blocks = _foreign_blocks(folder)
+
+
+def _foreign_blocks(folder: Path) -> int:
+    """The number of free blocks that were written to."""
+    lines = [
+        line
+        for path in folder.glob("foreign-*.jsonl")
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
+    ]
+    # A worker may be writing the last line.
+    return sum(len(json.loads(line)["blocks"]) for line in lines if line.endswith("\n"))

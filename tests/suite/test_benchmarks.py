@@ -15,6 +15,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from tests.fork_server import SOCKET_VARIABLE, fork_server
+
 ROOT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 100.0
 WITH_ENGINES: Final = {"handover", "interference", "layer_wise", "tiers"}
@@ -30,6 +32,7 @@ def run(name: str, *arguments: str) -> str:
     process = subprocess.Popen(
         [sys.executable, "-m", f"bench.{name}", *arguments],
         cwd=ROOT,
+        env={**os.environ, SOCKET_VARIABLE: str(fork_server("sim"))},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -271,9 +274,9 @@ def test_overload(tmp_path: Path) -> None:
 
 
 def test_security(tmp_path: Path) -> None:
-    sizes = ("--rounds=1", "--seconds=0.5", "--streams=2", "--attacks=messages,without_key")
+    sizes = ("--rounds=1", "--seconds=0.5", "--streams=2", "--attacks=stops,without_key")
     attacks, costs = tables(run("security", *sizes, f"--output={tmp_path}"))
-    rows = ["messages", "messages, elsewhere", "without key", "without key, elsewhere"]
+    rows = ["stops", "stops, elsewhere", "without key", "without key, elsewhere"]
     assert [row["attack"] for row in attacks] == ["quiet", *rows]
     times = ("answers", "TTFT p50, ms", "TTFT p99, ms", "gap p99, ms", "longest gap, ms")
     assert_columns_positive(attacks, *times, "p99 over quiet", "gap p99 over quiet")

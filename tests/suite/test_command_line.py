@@ -11,48 +11,19 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.forked_command import Finished, run_forked
 from tests.ports import free_port
 from tests.waiting import until
 
 COMMAND = (sys.executable, "-m", "headrace_cli")
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A command that has ended."""
-
-    status: int
-    out: str
-    err: str
-
-
-async def headrace(*arguments: str, stdin: str = "", timeout_s: float = 120.0) -> Finished:
-    process = await asyncio.create_subprocess_exec(
-        *COMMAND,
-        *arguments,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
-    )
-    try:
-        finish = asyncio.create_task(process.communicate(stdin.encode()))
-        in_time, _ = await asyncio.wait({finish}, timeout=timeout_s)
-        if not in_time:
-            # On a timeout the failure shows the output so far.
-            process.send_signal(signal.SIGABRT)
-        out, err = await asyncio.wait_for(finish, 5)
-        assert in_time, f"{arguments} did not end:\n{out.decode()}{err.decode()}"
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    return Finished(process.returncode or 0, out.decode(), err.decode())
+async def headrace(*arguments: str, stdin: str = "") -> Finished:
+    return await run_forked("headrace_cli", *arguments, stdin=stdin, timeout_s=120.0)
 
 
 def processes_in(folder: Path, what: str = "") -> list[int]:

@@ -25,6 +25,9 @@ from headrace_common.rpc.channel import (
     keepalive_options,
 )
 
+# An RPC that the event loop has not begun after this time is cancelled by gRPC. Its own limit is 30 s, which 2,000
+# streams that begin together on a busy machine exceed. The caller's deadline is the bound.
+_UNBEGUN_S = 3_600
 # so_reuseport is off, because otherwise two services could share a port, each with half of the connections.
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
@@ -32,6 +35,7 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_metadata_size", METADATA_BYTES_MAX),
     ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES_MAX),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.server_max_unrequested_time_in_server", _UNBEGUN_S),
 )
 _INTERNAL_STREAMS_MAX = 4_096
 # RPCs that have arrived and that the event loop has not begun. Beyond it, gRPC cancels RPCs of every client. Its own

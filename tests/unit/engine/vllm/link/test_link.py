@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import grpc.aio
 import pytest
 
 from headrace.engine.v1 import link_pb2
@@ -106,6 +108,25 @@ async def attached(path: Path) -> AsyncIterator[Ends]:
         for link in ends.links.values():
             link.close()
         await ends.server.close()
+
+
+async def test_neither_end_sends_pings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC closes a connection at the fourth ping that its server does not permit, so an idle link would end."""
+    seen: list[str] = []
+
+    def recording(make: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(*arguments: Any, options: Any) -> Any:
+            seen.extend(name for name, _ in options)
+            return make(*arguments, options=options)
+
+        return opened
+
+    monkeypatch.setattr(grpc.aio, "server", recording(grpc.aio.server))
+    monkeypatch.setattr(grpc.aio, "insecure_channel", recording(grpc.aio.insecure_channel))
+    async with attached(tmp_path / "link") as ends:
+        await ends.server.wait_attached(2, timeout_s=10)
+    assert "grpc.max_send_message_length" in seen
+    assert not [name for name in seen if "ping" in name or "keepalive" in name]
 
 
 async def test_every_rank_confirms_the_networks_that_it_admits(tmp_path: Path) -> None:
