@@ -1,7 +1,7 @@
 """Compares the router as a streaming proxy with vllm-router: CPU per request and time added to the first token.
 
     python -m bench.proxy [--gaps 0,5,20] [--streams 1,32,64,256] [--rounds 3] [--model NAME=FOLDER]
-        [--vllm-router PATH] [--no-sim-workers] [--output bench/results/proxy.md] [--json FILE]
+        [--vllm-router PATH] [--no-sim-workers] [--no-look-aside] [--output bench/results/proxy.md] [--json FILE]
 
 Prompts have 200 tokens. Answers have 64, a gap of --gaps milliseconds apart. The workers do nothing else
 (bench/proxy_workers.py: one message for each step, or one server-sent event for each token). The load is closed-loop.
@@ -374,7 +374,8 @@ async def main(arguments: argparse.Namespace) -> None:
         check_page(arguments.output, [part_of(gap_ms) for gap_ms in gaps])
     with TemporaryDirectory() as folder:
         async with ways(Path(folder), vllm_router, arguments.model) as found:
-            cells = await measure(found, gaps, streams, arguments.rounds)
+            kept = [way for way in found if arguments.look_aside or way.name != LOOK_ASIDE]
+            cells = await measure(kept, gaps, streams, arguments.rounds)
         for gap_ms in gaps if arguments.sim_workers else ():
             async with sim_ways(Path(folder), gap_ms) as found:
                 cells |= await measure(found, [gap_ms], streams, arguments.rounds)
@@ -399,6 +400,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default=f"{MODEL}=models/SmolLM2-135M-Instruct")
     parser.add_argument("--sim-workers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--look-aside", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--vllm-router", default="vllm-router")
     parser.add_argument("--output", type=Path, help="page for the tables")
     parser.add_argument("--json", type=Path, help="file for the figures")

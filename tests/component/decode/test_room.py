@@ -59,6 +59,29 @@ async def test_own_requests_start_in_order_as_others_end(served: Served) -> None
         one.end()
 
 
+async def test_a_request_that_arrives_as_room_becomes_free_overtakes_none(served: Served) -> None:
+    room = RoomQueue(served.service.attempts)
+    routed = await fill(served)
+    waiting = start(room, "own-0")
+    await asyncio.sleep(0)
+    arrived: list[asyncio.Task[RunningAttempt]] = []
+
+    def room_is_free() -> None:
+        # The new request runs before those that the queue wakes.
+        arrived.append(start(room, f"late-{len(arrived)}"))
+        room._freed.set()
+
+    served.service.attempts.notify_room(room_is_free)
+    routed[0].cancel()
+    first = await waiting
+    assert len(arrived) == 1
+    assert not arrived[0].done()
+    served.service.attempts.notify_room(room._freed.set)
+    routed[1].cancel()
+    for one in (first, await arrived[0]):
+        one.end()
+
+
 async def test_the_deadline_ends_the_wait_and_nothing_stays(served: Served) -> None:
     room = RoomQueue(served.service.attempts)
     routed = await fill(served)

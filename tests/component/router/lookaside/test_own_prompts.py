@@ -69,6 +69,14 @@ async def test_a_prompt_is_prefilled_without_its_last_token_and_traced(rig: Rig)
     assert task.decode_endpoint == worker.member.endpoint
     assert (await rig.trace_of("mine")).trace_id == f"{7:032x}"
     assert isinstance(await error_of(rig, request_of(worker)), DuplicateTransfer)
+    assert not response.HasField("steps")
+
+
+async def test_the_steps_of_queue_and_prefill_are_reported_when_asked(rig: Rig) -> None:
+    worker = await rig.add_decode(hang)
+    await rig.add_prefill(hand_over)
+    steps = (await enqueue(rig, request_of(worker, include_latency=True))).steps
+    assert 0 < steps.queued_us <= steps.pulled_us <= steps.sent_us
 
 
 async def test_wrong_fields_are_named_before_any_work(rig: Rig) -> None:
