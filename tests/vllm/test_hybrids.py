@@ -6,7 +6,7 @@ import pytest
 
 from tests.vllm.conftest import RunJob
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize(

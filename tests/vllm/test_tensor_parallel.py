@@ -46,8 +46,6 @@ PAIRS = [
     pytest.param(SINGLE, 1, 1, 1, marks=pytest.mark.long),
     pytest.param(SINGLE, 1, 2, 2, marks=pytest.mark.long),
     pytest.param(SINGLE, 2, 1, 1, marks=pytest.mark.long),
-    pytest.param(LATENT, 1, 2, 2, marks=pytest.mark.long),
-    pytest.param(LATENT, 2, 2, 2, marks=pytest.mark.long),
     pytest.param(MANY, 3, 1, 3, marks=pytest.mark.long),
     # Ranks of 4 heads to ranks of 6: the middle one's heads are divided.
     pytest.param(MANY, 3, 2, 4, marks=pytest.mark.long),

@@ -168,14 +168,16 @@ async def test_a_frozen_store_delays_one_request_and_no_further_one(
 async def test_a_waiting_request_does_not_hold_up_others(
     store: MemoryStore, prompt: list[int]
 ) -> None:
-    settings = tiers(publishes=False)
+    # Longer than the other request may take.
+    settings = tiers(publishes=False, timeout_s=10 * LONG_S)
     async with decode_engine(pools=opener(store), tiers=settings) as engine:
         open_pool_of(engine)
         store.freeze()
         waiting = asyncio.create_task(answer(engine, prompt, "a"))
         await until(lambda: engine.usage().waiting_requests == 1)
         # Shorter than a block, so that the pool is not asked.
-        await answer(engine, [1, 2, 3], "b")
+        async with asyncio.timeout(LONG_S):
+            await answer(engine, [1, 2, 3], "b")
         assert not waiting.done()
         store.thaw()
         assert await waiting == 0
