@@ -316,11 +316,6 @@ async def test_keys_come_before_bodies_and_bodies_are_bounded(tmp_path: Path) ->
         assert b"headrace_requests_total{" in metrics
 
 
-async def test_a_connection_without_a_request_is_closed(tmp_path: Path) -> None:
-    async with served(tmp_path) as (_, client):
-        assert await raw(client, b"POST /v1/completions HTTP/1.1\r\nhost:", 40) == b""
-
-
 async def test_readiness_follows_the_workers_and_a_drain_ends_streams_in_order(
     tmp_path: Path,
 ) -> None:

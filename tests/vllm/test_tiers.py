@@ -44,6 +44,5 @@ def test_evicted_prompts_return_with_equal_answers(
         storm = found["storm"]
         assert "wrong" not in storm
         assert storm["right"] > 24
-        # Turns find blocks on the disk that it has changed, and succeed without them.
+        # A turn that finds changed blocks on the disk succeeds without them.
         assert storm["blocks changed"] > 0
-        assert storm["failed"] > 0

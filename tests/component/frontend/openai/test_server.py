@@ -19,6 +19,7 @@ from headrace_common.errors import Cancelled, ConfigError, QueueFull
 from headrace_common.process.connections import CLOSED_SURPLUS
 from headrace_common.process.settings import load_config
 from headrace_common.reloading import CHECK_INTERVAL_S
+from headrace_frontend.openai import server as server_module
 from headrace_frontend.openai.exchange import DIRECT_EXTENSION, DirectWriter, HttpExchange
 from headrace_frontend.openai.server import HEADER_WAIT_S, HttpServer
 from headrace_router.config import RouterConfig
@@ -315,7 +316,8 @@ async def test_idle_connections_of_a_host_are_bounded_and_others_stay() -> None:
             for connection in idle:
                 connection.sendall(unsent)
             await until(lambda: sum(map(_ended, idle)) == 5, 10, "the end of surplus connections")
-            assert refused == {CLOSED_SURPLUS: 5}
+            # They are counted after they have ended.
+            await until(lambda: refused == {CLOSED_SURPLUS: 5}, 10, lambda: str(refused))
             assert not _ended(other)
             app.release.set()
             loop = asyncio.get_running_loop()
@@ -324,6 +326,20 @@ async def test_idle_connections_of_a_host_are_bounded_and_others_stay() -> None:
                 while part := await loop.sock_recv(busy, 4_096):
                     answer += part
             assert b"done" in answer
+    finally:
+        await server.stop()
+
+
+async def test_a_connection_without_a_whole_request_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "HEADER_WAIT_S", 0.1)
+    server = server_of(SlowApp(), config_of(http_listen="127.0.0.1:0"))
+    server.start()
+    try:
+        with _connected(server, "127.0.0.1") as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost:")
+            await until(lambda: _ended(connection), 10, "the end of the connection")
     finally:
         await server.stop()
 
