@@ -31,6 +31,7 @@ HOOKS = {
     "bind_connector_metadata": ("connector_metadata",),
     "bind_kv_cache_manager": ("kv_cache_manager",),
     "build_connector_meta": ("scheduler_output",),
+    "build_connector_worker_meta": (),
     "get_block_ids_with_load_errors": (),
     "get_loaded_kv_cache_group_ids": ("request",),
     "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
