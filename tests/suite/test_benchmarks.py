@@ -231,7 +231,8 @@ def test_tenant_caches(tmp_path: Path) -> None:
 
 
 def test_proxy(tmp_path: Path) -> None:
-    size = ("--gaps=0", "--streams=1", "--rounds=1", "--vllm-router=", f"--output={tmp_path}")
+    page = tmp_path / "proxy.md"
+    size = ("--gaps=0", "--streams=1", "--rounds=1", "--vllm-router=", f"--output={page}")
     [table] = tables(run("proxy", *size))
     ours = ["a bare gRPC server", "Headrace, gRPC", "Headrace, look-aside"]
     ours += ["a bare HTTP server", "Headrace, OpenAI HTTP"]
@@ -242,7 +243,7 @@ def test_proxy(tmp_path: Path) -> None:
     # A bare server is what "direct" stands for.
     routed = [row for row in table if "bare" not in row["proxy"]]
     assert_columns_positive(routed, "direct, ms")
-    assert tables((tmp_path / "proxy.md").read_text()) == [table]
+    assert tables(page.read_text()) == [table]
 
 
 def test_decode_link(tmp_path: Path) -> None:
