@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Final
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.latency.breakdown import Breakdown, break_down
 from headrace_common.latency.calls import Call, with_task
+from headrace_common.latency.report import call_when_reported
 from headrace_common.latency.steps import AttemptSteps, RequestSteps, decode_steps
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_frontend.request.response_stream import ResponseStream
-
-# A router reports a prefill at about the time of the first token.
-_REPORT_WAIT_S: Final = 1.0
 
 
 class OwnAttemptTimeline:
@@ -132,19 +129,7 @@ class OwnTimeline:
 
     def when_reported(self, call: Callable[[], None]) -> None:
         """Calls `call` once: now, or when the prefill was reported, after 1 s at the latest."""
-        missing = self._missing()
-        if missing is None:
-            call()
-            return
-        waiting = [call]
-
-        def once(_: object = None) -> None:
-            timer.cancel()
-            if waiting:
-                waiting.pop()()
-
-        timer = asyncio.get_running_loop().call_later(_REPORT_WAIT_S, once)
-        missing.add_done_callback(once)
+        call_when_reported(self._missing(), call)
 
     def _missing(self) -> asyncio.Task[prefill_pb2.EnqueueResponse] | None:
         prefill = self._attempts[-1].prefill if self._attempts else None

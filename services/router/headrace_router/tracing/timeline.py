@@ -15,6 +15,7 @@ from headrace.inference.v1 import first_token_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.latency.breakdown import Breakdown, break_down
 from headrace_common.latency.clock_offset import ClockOffset
+from headrace_common.latency.report import call_when_reported
 from headrace_common.latency.steps import (
     AttemptSteps,
     DecodeSteps,
@@ -30,8 +31,6 @@ from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome
 from headrace_router.tracing.worker_clocks import ClockDifference, WorkerClocks, difference_now
 
-# A prefill worker reports at about the time of the first token.
-_REPORT_WAIT_S: Final = 1.0
 _MAKERS: Final = {
     first_token_pb2.FIRST_TOKEN_POLICY_PREFILL: FirstTokenBy.PREFILL,
     first_token_pb2.FIRST_TOKEN_POLICY_LOGITS: FirstTokenBy.LOGITS,
@@ -224,21 +223,7 @@ class RequestTimeline:
 
     def when_reported(self, call: Callable[[], None]) -> None:
         """Calls `call` once: now, or when the prefill worker has reported, after 1 s at the latest."""
-        missing = self._missing()
-        if missing is None:
-            call()
-            return
-        called = False
-
-        def once(_: object = None) -> None:
-            nonlocal called
-            if not called:
-                called = True
-                timer.cancel()
-                call()
-
-        timer = asyncio.get_running_loop().call_later(_REPORT_WAIT_S, once)
-        missing.add_done_callback(once)
+        call_when_reported(self._missing(), call)
 
     def _missing(self) -> asyncio.Future[TaskOutcome] | None:
         """The outcome of the last attempt that made a token, if it is not there yet."""
