@@ -1,4 +1,4 @@
-"""The times of a client of the router while another client attacks it. See bench/security.py."""
+"""The times of a client of the router while another client attacks it. See bench/security/__main__.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from bench.placement_report import percentile
-from bench.proxy import cpu_seconds
+from bench.placement.report import percentile
+from bench.support.processes import cpu_seconds
 from headrace.inference.v1 import inference_pb2_grpc
 from tests.security.attacker import ATTACKS as ATTACKS_WITH_KEY
 from tests.security.bystander import KEY, STRANGER_KEY, attacked
