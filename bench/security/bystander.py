@@ -25,7 +25,7 @@ QUIET: Final = "quiet"
 WITHOUT_KEY: Final = "without_key"
 """Bodies from a caller without a key."""
 ATTACKS: Final = (*ATTACKS_WITH_KEY, WITHOUT_KEY)
-_ROOT: Final = Path(__file__).resolve().parents[1]
+_ROOT: Final = Path(__file__).resolve().parents[2]
 _CLIENTS: Final = 2
 _PROMPT_TOKENS: Final = 40
 _ANSWER_TOKENS: Final = 8
