@@ -59,7 +59,7 @@ def local_trend(history: Sequence[float]) -> float:
 def seasonal(period: int) -> Predictor:
     """A predictor for a load with a period: the value one period ago, times the growth since then.
 
-    Growth is the ratio of the means of the last quarter of a period and of the same quarter one period before, and at
+    Growth is the ratio of the means of the last quarter of a period and of the same quarter one period before. It is at
     most 10.
     """
 
