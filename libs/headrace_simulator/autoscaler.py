@@ -75,9 +75,7 @@ class OracleDecisions:
         step_s = self._scaling.interval_s
         count = 1 + math.ceil(self._scaling.worker_start_s / step_s)
         floors = [self._needed(now_s + number * step_s, step_s) for number in range(count)]
-        wanted = WorkerCounts(
-            max(one.prefill for one in floors), max(one.decode for one in floors)
-        )
+        wanted = WorkerCounts(max(one.prefill for one in floors), max(one.decode for one in floors))
         return within_budget(self._scaling.planner.budget, wanted)[0]
 
     def _needed(self, start_s: float, duration_s: float) -> WorkerCounts:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from functools import partial
 from typing import Final
 
@@ -154,5 +153,3 @@ class Fleet:
         self._router.index.remove_worker(ref)
         role, begun_s = self._begun_s.pop(ref)
         self._spent_s[role] += self._loop.time() - begun_s
-
-

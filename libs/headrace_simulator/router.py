@@ -1,4 +1,4 @@
-"""The router's decisions in a simulation: its placement, its prefix index and its prefill queue, without connections."""
+"""The router's decisions in a simulation: its placement, its prefix index and its queue, without connections."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ class SimulatedRouter:
         self._policy = RoutePolicy(local_prefill_max_tokens=settings.local_prefill_max_tokens)
         if not self._is_aware:
             self._policy = replace(self._policy, overlap_weight=0.0)
-        self._cached = CachedPrompts(
-            lambda: _HASH_KEY, TierPrices(self.queue.compute_s_per_token)
-        )
+        self._cached = CachedPrompts(lambda: _HASH_KEY, TierPrices(self.queue.compute_s_per_token))
         self._hasher = prefix_hasher(_HASH_KEY, MODEL, BLOCK_TOKENS)
         self._workers: dict[WorkerRef, SimulatedDecodeWorker] = {}
         self._table = LoadTable(())

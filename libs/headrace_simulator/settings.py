@@ -7,7 +7,12 @@ from typing import Annotated, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from headrace_common.config import NonNegativeCount, NonNegativeSeconds, PositiveCount, PositiveSeconds
+from headrace_common.config import (
+    NonNegativeCount,
+    NonNegativeSeconds,
+    PositiveCount,
+    PositiveSeconds,
+)
 from headrace_planner.profile import WorkerProfile
 from headrace_planner.settings import PlannerSettings
 
@@ -71,7 +76,7 @@ class SimulationSettings(_Settings):
 
 
 class SimulationSpec(_Settings):
-    """What the process that simulates reads: replays of the first `seconds_max` seconds of one trace, one for each of `runs`."""
+    """What the process that simulates reads: replays of one trace up to `seconds_max`, one for each of `runs`."""
 
     trace: str
     seconds_max: PositiveSeconds | None = None

@@ -41,7 +41,8 @@ def profile(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     registry: Registry = "",
     model: RequestModel = "",
     prompt_tokens: Annotated[
-        list[int] | None, typer.Option(min=2, help="Length of prompts for prefill; may be repeated.")
+        list[int] | None,
+        typer.Option(min=2, help="Length of prompts for prefill; may be repeated."),
     ] = None,
     context_tokens: Annotated[
         list[int] | None, typer.Option(min=2, help="Length of prompts for decode; may be repeated.")

@@ -209,5 +209,3 @@ class _Counts:
     def ended(self) -> None:
         """An answer has ended."""
         self.measured.set()
-
-

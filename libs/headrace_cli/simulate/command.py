@@ -14,11 +14,11 @@ import typer
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import failures_as_exit
 from headrace_cli.json_output import Json, print_record
-from headrace_cli.planner.files import read_profile, read_settings
 from headrace_cli.records import ChangeRecord, SimulationRecord, SimulationRunRecord
 from headrace_cli.tables import Column, fitted_table
 from headrace_common.errors import ConfigError, DeadlineExceeded, InternalError
 from headrace_common.extras import require_extra
+from headrace_planner.files import read_profile, read_settings
 from headrace_simulator.settings import (
     Scaling,
     ScalingSettings,
@@ -55,9 +55,15 @@ def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     trace: Annotated[
         Path, typer.Option(metavar="FILE", help="Trace in the form of Mooncake's, as JSON lines.")
     ],
-    profile: Annotated[Path, typer.Option(metavar="FILE", help="JSON file with a worker's profile.")],
-    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers, at first with --planner.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="Decode workers, at first with --planner.")] = 1,
+    profile: Annotated[
+        Path, typer.Option(metavar="FILE", help="JSON file with a worker's profile.")
+    ],
+    prefill: Annotated[
+        int, typer.Option(min=0, help="Prefill workers, at first with --planner.")
+    ] = 1,
+    decode: Annotated[
+        int, typer.Option(min=1, help="Decode workers, at first with --planner.")
+    ] = 1,
     planner: Annotated[
         bool, typer.Option("--planner", help="Let the planner change the numbers of workers.")
     ] = False,
@@ -66,11 +72,15 @@ def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     ] = None,
     way: Annotated[
         list[Way] | None,
-        typer.Option("--placement", help="Placement to replay; may be repeated. Default: all four."),
+        typer.Option(
+            "--placement", help="Placement to replay; may be repeated. Default: all four."
+        ),
     ] = None,
     host_tokens: Annotated[
         int,
-        typer.Option(min=0, help="Tokens in a worker's main memory, with tiers; 0 is 4 x KV memory."),
+        typer.Option(
+            min=0, help="Tokens in a worker's main memory, with tiers; 0 is 4 x KV memory."
+        ),
     ] = 0,
     ttft: Annotated[
         float | None, typer.Option(help="Goal of a request in seconds. Default: the planner's.")
@@ -114,7 +124,9 @@ def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
             for one in way or list(Way)
         )
         spec = SimulationSpec(trace=str(trace), seconds_max=seconds, profile=worker, runs=runs)
-        record = SimulationRecord(trace=str(trace), runs=[_run_record(run) for run in run_spec(spec)])
+        record = SimulationRecord(
+            trace=str(trace), runs=[_run_record(run) for run in run_spec(spec)]
+        )
         if as_json:
             print_record(record)
         else:
@@ -195,7 +207,8 @@ def _show(record: SimulationRecord) -> None:
     console.print(table)
     first = record.runs[0]
     console.print(
-        f"{first.requests} requests in {first.duration_s:.0f} s of the trace's time, {sum(first.failures.values())} failed."
+        f"{first.requests} requests in {first.duration_s:.0f} s of the trace's time, "
+        f"{sum(first.failures.values())} failed."
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from bench.make_trace import Conversations, conversation_entries
+from bench.simulation.make_trace import Conversations, conversation_entries
 from headrace_common.errors import ConfigError
 from headrace_planner.profile import WorkerProfile
 from headrace_planner.settings import BudgetSettings, GoalSettings, PlannerSettings
@@ -160,6 +160,8 @@ def test_a_profile_without_the_size_of_a_worker_is_refused() -> None:
 
 
 def test_a_drained_worker_completes_what_it_has() -> None:
-    result = replay(*(replace(one, answer_tokens=200) for one in rising_load()), **scaled(Scaling.ORACLE))
+    result = replay(
+        *(replace(one, answer_tokens=200) for one in rising_load()), **scaled(Scaling.ORACLE)
+    )
     assert not result.failures
     assert result.requests == len(rising_load())

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from bench.make_trace import Conversations, conversation_entries
+from bench.simulation.make_trace import Conversations, conversation_entries
 from headrace_common.errors import ConfigError
 from headrace_simulator.trace import BLOCK_TOKENS, read_trace
 from tests.unit.simulator.samples import request
 
-SAMPLE = Path(__file__).parents[3] / "bench" / "traces" / "conversation.jsonl"
+SAMPLE = Path(__file__).parents[3] / "bench" / "simulation" / "conversation.jsonl"
 
 
 def line(**changes: Any) -> str:

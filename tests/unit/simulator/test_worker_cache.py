@@ -66,9 +66,7 @@ def test_less_room_evicts_at_once() -> None:
 def test_random_uses_never_break_the_index() -> None:
     draw = Random(3)
     rig = Rig(20, host_blocks=15)
-    prompts = [
-        [group * 100 + place for place in range(draw.randint(1, 12))] for group in range(9)
-    ]
+    prompts = [[group * 100 + place for place in range(draw.randint(1, 12))] for group in range(9)]
     for _ in range(300):
         hashes = draw.choice(prompts)
         rig.cache.use(hashes[: draw.randint(1, len(hashes))])

@@ -74,7 +74,9 @@ def test_answers_that_do_not_fit_together_are_left_out() -> None:
     async def work() -> None:
         worker = Worker()
         points = await worker.profiler(size=replace(SIZE, kv_tokens=2_500)).decode_points()
-        assert [(point.context_tokens, round(point.itl_s * point.tokens_per_s)) for point in points] == [
+        assert [
+            (point.context_tokens, round(point.itl_s * point.tokens_per_s)) for point in points
+        ] == [
             *((72, concurrency) for concurrency in (1, 2, 4)),
             *((1008, concurrency) for concurrency in (1, 2)),
         ]
@@ -102,5 +104,7 @@ def test_no_two_prompts_share_a_beginning() -> None:
 
 
 def test_lengths_beyond_the_context_are_refused() -> None:
-    with pytest.raises(ConfigError, match="prompts of 5000 tokens do not fit into the context of 4096"):
+    with pytest.raises(
+        ConfigError, match="prompts of 5000 tokens do not fit into the context of 4096"
+    ):
         replace(GRID, contexts=(5_000,)).check(SIZE)

@@ -12,7 +12,7 @@ from headrace_cli.app import app
 from headrace_simulator.settings import Way
 from tests.unit.simulator.samples import PROFILE
 
-TRACE = Path(__file__).parents[4] / "bench" / "traces" / "conversation.jsonl"
+TRACE = Path(__file__).parents[4] / "bench" / "simulation" / "conversation.jsonl"
 
 
 @pytest.fixture
@@ -27,7 +27,18 @@ def simulate(*arguments: object) -> Result:
 
 
 def test_every_placement_has_a_row_and_the_document_has_the_same(profile: Path) -> None:
-    given = ("--trace", TRACE, "--profile", profile, "--seconds", 120, "--prefill", 2, "--decode", 2)
+    given = (
+        "--trace",
+        TRACE,
+        "--profile",
+        profile,
+        "--seconds",
+        120,
+        "--prefill",
+        2,
+        "--decode",
+        2,
+    )
     table = simulate(*given)
     assert table.exit_code == 0, table.output
     document = simulate(*given, "--json")

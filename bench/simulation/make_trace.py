@@ -1,7 +1,7 @@
 """Makes traces of the form that Mooncake published, from a seed.
 
-    python -m bench.make_trace conversation --seed 1 --seconds 3600 > bench/traces/conversation.jsonl
-    python -m bench.make_trace day --seed 1 > day.jsonl
+    python -m bench.simulation.make_trace conversation --seed 1 --seconds 3600 > bench/simulation/conversation.jsonl
+    python -m bench.simulation.make_trace day --seed 1 > day.jsonl
 
 `conversation`: users talk in turns, after one of a few system prompts. Each prompt is the whole conversation so far.
 `day`: 24 hours with a ramp in the morning, a burst, and a change from long prompts with short answers to short prompts

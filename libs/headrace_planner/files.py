@@ -1,4 +1,4 @@
-"""Files of the planner: settings as TOML, and a worker's profile as JSON."""
+"""The files of the planner's user: settings as TOML, and a worker's profile as JSON."""
 
 from __future__ import annotations
 
@@ -17,23 +17,36 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def read_settings(path: Path | None) -> PlannerSettings:
-    """The settings in a file, or the defaults without one. Raises ConfigError."""
+    """The settings of a file, or the defaults. Raises ConfigError that names every wrong field."""
     if path is None:
         return PlannerSettings()
     try:
-        return _validated(PlannerSettings, path, tomllib.loads(path.read_text(encoding="utf-8")))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        content = tomllib.loads(_text_of(path))
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: no valid TOML: {error}") from None
+    return _validated(PlannerSettings, path, content)
 
 
 def read_profile(path: Path | None) -> WorkerProfile | None:
-    """The profile in a file, None without one. Raises ConfigError."""
+    """The profile of a file, or None. Raises ConfigError that names every wrong field."""
     if path is None:
         return None
     try:
-        return _validated(WorkerProfile, path, json.loads(path.read_text(encoding="utf-8")))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        content = json.loads(_text_of(path))
+    except json.JSONDecodeError as error:
         raise ConfigError(f"{path}: no valid JSON: {error}") from None
+    return _validated(WorkerProfile, path, content)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; name a file that can"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: no text in UTF-8: {error}") from None
 
 
 def _validated(model: type[_Model], path: Path, content: object) -> _Model:

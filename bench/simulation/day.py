@@ -1,12 +1,13 @@
-"""Replays a day: the planner beside every fixed split of the same budget, and beside an oracle that knows the next steps.
+"""Replays a day: the planner beside every fixed split of the budget, and beside an oracle that knows the next steps.
 
-    python -m bench.day --keep day.json --runs planner oracle
-    python -m bench.day --keep day.json --runs fixed --splits 4:12 5:11
-    python -m bench.day --keep day.json --runs --output bench/results
+    python -m bench.simulation.day --keep day.json --runs planner oracle
+    python -m bench.simulation.day --keep day.json --runs fixed --splits 4:12 5:11
+    python -m bench.simulation.day --keep day.json --runs --output bench/results
 
-The day is that of `python -m bench.make_trace day`: a ramp in the morning, a burst, and a change from long prompts to
-long answers. All runs replay the same requests in the simulator, with the profile of one worker. A request reaches its
-goals when both its time to first token and its mean time between tokens are within the goals. Fixed workers run all day.
+The day is that of `python -m bench.simulation.make_trace day`: a ramp in the morning, a burst, and a change from long
+prompts to long answers. All runs replay the same requests in the simulator, with the profile of one worker. A request
+reaches its goals when both its time to first token and its mean time between tokens are within the goals. Fixed workers
+run all day.
 --keep adds the runs to those of earlier calls in FILE; a run with the same name replaces the earlier one.
 """
 
@@ -20,15 +21,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.make_trace import DAY_S, day_entries
-from headrace_cli.planner.files import read_profile
+from bench.simulation.make_trace import DAY_S, day_entries
+from headrace_planner.files import read_profile
 from headrace_planner.profile import WorkerProfile
 from headrace_planner.settings import BudgetSettings, GoalSettings, PlannerSettings
 from headrace_simulator.replay import simulate
 from headrace_simulator.settings import Scaling, ScalingSettings, SimulationSettings, Way
 from headrace_simulator.trace import TraceRequest, read_trace
 
-PROFILE = Path("bench/profiles/smollm2-135m-one-core.json")
+PROFILE = Path("bench/simulation/smollm2-135m-one-core.json")
 BUDGET = 16
 TTFT_S, ITL_S = 5.0, 0.1
 INTERVAL_S, WORKER_START_S = 30.0, 60.0
@@ -107,13 +108,15 @@ def render(runs: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [
         "# A day with the planner",
         "",
-        "`python -m bench.day`: what it does is in its docstring.",
+        "`python -m bench.simulation.day`: what it does is in its docstring.",
         "",
-        f"{runs[best]['requests']} requests in {DAY_S / HOUR_S:.0f} h. Goals: {TTFT_S:g} s to the first token and "
-        f"{ITL_S * 1e3:g} ms between tokens, for each request. Budget: {BUDGET} workers. A decision every "
-        f"{INTERVAL_S:g} s; a new worker needs {WORKER_START_S:g} s.",
+        (
+            f"{runs[best]['requests']} requests in {DAY_S / HOUR_S:.0f} h. Goals: {TTFT_S:g} s to the first token and "
+            f"{ITL_S * 1e3:g} ms between tokens, for each request. Budget: {BUDGET} workers. A decision every "
+            f"{INTERVAL_S:g} s; a new worker needs {WORKER_START_S:g} s."
+        ),
         "",
-        "| workers | reached both goals | TTFT goal | ITL goal | TTFT p50, p99 s | worker-hours | changes | most in an hour |",
+        "| workers | both goals | TTFT goal | ITL goal | TTFT p50, p99 s | worker-hours | changes | most in an hour |",
         "|---|---|---|---|---|---|---|---|",
     ]
     order = sorted(fixed, key=lambda name: int(name.split(":")[0]))
@@ -144,8 +147,10 @@ def _verdicts(runs: Mapping[str, Mapping[str, Any]], best: str) -> list[str]:
     return [
         "| target | measured | |",
         "|---|---|---|",
-        f"| at least {POINTS_MIN * 100:g} points more than the best fixed split | {points * 100:+.1f} points "
-        f"| {met(points >= POINTS_MIN)} |",
+        (
+            f"| at least {POINTS_MIN * 100:g} points more than the best fixed split | {points * 100:+.1f} points "
+            f"| {met(points >= POINTS_MIN)} |"
+        ),
         f"| at most {HOURS_MAX:g} of its worker-hours | {hours:.2f} | {met(hours <= HOURS_MAX)} |",
         f"| at least {ORACLE_MIN:g} of the oracle's attainment | {share:.3f} | {met(share >= ORACLE_MIN)} |",
         "",
