@@ -8,7 +8,7 @@ Both ways have one core for each of two engines. Requests arrive at random times
 whether or not earlier ones have ended. Lengths of prompts are drawn from the range --prompts. The same requests arrive
 at the same times at every way, and ways take turns within a round. Only one way computes at a time. A request is good
 when it keeps both bounds: --ttft-ms to the first token, and --tpot-ms as the mean between two tokens. A bound of 0 is
-taken from one engine without load: five times its time to the first token of the longest prompt, and twice its time
+taken from one engine without load. It is five times its time to the first token of the longest prompt, or twice its time
 between tokens. A request that has not ended --drain seconds after the last arrival has failed. "default" leaves
 max_num_batched_tokens to vLLM.
 """
