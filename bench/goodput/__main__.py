@@ -1,16 +1,15 @@
 """Goodput of one prefill and one decode worker beside two vLLM engines that do both, by load and chunk size.
 
     python -m bench.goodput [--model models/tiny-llama-deep] [--rates 1,2,3] [--steps 256,512,2048,default]
-        [--prompts 256,1536] [--answer 48] [--rounds 2] [--seconds 20] [--ttft-ms 0] [--tpot-ms 0]
-        [--output bench/results]
+        [--prompts 256,1536] [--answer 48] [--rounds 2] [--seconds 20] [--output bench/results]
 
-Both ways have one core for each of two engines. Requests arrive at random times (Poisson), as often as --rates says,
-whether or not earlier ones have ended. Lengths of prompts are drawn from the range --prompts. The same requests arrive
-at the same times at every way, and ways take turns within a round. Only one way computes at a time. A request is good
-when it keeps both bounds: --ttft-ms to the first token, and --tpot-ms as the mean between two tokens. A bound of 0 is
-taken from one engine without load. It is five times its time to the first token of the longest prompt, or twice its time
-between tokens. A request that has not ended --drain seconds after the last arrival has failed. "default" leaves
-max_num_batched_tokens to vLLM.
+Both ways have one core for each of two engines. Requests arrive at random times (Poisson), at each of --rates, whether
+or not earlier ones have ended. Lengths of prompts are drawn from the range --prompts. The same requests arrive at the
+same times at every way. Ways take turns within a round, and only one computes at a time. A request is good when it
+keeps both bounds: --ttft-ms to the first token, and --tpot-ms as the mean between two tokens. One engine without load
+sets a bound of 0: five times its time to the first token of the longest prompt, or twice its time between tokens. A
+request that has not ended --drain seconds after the last arrival has failed. "default" leaves max_num_batched_tokens to
+vLLM.
 """
 
 from __future__ import annotations
