@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import psutil
-from bench.support.processes import free_port
 from rich.console import Console
 
+from bench.support.processes import free_port
 from bench.support.vllm_child import TIMES_VARIABLE, Child, Piece, engine
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_cli.client import (

@@ -51,8 +51,7 @@ class SimulatedPrefillWorker:
         self._draining = True
         while self._stream.outbox.depth:
             self._reject(self._stream.outbox.get_nowait())
-        if not self._computing:
-            self._leave()
+        self._leave_if_drained()
 
     async def close(self) -> None:
         """Stops at once."""
@@ -70,9 +69,7 @@ class SimulatedPrefillWorker:
             self._computing = True
             await self._compute(message.task.transfer_id)
             self._computing = False
-            if self._draining:
-                self._leave()
-                return
+            self._leave_if_drained()
 
     async def _compute(self, transfer_id: str) -> None:
         job = self._jobs[transfer_id]
@@ -96,7 +93,9 @@ class SimulatedPrefillWorker:
             )
             self._queue.task_ended(self._stream, done)
 
-    def _leave(self) -> None:
+    def _leave_if_drained(self) -> None:
+        if self._computing or not self._draining:
+            return
         self._queue.remove_worker(self._stream)
         self._task.cancel()
         self._on_gone(self)

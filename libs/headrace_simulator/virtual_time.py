@@ -27,9 +27,7 @@ class _VirtualSelector(selectors.BaseSelector):
         self.now_s = _START_S
         self._keys: dict[int, selectors.SelectorKey] = {}
 
-    def register(
-        self, fileobj: Any, events: selectors._EventMask, data: Any = None
-    ) -> selectors.SelectorKey:
+    def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:
         number = fileobj if isinstance(fileobj, int) else fileobj.fileno()
         key = selectors.SelectorKey(fileobj, number, events, data)
         self._keys[number] = key
@@ -39,9 +37,7 @@ class _VirtualSelector(selectors.BaseSelector):
         number = fileobj if isinstance(fileobj, int) else fileobj.fileno()
         return self._keys.pop(number)
 
-    def select(
-        self, timeout: float | None = None
-    ) -> list[tuple[selectors.SelectorKey, selectors._EventMask]]:
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             raise InternalError("the simulation cannot go on: every request waits for another")
         self.now_s += max(0.0, timeout)

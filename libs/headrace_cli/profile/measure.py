@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from headrace.inference.v1 import inference_pb2
 from headrace_cli.load.workload import random_tokens
@@ -25,10 +25,8 @@ Generate = Callable[
 ]
 
 
-class Notice(Protocol):
-    """Shows a line while the measurement goes on."""
-
-    def __call__(self, line: str) -> None: ...
+Notice = Callable[[str], object]
+"""Shows a line while the measurement goes on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def test_the_index_knows_what_the_cache_has() -> None:
     rig = Rig(10)
     rig.cache.use([1, 2, 3])
     assert rig.cache.depths([1, 2, 9]) == (2, 2)
-    assert (rig.depth([1, 2, 3]), rig.depth([1, 2, 9]), rig.depth([2, 3])) == (3, 2, 0)
+    assert (rig.depth([1, 2, 3]), rig.depth([1, 2, 9]), rig.depth([9, 2])) == (3, 2, 0)
 
 
 def test_the_least_recently_used_prompt_leaves_from_its_end() -> None:

@@ -61,7 +61,7 @@ def test_the_planner_changes_the_workers(profile: Path) -> None:
     assert result.exit_code == 0, result.output
     (run,) = json.loads(result.stdout)["runs"]
     assert run["scaling"] == "planner"
-    assert run["changes"][0]["prefill_workers"] > 1
+    assert max(change["prefill_workers"] for change in run["changes"]) > 1
 
 
 def test_a_wrong_trace_is_named(profile: Path, tmp_path: Path) -> None:
