@@ -224,6 +224,4 @@ class PoolPlanner:
         self._next_number += 1
         self._under_way[number] = _Move(blocks, self._use.rank_count, len(blocks), fetch)
         fetches = fetch is not None
-        self._moves.append(
-            PoolMove(number, fetches, blocks.prefixes, blocks.block_ids, timeout_s)
-        )
+        self._moves.append(PoolMove(number, fetches, blocks.prefixes, blocks.block_ids, timeout_s))
