@@ -16,8 +16,8 @@ from typing import Any, Final
 import psutil
 from rich.console import Console
 
-from bench.proxy import free_port
-from bench.vllm_child import TIMES_VARIABLE, Child, Piece, engine
+from bench.support.processes import free_port
+from bench.support.vllm_child import TIMES_VARIABLE, Child, Piece, engine
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_cli.client import (
     RouterClient,
@@ -39,10 +39,10 @@ BLOCK_TOKENS: Final = 128
 REQUEST_S: Final = 120.0
 
 
-def prompt_of(length: int, seed: int) -> list[int]:
+def prompt_of(length: int, seed: int, token_ids: range = range(1000, 40_000)) -> list[int]:
     """Random tokens that share no prefix with those of other seeds."""
     numbers = random.Random(seed)
-    return [numbers.randrange(1000, 40_000) for _ in range(length)]
+    return numbers.choices(token_ids, k=length)
 
 
 class Tree:
@@ -118,14 +118,17 @@ class Ours:
 
 
 @asynccontextmanager
-async def ours(model: Path, dtype: str, cache_tokens: int, folder: Path) -> AsyncIterator[Ours]:
-    """Starts the processes of `headrace up` with settings for small machines."""
+async def ours(
+    model: Path, dtype: str, cache_tokens: int, folder: Path, **more: str
+) -> AsyncIterator[Ours]:
+    """Starts the processes of `headrace up` with settings for small machines. `more` are further ones of workers."""
     workers = [
         (service, name, value)
         for service in ("prefill", "decode")
         for name, value in (
             ("dtype", dtype),
             ("num_gpu_blocks_override", str(cache_tokens // BLOCK_TOKENS)),
+            *more.items(),
         )
     ]
     topology = Topology(model=str(model), port=free_port(), settings=tuple(workers))
@@ -197,7 +200,7 @@ async def peer(model: Path, dtype: str, cache_tokens: int, folder: Path) -> Asyn
         for role in ("kv_producer", "kv_consumer"):
             transfer = {
                 "kv_connector": "TimedMooncakeConnector",
-                "kv_connector_module_path": "bench.vllm_peer",
+                "kv_connector_module_path": "bench.support.vllm_peer",
                 "kv_role": role,
                 "kv_connector_extra_config": {"mooncake_protocol": "tcp", "num_workers": 2},
             }
