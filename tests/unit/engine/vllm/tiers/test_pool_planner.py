@@ -198,11 +198,12 @@ def test_a_published_block_that_is_computed_again_is_published_again(lookup: Loo
 
 def test_a_step_reports_the_end_of_the_last_moves(lookup: Lookup) -> None:
     tiers = planner(lookup, publishes=True)
-    assert not tiers.pool.is_moving
+    moving = [tiers.pool.is_moving]
     computed(tiers, "a", hashes(1))
-    assert tiers.pool.is_moving
+    moving.append(tiers.pool.is_moving)
     tiers.pool.moves_ended([(move.number, 1) for move in moves_of(tiers)])
-    assert not tiers.pool.is_moving
+    moving.append(tiers.pool.is_moving)
+    assert moving == [False, True, False]
 
 
 def test_an_answer_after_the_time_of_its_request_moves_nothing(lookup: Lookup) -> None:
