@@ -104,7 +104,7 @@ class PoolPlanner:
 
     @property
     def is_moving(self) -> bool:
-        """Whether blocks are on their way, whose end only a further step reports."""
+        """Whether blocks are on their way. Only a further step reports their end."""
         return bool(self._under_way)
 
     def attach(self, lookup: PoolLookup) -> None:
