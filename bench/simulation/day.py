@@ -4,8 +4,9 @@
     python -m bench.simulation.day --keep day.json --runs fixed --splits 4:12 5:11
     python -m bench.simulation.day --keep day.json --runs --output bench/results
 
-The day is that of `python -m bench.simulation.make_trace day`: a ramp in the morning, a burst, and a change from long
-prompts to long answers. All runs replay the same requests in the simulator, with the profile of one worker. A request
+The day is that of `python -m bench.simulation.make_trace day`. It has a ramp in the morning, a burst, and a change from
+long prompts to long answers.
+All runs replay the same requests in the simulator, with the profile of one worker. A request
 reaches its goals when both its time to first token and its mean time between tokens are within the goals. Fixed workers
 run all day.
 --keep adds the runs to those of earlier calls in FILE; a run with the same name replaces the earlier one.
