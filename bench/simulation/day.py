@@ -1,7 +1,6 @@
 """Replays a day: the planner beside every fixed split of the budget, and beside an oracle that knows the next steps.
 
     python -m bench.simulation.day --keep day.json --runs planner oracle
-    python -m bench.simulation.day --keep day.json --runs fixed --splits 4:12 5:11
     python -m bench.simulation.day --keep day.json --runs --output bench/results
 
 The day is that of `python -m bench.simulation.make_trace day`. It has a ramp in the morning, a burst, and a change from
