@@ -37,6 +37,11 @@ class DecodePoint(_Point):
     itl_s: PositiveSeconds
     tokens_per_s: _Positive
 
+    @property
+    def requests(self) -> float:
+        """The requests that make tokens at the same time."""
+        return self.tokens_per_s * self.itl_s
+
 
 class TransferTime(_Point):
     """The time to hand the KV cache of a prompt over, apart from computing it."""
@@ -83,6 +88,31 @@ class WorkerProfile(_Point):
         points = self._points_near(context_tokens)
         usages = [point.kv_usage for point in points]
         return _between(usages, [point.itl_s for point in points], kv_usage)
+
+    def step_s(self, requests: float, context_tokens: float) -> float:
+        """Time of a decode step of so many requests with this mean context.
+
+        It is linear between the numbers of requests and between the context lengths that were measured. It goes on in
+        a line beyond the most requests, and is that of the nearest context beyond the others.
+        """
+        contexts = sorted({point.context_tokens for point in self.decode})
+        times = [self._step_at(requests, context) for context in contexts]
+        return _between(contexts, times, context_tokens)
+
+    def _step_at(self, requests: float, context_tokens: float) -> float:
+        """The same at a context length that was measured."""
+        points = sorted(
+            (point for point in self.decode if point.context_tokens == context_tokens),
+            key=lambda point: point.requests,
+        )
+        last = points[-1]
+        if requests > last.requests and len(points) > 1:
+            before = points[-2]
+            slope = (last.itl_s - before.itl_s) / max(1e-9, last.requests - before.requests)
+            return last.itl_s + max(0.0, slope) * (requests - last.requests)
+        return _between(
+            [point.requests for point in points], [point.itl_s for point in points], requests
+        )
 
     def best_decode(self, itl_s: float, context_tokens: float) -> DecodePoint:
         """The point with the most tokens per second of those that reach `itl_s`.
