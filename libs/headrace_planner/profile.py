@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -115,7 +116,7 @@ class WorkerProfile(_Point):
         )
 
     def best_decode(self, itl_s: float, context_tokens: float) -> DecodePoint:
-        """The point with the most tokens per second of those that reach `itl_s`.
+        """The load with the most tokens per second that reaches `itl_s`, on the lines between measured points.
 
         It has the nearest context length. When no point reaches `itl_s`, the fastest one is returned.
         """
@@ -123,7 +124,12 @@ class WorkerProfile(_Point):
         reaching = [point for point in points if point.itl_s <= itl_s]
         if not reaching:
             return min(points, key=lambda point: point.itl_s)
-        return max(reaching, key=lambda point: point.tokens_per_s)
+        between = [
+            _point_with(itl_s, before, after)
+            for before, after in pairwise(points)
+            if before.itl_s < itl_s < after.itl_s
+        ]
+        return max((*reaching, *between), key=lambda point: point.tokens_per_s)
 
     def _points_near(self, context_tokens: float) -> list[DecodePoint]:
         """The points of the context length next to this one, by usage."""
@@ -133,6 +139,17 @@ class WorkerProfile(_Point):
         )
         points = [point for point in self.decode if point.context_tokens == nearest]
         return sorted(points, key=lambda point: point.kv_usage)
+
+
+def _point_with(itl_s: float, before: DecodePoint, after: DecodePoint) -> DecodePoint:
+    """The point with this time between tokens on the line between two points."""
+    share = (itl_s - before.itl_s) / (after.itl_s - before.itl_s)
+    return DecodePoint(
+        kv_usage=before.kv_usage + share * (after.kv_usage - before.kv_usage),
+        context_tokens=before.context_tokens,
+        itl_s=itl_s,
+        tokens_per_s=before.tokens_per_s + share * (after.tokens_per_s - before.tokens_per_s),
+    )
 
 
 def _between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
