@@ -1,4 +1,4 @@
-"""`headrace planner replay`: what the planner would decide for a recording of a deployment."""
+"""`headrace planner`: what the planner would decide for a recording, and what a running one has decided."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import typer
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import failures_as_exit
 from headrace_cli.json_output import Json, print_record
+from headrace_cli.planner.explain import explain
 from headrace_cli.records import DecisionRecord, ReasonRecord
 from headrace_cli.tables import Column, fitted_table
 from headrace_planner.files import read_profile, read_settings
@@ -30,7 +31,7 @@ _COLUMNS = (
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `headrace planner replay`."""
+    """Adds `headrace planner replay` and `headrace planner explain`."""
     planner_app = typer.Typer(
         no_args_is_help=True, help="Plans the numbers of prefill and decode workers."
     )
@@ -38,12 +39,10 @@ def register(app: typer.Typer) -> None:
         "replay",
         epilog="Example:  headrace planner replay monday.jsonl --settings planner.toml --profile profile.json",
     )(replay)
-
-    # Without a callback, typer makes the only command that of the group.
-    @planner_app.callback()
-    def _planner() -> None:
-        """Plans the numbers of prefill and decode workers."""
-
+    planner_app.command(
+        "explain",
+        epilog="Examples:  headrace planner explain   |   headrace planner explain --planner 10.0.0.5:7058 --changes",
+    )(explain)
     app.add_typer(planner_app, name="planner")
 
 

@@ -57,6 +57,9 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
         },
         "headrace.prefill.v1.PrefillQueueService": {"Pull": (_PREFILL,), "Enqueue": (_DECODE,)},
         "opentelemetry.proto.collector.trace.v1.TraceService": {"Export": _MEMBERS},
+        "headrace.planner.v1.PlannerService": dict.fromkeys(
+            ("GetStatus", "ListDecisions", "WatchTargets", "AcknowledgeTarget"), (_OPERATOR,)
+        ),
         "headrace.registry.v1.RegistryService": {
             "Register": _MEMBERS,
             "KeepAlive": _MEMBERS,
