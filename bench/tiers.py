@@ -26,10 +26,9 @@ from typing import Final
 
 import numpy as np
 
-from bench.handover import KEEP_MEMORY
-from bench.placement_report import percentile
-from bench.vllm_child import Child, engine, loaded
-from bench.vllm_ways import CONTEXT_TOKENS, engine_arguments
+from bench.placement.report import percentile
+from bench.support.vllm_child import KEEP_MEMORY, Child, engine, loaded
+from bench.support.vllm_ways import CONTEXT_TOKENS, engine_arguments
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation
 from headrace_engine.interface import DecodeEnded, DecodeTokens, DecodeWork

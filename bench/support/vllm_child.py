@@ -1,6 +1,6 @@
 """A vLLM engine alone in a process with a protocol of JSON lines, and the client of that protocol.
 
-    python -m bench.vllm_child '{"model": ..., other arguments of vLLM's AsyncEngineArgs}'
+    python -m bench.support.vllm_child '{"model": ..., other arguments of vLLM's AsyncEngineArgs}'
 
 Without HTTP and tokenizer, so that comparisons are with the engine itself.
 """
@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 TIMES_VARIABLE: Final = "BENCH_TRANSFER_TIMES"
+# Settings of glibc that our engines apply to themselves.
+KEEP_MEMORY: Final = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}
 _START_S: Final = 300.0
 _STOP_S: Final = 20.0
 _LINE_BYTES_MAX: Final = 1 << 22
@@ -103,7 +105,7 @@ async def engine(
     with log.open("wb") as written:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "bench.vllm_child", json.dumps(arguments)),
+            *("-m", "bench.support.vllm_child", json.dumps(arguments)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=written,

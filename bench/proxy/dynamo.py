@@ -1,6 +1,6 @@
 """Compares the router with Dynamo's frontend: both with a prefill and two decode workers that simulate an engine.
 
-    python -m bench.proxy_dynamo --dynamo PYTHON [--gaps 5] [--prompts 200,4000] [--streams 1,32,64] [--rounds 3]
+    python -m bench.proxy.dynamo --dynamo PYTHON [--gaps 5] [--prompts 200,4000] [--streams 1,32,64] [--rounds 3]
         [--sim verify=off] [--output FILE]
 
 PYTHON has ai-dynamo and ai-dynamo-runtime 1.6.1, with uvloop and transformers. Its frontend runs with its KV router,
@@ -17,9 +17,8 @@ import asyncio
 import itertools
 import os
 import statistics
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,10 +29,10 @@ import grpc.aio
 import numpy as np
 import uvloop
 
-from bench.proxy import cpu_seconds, free_port, process, until_listening
-from bench.proxy_load import PROMPT, Ask, connected, grpc_chats, post, run_streams
-from bench.proxy_workers import TOKENS
-from headrace_cli.client import list_members
+from bench.proxy.load import PROMPT, Ask, connected, grpc_chats, post, run_streams
+from bench.proxy.workers import TOKENS
+from bench.support.processes import cpu_seconds, free_port, until_listening
+from bench.support.services import Services, until_joined
 
 DYNAMO: Final = "Dynamo's frontend"
 OPENAI: Final = "Headrace, OpenAI HTTP"
@@ -95,16 +94,6 @@ class Cell:
     per_s: list[float] = field(default_factory=list)
 
 
-async def _start(
-    stack: AsyncExitStack, log: Path, command: Sequence[object], port: int = 0
-) -> asyncio.subprocess.Process:
-    """Starts a process, which listens on `port` when this returns."""
-    child = await stack.enter_async_context(process(*map(str, command), log=log))
-    if port:
-        await until_listening(port, child, log)
-    return child
-
-
 async def _until_answering(side: Side) -> None:
     """Workers register after their processes have started."""
     async with asyncio.timeout(_READY_S):
@@ -115,12 +104,6 @@ async def _until_answering(side: Side) -> None:
                     return
             except (OSError, ValueError, TimeoutError, grpc.aio.AioRpcError):
                 await asyncio.sleep(0.2)
-
-
-async def _until_registered(registry: str, members: int) -> None:
-    async with asyncio.timeout(_READY_S):
-        while len(await list_members(registry)) < members:  # noqa: ASYNC110 - other processes
-            await asyncio.sleep(0.2)
 
 
 @asynccontextmanager
@@ -153,16 +136,15 @@ async def dynamo(folder: Path, python: str, gap_ms: int) -> AsyncIterator[list[S
         *("--num-gpu-blocks-override", 16_384, "--disaggregation-mode"),
     )
     async with AsyncExitStack() as stack:
-        frontend = await _start(
-            *(stack, folder / "frontend.log"),
-            (
-                *(*prefix, "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", port),
-                *("--router-mode", "kv", *planes),
-            ),
-            port,
+        services = Services(stack, folder)
+        http = ("--http-host", "127.0.0.1", "--http-port", str(port))
+        frontend = await services.run(
+            *(*prefix, "dynamo.frontend", *http, "--router-mode", "kv", *planes),
+            name="frontend",
+            port=port,
         )
         workers = [
-            await _start(stack, folder / f"mocker{number}.log", (*mocker, *role))
+            await services.run(*map(str, (*mocker, *role)), name=f"mocker{number}")
             for number, role in enumerate(
                 (("prefill", "--bootstrap-ports", free_port()), ("decode",), ("decode",))
             )
@@ -179,34 +161,30 @@ async def dynamo(folder: Path, python: str, gap_ms: int) -> AsyncIterator[list[S
 @asynccontextmanager
 async def headrace(folder: Path, sim: str, gap_ms: int) -> AsyncIterator[list[Side]]:
     """Our router with three workers with the simulated engine. `sim` is added to the engine's settings."""
-    registry, router, door = (free_port() for _ in range(3))
-    here = f"127.0.0.1:{registry}"
+    door = free_port()
     model = f"sim:vocabulary=49152,context=8192,decode_step_s={gap_ms / 1e3}"
     engine = (
-        *(f"--registry={here}", "--engine=sim", f"--model={model}{',' if sim else ''}{sim}"),
+        *("--engine=sim", f"--model={model}{',' if sim else ''}{sim}"),
         *("--served-model=sim", "--max-num-seqs=256", "--num-gpu-blocks-override=16384"),
-        *("--max-num-batched-tokens=8192", "--log-level=warning"),
+        *("--max-num-batched-tokens=8192", "--internal-listen=127.0.0.1:0"),
     )
     async with AsyncExitStack() as stack:
-
-        async def start(name: str, *flags: str, port: int = 0) -> asyncio.subprocess.Process:
-            service = name.partition("-")[0]
-            command = (sys.executable, "-m", f"headrace_{service}", *flags)
-            return await _start(stack, folder / f"{name}.log", command, port)
-
-        await start("registry", f"--internal-listen={here}", port=registry)
-        ours = await start(
-            *("router", f"--listen=127.0.0.1:{router}", f"--http-listen=127.0.0.1:{door}"),
-            *(f"--registry={here}", f"--model=sim={_MODEL}", "--log-level=warning"),
+        services = Services(stack, folder, log_level="warning")
+        _, here = await services.start_registry()
+        ours, endpoint = await services.start_router(
+            *(f"--http-listen=127.0.0.1:{door}", f"--registry={here}", f"--model=sim={_MODEL}"),
             # All streams come from one host.
             *("--host-block-s=0", "--max-new-connections-per-s=10000"),
-            port=door,
         )
+        await until_listening(door, ours, folder / "router.log")
         workers = [
-            await start(name, f"--worker-id={name}", "--internal-listen=127.0.0.1:0", *engine)
+            await services.start(
+                *(name.partition("-")[0], f"--worker-id={name}", f"--registry={here}", *engine),
+                name=name,
+            )
             for name in ("prefill-0", "decode-0", "decode-1")
         ]
-        await _until_registered(here, 1 + len(workers))
+        await until_joined(here, 1 + len(workers), _READY_S)
         pids = tuple(worker.pid for worker in workers)
         sides = [
             Side(
@@ -214,7 +192,7 @@ async def headrace(folder: Path, sim: str, gap_ms: int) -> AsyncIterator[list[Si
                 *(ours.pid, pids),
             ),
             Side(
-                *(GRPC, lambda n, chats: grpc_chats(f"127.0.0.1:{router}", n, chats.next_chat)),
+                *(GRPC, lambda n, chats: grpc_chats(endpoint, n, chats.next_chat)),
                 *(ours.pid, pids),
             ),
         ]

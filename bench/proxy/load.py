@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from bench.proxy_workers import MODEL, TOKENS
+from bench.proxy.workers import MODEL, TOKENS
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from headrace_client import Client
@@ -257,3 +257,10 @@ async def connected(
     finally:
         for transport, _ in connections:
             transport.close()
+
+
+def request_count(streams: int, gap_ms: int) -> int:
+    """Enough requests to make CPU ticks of 10 ms small, and few enough for a short run."""
+    if gap_ms:
+        return 8 if streams == 1 else 3 * streams
+    return 60 if streams == 1 else 320

@@ -4,14 +4,15 @@
         [--vllm-router PATH] [--no-sim-workers] [--no-look-aside] [--output bench/results/proxy.md] [--json FILE]
 
 Prompts have 200 tokens. Answers have 64, a gap of --gaps milliseconds apart. The workers do nothing else
-(bench/proxy_workers.py: one message for each step, or one server-sent event for each token). The load is closed-loop.
+(bench/proxy/workers.py: one message for each step, or one server-sent event for each token). The load is closed-loop.
 CPU is that of the router's process with all its threads, by the kernel's clock of that process. "Direct" calls the
 worker itself over the same protocol, in turns with the proxy. Its CPU is what a bare server of this protocol costs,
 with a message for each token and nothing else to do. The time that a proxy adds to the first token is the
 difference of the medians. vllm-router's columns need its command (pip install vllm-router==0.1.17) and are left out
 without it. All processes share the machine, so compare ratios within one run.
 
-With --output, the table of each gap replaces the part "proxy, gap 5 ms" of the page, and so on (bench/page_parts.py).
+With --output, the table of each gap replaces the part "proxy, gap 5 ms" of the page, and so on
+(bench/support/page_parts.py).
 """
 
 from __future__ import annotations
@@ -21,10 +22,8 @@ import asyncio
 import json
 import os
 import shutil
-import socket
 import statistics
 import sys
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -34,17 +33,20 @@ from typing import Final
 
 import uvloop
 
-from bench.page_parts import check_page, write_parts
-from bench.proxy_load import (
+from bench.proxy.load import (
     Ask,
     Sample,
     grpc_look_aside,
     grpc_router,
     grpc_worker,
     http,
+    request_count,
     run_streams,
 )
-from bench.proxy_workers import MODEL, TOKENS
+from bench.proxy.workers import MODEL, TOKENS
+from bench.support.page_parts import check_page, write_parts
+from bench.support.processes import cpu_seconds, free_port, until_listening
+from bench.support.services import Services
 from headrace_cli.client import list_members
 
 DIRECT: Final = "direct, gRPC"
@@ -65,8 +67,6 @@ _BASELINES: Final = {
     SIM_LOOK_ASIDE: SIM_DIRECT,
 }
 _BARE: Final = {DIRECT: "a bare gRPC server", DIRECT_HTTP: "a bare HTTP server"}
-_CPU_CLOCK: Final = 2
-_START_S: Final = 30.0
 _WARM_REQUESTS: Final = 8
 
 Open = Callable[[int, int], AbstractAsyncContextManager[list[Ask]]]
@@ -113,84 +113,26 @@ class Cell:
 Cells = dict[tuple[int, int, str], Cell]
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process with all threads. 0 for pid 0."""
-    if not pid:
-        return 0.0
-    # The kernel's encoding of a process in the id of a clock of CPU time.
-    return time.clock_gettime((~pid << 3) | _CPU_CLOCK)
-
-
-def free_port() -> int:
-    """A free port."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
-
-
-@asynccontextmanager
-async def process(*command: str, log: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Runs a command until the block ends."""
-    with log.open("wb") as written:
-        child = await asyncio.create_subprocess_exec(*command, stdout=written, stderr=written)
-        try:
-            yield child
-        finally:
-            if child.returncode is None:
-                child.terminate()
-            try:
-                await asyncio.wait_for(child.wait(), 10)
-            except TimeoutError:
-                child.kill()
-                await child.wait()
-
-
-async def until_listening(port: int, child: asyncio.subprocess.Process, log: Path) -> None:
-    """Waits for the process to accept connections."""
-    async with asyncio.timeout(_START_S):
-        while True:
-            if child.returncode is not None:
-                raise _ended_early(log)
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-            except OSError:
-                await asyncio.sleep(0.05)
-            else:
-                writer.close()
-                return
-
-
-def _ended_early(log: Path) -> RuntimeError:
-    return RuntimeError(log.read_text())
-
-
 @asynccontextmanager
 async def ways(folder: Path, vllm_router: str, model: str) -> AsyncIterator[list[Way]]:
     """Everything started and connected. `model` is the router's, with its tokenizer."""
-    registry, router, door, http_worker, other = (free_port() for _ in range(5))
-    here = f"127.0.0.1:{registry}"
+    door, http_worker, other = (free_port() for _ in range(3))
     async with AsyncExitStack() as stack:
-
-        async def start(name: str, *command: str) -> tuple[asyncio.subprocess.Process, Path]:
-            log = folder / f"{name}.log"
-            return await stack.enter_async_context(process(*command, log=log)), log
-
-        service = (sys.executable, "-m", "headrace_registry", f"--internal-listen={here}")
-        await until_listening(registry, *await start("registry", *service))
-        workers = (sys.executable, "-m", "bench.proxy_workers", here, str(http_worker))
-        direct, log = await start("workers", *workers)
-        await until_listening(http_worker, direct, log)
-        ours, log = await start(
-            "router",
-            *(sys.executable, "-m", "headrace_router", f"--listen=127.0.0.1:{router}"),
-            *(f"--registry={here}", f"--model={model}", "--look-aside", "--log-level=warning"),
+        services = Services(stack, folder, log_level="warning")
+        _, here = await services.start_registry()
+        direct = await services.run(
+            *(sys.executable, "-m", "bench.proxy.workers", here, str(http_worker)),
+            name="workers",
+            port=http_worker,
+        )
+        ours, endpoint = await services.start_router(
+            *(f"--registry={here}", f"--model={model}", "--look-aside"),
             f"--http-listen=127.0.0.1:{door}",
             # All streams come from one host.
             *("--host-block-s=0", "--max-new-connections-per-s=10000"),
         )
-        await until_listening(door, ours, log)
+        await until_listening(door, ours, folder / "router.log")
         worker = next(m for m in await list_members(here) if m.worker_id == "decode-0")
-        endpoint = f"127.0.0.1:{router}"
         found = [
             Way(
                 DIRECT,
@@ -203,51 +145,36 @@ async def ways(folder: Path, vllm_router: str, model: str) -> AsyncIterator[list
             Way(OPENAI, lambda n, g: http(door, n, g, reads_usage=True), ours.pid),
         ]
         if vllm_router:
-            theirs, log = await start(
-                "vllm-router",
+            theirs = await services.run(
                 *(vllm_router, "--host", "127.0.0.1", "--port", str(other)),
                 *("--worker-urls", f"http://127.0.0.1:{http_worker}", "--policy", "round_robin"),
                 *("--prometheus-port", str(free_port()), "--log-level", "warning"),
+                name="vllm-router",
+                port=other,
             )
-            await until_listening(other, theirs, log)
             found.append(Way(VLLM, lambda n, g: http(other, n, g), theirs.pid))
         await asyncio.sleep(2)
         yield found
 
 
-def request_count(streams: int, gap_ms: int) -> int:
-    """Enough requests to make CPU ticks of 10 ms small, and few enough for a short run."""
-    if gap_ms:
-        return 8 if streams == 1 else 3 * streams
-    return 60 if streams == 1 else 320
-
-
 @asynccontextmanager
 async def sim_ways(folder: Path, gap_ms: int) -> AsyncIterator[list[Way]]:
     """The same with one real decode worker with a simulated engine that takes `gap_ms` per step."""
-    registry, router, decode = (free_port() for _ in range(3))
-    here, model = f"127.0.0.1:{registry}", f"sim:decode_step_s={gap_ms / 1e3}"
+    decode = free_port()
+    model = f"sim:decode_step_s={gap_ms / 1e3}"
     async with AsyncExitStack() as stack:
-
-        async def start(port: int, name: str, *flags: str) -> asyncio.subprocess.Process:
-            log = folder / f"{name}.log"
-            listen = "listen" if name == "router" else "internal-listen"
-            command = (sys.executable, "-m", f"headrace_{name}", f"--{listen}=127.0.0.1:{port}")
-            child = await stack.enter_async_context(
-                process(*command, *flags, "--log-level=warning", log=log)
-            )
-            await until_listening(port, child, log)
-            return child
-
-        await start(registry, "registry")
-        engine = ("--worker-id=decode-0", "--engine=sim", f"--model={model}", "--served-model=sim")
-        room = ("--max-num-seqs=256", "--num-gpu-blocks-override=4096")
-        clients = "--listen=127.0.0.1:0"
-        await start(decode, "decode", f"--registry={here}", clients, *engine, *room)
-        ours = await start(
-            router, "router", f"--registry={here}", f"--model={MODEL}", "--look-aside"
+        services = Services(stack, folder, log_level="warning")
+        _, here = await services.start_registry()
+        await services.start(
+            *("decode", f"--internal-listen=127.0.0.1:{decode}", "--listen=127.0.0.1:0"),
+            *(f"--registry={here}", "--worker-id=decode-0", "--engine=sim", f"--model={model}"),
+            *("--served-model=sim", "--max-num-seqs=256", "--num-gpu-blocks-override=4096"),
+            port=decode,
         )
-        endpoint, worker = f"127.0.0.1:{router}", f"127.0.0.1:{decode}"
+        ours, endpoint = await services.start_router(
+            f"--registry={here}", f"--model={MODEL}", "--look-aside"
+        )
+        worker = f"127.0.0.1:{decode}"
         # Time to register, and for the router to receive the registration.
         await asyncio.sleep(3)
         members = await list_members(here)

@@ -25,8 +25,8 @@ import os
 from pathlib import Path
 from typing import Final
 
-from bench.security_bystander import ATTACKS, measure_bystander, render_bystander
-from bench.security_cost import measure_cost, render_cost
+from bench.security.bystander import ATTACKS, measure_bystander, render_bystander
+from bench.security.cost import measure_cost, render_cost
 
 PARTS: Final = ("bystander", "cost")
 

@@ -135,7 +135,7 @@ class Receiver:
 
     def __init__(self, kind: str, total: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "bench.data_plane_ways", kind, str(total)],
+            [sys.executable, "-m", "bench.data_plane.ways", kind, str(total)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

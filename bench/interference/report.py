@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.placement_report import percentile
+from bench.placement.report import percentile
 
 OURS = "Headrace, one prefill and one decode worker"
 P99_RATIO_MAX = 0.5

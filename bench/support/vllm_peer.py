@@ -19,7 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 )
 from vllm.platforms import current_platform
 
-from bench.vllm_child import TIMES_VARIABLE
+from bench.support.vllm_child import TIMES_VARIABLE
 
 
 def _accept_processors() -> None:

@@ -27,7 +27,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from bench.handover_report import (
+from bench.handover.report import (
     BY_DECODE,
     BY_PREFILL,
     FROM_LOGITS,
@@ -38,8 +38,8 @@ from bench.handover_report import (
     table,
     targets,
 )
-from bench.vllm_child import Child, Piece, engine, loaded
-from bench.vllm_ways import (
+from bench.support.vllm_child import KEEP_MEMORY, Child, Piece, engine, loaded
+from bench.support.vllm_ways import (
     BLOCK_TOKENS,
     DECODE,
     LOGITS,
@@ -68,8 +68,6 @@ NAMES: Final = {
     "plain": PLAIN,
     "keeping": KEEPING,
 }
-# Settings of glibc that our engines apply to themselves.
-KEEP_MEMORY: Final = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}
 CACHE_TOKENS: Final = 8192
 TRACE_S: Final = 5.0
 SETTLE_S: Final = 0.2

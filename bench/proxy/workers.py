@@ -1,6 +1,6 @@
 """Workers that only send 64 tokens: one for each protocol, as cheap as Python allows.
 
-    python -m bench.proxy_workers REGISTRY HTTP_PORT
+    python -m bench.proxy.workers REGISTRY HTTP_PORT
 
 gRPC: a decode worker that joins the registry and sends each token as a message. HTTP: an OpenAI-style server that
 sends each token as a server-sent event in a chunk and a write of its own. The request selects the gap between tokens:

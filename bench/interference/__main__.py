@@ -26,9 +26,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from bench.interference_report import OURS, Block, draw, gaps_of, table, targets
-from bench.vllm_child import Child, engine, loaded
-from bench.vllm_ways import (
+from bench.interference.report import OURS, Block, draw, gaps_of, table, targets
+from bench.support.vllm_child import Child, engine, loaded
+from bench.support.vllm_ways import (
     Ours,
     Quiet,
     Tree,

@@ -1,4 +1,4 @@
-"""The times of a client of the router while another client attacks it. See bench/security.py."""
+"""The times of a client of the router while another client attacks it. See bench/security/__main__.py."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from bench.placement_report import percentile
-from bench.proxy import cpu_seconds
+from bench.placement.report import percentile
+from bench.support.processes import cpu_seconds
 from headrace.inference.v1 import inference_pb2_grpc
 from tests.security.attacker import ATTACKS as ATTACKS_WITH_KEY
 from tests.security.bystander import KEY, STRANGER_KEY, attacked
@@ -25,7 +25,7 @@ QUIET: Final = "quiet"
 WITHOUT_KEY: Final = "without_key"
 """Bodies from a caller without a key."""
 ATTACKS: Final = (*ATTACKS_WITH_KEY, WITHOUT_KEY)
-_ROOT: Final = Path(__file__).resolve().parents[1]
+_ROOT: Final = Path(__file__).resolve().parents[2]
 _CLIENTS: Final = 2
 _PROMPT_TOKENS: Final = 40
 _ANSWER_TOKENS: Final = 8

@@ -16,8 +16,8 @@ from typing import Any, Final
 import psutil
 from rich.console import Console
 
-from bench.proxy import free_port
-from bench.vllm_child import TIMES_VARIABLE, Child, Piece, engine
+from bench.support.processes import free_port
+from bench.support.vllm_child import TIMES_VARIABLE, Child, Piece, engine
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_cli.client import (
     RouterClient,
@@ -197,7 +197,7 @@ async def peer(model: Path, dtype: str, cache_tokens: int, folder: Path) -> Asyn
         for role in ("kv_producer", "kv_consumer"):
             transfer = {
                 "kv_connector": "TimedMooncakeConnector",
-                "kv_connector_module_path": "bench.vllm_peer",
+                "kv_connector_module_path": "bench.support.vllm_peer",
                 "kv_role": role,
                 "kv_connector_extra_config": {"mooncake_protocol": "tcp", "num_workers": 2},
             }

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.data_plane_report import draw, ratio_table, table
-from bench.data_plane_ways import KIB, KINDS, MIB, WAYS, Ours
+from bench.data_plane.report import draw, ratio_table, table
+from bench.data_plane.ways import KIB, KINDS, MIB, WAYS, Ours
 
 BLOCK_BYTES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 144 * KIB, 256 * KIB, MIB, 2 * MIB]
 

@@ -27,8 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.route_report import Report, draw, render
-from bench.route_workload import (
+from bench.route.report import Report, draw, render
+from bench.route.workload import (
     BLOCK_TOKENS,
     HASHER,
     KINDS,
