@@ -18,8 +18,8 @@ from pydantic.fields import FieldInfo
 from headrace_common.config import ServiceConfig
 from headrace_common.process.settings import default_of, flag_of, is_secret, variable_of
 from headrace_decode.config import DecodeConfig
-from headrace_prefill.config import PrefillConfig
 from headrace_planner_service.config import PlannerConfig
+from headrace_prefill.config import PrefillConfig
 from headrace_registry.config import RegistryConfig
 from headrace_router.config import RouterConfig
 

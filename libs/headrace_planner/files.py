@@ -42,7 +42,9 @@ def _text_of(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}; name a file that can") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; name a file that can"
+        ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: no text in UTF-8: {error}") from None
 

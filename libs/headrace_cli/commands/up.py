@@ -64,7 +64,8 @@ def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     planner: Annotated[
         bool,
         typer.Option(
-            "--planner", help="Start a planner, which adds and removes workers as the load asks for."
+            "--planner",
+            help="Start a planner, which adds and removes workers as the load asks for.",
         ),
     ] = False,
 ) -> None:

@@ -129,9 +129,7 @@ async def _supervised(
         deployment = await signals.unless_stopped(_start(topology, logs, console, supervisor))
         # The port that the router has, where any was asked for.
         state_folder = make_folder(default_folder(split_host_port(deployment.router)[1]))
-        state = UpState(
-            deployment.router, deployment.registry, os.getpid(), deployment.planner
-        )
+        state = UpState(deployment.router, deployment.registry, os.getpid(), deployment.planner)
         write_state(state_folder, state)
         try:
             yield deployment

@@ -52,9 +52,7 @@ async def keep(
     topology: Topology, deployment: Deployment, console: Console, policy: RestartPolicy
 ) -> None:
     """Runs until a process ends for good. Then raises as Supervisor.check does."""
-    work: list[Coroutine[Any, Any, None]] = [
-        Restarts(deployment.supervisor, console, policy).run()
-    ]
+    work: list[Coroutine[Any, Any, None]] = [Restarts(deployment.supervisor, console, policy).run()]
     if deployment.planner:
         scaler = new_scaler(topology, deployment, console)
         work.append(TargetFollower(deployment.planner, scaler, console).run())

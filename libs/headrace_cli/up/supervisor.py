@@ -192,7 +192,8 @@ class Supervisor:
     async def add(self, spec: ProcessSpec, timeout_s: float) -> Child:
         """Starts a child and waits until it serves. Its end before that concerns no other child.
 
-        Raises ConfigError or WorkerGone when it ends, and DeadlineExceeded when it does not serve in time. It is gone then.
+        Raises ConfigError or WorkerGone when it ends, and DeadlineExceeded when it does not serve in time. It is gone
+        then.
         """
         child = await self.start(spec)
         child.mark_on_trial(on_trial=True)

@@ -254,7 +254,12 @@ def _spec(
     return ProcessSpec(
         name=name,
         service=service,
-        arguments=(sys.executable, "-m", _MODULES.get(service, f"headrace_{service}"), *chosen.values()),
+        arguments=(
+            sys.executable,
+            "-m",
+            _MODULES.get(service, f"headrace_{service}"),
+            *chosen.values(),
+        ),
         port_file=port_file,
         log_file=folder / f"{name}.log",
         environment={"OMP_NUM_THREADS": str(topology.cpu_threads), "PYTHONUNBUFFERED": "1"},

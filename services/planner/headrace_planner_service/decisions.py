@@ -78,7 +78,5 @@ class DecisionLog:
 
     def page(self, before: int, count: int) -> Sequence[DecisionEntry]:
         """Up to `count` decisions with smaller numbers than `before`, newest first. 0 means from the newest."""
-        found = [
-            entry for entry in reversed(self._entries) if not before or entry.number < before
-        ]
+        found = [entry for entry in reversed(self._entries) if not before or entry.number < before]
         return found[:count]

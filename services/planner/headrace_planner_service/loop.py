@@ -112,9 +112,7 @@ class PlanningLoop:
             )
         requests = request_statistics(self._before, self._latest)
         self._before = self._latest
-        interval = Interval(
-            collected.start_unix_s, duration_s, tuple(collected.samples), requests
-        )
+        interval = Interval(collected.start_unix_s, duration_s, tuple(collected.samples), requests)
         self._record(interval)
         return self._steering.end_interval(interval)
 

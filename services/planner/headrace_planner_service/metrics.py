@@ -46,9 +46,7 @@ class PlannerMetrics:
                 schema.ATTRIBUTE_PLANNER_DECODE: decision.current.decode,
                 schema.ATTRIBUTE_PLANNER_PREFILL_TARGET: decision.target.prefill,
                 schema.ATTRIBUTE_PLANNER_DECODE_TARGET: decision.target.decode,
-                schema.ATTRIBUTE_PLANNER_REASONS: [
-                    reason.sentence for reason in decision.reasons
-                ],
+                schema.ATTRIBUTE_PLANNER_REASONS: [reason.sentence for reason in decision.reasons],
             },
         )
 

@@ -53,9 +53,7 @@ class Observer:
         """Replaces the members that the registry lists. `current`: whether the registry is connected."""
         self._current = current
         workers = {_key(one): one for one in members if self._is_own(one)}
-        routers = {
-            _key(one): one for one in members if one.role == registry_pb2.Member.ROLE_ROUTER
-        }
+        routers = {_key(one): one for one in members if one.role == registry_pb2.Member.ROLE_ROUTER}
         for key in self._workers.keys() - workers.keys():
             self._close_later(self._workers.pop(key).close())
         for key in self._routers.keys() - routers.keys():

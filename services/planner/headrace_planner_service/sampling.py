@@ -88,9 +88,7 @@ def _decode_load(reading: DecodeReading, waiting: int) -> DecodeLoad:
     return DecodeLoad(
         kv_usage=_share(held, status.total_blocks),
         waiting_requests=status.waiting_requests + waiting,
-        slot_usage=_share(
-            status.running_requests + status.waiting_requests, reading.max_num_seqs
-        ),
+        slot_usage=_share(status.running_requests + status.waiting_requests, reading.max_num_seqs),
     )
 
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 import pytest
-
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
+
 from headrace_cli.planner.explain import read_explanation
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
@@ -48,7 +48,7 @@ async def planner(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     config = PlannerConfig(model="m", internal_listen="127.0.0.1:0", mode=request.param)
     rules = Rules(PlannerSettings(), None, config.mode == "publish", 60.0)
     steering = Steering(rules, TargetBoard("p"), DecisionLog(100), lambda: 0.0)
-    observer = cast(Observer, None)
+    observer = cast("Observer", None)
     loop = PlanningLoop(config, observer, steering, lambda entry: None, lambda: None)
     server = GrpcServer(config, [SERVICE])
     planner_pb2_grpc.add_PlannerServiceServicer_to_server(

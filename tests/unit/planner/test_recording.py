@@ -43,11 +43,23 @@ def test_what_is_no_interval_is_refused(line: str) -> None:
         list(read_intervals([line]))
 
 
-@pytest.mark.parametrize("requests", [None, {"request_count": 2, "prompt_tokens": 3.5, "answer_tokens": 1,
-                                             "ttft_s": 0.1, "itl_s": 0.0, "duration_s": 1, "cached_share": 0.5}])  # fmt: skip
+REQUESTS = {
+    "request_count": 2,
+    "prompt_tokens": 3.5,
+    "answer_tokens": 1,
+    "ttft_s": 0.1,
+    "itl_s": 0.0,
+    "duration_s": 1,
+    "cached_share": 0.5,
+}
+
+
+@pytest.mark.parametrize("requests", [None, REQUESTS])
 def test_a_written_interval_is_read_again(requests: dict[str, float] | None) -> None:
     line = json.loads(json.dumps(LINE))
-    line["samples"][0]["decode"].append({"kv_usage": 0.1, "waiting_requests": 4, "slot_usage": 0.75})
+    line["samples"][0]["decode"].append(
+        {"kv_usage": 0.1, "waiting_requests": 4, "slot_usage": 0.75}
+    )
     if requests is not None:
         line["requests"] = requests
     (interval,) = read_intervals([json.dumps(line)])

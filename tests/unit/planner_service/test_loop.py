@@ -54,7 +54,7 @@ class Bench:
         self.steering = Steering(rules, TargetBoard("p"), DecisionLog(10), lambda: 0.0)
         self.decided: list[DecisionEntry] = []
         self.missed = 0
-        observer = cast(Observer, FakeObserver(readings))
+        observer = cast("Observer", FakeObserver(readings))
         self.loop = PlanningLoop(config, observer, self.steering, self.decided.append, self.miss)
 
     def miss(self) -> None:

@@ -65,9 +65,9 @@ async def test_every_served_model_has_an_entry_of_its_own() -> None:
     queue = SimpleNamespace(estimate=lambda model: SimpleNamespace(depth=depths[model]))
     admission = SimpleNamespace(waiting_for_slot=lambda model: 10 * depths[model])
     reader = LoadReader(
-        ["other", "m"], cast(PrefillQueue, queue), cast(Admission, admission), totals()
+        ["other", "m"], cast("PrefillQueue", queue), cast("Admission", admission), totals()
     )
-    answer = await reader.GetLoad(load_pb2.GetLoadRequest(), cast(Any, None))
+    answer = await reader.GetLoad(load_pb2.GetLoadRequest(), cast("Any", None))
     found = [
         (one.model, one.queued_prompts, one.waiting_requests, one.answered.request_count)
         for one in answer.models
