@@ -39,10 +39,10 @@ BLOCK_TOKENS: Final = 128
 REQUEST_S: Final = 120.0
 
 
-def prompt_of(length: int, seed: int) -> list[int]:
+def prompt_of(length: int, seed: int, token_ids: range = range(1000, 40_000)) -> list[int]:
     """Random tokens that share no prefix with those of other seeds."""
     numbers = random.Random(seed)
-    return [numbers.randrange(1000, 40_000) for _ in range(length)]
+    return numbers.choices(token_ids, k=length)
 
 
 class Tree:
@@ -118,14 +118,17 @@ class Ours:
 
 
 @asynccontextmanager
-async def ours(model: Path, dtype: str, cache_tokens: int, folder: Path) -> AsyncIterator[Ours]:
-    """Starts the processes of `headrace up` with settings for small machines."""
+async def ours(
+    model: Path, dtype: str, cache_tokens: int, folder: Path, **more: str
+) -> AsyncIterator[Ours]:
+    """Starts the processes of `headrace up` with settings for small machines. `more` are further ones of workers."""
     workers = [
         (service, name, value)
         for service in ("prefill", "decode")
         for name, value in (
             ("dtype", dtype),
             ("num_gpu_blocks_override", str(cache_tokens // BLOCK_TOKENS)),
+            *more.items(),
         )
     ]
     topology = Topology(model=str(model), port=free_port(), settings=tuple(workers))
