@@ -41,7 +41,7 @@ class Steering:
         self._rules = rules
         self._clock = clock
         self._state = PlannerState()
-        self._published_s = 0.0
+        self.published_s = 0.0
         self.board = board
         self.decisions = decisions
 
@@ -72,7 +72,7 @@ class Steering:
         if not self.publishes:
             return self._add(interval, decision, Outcome.ADVISED)
         entry = self._add(interval, decision, Outcome.PUBLISHED)
-        self._published_s = self._clock()
+        self.published_s = self._clock()
         decided_unix_s = interval.start_unix_s + interval.duration_s
         self.board.publish(entry.number, decision.target, decided_unix_s)
         return entry
@@ -108,7 +108,7 @@ class Steering:
             raise ConfigError("the planner only advises: start it with mode publish")
 
     def _expire(self) -> None:
-        target, age_s = self.board.target, self._clock() - self._published_s
+        target, age_s = self.board.target, self._clock() - self.published_s
         if self.board.pending and target is not None and age_s > self._rules.change_timeout_s:
             self.board.settle()
             detail = f"No acknowledgement came within {self._rules.change_timeout_s:g} s."

@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace_common.errors import ConfigError, Draining, NotFound
 from headrace_planner.observation import WorkerCounts
@@ -137,3 +139,39 @@ async def test_a_watch_gets_the_target_in_force_and_then_each_later_one() -> Non
     board.close()
     with pytest.raises(Draining):
         await waiting
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("interval"), st.integers(1, 4), st.integers(0, 12)),
+    st.tuples(st.just("skip"), st.just(0), st.just(0)),
+    st.tuples(st.just("acknowledge"), st.booleans(), st.just(0)),
+    st.tuples(st.just("wait"), st.integers(1, 100), st.just(0)),
+)
+
+
+@given(st.lists(STEPS, max_size=40))
+def test_at_most_one_target_is_under_way_and_none_exceeds_the_budget(
+    steps: list[tuple[str, int, int]],
+) -> None:
+    bench = Bench()
+    published: list[str] = []
+    for kind, first, second in steps:
+        board = bench.board
+        was_pending, age_s = board.pending, bench.now_s - bench.steering.published_s
+        if kind == "interval":
+            entry = bench.steering.end_interval(interval(sample(prefill=first, queued=second)))
+            if entry.outcome is Outcome.PUBLISHED:
+                assert not was_pending or age_s > TIMEOUT_S
+                assert board.target is not None
+                assert board.target.counts == entry.decision.target != entry.decision.current
+                assert entry.decision.target.prefill + entry.decision.target.decode <= 8
+                published.append(board.target.id)
+        elif kind == "skip":
+            bench.steering.skip_interval(0.0, 1.0, "silent")
+        elif kind == "wait":
+            bench.now_s += first
+        elif board.target is not None:
+            bench.steering.acknowledge(board.target.id, "failed" if first else "")
+            assert not board.pending
+    assert len(set(published)) == len(published)
+    assert len(bench.decisions.page(0, 100)) <= 4

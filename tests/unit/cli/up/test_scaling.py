@@ -112,6 +112,14 @@ async def test_a_name_is_used_again_and_its_log_goes_on(bench: Bench) -> None:
     assert bench.running() == ["decode-0", "decode-1", "prefill-0"]
 
 
+async def test_a_device_changes_its_role_when_its_worker_has_drained(bench: Bench) -> None:
+    await bench.scaler.apply(2, 1)
+    await bench.scaler.apply(1, 2)
+    assert bench.running() == ["decode-0", "decode-1", "prefill-0"]
+    shown = bench.terminal.getvalue()
+    assert shown.index("removes prefill-1") < shown.index("adds decode-1")
+
+
 async def test_a_target_that_holds_already_changes_nothing(bench: Bench) -> None:
     before = dict(bench.processes)
     await bench.scaler.apply(1, 1)
