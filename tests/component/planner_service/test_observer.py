@@ -24,7 +24,13 @@ ROLES = registry_pb2.Member
 MODEL = "sim"
 
 
-class Everything(load_pb2_grpc.LoadServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
+class Worker(worker_pb2_grpc.WorkerServiceServicer):
+    """A worker without the RPCs that the planner may not call."""
+
+    SubscribeKvEvents = ResetPrefixCache = Drain = None  # type: ignore[assignment]
+
+
+class Everything(load_pb2_grpc.LoadServiceServicer, Worker):
     """Answers as a router and as a worker."""
 
     def __init__(self) -> None:
@@ -79,7 +85,7 @@ async def peer() -> AsyncIterator[tuple[Everything, str]]:
 
 @pytest.fixture
 async def observer() -> AsyncIterator[Observer]:
-    config = PlannerConfig(model=MODEL)
+    config = PlannerConfig.model_validate({"model": MODEL})
     observer = Observer(MODEL, lambda endpoint: open_channel(endpoint, config))
     yield observer
     await observer.close()

@@ -10,8 +10,8 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 import pytest
-from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 
+from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 from headrace_cli.planner.explain import read_explanation
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
@@ -45,7 +45,9 @@ class Served:
 
 @pytest.fixture(params=["publish"])
 async def planner(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
-    config = PlannerConfig(model="m", internal_listen="127.0.0.1:0", mode=request.param)
+    config = PlannerConfig.model_validate(
+        {"model": "m", "internal_listen": "127.0.0.1:0", "mode": request.param}
+    )
     rules = Rules(PlannerSettings(), None, config.mode == "publish", 60.0)
     steering = Steering(rules, TargetBoard("p"), DecisionLog(100), lambda: 0.0)
     observer = cast("Observer", None)
@@ -123,9 +125,9 @@ async def test_a_planner_that_advises_has_no_targets(planner: Served) -> None:
 
 async def test_a_watch_ends_when_the_planner_drains(planner: Served) -> None:
     call = planner.stub.WatchTargets(planner_pb2.WatchTargetsRequest(), timeout=CALL_S)
-    await call.wait_for_connection()
+    reading = asyncio.ensure_future(call.read())
     planner.steering.board.close()
-    assert await code_of(call.read()) is grpc.StatusCode.UNAVAILABLE
+    assert await code_of(reading) is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_only_operators_may_call(planner: Served) -> None:

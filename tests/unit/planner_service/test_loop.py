@@ -37,18 +37,20 @@ class FakeObserver:
 
 def reading(count: int, queued: int = 0) -> Reading:
     totals = load_pb2.RequestTotals(request_count=count, prompt_tokens=10 * count)
-    return Reading(sample(queued=queued), {"router": totals})
+    return Reading(sample(prefill=1, queued=queued), {"router": totals})
 
 
 class Bench:
     """A loop with two samples an interval."""
 
     def __init__(self, readings: list[Reading | None], recording: Path | None = None) -> None:
-        config = PlannerConfig(
-            model="m",
-            interval_s=0.02,
-            sample_interval_s=0.01,
-            recording_file=str(recording) if recording else "",
+        config = PlannerConfig.model_validate(
+            {
+                "model": "m",
+                "interval_s": 0.02,
+                "sample_interval_s": 0.01,
+                "recording_file": str(recording) if recording else "",
+            }
         )
         rules = Rules(PlannerSettings(), None, publishes=False, change_timeout_s=1.0)
         self.steering = Steering(rules, TargetBoard("p"), DecisionLog(10), lambda: 0.0)
@@ -80,7 +82,7 @@ async def test_half_of_the_samples_are_enough() -> None:
     assert (await bench.loop.run_interval()).outcome is Outcome.KEEP
     assert bench.missed == 1
     assert bench.loop.fault == ""
-    assert bench.loop.last_sample == sample()
+    assert bench.loop.last_sample == sample(prefill=1)
 
 
 async def test_without_samples_nothing_is_decided_and_the_cause_is_stated() -> None:
@@ -100,4 +102,4 @@ async def test_a_recording_that_cannot_be_written_stops_nothing(tmp_path: Path) 
 @pytest.mark.parametrize("sample_interval_s", [31.0, 0.01])
 def test_an_interval_has_a_bounded_number_of_samples(sample_interval_s: float) -> None:
     with pytest.raises(ValidationError, match="sample_interval_s"):
-        PlannerConfig(model="m", sample_interval_s=sample_interval_s)
+        PlannerConfig.model_validate({"model": "m", "sample_interval_s": sample_interval_s})
