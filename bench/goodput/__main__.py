@@ -1,15 +1,15 @@
 """Goodput of one prefill and one decode worker beside two vLLM engines that do both, by load and chunk size.
 
-    python -m bench.goodput [--model models/tiny-llama-deep] [--rates 1,2,3] [--steps 256,512,2048,default]
-        [--prompts 256,1536] [--answer 48] [--rounds 2] [--seconds 20] [--output bench/results]
+    python -m bench.goodput [--rates 2,3,4,5,6] [--steps 256,512,2048] [--rounds 2] [--first-round 0] [--keep FILE]
+        [--output bench/results]
 
 Both ways have one core for each of two engines. Requests arrive at random times (Poisson), at each of --rates, whether
 or not earlier ones have ended. Lengths of prompts are drawn from the range --prompts. The same requests arrive at the
 same times at every way. Ways take turns within a round, and only one computes at a time. A request is good when it
-keeps both bounds: --ttft-ms to the first token, and --tpot-ms as the mean between two tokens. One engine without load
-sets a bound of 0: five times its time to the first token of the longest prompt, or twice its time between tokens. A
-request that has not ended --drain seconds after the last arrival has failed. "default" leaves max_num_batched_tokens to
-vLLM.
+keeps two bounds: of its time to the first token, and of its mean time per later token. Bounds are multiples of the
+times of the longest prompt on one plain engine without load. A request that has not ended --drain seconds after the
+last arrival has failed. The number of a round is its seed. --keep adds the rounds to those in FILE, and reports on all
+of them. In --steps, "default" leaves max_num_batched_tokens to vLLM.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ import itertools
 import json
 import os
 import random
-import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from bench.goodput.report import ATTAINED_MIN, Answer, Objective, goodput, table
+from bench.goodput.report import ATTAINED_MIN, Answer, goodput_table, objectives, times_table
 from bench.support.vllm_child import KEEP_MEMORY, Child, engine, loaded
 from bench.support.vllm_ways import (
     Ours,
@@ -47,8 +46,6 @@ CACHE_TOKENS: Final = 49_152
 SEQUENCES: Final = 64
 DEFAULT_STEPS: Final = "default"
 QUIET_REQUESTS: Final = 6
-TTFT_FACTOR: Final = 5.0
-TPOT_FACTOR: Final = 2.0
 # The smallest ids are those of special tokens.
 FIRST_TOKEN: Final = 3
 
@@ -136,16 +133,12 @@ class Load:
         return Answer(tuple(token_ms), failed=len(token_ms) < self._answer_tokens)
 
 
-async def quiet_objective(load: Load, ask: Ask, longest: int) -> Objective:
-    """The bounds that follow from requests one after another. The first one warms the engine."""
-    alone = [
-        (await load.block(ask, [Arrival(0.0, longest, 10**15 + number)]))[0]
-        for number in range(QUIET_REQUESTS)
+async def without_load(load: Load, ask: Ask, longest: int) -> list[Answer]:
+    """The longest prompt again and again, one at a time. The first one warms the engine and does not count."""
+    return [
+        (await load.block(ask, [Arrival(0.0, longest, time.time_ns())]))[0]
+        for _ in range(QUIET_REQUESTS + 1)
     ][1:]
-    return Objective(
-        TTFT_FACTOR * statistics.median(answer.ttft_ms for answer in alone),
-        TPOT_FACTOR * statistics.median(answer.tpot_ms for answer in alone),
-    )
 
 
 async def start_ways(
@@ -181,9 +174,9 @@ async def start_ways(
 
 async def measure(
     arguments: argparse.Namespace, folder: Path
-) -> tuple[Objective, dict[float, dict[str, list[Answer]]]]:
-    """Every way in turn, at every rate, round after round."""
-    lengths = tuple(map(int, arguments.prompts.split(",")))
+) -> tuple[list[Answer], dict[float, dict[str, list[Answer]]]]:
+    """Requests without load, and every way in turn, at every rate, round after round."""
+    shortest, longest = map(int, arguments.prompts.split(","))
     vocabulary = json.loads((Path(arguments.model) / "config.json").read_text())["vocab_size"]
     load = Load(range(FIRST_TOKEN, vocabulary), arguments.answer, arguments.drain)
     rates = [float(rate) for rate in arguments.rates.split(",")]
@@ -192,36 +185,54 @@ async def measure(
         found: dict[float, dict[str, list[Answer]]] = {
             rate: {way: [] for way in asks} for rate in rates
         }
-        objective = await quiet_objective(load, next(iter(asks.values())), lengths[1])
-        objective = Objective(
-            arguments.ttft_ms or objective.ttft_ms, arguments.tpot_ms or objective.tpot_ms
-        )
-        for ask in asks.values():
-            await quiet_objective(load, ask, lengths[1])
-        for number, rate in itertools.product(range(arguments.rounds), rates):
-            arriving = arrivals(rate, arguments.seconds, (lengths[0], lengths[1]), number)
-            for turn, way in enumerate(alternating(list(asks), number)):
-                # Prompts of their own: no engine has another way's blocks, but its own of an earlier round.
-                mine = [Arrival(one.due_s, one.prompt_tokens, one.seed + turn) for one in arriving]
-                answers = await load.block(asks[way], mine)
+        alone = [await without_load(load, ask, longest) for ask in asks.values()]
+        numbers = range(arguments.first_round, arguments.first_round + arguments.rounds)
+        for number, rate in itertools.product(numbers, rates):
+            arriving = arrivals(rate, arguments.seconds, (shortest, longest), number)
+            for way in alternating(list(asks), number):
+                answers = await load.block(asks[way], arriving)
                 found[rate][way] += answers
-                good = sum(answer.keeps(objective) for answer in answers)
-                print(f"{number} {rate:g}/s, {way}: {good} of {len(answers)}", file=sys.stderr)
-    return objective, found
+                print(f"{number} {rate:g}/s, {way}: {len(answers)} requests", file=sys.stderr)
+    return alone[0], found
+
+
+def with_earlier(
+    file: Path | None, alone: list[Answer], found: dict[float, dict[str, list[Answer]]]
+) -> tuple[list[Answer], dict[float, dict[str, list[Answer]]]]:
+    """The answers in the file and these. Adds these to the file."""
+    known: dict[str, Any] = {"alone": [], "rates": {}}
+    if file and file.exists():
+        known = json.loads(file.read_text())
+    known["alone"] += map(asdict, alone)
+    for rate, ways in found.items():
+        for way, answers in ways.items():
+            known["rates"].setdefault(f"{rate:g}", {}).setdefault(way, []).extend(
+                map(asdict, answers)
+            )
+    if file:
+        file.write_text(json.dumps(known))
+    return [_answer(one) for one in known["alone"]], {
+        float(rate): {way: [_answer(one) for one in answers] for way, answers in ways.items()}
+        for rate, ways in known["rates"].items()
+    }
+
+
+def _answer(kept: dict[str, Any]) -> Answer:
+    return Answer(tuple(kept["token_ms"]), failed=kept["failed"])
 
 
 _NOTES: Final = """# Goodput: one prefill and one decode worker beside two engines that do both
 
 {what} Made by `python -m bench.goodput`.
 
-A request is good when its first token came within {ttft:,.0f} ms, and its later tokens within {tpot:,.1f} ms each, as a
-mean.
+The share of good requests: those that kept both bounds. Bounds are multiples of the times of the longest prompt on one
+plain engine without load. Goodput is the highest rate up to which {share:.0f} % of the requests were good.
 
-{table}
+{goodput}
 
-Highest measured rate with {share:.0f} % of good requests:
+Times of the same requests:
 
-{best}
+{times}
 
 Both ways have one core for each of two engines. Router, registry and this benchmark use both cores. Requests arrive at
 random times, the same at every way. Times count from the moment that a request is due. vLLM's engines are called
@@ -233,36 +244,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="See the module's text.")
     parser.add_argument("--model", default="models/tiny-llama-deep")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rates", default="1,2,3", help="requests per second")
-    parser.add_argument("--steps", default="256,512,2048,default", help="tokens of a step")
+    parser.add_argument("--rates", default="2,3,4,5,6", help="requests per second")
+    parser.add_argument("--steps", default="256,512,2048", help="tokens of a step")
     parser.add_argument("--prompts", default="256,1536", help="shortest and longest prompt")
     parser.add_argument("--answer", type=int, default=48, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in a block")
     parser.add_argument("--drain", type=float, default=20.0, help="seconds after the last arrival")
-    parser.add_argument("--ttft-ms", type=float, default=0.0)
-    parser.add_argument("--tpot-ms", type=float, default=0.0)
+    parser.add_argument("--first-round", type=int, default=0, help="its number, which is its seed")
+    parser.add_argument(
+        "--keep", type=Path, help="JSON of earlier rounds, to which these are added"
+    )
     parser.add_argument("--remark", default="", help="what else is to be said of the run")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
-    with TemporaryDirectory() as folder:
-        objective, found = asyncio.run(measure(arguments, Path(folder)))
-    drawn = table(found, objective)
-    best = "\n".join(f"- {way}: {rate:g}/s" for way, rate in goodput(found, objective).items())
-    print(drawn, best, sep="\n\n")
+    alone: list[Answer] = []
+    found: dict[float, dict[str, list[Answer]]] = {}
+    if arguments.rounds:
+        with TemporaryDirectory() as folder:
+            alone, found = asyncio.run(measure(arguments, Path(folder)))
+    alone, found = with_earlier(arguments.keep, alone, found)
+    good, times = goodput_table(found, objectives(alone)), times_table(found)
+    print(good, times, sep="\n\n")
     if arguments.output:
         shortest, longest = arguments.prompts.split(",")
         what = (
             f"{Path(arguments.model).name}, {arguments.dtype}, prompts of {shortest} to {longest} tokens, "
-            f"answers of {arguments.answer}, {arguments.rounds} rounds of {arguments.seconds:g} s, 2 cores."
+            f"answers of {arguments.answer}, arrivals during {arguments.seconds:g} s a round, 2 cores."
         )
         text = _NOTES.format(
             what=what,
-            ttft=objective.ttft_ms,
-            tpot=objective.tpot_ms,
-            table=drawn,
             share=100 * ATTAINED_MIN,
-            best=best,
+            goodput=good,
+            times=times,
             remark=f"\n{arguments.remark}\n" if arguments.remark else "",
         )
         (arguments.output / "goodput.md").write_text(text)

@@ -14,6 +14,7 @@ import grpc.aio
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.process.pacing import LoopLoad
 from headrace_common.registry.adapters import adapters_from_proto
 from headrace_frontend.request.model_names import Adapters
 from headrace_kv.layout.layout import KvLayout, WorkerRef
@@ -50,15 +51,17 @@ class WorkerDirectory:
         worker_wait_s: float = 0.0,
         on_slots: Callable[[str, DecodeSlots], None] | None = None,
         dials: Dials | None = None,
+        load: LoopLoad | None = None,
     ) -> None:
         """`ticket_public_key` is this router's. `worker_wait_s`: see RouterConfig.
 
         `on_slots` gets a model and the slots of its workers after each change. `dials` bounds the tries to reach
-        members, and may be shared.
+        members, and may be shared. `load` is that of the event loop: see DecodeLink.
         """
         self._open_channel = open_channel
         self._ticket_public_key = ticket_public_key
         self._dials = dials or Dials()
+        self._load = load
         self._registered: dict[WorkerRef, _Registered] = {}
         self._connections: dict[WorkerRef, WorkerConnection] = {}
         self._tables: dict[str, LoadTable] = {}
@@ -107,6 +110,7 @@ class WorkerDirectory:
                 self._update_load,
                 self._ticket_public_key,
                 interval_s,
+                self._load,
             )
         # A new worker has no row before it has reported.
         if changed:

@@ -60,6 +60,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.cancelled: set[str] = set()
         self.links = 0
         """Links that were opened, in all."""
+        self.token_intervals_us: list[int] = []
+        """Those that routers asked for."""
         self._open_links: list[FakeLink] = []
         self.running_requests = 0
         self.reports = asyncio.Event()
@@ -154,6 +156,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 for opened in request.opens:
                     link.grant(opened.stream_id, opened.credit_tokens)
                     running[opened.stream_id] = asyncio.create_task(self._answer(opened, link))
+                if request.HasField("token_interval_us"):
+                    self.token_intervals_us.append(request.token_interval_us)
                 for credit in request.credits:
                     link.grant(credit.stream_id, credit.credit_tokens)
                 for stream_id in request.cancelled_stream_ids:
