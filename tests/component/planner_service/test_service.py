@@ -10,8 +10,8 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 import pytest
-
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
+
 from headrace_cli.planner.explain import read_explanation
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
