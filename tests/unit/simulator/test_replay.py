@@ -47,6 +47,12 @@ def test_a_request_takes_its_prefill_and_its_steps() -> None:
     assert result.e2e.mean_s == pytest.approx(PROFILE.ttft_s(1000) + 10 * 0.02, rel=0.01)
 
 
+def test_a_prompt_without_a_whole_block_is_served_like_others() -> None:
+    result = replay(request(prompt_tokens=100), request(1, prompt_tokens=1))
+    assert not result.failures
+    assert result.cached_share == 0.0
+
+
 def test_prompts_wait_for_each_other() -> None:
     one = replay(request(0), request(1)).ttft.percentiles
     assert one["p99"] - one["p50"] == pytest.approx(PROFILE.ttft_s(1000) - 0.02, rel=0.01)
