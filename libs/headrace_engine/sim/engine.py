@@ -238,6 +238,7 @@ class SimEngine(Engine):
             compute_start_unix_ns=sequence.compute_start_unix_ns,
             compute_end_unix_ns=sequence.compute_end_unix_ns,
             reports=handover.reports,
+            tier_tokens=sequence.tier_tokens,
         )
 
     def decode(self, work: DecodeWork) -> DecodeEvents:

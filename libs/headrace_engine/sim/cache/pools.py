@@ -86,6 +86,7 @@ class CachePools:
 
         def report(fetched: Items[int]) -> None:
             indices = [index_of[prefix] for prefix in fetched]
+            sequence.blocks_fetched(indices)
             self._reporter.blocks_cached(sequence, indices, Tier.HOST)
 
         return self._lower_tiers.fetch(missing, report, on_end)
@@ -118,7 +119,7 @@ class CachePools:
         sequence.blocks_allocated(
             tuple(tuple(block_ids) for block_ids in block_ids_by_group),
             cached_tokens=end,
-            loaded_tokens=end - start,
+            tier_tokens=self._tier_tokens(sequence, hit, first_loaded, loaded),
         )
         if loaded:
             self.register(sequence, start, end)
@@ -131,6 +132,16 @@ class CachePools:
         size = self._groups[0].block_tokens
         reusable = sequence.reusable_tokens(self._keeps_state)
         return self._lower_tiers.hold(sequence.prefixes(size, reusable)[start_block:])
+
+    def _tier_tokens(
+        self, sequence: Sequence, hit: TierHit, first: int, count: int
+    ) -> dict[Tier, int]:
+        """Tokens of `count` loaded blocks from block `first` on, by the tier that they came from."""
+        found: dict[Tier, int] = {}
+        for index, (tier, _) in enumerate(hit.blocks[:count], first):
+            origin = Tier.REMOTE if index in sequence.fetched else tier
+            found[origin] = found.get(origin, 0) + self._groups[0].block_tokens
+        return found
 
     def _load(self, hit: TierHit, block_ids: Items[int]) -> int:
         """Copies blocks of lower tiers into the first of `block_ids`. Returns how many are there."""
