@@ -11,9 +11,16 @@ from pathlib import Path
 from headrace_common.errors import TransferFailed
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_engine.sim.cache.remote_blocks import SimRemoteBlocks
-from headrace_kv.layout.layout import KvDescriptor, KvLayout
+from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
-from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierHit, TierPlan
+from headrace_kv.manager.lower_tiers import (
+    NO_BLOCKS,
+    LowerTiers,
+    PoolBlocks,
+    TierCopy,
+    TierHit,
+    TierPlan,
+)
 from headrace_kv.manager.settings import TierSettings
 from headrace_kv.pool.base import PoolMemory, RemotePool
 from headrace_kv.pool.keys import PoolKeys
@@ -54,6 +61,11 @@ class SimLowerTiers:
     def writes_through(self) -> bool:
         """Whether blocks are stored as soon as they are cached, not only when they are evicted."""
         return self._settings.pooled and self._settings.publishes
+
+    @property
+    def host_memories(self) -> list[RankMemory]:
+        """Blocks in main memory of each rank, for transfers."""
+        return [copier.host_memory for copier in self._copiers]
 
     @property
     def pool_memories(self) -> list[PoolMemory]:
@@ -106,6 +118,16 @@ class SimLowerTiers:
     def release(self, hit: TierHit) -> None:
         """Ends a hold without a load."""
         self._tiers.release(hit)
+
+    def hold_sent(self, prefixes: Sequence[int], hit: TierHit) -> PoolBlocks:
+        """Holds those first blocks of a hit that transfers may read from main memory, until `sent`."""
+        if not self._settings.sends_from_host:
+            return NO_BLOCKS
+        return self._tiers.hold_fastest(prefixes[: hit.count_leading(Tier.HOST)])
+
+    def sent(self, blocks: PoolBlocks) -> None:
+        """No transfer reads these blocks any more."""
+        self._tiers.release_fastest(blocks)
 
     def load(self, hit: TierHit, block_ids: Sequence[int], reporter: CacheEventReporter) -> int:
         """Copies held blocks into KV memory. Returns how many of the first ones are there."""
