@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.route_workload import BLOCK_TOKENS, PROMPT_TOKENS, Tokens, Workload, worker_ref
+from bench.route.workload import BLOCK_TOKENS, PROMPT_TOKENS, Tokens, Workload, worker_ref
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2

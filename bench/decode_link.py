@@ -5,7 +5,7 @@
 The first way is a gRPC stream for each request, with a message for each token (Generate). The second is the decode
 link, with a message for each step of the engine. The third is the link's messages over TCP, each behind its length: its
 difference from the second is the price of grpc.aio. The reading side is this process, which only collects the tokens.
-The worker is the step engine of bench/proxy_workers.py, which costs little. Ratios are medians over the rounds, in
+The worker is the step engine of bench/proxy/workers.py, which costs little. Ratios are medians over the rounds, in
 which all ways take turns.
 """
 
@@ -28,8 +28,9 @@ import grpc.aio
 import uvloop
 from opentelemetry.context import Context
 
-from bench.proxy import cpu_seconds, free_port, process, request_count, until_listening
-from bench.proxy_workers import TOKENS, StepWorker, generate, link
+from bench.proxy.load import request_count
+from bench.proxy.workers import TOKENS, StepWorker, generate, link
+from bench.support.processes import cpu_seconds, free_port, process, until_listening
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.deadlines import Deadline

@@ -24,10 +24,10 @@ from typing import Any, Final
 import grpc.aio
 import uvloop
 
-from bench.proxy import cpu_seconds, free_port, process, until_listening
+from bench.support.processes import cpu_seconds
+from bench.support.services import Services, until_joined
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_cli.client import list_members
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.identity import new_incarnation
@@ -69,30 +69,18 @@ class _AnyCallersStatus(WorkerStatusServicer):
 @asynccontextmanager
 async def deployed(folder: Path, python: str, workers: int) -> AsyncIterator[tuple[int, int]]:
     """A registry, a router and decode workers. Yields the process ids of the router and of the workers, or 0."""
-    registry, router = free_port(), free_port()
-    here = f"127.0.0.1:{registry}"
     async with AsyncExitStack() as stack:
-
-        async def start(service: str, *flags: str) -> asyncio.subprocess.Process:
-            command = (python, "-m", f"headrace_{service}", *flags, "--log-level=error")
-            log = folder / f"{service}.log"
-            return await stack.enter_async_context(process(*command, log=log))
-
-        child = await start("registry", f"--internal-listen={here}")
-        await until_listening(registry, child, folder / "registry.log")
-        flags = (f"--listen=127.0.0.1:{router}", f"--registry={here}", "--model=sim")
-        control = await start("router", *flags)
-        await until_listening(router, control, folder / "router.log")
+        services = Services(stack, folder, python=python)
+        _, here = await services.start_registry()
+        control, _ = await services.start_router(f"--registry={here}", "--model=sim")
         if not workers:
             yield control.pid, 0
             return
-        fleet = await stack.enter_async_context(
-            process(
-                *(sys.executable, "-m", "bench.idle_workers", "--serve", here, str(workers)),
-                log=folder / "workers.log",
-            )
+        fleet = await services.run(
+            *(sys.executable, "-m", "bench.idle_workers", "--serve", here, str(workers)),
+            name="workers",
         )
-        await _joined(here, 1 + workers)
+        await until_joined(here, 1 + workers, _JOIN_S)
         await _connected(control.pid, workers)
         yield control.pid, fleet.pid
 
@@ -135,12 +123,6 @@ async def _serve_one(channel: grpc.aio.Channel, number: int) -> tuple[object, ..
     membership = Membership(channel, member, ttl_s=_MEMBER_TTL_S)
     await membership.start()
     return server, membership, events
-
-
-async def _joined(registry: str, members: int) -> None:
-    async with asyncio.timeout(_JOIN_S):
-        while len(await list_members(registry)) < members:  # noqa: ASYNC110 - another process changes it
-            await asyncio.sleep(0.5)
 
 
 async def _connected(pid: int, workers: int) -> None:

@@ -26,8 +26,8 @@ from typing import Final
 
 import psutil
 
-from bench.placement_report import percentile
-from bench.vllm_ways import Quiet, Tree, alternating, prompt_of
+from bench.placement.report import percentile
+from bench.support.vllm_ways import Quiet, Tree, alternating, prompt_of
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
 from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork

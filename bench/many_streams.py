@@ -13,10 +13,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,10 +24,9 @@ from typing import Any, Final
 import grpc.aio
 import uvloop
 
-from bench.proxy import cpu_seconds, free_port, process, until_listening
+from bench.support.processes import cpu_seconds, resident_kib
+from bench.support.services import Services, until_joined
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
-from headrace_cli.client import list_members
-from headrace_common.errors import WorkerGone
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 
@@ -63,44 +61,27 @@ class Deployment:
 @asynccontextmanager
 async def deployed(folder: Path, model: str, streams: int) -> AsyncIterator[Deployment]:
     """A registry, a router and two decode workers, each with room for all streams."""
-    registry, router = free_port(), free_port()
-    here = f"127.0.0.1:{registry}"
     async with AsyncExitStack() as stack:
-
-        async def start(service: str, log: str, *flags: str) -> asyncio.subprocess.Process:
-            command = (sys.executable, "-m", f"headrace_{service}", *flags, "--log-level=error")
-            return await stack.enter_async_context(process(*command, log=folder / log))
-
-        child = await start("registry", "registry", f"--internal-listen={here}")
-        await until_listening(registry, child, folder / "registry")
+        services = Services(stack, folder)
+        _, here = await services.start_registry()
         bounds = (f"--max-concurrent-requests={streams}", f"--max-queued-tokens={streams * 1_000}")
-        front = await start(
-            *("router", "router", f"--listen=127.0.0.1:{router}", f"--registry={here}"),
-            *(f"--model={_MODEL}", *bounds, f"--default-deadline-s={_ANSWER_S}"),
+        router, endpoint = await services.start_router(
+            *(f"--registry={here}", f"--model={_MODEL}", *bounds),
+            f"--default-deadline-s={_ANSWER_S}",
         )
-        await until_listening(router, front, folder / "router")
         workers = [
-            await start(
-                *("decode", f"decode-{number}", f"--worker-id=decode-{number}", "--engine=sim"),
+            await services.start(
+                *("decode", f"--worker-id=decode-{number}", "--engine=sim"),
                 *(f"--registry={here}", f"--model={model}", "--served-model=sim"),
                 *(f"--max-num-seqs={streams}", f"--num-gpu-blocks-override={streams * 8}"),
                 *("--max-num-batched-tokens=65536", "--listen=127.0.0.1:0"),
                 *("--internal-listen=127.0.0.1:0", "--transport=same_host"),
+                name=f"decode-{number}",
             )
             for number in range(2)
         ]
-        await _joined(here, 3)
-        yield Deployment(f"127.0.0.1:{router}", front.pid, workers[0])
-
-
-async def _joined(registry: str, members: int) -> None:
-    async with asyncio.timeout(_JOIN_S):
-        while True:
-            # The registry may not answer in time while all processes start.
-            with suppress(WorkerGone):
-                if len(await list_members(registry)) >= members:
-                    return
-            await asyncio.sleep(0.1)
+        await until_joined(here, 3, _JOIN_S)
+        yield Deployment(endpoint, router.pid, workers[0])
 
 
 async def read(stub: inference_pb2_grpc.InferenceServiceStub, answer: Answer, tokens: int) -> None:
@@ -117,12 +98,6 @@ async def read(stub: inference_pb2_grpc.InferenceServiceStub, answer: Answer, to
         if answer.slow:
             await asyncio.sleep(_SLOW_S)
     answer.end_s = time.perf_counter()
-
-
-def resident_kib(pid: int) -> int:
-    """Memory of a process."""
-    text = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmRSS"))
 
 
 async def _until_share(answers: list[Answer], tokens: int) -> None:

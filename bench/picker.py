@@ -15,7 +15,6 @@ import asyncio
 import itertools
 import json
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -27,9 +26,9 @@ from typing import Any, Final
 import httpx
 import uvloop
 
-from bench.proxy import cpu_seconds, free_port, process, until_listening
+from bench.support.processes import cpu_seconds, free_port, until_listening
+from bench.support.services import Services, until_joined
 from headrace.gateway.v1 import external_processing_pb2 as ext_pb2
-from headrace_cli.client import list_members
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.access.table import PICKER_METHOD
@@ -68,33 +67,24 @@ class Sample:
 @asynccontextmanager
 async def deployed(folder: Path, workers: int) -> AsyncIterator[Deployment]:
     """A registry, a router and decode workers with HTTP, on one machine."""
-    registry, router, door, picker = (free_port() for _ in range(4))
-    here = f"127.0.0.1:{registry}"
+    door, picker = free_port(), free_port()
     async with AsyncExitStack() as stack:
-
-        async def start(service: str, log: str, *flags: str) -> asyncio.subprocess.Process:
-            command = (sys.executable, "-m", f"headrace_{service}", *flags, "--log-level=error")
-            return await stack.enter_async_context(process(*command, log=folder / log))
-
-        child = await start("registry", "registry", f"--internal-listen={here}")
-        await until_listening(registry, child, folder / "registry")
-        front = await start(
-            *("router", "router", f"--listen=127.0.0.1:{router}", f"--registry={here}"),
-            *(f"--model={_MODEL}", f"--http-listen=127.0.0.1:{door}"),
+        services = Services(stack, folder)
+        _, here = await services.start_registry()
+        router, _ = await services.start_router(
+            *(f"--registry={here}", f"--model={_MODEL}", f"--http-listen=127.0.0.1:{door}"),
             f"--endpoint-picker-listen=127.0.0.1:{picker}",
         )
-        await until_listening(picker, front, folder / "router")
-        await start(
-            *("decode", "decode", "--worker-id=decode", "--engine=sim", f"--registry={here}"),
+        await until_listening(picker, router, folder / "router.log")
+        await services.start(
+            *("decode", "--worker-id=decode", "--engine=sim", f"--registry={here}"),
             *("--model=sim:verify=off", "--served-model=sim", "--http-listen=127.0.0.1:0"),
             *("--internal-listen=127.0.0.1:0", "--transport=same_host", "--max-num-seqs=8192"),
             *("--num-gpu-blocks-override=65536", "--max-num-batched-tokens=65536"),
             f"--workers-per-process={workers}",
         )
-        async with asyncio.timeout(_JOIN_S):
-            while len(await list_members(here)) < workers + 1:  # noqa: ASYNC110 - another process changes it
-                await asyncio.sleep(0.1)
-        yield Deployment(f"127.0.0.1:{picker}", f"127.0.0.1:{door}", front.pid)
+        await until_joined(here, workers + 1, _JOIN_S)
+        yield Deployment(f"127.0.0.1:{picker}", f"127.0.0.1:{door}", router.pid)
 
 
 def chat(number: int, prompt_tokens: int, tokens: int) -> bytes:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -24,8 +23,8 @@ from typing import Any, Final
 import grpc.aio
 import uvloop
 
-from bench.many_streams import resident_kib
-from bench.proxy import cpu_seconds, free_port, process, until_listening
+from bench.support.processes import cpu_seconds, free_port, resident_kib
+from bench.support.services import Services
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
@@ -53,11 +52,12 @@ class Relay:
         self.port = free_port()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self, target: int) -> asyncio.Server:
+    async def start(self, target: str) -> asyncio.Server:
         """Listens until the server is closed."""
+        host, port = target.rsplit(":", 1)
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", target)
+            far_reader, far_writer = await asyncio.open_connection(host, int(port))
             await asyncio.gather(self._pass(reader, far_writer), self._pass(far_reader, writer))
 
         return await asyncio.start_server(serve, "127.0.0.1", self.port)
@@ -97,37 +97,29 @@ class Load:
 async def deployed(folder: Path, workers: int) -> AsyncIterator[Deployment]:
     """Starts all processes at once, and yields when the router has found every worker."""
     prefills = max(1, workers // 5)
-    registry, router = free_port(), free_port()
     relay = Relay()
     begin_s = time.perf_counter()
     async with AsyncExitStack() as stack:
-
-        async def start(service: str, *flags: str) -> asyncio.subprocess.Process:
-            command = (sys.executable, "-m", f"headrace_{service}", *flags, "--log-level=error")
-            log = folder / f"{service}-{workers}"
-            return await stack.enter_async_context(process(*command, log=log))
-
-        server = await relay.start(registry)
+        services = Services(stack, folder, suffix=f"-{workers}")
+        registry, registry_endpoint = await services.start_registry()
+        server = await relay.start(registry_endpoint)
         stack.callback(server.close)
         here = f"--registry=127.0.0.1:{relay.port}"
-        children = {"registry": await start("registry", f"--internal-listen=127.0.0.1:{registry}")}
-        await until_listening(registry, children["registry"], folder / f"registry-{workers}")
-        children["router"] = await start(
-            "router", f"--listen=127.0.0.1:{router}", here, "--model=sim"
-        )
+        router, endpoint = await services.start_router(here, "--model=sim")
+        children = {"registry": registry, "router": router}
         for service, count in (("prefill", prefills), ("decode", workers - prefills)):
             # One worker of a process has no index in its name.
-            children[service] = await start(
+            children[service] = await services.start(
                 *(service, f"--worker-id={service}", f"--workers-per-process={count}", here),
                 *("--engine=sim", f"--model={_MODEL}", "--served-model=sim"),
                 *("--internal-listen=127.0.0.1:0", "--transport=same_host"),
                 *(("--listen=",) if service == "decode" else ()),
             )
-        await _until_found(f"127.0.0.1:{router}", prefills, workers - prefills)
+        await _until_found(endpoint, prefills, workers - prefills)
         ids = {service: child.pid for service, child in children.items()}
         yield Deployment(
             workers,
-            f"127.0.0.1:{router}",
+            endpoint,
             ids,
             relay,
             time.perf_counter() - begin_s,

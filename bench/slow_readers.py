@@ -26,7 +26,7 @@ import grpc.aio
 import uvloop
 
 from bench.many_streams import deployed
-from bench.proxy import cpu_seconds
+from bench.support.processes import cpu_seconds
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 
 _STREAMS_PER_CHANNEL: Final = 50

@@ -22,20 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.placement import (
+from bench.placement.deployment import (
     BLOCK_TOKENS,
     CACHE_TOKENS,
-    STARTS_PER_S,
-    Shape,
-    Tally,
     computed_tokens,
-    converse,
-    make_trace,
     router_of,
     wait_joined,
     workers_running,
 )
-from bench.placement_report import percentile
+from bench.placement.report import percentile
+from bench.placement.trace import STARTS_PER_S, Shape, Tally, converse, make_trace
 from headrace.inference.v1 import inference_pb2_grpc
 from headrace_common.rpc.channel import open_channel
 from headrace_router.app import Router

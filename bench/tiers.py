@@ -2,10 +2,11 @@
 
     python -m bench.tiers [--rounds 6] [--output bench/results]
 
-Our engine has KV memory for two conversations, main memory for four, and a disk. Beside it runs an engine of plain
-vLLM. In a round, our engine answers the first four turns of new conversations. Then the oldest are on disk, later
-ones in main memory, and the last one in KV memory. It answers fifth turns, one at a time, and so does vLLM. The
-answers are compared. A memcpy of as many bytes as were loaded follows in the same round.
+Our engine has KV memory for two conversations, main memory for four, a disk, and a remote pool on loopback. Beside it
+runs an engine of plain vLLM. In a round, our engine answers the first four turns of new conversations. Then the oldest
+are on disk, later ones in main memory, and the last one in KV memory. It answers fifth turns, one at a time, and so
+does vLLM. At last our engine forgets its own blocks, and answers a turn with those of the pool. The answers are
+compared. A memcpy of as many bytes as were loaded follows in the same round.
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ from typing import Final
 
 import numpy as np
 
-from bench.handover import KEEP_MEMORY
-from bench.placement_report import percentile
-from bench.vllm_child import Child, engine, loaded
-from bench.vllm_ways import CONTEXT_TOKENS, engine_arguments
+from bench.placement.report import percentile
+from bench.support.vllm_child import KEEP_MEMORY, Child, engine, loaded
+from bench.support.vllm_ways import CONTEXT_TOKENS, engine_arguments
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation
 from headrace_engine.interface import DecodeEnded, DecodeTokens, DecodeWork
@@ -38,6 +38,7 @@ from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.settings import TierSettings
 from headrace_kv.prefix.events import Tier
+from tests.pool_store import Store
 from tests.vllm.pair import GREEDY, engine_config
 from tests.waiting import until
 
@@ -51,14 +52,18 @@ CONVERSATIONS: Final = 7
 MEMORY_BLOCKS: Final = 72
 HOST_BLOCKS: Final = 140
 DISK_BLOCKS: Final = 400
+POOL_GIB: Final = 2.0
+POOL_TIMEOUT_S: Final = 5.0
 TIMEOUT_S: Final = 120.0
 _GIB: Final = 1 << 30
 
-DEVICE, HOST, DISK, NOWHERE = "KV memory", "main memory", "disk", "nowhere"
+DEVICE, HOST, DISK = "KV memory", "main memory", "disk"
+REMOTE, NOWHERE = "the remote pool", "nowhere"
 VLLM_DEVICE, VLLM_NOWHERE = "KV memory, plain vLLM", "nowhere, plain vLLM"
-ROWS: Final = (DEVICE, HOST, DISK, NOWHERE, VLLM_DEVICE, VLLM_NOWHERE)
+ROWS: Final = (DEVICE, HOST, DISK, REMOTE, NOWHERE, VLLM_DEVICE, VLLM_NOWHERE)
 # Conversations of a round, by number. 4 and 5 move through KV memory while others are asked.
 ASKED: Final = ((6, DEVICE), (3, HOST), (0, DISK))
+ASKED_LAST: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +184,10 @@ async def measure(arguments: argparse.Namespace) -> Results:
     found = Results()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(arguments.model)
-        async with engines(model, arguments.dtype, Path(folder)) as (ours, child, block_bytes):
+        async with (
+            running_store(Path(folder)) as pool,
+            engines(model, arguments.dtype, Path(folder), pool) as (ours, child, block_bytes),
+        ):
             for number in range(arguments.rounds + 1):
                 into = found if number else Results()
                 await measure_round(ours, child, number, into)
@@ -198,7 +206,20 @@ def len_of_history() -> int:
 
 
 @asynccontextmanager
-async def engines(model: Path, dtype: str, folder: Path) -> AsyncIterator[tuple[Ours, Child, int]]:
+async def running_store(folder: Path) -> AsyncIterator[str]:
+    """A remote pool. Gives its address."""
+    store = Store(folder, memory_gib=POOL_GIB)
+    try:
+        await store.wait()
+        yield store.address
+    finally:
+        store.end()
+
+
+@asynccontextmanager
+async def engines(
+    model: Path, dtype: str, folder: Path, pool: str
+) -> AsyncIterator[tuple[Ours, Child, int]]:
     """Starts ours, then plain vLLM. Also gives the bytes of a block."""
     block_bytes = bytes_of_block(model, dtype)
     config = engine_config(
@@ -210,7 +231,11 @@ async def engines(model: Path, dtype: str, folder: Path) -> AsyncIterator[tuple[
         max_model_len=CONTEXT_TOKENS,
         max_num_batched_tokens=2048,
         tiers=TierSettings(
-            (HOST_BLOCKS + 0.5) * block_bytes / _GIB, (DISK_BLOCKS + 0.5) * block_bytes / _GIB
+            (HOST_BLOCKS + 0.5) * block_bytes / _GIB,
+            (DISK_BLOCKS + 0.5) * block_bytes / _GIB,
+            pool_address=pool,
+            pool_timeout_s=POOL_TIMEOUT_S,
+            publishes=True,
         ),
     )
 
@@ -228,6 +253,8 @@ async def engines(model: Path, dtype: str, folder: Path) -> AsyncIterator[tuple[
         ours.launch()
         async with engine(plain, folder / "vllm.log", KEEP_MEMORY) as child:
             await ours.attach()
+            assert ours.prefix_events is not None
+            ours.prefix_events.set_hash_key(1, model.name)
             await loaded(child)
             yield Ours(ours), child, block_bytes
     finally:
@@ -271,6 +298,11 @@ async def measure_round(ours: Ours, child: Child, number: int, found: Results) -
     found.turns[VLLM_DEVICE].append(cached)
     found.turns[NOWHERE].append(computed)
     found.different += cached.token_ids != computed.token_ids
+    await ours.forget()
+    prompt = conversations[ASKED_LAST].ask()
+    turn = await ours.answer(prompt)
+    found.turns[REMOTE].append(turn)
+    found.different += (await answer_by_vllm(child, prompt)).token_ids != turn.token_ids
 
 
 async def four_turns(ours: Ours, conversation: Conversation) -> None:
@@ -339,11 +371,13 @@ _NOTES: Final = """# Turns of conversations with KV in each tier
 {tables}
 
 The fifth turn of a conversation has {history} tokens of four turns, and {turn} new ones. Blocks have {block} tokens.
-Our engine has KV memory for {memory} blocks, main memory for {host} and a file for {disk}. A turn computes the tokens
-that are in no whole block of the first four, about {tail}. Plain vLLM has room for all its conversations. Its
-allocator keeps freed memory, as ours does. Each row has a turn in each of {rounds} rounds. {different} of {compared}
-answers differ from those of plain vLLM in the same round. The last table has the steps of turns without cached KV:
-our engine stores the prompt's blocks in main memory beside the first one.
+Our engine has KV memory for {memory} blocks, main memory for {host}, a file for {disk}, and a pool of {pool:g} GiB on
+this host. A turn computes the tokens that are in no whole block of the first four, about {tail}. For the row of the
+pool, our engine has emptied its own tiers before. It asks the pool before every turn that it has no KV for. Plain vLLM
+has room for all its conversations. Its allocator keeps freed memory, as ours does. Each row has a turn in each of
+{rounds} rounds. {different} of {compared} answers differ from those of plain vLLM in the same round. The last table has
+the steps of turns without cached KV: our engine stores the prompt's blocks in main memory and in the pool beside the
+first one.
 {remark}"""
 
 
@@ -371,10 +405,11 @@ def main() -> None:
             memory=MEMORY_BLOCKS,
             host=HOST_BLOCKS,
             disk=DISK_BLOCKS,
+            pool=POOL_GIB,
             tail=TURN_TOKENS + len_of_history() % BLOCK_TOKENS,
             rounds=arguments.rounds,
             different=found.different,
-            compared=(len(ASKED) + 1) * arguments.rounds,
+            compared=(len(ASKED) + 2) * arguments.rounds,
             remark=f"\n{arguments.remark}\n" if arguments.remark else "",
         )
         (arguments.output / "tiers.md").write_text(text)

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from bench.data_plane_ways import HOST, KIB, MIB, TIMEOUT_S, Bytes, Receiver, block_orders
+from bench.data_plane.ways import HOST, KIB, MIB, TIMEOUT_S, Bytes, Receiver, block_orders
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import WriteResult
 from headrace_kv.transport.mooncake.transport import MooncakeTransport

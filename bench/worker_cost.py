@@ -24,9 +24,9 @@ from typing import Any, Final
 
 import uvloop
 
-from bench.proxy import cpu_seconds, free_port, process, until_listening
+from bench.support.processes import cpu_seconds
+from bench.support.services import Services, until_joined
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
-from headrace_cli.client import list_members
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.rpc.channel import open_channel
@@ -75,46 +75,29 @@ async def deployed(
     name: str, folder: Path, python: str, sim: str, streams: int, flags: Sequence[str] = ()
 ) -> AsyncIterator[Way]:
     """One registry, router and prefill worker, and two decode workers. `flags` are more of all workers."""
-    registry, router = free_port(), free_port()
-    here = f"127.0.0.1:{registry}"
     async with AsyncExitStack() as stack:
-
-        async def start(service: str, log: str, *flags: str) -> asyncio.subprocess.Process:
-            command = (python, "-m", f"headrace_{service}", *flags, "--log-level=warning")
-            return await stack.enter_async_context(process(*command, log=folder / log))
-
-        child = await start("registry", "registry.log", f"--internal-listen={here}")
-        await until_listening(registry, child, folder / "registry.log")
-        doors = (f"--listen=127.0.0.1:{router}", f"--registry={here}", f"--model={_MODEL}")
-        ids: dict[str, tuple[int, ...]] = {
-            "router": ((await start("router", "router.log", *doors)).pid,)
-        }
+        services = Services(stack, folder, python=python, log_level="warning")
+        _, here = await services.start_registry()
+        router, endpoint = await services.start_router(f"--registry={here}", f"--model={_MODEL}")
+        ids: dict[str, tuple[int, ...]] = {"router": (router.pid,)}
         model = (f"--model={sim}", "--served-model=sim")
         engine = (f"--registry={here}", "--engine=sim", *model)
         room = ("--num-gpu-blocks-override=16384", "--max-num-batched-tokens=8192", *flags)
         more = (f"--max-num-seqs={max(64, streams)}", "--internal-listen=127.0.0.1:0")
-        prefill = await start(
-            *("prefill", "prefill-0.log", "--worker-id=prefill-0", *engine, *room, *more)
-        )
+        prefill = await services.start("prefill", "--worker-id=prefill-0", *engine, *room, *more)
         ids["prefill"] = (prefill.pid,)
         more = (f"--max-num-seqs={max(256, streams)}", "--internal-listen=127.0.0.1:0")
         decodes = [
-            await start(
-                *("decode", f"decode-{number}.log", f"--worker-id=decode-{number}", *engine, *room),
-                *(*more, "--listen=127.0.0.1:0"),
+            await services.start(
+                *("decode", f"--worker-id=decode-{number}", *engine, *room, *more),
+                "--listen=127.0.0.1:0",
+                name=f"decode-{number}",
             )
             for number in range(2)
         ]
         ids["decode"] = tuple(child.pid for child in decodes)
-        await _joined(here, 2 + len(decodes))
-        yield Way(name, f"127.0.0.1:{router}", ids)
-
-
-async def _joined(registry: str, members: int) -> None:
-    """Waits for all to be registered."""
-    async with asyncio.timeout(_JOIN_S):
-        while len(await list_members(registry)) < members:  # noqa: ASYNC110 - another process changes it
-            await asyncio.sleep(0.1)
+        await until_joined(here, 2 + len(decodes), _JOIN_S)
+        yield Way(name, endpoint, ids)
 
 
 async def load(way: Way, streams: int, seconds: float, numbers: Any) -> Round:

@@ -17,14 +17,16 @@ LONG_S = 60.0
 class Store:
     """A process of the store, with its master as a child."""
 
-    def __init__(self, folder: Path, listen: str = "127.0.0.1:0") -> None:
+    def __init__(
+        self, folder: Path, listen: str = "127.0.0.1:0", memory_gib: float = 1 / 16
+    ) -> None:
         self._port_file = folder / "pool.port"
         self._port_file.unlink(missing_ok=True)
         self.process = subprocess.Popen(
             [
                 sys.executable,
                 *("-m", "headrace_kv.pool.mooncake.serve", f"--listen={listen}"),
-                *("--memory-gib=0.0625", f"--port-file={self._port_file}"),
+                *(f"--memory-gib={memory_gib:g}", f"--port-file={self._port_file}"),
             ]
         )
 

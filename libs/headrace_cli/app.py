@@ -24,6 +24,8 @@ from headrace_cli.commands import (
 )
 from headrace_cli.commands.context import complete_contexts
 from headrace_cli.planner import command as planner_command
+from headrace_cli.profile import command as profile_command
+from headrace_cli.simulate import command as simulate_command
 from headrace_cli.size import command as size_command
 from headrace_common.version import version
 
@@ -39,6 +41,7 @@ app = typer.Typer(
 COMMANDS = (
     *(up, demo, chat, bench, route, workers, drain, trace, status),
     *(pair, policy, context, token, doctor, size_command, planner_command),
+    *(profile_command, simulate_command),
 )
 for command in COMMANDS:
     command.register(app)

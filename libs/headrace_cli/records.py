@@ -328,3 +328,76 @@ class DecisionRecord(Record):
     decode_target: int
     is_changing: bool
     reasons: list[ReasonRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedDecision:
+    """A decision of a running planner."""
+
+    number: int
+    start_unix_s: float
+    duration_s: float
+    prefill_workers: int
+    decode_workers: int
+    prefill_target: int
+    decode_target: int
+    outcome: str
+    detail: str
+    reasons: list[ReasonRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainRecord(Record):
+    """`headrace planner explain --json`. The counts are None before the first observation or target."""
+
+    schema: ClassVar[str] = "headrace.planner-explain.v1"
+
+    model: str
+    mode: str
+    interval_s: float
+    observation_fault: str
+    prefill_workers: int | None
+    decode_workers: int | None
+    prefill_target: int | None
+    decode_target: int | None
+    decisions: list[ExplainedDecision]
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeRecord:
+    """The numbers of workers that the planner asked for."""
+
+    time_s: float
+    prefill_workers: int
+    decode_workers: int
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationRunRecord:
+    """One replay of a trace. Times are in milliseconds, by "mean", "p50", "p90", "p95" and "p99"."""
+
+    placement: str
+    scaling: str
+    requests: int
+    failures: Mapping[str, int]
+    duration_s: float
+    ttft_ms: Mapping[str, float]
+    itl_ms: Mapping[str, float]
+    e2e_ms: Mapping[str, float]
+    attainment: float
+    ttft_attainment: float
+    itl_attainment: float
+    goodput: float
+    cached_share: float
+    prefill_worker_hours: float
+    decode_worker_hours: float
+    changes: list[ChangeRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationRecord(Record):
+    """`headrace simulate --json`."""
+
+    schema: ClassVar[str] = "headrace.simulation.v1"
+    trace: str
+    runs: list[SimulationRunRecord]

@@ -42,11 +42,6 @@ def build_engine(
 
         return SimEngine(config, descriptors, sender_thread=sender_thread, kill_timer=kill_timer)
     if config.engine == "vllm":
-        if config.tiers.pooled:
-            raise ConfigError(
-                "engine vllm has no remote pool yet: leave kv_pool_address empty, or start with engine sim",
-                metadata={"field": "kv_pool_address"},
-            )
         try:
             from headrace_engine.vllm.engine import VllmEngine
         except ModuleNotFoundError as exc:

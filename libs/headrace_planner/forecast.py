@@ -17,6 +17,8 @@ _OBSERVATION_NOISE: Final = 10.0
 _START_VARIANCE: Final = 1000.0
 _POINTS_MIN: Final = 5
 """With fewer values, the last one is the prediction."""
+_GROWTH_MAX: Final = 10.0
+"""A load that grows more than that from one period to the next does not repeat itself."""
 
 Predictor = Callable[[Sequence[float]], float]
 """The next value of a series, which is not empty. The result is finite and not negative."""
@@ -57,7 +59,8 @@ def local_trend(history: Sequence[float]) -> float:
 def seasonal(period: int) -> Predictor:
     """A predictor for a load with a period: the value one period ago, times the growth since then.
 
-    Growth is the ratio of the means of the last quarter of a period and of the same quarter one period before.
+    Growth is the ratio of the means of the last quarter of a period and of the same quarter one period before. It is at
+    most 10.
     """
 
     def predict(history: Sequence[float]) -> float:
@@ -66,7 +69,7 @@ def seasonal(period: int) -> Predictor:
             return last_value(history)
         recent = sum(history[-window:])
         before = sum(history[-window - period : -period])
-        growth = recent / before if before > 0 else 1.0
+        growth = min(_GROWTH_MAX, recent / before) if before > 0 else 1.0
         return max(0.0, history[-period] * growth)
 
     return predict

@@ -3,12 +3,16 @@
 A correction is observed latency over that of the profile. It shows what the profile of one worker does not contain,
 such as interference.
 
-    prefill = fewest workers with mean wait + time of service <= ttft goal, see queueing.py
+    prefill = fewest workers with wait + time of service <= ttft goal, in the mean and for a share of the requests, see
+              queueing.py
 
-    decode = ceil(requests x answer tokens / seconds / most tokens per second with itl <= itl goal / itl correction)
+    decode = ceil((answers + z x sqrt(answers)) / answers of a worker with itl <= itl goal / itl correction)
 
-Decode's formula and both corrections are those of Dynamo's SLA planner. Observed TTFT contains the wait for a worker,
-so that only a factor below 1 corrects the time of service.
+    answers = requests x answer tokens / seconds x itl: those under way at the same time
+
+Answers come at random, so their number varies by about its square root. z is the normal quantile of the share. For a
+share of a half it is 0, and the formula is that of Dynamo's SLA planner, as both corrections are. Observed TTFT
+contains the wait for a worker, so that only a factor below 1 corrects the time of service.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from headrace_planner.forecast import Forecast, forecast
 from headrace_planner.observation import Interval, PlannedRole, Reason, RequestStatistics
@@ -115,14 +120,20 @@ def _prefill_rule(
     wait_max_s = settings.goals.ttft_s - service_s
     is_in_reach = wait_max_s > 0.0
     # Where no number of workers reaches the goal, the wait is bounded by the time of service.
-    count = fewest_workers(rate, service_s, wait_max_s if is_in_reach else service_s)
+    count = fewest_workers(
+        rate,
+        service_s,
+        wait_max_s if is_in_reach else service_s,
+        late_share_max=1.0 - settings.goals.share,
+    )
     sentence = (
         f"{rate:.2f} requests per second ({demand.requests.predictor}) with {length:.0f} new prompt tokens take "
         f"{service_s * 1e3:.0f} ms each"
     )
     if is_in_reach:
         sentence += (
-            f": {count} prefill workers keep the mean wait within {wait_max_s * 1e3:.0f} ms."
+            f": {count} prefill workers keep the mean wait, and that of {settings.goals.share:.1%} of them, within "
+            f"{wait_max_s * 1e3:.0f} ms."
         )
     else:
         sentence += f", more than the goal of {settings.goals.ttft_s * 1e3:.0f} ms: no number of workers reaches it."
@@ -151,10 +162,13 @@ def _decode_rule(
     goal_s = settings.goals.itl_s / correction
     point = profile.best_decode(goal_s, demand.context_tokens)
     tokens_per_s = rate * demand.answer_tokens.value
-    count = math.ceil(tokens_per_s / point.tokens_per_s)
+    answers = tokens_per_s * point.itl_s
+    peak = answers + NormalDist().inv_cdf(settings.goals.share) * math.sqrt(answers)
+    count = math.ceil(peak / (point.tokens_per_s * point.itl_s))
     sentence = (
-        f"{tokens_per_s:.0f} tokens per second need {count} decode workers, of which each makes "
-        f"{point.tokens_per_s:.0f} per second with {point.itl_s * 1e3:.1f} ms between tokens."
+        f"{tokens_per_s:.0f} tokens per second are {answers:.1f} answers at the same time, and "
+        f"{settings.goals.share:.1%} of the time at most {peak:.1f}. They need {count} decode workers, of which each "
+        f"makes {point.tokens_per_s:.0f} tokens per second with {point.itl_s * 1e3:.1f} ms between tokens."
     )
     if point.itl_s > goal_s:
         sentence += f" No load of a worker reaches the goal of {goal_s * 1e3:.1f} ms."
@@ -164,6 +178,8 @@ def _decode_rule(
         count,
         {
             "tokens_per_s": tokens_per_s,
+            "answers": answers,
+            "answers_peak": peak,
             "context_tokens": demand.context_tokens,
             "correction": correction,
             "worker_tokens_per_s": point.tokens_per_s,

@@ -32,16 +32,24 @@ def plan(
     Without a profile, only the load decides. While workers join or leave, the numbers stay as they are, because the
     samples show two deployments.
     """
-    history = (*state.history, interval)[-settings.history_intervals_max :]
+    observed = record_interval(settings, interval, state)
     current = interval.counts
     if interval.is_changing:
-        return Decision(current, current, ()), PlannerState(history, state.load)
+        return Decision(current, current, ()), observed
     by_load, load = decide_by_load(settings.load, interval, state.load)
-    floors = _floors(settings, profile, history)
+    floors = _floors(settings, profile, observed.history)
     wanted, by_goals = _raise_to(apply_reasons(current, by_load), floors)
     target, by_budget = within_budget(settings.budget, wanted)
     reasons = (*by_load, *by_goals, *by_budget)
-    return Decision(current, target, reasons), PlannerState(history, load)
+    return Decision(current, target, reasons), PlannerState(observed.history, load)
+
+
+def record_interval(
+    settings: PlannerSettings, interval: Interval, state: PlannerState
+) -> PlannerState:
+    """The state after an interval without a decision, such as one in which an earlier decision is carried out."""
+    history = (*state.history, interval)[-settings.history_intervals_max :]
+    return PlannerState(history, state.load)
 
 
 def _floors(

@@ -11,10 +11,11 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from headrace_common.config import PositiveSeconds
+from headrace_common.config import NonNegativeCount, NonNegativeSeconds, PositiveSeconds
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _POINTS_MAX = 10_000
+_MEASURED_CHARACTERS_MAX = 4_000
 
 
 class _Point(BaseModel):
@@ -37,11 +38,27 @@ class DecodePoint(_Point):
     tokens_per_s: _Positive
 
 
+class TransferTime(_Point):
+    """The time to hand the KV cache of a prompt over, apart from computing it."""
+
+    fixed_s: NonNegativeSeconds = 0.0
+    s_per_token: NonNegativeSeconds = 0.0
+
+
 class WorkerProfile(_Point):
-    """Measured points of one prefill worker and one decode worker."""
+    """Measured points of one prefill worker and one decode worker.
+
+    The simulator also needs the size of a worker: the tokens that its KV memory holds and the most requests of a decode
+    worker. Both are 0 where they are unknown. `measured` says what was measured.
+    """
 
     prefill: Annotated[tuple[PrefillPoint, ...], Field(min_length=1, max_length=_POINTS_MAX)]
     decode: Annotated[tuple[DecodePoint, ...], Field(min_length=1, max_length=_POINTS_MAX)]
+    kv_tokens: NonNegativeCount = 0
+    max_num_seqs: NonNegativeCount = 0
+    transfer: TransferTime = TransferTime()
+    host_load_s_per_token: NonNegativeSeconds = 0.0
+    measured: Annotated[str, Field(max_length=_MEASURED_CHARACTERS_MAX)] = ""
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:

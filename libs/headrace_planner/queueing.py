@@ -1,4 +1,4 @@
-"""The mean wait for a worker of a pool with one queue. Pure."""
+"""The wait for a worker of a pool with one queue. Pure."""
 
 from __future__ import annotations
 
@@ -20,20 +20,47 @@ def mean_wait_s(arrivals_per_s: float, service_s: float, workers: int) -> float:
     return service_s * power / (workers * (1.0 - utilization))
 
 
-def fewest_workers(arrivals_per_s: float, service_s: float, wait_max_s: float) -> int:
-    """The fewest workers with a mean wait of at most `wait_max_s`, which is positive. 0 without arrivals."""
+def late_share(arrivals_per_s: float, service_s: float, workers: int, wait_s: float) -> float:
+    """The share of arrivals that wait longer than `wait_s` for one of the workers, by Erlang's C formula for M/M/c.
+
+    1 when the workers cannot serve all arrivals.
+    """
+    load = arrivals_per_s * service_s
+    if load >= workers:
+        return 1.0
+    blocked = 1.0
+    for count in range(1, workers + 1):
+        blocked = load * blocked / (count + load * blocked)
+    waiting = blocked / (1.0 - load / workers * (1.0 - blocked))
+    return waiting * math.exp(-(workers - load) * wait_s / service_s)
+
+
+def fewest_workers(
+    arrivals_per_s: float, service_s: float, wait_max_s: float, late_share_max: float = 1.0
+) -> int:
+    """The fewest workers with a mean wait of at most `wait_max_s`, which is positive. 0 without arrivals.
+
+    At most `late_share_max` of the arrivals wait longer than that.
+    """
     if arrivals_per_s <= 0.0:
         return 0
+
+    def enough(workers: int) -> bool:
+        return (
+            mean_wait_s(arrivals_per_s, service_s, workers) <= wait_max_s
+            and late_share(arrivals_per_s, service_s, workers, wait_max_s) <= late_share_max
+        )
+
     first = math.floor(arrivals_per_s * service_s) + 1
     if first >= _WORKERS_MAX:
         return first
     low, high = first, first
-    while high < _WORKERS_MAX and mean_wait_s(arrivals_per_s, service_s, high) > wait_max_s:
+    while high < _WORKERS_MAX and not enough(high):
         low, high = high + 1, high * 2
     while low < high:
         middle = (low + high) // 2
-        if mean_wait_s(arrivals_per_s, service_s, middle) > wait_max_s:
-            low = middle + 1
-        else:
+        if enough(middle):
             high = middle
+        else:
+            low = middle + 1
     return high

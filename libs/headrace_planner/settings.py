@@ -53,11 +53,10 @@ class LoadSettings(_Settings):
 class GoalSettings(_Settings):
     """Goals of latency, for the decision by a worker's profile."""
 
-    ttft_s: PositiveSeconds = Field(
-        default=0.5, description="Goal of the mean time to first token."
-    )
-    itl_s: PositiveSeconds = Field(
-        default=0.05, description="Goal of the mean time between tokens."
+    ttft_s: PositiveSeconds = Field(default=0.5, description="Goal of the time to first token.")
+    itl_s: PositiveSeconds = Field(default=0.05, description="Goal of the time between tokens.")
+    share: Annotated[float, Field(ge=0.5, le=0.999)] = Field(
+        default=0.9, description="Share of the requests that should reach a goal."
     )
 
 

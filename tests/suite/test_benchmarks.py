@@ -19,9 +19,9 @@ from tests.fork_server import SOCKET_VARIABLE, fork_server
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 100.0
-WITH_ENGINES: Final = {"handover", "interference", "layer_wise", "tiers"}
-WITH_PEERS: Final = {"proxy_dynamo"}
-PARTS: Final = {"data_plane_ways", "proxy_workers", "vllm_child"}
+WITH_ENGINES: Final = {"goodput", "handover", "interference", "layer_wise", "tiers"}
+WITH_PEERS: Final = {"proxy.dynamo"}
+PARTS: Final = {"data_plane.ways", "proxy.workers", "support.vllm_child"}
 """Modules that a benchmark starts as a process."""
 
 Table = list[dict[str, str]]
@@ -74,8 +74,8 @@ def assert_columns_positive(table: Table, *columns: str) -> None:
 
 def test_every_benchmark_has_a_test_here_or_needs_engines_or_peers() -> None:
     programs = {
-        path.stem
-        for path in (ROOT / "bench").glob("*.py")
+        ".".join(path.relative_to(ROOT / "bench").with_suffix("").parts).removesuffix(".__main__")
+        for path in (ROOT / "bench").rglob("*.py")
         if 'if __name__ == "__main__":' in path.read_text()
     }
     tested = set(re.findall(r'\brun\(\s*"(\w+)"', Path(__file__).read_text()))

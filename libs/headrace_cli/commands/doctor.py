@@ -18,6 +18,7 @@ from headrace_cli.doctor.credentials import check_credentials
 from headrace_cli.doctor.finding import Finding, Verdict
 from headrace_cli.doctor.firewall import Surroundings, check_rules, rule_set
 from headrace_cli.doctor.members import check_members, check_pairs, find_members
+from headrace_cli.doctor.pool import check_pool
 from headrace_cli.doctor.this_host import check_host
 from headrace_cli.exit_status import EXIT_FAILED, run_command
 from headrace_cli.json_output import Json, print_record
@@ -69,6 +70,13 @@ def doctor(
     etcd: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="With --firewall: the registry's etcd.")
     ] = "",
+    pool: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The remote pool's master: checks that it answers; with --firewall, writes its rules.",
+        ),
+    ] = "",
     as_json: Json = False,
 ) -> None:
     """Checks credentials, members, clocks, ports and the kernel. Exit status 1 when there is an error."""
@@ -80,6 +88,7 @@ def doctor(
                 host=tuple(host or [socket.gethostname()]),
                 registry=found,
                 etcd=etcd,
+                pool=pool,
                 operators=tuple(operator or ()),
                 clients=tuple(client or ()),
             )
@@ -89,6 +98,8 @@ def doctor(
             typer.echo(rules, nl=False)
             return
         findings = await examine(registry, router)
+        if pool:
+            findings.append(await check_pool(pool))
         if as_json:
             print_record(doctor_record(findings))
         else:

@@ -26,13 +26,14 @@ _NFT_TIMEOUT_S: Final = 10.0
 class Surroundings:
     """What the registry does not list. `host`: names or addresses of the host that the rules are for.
 
-    `registry` and `etcd` are "host:port"; an empty `etcd` means none. `operators` call every service; `clients` call
-    decode workers with tickets.
+    `registry`, `etcd` and `pool` are "host:port"; empty means none. `pool` is the master of the remote pool, with
+    memory on the same host. `operators` call every service; `clients` call decode workers with tickets.
     """
 
     host: tuple[str, ...]
     registry: str
     etcd: str = ""
+    pool: str = ""
     operators: tuple[str, ...] = ()
     clients: tuple[str, ...] = ()
 
@@ -117,10 +118,12 @@ def _rules(members: Sequence[registry_pb2.Member], around: Surroundings) -> Iter
     if registry_hosts & here:
         port = str(split_host_port(around.registry)[1])
         yield _Rule("the registry", port, everyone | operators)
-    if around.etcd and _addresses_of(_host(around.etcd)) & here:
-        port = str(split_host_port(around.etcd)[1])
+    if port := _port_here("--etcd", around.etcd, here):
         yield _Rule("etcd: the registry only", port, _networks(registry_hosts))
-    workers = False
+    moves_kv = False
+    if port := _port_here("--pool", around.pool, here):
+        yield _Rule("the remote pool's master: workers only", port, prefills | decodes)
+        moves_kv = True
     for member in sorted(members, key=lambda one: one.worker_id):
         if not hosts[member.worker_id] & here:
             continue
@@ -132,12 +135,23 @@ def _rules(members: Sequence[registry_pb2.Member], around: Surroundings) -> Iter
             if member.client_endpoint:
                 port = str(split_host_port(member.client_endpoint)[1])
                 yield _Rule(f"{member.worker_id}: its clients", port, clients)
-        workers |= member.role != _Role.ROLE_ROUTER
+        moves_kv |= member.role != _Role.ROLE_ROUTER
         port = str(split_host_port(member.endpoint)[1])
         yield _Rule(f"{member.worker_id}: its services", port, callers)
-    if workers:
+    if moves_kv:
         ports = f"{KV_PORTS[0]}-{KV_PORTS[-1]}"
         yield _Rule("KV transfers between workers", ports, prefills | decodes)
+
+
+def _port_here(option: str, address: str, here: frozenset[_Address]) -> str:
+    """The port of an address that the user gave with `option`. Empty for none, or for one on another host."""
+    if not address:
+        return ""
+    try:
+        _, port = split_host_port(address)
+    except ValueError as error:
+        raise ConfigError(f"{option}: {error}") from error
+    return str(port) if _addresses_of(_host(address)) & here else ""
 
 
 def _host(endpoint: str) -> str:

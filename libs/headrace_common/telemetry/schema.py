@@ -53,6 +53,8 @@ SPAN_DECODE_SAMPLE: Final = "headrace.decode.sample"
 SPAN_DECODE_FIRST_TOKEN: Final = "headrace.decode.first_token"
 # From the first token to the last token, on the decode worker.
 SPAN_DECODE_GENERATE: Final = "headrace.decode.generate"
+# A decision of the planner, over the interval that it is made from. It is a trace of its own.
+SPAN_PLANNER_DECISION: Final = "headrace.planner.decision"
 
 # A transfer entered a state.
 EVENT_TRANSFER_STATE: Final = "headrace.transfer.state_entered"
@@ -249,6 +251,18 @@ ATTRIBUTE_TIER: Final = "headrace.tier"
 ATTRIBUTE_PROMPT_SOURCE: Final = "headrace.prompt.source"
 # Role of members, such as "decode".
 ATTRIBUTE_MEMBER_ROLE: Final = "headrace.registry.role"
+# What became of a decision when it was made: "keep", "changing", "incomplete", "advised" or "published".
+ATTRIBUTE_PLANNER_OUTCOME: Final = "headrace.planner.outcome"
+# Prefill workers at the end of the interval.
+ATTRIBUTE_PLANNER_PREFILL: Final = "headrace.planner.prefill"
+# Decode workers at the end of the interval.
+ATTRIBUTE_PLANNER_DECODE: Final = "headrace.planner.decode"
+# Prefill workers that should run.
+ATTRIBUTE_PLANNER_PREFILL_TARGET: Final = "headrace.planner.prefill_target"
+# Decode workers that should run.
+ATTRIBUTE_PLANNER_DECODE_TARGET: Final = "headrace.planner.decode_target"
+# A sentence for each rule that applied.
+ATTRIBUTE_PLANNER_REASONS: Final = "headrace.planner.reasons"
 # Always "text_completion", also for chats, which the router turns into a prompt.
 ATTRIBUTE_GEN_AI_OPERATION: Final = "gen_ai.operation.name"
 # Time to the first token.
@@ -321,6 +335,14 @@ METRIC_TRACE_SPANS_DROPPED: Final = "headrace.trace.dropped_spans"
 METRIC_CORRUPT_RECORDS: Final = "headrace.registry.corrupt_records"
 # Members with a live registration, by role.
 METRIC_MEMBERS: Final = "headrace.registry.members"
+# Workers at the planner's last decision, by role.
+METRIC_PLANNER_CURRENT: Final = "headrace.planner.workers.current"
+# Workers that the planner's last decision asks for, by role.
+METRIC_PLANNER_TARGET: Final = "headrace.planner.workers.target"
+# Decisions, by what became of them when they were made.
+METRIC_PLANNER_DECISIONS: Final = "headrace.planner.decisions"
+# Samples of the load that could not be taken, because a member did not report.
+METRIC_PLANNER_MISSED_SAMPLES: Final = "headrace.planner.missed_samples"
 # Transfers ended, by outcome.
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV transferred.

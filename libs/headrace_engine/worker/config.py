@@ -173,7 +173,7 @@ class WorkerConfig(ServiceConfig):
         "",
         description="host:port of the master of a Mooncake Store, where all workers of the deployment share KV blocks; "
         "needs kv_host_gib. Prefill workers store their blocks there, and all workers load them. Its ports check no "
-        "caller: open them to the hosts of workers only. Empty means no pool. Engine sim.",
+        "caller: open them to the hosts of workers only. Empty means no pool.",
     )
     kv_pool_timeout_s: PositiveSeconds = Field(
         1.0,

@@ -10,7 +10,7 @@ from random import Random
 
 import grpc.aio
 
-from headrace.inference.v1 import inference_pb2_grpc, trace_pb2_grpc
+from headrace.inference.v1 import inference_pb2_grpc, load_pb2_grpc, trace_pb2_grpc
 from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
@@ -36,6 +36,7 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_router.client_gate import ClientGate
 from headrace_router.config import RouterConfig
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
+from headrace_router.load import LoadReader
 from headrace_router.lookaside.keys import RouterKeys
 from headrace_router.lookaside.own_prompts import OwnPrompts
 from headrace_router.lookaside.prompts import DirectPrompts
@@ -71,6 +72,7 @@ _PICK_S = 10.0
 CLIENT_SERVICES = ("headrace.inference.v1.InferenceService",)
 INTERNAL_SERVICES = (
     *CLIENT_SERVICES,
+    "headrace.inference.v1.LoadService",
     "headrace.inference.v1.TraceService",
     "headrace.prefill.v1.PrefillQueueService",
     OTLP_SERVICE_NAME,
@@ -100,6 +102,7 @@ class Router:
     admission: Admission
     pairs: PairReporter
     queue_service: QueueService
+    load: LoadReader
     picker: EndpointPicker
     status: StatusApp | None
     """None without the setting status_listen."""
@@ -123,6 +126,7 @@ class Router:
     def _add_internal(self, server: grpc.aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.inference, server)
         trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceReader(self.traces), server)
+        load_pb2_grpc.add_LoadServiceServicer_to_server(self.load, server)
         prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(self.queue_service, server)
         SpanCollector(self.traces.add_batch, self.direct.on_batch).add_to(server)
 
@@ -299,6 +303,7 @@ def assemble(
             ),
             runner.reject_when_draining,
         ),
+        load=LoadReader(codecs, queue, admission, metrics.totals),
         status=_build_status(config, status_reader),
         status_reader=status_reader,
     )

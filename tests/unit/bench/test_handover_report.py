@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bench.handover_report import (
+from bench.handover.report import (
     BY_DECODE,
     BY_PREFILL,
     PEER,
@@ -16,7 +16,7 @@ from bench.handover_report import (
     table,
     targets,
 )
-from bench.vllm_ways import alternating
+from bench.support.vllm_ways import alternating
 
 PLAIN_ONE = Sample(1, first_ms=1000, second_ms=1020, cpu_ms=1300, token_ids=(7, 8))
 HANDED = replace(

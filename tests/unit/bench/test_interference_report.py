@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree as ET
 
-from bench.interference_report import OURS, Block, draw, gaps_of, p99_ms, table, targets
+from bench.interference.report import OURS, Block, draw, gaps_of, p99_ms, table, targets
 
 MS = 1_000_000
 CALM = Block(10, tuple([20.0] * 98 + [30.0] * 2), tokens=100, asked=10, answered=9, first_ms=(900,))

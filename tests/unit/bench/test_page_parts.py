@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.page_parts import check_page, write_parts
+from bench.support.page_parts import check_page, write_parts
 
 
 def test_a_part_is_replaced_and_the_rest_of_the_page_stays(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def expected(kind: type, prefix: str = "") -> dict[str, str]:
         "list[str]": "list of texts",
         "Mapping[str, str]": "object",
         "Mapping[str, float]": "object",
+        "Mapping[str, int]": "object",
         "Mapping[str, object]": "object",
     }
     found: dict[str, str] = {}

@@ -50,6 +50,11 @@ def test_time_before_the_first_request_is_no_history() -> None:
     assert forecast([], 0, 0.5).value == 0.0
 
 
+def test_growth_from_almost_nothing_is_bounded() -> None:
+    history = [1.0, 0.0, 0.0, 0.0, 0.0, 5e-324, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert seasonal(6)(history) == 10.0
+
+
 @given(
     st.lists(st.floats(allow_nan=True, allow_infinity=True) | st.floats(0, 1e9), max_size=60),
     st.integers(0, 30),

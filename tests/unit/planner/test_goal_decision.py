@@ -17,19 +17,24 @@ from headrace_planner.goal_decision import (
 )
 from headrace_planner.observation import RequestStatistics
 from headrace_planner.profile import PrefillPoint, WorkerProfile
-from headrace_planner.queueing import fewest_workers, mean_wait_s
+from headrace_planner.queueing import fewest_workers, late_share, mean_wait_s
 from headrace_planner.settings import GoalSettings, PlannerSettings
 from tests.unit.planner.samples import PROFILE, interval, requests, sample
 
 SETTINGS = PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=0.05))
+MEANS = PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=0.05, share=0.5))
 
 AS_PROFILED = Corrections()
 
 
-def needed(observed: RequestStatistics, correction: Corrections = AS_PROFILED) -> tuple[int, int]:
-    demand = predict_demand(SETTINGS, [interval(requests=observed)])
+def needed(
+    observed: RequestStatistics,
+    correction: Corrections = AS_PROFILED,
+    settings: PlannerSettings = MEANS,
+) -> tuple[int, int]:
+    demand = predict_demand(settings, [interval(requests=observed)])
     assert demand is not None
-    prefill, decode = decide_by_goals(SETTINGS, PROFILE, demand, correction)
+    prefill, decode = decide_by_goals(settings, PROFILE, demand, correction)
     return prefill.count, decode.count
 
 
@@ -49,10 +54,43 @@ def test_the_fewest_workers_keep_the_wait_and_one_less_does_not(
         assert mean_wait_s(rate, service_s, count - 1) > wait_max_s
 
 
+def test_the_share_of_late_arrivals_is_that_of_an_m_m_1_queue() -> None:
+    # rho x exp(-(1 - rho) x wait / service), with rho = 0.5.
+    assert late_share(5.0, 0.1, 1, 0.0) == pytest.approx(0.5)
+    assert late_share(5.0, 0.1, 1, 0.2) == pytest.approx(0.5 * math.exp(-1.0))
+    assert late_share(10.0, 0.1, 1, 5.0) == 1.0
+    # Erlang's C of 2 erlangs on 3 servers is 4/9.
+    assert late_share(20.0, 0.1, 3, 0.0) == pytest.approx(4 / 9)
+
+
+@given(st.floats(0.01, 500), st.floats(0.001, 5), st.floats(0.001, 5), st.floats(0.001, 0.5))
+def test_few_arrivals_wait_longer_and_with_one_worker_less_more_do(
+    rate: float, service_s: float, wait_max_s: float, late_share_max: float
+) -> None:
+    count = fewest_workers(rate, service_s, wait_max_s, late_share_max)
+    assert late_share(rate, service_s, count, wait_max_s) <= late_share_max
+    assert mean_wait_s(rate, service_s, count) <= wait_max_s
+    if count > 1:
+        assert (
+            late_share(rate, service_s, count - 1, wait_max_s) > late_share_max
+            or mean_wait_s(rate, service_s, count - 1) > wait_max_s
+        )
+
+
 def test_prefill_workers_keep_the_wait_within_the_goal() -> None:
     # 20 requests per second of 0.1 s each need more than 2 workers, which have utilization 1.
     count, _ = needed(requests(600))
     assert count == fewest_workers(20.0, 0.1, 0.1) == 3
+    # Of three workers, 4/9 x exp(-1) = 16 % of the prompts wait longer than 0.1 s.
+    assert needed(requests(600), settings=SETTINGS)[0] == 4
+
+
+def test_decode_workers_have_room_for_the_answers_of_most_moments() -> None:
+    # 2,000 tokens per second with 40 ms are 80 answers, and 40 fit a worker. 80 + 1.28 x sqrt(80) = 91.5.
+    assert needed(requests(600))[1] == 2
+    assert needed(requests(600), settings=SETTINGS)[1] == 3
+    # 10 answers and 1.28 x sqrt(10) more fit one worker.
+    assert needed(requests(75), settings=SETTINGS)[1] == 1
 
 
 def test_cached_tokens_are_not_computed() -> None:

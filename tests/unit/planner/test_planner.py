@@ -27,7 +27,7 @@ def test_the_load_corrects_what_the_goals_ask_for() -> None:
 def test_the_goals_are_a_floor_for_removals() -> None:
     idle = interval(sample(prefill=3, loads=(0.2, 0.2)), requests=requests(600))
     decision, _ = plan(SETTINGS, PROFILE, idle, PlannerState())
-    assert decision.target == WorkerCounts(3, 2)
+    assert decision.target == WorkerCounts(3, 3)
     assert {reason.rule for reason in decision.reasons} >= {
         "time to first token",
         "time between tokens",

@@ -59,7 +59,7 @@ class ConnectorScheduler(ABC):
         return True
 
     def has_pending_push_work(self) -> bool:
-        return self._flush_requested
+        return self._flush_requested or self._tiers.pool.is_moving
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

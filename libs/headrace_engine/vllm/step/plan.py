@@ -45,12 +45,16 @@ class RequestCopy:
 
 @dataclass(frozen=True, slots=True)
 class PoolMove:
-    """Blocks of the fastest lower tier that every rank fetches from a remote pool (`fetches`), or stores there."""
+    """Blocks of the fastest lower tier that every rank fetches from a remote pool (`fetches`), or stores there.
+
+    What a rank has not moved in `timeout_s` counts as missing.
+    """
 
     number: int
     fetches: bool
     prefixes: tuple[int, ...]
     block_ids: tuple[int, ...]
+    timeout_s: float
 
 
 @dataclass(slots=True)

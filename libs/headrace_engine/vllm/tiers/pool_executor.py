@@ -5,22 +5,18 @@ from __future__ import annotations
 import queue
 from concurrent.futures import Future
 from functools import partial
-from typing import Final
 
 from headrace_engine.vllm.step.plan import PoolMove
 from headrace_engine.vllm.tiers.pool_lookup import leading
 from headrace_kv.pool.base import RemotePool
 from headrace_kv.pool.keys import PoolKeys
 
-STORE_TIMEOUT_S: Final = 10.0
-
 
 class PoolExecutor:
     """The thread of the tiers begins moves, and the rank's compute thread takes their ends."""
 
-    def __init__(self, rank: int, timeout_s: float) -> None:
+    def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._timeout_s = timeout_s
         self._opened: tuple[RemotePool, PoolKeys] | None = None
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
@@ -35,10 +31,8 @@ class PoolExecutor:
             return
         pool, keys = self._opened
         names = keys.of_rank(self._rank, move.prefixes)
-        if move.fetches:
-            moved = pool.get(0, names, move.block_ids, self._timeout_s)
-        else:
-            moved = pool.put(0, names, move.block_ids, STORE_TIMEOUT_S)
+        call = pool.get if move.fetches else pool.put
+        moved = call(0, names, move.block_ids, move.timeout_s)
         moved.add_done_callback(partial(self._end, move.number))
 
     def take_ended(self) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -15,6 +16,7 @@ from headrace_kv.prefix.events import Tier
 
 UNPUBLISHED_MAX: Final = 256
 """Blocks that are being stored in the pool. Further ones are not stored."""
+PUBLISH_TIMEOUT_S: Final = 10.0
 ANNOUNCED_MAX: Final = 65_536
 _BATCH_BLOCKS: Final = 32
 FETCH_BLOCKS_MAX: Final = 512
@@ -29,10 +31,11 @@ class PoolLookup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PoolUse:
-    """The ranks of an engine, and whether it stores blocks in the pool."""
+    """The ranks of an engine, and whether it stores blocks in the pool. A request waits `timeout_s` at most."""
 
     rank_count: int = 1
     publishes: bool = False
+    timeout_s: float = 1.0
 
 
 @dataclass(slots=True)
@@ -53,10 +56,11 @@ class _Move:
 
 @dataclass(slots=True)
 class _Fetch:
-    """A request's blocks, which are looked up, then fetched."""
+    """A request's blocks, which are looked up, then fetched, until `due_s`."""
 
     prefixes: Sequence[int]
     found: Future[int]
+    due_s: float
     moving: bool = False
     ended: bool = False
 
@@ -86,7 +90,8 @@ class PoolPlanner:
         self._next_number = 1
         self._by_request: dict[str, _Fetch] = {}
         self._under_way: dict[int, _Move] = {}
-        self._unpublished = 0
+        # Prefixes that are being stored.
+        self._publishing: set[int] = set()
         self._moves: list[PoolMove] = []
         # Prefixes that this worker has stored, the oldest first.
         self._published: OrderedDict[int, None] = OrderedDict()
@@ -96,6 +101,11 @@ class PoolPlanner:
     def is_waiting(self) -> bool:
         """Whether a request waits for the pool."""
         return any(not fetch.ended for fetch in self._by_request.values())
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether blocks are on their way. Only a further step reports their end."""
+        return bool(self._under_way)
 
     def attach(self, lookup: PoolLookup) -> None:
         """The store can be asked from now on. Any thread may call it."""
@@ -118,7 +128,8 @@ class PoolPlanner:
             found = self._lookup.find(wanted)
             if found is None:
                 return False
-            fetch = self._by_request[request_id] = _Fetch(wanted, found)
+            due_s = time.monotonic() + self._use.timeout_s
+            fetch = self._by_request[request_id] = _Fetch(wanted, found, due_s)
         if fetch.ended:
             return False
         if not fetch.moving and fetch.found.done():
@@ -129,20 +140,33 @@ class PoolPlanner:
         """The request asks no more. A fetch under way goes on."""
         self._by_request.pop(request_id, None)
 
-    def stored(self, plan: TierPlan) -> None:
-        """Publishes what a plan stores in the fastest tier, as far as the pool keeps up."""
+    def offered(self, prefixes: Sequence[int], plan: TierPlan) -> None:
+        """Publishes computed blocks that the fastest tier has, as far as the pool keeps up.
+
+        `plan` has stored those that no tier had, perhaps because the pool has lost them too. Others are published
+        unless this worker has stored them in the pool before.
+        """
         if not self._use.publishes or self._lookup is None:
             return
-        for change in plan.changes:
-            if not change.stored or change.tier != self._tiers.names[0]:
-                continue
-            for start in range(0, len(change.prefixes), _BATCH_BLOCKS):
-                if self._unpublished >= UNPUBLISHED_MAX:
-                    return
-                part = change.prefixes[start : start + _BATCH_BLOCKS]
-                blocks = self._tiers.hold_fastest(part)
-                self._unpublished += len(blocks)
-                self._move(blocks, None)
+        fastest = self._tiers.names[0]
+        new = {
+            prefix
+            for change in plan.changes
+            if change.stored and change.tier == fastest
+            for prefix in change.prefixes
+        }
+        wanted = [
+            prefix
+            for prefix in prefixes
+            if prefix not in self._publishing and (prefix in new or prefix not in self._published)
+        ]
+        for start in range(0, len(wanted), _BATCH_BLOCKS):
+            if len(self._publishing) >= UNPUBLISHED_MAX:
+                return
+            blocks = self._tiers.hold_fastest(wanted[start : start + _BATCH_BLOCKS])
+            if blocks:
+                self._publishing.update(blocks.prefixes)
+                self._move(blocks, PUBLISH_TIMEOUT_S)
 
     def add_to(self, plan: StepPlan) -> None:
         """Adds the moves that begin with the next step, after its copies."""
@@ -166,7 +190,7 @@ class PoolPlanner:
                 self._end_publication(move)
 
     def _end_publication(self, move: _Move) -> None:
-        self._unpublished -= len(move.blocks)
+        self._publishing.difference_update(move.blocks.prefixes)
         self._tiers.release_fastest(move.blocks)
         kept = tuple(
             prefix for prefix in move.blocks.prefixes[: move.whole] if prefix not in self._published
@@ -183,16 +207,21 @@ class PoolPlanner:
             self._carry_out(TierPlan(changes=[TierChange(Tier.REMOTE, False, gone)]))
 
     def _begin(self, fetch: _Fetch, count: int) -> None:
+        left_s = fetch.due_s - time.monotonic()
+        if left_s <= 0:
+            fetch.end()
+            return
         blocks, plan = self._tiers.reserve(fetch.prefixes[:count])
         self._carry_out(plan)
         fetch.begin()
         if not blocks:
             fetch.end()
             return
-        self._move(blocks, fetch)
+        self._move(blocks, left_s, fetch)
 
-    def _move(self, blocks: PoolBlocks, fetch: _Fetch | None) -> None:
+    def _move(self, blocks: PoolBlocks, timeout_s: float, fetch: _Fetch | None = None) -> None:
         number = self._next_number
         self._next_number += 1
         self._under_way[number] = _Move(blocks, self._use.rank_count, len(blocks), fetch)
-        self._moves.append(PoolMove(number, fetch is not None, blocks.prefixes, blocks.block_ids))
+        fetches = fetch is not None
+        self._moves.append(PoolMove(number, fetches, blocks.prefixes, blocks.block_ids, timeout_s))

@@ -55,7 +55,7 @@ class RunShape:
 
 
 WIRE_COSTS = {
-    # bench/data_plane.py and bench/transport_costs.py, two cores at 2.8 GHz, loopback.
+    # bench/data_plane/ and bench/transport_costs.py, two cores at 2.8 GHz, loopback.
     "mooncake/tcp": TransferCosts(entry_s=20e-6, byte_s=0.35e-9),
     # Not measured on a real adapter. Chosen so that only very short runs are staged.
     "mooncake/rdma": TransferCosts(entry_s=2e-6, byte_s=0.1e-9),

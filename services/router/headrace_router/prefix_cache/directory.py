@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import grpc.aio
-import numpy as np
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
 from headrace_kv.prefix.events import Tier, load_time_from_proto
-from headrace_kv.prefix.hashing import PromptHashes, TokenIds, key_fingerprint
+from headrace_kv.prefix.hashing import TokenIds, key_fingerprint
+from headrace_router.prefix_cache.cached_prompts import CachedPrompts
 from headrace_router.prefix_cache.event_stream import EVENT_TIMEOUT_S, KvEventFeed
 from headrace_router.prefix_cache.index import SLOTS_MAX, PrefixIndex
-from headrace_router.prefix_cache.lookup import Depths
-from headrace_router.prefix_cache.model_index import ModelIndex
 from headrace_router.prefix_cache.tier_prices import TierPrices
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.heartbeats import heartbeat_interval_s
@@ -30,12 +27,9 @@ from headrace_router.workers.table import LoadTable, Numbers
 
 _LOG = logging.getLogger(__name__)
 
-REMOTE_SHARE: Final = 0.25
-"""Of a block in the remote pool."""
 # A worker has a second slot while a snapshot arrives, and its old slots until they are swept.
 _WORKERS_MAX: Final = SLOTS_MAX // 2
 _UPKEEP_INTERVAL_S: Final = 0.25
-_HASHABLE: Final = (list, tuple, array, bytes, memoryview, np.ndarray)
 _ROLES: Final = (registry_pb2.Member.ROLE_PREFILL, registry_pb2.Member.ROLE_DECODE)
 
 
@@ -72,10 +66,10 @@ class PrefixCacheDirectory:
         self._open_channel = open_channel
         self._prefix_hash_key = prefix_hash_key
         self._prices = TierPrices(compute_s_per_token)
+        self._cached = CachedPrompts(prefix_hash_key, self._prices)
         self._event_timeout_s = event_timeout_s
         self._feeds: dict[_FeedKey, KvEventFeed] = {}
         self._faults: dict[WorkerRef, str] = {}
-        self._indexes: dict[str, dict[int, ModelIndex]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._upkeep: asyncio.Task[None] | None = None
         self._closed = False
@@ -119,39 +113,15 @@ class PrefixCacheDirectory:
                 interval_s=interval_s,
             )
         used = {(key.model, key.block_tokens) for key in wanted}
-        self._indexes = {
-            model: kept
-            for model, indexes in self._indexes.items()
-            if (kept := {size: index for size, index in indexes.items() if (model, size) in used})
-        }
+        self._cached.keep(used)
         if self._upkeep is None:
             self._upkeep = asyncio.create_task(self._run_upkeep(), name="prefix-index-upkeep")
 
     def cached_tokens(
         self, table: LoadTable, token_ids: TokenIds | Sequence[int], cache_salt: str
     ) -> Numbers:
-        """The cached tokens of a prompt with this salt for each worker of the table. Shape [worker]."""
-        found: Numbers = np.zeros(len(table))
-        if not table.workers:
-            return found
-        model = table.workers[0].model
-        for model_index, prompt in self._prompts(model, token_ids, cache_salt):
-            known = model_index.table_slots(table)
-            if not len(known.rows):
-                continue
-            index, block_tokens = model_index.index, model_index.block_tokens
-            *depths, pooled = model_index.depths(prompt)
-            blocks = reached = index.blocks(depths[0])[known.slots]
-            if any(depths[1:]):
-                tiers = [blocks, *(index.blocks(one)[known.slots] for one in depths[1:])]
-                shares = self._prices.shares(model, block_tokens, table)
-                blocks = _credited_blocks(tiers, [share[known.rows] for share in shares])
-                reached = np.maximum.reduce(tiers)
-            if pooled:
-                remote = max(depth for depth, _ in pooled)
-                blocks = blocks + REMOTE_SHARE * np.maximum(remote - reached, 0.0)
-            found[known.rows] = blocks * block_tokens
-        return found
+        """See CachedPrompts."""
+        return self._cached.cached_tokens(table, token_ids, cache_salt)
 
     def cached_refs(
         self,
@@ -160,25 +130,8 @@ class PrefixCacheDirectory:
         cache_salt: str,
         refs: Collection[WorkerRef],
     ) -> dict[WorkerRef, int]:
-        """The same for some workers of a model, in either role. Workers without any are left out.
-
-        The remote pool does not count: all of them reach it.
-        """
-        found: dict[WorkerRef, int] = {}
-        for model_index, prompt in self._prompts(model, token_ids, cache_salt):
-            index, block_tokens = model_index.index, model_index.block_tokens
-            among = model_index.mask_of(refs)
-            *own, _ = model_index.depths(prompt)
-            device, *slower = (_masked(depths, among) for depths in own)
-            if not any(slower):
-                found |= index.scores([(blocks * block_tokens, mask) for blocks, mask in device])
-                continue
-            scores = [index.scores(depths) for depths in (device, *slower)]
-            for ref in set().union(*scores):
-                tiers = [np.array(one.get(ref, 0.0)) for one in scores]
-                shares = self._prices.shares_of(model, block_tokens, ref)
-                found[ref] = int(_credited_blocks(tiers, shares) * block_tokens)
-        return found
+        """See CachedPrompts."""
+        return self._cached.cached_refs(model, token_ids, cache_salt, refs)
 
     async def close(self) -> None:
         """Ends every stream."""
@@ -215,27 +168,9 @@ class PrefixCacheDirectory:
             self._faults[key.ref] = fault
             _LOG.warning("%s gets no credit for its cache: %s", key.ref, fault)
 
-    def _prompts(
-        self, model: str, token_ids: TokenIds | Sequence[int], cache_salt: str
-    ) -> Iterable[tuple[ModelIndex, PromptHashes]]:
-        key = self._prefix_hash_key()
-        indexes = self._indexes.get(model)
-        if not key or not indexes:
-            return
-        if not isinstance(token_ids, _HASHABLE):
-            token_ids = list(token_ids)
-        for model_index in indexes.values():
-            yield model_index, model_index.prompt(key, token_ids, cache_salt)
-
-    def _model_index(self, model: str, block_tokens: int) -> ModelIndex:
-        indexes = self._indexes.setdefault(model, {})
-        if block_tokens not in indexes:
-            indexes[block_tokens] = ModelIndex(model, block_tokens)
-        return indexes[block_tokens]
-
     def _find_index(self, key: _FeedKey) -> PrefixIndex | None:
         """The index for a worker that sends events. None when it has no room for another worker."""
-        index = self._model_index(key.model, key.block_tokens).index
+        index = self._cached.model_index(key.model, key.block_tokens).index
         if sum(feed.index is index for feed in self._feeds.values()) < _WORKERS_MAX:
             return index
         _LOG.warning("%s gets no credit for its cache: too many workers", key.ref)
@@ -261,22 +196,8 @@ class PrefixCacheDirectory:
                 # An event, and a new feed, make it later.
                 due = [feed.check_timeout(now_s) for feed in self._feeds.values()]
                 check_s = min((now_s + self._event_timeout_s, *due))
-            for index in [index for sizes in self._indexes.values() for index in sizes.values()]:
+            for index in self._cached.all():
                 await index.sweep()
-
-
-def _credited_blocks(tiers: Sequence[Numbers], shares: Sequence[Numbers | float]) -> Numbers:
-    """Converts the blocks of each tier to blocks of the fastest. A tier contains the blocks of faster ones."""
-    total = reached = tiers[0]
-    for share, blocks in zip(shares, tiers[1:], strict=True):
-        deeper = np.maximum(reached, blocks)
-        total = total + share * (deeper - reached)
-        reached = deeper
-    return total
-
-
-def _masked(depths: Depths, among: int) -> Depths:
-    return [(blocks, common) for blocks, mask in depths if (common := mask & among)]
 
 
 def _describe(hashing: worker_pb2.KvHashing) -> str:

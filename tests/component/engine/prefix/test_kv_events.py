@@ -331,8 +331,8 @@ async def test_a_slow_subscriber_is_ended_and_delays_no_other(
             worker_pb2.SubscribeKvEventsRequest(incarnation=worker.ref.incarnation)
         )
         await slow.read()
-        await until(lambda: bool(rig.indexes._indexes))
-        (by_size,) = rig.indexes._indexes.values()
+        await until(lambda: bool(rig.indexes._cached._indexes))
+        (by_size,) = rig.indexes._cached._indexes.values()
         (model_index,) = by_size.values()
         for _ in range(45):
             events.stored(None, [random.getrandbits(64) for _ in range(16_000)])
@@ -386,12 +386,12 @@ async def test_members_that_leave_lose_their_streams_and_blocks(rig: EventRig) -
     await rig.until_cached(table, prompt, w_0=40, w_1=40, w_2=40)
     rig.follow(rig.workers[:1])
     assert rig.cached(table, prompt) == {"w-0": 40, "w-1": 0, "w-2": 0}
-    index = next(iter(rig.indexes._indexes[MODEL].values())).index
+    index = next(iter(rig.indexes._cached._indexes[MODEL].values())).index
     await until(lambda: not index._slots.retired)
     assert index.block_count == 40 // BLOCK_TOKENS
     assert len(rig.indexes._feeds) == 1
     rig.follow([])
-    assert rig.indexes._indexes == {}
+    assert rig.indexes._cached._indexes == {}
 
 
 async def _read_all(call: Any) -> None:

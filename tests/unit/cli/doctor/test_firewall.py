@@ -70,12 +70,26 @@ def test_the_registry_and_etcd_are_reached_by_the_deployment() -> None:
     ]
 
 
+def test_the_remote_pool_is_reached_by_workers() -> None:
+    workers = ("ip saddr { 10.0.0.2/31, 10.0.0.4/32 }", "ip6 saddr { fd00::5/128 }")
+    assert rules_of("10.0.0.8", pool="10.0.0.8:50051") == [
+        *(f"{sources} tcp dport 50051 accept" for sources in workers),
+        "tcp dport 50051 drop",
+        *(f"{sources} tcp dport 15000-17000 accept" for sources in workers),
+        "tcp dport 15000-17000 drop",
+    ]
+    # On another host.
+    assert not any("50051" in rule for rule in rules_of("10.0.0.2", pool="10.0.0.8:50051"))
+
+
 @pytest.mark.parametrize(
     ("host", "surroundings", "text"),
     [
         ("10.0.0.77", {}, "no service of the deployment is on 10.0.0.77"),
         ("10.0.0.4", {"operators": ("10.0.0.1/8",)}, "give networks such as"),
         ("worker.invalid", {}, "the host worker.invalid is unknown here"),
+        ("10.0.0.4", {"pool": "10.0.0.8"}, "--pool: write it as host:port"),
+        ("10.0.0.4", {"etcd": "10.0.0.8"}, "--etcd: write it as host:port"),
     ],
 )
 def test_wrong_hosts_and_networks_are_named(

@@ -20,6 +20,7 @@ class Pool(RemotePool):
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[str], list[int], Future[list[bool]]]] = []
+        self.timeouts: list[float] = []
         self.opened = True
 
     @property
@@ -27,36 +28,40 @@ class Pool(RemotePool):
         return self.opened
 
     def exists(self, keys: Sequence[str], timeout_s: float) -> Future[list[bool]]:
-        return self._call("exists", keys, ())
+        return self._call("exists", keys, (), timeout_s)
 
     def get(
         self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
     ) -> Future[list[bool]]:
-        return self._call("get", keys, slots)
+        return self._call("get", keys, slots, timeout_s)
 
     def put(
         self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
     ) -> Future[list[bool]]:
-        return self._call("put", keys, slots)
+        return self._call("put", keys, slots, timeout_s)
 
     def close(self) -> None:
         self.opened = False
 
-    def _call(self, name: str, keys: Sequence[str], slots: Sequence[int]) -> Future[list[bool]]:
+    def _call(
+        self, name: str, keys: Sequence[str], slots: Sequence[int], timeout_s: float
+    ) -> Future[list[bool]]:
         future: Future[list[bool]] = Future()
+        self.timeouts.append(timeout_s)
         self.calls.append((name, list(keys), list(slots), future))
         return future
 
 
 def test_moves_end_with_the_number_of_whole_blocks() -> None:
-    pool, executor = Pool(), PoolExecutor(1, 5.0)
+    pool, executor = Pool(), PoolExecutor(1)
     executor.attach(pool, KEYS)
-    executor.begin(PoolMove(7, True, (1, 2, 3), (4, 5, 6)))
-    executor.begin(PoolMove(8, False, (1,), (4,)))
+    executor.begin(PoolMove(7, True, (1, 2, 3), (4, 5, 6), 3.0))
+    executor.begin(PoolMove(8, False, (1,), (4,), 9.0))
     assert executor.take_ended() == []
     (get, keys, slots, read), (put, _, _, written) = pool.calls
     assert (get, put) == ("get", "put")
     assert (keys, slots) == (KEYS.of_rank(1, [1, 2, 3]), [4, 5, 6])
+    assert pool.timeouts == [3.0, 9.0]
     read.set_result([True, False, True])
     written.set_result([True])
     assert executor.take_ended() == [(7, 1), (8, 1)]
@@ -65,8 +70,8 @@ def test_moves_end_with_the_number_of_whole_blocks() -> None:
 
 
 def test_without_a_pool_moves_end_at_once() -> None:
-    executor = PoolExecutor(0, 5.0)
-    executor.begin(PoolMove(7, True, (1,), (4,)))
+    executor = PoolExecutor(0)
+    executor.begin(PoolMove(7, True, (1,), (4,), 3.0))
     assert executor.take_ended() == [(7, 0)]
     executor.close()
 

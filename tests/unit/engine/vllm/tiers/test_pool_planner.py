@@ -14,6 +14,7 @@ from headrace_kv.manager.lower_tiers import LowerTiers
 from headrace_kv.prefix.events import Tier
 
 BLOCK = 4
+LONG_S = 1e6
 
 
 class Lookup:
@@ -38,10 +39,17 @@ def lookup() -> Lookup:
 
 
 def planner(
-    lookup: Lookup, host: int = 8, ranks: int = 1, *, publishes: bool = False
+    lookup: Lookup | None,
+    host: int = 8,
+    ranks: int = 1,
+    *,
+    publishes: bool = False,
+    timeout_s: float = LONG_S,
 ) -> TierPlanner:
-    tiers = TierPlanner(LowerTiers({Tier.HOST: host}), BLOCK, PoolUse(ranks, publishes))
-    tiers.pool.attach(lookup)
+    use = PoolUse(ranks, publishes, timeout_s)
+    tiers = TierPlanner(LowerTiers({Tier.HOST: host}), BLOCK, use)
+    if lookup is not None:
+        tiers.pool.attach(lookup)
     return tiers
 
 
@@ -74,6 +82,8 @@ def test_a_request_waits_for_its_blocks_and_finds_them_then(lookup: Lookup) -> N
     assert tiers.find("r", 0, 12) is None
     (move,) = moves_of(tiers)
     assert (move.fetches, move.prefixes) == (True, (1, 2))
+    # It has the rest of the request's time.
+    assert 0 < move.timeout_s < LONG_S
     assert tiers.find("r", 0, 12) is None
     tiers.pool.moves_ended([(move.number, 2)])
     assert tiers.find("r", 0, 12) == 2 * BLOCK
@@ -156,6 +166,53 @@ def test_stored_blocks_are_published_and_stay_meanwhile(lookup: Lookup) -> None:
     assert tiers.take_changes() == [BlockChange(Tier.REMOTE, True, hashes(1))]
     computed(tiers, "c", hashes(3))
     assert [one.prefixes for one in moves_of(tiers)] == [(3,)]
+
+
+def test_blocks_from_before_the_pool_was_opened_are_published_when_used_again(
+    lookup: Lookup,
+) -> None:
+    tiers = planner(None, publishes=True)
+    computed(tiers, "a", hashes(1, 2))
+    assert moves_of(tiers) == []
+    tiers.pool.attach(lookup)
+    computed(tiers, "b", hashes(1, 2))
+    (move,) = moves_of(tiers)
+    # They are on their way.
+    computed(tiers, "c", hashes(1, 2))
+    assert moves_of(tiers) == []
+    tiers.pool.moves_ended([(move.number, 1)])
+    # The pool has not taken the second one.
+    computed(tiers, "d", hashes(1, 2))
+    assert [one.prefixes for one in moves_of(tiers)] == [(2,)]
+
+
+def test_a_published_block_that_is_computed_again_is_published_again(lookup: Lookup) -> None:
+    tiers = planner(lookup, host=1, publishes=True)
+    for name in (1, 2, 1):
+        computed(tiers, f"r{name}", hashes(name))
+        (move,) = moves_of(tiers)
+        # The store may have evicted it as well.
+        assert move.prefixes == (name,)
+        tiers.pool.moves_ended([(move.number, 1)])
+
+
+def test_a_step_reports_the_end_of_the_last_moves(lookup: Lookup) -> None:
+    tiers = planner(lookup, publishes=True)
+    moving = [tiers.pool.is_moving]
+    computed(tiers, "a", hashes(1))
+    moving.append(tiers.pool.is_moving)
+    tiers.pool.moves_ended([(move.number, 1) for move in moves_of(tiers)])
+    moving.append(tiers.pool.is_moving)
+    assert moving == [False, True, False]
+
+
+def test_an_answer_after_the_time_of_its_request_moves_nothing(lookup: Lookup) -> None:
+    tiers = planner(lookup, timeout_s=0.0)
+    tiers.request_added("r", hashes(1))
+    assert tiers.find("r", 0, 4) is None
+    lookup.answers[0].set_result(1)
+    assert tiers.find("r", 0, 4) == 0
+    assert moves_of(tiers) == []
 
 
 def test_only_workers_that_publish_store_blocks(lookup: Lookup) -> None:

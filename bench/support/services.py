@@ -1,0 +1,75 @@
+"""The services of one deployment on loopback, each a process with a log of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+from bench.support.processes import free_port, process, until_listening
+from headrace_cli.client import list_members
+from headrace_common.errors import WorkerGone
+
+
+class Services:
+    """Starts services that end with `stack`. `python` is the interpreter of the checkout that is measured.
+
+    Their logs are in `folder`, at `log_level`. A name of a log ends with `suffix`.
+    """
+
+    def __init__(
+        self,
+        stack: AsyncExitStack,
+        folder: Path,
+        *,
+        python: str = sys.executable,
+        log_level: str = "error",
+        suffix: str = "",
+    ) -> None:
+        self._stack = stack
+        self._folder = folder
+        self._python = python
+        self._log_level = log_level
+        self._suffix = suffix
+
+    async def start(
+        self, service: str, *flags: str, name: str = "", port: int = 0
+    ) -> asyncio.subprocess.Process:
+        """Starts a service, and waits until it listens on `port`, if one is given. Its log has `name`."""
+        command = (self._python, "-m", f"headrace_{service}", *flags)
+        return await self.run(
+            *(*command, f"--log-level={self._log_level}"), name=name or service, port=port
+        )
+
+    async def run(self, *command: str, name: str, port: int = 0) -> asyncio.subprocess.Process:
+        """Starts another program in the same way."""
+        log = self._folder / f"{name}{self._suffix}.log"
+        child = await self._stack.enter_async_context(process(*command, log=log))
+        if port:
+            await until_listening(port, child, log)
+        return child
+
+    async def start_registry(self) -> tuple[asyncio.subprocess.Process, str]:
+        """The registry's process and endpoint."""
+        port = free_port()
+        endpoint = f"127.0.0.1:{port}"
+        flags = (f"--internal-listen={endpoint}",)
+        return await self.start("registry", *flags, port=port), endpoint
+
+    async def start_router(self, *flags: str) -> tuple[asyncio.subprocess.Process, str]:
+        """The router's process and the endpoint of its gRPC clients."""
+        port = free_port()
+        endpoint = f"127.0.0.1:{port}"
+        return await self.start("router", f"--listen={endpoint}", *flags, port=port), endpoint
+
+
+async def until_joined(registry: str, members: int, limit_s: float) -> None:
+    """Waits until so many members are registered."""
+    async with asyncio.timeout(limit_s):
+        while True:
+            # The registry may not answer in time while all processes start.
+            with suppress(WorkerGone):
+                if len(await list_members(registry)) >= members:
+                    return
+            await asyncio.sleep(0.1)

@@ -1,0 +1,1 @@
+"""Measures a worker for the planner and the simulator."""

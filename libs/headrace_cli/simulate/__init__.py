@@ -1,0 +1,1 @@
+"""Replays a trace in a process of its own."""

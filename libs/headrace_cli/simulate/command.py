@@ -1,0 +1,216 @@
+"""`headrace simulate`: replays a trace in virtual time over the router's and the planner's own code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from headrace_cli.console import answer_console
+from headrace_cli.exit_status import failures_as_exit
+from headrace_cli.json_output import Json, print_record
+from headrace_cli.records import ChangeRecord, SimulationRecord, SimulationRunRecord
+from headrace_cli.tables import Column, fitted_table
+from headrace_common.errors import ConfigError, DeadlineExceeded, InternalError
+from headrace_common.extras import require_extra
+from headrace_planner.files import read_profile, read_settings
+from headrace_simulator.settings import (
+    Scaling,
+    ScalingSettings,
+    SimulationSettings,
+    SimulationSpec,
+    Way,
+)
+
+_TIME_LIMIT_S: Final = 4 * 3_600.0
+_MISCONFIGURED: Final = 2
+_COLUMNS: Final = (
+    Column("Placement"),
+    Column("TTFT p50", right=True),
+    Column("p99", rank=2, right=True),
+    Column("ITL p50", right=True),
+    Column("p99", rank=3, right=True),
+    Column("E2E p99", rank=4, right=True),
+    Column("Reached goals", right=True),
+    Column("Goodput/s", right=True),
+    Column("Cached", rank=1, right=True),
+    Column("Worker-hours", right=True),
+    Column("Changes", rank=5, right=True),
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `headrace simulate`."""
+    app.command(
+        epilog="Example:  headrace simulate --trace conversation.jsonl --profile profile.json --prefill 4 --decode 8"
+    )(simulate)
+
+
+def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
+    trace: Annotated[
+        Path, typer.Option(metavar="FILE", help="Trace in the form of Mooncake's, as JSON lines.")
+    ],
+    profile: Annotated[
+        Path, typer.Option(metavar="FILE", help="JSON file with a worker's profile.")
+    ],
+    prefill: Annotated[
+        int, typer.Option(min=0, help="Prefill workers, at first with --planner.")
+    ] = 1,
+    decode: Annotated[
+        int, typer.Option(min=1, help="Decode workers, at first with --planner.")
+    ] = 1,
+    planner: Annotated[
+        bool, typer.Option("--planner", help="Let the planner change the numbers of workers.")
+    ] = False,
+    settings: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="TOML file with the planner's settings.")
+    ] = None,
+    way: Annotated[
+        list[Way] | None,
+        typer.Option(
+            "--placement", help="Placement to replay; may be repeated. Default: all four."
+        ),
+    ] = None,
+    host_tokens: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Tokens in a worker's main memory, with tiers; 0 is 4 x KV memory."
+        ),
+    ] = 0,
+    ttft: Annotated[
+        float | None, typer.Option(help="Goal of a request in seconds. Default: the planner's.")
+    ] = None,
+    itl: Annotated[
+        float | None, typer.Option(help="Goal of a request in seconds. Default: the planner's.")
+    ] = None,
+    interval: Annotated[float, typer.Option(help="Seconds between two decisions.")] = 30.0,
+    worker_start: Annotated[float, typer.Option(help="Seconds that a new worker needs.")] = 30.0,
+    seconds: Annotated[
+        float | None, typer.Option(help="Replay only so many seconds of the trace.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of draws between equal workers.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Replays a trace in virtual time, and shows the latencies that a deployment would have."""
+    with failures_as_exit():
+        require_extra("headrace simulate", "router")
+        worker = read_profile(profile)
+        if worker is None:
+            raise ConfigError("give --profile FILE, which `headrace profile` writes")
+        plan = read_settings(settings)
+        if host_tokens == 0:
+            host_tokens = 4 * worker.kv_tokens
+        runs = tuple(
+            SimulationSettings(
+                prefill_workers=prefill,
+                decode_workers=decode,
+                way=one,
+                host_tokens=host_tokens,
+                ttft_s=ttft if ttft is not None else plan.goals.ttft_s,
+                itl_s=itl if itl is not None else plan.goals.itl_s,
+                seed=seed,
+                scaling=ScalingSettings(
+                    scaling=Scaling.PLANNER if planner else Scaling.FIXED,
+                    planner=plan,
+                    interval_s=interval,
+                    worker_start_s=worker_start,
+                ),
+            )
+            for one in way or list(Way)
+        )
+        spec = SimulationSpec(trace=str(trace), seconds_max=seconds, profile=worker, runs=runs)
+        record = SimulationRecord(
+            trace=str(trace), runs=[_run_record(run) for run in run_spec(spec)]
+        )
+        if as_json:
+            print_record(record)
+        else:
+            _show(record)
+
+
+def run_spec(spec: SimulationSpec) -> list[dict[str, Any]]:
+    """The results of all runs, from a process of its own. Raises ConfigError or InternalError."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "headrace_simulator"],
+            input=spec.model_dump_json(),
+            capture_output=True,
+            text=True,
+            timeout=_TIME_LIMIT_S,
+            check=False,
+            # Sets of workers have one order in every process, so equal runs have equal results.
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+        )
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(
+            f"the simulation took more than {_TIME_LIMIT_S:g} s: replay less with --seconds"
+        ) from None
+    if done.returncode == _MISCONFIGURED:
+        raise ConfigError(done.stderr.strip())
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
+        raise InternalError(f"the simulation ended with status {done.returncode}: {last[0]}")
+    results: list[dict[str, Any]] = json.loads(done.stdout)
+    return results
+
+
+def _run_record(run: dict[str, Any]) -> SimulationRunRecord:
+    def milliseconds(name: str) -> dict[str, float]:
+        times = run[name]
+        seconds = {"mean": times["mean_s"], **times["percentiles"]}
+        return {key: round(1e3 * value, 3) for key, value in seconds.items()}
+
+    return SimulationRunRecord(
+        placement=run["way"],
+        scaling=run["scaling"],
+        requests=run["requests"],
+        failures=run["failures"],
+        duration_s=round(run["duration_s"], 3),
+        ttft_ms=milliseconds("ttft"),
+        itl_ms=milliseconds("itl"),
+        e2e_ms=milliseconds("e2e"),
+        attainment=run["attainment"],
+        ttft_attainment=run["ttft_attainment"],
+        itl_attainment=run["itl_attainment"],
+        goodput=run["goodput"],
+        cached_share=run["cached_share"],
+        prefill_worker_hours=run["prefill_worker_hours"],
+        decode_worker_hours=run["decode_worker_hours"],
+        changes=[ChangeRecord(**change) for change in run["changes"]],
+    )
+
+
+def _show(record: SimulationRecord) -> None:
+    console = answer_console()
+    rows = [
+        (
+            run.placement,
+            _seconds(run.ttft_ms["p50"]),
+            _seconds(run.ttft_ms["p99"]),
+            _seconds(run.itl_ms["p50"]),
+            _seconds(run.itl_ms["p99"]),
+            _seconds(run.e2e_ms["p99"]),
+            f"{run.attainment:.1%}",
+            f"{run.goodput:.3g}",
+            f"{run.cached_share:.1%}",
+            f"{run.prefill_worker_hours + run.decode_worker_hours:.2f}",
+            str(len(run.changes)),
+        )
+        for run in record.runs
+    ]
+    table, _ = fitted_table(console, _COLUMNS, rows)
+    console.print(table)
+    first = record.runs[0]
+    console.print(
+        f"{first.requests} requests in {first.duration_s:.0f} s of the trace's time, "
+        f"{sum(first.failures.values())} failed."
+    )
+
+
+def _seconds(milliseconds: float) -> str:
+    return f"{milliseconds:.0f} ms" if milliseconds < 10_000 else f"{milliseconds / 1e3:.1f} s"

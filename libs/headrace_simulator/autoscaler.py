@@ -1,0 +1,179 @@
+"""Changes the numbers of simulated workers, by the real planner or by an oracle that knows the trace."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from headrace_planner.budget import within_budget
+from headrace_planner.forecast import Forecast
+from headrace_planner.goal_decision import Corrections, Demand, decide_by_goals
+from headrace_planner.load_decision import apply_reasons
+from headrace_planner.observation import (
+    DecodeLoad,
+    Interval,
+    LoadSample,
+    RequestStatistics,
+    WorkerCounts,
+)
+from headrace_planner.planner import PlannerState, plan
+from headrace_planner.profile import WorkerProfile
+from headrace_planner.settings import PlannerSettings
+from headrace_simulator.fleet import Fleet
+from headrace_simulator.job import RequestOutcome
+from headrace_simulator.router import SimulatedRouter
+from headrace_simulator.settings import ScalingSettings
+from headrace_simulator.trace import TraceRequest
+
+Decide = Callable[[Interval], WorkerCounts]
+"""The numbers of workers that should run after an interval."""
+_KNOWN: Final = "known"
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A decision that changed the numbers of workers. `time_s` is from the start of the trace."""
+
+    time_s: float
+    before: WorkerCounts
+    after: WorkerCounts
+
+
+class PlannerDecisions:
+    """The decisions of the planner, with its state."""
+
+    def __init__(self, settings: PlannerSettings, profile: WorkerProfile) -> None:
+        self._settings = settings
+        self._profile = profile
+        self._state = PlannerState()
+
+    def __call__(self, interval: Interval) -> WorkerCounts:
+        decision, self._state = plan(self._settings, self._profile, interval, self._state)
+        return decision.target
+
+
+class OracleDecisions:
+    """The planner's goals and budget with the requests that will arrive until the next decision is in force.
+
+    Each role gets the most workers that any interval until then needs.
+    """
+
+    def __init__(
+        self, scaling: ScalingSettings, profile: WorkerProfile, trace: Sequence[TraceRequest]
+    ) -> None:
+        self._scaling = scaling
+        self._profile = profile
+        self._trace = trace
+        self._arrivals = [request.arrival_s for request in trace]
+
+    def __call__(self, interval: Interval) -> WorkerCounts:
+        now_s = interval.start_unix_s + interval.duration_s
+        step_s = self._scaling.interval_s
+        count = 1 + math.ceil(self._scaling.worker_start_s / step_s)
+        floors = [self._needed(now_s + number * step_s, step_s) for number in range(count)]
+        wanted = WorkerCounts(max(one.prefill for one in floors), max(one.decode for one in floors))
+        return within_budget(self._scaling.planner.budget, wanted)[0]
+
+    def _needed(self, start_s: float, duration_s: float) -> WorkerCounts:
+        first = bisect_left(self._arrivals, start_s)
+        end = bisect_left(self._arrivals, start_s + duration_s)
+        requests = self._trace[first:end]
+        if not requests:
+            return WorkerCounts(0, 0)
+        demand = Demand(
+            _known(len(requests)),
+            _known(sum(one.prompt_tokens for one in requests) / len(requests)),
+            _known(sum(one.answer_tokens for one in requests) / len(requests)),
+            duration_s,
+            cached_share=0.0,
+        )
+        reasons = decide_by_goals(self._scaling.planner, self._profile, demand, Corrections())
+        return apply_reasons(WorkerCounts(0, 0), reasons)
+
+
+def _known(value: float) -> Forecast:
+    return Forecast(value, _KNOWN, 0.0)
+
+
+class Autoscaler:
+    """Observes the workers, and decides after each interval. No decision is made while a worker starts."""
+
+    def __init__(
+        self, settings: ScalingSettings, fleet: Fleet, router: SimulatedRouter, decide: Decide
+    ) -> None:
+        self.changes: list[Change] = []
+        self._settings = settings
+        self._fleet = fleet
+        self._router = router
+        self._decide = decide
+        self._ended: list[RequestOutcome] = []
+
+    def request_ended(self, outcome: RequestOutcome) -> None:
+        """A request has ended since the last decision."""
+        if not outcome.failure:
+            self._ended.append(outcome)
+
+    async def run(self) -> None:
+        """Decides until it is cancelled."""
+        start_s = interval_start_s = asyncio.get_running_loop().time()
+        samples: list[LoadSample] = []
+        while True:
+            await asyncio.sleep(self._settings.interval_s / self._settings.samples)
+            samples.append(self._sample())
+            if len(samples) < self._settings.samples:
+                continue
+            interval = Interval(
+                interval_start_s - start_s,
+                self._settings.interval_s,
+                tuple(samples),
+                _statistics(self._ended),
+            )
+            interval_start_s += self._settings.interval_s
+            samples, self._ended = [], []
+            self._apply(interval)
+
+    def _apply(self, interval: Interval) -> None:
+        target = self._decide(interval)
+        before = self._fleet.serving
+        if target == before or self._fleet.is_starting:
+            return
+        self._fleet.set_target(target)
+        time_s = interval.start_unix_s + interval.duration_s
+        self.changes.append(Change(time_s, before, target))
+
+    def _sample(self) -> LoadSample:
+        decode = self._fleet.decode.values()
+        waiting = self._router.waiting_requests
+        each, more = divmod(waiting, max(1, len(decode)))
+        return LoadSample(
+            len(self._fleet.prefill),
+            self._router.queue.depth,
+            tuple(
+                DecodeLoad(worker.kv_usage, each + (number < more))
+                for number, worker in enumerate(decode)
+            ),
+        )
+
+
+def _statistics(ended: Sequence[RequestOutcome]) -> RequestStatistics | None:
+    if not ended:
+        return None
+    count = len(ended)
+
+    def mean(values: Sequence[float]) -> float:
+        return sum(values) / count
+
+    prompt_tokens = sum(one.request.prompt_tokens for one in ended)
+    return RequestStatistics(
+        request_count=count,
+        prompt_tokens=prompt_tokens / count,
+        answer_tokens=mean([one.request.answer_tokens for one in ended]),
+        ttft_s=mean([one.ttft_s for one in ended]),
+        itl_s=mean([one.itl_s for one in ended]),
+        duration_s=mean([one.e2e_s for one in ended]),
+        cached_share=sum(one.cached_tokens for one in ended) / prompt_tokens,
+    )

@@ -1,0 +1,124 @@
+"""Replays a trace once."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+from headrace_common.errors import ConfigError, HeadraceError
+from headrace_planner.observation import PlannedRole
+from headrace_planner.profile import WorkerProfile
+from headrace_simulator.autoscaler import Autoscaler, Decide, OracleDecisions, PlannerDecisions
+from headrace_simulator.cost import CostModel
+from headrace_simulator.fleet import Fleet
+from headrace_simulator.job import RequestOutcome
+from headrace_simulator.result import (
+    ChangeRow,
+    SimulationResult,
+    attainment,
+    failures_of,
+    times_of,
+)
+from headrace_simulator.router import SimulatedRouter
+from headrace_simulator.settings import Scaling, SimulationSettings
+from headrace_simulator.trace import TraceRequest
+from headrace_simulator.virtual_time import run_virtually
+
+
+def simulate(
+    settings: SimulationSettings, profile: WorkerProfile, trace: Sequence[TraceRequest]
+) -> SimulationResult:
+    """Replays the trace in virtual time. Equal arguments give equal results.
+
+    Raises ConfigError for a profile that lacks the size of a worker's KV memory.
+    """
+    if profile.kv_tokens < 1 or profile.max_num_seqs < 1:
+        raise ConfigError(
+            "a simulation needs kv_tokens and max_num_seqs in the profile: `headrace profile` writes them",
+            metadata={"field": "profile"},
+        )
+    return run_virtually(lambda: _Replay(settings, profile, trace).run())
+
+
+class _Replay:
+    def __init__(
+        self, settings: SimulationSettings, profile: WorkerProfile, trace: Sequence[TraceRequest]
+    ) -> None:
+        cost = CostModel(profile)
+        self._settings = settings
+        self._profile = profile
+        self._trace = trace
+        self._loop = asyncio.get_running_loop()
+        self._router = SimulatedRouter(settings, cost)
+        self._fleet = Fleet(settings, cost, self._router)
+        self._outcomes: list[RequestOutcome] = []
+        self._autoscaler: Autoscaler | None = None
+
+    async def run(self) -> SimulationResult:
+        """Sends every request at its time, and waits for the last answer."""
+        start_s = self._loop.time()
+        scaling = self._start_scaling()
+        async with asyncio.TaskGroup() as group:
+            for request in self._trace:
+                await asyncio.sleep(start_s + request.arrival_s - self._loop.time())
+                group.create_task(self._serve(request))
+        result = self._result(self._loop.time() - start_s)
+        if scaling is not None:
+            scaling.cancel()
+            await asyncio.wait([scaling])
+        await self._fleet.close()
+        return result
+
+    async def _serve(self, request: TraceRequest) -> None:
+        job = self._router.new_job(request)
+        try:
+            await self._router.serve(job)
+            outcome = job.outcome()
+        except HeadraceError as error:
+            outcome = job.failed(error.reason)
+        self._outcomes.append(outcome)
+        if self._autoscaler is not None:
+            self._autoscaler.request_ended(outcome)
+
+    def _start_scaling(self) -> asyncio.Task[None] | None:
+        scaling = self._settings.scaling
+        decide: Decide
+        if scaling.scaling is Scaling.PLANNER:
+            decide = PlannerDecisions(scaling.planner, self._profile)
+        elif scaling.scaling is Scaling.ORACLE:
+            decide = OracleDecisions(scaling, self._profile, self._trace)
+        else:
+            return None
+        self._autoscaler = Autoscaler(scaling, self._fleet, self._router, decide)
+        return self._loop.create_task(self._autoscaler.run())
+
+    def _result(self, duration_s: float) -> SimulationResult:
+        outcomes = self._outcomes
+        complete = [one for one in outcomes if not one.failure]
+        settings = self._settings
+        ttft_s, itl_s = settings.ttft_s, settings.itl_s
+        met = attainment(outcomes, ttft_s, itl_s)
+        changes = self._autoscaler.changes if self._autoscaler is not None else []
+        prompt_tokens = sum(one.request.prompt_tokens for one in complete)
+        return SimulationResult(
+            way=settings.way,
+            scaling=settings.scaling.scaling,
+            requests=len(outcomes),
+            failures=failures_of(outcomes),
+            duration_s=duration_s,
+            ttft=times_of([one.ttft_s for one in complete]),
+            itl=times_of([one.itl_s for one in complete if one.request.answer_tokens > 1]),
+            e2e=times_of([one.e2e_s for one in complete]),
+            attainment=met,
+            ttft_attainment=attainment(outcomes, ttft_s, math.inf),
+            itl_attainment=attainment(outcomes, math.inf, itl_s),
+            goodput=met * len(outcomes) / max(1e-9, duration_s),
+            cached_share=sum(one.cached_tokens for one in complete) / max(1, prompt_tokens),
+            prefill_worker_hours=self._fleet.worker_s(PlannedRole.PREFILL) / 3_600.0,
+            decode_worker_hours=self._fleet.worker_s(PlannedRole.DECODE) / 3_600.0,
+            changes=[
+                ChangeRow(change.time_s, change.after.prefill, change.after.decode)
+                for change in changes
+            ],
+        )

@@ -1,0 +1,239 @@
+"""The router's decisions in a simulation: its placement, its prefix index and its queue, without connections."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from random import Random
+from typing import Final
+
+from headrace.inference.v1 import inference_pb2
+from headrace.prefill.v1 import prefill_pb2
+from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker
+from headrace_kv.layout.compatibility import fingerprint
+from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.prefix.hashing import prefix_hasher
+from headrace_router.placement import (
+    Candidates,
+    Decision,
+    KvAware,
+    Placement,
+    PlacementRequest,
+    RoutePolicy,
+)
+from headrace_router.prefill_queue.queue import PrefillQueue
+from headrace_router.prefill_queue.task import TaskTerms
+from headrace_router.prefix_cache.cached_prompts import CachedPrompts
+from headrace_router.prefix_cache.index import PrefixIndex
+from headrace_router.prefix_cache.tier_prices import TierPrices
+from headrace_router.workers.table import LoadTable
+from headrace_simulator.cost import CostModel
+from headrace_simulator.decode_worker import SimulatedDecodeWorker
+from headrace_simulator.job import Job
+from headrace_simulator.prefill_worker import computed
+from headrace_simulator.settings import SimulationSettings, Way
+from headrace_simulator.trace import BLOCK_TOKENS, TraceRequest
+
+MODEL: Final = "simulated"
+LAYOUT: Final = KvLayout.attention(
+    model=MODEL,
+    dtype="bfloat16",
+    layer_count=1,
+    kv_head_count=1,
+    block_tokens=BLOCK_TOKENS,
+    parts={"kv": 2},
+)
+_HASH_KEY: Final = 1
+_QUEUED_TASKS_MAX: Final = 1_000_000
+# No request has a deadline in a simulation.
+_REMAINING_S: Final = 1e9
+_AWARE: Final = (Way.KV_AWARE, Way.KV_AWARE_TIERS)
+
+
+class RoundRobin(Placement):
+    """Takes the next decode worker that has not refused the request. Otherwise as KvAware."""
+
+    def __init__(self, inner: Placement) -> None:
+        self._inner = inner
+        self._turns = itertools.count()
+
+    def choose(self, request: PlacementRequest, candidates: Candidates) -> Decision:
+        table = candidates.decode
+        refs = [
+            worker.ref
+            for worker, draining in zip(table.workers, table.draining, strict=True)
+            if worker.ref not in request.failed and not draining
+        ]
+        if not refs:
+            raise NoDecodeWorker("every decode worker refused")
+        others = frozenset(worker.ref for worker in table.workers) - {
+            refs[next(self._turns) % len(refs)]
+        }
+        return self._inner.choose(replace(request, failed=request.failed | others), candidates)
+
+
+class SimulatedRouter:
+    """Serves one model. `jobs` has the jobs that are under way, by transfer id."""
+
+    def __init__(self, settings: SimulationSettings, cost: CostModel) -> None:
+        self.queue = PrefillQueue(_QUEUED_TASKS_MAX, sign=lambda task, ref, layout_hash: b"")
+        self.jobs: dict[str, Job] = {}
+        self._cost = cost
+        self._is_aware = settings.way in _AWARE
+        aware = KvAware(Random(settings.seed))
+        self._placement = RoundRobin(aware) if settings.way is Way.ROUND_ROBIN else aware
+        self._policy = RoutePolicy(local_prefill_max_tokens=settings.local_prefill_max_tokens)
+        if not self._is_aware:
+            self._policy = replace(self._policy, overlap_weight=0.0)
+        self._cached = CachedPrompts(lambda: _HASH_KEY, TierPrices(self.queue.compute_s_per_token))
+        self._hasher = prefix_hasher(_HASH_KEY, MODEL, BLOCK_TOKENS)
+        self._workers: dict[WorkerRef, SimulatedDecodeWorker] = {}
+        self._table = LoadTable(())
+        # Requests that no decode worker has room for, the oldest first.
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def index(self) -> PrefixIndex:
+        """The index of cached prefixes."""
+        return self._cached.model_index(MODEL, BLOCK_TOKENS).index
+
+    @property
+    def waiting_requests(self) -> int:
+        """Requests that no decode worker has room for."""
+        return len(self._waiting)
+
+    def new_job(self, request: TraceRequest) -> Job:
+        """The job of a request that arrives now."""
+        words = request.token_words()
+        return Job(request, words, self._hasher.hashes(words))
+
+    def set_workers(self, workers: Iterable[SimulatedDecodeWorker]) -> None:
+        """Replaces the decode workers."""
+        self._workers = {one.worker.ref: one for one in workers}
+        self._table = LoadTable(one.worker for one in self._workers.values())
+        for ref, one in self._workers.items():
+            self._table.set(ref, one.load())
+        self._wake()
+
+    def update_load(self, worker: SimulatedDecodeWorker) -> None:
+        """The load of a decode worker has changed."""
+        if worker.worker.ref in self._table:
+            self._table.set(worker.worker.ref, worker.load())
+        self._wake()
+
+    async def serve(self, job: Job) -> None:
+        """Runs a request to its end. Raises HeadraceError when it can never fit."""
+        self.jobs[job.transfer_id] = job
+        try:
+            decision, worker, cached_tokens = await self._reserve(job)
+            try:
+                await self._prefill(job, decision, worker, cached_tokens)
+            except HeadraceError:
+                worker.release(job)
+                raise
+            worker.run(job)
+            await job.finished
+        finally:
+            del self.jobs[job.transfer_id]
+
+    async def _reserve(self, job: Job) -> tuple[Decision, SimulatedDecodeWorker, int]:
+        """The decision, its worker, and the prompt tokens that the worker has cached. Waits for room."""
+        is_first = not self._waiting
+        while True:
+            if is_first:
+                reserved = self._try_workers(job)
+                if reserved is not None:
+                    # One release may have made room for several requests.
+                    self._wake()
+                    return reserved
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            if is_first:
+                # It has waited longest.
+                self._waiting.appendleft(turn)
+            else:
+                self._waiting.append(turn)
+            await turn
+            is_first = True
+
+    def _try_workers(self, job: Job) -> tuple[Decision, SimulatedDecodeWorker, int] | None:
+        refused: frozenset[WorkerRef] = frozenset()
+        while True:
+            try:
+                decision = self._placement.choose(
+                    self._placement_request(job, refused), self._candidates(job)
+                )
+            except NoDecodeWorker:
+                return None
+            worker = self._workers[decision.worker.ref]
+            try:
+                cached_tokens = worker.reserve(job)
+            except DecodeFull:
+                refused |= {decision.worker.ref}
+                continue
+            job.placed(decision.worker.ref)
+            return decision, worker, cached_tokens
+
+    def _placement_request(self, job: Job, refused: frozenset[WorkerRef]) -> PlacementRequest:
+        return PlacementRequest(
+            model=MODEL,
+            prompt_tokens=job.prompt_tokens,
+            prefill_placement=inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED,
+            policy=self._policy,
+            remaining_s=_REMAINING_S,
+            failed=refused,
+        )
+
+    def _candidates(self, job: Job) -> Candidates:
+        cached = None
+        if self._is_aware:
+            cached = self._cached.cached_tokens(self._table, job.token_words, "")
+        return Candidates(
+            decode=self._table,
+            cached_tokens=cached,
+            prefill=self.queue.pulling_workers(),
+            queue_wait_s=self.queue.wait_s(MODEL),
+        )
+
+    async def _prefill(
+        self, job: Job, decision: Decision, worker: SimulatedDecodeWorker, cached_tokens: int
+    ) -> None:
+        """Has the prompt computed, and its KV cache handed over."""
+        prompt_tokens = job.prompt_tokens - 1
+        if not decision.remote:
+            local_tokens, compute_s = computed(job, worker.cache, self._cost)
+            job.prefilled(local_tokens, compute_s)
+            worker.pause(compute_s)
+            return
+        task = prefill_pb2.PrefillTask(
+            transfer_id=job.transfer_id,
+            token_ids=[0] * prompt_tokens,
+            start_token=cached_tokens,
+        )
+        terms = TaskTerms(
+            deadline_s=job.arrival_s + _REMAINING_S, cached=self._prefixes(job), returns_max=1_000
+        )
+        queued = self.queue.enqueue(task, layout=LAYOUT, terms=terms)
+        outcome = await queued.outcome
+        if outcome.error is not None:
+            raise outcome.error
+        await asyncio.sleep(
+            self._cost.exposed_transfer_s(prompt_tokens - cached_tokens, job.compute_s)
+        )
+
+    def _prefixes(self, job: Job) -> Mapping[WorkerRef, int]:
+        """The prompt tokens that each prefill worker has cached."""
+        if not self._is_aware:
+            return {}
+        refs = self.queue.pulling_workers().get(fingerprint(LAYOUT), frozenset())
+        return self._cached.cached_refs(MODEL, job.token_words, "", refs)
+
+    def _wake(self) -> None:
+        """Lets the oldest waiting request try again."""
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return

@@ -1,0 +1,110 @@
+"""What `headrace profile` sends and computes, with a worker of known speed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from headrace.inference.v1 import inference_pb2
+from headrace_cli.profile.measure import ProfileGrid, Profiler, WorkerSize
+from headrace_common.errors import ConfigError
+from headrace_simulator.virtual_time import run_virtually
+
+SIZE = WorkerSize("sim", 4_096, 8, 8_192)
+GRID = ProfileGrid((100, 400), (64, 1_000), (1, 2, 4), 2, 16, 60.0, 0)
+
+
+class Worker:
+    """A prompt token takes 1 ms, one prompt at a time. A step takes 10 ms and 2 ms for each answer."""
+
+    def __init__(self, *, answers_end_early: bool = False) -> None:
+        self.prompts: list[tuple[int, ...]] = []
+        self.lines: list[str] = []
+        self._prefill = asyncio.Lock()
+        self._running = 0
+        self._answers_end_early = answers_end_early
+
+    async def generate(
+        self, request: inference_pb2.GenerateRequest, timeout_s: float
+    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
+        assert request.sampling.ignore_eos
+        assert timeout_s == GRID.timeout_s
+        self.prompts.append(tuple(request.tokens.ids))
+        async with self._prefill:
+            await asyncio.sleep(0.001 * len(request.tokens.ids))
+        self._running += 1
+        try:
+            count = 3 if self._answers_end_early else request.sampling.max_tokens
+            for _ in range(count):
+                await asyncio.sleep(0.01 + 0.002 * self._running)
+                yield inference_pb2.GenerateResponse(token_ids=[7])
+        finally:
+            self._running -= 1
+
+    def profiler(self, grid: ProfileGrid = GRID, size: WorkerSize = SIZE) -> Profiler:
+        return Profiler(self.generate, size, grid, self.lines.append)
+
+
+def test_prefill_is_the_time_to_the_first_token_by_length() -> None:
+    async def work() -> None:
+        points = await Worker().profiler().prefill_points()
+        assert [point.prompt_tokens for point in points] == [100, 400]
+        assert points[0].ttft_s == pytest.approx(0.1 + 0.012)
+        assert points[1].ttft_s == pytest.approx(0.4 + 0.012)
+
+    run_virtually(work)
+
+
+def test_decode_is_the_rate_while_all_answers_are_under_way() -> None:
+    async def work() -> None:
+        points = await Worker().profiler(replace(GRID, contexts=(64,))).decode_points()
+        assert [round(point.itl_s * point.tokens_per_s) for point in points] == [1, 2, 4]
+        for point, concurrency in zip(points, (1, 2, 4), strict=True):
+            assert point.itl_s == pytest.approx(0.01 + 0.002 * concurrency, rel=0.1)
+            assert point.context_tokens == 64 + 8
+            assert point.kv_usage == pytest.approx(concurrency * 72 / SIZE.kv_tokens)
+
+    run_virtually(work)
+
+
+def test_answers_that_do_not_fit_together_are_left_out() -> None:
+    async def work() -> None:
+        worker = Worker()
+        points = await worker.profiler(size=replace(SIZE, kv_tokens=2_600)).decode_points()
+        assert [
+            (point.context_tokens, round(point.itl_s * point.tokens_per_s)) for point in points
+        ] == [
+            *((72, concurrency) for concurrency in (1, 2, 4)),
+            *((1008, concurrency) for concurrency in (1, 2)),
+        ]
+        assert "4 answers after 1000 tokens: they do not fit together, left out" in worker.lines
+
+    run_virtually(work)
+
+
+def test_answers_that_end_too_early_make_no_point() -> None:
+    async def work() -> None:
+        assert await Worker(answers_end_early=True).profiler().decode_points() == ()
+
+    run_virtually(work)
+
+
+def test_no_two_prompts_share_a_beginning() -> None:
+    async def work() -> None:
+        worker = Worker()
+        await worker.profiler().prefill_points()
+        await worker.profiler(replace(GRID, seed=1)).prefill_points()
+        starts = [prompt[:32] for prompt in worker.prompts]
+        assert len(set(starts)) == len(starts)
+
+    run_virtually(work)
+
+
+def test_lengths_beyond_the_context_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="prompts of 5000 tokens do not fit into the context of 4096"
+    ):
+        replace(GRID, contexts=(5_000,)).check(SIZE)

@@ -1,0 +1,41 @@
+"""Times from a profile."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace_planner.profile import PrefillPoint
+from headrace_simulator.cost import CostModel
+from tests.unit.simulator.samples import PROFILE, SLOW_LINK
+
+
+def test_a_cached_part_is_not_computed() -> None:
+    cost = CostModel(PROFILE)
+    assert cost.prefill_s(4000, 0) == pytest.approx(PROFILE.ttft_s(4000) - 0.02)
+    assert cost.prefill_s(4000, 3000) == pytest.approx(PROFILE.ttft_s(1000), rel=0.01)
+
+
+def test_the_rest_of_a_long_prompt_takes_longer_than_a_prompt_of_its_length() -> None:
+    steep = PROFILE.model_copy(
+        update={
+            "prefill": (
+                PrefillPoint(prompt_tokens=1000, ttft_s=1.0),
+                PrefillPoint(prompt_tokens=2000, ttft_s=4.0),
+            )
+        }
+    )
+    assert CostModel(steep).prefill_s(2000, 1000) == pytest.approx(3.0)
+
+
+def test_a_transfer_is_exposed_only_beyond_the_computing() -> None:
+    cost = CostModel(SLOW_LINK)
+    assert cost.exposed_transfer_s(0, 1.0) == 0.0
+    assert cost.exposed_transfer_s(1000, 5.0) == pytest.approx(0.5)
+    assert cost.exposed_transfer_s(1000, 1.5) == pytest.approx(1.0)
+
+
+def test_a_step_gets_longer_with_the_use_of_kv_memory() -> None:
+    cost = CostModel(PROFILE)
+    assert cost.step_s(1, 1000) == pytest.approx(0.02 + 0.04 / 32)
+    assert cost.step_s(16, 1000) == pytest.approx(0.04)
+    assert cost.step_s(64, 1000) == pytest.approx(0.06)

@@ -1,0 +1,170 @@
+"""Replays of short traces: times by hand, placement, failures, and the planner's changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from bench.simulation.make_trace import Conversations, conversation_entries
+from headrace_common.errors import ConfigError
+from headrace_planner.profile import WorkerProfile
+from headrace_planner.settings import BudgetSettings, GoalSettings, PlannerSettings
+from headrace_simulator.replay import simulate
+from headrace_simulator.result import SimulationResult
+from headrace_simulator.settings import Scaling, ScalingSettings, SimulationSettings, Way
+from headrace_simulator.trace import TraceRequest
+from tests.unit.simulator.samples import PROFILE, SLOW_LINK, request
+
+
+def replay(
+    *trace: TraceRequest, profile: WorkerProfile = PROFILE, **settings: Any
+) -> SimulationResult:
+    return simulate(SimulationSettings(**settings), profile, trace)
+
+
+def conversations(seconds: float = 400.0) -> list[TraceRequest]:
+    shape = Conversations(starts_per_s=0.2, question_tokens=400, answer_tokens=40, think_s=5)
+    entries = sorted(conversation_entries(shape, 1, seconds), key=lambda one: int(one["timestamp"]))
+    return [
+        TraceRequest(
+            number,
+            one["timestamp"] / 1e3,
+            one["input_length"],
+            one["output_length"],
+            tuple(one["hash_ids"]),
+        )
+        for number, one in enumerate(entries)
+    ]
+
+
+def test_a_request_takes_its_prefill_and_its_steps() -> None:
+    result = replay(request(answer_tokens=11))
+    step_s = pytest.approx(0.02, rel=0.1)
+    assert result.ttft.mean_s == pytest.approx(PROFILE.ttft_s(1000), rel=0.01)
+    assert result.itl.mean_s == step_s
+    assert result.e2e.mean_s == pytest.approx(PROFILE.ttft_s(1000) + 10 * 0.0213, rel=0.01)
+
+
+def test_prompts_wait_for_each_other() -> None:
+    one = replay(request(0), request(1)).ttft.percentiles
+    assert one["p99"] - one["p50"] == pytest.approx(PROFILE.ttft_s(1000) - 0.02, rel=0.01)
+    two = replay(request(0), request(1), prefill_workers=2).ttft.percentiles
+    assert two["p99"] == pytest.approx(two["p50"], rel=0.01)
+
+
+def test_a_slow_link_delays_the_first_token() -> None:
+    fast, slow = replay(request()), replay(request(), profile=SLOW_LINK)
+    exposed_s = 0.5 + 999 * 0.002 - (PROFILE.ttft_s(1000) - 0.02)
+    assert slow.ttft.mean_s - fast.ttft.mean_s == pytest.approx(exposed_s, rel=0.01)
+
+
+def test_without_prefill_workers_decode_computes_the_prompt_and_its_answers_wait() -> None:
+    trace = (request(0, answer_tokens=100), request(1, arrival_s=1.5, prompt_tokens=2000))
+    result = replay(*trace, prefill_workers=0)
+    assert result.ttft.mean_s == pytest.approx(1.5, rel=0.05)
+    assert result.e2e.percentiles["p99"] == pytest.approx(1.0 + 2.0 + 100 * 0.0225, rel=0.05)
+
+
+def test_requests_wait_for_room_in_the_order_of_arrival() -> None:
+    small = PROFILE.model_copy(update={"max_num_seqs": 1})
+    trace = [request(number, arrival_s=0.001 * number) for number in range(4)]
+    result = replay(*trace, profile=small, prefill_workers=4)
+    # Three requests before it, each with its prefill and ten steps, then its own first token.
+    last_s = 3 * (0.98 + 10 * 0.0213) + 1.0
+    assert result.ttft.percentiles["p99"] == pytest.approx(last_s, rel=0.01)
+    assert result.ttft.percentiles["p50"] == pytest.approx(0.98 + 10 * 0.0213 + 1.0, rel=0.01)
+
+
+def test_a_prompt_that_never_fits_fails_alone() -> None:
+    result = replay(request(0, prompt_tokens=40_000), request(1))
+    assert result.failures == {"INVALID_FIELD": 1}
+    assert (result.requests, result.attainment) == (2, 0.0)
+    assert replay(request(0, prompt_tokens=40_000), request(1), ttft_s=2.0).attainment == 0.5
+
+
+def test_goals_count_requests_that_reach_both() -> None:
+    trace = (request(0), request(1, arrival_s=60.0, prompt_tokens=3000))
+    result = replay(*trace, ttft_s=2.0, itl_s=0.05)
+    assert (result.attainment, result.ttft_attainment, result.itl_attainment) == (0.5, 0.5, 1.0)
+    assert result.goodput == pytest.approx(1 / result.duration_s)
+
+
+def test_placement_by_cached_prefixes_computes_less_than_round_robin() -> None:
+    trace = conversations()
+    small = PROFILE.model_copy(update={"kv_tokens": 12_000})
+    shared: dict[str, Any] = {"prefill_workers": 2, "decode_workers": 3, "host_tokens": 64_000}
+    shared["profile"] = small
+    by_way = {way: replay(*trace, way=way, **shared) for way in Way}
+    shares = {way: result.cached_share for way, result in by_way.items()}
+    assert shares[Way.KV_AWARE] > shares[Way.ROUND_ROBIN] + 0.05
+    assert shares[Way.KV_AWARE_TIERS] > shares[Way.KV_AWARE]
+    assert by_way[Way.KV_AWARE].ttft.mean_s < by_way[Way.ROUND_ROBIN].ttft.mean_s
+    assert all(result.requests == len(trace) for result in by_way.values())
+
+
+def test_equal_runs_have_equal_results() -> None:
+    trace = conversations(120.0)
+    first, again = (replay(*trace, decode_workers=3, seed=5) for _ in range(2))
+    assert first == again
+
+
+def test_fixed_workers_cost_their_number_times_the_duration() -> None:
+    result = replay(request(), prefill_workers=2, decode_workers=3)
+    assert result.prefill_worker_hours == pytest.approx(2 * result.duration_s / 3600)
+    assert result.decode_worker_hours == pytest.approx(3 * result.duration_s / 3600)
+    assert result.worker_hours == pytest.approx(5 * result.duration_s / 3600)
+
+
+def scaled(scaling: Scaling) -> dict[str, Any]:
+    planner = PlannerSettings(
+        goals=GoalSettings(ttft_s=2.0, itl_s=0.05), budget=BudgetSettings(devices_max=12)
+    )
+    settings = ScalingSettings(
+        scaling=scaling, planner=planner, interval_s=30.0, worker_start_s=20.0
+    )
+    return {"scaling": settings, "ttft_s": 2.0, "itl_s": 0.05}
+
+
+def rising_load() -> list[TraceRequest]:
+    """Two minutes with little load, five with much, then five with little."""
+    times = [*range(0, 120, 10), *(120 + number / 3 for number in range(900)), *range(420, 720, 10)]
+    return [request(number, float(at)) for number, at in enumerate(times)]
+
+
+@pytest.mark.parametrize("scaling", [Scaling.PLANNER, Scaling.ORACLE])
+def test_workers_follow_the_load(scaling: Scaling) -> None:
+    trace = rising_load()
+    result = replay(*trace, **scaled(scaling))
+    most = max(change.prefill_workers for change in result.changes)
+    last = result.changes[-1]
+    assert most >= 4
+    assert (last.prefill_workers, last.decode_workers) == (1, 1)
+    assert result.requests == len(trace)
+    assert not result.failures
+    alone = replay(*trace, **scaled(Scaling.FIXED))
+    assert result.attainment > alone.attainment
+    all_on = replay(*trace, prefill_workers=6, decode_workers=6, ttft_s=2.0, itl_s=0.05)
+    assert result.worker_hours < all_on.worker_hours
+
+
+def test_the_oracle_is_ready_when_the_load_comes() -> None:
+    trace = rising_load()
+    oracle = replay(*trace, **scaled(Scaling.ORACLE))
+    planner = replay(*trace, **scaled(Scaling.PLANNER))
+    assert oracle.attainment >= planner.attainment
+    assert oracle.changes[0].time_s <= 120.0
+
+
+def test_a_profile_without_the_size_of_a_worker_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_tokens"):
+        replay(request(), profile=PROFILE.model_copy(update={"kv_tokens": 0}))
+
+
+def test_a_drained_worker_completes_what_it_has() -> None:
+    result = replay(
+        *(replace(one, answer_tokens=200) for one in rising_load()), **scaled(Scaling.ORACLE)
+    )
+    assert not result.failures
+    assert result.requests == len(rising_load())

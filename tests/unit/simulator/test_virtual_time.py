@@ -1,0 +1,59 @@
+"""Time passes only while nothing can run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from headrace_common.errors import InternalError
+from headrace_simulator.virtual_time import run_virtually
+
+
+def test_a_long_wait_passes_at_once_on_every_clock() -> None:
+    async def work() -> tuple[float, float, float]:
+        loop = asyncio.get_running_loop()
+        before = loop.time(), time.monotonic(), time.time_ns()
+        await asyncio.sleep(1e6)
+        return (
+            loop.time() - before[0],
+            time.monotonic() - before[1],
+            (time.time_ns() - before[2]) / 1e9,
+        )
+
+    assert run_virtually(work) == pytest.approx((1e6, 1e6, 1e6))
+
+
+def test_timers_run_in_order_of_their_time() -> None:
+    async def work() -> list[str]:
+        order: list[str] = []
+
+        async def wait(name: str, seconds: float) -> None:
+            await asyncio.sleep(seconds)
+            order.append(name)
+
+        await asyncio.gather(wait("late", 3.0), wait("soon", 1.0), wait("then", 2.0))
+        return order
+
+    assert run_virtually(work) == ["soon", "then", "late"]
+
+
+def test_the_clocks_of_the_process_come_back() -> None:
+    clocks = time.monotonic, time.monotonic_ns, time.time, time.time_ns
+
+    async def fail() -> None:
+        assert time.monotonic is not clocks[0]
+        raise ValueError("as it must")
+
+    with pytest.raises(ValueError, match="as it must"):
+        run_virtually(fail)
+    assert (time.monotonic, time.monotonic_ns, time.time, time.time_ns) == clocks
+
+
+def test_a_wait_without_an_end_is_an_error() -> None:
+    async def work() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    with pytest.raises(InternalError, match="cannot go on"):
+        run_virtually(work)
