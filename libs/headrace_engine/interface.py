@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from headrace_common.errors import InternalError
+from headrace_common.registry.adapters import Adapter
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor
@@ -69,6 +70,8 @@ class PrefillWork:
     sampling: Sampling | None = None
     cache_salt: str = ""
     """Only requests with an equal salt share cached blocks."""
+    adapter: str = ""
+    """The name of one of the engine's adapters, empty for the model alone. Needs a salt of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,8 @@ class DecodeWork:
     awaits_first_token: bool = False
     from_logits: bool = False
     cache_salt: str = ""
+    """As in PrefillWork."""
+    adapter: str = ""
     """As in PrefillWork."""
 
     @property
@@ -199,6 +204,8 @@ class Engine(ABC):
     """Publishes the cached prefixes; set by `start`. None for an engine that does not report them."""
     tier_loads: LoadTimes | None = None
     """Loads from the tiers below KV memory; set by `start`. Of an engine without such tiers it is None or empty."""
+    adapters: tuple[Adapter, ...] = ()
+    """The LoRA adapters that it has loaded; set by `start`."""
 
     @abstractmethod
     async def start(self) -> None:

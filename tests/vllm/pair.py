@@ -174,16 +174,17 @@ class Pair:
         sampling: Sampling = GREEDY,
         generated: Sequence[int] = (),
         cache_salt: str = "",
+        adapter: str = "",
     ) -> Answer:
         """Prefills on one engine and decodes on the other, after the `generated` tokens."""
         answer = Answer()
-        work = self.work(prompt, sampling, generated, cache_salt=cache_salt)
+        work = self.work(prompt, sampling, generated, cache_salt=cache_salt, adapter=adapter)
         async with asyncio.timeout(TIMEOUT_S):
             async for event in self.decode.decode(work):
                 answer.take(event)
                 if isinstance(event, Reservation) and event.start_token < event.end_token:
                     answer.prefill, answer.summary = await self.hand_over(
-                        work.token_ids, event, cache_salt
+                        work.token_ids, event, cache_salt, adapter
                     )
                     answer.arrived_ns = time.monotonic_ns()
                     self.decode.arrived(work.transfer_id)
@@ -258,11 +259,16 @@ class Pair:
         )
 
     async def hand_over(
-        self, prompt: Sequence[int], reservation: Reservation, cache_salt: str = ""
+        self,
+        prompt: Sequence[int],
+        reservation: Reservation,
+        cache_salt: str = "",
+        adapter: str = "",
     ) -> tuple[PrefillOutcome, TransferSummary]:
         """Transfers the prompt's KV into a reservation."""
         transfer = self.reserve(reservation)
-        work = PrefillWork(tuple(prompt[:-1]), self.target(reservation), cache_salt=cache_salt)
+        target = self.target(reservation)
+        work = PrefillWork(tuple(prompt[:-1]), target, cache_salt=cache_salt, adapter=adapter)
         outcome, summary = await asyncio.gather(self.prefill.prefill(work), transfer.wait())
         return outcome, summary
 

@@ -121,6 +121,7 @@ class SimEngine(Engine):
         self._clock = clock or open_clock(self._shape.settings.clock)
         self.model = SimModel(self._shape.settings)
         self.logits_bytes = logits_bytes(self.model.vocabulary)
+        self.adapters = self._shape.settings.adapters
         self._random = random.Random(config.seed)
         self._transports: list[KvTransport] = []
         self._senders: list[RankSender] = []

@@ -21,6 +21,7 @@ from headrace_common.config import (
 )
 from headrace_common.identity import is_worker_id
 from headrace_common.limits import write_quiet_s
+from headrace_common.registry.adapters import adapter_to_proto
 from headrace_engine.config import DEFAULT_KV_CACHE_GIB, EngineConfig
 from headrace_engine.interface import Engine
 from headrace_kv.layout.layout import WorkerRef
@@ -348,6 +349,7 @@ def worker_member(
         max_num_seqs=config.max_num_seqs,
         start_unix_ns=start_unix_ns,
         transport=config.transport,
+        adapters=map(adapter_to_proto, engine.adapters),
     )
 
 

@@ -66,8 +66,14 @@ class ResponseStream:
     """
 
     def __init__(
-        self, request: PreparedRequest, trace_id: str, load: LoopLoad | None = None
+        self,
+        request: PreparedRequest,
+        trace_id: str,
+        load: LoopLoad | None = None,
+        *,
+        paced: bool = False,
     ) -> None:
+        """`paced`: see FlushPace."""
         self._request = request
         self._trace_id = trace_id
         self._detokenizer = IncrementalDetokenizer(
@@ -93,7 +99,7 @@ class ResponseStream:
         self._flush_timer: asyncio.TimerHandle | None = None
         """Runs until the next message may be sent, while tokens for it are pending."""
         self._drained = asyncio.Event()
-        self._pace = FlushPace(load or LoopLoad())
+        self._pace = FlushPace(load or LoopLoad(), paced=paced)
         self._start_unix_ns, self._start_ns = time.time_ns(), time.monotonic_ns()
         self.finish_reason: sampling_pb2.FinishReason.ValueType = (
             sampling_pb2.FINISH_REASON_UNSPECIFIED

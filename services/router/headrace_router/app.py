@@ -17,6 +17,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.access.authorizer import Authorizer
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
 from headrace_common.limits import TICKET_LIFETIME_MAX_S
+from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.telemetry.setup import Telemetry
@@ -167,13 +168,14 @@ def assemble(
         if model in codecs:
             admission.resize_slots(model, slots.available())
 
-    dials = Dials()
+    dials, load = Dials(), LoopLoad()
     workers = WorkerDirectory(
         lambda endpoint: open_channel(endpoint, config),
         ticket_key.public.public_key,
         config.worker_wait_s,
         resize_slots,
         dials,
+        load,
     )
     queue = PrefillQueue(
         config.max_queued_tasks, config.prefix_wait_s, sign=_task_signer(ticket_key)
@@ -242,6 +244,7 @@ def assemble(
         dispatcher=dispatcher,
         tracer=tracer,
         metrics=metrics,
+        load=load,
     )
     models = ModelCatalog(codecs, workers, queue)
     inference = InferenceService(

@@ -297,7 +297,7 @@ def prefill_sequence(
     first_token: FirstTokenRequest | None = None,
 ) -> Sequence:
     """A prompt that is computed and sent."""
-    hashes, hash_sum = _hash_prompt(work.token_ids, len(work.token_ids), model)
+    hashes, hash_sum = _hash_prompt(work, len(work.token_ids), model)
     return Sequence(
         transfer_id=work.target.transfer_id,
         tokens=list(work.token_ids),
@@ -316,7 +316,7 @@ def decode_sequence(
 ) -> Sequence:
     """A prompt that is answered. The last token of the answer needs no KV."""
     total = min(work.prompt_tokens + sampling.max_tokens, max_model_len)
-    hashes, hash_sum = _hash_prompt(work.token_ids, total - 1, model)
+    hashes, hash_sum = _hash_prompt(work, total - 1, model)
     return Sequence(
         transfer_id=work.transfer_id,
         tokens=list(work.token_ids),
@@ -332,10 +332,10 @@ def decode_sequence(
 
 
 def _hash_prompt(
-    token_ids: tuple[int, ...], capacity: int, model: SimModel
+    work: PrefillWork | DecodeWork, capacity: int, model: SimModel
 ) -> tuple[U64Array, int]:
     """The prompt's hashes in an array of `capacity` positions, and its hash sum."""
-    sums = model.prefix_sums(token_ids)
+    sums = model.prefix_sums(work.token_ids, base=model.adapter_sum(work.adapter))
     hashes = np.empty(capacity, np.uint64)
-    hashes[: len(token_ids)] = mix_words(sums)
+    hashes[: len(work.token_ids)] = mix_words(sums)
     return hashes, int(sums[-1])

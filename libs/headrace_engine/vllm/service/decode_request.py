@@ -25,6 +25,7 @@ from headrace_engine.vllm.settings import receive_params
 from headrace_kv.handoff.messages import Reservation
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -48,6 +49,7 @@ class DecodeRequest:
         work: DecodeWork,
         sampler: FirstTokenSampler | None = None,
         max_model_len: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """`sampler` chooses the first token of a work with `from_logits`. `max_model_len` is the engine's."""
         self._link = link
@@ -73,6 +75,7 @@ class DecodeRequest:
                 step_of=work.transfer_id,
             ),
             work.transfer_id,
+            lora_request=lora_request,
         )
         self._next: asyncio.Task[RequestOutput] | None = None
 
