@@ -1,8 +1,8 @@
 """Requests that stream from decode workers directly: until they end, they count as admitted.
 
-The decode worker's span, which every router receives, marks the end of a request and completes its trace, with the sum
-up to the first token. Without that span a request counts until its ticket expires. It counts longer while its worker
-reports more requests than this router has placed there itself.
+The decode worker's span, which every router receives, marks the end of a request and completes its trace. The trace
+then has the sum up to the first token. Without that span a request counts until its ticket expires. It counts longer
+while its worker reports more requests than this router has placed there itself.
 
 A client may ask for tickets and never use them. So the tickets of one caller are bounded as long as the router has not
 seen their use: the handover of their prompt, or their end.
