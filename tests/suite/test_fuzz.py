@@ -18,7 +18,6 @@ from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
-from headrace.planner.v1 import planner_pb2
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +25,7 @@ import headrace_client
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, load_pb2, sampling_pb2, trace_pb2
 from headrace.kv.v1 import handoff_pb2, layout_pb2
+from headrace.planner.v1 import planner_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2

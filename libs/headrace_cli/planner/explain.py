@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from typing import Annotated, Final
 
 import typer
-from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 
+from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 from headrace_cli.addresses import check_address
 from headrace_cli.client import CALL_TIMEOUT_S, call_channel, rpc_errors
 from headrace_cli.console import answer_console

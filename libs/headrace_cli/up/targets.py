@@ -7,9 +7,9 @@ import logging
 from typing import Final
 
 import grpc.aio
-from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 from rich.console import Console
 
+from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 from headrace_cli.client import CALL_TIMEOUT_S, call_channel, rpc_errors
 from headrace_cli.up.scaling import Scaler
 from headrace_common.errors import Conflict, HeadraceError

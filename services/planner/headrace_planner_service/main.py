@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
-
 from headrace_common.deadlines import Deadline
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 from headrace.planner.v1 import planner_pb2
-
 from headrace_common.durations import duration_from_seconds, timestamp_from_unix_s
 from headrace_planner.observation import Reason, WorkerCounts
 from headrace_planner_service.decisions import DecisionEntry, Outcome

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from typing import Any, Final, TypeAlias
 
 import grpc.aio
-from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 
+from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import InvalidRequest
 from headrace_planner_service.config import PlannerConfig
