@@ -51,6 +51,11 @@ class CachePools:
         self._common_tokens = gcd(*(group.block_tokens for group in groups)) or self._span_tokens
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether a request has a page of a state."""
+        return self._keeps_state
+
+    @property
     def available_count(self) -> int:
         """Blocks and pages that no request holds."""
         return sum(pool.available_count for pool in self._pools)
@@ -210,5 +215,9 @@ class CachePools:
 
     def free(self, sequence: Sequence) -> None:
         """Takes the request's hold from its blocks."""
-        for pool, block_ids in zip(self._pools, sequence.block_ids_by_group, strict=False):
+        self.free_blocks(sequence.block_ids_by_group)
+
+    def free_blocks(self, block_ids_by_group: Items[Items[int]]) -> None:
+        """Takes a hold from blocks."""
+        for pool, block_ids in zip(self._pools, block_ids_by_group, strict=False):
             pool.free(block_ids)
