@@ -26,7 +26,7 @@ from headrace_decode.prefix_service import PrefixServicer
 from headrace_decode.service import DecodeService
 from headrace_engine.sim.engine import SimEngine
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
-from headrace_kv.receive.receiver import Receiver
+from headrace_kv.receive.receiver import Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.transport.base import KvTransport
 from headrace_prefill.prefix_fetch import FetchContext, FetchRecord, PrefixFetcher
@@ -229,6 +229,7 @@ async def _serve(
             on_released=engine.released,
             lease_ttl_s=LEASE_S,
             quarantine_s=QUARANTINE_S,
+            limits=ReceiverLimits(open_wait_s=0.2),
             features=tuple(filter(None, (engine.broadcast,))),
         )
         for engine, ref, checked in (

@@ -261,8 +261,11 @@ async def test_a_prefix_is_sent_once_and_no_more_than_is_cached() -> None:
                 error = await refusal_of(workers, **valid, end_token=end_token)
                 assert isinstance(error, InvalidRequest)
                 assert "end_token" in error.violations
-            assert (await request.prefill()).reason == ""
+            # Prefill has not asked for it, and has no blocks for the transfer.
+            assert "no reservation" in (await refusal_of(workers, **valid)).detail
             assert isinstance(await refusal_of(workers, **valid), DuplicateTransfer)
+            assert (await request.prefill()).reason == ""
+            assert [fetch.reason for fetch in workers.fetches] == [DuplicateTransfer.reason]
             assert await request.answer() == workers.expected(prompt, 8)
         ended = {"transfer_id": "x999", "ticket": workers.ticket("x999")}
         assert isinstance(await refusal_of(workers, **ended), NotFound)
