@@ -117,6 +117,7 @@ class VllmEngine(Engine):
                 self._engine_lost,
                 self._load_changed,
                 self._tier_loaded,
+                self._step_started,
             ),
             self._descriptors,
         )
@@ -302,6 +303,11 @@ class VllmEngine(Engine):
 
     def _load_changed(self, load: EngineLoad) -> None:
         self.load = load
+
+    def _step_started(self, transfer_id: str, monotonic_ns: int) -> None:
+        request = self._decodes.get(transfer_id)
+        if request is not None:
+            request.step_started(monotonic_ns)
 
     def _tier_loaded(self, rank: int, load: TierLoad) -> None:
         self.tier_loads.record(load, rank)
