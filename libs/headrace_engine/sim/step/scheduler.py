@@ -144,6 +144,7 @@ class Scheduler:
                 return
             self._waiting.remove(sequence)
             self._running.append(sequence)
+            self._stepper.push_from_host(sequence)
             load_s = sequence.loaded * self._shape.settings.host_copy_s_per_token
             if load_s:
                 sequence.loading_started()
@@ -159,7 +160,8 @@ class Scheduler:
         """Has the KV fetched that a prompt lacks, if there is any and the source agrees."""
         end = prefix.end_token
         usable = sequence.cached < end <= sequence.reusable_tokens(self._pools.keeps_state)
-        if usable and prefix.start(self._reservation(sequence, end)):
+        # Blocks that are sent from main memory belong to these blocks.
+        if usable and not sequence.host_blocks and prefix.start(self._reservation(sequence, end)):
             sequence.prefix_awaited()
 
     def recompute(self, sequence: Sequence) -> None:
