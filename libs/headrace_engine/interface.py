@@ -305,8 +305,8 @@ class Engine(ABC):
         """Sends cached KV of the decode request `target.transfer_id` to the prefill worker `target.decode`.
 
         Returns the report of every rank when their senders are quiet, also when cancelled. The blocks are held until
-        then (I2). Raises NotFound without such a request, InvalidRequest for tokens that are not cached,
-        DuplicateTransfer the second time, ProtocolViolation on an engine that cannot, or as `prefill` does.
+        then (I2). Raises as `prefill` does, or one of these: NotFound without such a request. InvalidRequest for tokens
+        that are not cached. DuplicateTransfer the second time. ProtocolViolation on an engine that cannot.
         """
         raise ProtocolViolation("this engine sends no prefixes: set prefix_fetch_min_tokens to 0")
 

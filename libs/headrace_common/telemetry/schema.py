@@ -358,7 +358,7 @@ METRIC_TRANSFERS: Final = "headrace.transfers"
 METRIC_TRANSFER_BYTES: Final = "headrace.transfer.bytes"
 # Fetches of prefixes from decode workers that have ended, by outcome. After a failure, prefill computes.
 METRIC_PREFIX_FETCHES: Final = "headrace.prefix.fetches"
-# Tokens whose KV a prefill worker has fetched from decode workers instead of computing it.
+# Tokens with KV that a prefill worker has fetched from decode workers instead of computing it.
 METRIC_PREFIX_FETCHED_TOKENS: Final = "headrace.prefix.fetched_tokens"
 # Blocks of cached prefixes that a worker has loaded into KV memory from a tier below it: prefix hits there. Blocks of
 # the remote pool are fetched into main memory first, and count there too when they are loaded. Hits in decode's KV

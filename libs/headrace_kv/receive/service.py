@@ -104,7 +104,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
                 raise result
 
     def _require_sender(self) -> None:
-        """Raises PermissionDenied for a caller of another role. The table of roles does not tell the servers apart."""
+        """Raises PermissionDenied for a caller of another role. In the table of roles, both workers have one row."""
         if self._sender not in current_caller().roles:
             raise PermissionDenied(
                 f"only the role {self._sender} may send KV to this worker",

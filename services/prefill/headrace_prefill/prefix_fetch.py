@@ -30,7 +30,7 @@ _CHANNELS_MAX: Final = 256
 # The answer follows the last layer. Without it, the call is cancelled.
 _ANSWER_WAIT_S: Final = 0.5
 _END_WAIT_S: Final = 5.0
-# They tell nothing about the link.
+# The link has no part in these.
 _HARMLESS: Final = (Cancelled, NotFound, QueueFull)
 
 
