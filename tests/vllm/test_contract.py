@@ -206,6 +206,7 @@ FIELDS = {
     "vllm.v1.request.RequestStatus": (
         "FINISHED_STOPPED",
         "FINISHED_LENGTH_CAPPED",
+        "FINISHED_ERROR",
     ),
     "vllm.lora.request.LoRARequest": ("lora_name", "lora_path"),
     "vllm.entrypoints.launchers.cli_args.LoRAParserAction": (),

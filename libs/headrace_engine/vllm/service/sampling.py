@@ -12,7 +12,7 @@ from headrace_engine.interface import (
     StructuredOutputs,
     TokenLogprobs,
 )
-from headrace_engine.vllm.settings import GENERATED_KEY, LOGITS_KEY
+from headrace_engine.vllm.settings import FAILURE_KEY, GENERATED_KEY, LOGITS_KEY
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
@@ -24,10 +24,12 @@ def sampling_params(
     kv_transfer_params: Mapping[str, Any] | None,
     generated: Sequence[int] = (),
     logits_for: str = "",
+    reported_as: str = "",
 ) -> SamplingParams:
     """vLLM's settings for a stream of new tokens that contains stop tokens. `generated` tokens precede them.
 
-    `logits_for`: id of the transfer that carries the logits before the first token, empty for none.
+    `logits_for`: id of the transfer that carries the logits before the first token, empty for none. `reported_as`: id
+    under which the scheduler reports an end with an error, empty for no report.
     Raises InvalidRequest when vLLM rejects them.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -39,6 +41,8 @@ def sampling_params(
         extra[GENERATED_KEY] = list(generated)
     if logits_for:
         extra[LOGITS_KEY] = logits_for
+    if reported_as:
+        extra[FAILURE_KEY] = reported_as
     try:
         params = SamplingParams(
             temperature=sampling.temperature,

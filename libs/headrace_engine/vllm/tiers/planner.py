@@ -107,6 +107,10 @@ class TierPlanner:
         """Whether a request waits for blocks of the tiers or of the remote pool."""
         return bool(self._loading) or self.pool.is_waiting
 
+    def loads_for(self, request_id: str) -> bool:
+        """Whether a request waits for blocks of the tiers. If vLLM ends it then with an error, the load has failed."""
+        return request_id in self._loading
+
     def request_added(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
         """A new request. `block_hashes` names its full blocks, and grows with it."""
         if self._tiers.names:
@@ -237,7 +241,7 @@ class TierPlanner:
             if plan.copies:
                 request.copies_planned()
             self._plan(request_id, plan)
-            self.pool.offered(prefixes, plan)
+            self.pool.stored(plan)
 
     def _carry_out(self, plan: TierPlan) -> None:
         """Copies that no request waits for, and changes."""
@@ -272,5 +276,5 @@ def plan_tiers(
         )
     (group,) = groups
     tiers = LowerTiers(settings.block_counts(group.block_bytes), settings.min_uses)
-    use = PoolUse(rank_count, settings.publishes, settings.pool_timeout_s)
+    use = PoolUse(rank_count, publishes=settings.publishes)
     return TierPlanner(tiers, group.block_tokens, use)

@@ -1,0 +1,54 @@
+"""States move between engines with different numbers of ranks: each rank gets its heads."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.conftest import RunJob
+from tests.vllm.state_ranks import LENGTHS
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize(
+    ("model", "prefill_ranks", "decode_ranks", "heads"),
+    [
+        ("tiny-lfm2", 2, 1, [64, 64]),
+        pytest.param("tiny-lfm2", 1, 2, [64, 64], marks=pytest.mark.long),
+    ],
+)
+def test_tokens_equal_plain_vllm_whatever_the_ranks(
+    run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int, heads: list[int]
+) -> None:
+    result = run_job(
+        "tests.vllm.state_ranks:measure",
+        model=model,
+        prefill_ranks=prefill_ranks,
+        decode_ranks=decode_ranks,
+        dtype="float32",
+        max_tokens=8,
+    )
+    assert result["heads"] == heads
+    assert len({tuple(token_ids) for token_ids in result["plain"]}) == len(LENGTHS)
+    assert result["split"] == result["together"] == result["plain"]
+    assert max(result["differences"]) < 1e-4
+    assert all(size > 0 for size in result["received"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(2, 1), (1, 2)])
+def test_delta_nets_agree_as_closely_as_their_type_allows(
+    run_job: RunJob, prefill_ranks: int, decode_ranks: int
+) -> None:
+    result = run_job(
+        "tests.vllm.state_ranks:measure",
+        model="tiny-qwen3-next",
+        prefill_ranks=prefill_ranks,
+        decode_ranks=decode_ranks,
+        dtype="bfloat16",
+        max_tokens=1,
+    )
+    # 2 heads of keys, with 2 values each.
+    assert result["heads"] == [2, 2, 2]
+    assert result["split"] == result["plain"]
+    assert max(result["differences"]) < 0.05
