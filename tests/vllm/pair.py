@@ -64,6 +64,8 @@ class Answer:
     end: DecodeEnded | None = None
     summary: TransferSummary | None = None
     prefill: PrefillOutcome | None = None
+    arrived_ns: int = 0
+    step_start_ns: int = 0
 
     def take(self, event: DecodeEvent) -> None:
         """Adds an event."""
@@ -71,6 +73,7 @@ class Answer:
             self.token_ids.extend(event.token_ids)
             self.step_count += 1
             self.logprobs.extend(event.logprobs)
+            self.step_start_ns = event.step_start_ns
         elif isinstance(event, DecodeEnded):
             self.end = event
         else:
@@ -183,6 +186,7 @@ class Pair:
                     answer.prefill, answer.summary = await self.hand_over(
                         work.token_ids, event, cache_salt, adapter
                     )
+                    answer.arrived_ns = time.monotonic_ns()
                     self.decode.arrived(work.transfer_id)
         return answer
 

@@ -168,9 +168,12 @@ ATTRIBUTE_TRANSFER_MS: Final = "headrace.transfer.ms"
 ATTRIBUTE_EXPOSED_MS: Final = "headrace.exposed_ms"
 # Bytes of KV that decode ranks copied to each other.
 ATTRIBUTE_LOCAL_BYTES: Final = "headrace.local_bytes"
+# Milliseconds of the span before the first step with the request began. Absent without a wait.
+ATTRIBUTE_DECODE_WAIT_MS: Final = "headrace.decode.wait_ms"
 # Microseconds of each part of the time to the first token, on the root span; of the time to the second token, on
 # headrace.second_token. Parts without time are left out, and those of one span add up to headrace.latency.total_us.
-# latency.proto describes the parts.
+# latency.proto describes the parts. A request that streams from its decode worker directly has them on
+# headrace.first_token, up to the token being made.
 ATTRIBUTE_LATENCY_TOTAL_US: Final = "headrace.latency.total_us"
 # The router's waits before its choice of workers.
 ATTRIBUTE_LATENCY_ADMISSION_US: Final = "headrace.latency.admission_us"
@@ -214,7 +217,7 @@ ATTRIBUTE_CLOCK_WORKER_IDS: Final = "headrace.clock.worker_ids"
 ATTRIBUTE_CLOCK_WORKERS_AHEAD_MS: Final = "headrace.clock.workers_ahead_ms"
 # Bound on the error of each of these offsets in milliseconds, in their order.
 ATTRIBUTE_CLOCK_WORKERS_ERROR_MS: Final = "headrace.clock.workers_error_ms"
-# Bound on the error of that offset in milliseconds; on the root span, on the error of borders between hosts.
+# Bound on the error of that offset in milliseconds; on a span with a sum, on the error of borders between hosts.
 ATTRIBUTE_CLOCK_ERROR_MS: Final = "headrace.clock.error_ms"
 # Queue of a metric: "prefill" (tasks), "prefill tokens", "requests" (admitted), "waiting" (for admission) or "tokens"
 # (of prompts without a first token).

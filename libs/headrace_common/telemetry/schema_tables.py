@@ -67,6 +67,7 @@ ATTRIBUTE_TYPES: Final[Mapping[str, str]] = {
     schema.ATTRIBUTE_TRANSFER_MS: "double",
     schema.ATTRIBUTE_EXPOSED_MS: "double",
     schema.ATTRIBUTE_LOCAL_BYTES: "int",
+    schema.ATTRIBUTE_DECODE_WAIT_MS: "double",
     schema.ATTRIBUTE_LATENCY_TOTAL_US: "int",
     schema.ATTRIBUTE_LATENCY_ADMISSION_US: "int",
     schema.ATTRIBUTE_LATENCY_TOKENIZE_US: "int",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace_engine.vllm.grammar_state import advance_grammar
-from headrace_engine.vllm.settings import FAILURE_KEY, GENERATED_KEY
+from headrace_engine.vllm.settings import GENERATED_KEY, STEP_KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,7 +45,7 @@ def failure_id(request: Request) -> str:
 
     if request.status != RequestStatus.FINISHED_ERROR or request.sampling_params is None:
         return ""
-    found: str = (request.sampling_params.extra_args or {}).get(FAILURE_KEY, "")
+    found: str = (request.sampling_params.extra_args or {}).get(STEP_KEY, "")
     return found
 
 

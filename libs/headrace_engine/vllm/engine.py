@@ -118,6 +118,7 @@ class VllmEngine(Engine):
                 self._load_changed,
                 self._tier_loaded,
                 self._request_failed,
+                self._step_started,
             ),
             self._descriptors,
         )
@@ -303,6 +304,11 @@ class VllmEngine(Engine):
 
     def _load_changed(self, load: EngineLoad) -> None:
         self.load = load
+
+    def _step_started(self, transfer_id: str, monotonic_ns: int) -> None:
+        request = self._decodes.get(transfer_id)
+        if request is not None:
+            request.step_started(monotonic_ns)
 
     def _tier_loaded(self, rank: int, load: TierLoad) -> None:
         self.tier_loads.record(load, rank)

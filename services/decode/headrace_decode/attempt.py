@@ -217,7 +217,7 @@ class Attempt:
         times: decode_pb2.AttemptTimes | None = None
         if tokens:
             before = self.generated_tokens
-            self._count(count, tokens[0].step_start_ns)
+            self._count(count, tokens[-1].step_start_ns)
             if not before or (before == 1 and self.work.from_logits):
                 times = self.timestamps.to_proto()
         return Progress(tokens, None if ended is None else self._finished(ended), times)

@@ -72,7 +72,11 @@ def record_attempt(
         step(schema.SPAN_DECODE_TOKEN_WAIT, ready_ns, received_ns, {})
         ready_ns = received_ns
     if ready_ns:
-        step(schema.SPAN_DECODE_FIRST_TOKEN, ready_ns, times.first_token_unix_ns, {})
+        wait_ns = times.step_start_unix_ns - ready_ns
+        waited: dict[str, str | int | float] = (
+            {schema.ATTRIBUTE_DECODE_WAIT_MS: wait_ns / 1e6} if wait_ns > 0 else {}
+        )
+        step(schema.SPAN_DECODE_FIRST_TOKEN, ready_ns, times.first_token_unix_ns, waited)
     if times.first_token_unix_ns:
         step(
             schema.SPAN_DECODE_GENERATE,

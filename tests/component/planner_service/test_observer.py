@@ -46,7 +46,7 @@ class Everything(load_pb2_grpc.LoadServiceServicer, Worker):
         totals = load_pb2.RequestTotals(request_count=7)
         other = load_pb2.ModelLoad(model="other", queued_prompts=100)
         own = load_pb2.ModelLoad(model=MODEL, queued_prompts=2, answered=totals)
-        return load_pb2.GetLoadResponse(models=[other, own])
+        return load_pb2.GetLoadResponse(models=[own, other])
 
     async def WatchStatus(
         self, request: worker_pb2.WatchStatusRequest, context: Any

@@ -40,7 +40,7 @@ FAILURE_LAG_S = 10.0
 class DecodeRequest:
     """Call `events` once, and `close` after it in any case.
 
-    The link calls `blocks_reserved`, `failure_reported` and `fail`.
+    The link calls `blocks_reserved`, `step_started`, `failure_reported` and `fail`.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class DecodeRequest:
         self._reservation_yielded = False
         self._transfer_failed = False
         self._load_failed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._step_start_ns = 0
         self._failure: HeadraceError | None = None
         self._changed = asyncio.Event()
         params = None
@@ -70,8 +71,10 @@ class DecodeRequest:
         self._outputs = llm.generate(
             token_prompt(work.token_ids[: work.prompt_tokens], work.cache_salt),
             sampling_params(
-                *(work.sampling, params, work.token_ids[work.prompt_tokens :]),
-                reported_as=work.transfer_id if work.sampling.structured_outputs else "",
+                work.sampling,
+                params,
+                work.token_ids[work.prompt_tokens :],
+                step_of=work.transfer_id,
             ),
             work.transfer_id,
             lora_request=lora_request,
@@ -82,6 +85,10 @@ class DecodeRequest:
         """The scheduler has allocated blocks."""
         self._reservation = reservation
         self._changed.set()
+
+    def step_started(self, monotonic_ns: int) -> None:
+        """The scheduler has planned the first step with the request."""
+        self._step_start_ns = monotonic_ns
 
     def first_logits(self, logits: bytes) -> None:
         """The logits that the first token is chosen from."""
@@ -125,7 +132,8 @@ class DecodeRequest:
             output = await self._next
             completion = output.outputs[0]
             if completion.token_ids:
-                yield tokens_of(completion, self._work.sampling.logprobs)
+                logprobs = self._work.sampling.logprobs
+                yield tokens_of(completion, logprobs, self._step_start_ns)
             if output.finished:
                 if not self._work.remote_kv:
                     cached_tokens = output.num_cached_tokens or 0

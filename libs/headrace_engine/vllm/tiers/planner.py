@@ -241,7 +241,7 @@ class TierPlanner:
             if plan.copies:
                 request.copies_planned()
             self._plan(request_id, plan)
-            self.pool.stored(plan)
+            self.pool.offered(prefixes, plan)
 
     def _carry_out(self, plan: TierPlan) -> None:
         """Copies that no request waits for, and changes."""
@@ -276,5 +276,5 @@ def plan_tiers(
         )
     (group,) = groups
     tiers = LowerTiers(settings.block_counts(group.block_bytes), settings.min_uses)
-    use = PoolUse(rank_count, publishes=settings.publishes)
+    use = PoolUse(rank_count, settings.publishes, settings.pool_timeout_s)
     return TierPlanner(tiers, group.block_tokens, use)

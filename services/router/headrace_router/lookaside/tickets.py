@@ -166,6 +166,7 @@ class LookAside:
         )
         self._end_expectation(direct.transfer_id)
         timeline = AttemptTimeline(self._clocks)
+        self.direct.prefilling(direct.transfer_id, timeline, arrival_ns)
         done = await self._prompts.hand_over(
             task, tuple(direct.token_ids), worker, deadline, timeline
         )
