@@ -202,7 +202,7 @@ def test_a_state_with_heads_has_a_region_for_each_part() -> None:
         for name, offset in (("a0", 0), ("a1", 4096))
     }
     arena = describe_arena(
-        caches,  # type: ignore[arg-type]
+        caches,
         [states],
         rank=1,
         tensor_parallel_size=2,
@@ -226,7 +226,7 @@ def test_a_state_with_heads_has_a_region_for_each_part() -> None:
     assert {one.block_stride_bytes for one in arena.regions} == {400}
     with pytest.raises(ConfigError, match="cannot transfer"):
         describe_arena(
-            caches,  # type: ignore[arg-type]
+            caches,
             [replace(states, state_parts=(StatePart("input.0", "float32", 0, 128),))],
             rank=1,
             tensor_parallel_size=2,
