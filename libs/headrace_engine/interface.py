@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -13,6 +13,7 @@ from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.manager.load_times import LoadTimes
+from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.receive.observer import TransferObserver
 from headrace_kv.transport.memory import Memory
@@ -82,6 +83,8 @@ class PrefillOutcome:
     compute_start_unix_ns: int
     compute_end_unix_ns: int
     reports: tuple[SendReport, ...] = ()
+    tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    """The cached tokens that came from tiers below KV memory, by tier; empty where the engine does not report it."""
 
     @property
     def layers(self) -> tuple[tuple[int, LayerSent], ...]:
@@ -151,6 +154,8 @@ class DecodeEnded:
 
     stopped: bool
     cached_tokens: int
+    tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    """As in PrefillOutcome."""
 
 
 DecodeEvent = Reservation | DecodeTokens | DecodeEnded

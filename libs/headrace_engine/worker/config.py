@@ -176,6 +176,11 @@ class WorkerConfig(ServiceConfig):
         "needs kv_host_gib. Prefill workers store their blocks there, and all workers load them. Its ports check no "
         "caller: open them to the hosts of workers only. Empty means no pool.",
     )
+    kv_send_from_host: bool = Field(
+        True,
+        description="Whether a prefill worker sends cached blocks of this main memory straight from there, without "
+        "waiting until they are in KV memory. Engine sim.",
+    )
     kv_pool_timeout_s: PositiveSeconds = Field(
         1.0,
         description="Most seconds that a request waits for blocks of this pool. What has not come is computed.",
@@ -319,6 +324,7 @@ def engine_config(
             pool_address=config.kv_pool_address,
             pool_timeout_s=config.kv_pool_timeout_s,
             publishes=role == "prefill",
+            sends_from_host=config.kv_send_from_host,
         ),
     )
 
