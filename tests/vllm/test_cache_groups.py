@@ -68,34 +68,32 @@ def test_groups_with_tokens_come_first_and_layers_keep_the_models_order() -> Non
     assert found[1].block_format == "vllm-mamba2-3x8:bfloat16+2x4x4:float32"
 
 
-def test_a_state_with_known_arrays_has_heads() -> None:
+def test_a_short_convolution_has_heads() -> None:
     import torch
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    def nets(ranks: int) -> LayerGroup:
-        # 2 key heads and 4 value heads of 64 channels over all ranks.
-        shapes = ((3, 512 // ranks), (4 // ranks, 64, 64))
+    def convolution(ranks: int) -> LayerGroup:
         (group,) = groups_of(
             (
-                ["m.0.net"],
+                ["m.0.conv"],
                 MambaSpec(
                     block_size=32,
-                    shapes=shapes,
-                    dtypes=(torch.bfloat16, torch.float32),
-                    mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
+                    shapes=((2, 128 // ranks),),
+                    dtypes=(torch.bfloat16,),
+                    mamba_type=MambaAttentionBackendEnum.SHORT_CONV,
                 ),
             ),
             ranks=ranks,
         )
         return group
 
-    one, two = nets(1), nets(2)
-    assert one.head_count == two.head_count == 2
+    one, two = convolution(1), convolution(2)
+    assert one.head_count == two.head_count == 64
     units = [[(part.name, part.unit_bytes) for part in group.state_parts] for group in (one, two)]
-    assert units[0] == units[1]
-    assert one.block_format == two.block_format == "vllm-gdn_attn-heads"
-    assert sum(part.unit_bytes for part in two.state_parts) == two.page_bytes
+    assert units[0] == units[1] == [("input.0", 4), ("input.1", 4)]
+    assert one.block_format == two.block_format == "vllm-short_conv-heads"
+    assert 32 * sum(part.unit_bytes for part in two.state_parts) == two.page_bytes
 
 
 def test_tokens_of_latent_attention_are_separate_except_beside_states() -> None:

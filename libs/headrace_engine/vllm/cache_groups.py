@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.compat import in_model_order
-from headrace_engine.vllm.state_parts import StateArray, StateHeads, state_heads
+from headrace_engine.vllm.state_parts import DIVIDED_KINDS, StateArray, StateHeads, state_heads
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, GroupKind
 
@@ -119,14 +119,15 @@ def _one_spec(spec: KVCacheSpec) -> KVCacheSpec:
 
 
 def _heads_of(spec: MambaSpec, ranks: int, group_count: int) -> StateHeads | None:
-    if spec.tp_replicated:
+    kind = spec.mamba_type.name.lower()
+    if spec.tp_replicated or kind not in DIVIDED_KINDS:
         return None
     arrays = [
         StateArray(tuple(shape), str(dtype).removeprefix("torch."), dtype.itemsize)
         for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
     ]
     return state_heads(
-        spec.mamba_type.name.lower(),
+        kind,
         arrays,
         ranks=ranks,
         group_count=group_count,

@@ -14,6 +14,8 @@ from typing import Final, TypeAlias
 GATED_DELTA_NET: Final = "gdn_attn"
 MAMBA2: Final = "mamba2"
 SHORT_CONVOLUTION: Final = "short_conv"
+DIVIDED_KINDS: Final = (SHORT_CONVOLUTION,)
+"""Kinds that were run with vLLM between different numbers of ranks. Pages of others stay whole."""
 # More would make more runs of fewer bytes.
 _CONVOLUTION_HEADS_MAX: Final = 64
 
