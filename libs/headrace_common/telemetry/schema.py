@@ -29,6 +29,9 @@ SPAN_STREAM: Final = "headrace.stream"
 SPAN_PREFILL: Final = "headrace.prefill"
 # The engine's forward passes.
 SPAN_PREFILL_COMPUTE: Final = "headrace.prefill.compute"
+# The fetch of a prompt's first tokens from the decode worker, from the decision to the last layer. After a failure,
+# the tokens are computed.
+SPAN_PREFIX_FETCH: Final = "headrace.prefill.prefix_fetch"
 # What one prefill rank wrote to one decode rank for one task: from the first layer being ready to the last
 # acknowledgement. A failed or cancelled task has them too. headrace.link.layers has the times of each layer.
 SPAN_TRANSFER_LINK: Final = "headrace.transfer.link"
@@ -96,6 +99,12 @@ ATTRIBUTE_DECODE_WORKER_ID: Final = "headrace.decode.worker_id"
 ATTRIBUTE_INCARNATION: Final = "headrace.incarnation"
 # Prompt tokens found in a worker's prefix cache.
 ATTRIBUTE_CACHED_TOKENS: Final = "headrace.cached_tokens"
+# Those of the cached tokens with KV from main memory. Absent for none.
+ATTRIBUTE_HOST_TOKENS: Final = "headrace.tier.host_tokens"
+# Those of the cached tokens with KV from disk. Absent for none.
+ATTRIBUTE_DISK_TOKENS: Final = "headrace.tier.disk_tokens"
+# Those of the cached tokens with KV that was fetched from the remote pool for this request. Absent for none.
+ATTRIBUTE_REMOTE_TOKENS: Final = "headrace.tier.remote_tokens"
 # Prompt tokens with transferred KV.
 ATTRIBUTE_TRANSFERRED_TOKENS: Final = "headrace.transferred_tokens"
 # KV blocks reserved.
@@ -244,7 +253,7 @@ ATTRIBUTE_GEN_AI_TOKEN_TYPE: Final = "gen_ai.token.type"
 ATTRIBUTE_LATENCY_PART: Final = "headrace.latency.part"
 # The token that a sum leads to: "first_token" or "second_token".
 ATTRIBUTE_LATENCY_TOKEN: Final = "headrace.latency.token"
-# Tier below KV memory: "host", "disk" or another name of a KvTier.
+# Tier below KV memory: "host", "disk" or "remote".
 ATTRIBUTE_TIER: Final = "headrace.tier"
 # Where KV of prompt tokens came from: "decode_cache" (the decode worker's prefix cache), "transferred" (from a
 # prefill worker) or "computed" (on the decode worker).
@@ -347,9 +356,16 @@ METRIC_PLANNER_MISSED_SAMPLES: Final = "headrace.planner.missed_samples"
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV transferred.
 METRIC_TRANSFER_BYTES: Final = "headrace.transfer.bytes"
-# Blocks of cached prefixes that a worker has loaded into KV memory from a tier below it: prefix hits there. Hits in
-# decode's KV memory and below are the source "decode_cache" of headrace.prompt.tokens.
+# Fetches of prefixes from decode workers that have ended, by outcome. After a failure, prefill computes.
+METRIC_PREFIX_FETCHES: Final = "headrace.prefix.fetches"
+# Tokens with KV that a prefill worker has fetched from decode workers instead of computing it.
+METRIC_PREFIX_FETCHED_TOKENS: Final = "headrace.prefix.fetched_tokens"
+# Blocks of cached prefixes that a worker has loaded into KV memory from a tier below it: prefix hits there. Blocks of
+# the remote pool are fetched into main memory first, and count there too when they are loaded. Hits in decode's KV
+# memory and below are the source "decode_cache" of headrace.prompt.tokens.
 METRIC_TIER_LOADED_BLOCKS: Final = "headrace.tier.loaded_blocks"
+# Blocks of prefixes that a worker has stored in a tier below KV memory, the remote pool included.
+METRIC_TIER_STORED_BLOCKS: Final = "headrace.tier.stored_blocks"
 # Bytes of KV transferred, by prefill worker, decode worker, kind of link and transport. Failed transfers count what
 # has landed.
 METRIC_LINK_BYTES: Final = "headrace.link.bytes"
@@ -358,9 +374,9 @@ METRIC_LINK_BYTES: Final = "headrace.link.bytes"
 METRIC_LINK_TIME: Final = "headrace.link.moving_time"
 # Bytes of each transfer link by the seconds in which they were on the way, by kind of link and by transport.
 METRIC_LINK_RATE: Final = "headrace.link.rate"
-# Transfers of a decode worker that hold blocks, by their state.
+# Transfers into a worker's blocks that hold them, by their state. Into a prefill worker, fetches of prefixes.
 METRIC_TRANSFER_STATES: Final = "headrace.transfers.by_state"
-# Write leases of prefill ranks into a decode worker's blocks, one for each rank and transfer.
+# Write leases of other workers' ranks into a worker's blocks, one for each rank and transfer.
 METRIC_WRITE_LEASES: Final = "headrace.leases"
 # Transfers of a worker in progress.
 METRIC_TRANSFERS_ACTIVE: Final = "headrace.transfers.active"

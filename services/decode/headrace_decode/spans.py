@@ -10,6 +10,7 @@ from headrace_common.telemetry.served import server_attributes
 from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.attempt import Attempt
 from headrace_engine.interface import DecodeWork
+from headrace_engine.worker.tier_attributes import tier_attributes
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.receive.receiver import IncomingTransfer
 
@@ -86,6 +87,7 @@ def record_attempt(
         )
     span.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, attempt.generated_tokens)
     span.set_attribute(schema.ATTRIBUTE_CACHED_TOKENS, attempt.cached_tokens)
+    span.set_attributes(tier_attributes(attempt.tier_tokens))
     if error is not None:
         span.set_attribute(schema.ATTRIBUTE_ERROR_REASON, error.reason)
         span.set_status(Status(StatusCode.ERROR, error.detail))
