@@ -13,6 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from headrace_text.byte_level import ByteStep, TokenBytes
 from headrace_text.detokenizer import IncrementalDetokenizer
 from headrace_text.hugging_face import HuggingFaceCodec
 
@@ -180,3 +181,25 @@ def test_a_step_that_fails_gives_way_to_the_window() -> None:
 
     pieces = _pieces(Failing(Path("models/tiny-llama")), [], [[token] for token in tokens])
     assert "".join(pieces) == "a long answer"
+
+
+@pytest.mark.parametrize("folder", ["models/tiny-llama", "models/SmolLM2-135M-Instruct"])
+@pytest.mark.parametrize("skips", [True, False])
+def test_the_bytes_of_every_token_are_those_of_the_library(folder: str, skips: bool) -> None:
+    codec = HuggingFaceCodec(Path(folder))
+    for token in range(codec.vocabulary_size):
+        step = codec.decode_step([], skip_special_tokens=skips)
+        assert isinstance(step, ByteStep)
+        text = codec.decode([token], skip_special_tokens=skips)
+        # The library's text of a part of a character has replacements, and a step holds it back.
+        assert step(token) == (None if text.endswith("\ufffd") else text), token
+    step = codec.decode_step([])
+    assert step is not None
+    assert step(codec.vocabulary_size + 10**6) == ""
+
+
+def test_an_added_token_with_a_space_is_plain_text() -> None:
+    tokens = TokenBytes({0: "Ġa", 1: "two words", 2: "<s>"}.get, [2])
+    step = ByteStep(tokens)
+    assert step([0, 1, 2, 3]) == " atwo words"
+    assert 3 not in tokens, "ids of a worker do not fill the memory"
