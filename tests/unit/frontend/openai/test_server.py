@@ -29,6 +29,7 @@ def test_the_head_is_sent_with_the_first_part_of_the_body() -> None:
     joined.write(b"head ")
     assert transport.writes[1:] == []
     joined.write(b"first")
+    assert cycle.transport is transport, "the cycle and the object refer to each other no more"
     joined.write(b"second")
     assert transport.writes[1:] == [b"head first", b"second"]
 
