@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from headrace_common.errors import InternalError
+from headrace_common.registry.adapters import Adapter
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.manager.load_times import LoadTimes
+from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.receive.observer import TransferObserver
 from headrace_kv.transport.memory import Memory
@@ -69,6 +71,8 @@ class PrefillWork:
     sampling: Sampling | None = None
     cache_salt: str = ""
     """Only requests with an equal salt share cached blocks."""
+    adapter: str = ""
+    """The name of one of the engine's adapters, empty for the model alone. Needs a salt of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ class PrefillOutcome:
     compute_start_unix_ns: int
     compute_end_unix_ns: int
     reports: tuple[SendReport, ...] = ()
+    tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    """The cached tokens that came from tiers below KV memory, by tier; empty where the engine does not report it."""
 
     @property
     def layers(self) -> tuple[tuple[int, LayerSent], ...]:
@@ -106,6 +112,8 @@ class DecodeWork:
     awaits_first_token: bool = False
     from_logits: bool = False
     cache_salt: str = ""
+    """As in PrefillWork."""
+    adapter: str = ""
     """As in PrefillWork."""
 
     @property
@@ -146,6 +154,8 @@ class DecodeEnded:
 
     stopped: bool
     cached_tokens: int
+    tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    """As in PrefillOutcome."""
 
 
 DecodeEvent = Reservation | DecodeTokens | DecodeEnded
@@ -199,6 +209,8 @@ class Engine(ABC):
     """Publishes the cached prefixes; set by `start`. None for an engine that does not report them."""
     tier_loads: LoadTimes | None = None
     """Loads from the tiers below KV memory; set by `start`. Of an engine without such tiers it is None or empty."""
+    adapters: tuple[Adapter, ...] = ()
+    """The LoRA adapters that it has loaded; set by `start`."""
 
     @abstractmethod
     async def start(self) -> None:

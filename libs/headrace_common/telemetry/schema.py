@@ -96,6 +96,12 @@ ATTRIBUTE_DECODE_WORKER_ID: Final = "headrace.decode.worker_id"
 ATTRIBUTE_INCARNATION: Final = "headrace.incarnation"
 # Prompt tokens found in a worker's prefix cache.
 ATTRIBUTE_CACHED_TOKENS: Final = "headrace.cached_tokens"
+# Those of the cached tokens with KV from main memory. Absent for none.
+ATTRIBUTE_HOST_TOKENS: Final = "headrace.tier.host_tokens"
+# Those of the cached tokens with KV from disk. Absent for none.
+ATTRIBUTE_DISK_TOKENS: Final = "headrace.tier.disk_tokens"
+# Those of the cached tokens with KV that was fetched from the remote pool for this request. Absent for none.
+ATTRIBUTE_REMOTE_TOKENS: Final = "headrace.tier.remote_tokens"
 # Prompt tokens with transferred KV.
 ATTRIBUTE_TRANSFERRED_TOKENS: Final = "headrace.transferred_tokens"
 # KV blocks reserved.
@@ -168,9 +174,12 @@ ATTRIBUTE_TRANSFER_MS: Final = "headrace.transfer.ms"
 ATTRIBUTE_EXPOSED_MS: Final = "headrace.exposed_ms"
 # Bytes of KV that decode ranks copied to each other.
 ATTRIBUTE_LOCAL_BYTES: Final = "headrace.local_bytes"
+# Milliseconds of the span before the first step with the request began. Absent without a wait.
+ATTRIBUTE_DECODE_WAIT_MS: Final = "headrace.decode.wait_ms"
 # Microseconds of each part of the time to the first token, on the root span; of the time to the second token, on
 # headrace.second_token. Parts without time are left out, and those of one span add up to headrace.latency.total_us.
-# latency.proto describes the parts.
+# latency.proto describes the parts. A request that streams from its decode worker directly has them on
+# headrace.first_token, up to the token being made.
 ATTRIBUTE_LATENCY_TOTAL_US: Final = "headrace.latency.total_us"
 # The router's waits before its choice of workers.
 ATTRIBUTE_LATENCY_ADMISSION_US: Final = "headrace.latency.admission_us"
@@ -214,7 +223,7 @@ ATTRIBUTE_CLOCK_WORKER_IDS: Final = "headrace.clock.worker_ids"
 ATTRIBUTE_CLOCK_WORKERS_AHEAD_MS: Final = "headrace.clock.workers_ahead_ms"
 # Bound on the error of each of these offsets in milliseconds, in their order.
 ATTRIBUTE_CLOCK_WORKERS_ERROR_MS: Final = "headrace.clock.workers_error_ms"
-# Bound on the error of that offset in milliseconds; on the root span, on the error of borders between hosts.
+# Bound on the error of that offset in milliseconds; on a span with a sum, on the error of borders between hosts.
 ATTRIBUTE_CLOCK_ERROR_MS: Final = "headrace.clock.error_ms"
 # Queue of a metric: "prefill" (tasks), "prefill tokens", "requests" (admitted), "waiting" (for admission) or "tokens"
 # (of prompts without a first token).
@@ -241,7 +250,7 @@ ATTRIBUTE_GEN_AI_TOKEN_TYPE: Final = "gen_ai.token.type"
 ATTRIBUTE_LATENCY_PART: Final = "headrace.latency.part"
 # The token that a sum leads to: "first_token" or "second_token".
 ATTRIBUTE_LATENCY_TOKEN: Final = "headrace.latency.token"
-# Tier below KV memory: "host", "disk" or another name of a KvTier.
+# Tier below KV memory: "host", "disk" or "remote".
 ATTRIBUTE_TIER: Final = "headrace.tier"
 # Where KV of prompt tokens came from: "decode_cache" (the decode worker's prefix cache), "transferred" (from a
 # prefill worker) or "computed" (on the decode worker).
@@ -344,9 +353,12 @@ METRIC_PLANNER_MISSED_SAMPLES: Final = "headrace.planner.missed_samples"
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV transferred.
 METRIC_TRANSFER_BYTES: Final = "headrace.transfer.bytes"
-# Blocks of cached prefixes that a worker has loaded into KV memory from a tier below it: prefix hits there. Hits in
-# decode's KV memory and below are the source "decode_cache" of headrace.prompt.tokens.
+# Blocks of cached prefixes that a worker has loaded into KV memory from a tier below it: prefix hits there. Blocks of
+# the remote pool are fetched into main memory first, and count there too when they are loaded. Hits in decode's KV
+# memory and below are the source "decode_cache" of headrace.prompt.tokens.
 METRIC_TIER_LOADED_BLOCKS: Final = "headrace.tier.loaded_blocks"
+# Blocks of prefixes that a worker has stored in a tier below KV memory, the remote pool included.
+METRIC_TIER_STORED_BLOCKS: Final = "headrace.tier.stored_blocks"
 # Bytes of KV transferred, by prefill worker, decode worker, kind of link and transport. Failed transfers count what
 # has landed.
 METRIC_LINK_BYTES: Final = "headrace.link.bytes"

@@ -51,7 +51,7 @@ from headrace_engine.sim.request.validation import check_decode, check_prefill
 from headrace_engine.sim.step.scheduler import Scheduler
 from headrace_engine.sim.step.stepper import Stepper
 from headrace_kv.handoff.messages import SendReport
-from headrace_kv.layout.layout import KvDescriptor
+from headrace_kv.layout.layout import KvDescriptor, RankMemory
 from headrace_kv.pool.keys import pool_secret
 from headrace_kv.pool.opening import PoolOpener, pool_opener
 from headrace_kv.prefix.events import Tier
@@ -121,11 +121,13 @@ class SimEngine(Engine):
         self._clock = clock or open_clock(self._shape.settings.clock)
         self.model = SimModel(self._shape.settings)
         self.logits_bytes = logits_bytes(self.model.vocabulary)
+        self.adapters = self._shape.settings.adapters
         self._random = random.Random(config.seed)
         self._transports: list[KvTransport] = []
         self._senders: list[RankSender] = []
         self._scheduler: Scheduler | None = None
         self._lower_tiers: SimLowerTiers | None = None
+        self._host_memories: list[RankMemory] = []
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -144,6 +146,8 @@ class SimEngine(Engine):
             ranks.append(self._memory.rank_memory(rank, transport.name, transport.session))
         self.descriptor = KvDescriptor(layout, tuple(ranks))
         self._open_cache()
+        if config.role == "prefill" and config.tiers.sends_from_host:
+            await self._register_host_memory()
         self._stepper = Stepper(
             self.model, self._memory, self._pools, shape, self._clock, self._faults
         )
@@ -180,6 +184,13 @@ class SimEngine(Engine):
         if self._lower_tiers is not None and self._config.tiers.pooled:
             self.prefix_events.on_hash_key(partial(self._open_pool, self._lower_tiers))
 
+    async def _register_host_memory(self) -> None:
+        """Lets transports read the blocks below KV memory."""
+        if self._lower_tiers is not None:
+            self._host_memories = self._lower_tiers.host_memories
+        for transport, memory in zip(self._transports, self._host_memories, strict=False):
+            await asyncio.to_thread(transport.register, memory.base_address, memory.arena_bytes)
+
     def _open_pool(self, tiers: SimLowerTiers, prefix_hash_key: int) -> None:
         """The pool's names and seals need the deployment's key."""
         secret, reporter = pool_secret(prefix_hash_key), self._pools.reporter
@@ -202,6 +213,7 @@ class SimEngine(Engine):
             on_quiet=lambda report: _call_soon(loop, self._rank_quiesced, report),
             credentials=self._config.credentials,
             kill_timer=self._kill_timer,
+            host_memory=self._host_memories[rank] if self._host_memories else None,
         )
         return RankSender(context, thread=self._sender_thread)
 
@@ -237,6 +249,7 @@ class SimEngine(Engine):
             compute_start_unix_ns=sequence.compute_start_unix_ns,
             compute_end_unix_ns=sequence.compute_end_unix_ns,
             reports=handover.reports,
+            tier_tokens=sequence.tier_tokens,
         )
 
     def decode(self, work: DecodeWork) -> DecodeEvents:

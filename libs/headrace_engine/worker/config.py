@@ -21,6 +21,7 @@ from headrace_common.config import (
 )
 from headrace_common.identity import is_worker_id
 from headrace_common.limits import write_quiet_s
+from headrace_common.registry.adapters import adapter_to_proto
 from headrace_engine.config import DEFAULT_KV_CACHE_GIB, EngineConfig
 from headrace_engine.interface import Engine
 from headrace_kv.layout.layout import WorkerRef
@@ -175,6 +176,11 @@ class WorkerConfig(ServiceConfig):
         "needs kv_host_gib. Prefill workers store their blocks there, and all workers load them. Its ports check no "
         "caller: open them to the hosts of workers only. Empty means no pool.",
     )
+    kv_send_from_host: bool = Field(
+        True,
+        description="Whether a prefill worker sends cached blocks of this main memory straight from there, without "
+        "waiting until they are in KV memory. Engine sim.",
+    )
     kv_pool_timeout_s: PositiveSeconds = Field(
         1.0,
         description="Most seconds that a request waits for blocks of this pool. What has not come is computed.",
@@ -318,6 +324,7 @@ def engine_config(
             pool_address=config.kv_pool_address,
             pool_timeout_s=config.kv_pool_timeout_s,
             publishes=role == "prefill",
+            sends_from_host=config.kv_send_from_host,
         ),
     )
 
@@ -348,6 +355,7 @@ def worker_member(
         max_num_seqs=config.max_num_seqs,
         start_unix_ns=start_unix_ns,
         transport=config.transport,
+        adapters=map(adapter_to_proto, engine.adapters),
     )
 
 

@@ -162,6 +162,7 @@ async def _serve(
             reserves_blocks=worker.reserves_blocks,
             incoming=worker.incoming,
             tier_loads=engine.tier_loads,
+            prefixes=engine.prefix_events,
         ):
             await host.serve(server, drain)
     finally:

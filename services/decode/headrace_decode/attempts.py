@@ -163,7 +163,7 @@ class Attempts:
         if self._draining and self._notice.expired:
             raise self.refusal()
         self._check_incarnation(request.incarnation)
-        work = work_from_proto(request)
+        work = work_from_proto(request, self._engine.adapters)
         if work.from_logits and not self._engine.logits_bytes:
             what = f"the engine of {self._ref.worker_id} samples no token from logits"
             raise InvalidRequest({"first_token": f"{what}: choose decode or prefill"})

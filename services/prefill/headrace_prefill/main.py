@@ -67,6 +67,7 @@ class PrefillServer(RoleServer):
             self._worker,
             model=served_model(config, engine),
             layout=layout_to_proto(engine.descriptor.layout),
+            adapters=engine.adapters,
         )
         self.on_routers = self._puller.set_routers
 

@@ -13,6 +13,7 @@ from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_engine.interface import PrefillOutcome
+from headrace_engine.worker.tier_attributes import tier_attributes
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import WorkerRef
 from headrace_prefill.link_spans import LinkSpans
@@ -57,6 +58,7 @@ def record_task(telemetry: Telemetry, ref: WorkerRef, ended: EndedTask, links: L
         span.set_attributes(links.record(span, task.decode_worker_id, reports, detail))
     if outcome is not None:
         span.set_attribute(schema.ATTRIBUTE_CACHED_TOKENS, outcome.cached_tokens)
+        span.set_attributes(tier_attributes(outcome.tier_tokens))
         telemetry.record_span(
             schema.SPAN_PREFILL_COMPUTE,
             span,

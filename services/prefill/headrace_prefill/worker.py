@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace.worker.v1 import worker_pb2
@@ -20,9 +20,10 @@ from headrace_common.errors import (
     InvalidRequest,
 )
 from headrace_common.logs import TRACE_NAMES
+from headrace_common.registry.adapters import Adapter
 from headrace_common.telemetry.setup import Telemetry
 from headrace_engine.interface import DecodeTokens, Engine, PrefillOutcome, PrefillWork
-from headrace_engine.proto import logprobs_to_proto, sampling_from_proto
+from headrace_engine.proto import logprobs_to_proto, requested_adapter, sampling_from_proto
 from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import salt_violations
@@ -131,7 +132,7 @@ class PrefillWorker:
         on_report: Callable[[SendReport], None],
     ) -> PrefillOutcome:
         deadline, start_ns = self._deadline(task), time.monotonic_ns()
-        work = _work_from_proto(task, deadline)
+        work = _work_from_proto(task, deadline, self._engine.adapters)
         if work.target.with_logits and not self._engine.logits_bytes:
             what = f"the engine of {self.ref.worker_id} sends no logits"
             raise InvalidRequest({"first_token": f"{what}: choose decode or prefill"})
@@ -179,7 +180,9 @@ class PrefillWorker:
         )
 
 
-def _work_from_proto(task: prefill_pb2.PrefillTask, deadline: Deadline) -> PrefillWork:
+def _work_from_proto(
+    task: prefill_pb2.PrefillTask, deadline: Deadline, adapters: Collection[Adapter]
+) -> PrefillWork:
     """Raises InvalidRequest naming every wrong field."""
     violations = salt_violations(task.cache_salt)
     if not task.transfer_id:
@@ -208,6 +211,7 @@ def _work_from_proto(task: prefill_pb2.PrefillTask, deadline: Deadline) -> Prefi
         if task.HasField("sampling")
         else None,
         cache_salt=task.cache_salt,
+        adapter=requested_adapter(task, adapters),
     )
 
 

@@ -200,17 +200,19 @@ def assemble(
         migration_wait_s=config.migration_wait_s,
         on_migration=metrics.count_migration,
     )
+    clocks = WorkerClocks()
     direct = DirectRequestTracker(
         workers,
         telemetry,
         ttl_s=config.ticket_ttl_s,
         longest_s=config.default_deadline_s,
         max_unused=config.max_unused_tickets,
+        clocks=clocks,
+        on_clocks=traces.add_clocks,
     )
     # A client has a reservation sent within `late_s` after its ticket's expiry, perhaps by another router than its own.
     router_keys = RouterKeys(ticket_key.public, TICKET_LIFETIME_MAX_S + config.default_deadline_s)
     prompts = DirectPrompts(workers, queue, dispatcher)
-    clocks = WorkerClocks()
     look_aside = LookAside(
         workers=workers,
         queue=queue,

@@ -46,7 +46,7 @@ class Everything(load_pb2_grpc.LoadServiceServicer, Worker):
         totals = load_pb2.RequestTotals(request_count=7)
         other = load_pb2.ModelLoad(model="other", queued_prompts=100)
         own = load_pb2.ModelLoad(model=MODEL, queued_prompts=2, answered=totals)
-        return load_pb2.GetLoadResponse(models=[other, own])
+        return load_pb2.GetLoadResponse(models=[own, other])
 
     async def WatchStatus(
         self, request: worker_pb2.WatchStatusRequest, context: Any
@@ -115,8 +115,10 @@ async def test_a_reading_has_the_load_of_one_model(
     assert (reading.sample.prefill_workers, reading.sample.queued_prompts) == (1, 2)
     assert [worker.load for worker in reading.sample.decode] == [0.75]
     assert [totals.request_count for totals in reading.totals.values()] == [7]
+    # Nothing may be decided from a registry that lists no decode worker.
     observer.update(members[:2])
-    assert (await observer.read()).sample.counts.decode == 0
+    with pytest.raises(WorkerGone, match="no decode worker of sim"):
+        await observer.read()
 
 
 async def test_a_silent_worker_is_named_and_no_load_is_reported(

@@ -10,8 +10,10 @@ from typing import Any, cast
 import grpc
 import grpc.aio
 import pytest
+from typer.testing import CliRunner
 
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
+from headrace_cli.app import app
 from headrace_cli.planner.explain import read_explanation
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
@@ -103,6 +105,7 @@ async def test_a_target_is_watched_and_acknowledged(planner: Served) -> None:
     response = await reading
     assert isinstance(response, planner_pb2.WatchTargetsResponse)
     assert (response.target.workers.prefill, response.target.workers.decode) == (2, 2)
+    assert (response.target.current.prefill, response.target.current.decode) == (1, 2)
     acknowledge = planner_pb2.AcknowledgeTargetRequest
     for _ in range(2):
         await planner.stub.AcknowledgeTarget(
@@ -125,6 +128,8 @@ async def test_a_planner_that_advises_has_no_targets(planner: Served) -> None:
 
 async def test_a_watch_ends_when_the_planner_drains(planner: Served) -> None:
     call = planner.stub.WatchTargets(planner_pb2.WatchTargetsRequest(), timeout=CALL_S)
+    planner.steering.end_interval(QUEUED)
+    await call.read()
     reading = asyncio.ensure_future(call.read())
     planner.steering.board.close()
     assert await code_of(reading) is grpc.StatusCode.UNAVAILABLE
@@ -147,3 +152,28 @@ async def test_explain_shows_what_was_decided_and_why(planner: Served) -> None:
     assert (first.outcome, second.outcome) == ("keep", "published")
     assert [reason.rule for reason in second.reasons] == ["queue above threshold"]
     assert second.reasons[0].inputs["queue"] == 5
+
+
+async def test_the_command_shows_changes_with_their_reasons(planner: Served) -> None:
+    planner.steering.end_interval(CALM)
+    planner.steering.end_interval(QUEUED)
+    arguments = ["planner", "explain", "--planner", planner.endpoint]
+    every, changes = [
+        await asyncio.to_thread(CliRunner().invoke, app, [*arguments, *more])
+        for more in ([], ["--changes"])
+    ]
+    for result in (every, changes):
+        assert result.exit_code == 0, result.output
+        words = " ".join(result.stdout.split())
+        assert "m, mode publish, a decision every 30 s, target 2 P, 2 D" in words
+        assert "published" in words
+    assert "keep" in every.stdout
+    assert "keep" not in changes.stdout
+
+
+async def test_a_planner_that_is_not_there_is_named() -> None:
+    arguments = ["planner", "explain", "--planner"]
+    for address, status in (("127.0.0.1:1", 1), ("nowhere", 2)):
+        result = await asyncio.to_thread(CliRunner().invoke, app, [*arguments, address])
+        assert result.exit_code == status
+        assert address in " ".join(result.output.split())

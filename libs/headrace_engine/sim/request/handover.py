@@ -94,9 +94,15 @@ class Handover:
             self._opened.append(rank)
 
     def push(
-        self, layer: int, start_token: int, end_token: int, block_ids: tuple[int, ...]
+        self,
+        layer: int,
+        start_token: int,
+        end_token: int,
+        block_ids: tuple[int, ...],
+        *,
+        in_host_memory: bool = False,
     ) -> None:
-        """Sends the computed KV of some tokens of one layer, from the ranks that hold it."""
+        """Sends the KV of some tokens of one layer, from the ranks that hold it. See LayerRange."""
         if self.failed:
             return
         computed = LayerRange(
@@ -106,6 +112,7 @@ class Handover:
             end_token=end_token,
             block_ids=block_ids,
             ready_ns=time.monotonic_ns(),
+            in_host_memory=in_host_memory,
         )
         ranks = self._layout.tensor_parallel_size
         first = self._layout.stage_of(layer) * ranks

@@ -141,6 +141,7 @@ class Scheduler:
                 return
             self._waiting.remove(sequence)
             self._running.append(sequence)
+            self._stepper.push_from_host(sequence)
             load_s = sequence.loaded * self._shape.settings.host_copy_s_per_token
             if load_s:
                 sequence.loading_started()

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
-from headrace.inference.v1 import first_token_pb2, sampling_pb2
+from headrace.inference.v1 import adapter_pb2, first_token_pb2, sampling_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.client_config import ClientFacingConfig
@@ -90,6 +90,13 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             assert server is not None
             decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.server)
+
+    def announce(self, *adapters: adapter_pb2.Adapter) -> None:
+        """Registers with these adapters, from the next refresh of the router on."""
+        member = registry_pb2.Member()
+        member.CopyFrom(self.member)
+        member.adapters.extend(adapters)
+        self.member = member
 
     async def start(self) -> FakeDecode:
         self.member.endpoint = await self._server.start()

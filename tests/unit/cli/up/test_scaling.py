@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import signal
 from dataclasses import dataclass, field
@@ -10,12 +11,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from headrace_cli.up import supervisor
 from headrace_cli.up.keeping import drain_timeout_s
 from headrace_cli.up.restarts import NO_RESTARTS, Restarts
 from headrace_cli.up.scaling import Scaler
 from headrace_cli.up.supervisor import ChildProcess, Supervisor
 from headrace_cli.up.topology import ProcessSpec, Topology
 from headrace_common.errors import ConfigError, DeadlineExceeded, WorkerGone
+from tests.waiting import until
 
 # No process has these ids, so that no signal reaches one.
 PID = 2**22 + 1
@@ -33,6 +36,7 @@ class FakeProcess:
     pid: int = PID
     returncode: int | None = None
     signals: list[int] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self) -> None:
         self.returncode = self.ends
@@ -42,8 +46,12 @@ class FakeProcess:
     def send_signal(self, signal: int) -> None:
         self.signals.append(signal)
         self.returncode = self.drains
+        if self.drains is not None:
+            self.ended.set()
 
     async def wait(self) -> int:
+        if self.returncode is None:
+            await self.ended.wait()
         return self.returncode or 0
 
 
@@ -142,7 +150,9 @@ async def test_a_worker_that_does_not_start_fails_the_target_and_nothing_else(
     assert bench.running() == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
 
 
-async def test_a_start_has_a_limit(tmp_path: Path) -> None:
+async def test_a_start_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # No signal reaches the process of the test.
+    monkeypatch.setattr(supervisor, "KILL_WAIT_S", 0.01)
     bench = Bench(tmp_path, start_timeout_s=0.01)
     bench.bad["prefill-0"] = FakeProcess(bench.spec("prefill", "prefill-0"), serves=False)
     with pytest.raises(DeadlineExceeded, match="prefill-0 did not serve within"):
@@ -168,6 +178,36 @@ async def test_a_worker_that_starts_again_counts_and_is_not_drained(bench: Bench
     await bench.scaler.apply(1, 1)
     assert bench.running() == ["prefill-0"]
     assert not bench.processes["decode-0"].signals
+
+
+async def test_a_worker_that_has_ended_is_left_to_the_restarts(bench: Bench) -> None:
+    bench.processes["prefill-0"].returncode = -9
+    for child in bench.supervisor.unexpected_ends():
+        child.mark_replaced()
+    await bench.scaler.apply(0, 1)
+    assert [child.spec.name for child in bench.supervisor.children] == ["prefill-0", "decode-0"]
+
+
+async def test_an_end_before_a_worker_serves_concerns_its_target_only(bench: Bench) -> None:
+    bench.bad["decode-1"] = FakeProcess(bench.spec("decode", "decode-1"), serves=False)
+    applying = asyncio.create_task(bench.scaler.apply(1, 2))
+    await until(lambda: "decode-1" in bench.processes, LIMIT_S, "a start")
+    bench.processes["decode-1"].returncode = 1
+    assert bench.supervisor.unexpected_ends() == []
+    with pytest.raises(WorkerGone, match="decode-1 ended with 1"):
+        await applying
+
+
+async def test_the_end_of_a_worker_that_drains_is_expected(bench: Bench) -> None:
+    process = bench.processes["decode-0"]
+    process.drains = None
+    applying = asyncio.create_task(bench.scaler.apply(1, 0))
+    await until(lambda: bool(process.signals), LIMIT_S, "a drain")
+    process.returncode = 1
+    assert bench.supervisor.unexpected_ends() == []
+    process.ended.set()
+    with pytest.raises(WorkerGone):
+        await applying
 
 
 def test_a_drain_may_take_the_grace_of_its_service() -> None:
