@@ -40,6 +40,11 @@ class Scaler:
         self._drain_timeout_s = drain_timeout_s
         self._start_timeout_s = start_timeout_s
 
+    def counts(self) -> tuple[int, int]:
+        """The prefill and decode workers that run or start again."""
+        prefill, decode = (len(self._workers(role)) for role in ROLES)
+        return prefill, decode
+
     async def apply(self, prefill: int, decode: int) -> None:
         """Returns when that many workers run: all that were added serve, and all that were removed have ended.
 

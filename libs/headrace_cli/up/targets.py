@@ -12,7 +12,7 @@ from rich.console import Console
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 from headrace_cli.client import CALL_TIMEOUT_S, call_channel, rpc_errors
 from headrace_cli.up.scaling import Scaler
-from headrace_common.errors import HeadraceError
+from headrace_common.errors import Conflict, HeadraceError
 
 _LOG = logging.getLogger(__name__)
 _RETRY_S: Final = 0.2
@@ -45,14 +45,28 @@ class TargetFollower:
     async def _follow(self, stub: planner_pb2_grpc.PlannerServiceAsyncStub) -> None:
         """Raises AioRpcError when the stream ends."""
         async for response in stub.WatchTargets(planner_pb2.WatchTargetsRequest()):
-            workers = response.target.workers
             failure = ""
             try:
-                await self._scaler.apply(workers.prefill, workers.decode)
+                await self._apply(response.target)
             except HeadraceError as error:
                 failure = error.detail
                 self._console.print(f"the planner's target failed: {failure}", markup=False)
             await self._acknowledge(stub, response.target.id, failure)
+
+    async def _apply(self, target: planner_pb2.Target) -> None:
+        """Raises Conflict for a target that was decided from other workers than those that run.
+
+        Else raises as the scaler does.
+        """
+        wanted = (target.workers.prefill, target.workers.decode)
+        observed = (target.current.prefill, target.current.decode)
+        counts = self._scaler.counts()
+        if counts not in (observed, wanted):
+            raise Conflict(
+                f"it was decided from {_counts_text(observed)}, and {_counts_text(counts)} run here",
+                metadata={"observed": _counts_text(observed), "running": _counts_text(counts)},
+            )
+        await self._scaler.apply(*wanted)
 
     async def _acknowledge(
         self, stub: planner_pb2_grpc.PlannerServiceAsyncStub, target_id: str, failure: str
@@ -66,3 +80,7 @@ class TargetFollower:
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.NOT_FOUND:
                 raise
+
+
+def _counts_text(counts: tuple[int, int]) -> str:
+    return f"{counts[0]} P, {counts[1]} D"

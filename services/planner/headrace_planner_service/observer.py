@@ -89,6 +89,9 @@ class Observer:
                 prefill.append(status)
             else:
                 decode.append(DecodeReading(status, member.max_num_seqs))
+        if not decode:
+            # The deployment starts, or the registry has lost its members: not a reason to decide on a new number.
+            raise WorkerGone(f"no decode worker of {self._model} is registered")
         totals = {key: load.answered for key, load in loads.items()}
         return Reading(load_sample(loads.values(), prefill, decode), totals)
 

@@ -26,6 +26,7 @@ def target_to_proto(target: Target) -> planner_pb2.Target:
         id=target.id,
         workers=counts_to_proto(target.counts),
         decide_time=timestamp_from_unix_s(target.decided_unix_s),
+        current=counts_to_proto(target.current),
     )
 
 

@@ -74,7 +74,7 @@ class Steering:
         entry = self._add(interval, decision, Outcome.PUBLISHED)
         self.published_s = self._clock()
         decided_unix_s = interval.start_unix_s + interval.duration_s
-        self.board.publish(entry.number, decision.target, decided_unix_s)
+        self.board.publish(entry.number, decision.current, decision.target, decided_unix_s)
         return entry
 
     def skip_interval(self, start_unix_s: float, duration_s: float, fault: str) -> DecisionEntry:

@@ -11,10 +11,11 @@ from headrace_planner.observation import WorkerCounts
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Numbers of workers that should run. `number` is that of the decision."""
+    """Numbers of workers that should run, decided from `current`. `number` is that of the decision."""
 
     id: str
     number: int
+    current: WorkerCounts
     counts: WorkerCounts
     decided_unix_s: float
 
@@ -42,9 +43,11 @@ class TargetBoard:
         """Whether the target waits for its acknowledgement."""
         return self._pending
 
-    def publish(self, number: int, counts: WorkerCounts, decided_unix_s: float) -> Target:
+    def publish(
+        self, number: int, current: WorkerCounts, counts: WorkerCounts, decided_unix_s: float
+    ) -> Target:
         """Replaces the target by that of a decision."""
-        self._target = Target(f"{self._planner}-{number}", number, counts, decided_unix_s)
+        self._target = Target(f"{self._planner}-{number}", number, current, counts, decided_unix_s)
         self._pending = True
         self._wake()
         return self._target

@@ -15,9 +15,9 @@ from headrace_common.tasks import end_task, run_forever
 
 OpenChannel = Callable[[str], grpc.aio.Channel]
 
-INTERVAL_S: Final = 1.0
-"""The worker sends at least once in this time."""
-_LATE_S: Final = 3.0
+INTERVAL_S: Final = 5.0
+"""An idle worker sends at least once in this time. Others send each change."""
+_LATE_S: Final = 8.0
 _RETRY_FIRST_S: Final = 0.2
 _RETRY_MAX_S: Final = 5.0
 

@@ -115,8 +115,10 @@ async def test_a_reading_has_the_load_of_one_model(
     assert (reading.sample.prefill_workers, reading.sample.queued_prompts) == (1, 2)
     assert [worker.load for worker in reading.sample.decode] == [0.75]
     assert [totals.request_count for totals in reading.totals.values()] == [7]
+    # Nothing may be decided from a registry that lists no decode worker.
     observer.update(members[:2])
-    assert (await observer.read()).sample.counts.decode == 0
+    with pytest.raises(WorkerGone, match="no decode worker of sim"):
+        await observer.read()
 
 
 async def test_a_silent_worker_is_named_and_no_load_is_reported(

@@ -105,6 +105,7 @@ async def test_a_target_is_watched_and_acknowledged(planner: Served) -> None:
     response = await reading
     assert isinstance(response, planner_pb2.WatchTargetsResponse)
     assert (response.target.workers.prefill, response.target.workers.decode) == (2, 2)
+    assert (response.target.current.prefill, response.target.current.decode) == (1, 2)
     acknowledge = planner_pb2.AcknowledgeTargetRequest
     for _ in range(2):
         await planner.stub.AcknowledgeTarget(

@@ -67,7 +67,8 @@ def test_nothing_is_decided_until_a_target_is_acknowledged() -> None:
     assert first.outcome is Outcome.PUBLISHED
     target = bench.board.target
     assert target is not None
-    assert (target.id, target.counts) == ("p-1", WorkerCounts(2, 2))
+    assert (target.id, target.current) == ("p-1", WorkerCounts(1, 2))
+    assert target.counts == WorkerCounts(2, 2)
     second = bench.steering.end_interval(QUEUED)
     assert second.outcome is Outcome.CHANGING
     assert "p-1" in second.detail
@@ -130,7 +131,7 @@ async def test_a_watch_gets_the_target_in_force_and_then_each_later_one() -> Non
     board = TargetBoard("p")
     waiting = asyncio.create_task(board.wait_other(""))
     await asyncio.sleep(0)
-    first = board.publish(1, WorkerCounts(1, 2), 0.0)
+    first = board.publish(1, WorkerCounts(1, 1), WorkerCounts(1, 2), 0.0)
     assert await waiting == first
     assert await board.wait_other("") == first
     waiting = asyncio.create_task(board.wait_other(first.id))
