@@ -64,7 +64,6 @@ ROWS: Final = (DEVICE, HOST, DISK, REMOTE, NOWHERE, VLLM_DEVICE, VLLM_NOWHERE)
 # Conversations of a round, by number. 4 and 5 move through KV memory while others are asked.
 ASKED: Final = ((6, DEVICE), (3, HOST), (0, DISK))
 ASKED_LAST: Final = 1
-COPIED: Final = {Tier.HOST: HOST, Tier.DISK: DISK, Tier.REMOTE: f"{REMOTE} to {HOST}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +96,9 @@ class Results:
     """The fifth turns by row. `copy_s` and `memcpy_s`: of one block, by tier."""
 
     turns: dict[str, list[Turn]] = field(default_factory=lambda: {row: [] for row in ROWS})
-    copy_s: dict[Tier, list[float]] = field(default_factory=lambda: {tier: [] for tier in COPIED})
+    copy_s: dict[Tier, list[float]] = field(default_factory=lambda: {Tier.HOST: [], Tier.DISK: []})
     memcpy_s: list[float] = field(default_factory=list)
     different: int = 0
-
-    def add_loads(self, turn: Turn, *tiers: Tier) -> None:
-        """Those from `tiers`, or from all."""
-        for load in turn.loads:
-            if not tiers or load.tier in tiers:
-                self.copy_s[load.tier].append(load.seconds / load.block_count)
 
 
 class MeasuredEngine(VllmEngine):
@@ -291,7 +284,8 @@ async def measure_round(ours: Ours, child: Child, number: int, found: Results) -
         prompt = conversations[index].ask()
         turn = await ours.answer(prompt)
         found.turns[row].append(turn)
-        found.add_loads(turn)
+        for load in turn.loads:
+            found.copy_s[load.tier].append(load.seconds / load.block_count)
         computed = await answer_by_vllm(child, prompt)
         found.different += computed.token_ids != turn.token_ids
         if row == DISK:
@@ -308,7 +302,6 @@ async def measure_round(ours: Ours, child: Child, number: int, found: Results) -
     prompt = conversations[ASKED_LAST].ask()
     turn = await ours.answer(prompt)
     found.turns[REMOTE].append(turn)
-    found.add_loads(turn, Tier.REMOTE)
     found.different += (await answer_by_vllm(child, prompt)).token_ids != turn.token_ids
 
 
@@ -349,7 +342,7 @@ def tables(found: Results) -> str:
     memcpy = percentile(found.memcpy_s, 0.5)
     lines += ["", *_head("copies of a block", "p50, ms", "p50 / memcpy")]
     lines.append(f"| memcpy of as many bytes | {1e3 * memcpy:.3f} | 1.00 |")
-    for tier, name in COPIED.items():
+    for tier, name in ((Tier.HOST, HOST), (Tier.DISK, DISK)):
         if found.copy_s[tier]:
             copy = percentile(found.copy_s[tier], 0.5)
             lines.append(f"| from {name} | {1e3 * copy:.3f} | {copy / memcpy:.2f} |")

@@ -59,11 +59,14 @@ def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
         "num_gpu_blocks_override": str(plan.block_count),
         "member_ttl_s": str(plan.member_ttl_s),
         "drain_grace_s": str(plan.drain_grace_s),
+        "lease_ttl_s": str(plan.lease_ttl_s),
+        "quarantine_s": str(plan.quarantine_s),
     }
     own = f"layer_s={plan.layer_s}"
     if plan.host_blocks:
         tiers = f"host_blocks={plan.host_blocks},disk_blocks={plan.disk_blocks}"
         own = f"{own},{tiers},host_copy_s_per_token=0.00005"
+    fetches = plan.block_size if plan.conversations else 0
     if plan.pool_gib:
         own = f"{own},host_copy_s_per_token=0.00005"
         both["kv_host_gib"] = str(plan.host_gib)
@@ -73,8 +76,7 @@ def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
         *((role, name, value) for role in ("prefill", "decode") for name, value in both.items()),
         ("prefill", "model", f"{plan.model},{own},prefill_s_per_token=0.0003"),
         ("decode", "model", f"{plan.model},{own},decode_step_s=0.004"),
-        ("decode", "lease_ttl_s", str(plan.lease_ttl_s)),
-        ("decode", "quarantine_s", str(plan.quarantine_s)),
+        ("prefill", "prefix_fetch_min_tokens", str(fetches)),
         ("router", "migration_wait_s", str(plan.migration_wait_s)),
         ("registry", "store_timeout_s", str(plan.store_timeout_s)),
         ("registry", "store_start_timeout_s", str(plan.store_start_timeout_s)),

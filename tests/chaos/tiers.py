@@ -140,7 +140,8 @@ def _fastest(tiers: LowerTiers, blocks: PoolBlocks) -> Held:
 def unconserved_blocks(engine: SimEngine, holds: TierHolds) -> Iterator[str]:
     """A line for every pool with blocks that are not exactly one of free, cached and held.
 
-    In KV memory, a block has as many holders as there are requests with it, and in lower tiers as `holds` has.
+    In KV memory, a block has as many holders as requests have it, or may still be written by a late sender. In lower
+    tiers, it has as many as `holds` has.
     """
     if engine._scheduler is None:
         return
@@ -149,6 +150,8 @@ def unconserved_blocks(engine: SimEngine, holds: TierHolds) -> Iterator[str]:
         for sequence in engine._scheduler._by_id.values():
             if sequence.block_ids_by_group:
                 holders.update(sequence.block_ids_by_group[group])
+        for detached in engine._scheduler._detached.values():
+            holders.update(detached[group])
         yield from _faults_of(f"KV memory, group {group}", pool, holders)
     if engine._lower_tiers is not None:
         for tier in engine._lower_tiers._tiers._tiers:

@@ -26,6 +26,7 @@ import headrace_engine.sim.engine
 import headrace_kv.pool.mooncake.child
 import headrace_kv.receive.transfer
 import headrace_prefill.main
+import headrace_prefill.prefix_receiver
 import headrace_prefill.puller
 from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2
@@ -113,7 +114,7 @@ class LossyContext:
 
 
 def lossy_handoffs(dice: Dice) -> type[HandoffServicer]:
-    """The decode worker's service with faults in the messages of both directions."""
+    """The service of a receiving worker with faults in the messages of both directions."""
 
     async def through(
         requests: AsyncIterator[handoff_pb2.HandoffRequest],
@@ -289,6 +290,7 @@ def main() -> None:
     else:
         slow_down(faults, dice)
         put(headrace_prefill.puller, "PullSession", lossy_pulls(dice))
+        put(headrace_prefill.prefix_receiver, "HandoffServicer", lossy_handoffs(dice))
         headrace_prefill.main.main()
 
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import headrace_client
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, load_pb2, sampling_pb2, trace_pb2
-from headrace.kv.v1 import handoff_pb2, layout_pb2
+from headrace.kv.v1 import handoff_pb2, layout_pb2, prefix_pb2
 from headrace.planner.v1 import planner_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
@@ -64,6 +64,7 @@ SERVICES: dict[str, tuple[ServiceDescriptor, ...]] = {
     "decode-0": (
         decode_pb2.DESCRIPTOR.services_by_name["DecodeService"],
         handoff_pb2.DESCRIPTOR.services_by_name["HandoffService"],
+        prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"],
         worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
     ),
 }

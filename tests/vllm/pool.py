@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from headrace_kv.manager.settings import TierSettings
-from headrace_kv.prefix.events import Tier
 from tests.pool_store import Store
 from tests.vllm.pair import Pair, prompt_of, running_pair
 from tests.waiting import until
@@ -35,7 +34,6 @@ class Result:
     `cached`: prompt tokens that decode did not compute. `foreign_cached`: the same for another tenant.
     `turn`: answers to a longer prompt, after a prefill and of decode alone. `turn_received`, `turn_prefill_cached`:
     its tokens that decode did not receive, and that prefill did not compute.
-    `fetched`: blocks that decode has fetched from the pool until then.
     `without`, `cached_without`: as `again` and `cached`, once the store is killed.
     """
 
@@ -46,7 +44,6 @@ class Result:
     turn: list[list[int]] = field(default_factory=list)
     turn_received: int = -1
     turn_prefill_cached: int = -1
-    fetched: int = -1
     without: list[list[int]] = field(default_factory=list)
     cached_without: list[int] = field(default_factory=list)
 
@@ -97,7 +94,6 @@ async def _shared(pair: Pair, store: Store) -> Result:
     # The last prompt is evicted by the time it is asked again.
     turn = prompts[-1] + prompt_of(NEW_TOKENS, PROMPT_COUNT)
     await until(partial(_is_continued, pair, turn, result), SHARED_S)
-    result.fetched = pair.decode.tier_loads.loaded_blocks()[Tier.REMOTE]
     store.signal(signal.SIGKILL)
     for prompt in prompts:
         answer = await pair.plain(prompt)

@@ -29,8 +29,6 @@ def test_evicted_prompts_return_from_the_pool_and_a_killed_store_costs_no_answer
     assert found["cached"] == [WHOLE] * PROMPT_COUNT
     assert found["foreign_cached"] == 0
     assert (found["turn_received"], found["turn_prefill_cached"]) == (WHOLE, WHOLE)
-    # Prompts and the longer one have 10 whole blocks each.
-    assert found["fetched"] >= 10 * (PROMPT_COUNT + 1)
     handed, alone = found["turn"]
     assert handed == alone
     # Decode has no room for all prompts, so all of their KV came from the pool before.

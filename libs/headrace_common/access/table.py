@@ -66,9 +66,9 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
             "Deregister": _MEMBERS,
             "Watch": (*_MEMBERS, _OPERATOR, _PLANNER),
             "ListMembers": (*_MEMBERS, _OPERATOR, _PLANNER),
-            # Prefill workers write into the memory of decode workers, and no worker into theirs.
-            "PutKvDescriptor": (_DECODE,),
-            "GetKvDescriptor": (_PREFILL,),
+            # Decode workers write into the memory of the prefill workers that fetch prefixes.
+            "PutKvDescriptor": (_PREFILL, _DECODE),
+            "GetKvDescriptor": (_PREFILL, _DECODE),
             "GetPolicy": (*_MEMBERS, _OPERATOR),
             "SetPolicy": (_OPERATOR,),
         },
@@ -77,7 +77,9 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
             "Link": (_ROUTER,),
             "SetFirstToken": (_ROUTER,),
         },
-        "headrace.kv.v1.HandoffService": {"Handoff": (_PREFILL,)},
+        # A decode worker serves prefill workers only, and a prefill worker decode workers only: HandoffServicer.
+        "headrace.kv.v1.HandoffService": {"Handoff": (_PREFILL, _DECODE)},
+        "headrace.kv.v1.PrefixService": {"SendPrefix": (_PREFILL,)},
         # Stock vLLM has no credentials: docs/stock-vllm.md.
         "headrace.kv.v1.PairService": {"Describe": _EVERY_CALLER, "Fetch": _EVERY_CALLER},
         "headrace.worker.v1.WorkerService": {

@@ -29,6 +29,9 @@ SPAN_STREAM: Final = "headrace.stream"
 SPAN_PREFILL: Final = "headrace.prefill"
 # The engine's forward passes.
 SPAN_PREFILL_COMPUTE: Final = "headrace.prefill.compute"
+# The fetch of a prompt's first tokens from the decode worker, from the decision to the last layer. After a failure,
+# the tokens are computed.
+SPAN_PREFIX_FETCH: Final = "headrace.prefill.prefix_fetch"
 # What one prefill rank wrote to one decode rank for one task: from the first layer being ready to the last
 # acknowledgement. A failed or cancelled task has them too. headrace.link.layers has the times of each layer.
 SPAN_TRANSFER_LINK: Final = "headrace.transfer.link"
@@ -353,6 +356,10 @@ METRIC_PLANNER_MISSED_SAMPLES: Final = "headrace.planner.missed_samples"
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV transferred.
 METRIC_TRANSFER_BYTES: Final = "headrace.transfer.bytes"
+# Fetches of prefixes from decode workers that have ended, by outcome. After a failure, prefill computes.
+METRIC_PREFIX_FETCHES: Final = "headrace.prefix.fetches"
+# Tokens with KV that a prefill worker has fetched from decode workers instead of computing it.
+METRIC_PREFIX_FETCHED_TOKENS: Final = "headrace.prefix.fetched_tokens"
 # Blocks of cached prefixes that a worker has loaded into KV memory from a tier below it: prefix hits there. Blocks of
 # the remote pool are fetched into main memory first, and count there too when they are loaded. Hits in decode's KV
 # memory and below are the source "decode_cache" of headrace.prompt.tokens.
@@ -367,9 +374,9 @@ METRIC_LINK_BYTES: Final = "headrace.link.bytes"
 METRIC_LINK_TIME: Final = "headrace.link.moving_time"
 # Bytes of each transfer link by the seconds in which they were on the way, by kind of link and by transport.
 METRIC_LINK_RATE: Final = "headrace.link.rate"
-# Transfers of a decode worker that hold blocks, by their state.
+# Transfers into a worker's blocks that hold them, by their state. Into a prefill worker, fetches of prefixes.
 METRIC_TRANSFER_STATES: Final = "headrace.transfers.by_state"
-# Write leases of prefill ranks into a decode worker's blocks, one for each rank and transfer.
+# Write leases of other workers' ranks into a worker's blocks, one for each rank and transfer.
 METRIC_WRITE_LEASES: Final = "headrace.leases"
 # Transfers of a worker in progress.
 METRIC_TRANSFERS_ACTIVE: Final = "headrace.transfers.active"

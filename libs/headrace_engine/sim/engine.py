@@ -47,10 +47,10 @@ from headrace_engine.sim.request.sequence import (
     decode_sequence,
     prefill_sequence,
 )
-from headrace_engine.sim.request.validation import check_decode, check_prefill
+from headrace_engine.sim.request.validation import check_decode, check_prefill, check_prefix
 from headrace_engine.sim.step.scheduler import Scheduler
 from headrace_engine.sim.step.stepper import Stepper
-from headrace_kv.handoff.messages import SendReport
+from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, RankMemory
 from headrace_kv.pool.keys import pool_secret
 from headrace_kv.pool.opening import PoolOpener, pool_opener
@@ -76,7 +76,7 @@ _SENDERS_CLOSE_S = 40.0
 
 
 class SimEngine(Engine):
-    """Runs in the caller's process: one task, and a sender thread for each rank of a prefill engine.
+    """Runs in the caller's process: one task, and a sender thread for each rank that sends.
 
     Engines may share one `sender_thread` and one `kill_timer`, see SenderContext. For tests:
     `transports` opens one transport per rank, `clock` gives the time of computing, and `faults` are injected.
@@ -154,7 +154,7 @@ class SimEngine(Engine):
         self.broadcast = LocalBroadcast(self.descriptor) if local else None
         self.max_model_len = shape.max_model_len
         if config.role == "prefill":
-            self._senders = [self._new_sender(rank) for rank in range(len(ranks))]
+            self._open_senders()
         self._scheduler = Scheduler(shape, self._pools, self._stepper, self._clock)
         self._task = asyncio.create_task(self._scheduler.run(), name=f"sim engine {config.ref}")
 
@@ -200,6 +200,13 @@ class SimEngine(Engine):
         )
         tiers.attach(pool, secret, self.descriptor.layout, reporter)
 
+    def _open_senders(self) -> list[RankSender]:
+        """The senders of all ranks. A decode engine opens them with its first prefix to send."""
+        if not self._senders:
+            ranks = range(self.descriptor.layout.rank_count)
+            self._senders = [self._new_sender(rank) for rank in ranks]
+        return self._senders
+
     def _new_sender(self, rank: int) -> RankSender:
         loop = asyncio.get_running_loop()
         context = SenderContext(
@@ -228,7 +235,7 @@ class SimEngine(Engine):
         on_report: Callable[[SendReport], None] | None = None,
     ) -> PrefillOutcome:
         check_prefill(work, self.max_model_len)
-        if not self._senders:
+        if self._config.role != "prefill":
             raise InternalError("this engine was not started for prefill")
         handover = Handover(work.target, self._senders, self.descriptor.layout)
         first_token = None
@@ -249,8 +256,22 @@ class SimEngine(Engine):
             compute_start_unix_ns=sequence.compute_start_unix_ns,
             compute_end_unix_ns=sequence.compute_end_unix_ns,
             reports=handover.reports,
+            fetched_tokens=sequence.fetched_tokens,
             tier_tokens=sequence.tier_tokens,
         )
+
+    async def send_prefix(self, target: TransferTarget) -> tuple[SendReport, ...]:
+        await self._requests.wait_loaded(target.transfer_id)
+        sequence = self._requests.find(target.transfer_id)
+        check_prefix(sequence, target)
+        assert sequence is not None
+        handover = Handover(target, self._open_senders(), self.descriptor.layout)
+        sequence.prefix_sending_started(handover)
+        try:
+            await handover.run(partial(self._stepper.push_prefix, sequence, handover))
+        finally:
+            self._requests.update(sequence)
+        return handover.reports
 
     def decode(self, work: DecodeWork) -> DecodeEvents:
         return SimAnswer(partial(self._start_decode, work), self._end_decode)
@@ -282,6 +303,11 @@ class SimEngine(Engine):
         self._pools.register(sequence, start_token, sequence.computed)
         self._requests.update(sequence)
 
+    def recompute(self, transfer_id: str) -> None:
+        sequence = self._receiving(transfer_id)
+        if sequence is not None and not sequence.ended:
+            self._requests.recompute(sequence)
+
     def first_token(self, transfer_id: str, token_id: int) -> None:
         sequence = self._requests.find(transfer_id)
         if sequence is not None and sequence.awaits_first_token:
@@ -300,11 +326,16 @@ class SimEngine(Engine):
         self._requests.update(sequence)
 
     def released(self, transfer_id: str) -> None:
+        self._requests.free_detached(transfer_id)
         sequence = self._receiving(transfer_id)
         if sequence is None:
             return
         sequence.kv_released()
-        self._requests.fail(sequence, TransferFailed("the KV cache did not arrive"))
+        if sequence.generation is None:
+            # A prefill computes what was not fetched, in the same blocks.
+            self._requests.update(sequence)
+        else:
+            self._requests.fail(sequence, TransferFailed("the KV cache did not arrive"))
 
     @property
     def _requests(self) -> Scheduler:
@@ -368,8 +399,8 @@ class SimEngine(Engine):
 
     def _rank_quiesced(self, report: SendReport) -> None:
         sequence = self._requests.find(report.transfer_id)
-        if sequence is not None and sequence.handover is not None:
-            sequence.handover.rank_quiesced(report)
+        if sequence is not None and sequence.outgoing is not None:
+            sequence.outgoing.rank_quiesced(report)
             self._requests.update(sequence)
 
 

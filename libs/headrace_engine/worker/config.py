@@ -20,7 +20,7 @@ from headrace_common.config import (
     split_list,
 )
 from headrace_common.identity import is_worker_id
-from headrace_common.limits import write_quiet_s
+from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S, write_quiet_s
 from headrace_common.registry.adapters import adapter_to_proto
 from headrace_engine.config import DEFAULT_KV_CACHE_GIB, EngineConfig
 from headrace_engine.interface import Engine
@@ -194,6 +194,16 @@ class WorkerConfig(ServiceConfig):
         description='Further arguments of engine vllm, as on its own command line: "--quantization fp8 '
         '--kv-cache-dtype fp8". In a file also a list. Those that a setting or Headrace owns are refused by name.',
     )
+    lease_ttl_s: PositiveSeconds = Field(
+        WRITE_LEASE_S,
+        description="Seconds that another worker's rank may write into this worker's KV memory without a message from "
+        "it.",
+    )
+    quarantine_s: PositiveSeconds = Field(
+        WRITE_QUARANTINE_S,
+        description="Seconds that blocks of a failed transfer stay unused after the lease; at least 5, longer than the "
+        "transport's own timeout. A frozen sender is ended after half of them.",
+    )
     registration_timeout_s: PositiveSeconds = Field(
         30.0, description="Seconds that the registry may take to answer at start."
     )
@@ -208,8 +218,8 @@ class WorkerConfig(ServiceConfig):
 
     @property
     def write_quiet_s(self) -> float:
-        """How long bytes of a lost sender may still land in this worker's memory. Only decode workers configure it."""
-        return write_quiet_s()
+        """How long bytes of a lost sender may still land in this worker's memory."""
+        return write_quiet_s(self.lease_ttl_s, self.quarantine_s)
 
     @model_validator(mode="after")
     def _check_tiers(self) -> WorkerConfig:

@@ -77,6 +77,10 @@ class WorkerMetrics:
         self._callers_refused = store.counter(
             schema.METRIC_CALLERS_REFUSED, schema.ATTRIBUTE_REFUSAL
         )
+        self._prefix_fetches = store.counter(
+            schema.METRIC_PREFIX_FETCHES, worker, schema.ATTRIBUTE_END_REASON
+        )
+        self._fetched_tokens = store.counter(schema.METRIC_PREFIX_FETCHED_TOKENS, worker)
         self._active = store.gauge(schema.METRIC_TRANSFERS_ACTIVE, worker)
         self._requests = store.gauge(
             schema.METRIC_WORKER_REQUESTS, worker, schema.ATTRIBUTE_WORKER_STATE
@@ -160,8 +164,14 @@ class WorkerMetrics:
                     bytes_per_s = 1e9 * link.payload_bytes / max(1, link.moving_ns)
                     self._link_rate.record(bytes_per_s, *labels)
 
+    def prefix_fetched(self, worker_id: str, reason: str, token_count: int) -> None:
+        """A prefill worker's fetch of a prefix has ended: `reason` is an error's, or empty."""
+        self._prefix_fetches.add(1, worker_id, reason or _DONE)
+        if not reason:
+            self._fetched_tokens.add(token_count, worker_id)
+
     def ticket_refused(self, worker_id: str, part: str) -> None:
-        """A decode worker has refused a ticket. `part` is the part of the ticket."""
+        """A worker has refused a ticket. `part` is the part of the ticket."""
         self._ticket_refusals.add(1, worker_id, part)
 
     def count_refused(self, refusal: str, count: int) -> None:

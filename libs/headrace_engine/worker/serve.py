@@ -41,7 +41,7 @@ class RoleServer(ABC):
     """
 
     role: ClassVar[registry_pb2.Member.Role.ValueType]
-    services: ClassVar[tuple[str, ...]] = ()
+    services: tuple[str, ...] = ()
     client_services: ClassVar[tuple[str, ...]] = ()
     reserves_blocks: ClassVar[bool] = False
     incoming: Incoming | None = None

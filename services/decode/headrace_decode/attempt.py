@@ -77,6 +77,11 @@ class Attempt:
         self._ended = False
 
     @property
+    def signer(self) -> TicketKey | None:
+        """See HandoffTickets."""
+        return self._signer
+
+    @property
     def awaits_kv(self) -> bool:
         """Whether a transfer was opened for it."""
         return self._waiter is not None

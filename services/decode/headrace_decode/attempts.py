@@ -78,6 +78,10 @@ class Attempts:
         """Whether new attempts are refused, or will be soon."""
         return self._draining
 
+    def find(self, transfer_id: str) -> Attempt | None:
+        """The attempt of a transfer, until it has given back its resources."""
+        return self._live.get(transfer_id)
+
     def notify_room(self, on_room: Callable[[], None]) -> None:
         """From now on calls `on_room` whenever an attempt has given back its slot and blocks."""
         self._on_room = on_room

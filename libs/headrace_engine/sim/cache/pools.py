@@ -53,6 +53,11 @@ class CachePools:
         self._common_tokens = gcd(*(group.block_tokens for group in groups)) or self._span_tokens
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether a request has a page of a state."""
+        return self._keeps_state
+
+    @property
     def available_count(self) -> int:
         """Blocks and pages that no request holds."""
         return sum(pool.available_count for pool in self._pools)
@@ -265,8 +270,12 @@ class CachePools:
 
     def free(self, sequence: Sequence) -> None:
         """Takes the request's hold from its blocks."""
-        for pool, block_ids in zip(self._pools, sequence.block_ids_by_group, strict=False):
-            pool.free(block_ids)
+        self.free_blocks(sequence.block_ids_by_group)
         if self._lower_tiers is not None and sequence.host_blocks:
             self._lower_tiers.sent(sequence.host_blocks)
             self._sending_count -= 1
+
+    def free_blocks(self, block_ids_by_group: Items[Items[int]]) -> None:
+        """Takes a hold from blocks."""
+        for pool, block_ids in zip(self._pools, block_ids_by_group, strict=False):
+            pool.free(block_ids)

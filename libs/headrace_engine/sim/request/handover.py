@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from headrace_common.errors import (
@@ -47,14 +47,16 @@ class Handover:
         """Whether there was a failure so far."""
         return self.failure is not None
 
-    async def run(self) -> None:
+    async def run(self, on_open: Callable[[], None] = lambda: None) -> None:
         """Opens the transfer, waits until every rank is quiesced, and stops them at the deadline.
 
-        Raises the first failure. A cancellation waits too: blocks must not be reused before (I2).
+        `on_open` is called when `push` may be. Raises the first failure. A cancellation waits too: blocks must not be
+        reused before (I2).
         """
         target = self.target
         try:
             self._open()
+            on_open()
         except HeadraceError as exc:
             self.fail(exc)
         try:
@@ -64,7 +66,7 @@ class Handover:
             detail = f"transfer {target.transfer_id} ran out of time"
             self.fail(TransferTimeout(detail, metadata={"transfer_id": target.transfer_id}))
         except asyncio.CancelledError:
-            self.fail(Cancelled("the prefill was cancelled"))
+            self.fail(Cancelled("the transfer was cancelled"))
             await self._wait_quiesced()
             raise
         await self._wait_quiesced()

@@ -14,6 +14,7 @@ from headrace_engine.interface import (
     DecodeTokens,
     DecodeWork,
     PrefillWork,
+    PrefixSource,
     Sampling,
     TokenLogprobs,
 )
@@ -60,6 +61,8 @@ class Sequence:
     that needs KV; those of `tokens` are filled. Only sequences with an equal `cache_salt` share cached
     blocks. `pushed` tokens were given to the senders. Exactly one of `handover` (prefill) and
     `generation` (decode) is set. The blocks are in use until `is_releasable`.
+    A prefill request with a `prefix` may have KV fetched: `fetched_tokens`. A decode request sends
+    cached KV by `prefix_handover`.
     """
 
     transfer_id: str
@@ -71,6 +74,8 @@ class Sequence:
     handover: Handover | None = None
     generation: Generation | None = None
     first_token: FirstTokenRequest | None = None
+    prefix: PrefixSource | None = None
+    prefix_handover: Handover | None = None
     awaits_first_token: bool = False
     block_ids_by_group: tuple[tuple[int, ...], ...] = ()
     block_tables: tuple[U64Array, ...] = ()
@@ -80,6 +85,7 @@ class Sequence:
     fetched: set[int] = field(default_factory=set)
     host_blocks: PoolBlocks = NO_BLOCKS
     host_start: int = 0
+    fetched_tokens: int = 0
     computed: int = 0
     pushed: int = 0
     chunk_count: int = 0
@@ -121,7 +127,13 @@ class Sequence:
         """Whether it has ended, and no step, sender or remote rank uses its blocks (I1, I2)."""
         if not self.ended or self._in_step or self.receiving:
             return False
-        return self.handover is None or self.handover.quiesced.is_set()
+        sending = self.outgoing
+        return sending is None or sending.quiesced.is_set()
+
+    @property
+    def outgoing(self) -> Handover | None:
+        """What sends from its blocks."""
+        return self.handover or self.prefix_handover
 
     @property
     def is_only_sent(self) -> bool:
@@ -230,15 +242,36 @@ class Sequence:
         self.generation.events.put_reservation(reservation)
         self.receiving = reservation.start_token < reservation.end_token
 
+    def prefix_awaited(self) -> None:
+        """The KV of its `prefix` is being written into its blocks."""
+        self.receiving = True
+
     def kv_arrived(self) -> None:
-        """The KV of all transferable tokens is in its blocks."""
-        assert self.generation is not None
+        """The KV of all transferable tokens, or of its `prefix`, is in its blocks."""
         self.receiving = False
-        self.computed = self.generation.transferable_tokens
+        if self.generation is not None:
+            self.computed = self.generation.transferable_tokens
+        elif self.prefix is not None:
+            self.fetched_tokens = self.prefix.end_token - self.computed
+            self.computed = self.prefix.end_token
 
     def kv_released(self) -> None:
         """No rank writes into its blocks any more, and its KV is incomplete."""
         self.receiving = False
+
+    def blocks_detached(self) -> tuple[tuple[int, ...], ...]:
+        """It gives up its blocks, because KV may still be written into them, and begins again without its `prefix`."""
+        detached, self.block_ids_by_group = self.block_ids_by_group, ()
+        self.block_tables = ()
+        self.cached = self.loaded = self.computed = 0
+        self.tier_tokens = {}
+        self.prefix = None
+        self.receiving = False
+        return detached
+
+    def prefix_sending_started(self, handover: Handover) -> None:
+        """Cached KV of this decode request is sent to its prefill worker."""
+        self.prefix_handover = handover
 
     def step_started(self) -> None:
         """A step computes a chunk of it."""
@@ -303,9 +336,9 @@ class Sequence:
         return True
 
     def fail(self, failure: HeadraceError) -> None:
-        """Stops a prefill's senders; ends a decode request with the failure."""
-        if self.handover is not None:
-            self.handover.fail(failure)
+        """Stops its senders; ends a decode request with the failure."""
+        if self.outgoing is not None:
+            self.outgoing.fail(failure)
         if self.generation is not None and not self.ended:
             self.generation.events.put_failure(failure)
             self.ended = True
@@ -335,6 +368,7 @@ def prefill_sequence(
         cache_salt=work.cache_salt,
         handover=handover,
         first_token=first_token,
+        prefix=work.prefix,
         pushed=work.target.start_token,
     )
 

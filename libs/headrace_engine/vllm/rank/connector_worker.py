@@ -78,7 +78,7 @@ class ConnectorWorker:
         self._copier: TierCopier | None = None
         self._pool: PoolExecutor | None = None
         if settings.tiers.pooled:
-            self._pool = PoolExecutor(self._rank, self._send_load)
+            self._pool = PoolExecutor(self._rank)
         # One thread, which keeps the order of the updates.
         self._admissions = ThreadPoolExecutor(1, "kv-admit")
 

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import queue
-import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
 from headrace_engine.vllm.step.plan import PoolMove
 from headrace_engine.vllm.tiers.pool_lookup import leading
-from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.pool.base import RemotePool
 from headrace_kv.pool.keys import PoolKeys
-from headrace_kv.prefix.events import Tier
 
 
 class PoolExecutor:
-    """The thread of the tiers begins moves, and the rank's compute thread takes their ends.
+    """The thread of the tiers begins moves, and the rank's compute thread takes their ends."""
 
-    The pool's thread calls `on_load` after each fetch that has brought blocks.
-    """
-
-    def __init__(self, rank: int, on_load: Callable[[TierLoad], None]) -> None:
+    def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._on_load = on_load
         self._opened: tuple[RemotePool, PoolKeys] | None = None
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
@@ -41,7 +33,7 @@ class PoolExecutor:
         names = keys.of_rank(self._rank, move.prefixes)
         call = pool.get if move.fetches else pool.put
         moved = call(0, names, move.block_ids, move.timeout_s)
-        moved.add_done_callback(partial(self._end, move, time.monotonic()))
+        moved.add_done_callback(partial(self._end, move.number))
 
     def take_ended(self) -> list[tuple[int, int]]:
         """Moves that have ended since the last call: (number, blocks that were moved whole, from the first on)."""
@@ -52,8 +44,5 @@ class PoolExecutor:
         if self._opened is not None:
             self._opened[0].close()
 
-    def _end(self, move: PoolMove, start_s: float, moved: Future[list[bool]]) -> None:
-        whole = leading(moved.result())
-        if move.fetches and whole:
-            self._on_load(TierLoad(Tier.REMOTE, whole, time.monotonic() - start_s))
-        self._ended.put((move.number, whole))
+    def _end(self, number: int, moved: Future[list[bool]]) -> None:
+        self._ended.put((number, leading(moved.result())))

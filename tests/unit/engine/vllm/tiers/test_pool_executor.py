@@ -8,10 +8,8 @@ from concurrent.futures import Future
 from headrace_engine.vllm.step.plan import PoolMove
 from headrace_engine.vllm.tiers.pool_executor import PoolExecutor
 from headrace_engine.vllm.tiers.pool_lookup import StoreLookup
-from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.pool.base import RemotePool
 from headrace_kv.pool.keys import PoolKeys
-from headrace_kv.prefix.events import Tier
 from tests.unit.kv.pool.test_keys import LAYOUT, SECRET
 
 KEYS = PoolKeys(SECRET, LAYOUT)
@@ -55,8 +53,7 @@ class Pool(RemotePool):
 
 
 def test_moves_end_with_the_number_of_whole_blocks() -> None:
-    loads: list[TierLoad] = []
-    pool, executor = Pool(), PoolExecutor(1, loads.append)
+    pool, executor = Pool(), PoolExecutor(1)
     executor.attach(pool, KEYS)
     executor.begin(PoolMove(7, True, (1, 2, 3), (4, 5, 6), 3.0))
     executor.begin(PoolMove(8, False, (1,), (4,), 9.0))
@@ -68,17 +65,14 @@ def test_moves_end_with_the_number_of_whole_blocks() -> None:
     read.set_result([True, False, True])
     written.set_result([True])
     assert executor.take_ended() == [(7, 1), (8, 1)]
-    assert [(load.tier, load.block_count) for load in loads] == [(Tier.REMOTE, 1)]
     executor.close()
     assert not pool.is_open
 
 
 def test_without_a_pool_moves_end_at_once() -> None:
-    loads: list[TierLoad] = []
-    executor = PoolExecutor(0, loads.append)
+    executor = PoolExecutor(0)
     executor.begin(PoolMove(7, True, (1,), (4,), 3.0))
     assert executor.take_ended() == [(7, 0)]
-    assert not loads
     executor.close()
 
 
