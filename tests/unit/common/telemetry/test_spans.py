@@ -188,7 +188,8 @@ def test_a_full_queue_drops_spans_and_goes_on(caplog: pytest.LogCaptureFixture) 
     queue.flush()
     # The thread may have taken one batch before the queue was full.
     assert QUEUED_SPANS_MAX <= len(exported) <= QUEUED_SPANS_MAX + BATCH_SPANS
-    assert sum("dropped" in record.getMessage() for record in caplog.records) == 1
+    # Then it was full twice.
+    assert sum("dropped" in record.getMessage() for record in caplog.records) in (1, 2)
     queue.add(_SOURCE, _span(1))
     queue.close()
     assert exported[-1] == 1
