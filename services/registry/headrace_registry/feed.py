@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -47,6 +47,7 @@ class ChangeFeed:
         self._kept_since = revision
         self._epoch = 0
         self._members: dict[str, registry_pb2.Member] = {}
+        self._role_counts: Counter[int] = Counter()
         self._policy = PolicyRecord(default_policy(), 0)
         self._changed = asyncio.Event()
 
@@ -58,6 +59,10 @@ class ChangeFeed:
     def members(self) -> Mapping[str, registry_pb2.Member]:
         """Live members by worker id."""
         return MappingProxyType(self._members)
+
+    def member_count(self, role: registry_pb2.Member.Role.ValueType) -> int:
+        """The number of live members of a role."""
+        return self._role_counts[role]
 
     @property
     def policy(self) -> PolicyRecord:
@@ -97,6 +102,7 @@ class ChangeFeed:
         """Replaces this copy by a listing of unrelated revisions. Every watch expires."""
         self._history.clear()
         self._members = dict(members)
+        self._role_counts = Counter(member.role for member in members.values())
         self._policy = policy
         self._revision = revision
         self._kept_since = revision
@@ -147,6 +153,10 @@ class ChangeFeed:
         self, worker_id: str, member: registry_pb2.Member | None
     ) -> list[registry_pb2.Change]:
         previous = self._members.get(worker_id)
+        if previous is not None:
+            self._role_counts[previous.role] -= 1
+        if member is not None:
+            self._role_counts[member.role] += 1
         if member is None:
             if previous is None:
                 return []

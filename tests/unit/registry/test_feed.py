@@ -18,7 +18,18 @@ Edits = dict[str, int | None]
 
 
 def member(worker_id: str, generation: int) -> registry_pb2.Member:
-    return registry_pb2.Member(worker_id=worker_id, incarnation=f"{generation:016x}")
+    return registry_pb2.Member(
+        worker_id=worker_id,
+        incarnation=f"{generation:016x}",
+        role=registry_pb2.Member.Role.values()[generation % 4],
+    )
+
+
+def require_counts(feed: ChangeFeed) -> None:
+    """The feed counts its members by role."""
+    for role in registry_pb2.Member.Role.values():
+        listed = [member for member in feed.members.values() if member.role == role]
+        assert feed.member_count(role) == len(listed)
 
 
 def records(edits: Edits) -> dict[str, registry_pb2.Member | None]:
@@ -60,6 +71,7 @@ def test_every_watcher_converges(history: list[Edits], join_at: int) -> None:
                 resumed_seen = dict(feed.members)
                 resumed = feed.watch(feed.revision)
             feed.apply(11 + step, records(edit))
+            require_counts(feed)
         late = feed.watch(10)
         assert follow({}, await anext(late)) == feed.members
         if len(feed._history) > 0:
@@ -126,7 +138,8 @@ async def test_a_restart_ends_every_watch() -> None:
     await anext(watch)
     waiting = asyncio.ensure_future(anext(watch))
     await asyncio.sleep(0)
-    feed.restart(9, {}, PolicyRecord(default_policy(), 0))
+    feed.restart(9, {"b": member("b", 2)}, PolicyRecord(default_policy(), 0))
+    require_counts(feed)
     with pytest.raises(WatchExpired):
         await asyncio.wait_for(waiting, 1)
 

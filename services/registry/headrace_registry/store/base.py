@@ -42,6 +42,10 @@ class Store(ABC):
         """Live members by worker id."""
         return self._feed.members
 
+    def member_count(self, role: registry_pb2.Member.Role.ValueType) -> int:
+        """The number of live members of a role."""
+        return self._feed.member_count(role)
+
     @property
     def revision(self) -> int:
         """Revision of this process's copy."""

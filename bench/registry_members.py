@@ -1,0 +1,278 @@
+"""A registry with thousands of members: joining, renewing, a new watcher, and members that fall silent together.
+
+    python -m bench.registry_members [--members 1000,5000] [--stores memory,etcd] [--output DIR]
+
+The members are records without a process. As fleets do, they renew their leases in messages of up to 500 leases.
+Four watchers follow the registry. CPU is that of the registry's process. A relay counts the bytes of one watcher. With
+store etcd, /usr/bin/etcd runs beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import grpc.aio
+import uvloop
+
+from bench.scale import Relay
+from bench.support.processes import cpu_seconds, free_port, process, resident_kib, until_listening
+from bench.support.services import Services
+from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_common.durations import duration_from_seconds
+from headrace_common.identity import new_incarnation
+from headrace_common.registry.view import RegistryView
+from headrace_common.rpc.channel import open_channel
+from headrace_kv.layout.layout import KvLayout
+from headrace_kv.layout.proto import layout_to_proto
+
+_TTL_S: Final = 10.0
+_RENEWALS_PER_TTL: Final = 3
+_LEASES_PER_MESSAGE: Final = 500
+_REGISTRATIONS_AT_ONCE: Final = 64
+_WATCHERS: Final = 4
+_LIMIT_S: Final = 300.0
+_IDLE_S: Final = 10.0
+_TITLES: Final = (
+    *(
+        "store",
+        "members",
+        "join, s",
+        "registry, ms/member",
+        "bytes/member and watcher",
+        "snapshot, bytes",
+    ),
+    *("snapshot, s", "idle, % of a core", "idle, bytes/s to a watcher"),
+    *(
+        "a fifth falls silent: gone after, s",
+        "CPU s",
+        "registry, MiB",
+        "etcd, ms/member",
+        "etcd idle, %",
+    ),
+)
+_LAYOUT: Final = layout_to_proto(
+    KvLayout.attention(
+        model="bench",
+        dtype="bfloat16",
+        layer_count=32,
+        kv_head_count=8,
+        block_tokens=16,
+        parts={"k": 256, "v": 256},
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A registry that is up. `etcd_pid` is 0 without etcd."""
+
+    endpoint: str
+    pid: int
+    etcd_pid: int
+    relay: Relay
+
+
+@asynccontextmanager
+async def served(folder: Path, store: str) -> AsyncIterator[Site]:
+    """A registry, behind a relay for one watcher."""
+    async with AsyncExitStack() as stack:
+        services, etcd_pid, url = Services(stack, folder), 0, "memory"
+        if store == "etcd":
+            port = free_port()
+            url = f"etcd://127.0.0.1:{port}"
+            etcd_pid = await _start_etcd(stack, folder, port)
+        port = free_port()
+        child = await services.start(
+            *("registry", f"--internal-listen=127.0.0.1:{port}", f"--store={url}"),
+            "--max-unnamed-members=100000",
+            port=port,
+        )
+        relay = Relay()
+        server = await relay.start(f"127.0.0.1:{port}")
+        stack.callback(server.close)
+        yield Site(f"127.0.0.1:{port}", child.pid, etcd_pid, relay)
+
+
+async def _start_etcd(stack: AsyncExitStack, folder: Path, port: int) -> int:
+    client, peer = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{free_port()}"
+    log = folder / "etcd.log"
+    child = await stack.enter_async_context(
+        process(
+            *("/usr/bin/etcd", "--data-dir", str(folder / "etcd"), "--log-level", "error"),
+            *("--listen-client-urls", client, "--advertise-client-urls", client),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", f"default={peer}", "--logger", "zap"),
+            log=log,
+        )
+    )
+    await until_listening(port, child, log)
+    return child.pid
+
+
+class Members:
+    """Records in the registry, with their leases."""
+
+    def __init__(self, stub: Any) -> None:
+        self._stub = stub
+        self._leases: list[str] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def join(self, count: int) -> None:
+        """Registers `count` members, of which one in five prefills."""
+        numbers = iter(range(count))
+
+        async def register() -> None:
+            for number in numbers:
+                response = await self._stub.Register(_request(number), timeout=_LIMIT_S)
+                self._leases.append(response.lease_id)
+
+        self._tasks.append(asyncio.create_task(self._renew_all()))
+        await asyncio.gather(*(register() for _ in range(_REGISTRATIONS_AT_ONCE)))
+
+    def silence(self, count: int) -> None:
+        """Renews `count` leases no more."""
+        del self._leases[:count]
+
+    async def close(self) -> None:
+        """Renews nothing any more."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _renew_all(self) -> None:
+        call = self._stub.KeepAlive()
+        while True:
+            begin_s = time.monotonic()
+            leases = list(self._leases)
+            for first in range(0, len(leases), _LEASES_PER_MESSAGE):
+                some = leases[first : first + _LEASES_PER_MESSAGE]
+                await call.write(registry_pb2.KeepAliveRequest(lease_ids=some))
+                response = await call.read()
+                if response.ended_lease_ids:
+                    raise ValueError(f"{len(response.ended_lease_ids)} leases ended in between")
+            await asyncio.sleep(max(0.0, begin_s + _TTL_S / _RENEWALS_PER_TTL - time.monotonic()))
+
+
+def _request(number: int) -> registry_pb2.RegisterRequest:
+    prefills = number % 5 == 0
+    role = registry_pb2.Member.ROLE_PREFILL if prefills else registry_pb2.Member.ROLE_DECODE
+    member = registry_pb2.Member(
+        worker_id=f"{'prefill' if prefills else 'decode'}-{number}",
+        incarnation=new_incarnation(),
+        role=role,
+        endpoint=f"10.1.{number // 250}.{number % 250 + 1}:7053",
+        model="bench",
+        max_model_len=131_072,
+        max_num_seqs=64,
+        layout=_LAYOUT,
+        start_unix_ns=time.time_ns(),
+        transport="mooncake",
+    )
+    return registry_pb2.RegisterRequest(
+        member=member, ttl=duration_from_seconds(_TTL_S), sent_unix_ns=time.time_ns()
+    )
+
+
+async def _until_seen(views: list[RegistryView], count: int) -> None:
+    async with asyncio.timeout(_LIMIT_S):
+        while True:
+            if all(len(view.members) == count for view in views):
+                return
+            await asyncio.sleep(0.02)
+
+
+async def measure_row(site: Site, store: str, count: int) -> str:
+    """Joins, idles, lets a new watcher read, and lets a fifth of the members fall silent."""
+    async with AsyncExitStack() as stack:
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(site.endpoint))
+        stub: Any = registry_pb2_grpc.RegistryServiceStub(channel)
+        views = [RegistryView(f"127.0.0.1:{site.relay.port}")]
+        views += [RegistryView(site.endpoint) for _ in range(_WATCHERS - 1)]
+        for view in views:
+            await view.start()
+            stack.push_async_callback(view.stop)
+        members = Members(stub)
+        stack.push_async_callback(members.close)
+        used_s, etcd_s = cpu_seconds(site.pid), cpu_seconds(site.etcd_pid)
+        bytes_before, begin_s = site.relay.passed_bytes, time.perf_counter()
+        await members.join(count)
+        await _until_seen(views, count)
+        join_s = time.perf_counter() - begin_s
+        join_ms = 1e3 * (cpu_seconds(site.pid) - used_s) / count
+        etcd_ms = 1e3 * (cpu_seconds(site.etcd_pid) - etcd_s) / count
+        join_bytes = (site.relay.passed_bytes - bytes_before) / count
+        used_s, etcd_s = cpu_seconds(site.pid), cpu_seconds(site.etcd_pid)
+        bytes_before, begin_s = site.relay.passed_bytes, time.perf_counter()
+        await asyncio.sleep(_IDLE_S)
+        took_s = time.perf_counter() - begin_s
+        idle_percent = 100 * (cpu_seconds(site.pid) - used_s) / took_s
+        etcd_percent = 100 * (cpu_seconds(site.etcd_pid) - etcd_s) / took_s
+        idle_bytes = (site.relay.passed_bytes - bytes_before) / took_s
+        begin_s = time.perf_counter()
+        async with open_channel(site.endpoint) as other:
+            watch: Any = registry_pb2_grpc.RegistryServiceStub(other).Watch(
+                registry_pb2.WatchRequest()
+            )
+            snapshot = await watch.read()
+            watch.cancel()
+        snapshot_s = time.perf_counter() - begin_s
+        used_s, begin_s = cpu_seconds(site.pid), time.perf_counter()
+        members.silence(count // 5)
+        await _until_seen(views, count - count // 5)
+        gone_s = time.perf_counter() - begin_s
+        cells = (
+            *(store, f"{count:,}", f"{join_s:.1f}", f"{join_ms:.2f}", f"{join_bytes:,.0f}"),
+            *(f"{snapshot.ByteSize():,}", f"{snapshot_s:.2f}", f"{idle_percent:.1f}"),
+            *(f"{idle_bytes:,.0f}", f"{gone_s:.1f}", f"{cpu_seconds(site.pid) - used_s:.2f}"),
+            f"{resident_kib(site.pid) / 1024:.0f}",
+            *((f"{etcd_ms:.2f}", f"{etcd_percent:.1f}") if site.etcd_pid else ("-", "-")),
+        )
+        return f"| {' | '.join(cells)} |"
+
+
+async def main(arguments: argparse.Namespace) -> None:
+    """Measures, prints and writes the table."""
+    lines = [f"| {' | '.join(_TITLES)} |", "|---" * len(_TITLES) + "|"]
+    for store in arguments.stores.split(","):
+        for count in map(int, arguments.members.split(",")):
+            with TemporaryDirectory() as folder:
+                async with served(Path(folder), store) as site:
+                    lines.append(await measure_row(site, store, count))
+            print(lines[-1], flush=True)
+    if arguments.output:
+        text = _NOTES.format(
+            watchers=_WATCHERS,
+            ttl_s=_TTL_S,
+            at_once=_REGISTRATIONS_AT_ONCE,
+            table="\n".join(lines),
+        )
+        (Path(arguments.output) / "registry_members.md").write_text(text)
+
+
+_NOTES: Final = """# A registry with thousands of members
+
+Made by `python -m bench.registry_members`. Members are records without a process, {at_once} of which join at a time.
+They renew leases of {ttl_s:g} s in messages of many leases. {watchers} watchers follow the registry. All processes
+share two CPUs.
+
+{table}
+
+"Join" ends when every watcher has every member. Bytes are those of one watcher, in both directions. Silent members are
+gone when every watcher has removed them: their leases end {ttl_s:g} s after their last renewal.
+"""
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="See the module's text.")
+    parser.add_argument("--members", default="1000,5000")
+    parser.add_argument("--stores", default="memory,etcd")
+    parser.add_argument("--output", default="")
+    uvloop.run(main(parser.parse_args()))
