@@ -190,6 +190,9 @@ class PolicyRecord(Record):
     max_queue_wait_s: float | None
     tenant_weights: Mapping[str, float]
     first_token: str | None
+    pair_level: str | None = None
+    pair_rule: str | None = None
+    far_weight: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
