@@ -21,6 +21,7 @@ from headrace_common.process.open_connections import host_of_peer
 from headrace_common.process.rates import RateByCaller
 from headrace_common.registry.policy import DEFAULT_RETRY_BUDGET
 from headrace_registry import validation
+from headrace_registry.feed import WatchFilter
 from headrace_registry.store.base import Store
 
 _LOG = logging.getLogger(__name__)
@@ -216,7 +217,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def Watch(
         self, request: registry_pb2.WatchRequest, context: _Context
     ) -> AsyncIterator[registry_pb2.WatchResponse]:
-        async for response in self._store.watch(request.start_revision):
+        validation.require(validation.watch_violations(request))
+        wanted = WatchFilter(frozenset(request.roles), request.without_layouts)
+        async for response in self._store.watch(request.start_revision, wanted):
             yield response
 
     async def ListMembers(

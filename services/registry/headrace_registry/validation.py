@@ -112,6 +112,13 @@ def _ticket_key_violations(member: registry_pb2.Member, path: str) -> dict[str, 
     }
 
 
+def watch_violations(request: registry_pb2.WatchRequest) -> dict[str, str]:
+    known = [role for role in registry_pb2.Member.Role.values() if role]
+    if len(set(request.roles)) < len(request.roles) or not set(request.roles) <= set(known):
+        return {"roles": "give known roles, each once, or none for all"}
+    return {}
+
+
 def layout_violations(layout: layout_pb2.KvLayout, path: str) -> dict[str, str]:
     violations = _text_violations(layout, ("model",), path)
     limits = limit_violations(layout)

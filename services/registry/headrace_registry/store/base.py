@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict, NotFound, StaleIncarnation
-from headrace_registry.feed import ChangeFeed, PolicyRecord
+from headrace_registry.feed import ALL, ChangeFeed, PolicyRecord, WatchFilter
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,9 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
+    def watch(
+        self, start_revision: int, wanted: WatchFilter = ALL
+    ) -> AsyncIterator[registry_pb2.WatchResponse]:
         """As ChangeFeed.watch. A remote store also accepts starts that this copy has not reached."""
 
 

@@ -14,7 +14,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import ConfigError, RegistryUnavailable, WatchExpired
 from headrace_common.registry.policy import default_policy
 from headrace_common.tasks import end_task, run_forever
-from headrace_registry.feed import ChangeFeed, PolicyRecord
+from headrace_registry.feed import ALL, ChangeFeed, PolicyRecord, WatchFilter
 from headrace_registry.store.base import Registration, Store, descriptor_missing
 from headrace_registry.store.etcd_connection import EtcdConnection
 from headrace_registry.store.etcd_endpoint import EtcdAccess
@@ -147,7 +147,9 @@ class EtcdStore(Store):
     async def ensure_prefix_hash_key(self, proposed: int) -> int:
         return await self._call(lambda table: table.ensure_prefix_hash_key(proposed))
 
-    async def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
+    async def watch(
+        self, start_revision: int, wanted: WatchFilter = ALL
+    ) -> AsyncIterator[registry_pb2.WatchResponse]:
         if start_revision > self._feed.revision:
             # The revision may come from another registry, ahead of this one. One ahead of etcd comes from another etcd.
             current = await self._call(EtcdTable.current_revision)
@@ -156,7 +158,7 @@ class EtcdStore(Store):
                     f"this registry has no revision {start_revision}: watch again from 0",
                     metadata={"start_revision": str(start_revision), "revision": str(current)},
                 )
-        async for response in self._feed.watch(start_revision, allow_future=True):
+        async for response in self._feed.watch(start_revision, wanted, allow_future=True):
             yield response
 
     async def _call(self, function: Callable[[EtcdTable], _T], *, repeatable: bool = True) -> _T:
