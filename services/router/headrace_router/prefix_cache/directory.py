@@ -22,7 +22,7 @@ from headrace_router.prefix_cache.event_stream import EVENT_TIMEOUT_S, KvEventFe
 from headrace_router.prefix_cache.index import SLOTS_MAX, PrefixIndex
 from headrace_router.prefix_cache.tier_prices import TierPrices
 from headrace_router.workers.dials import Dials
-from headrace_router.workers.heartbeats import heartbeat_interval_s
+from headrace_common.process.heartbeats import heartbeat_interval_s
 from headrace_router.workers.table import LoadTable, Numbers
 
 _LOG = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import event_from_proto
 from headrace_router.prefix_cache.index import ApplyResult, PrefixIndex
 from headrace_router.workers.dials import Dials, RetryDelay
-from headrace_router.workers.heartbeats import SHORTEST_S, must_change
+from headrace_common.process.heartbeats import SHORTEST_S, must_change
 
 _LOG = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.workers.clock import WorkerClock
 from headrace_router.workers.dials import Dials, RetryDelay
-from headrace_router.workers.heartbeats import SHORTEST_S, must_change
+from headrace_common.process.heartbeats import SHORTEST_S, must_change
 from headrace_router.workers.table import Load, Worker
 
 _LOG = logging.getLogger(__name__)

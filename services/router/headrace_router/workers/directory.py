@@ -22,7 +22,7 @@ from headrace_kv.layout.proto import layout_from_proto
 from headrace_router.workers.availability import WorkerAvailability
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
 from headrace_router.workers.dials import Dials
-from headrace_router.workers.heartbeats import heartbeat_interval_s
+from headrace_common.process.heartbeats import heartbeat_interval_s
 from headrace_router.workers.slots import DecodeSlots
 from headrace_router.workers.table import Load, LoadTable, Worker
 
