@@ -57,12 +57,13 @@ class Everything(load_pb2_grpc.LoadServiceServicer, Worker):
         self.watches += 1
         self.intervals_s.append(seconds_from_duration(request.max_interval))
         yield self.status
-        waits = [asyncio.ensure_future(one.wait()) for one in (self.silent, self.more)]
+        silent = self.silent
+        waits = [asyncio.ensure_future(one.wait()) for one in (silent, self.more)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            if not self.silent.is_set():
+            if not silent.is_set():
                 yield self.status
-                await self.silent.wait()
+                await silent.wait()
         finally:
             for wait in waits:
                 wait.cancel()
