@@ -1,16 +1,19 @@
 """A registry with thousands of members: joining, renewing, a new watcher, and members that fall silent together.
 
-    python -m bench.registry_members [--members 1000,5000] [--stores memory,etcd] [--output DIR]
+    python -m bench.registry_members [--members 1000,5000] [--stores memory,etcd] [--leases 500,1]
+        [--output DIR]
 
-The members are records without a process. As fleets do, they renew their leases in messages of up to 500 leases.
-Four watchers follow the registry. CPU is that of the registry's process. A relay counts the bytes of one watcher. With
-store etcd, /usr/bin/etcd runs beside it.
+The members are records without a process. They renew their leases on one stream in messages of up to 500 leases, as
+fleets do, or each on a stream of its own, as workers with a process of their own do. Four watchers follow the registry.
+CPU is that of the registry's process. A relay counts the bytes of one watcher. With store etcd, /usr/bin/etcd runs
+beside it.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -35,7 +38,6 @@ from headrace_kv.layout.proto import layout_to_proto
 
 _TTL_S: Final = 10.0
 _RENEWALS_PER_TTL: Final = 3
-_LEASES_PER_MESSAGE: Final = 500
 _REGISTRATIONS_AT_ONCE: Final = 64
 _WATCHERS: Final = 4
 _LIMIT_S: Final = 300.0
@@ -120,9 +122,11 @@ async def _start_etcd(stack: AsyncExitStack, folder: Path, port: int) -> int:
 class Members:
     """Records in the registry, with their leases."""
 
-    def __init__(self, stub: Any) -> None:
+    def __init__(self, stub: Any, leases_per_stream: int) -> None:
         self._stub = stub
-        self._leases: list[str] = []
+        self._leases_per_stream = leases_per_stream
+        self._joined: list[str] = []
+        self._silent: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def join(self, count: int) -> None:
@@ -132,14 +136,18 @@ class Members:
         async def register() -> None:
             for number in numbers:
                 response = await self._stub.Register(_request(number), timeout=_LIMIT_S)
-                self._leases.append(response.lease_id)
+                self._joined.append(response.lease_id)
+                left = len(self._joined) - len(self._tasks) * self._leases_per_stream
+                if left >= 1:
+                    # The first lease of a stream starts it. Later ones follow.
+                    first = len(self._tasks) * self._leases_per_stream
+                    self._tasks.append(asyncio.create_task(self._renew(first)))
 
-        self._tasks.append(asyncio.create_task(self._renew_all()))
         await asyncio.gather(*(register() for _ in range(_REGISTRATIONS_AT_ONCE)))
 
     def silence(self, count: int) -> None:
-        """Renews `count` leases no more."""
-        del self._leases[:count]
+        """Renews the first `count` leases no more."""
+        self._silent |= set(self._joined[:count])
 
     async def close(self) -> None:
         """Renews nothing any more."""
@@ -147,18 +155,21 @@ class Members:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _renew_all(self) -> None:
+    async def _renew(self, first: int) -> None:
+        """Renews the leases of one stream, from the number `first` on."""
         call = self._stub.KeepAlive()
+        interval_s = _TTL_S / _RENEWALS_PER_TTL
+        await asyncio.sleep(random.uniform(0.0, interval_s))
         while True:
             begin_s = time.monotonic()
-            leases = list(self._leases)
-            for first in range(0, len(leases), _LEASES_PER_MESSAGE):
-                some = leases[first : first + _LEASES_PER_MESSAGE]
-                await call.write(registry_pb2.KeepAliveRequest(lease_ids=some))
+            own = self._joined[first : first + self._leases_per_stream]
+            leases = [lease for lease in own if lease not in self._silent]
+            if leases:
+                await call.write(registry_pb2.KeepAliveRequest(lease_ids=leases))
                 response = await call.read()
                 if response.ended_lease_ids:
                     raise ValueError(f"{len(response.ended_lease_ids)} leases ended in between")
-            await asyncio.sleep(max(0.0, begin_s + _TTL_S / _RENEWALS_PER_TTL - time.monotonic()))
+            await asyncio.sleep(max(0.0, begin_s + interval_s - time.monotonic()))
 
 
 def _request(number: int) -> registry_pb2.RegisterRequest:
@@ -189,7 +200,7 @@ async def _until_seen(views: list[RegistryView], count: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def measure_row(site: Site, store: str, count: int) -> str:
+async def measure_row(site: Site, store: str, count: int, leases_per_stream: int) -> str:
     """Joins, idles, lets a new watcher read, and lets a fifth of the members fall silent."""
     async with AsyncExitStack() as stack:
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(site.endpoint))
@@ -199,7 +210,7 @@ async def measure_row(site: Site, store: str, count: int) -> str:
         for view in views:
             await view.start()
             stack.push_async_callback(view.stop)
-        members = Members(stub)
+        members = Members(stub, leases_per_stream)
         stack.push_async_callback(members.close)
         used_s, etcd_s = cpu_seconds(site.pid), cpu_seconds(site.etcd_pid)
         bytes_before, begin_s = site.relay.passed_bytes, time.perf_counter()
@@ -229,13 +240,20 @@ async def measure_row(site: Site, store: str, count: int) -> str:
         await _until_seen(views, count - count // 5)
         gone_s = time.perf_counter() - begin_s
         cells = (
-            *(store, f"{count:,}", f"{join_s:.1f}", f"{join_ms:.2f}", f"{join_bytes:,.0f}"),
+            *(
+                store,
+                f"{count:,}",
+                leases_per_stream,
+                f"{join_s:.1f}",
+                f"{join_ms:.2f}",
+                f"{join_bytes:,.0f}",
+            ),
             *(f"{snapshot.ByteSize():,}", f"{snapshot_s:.2f}", f"{idle_percent:.1f}"),
             *(f"{idle_bytes:,.0f}", f"{gone_s:.1f}", f"{cpu_seconds(site.pid) - used_s:.2f}"),
             f"{resident_kib(site.pid) / 1024:.0f}",
             *((f"{etcd_ms:.2f}", f"{etcd_percent:.1f}") if site.etcd_pid else ("-", "-")),
         )
-        return f"| {' | '.join(cells)} |"
+        return f"| {' | '.join(map(str, cells))} |"
 
 
 async def main(arguments: argparse.Namespace) -> None:
@@ -243,10 +261,11 @@ async def main(arguments: argparse.Namespace) -> None:
     lines = [f"| {' | '.join(_TITLES)} |", "|---" * len(_TITLES) + "|"]
     for store in arguments.stores.split(","):
         for count in map(int, arguments.members.split(",")):
-            with TemporaryDirectory() as folder:
-                async with served(Path(folder), store) as site:
-                    lines.append(await measure_row(site, store, count))
-            print(lines[-1], flush=True)
+            for leases in map(int, arguments.leases.split(",")):
+                with TemporaryDirectory() as folder:
+                    async with served(Path(folder), store) as site:
+                        lines.append(await measure_row(site, store, count, leases))
+                print(lines[-1], flush=True)
     if arguments.output:
         text = _NOTES.format(
             watchers=_WATCHERS,
@@ -260,7 +279,7 @@ async def main(arguments: argparse.Namespace) -> None:
 _NOTES: Final = """# A registry with thousands of members
 
 Made by `python -m bench.registry_members`. Members are records without a process, {at_once} of which join at a time.
-They renew leases of {ttl_s:g} s in messages of many leases. {watchers} watchers follow the registry. All processes
+They renew leases of {ttl_s:g} s. {watchers} watchers follow the registry. All processes
 share two CPUs.
 
 {table}
@@ -274,5 +293,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="See the module's text.")
     parser.add_argument("--members", default="1000,5000")
     parser.add_argument("--stores", default="memory,etcd")
+    parser.add_argument("--leases", default="500,1", help="renewed on one stream")
     parser.add_argument("--output", default="")
     uvloop.run(main(parser.parse_args()))
