@@ -1,10 +1,10 @@
 """A fifth of a deployment of simulated workers is killed at once, under load.
 
-    python -m bench.mass_loss [--workers 1000] [--requests 2000] [--rounds 3] [--output DIR]
+    python -m bench.mass_loss [--workers 1000] [--processes 5] [--requests 2000] [--rounds 3] [--output DIR]
 
-One worker in five prefills. Five processes host the workers of each role. After a third of the requests, one process of
-each role is killed (SIGKILL). Every answer is compared with the model's. A request counts as lost unless its answer is
-complete and right.
+One worker in five prefills. So many processes host the workers of each role. After a third of the requests, one process
+of each role is killed (SIGKILL). Every answer is compared with the model's. A request counts as lost unless its answer
+is complete and right.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ _MODEL: Final = "sim:decode_step_s=0.005,verify=off"
 _PROMPT_TOKENS: Final = 200
 _ANSWER_TOKENS: Final = 64
 _PROMPTS: Final = 64
-_STREAMS: Final = 64
-_PROCESSES: Final = 5
 _JOIN_S: Final = 120.0
 _REQUEST_S: Final = 60.0
 _NOTICE_S: Final = 60.0
@@ -92,9 +90,11 @@ class Seen:
 
 
 @asynccontextmanager
-async def deployed(folder: Path, workers: int) -> AsyncIterator[Fleet]:
-    """Yields when the router lists every worker."""
-    of_role = {"prefill": max(_PROCESSES, workers // 5)}
+async def deployed(
+    folder: Path, workers: int, processes: int, ttl_s: float
+) -> AsyncIterator[Fleet]:
+    """Yields when the router lists every worker. Silent workers leave the registry after `ttl_s`."""
+    of_role = {"prefill": max(processes, workers // 5)}
     of_role["decode"] = workers - of_role["prefill"]
     async with AsyncExitStack() as stack:
         services = Services(stack, folder)
@@ -102,11 +102,12 @@ async def deployed(folder: Path, workers: int) -> AsyncIterator[Fleet]:
         router, endpoint = await services.start_router(f"--registry={here}", "--model=sim")
         victims: list[asyncio.subprocess.Process] = []
         for service, count in of_role.items():
-            for number in range(_PROCESSES):
+            for number in range(processes):
                 name = f"{service}-{number}"
                 child = await services.start(
                     *(service, f"--worker-id={name}", f"--registry={here}"),
-                    f"--workers-per-process={count // _PROCESSES}",
+                    f"--workers-per-process={count // processes}",
+                    f"--member-ttl-s={ttl_s}",
                     *("--engine=sim", f"--model={_MODEL}", "--served-model=sim"),
                     *("--internal-listen=127.0.0.1:0", "--transport=same_host"),
                     *(("--listen=",) if service == "decode" else ()),
@@ -114,8 +115,8 @@ async def deployed(folder: Path, workers: int) -> AsyncIterator[Fleet]:
                 )
                 if number == 0:
                     victims.append(child)
-        lost = {service: count // _PROCESSES for service, count in of_role.items()}
-        prefills, decodes = (_PROCESSES * lost[service] for service in ("prefill", "decode"))
+        lost = {service: count // processes for service, count in of_role.items()}
+        prefills, decodes = (processes * lost[service] for service in ("prefill", "decode"))
         await until_listed(endpoint, prefills, decodes, _JOIN_S)
         yield Fleet(
             *(endpoint, router.pid, tuple(victims), prefills, decodes),
@@ -165,7 +166,7 @@ def _reason(error: grpc.aio.AioRpcError) -> str:
     return f"{converted.reason}: {converted.detail}"
 
 
-async def run_round(fleet: Fleet, requests: int) -> Seen:
+async def run_round(fleet: Fleet, requests: int, streams: int) -> Seen:
     """Sends all requests, and kills the victims after a third of them."""
     closed_form = SimModel(parse_settings(_MODEL))
     expected = {
@@ -197,7 +198,7 @@ async def run_round(fleet: Fleet, requests: int) -> Seen:
             seen.noticed_s = time.perf_counter() - seen.killed_s
             seen.router_s = cpu_seconds(fleet.router_pid) - used_s
 
-        await asyncio.gather(kill(), *(stream() for _ in range(_STREAMS)))
+        await asyncio.gather(kill(), *(stream() for _ in range(streams)))
     return seen
 
 
@@ -232,8 +233,10 @@ async def main(arguments: argparse.Namespace) -> None:
     failures: Counter[str] = Counter()
     for number in range(1, arguments.rounds + 1):
         with TemporaryDirectory() as folder:
-            async with deployed(Path(folder), arguments.workers) as fleet:
-                seen = await run_round(fleet, arguments.requests)
+            async with deployed(
+                Path(folder), arguments.workers, arguments.processes, arguments.ttl
+            ) as fleet:
+                seen = await run_round(fleet, arguments.requests, arguments.streams)
         failures.update(one.failure for one in seen.answers if one.failure)
         lines.append(row(number, seen))
         print(lines[-1], flush=True)
@@ -244,10 +247,10 @@ async def main(arguments: argparse.Namespace) -> None:
     if arguments.output:
         text = _NOTES.format(
             workers=arguments.workers,
-            killed=arguments.workers // _PROCESSES,
-            processes=_PROCESSES,
+            killed=arguments.workers // arguments.processes,
+            processes=arguments.processes,
             requests=arguments.requests,
-            streams=_STREAMS,
+            streams=arguments.streams,
             prompt=_PROMPT_TOKENS,
             answer=_ANSWER_TOKENS,
             after_s=_AFTER_S,
@@ -273,7 +276,10 @@ CPUs with the load.
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="See the module's text.")
     parser.add_argument("--workers", type=int, default=1000)
+    parser.add_argument("--processes", type=int, default=5, help="of each role")
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--ttl", type=float, default=10.0, help="seconds of a member's lease")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", default="")
     uvloop.run(main(parser.parse_args()))

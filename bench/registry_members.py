@@ -36,12 +36,10 @@ from headrace_common.rpc.channel import open_channel
 from headrace_kv.layout.layout import KvLayout
 from headrace_kv.layout.proto import layout_to_proto
 
-_TTL_S: Final = 10.0
 _RENEWALS_PER_TTL: Final = 3
 _REGISTRATIONS_AT_ONCE: Final = 64
 _WATCHERS: Final = 4
 _LIMIT_S: Final = 300.0
-_IDLE_S: Final = 10.0
 _TITLES: Final = (
     *(
         "store",
@@ -122,8 +120,9 @@ async def _start_etcd(stack: AsyncExitStack, folder: Path, port: int) -> int:
 class Members:
     """Records in the registry, with their leases."""
 
-    def __init__(self, stub: Any, leases_per_stream: int) -> None:
+    def __init__(self, stub: Any, leases_per_stream: int, ttl_s: float) -> None:
         self._stub = stub
+        self._ttl_s = ttl_s
         self._leases_per_stream = leases_per_stream
         self._joined: list[str] = []
         self._silent: set[str] = set()
@@ -135,7 +134,9 @@ class Members:
 
         async def register() -> None:
             for number in numbers:
-                response = await self._stub.Register(_request(number), timeout=_LIMIT_S)
+                response = await self._stub.Register(
+                    _request(number, self._ttl_s), timeout=_LIMIT_S
+                )
                 self._joined.append(response.lease_id)
                 left = len(self._joined) - len(self._tasks) * self._leases_per_stream
                 if left >= 1:
@@ -158,7 +159,7 @@ class Members:
     async def _renew(self, first: int) -> None:
         """Renews the leases of one stream, from the number `first` on."""
         call = self._stub.KeepAlive()
-        interval_s = _TTL_S / _RENEWALS_PER_TTL
+        interval_s = self._ttl_s / _RENEWALS_PER_TTL
         await asyncio.sleep(random.uniform(0.0, interval_s))
         while True:
             begin_s = time.monotonic()
@@ -172,7 +173,7 @@ class Members:
             await asyncio.sleep(max(0.0, begin_s + interval_s - time.monotonic()))
 
 
-def _request(number: int) -> registry_pb2.RegisterRequest:
+def _request(number: int, ttl_s: float) -> registry_pb2.RegisterRequest:
     prefills = number % 5 == 0
     role = registry_pb2.Member.ROLE_PREFILL if prefills else registry_pb2.Member.ROLE_DECODE
     member = registry_pb2.Member(
@@ -188,7 +189,7 @@ def _request(number: int) -> registry_pb2.RegisterRequest:
         transport="mooncake",
     )
     return registry_pb2.RegisterRequest(
-        member=member, ttl=duration_from_seconds(_TTL_S), sent_unix_ns=time.time_ns()
+        member=member, ttl=duration_from_seconds(ttl_s), sent_unix_ns=time.time_ns()
     )
 
 
@@ -200,7 +201,9 @@ async def _until_seen(views: list[RegistryView], count: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def measure_row(site: Site, store: str, count: int, leases_per_stream: int) -> str:
+async def measure_row(
+    site: Site, store: str, count: int, leases_per_stream: int, arguments: argparse.Namespace
+) -> str:
     """Joins, idles, lets a new watcher read, and lets a fifth of the members fall silent."""
     async with AsyncExitStack() as stack:
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(site.endpoint))
@@ -210,7 +213,7 @@ async def measure_row(site: Site, store: str, count: int, leases_per_stream: int
         for view in views:
             await view.start()
             stack.push_async_callback(view.stop)
-        members = Members(stub, leases_per_stream)
+        members = Members(stub, leases_per_stream, arguments.ttl)
         stack.push_async_callback(members.close)
         used_s, etcd_s = cpu_seconds(site.pid), cpu_seconds(site.etcd_pid)
         bytes_before, begin_s = site.relay.passed_bytes, time.perf_counter()
@@ -222,7 +225,7 @@ async def measure_row(site: Site, store: str, count: int, leases_per_stream: int
         join_bytes = (site.relay.passed_bytes - bytes_before) / count
         used_s, etcd_s = cpu_seconds(site.pid), cpu_seconds(site.etcd_pid)
         bytes_before, begin_s = site.relay.passed_bytes, time.perf_counter()
-        await asyncio.sleep(_IDLE_S)
+        await asyncio.sleep(arguments.idle)
         took_s = time.perf_counter() - begin_s
         idle_percent = 100 * (cpu_seconds(site.pid) - used_s) / took_s
         etcd_percent = 100 * (cpu_seconds(site.etcd_pid) - etcd_s) / took_s
@@ -264,12 +267,12 @@ async def main(arguments: argparse.Namespace) -> None:
             for leases in map(int, arguments.leases.split(",")):
                 with TemporaryDirectory() as folder:
                     async with served(Path(folder), store) as site:
-                        lines.append(await measure_row(site, store, count, leases))
+                        lines.append(await measure_row(site, store, count, leases, arguments))
                 print(lines[-1], flush=True)
     if arguments.output:
         text = _NOTES.format(
             watchers=_WATCHERS,
-            ttl_s=_TTL_S,
+            ttl_s=arguments.ttl,
             at_once=_REGISTRATIONS_AT_ONCE,
             table="\n".join(lines),
         )
@@ -294,5 +297,9 @@ if __name__ == "__main__":
     parser.add_argument("--members", default="1000,5000")
     parser.add_argument("--stores", default="memory,etcd")
     parser.add_argument("--leases", default="500,1", help="renewed on one stream")
+    parser.add_argument("--ttl", type=float, default=10.0, help="seconds of a lease")
+    parser.add_argument(
+        "--idle", type=float, default=10.0, help="seconds to measure without changes"
+    )
     parser.add_argument("--output", default="")
     uvloop.run(main(parser.parse_args()))
