@@ -42,6 +42,9 @@ class MemberRecord:
     active_transfers: int | None
     prefix_key: str | None
     prefix_block_tokens: int | None
+    zone: str | None
+    rack: str | None
+    host: str | None
 
 
 @dataclass(frozen=True, slots=True)

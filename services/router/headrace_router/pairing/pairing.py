@@ -54,9 +54,9 @@ class Pairing:
         self._rules = PairRules()
         self._links = LinkTimes()
         self._members: tuple[registry_pb2.Member, ...] = ()
-        # The members by reference, and their places at the level of the rules. Made when they are needed.
+        # The members by reference, and their places by level. Made when they are needed.
         self._workers: dict[WorkerRef, registry_pb2.Member] | None = None
-        self._places: dict[WorkerRef, Place | None] = {}
+        self._places: dict[tuple[WorkerRef, Level], Place | None] = {}
         self._costs: _Costs | None = None
 
     def update(self, members: Iterable[registry_pb2.Member]) -> None:
@@ -83,8 +83,8 @@ class Pairing:
         rules = self.rules
         if rules.level is Level.NONE or not rules.required:
             return None
-        place = self._place(decode)
-        return lambda prefill: rules.allow(self._place(prefill), place)
+        place = self._place(decode, rules.level)
+        return lambda prefill: rules.allow(self._place(prefill, rules.level), place)
 
     def extra_tokens(
         self, decode: WorkerRef, tokens: int, compute_s: ComputeTime
@@ -93,21 +93,22 @@ class Pairing:
         rules = self.rules
         if rules.level is Level.NONE:
             return None
-        place, worker = self._place(decode), self._worker(decode)
+        place, worker = self._place(decode, rules.level), self._worker(decode)
         token_s = compute_s(worker.model) if worker is not None else 0.0
+        links = self._links
         return lambda prefill: (
-            tokens * pair_cost(rules, self._links, token_s, self._place(prefill), place)
+            tokens * pair_cost(rules, links, token_s, self._place(prefill, rules.level), place)
         )
 
     def task_done(
         self, prefill: WorkerRef, decode: WorkerRef, tokens: int, done: prefill_pb2.TaskDone
     ) -> None:
         """A prefill worker has handed `tokens` over. Tasks without known times are ignored."""
-        times = done.times
-        if self.rules.level is Level.NONE or not (times.compute_end_us and times.last_write_us):
+        times, level = done.times, self.rules.level
+        if level is Level.NONE or not (times.compute_end_us and times.last_write_us):
             return
         self._links.record(
-            *(self._place(prefill), self._place(decode)),
+            *(self._place(prefill, level), self._place(decode, level)),
             tokens=tokens,
             lag_s=_US * (times.last_write_us - times.compute_end_us),
             now_s=time.monotonic(),
@@ -129,14 +130,15 @@ class Pairing:
         return known.result
 
     def _computed_costs(self, table: LoadTable, pulling: Pulling, token_s: float) -> PairCosts:
+        level = self._rules.level
         places = {
-            layout: {self._place(ref) for ref in refs} for layout, refs in pulling.items() if refs
+            layout: {self._place(ref, level) for ref in refs} for layout, refs in pulling.items()
         }
         found: dict[tuple[int, Place | None], float | None] = {}
         allowed = np.zeros(len(table), np.bool_)
         extra = np.zeros(len(table))
         for row, (worker, layout) in enumerate(zip(table.workers, table.layout_of, strict=True)):
-            key = int(layout), self._place(worker.ref)
+            key = int(layout), self._place(worker.ref, level)
             if key not in found:
                 prefills = places.get(table.layouts[key[0]], set())
                 found[key] = cheapest_pair_cost(self._rules, self._links, token_s, prefills, key[1])
@@ -145,14 +147,14 @@ class Pairing:
                 allowed[row], extra[row] = True, cost
         return PairCosts(allowed, extra)
 
-    def _place(self, ref: WorkerRef) -> Place | None:
-        """A worker's place at the level of the rules. None when it is unknown."""
-        if ref not in self._places:
+    def _place(self, ref: WorkerRef, level: Level) -> Place | None:
+        """A worker's place at a level. None when it is unknown."""
+        if (ref, level) not in self._places:
             worker = self._worker(ref)
             if worker is None:
                 return None
-            self._places[ref] = place_from_proto(worker.place).at(self._rules.level)
-        return self._places[ref]
+            self._places[ref, level] = place_from_proto(worker.place).at(level)
+        return self._places[ref, level]
 
     def _worker(self, ref: WorkerRef) -> registry_pb2.Member | None:
         if self._workers is None:
