@@ -45,7 +45,8 @@ def request_counts(days: int, interval_s: float) -> Series:
         for entry in day_entries(day + 1)
     ]
     edges = np.arange(0.0, days * DAY_S + interval_s / 2, interval_s)
-    return np.histogram(times_s, edges)[0].astype(np.float64)
+    counts: Series = np.histogram(times_s, edges)[0].astype(np.float64)
+    return counts
 
 
 def one_by_one(predict: Predictor, series: Series, start: int) -> Series:
@@ -72,7 +73,8 @@ def fitted_often(
         fit = make_model(series[first - window : first]).fit(disp=0)
         longer = fit.append(series[first:end], refit=False)
         found.append(longer.predict(window, window + end - first - 1))
-    return np.maximum(0.0, np.concatenate(found))
+    predicted: Series = np.maximum(0.0, np.concatenate(found))
+    return predicted
 
 
 def fourier(length: int, interval_s: float) -> Series:
@@ -91,7 +93,8 @@ def fitted_seasonal(model_type: Any, series: Series, start: int, interval_s: flo
         fit = model.fit(disp=0, maxiter=30)
         longer = fit.append(series[first:end], exog=waves[first:end], refit=False)
         found.append(longer.predict(first, end - 1))
-    return np.maximum(0.0, np.concatenate(found))
+    predicted: Series = np.maximum(0.0, np.concatenate(found))
+    return predicted
 
 
 def ways(interval_s: float) -> dict[str, Callable[[Series, int], Series]]:
@@ -114,10 +117,14 @@ def ways(interval_s: float) -> dict[str, Callable[[Series, int], Series]]:
     statespace = importlib.import_module("statsmodels.tsa.statespace.api")
     smoothing = importlib.import_module("statsmodels.tsa.statespace.exponential_smoothing")
     sarimax = statespace.SARIMAX
-    for order in ((0, 1, 1), (1, 1, 1), (2, 1, 2)):
-        found[f"statsmodels ARIMA{order}"] = lambda series, start, order=order: fitted_often(
+
+    def arima(order: tuple[int, int, int]) -> Callable[[Series, int], Series]:
+        return lambda series, start: fitted_often(
             lambda values: sarimax(values, order=order), series, start, interval_s
         )
+
+    for order in ((0, 1, 1), (1, 1, 1), (2, 1, 2)):
+        found[f"statsmodels ARIMA{order}"] = arima(order)
     found["statsmodels ETS, damped trend"] = lambda series, start: fitted_often(
         lambda values: smoothing.ExponentialSmoothing(values, trend=True, damped_trend=True),
         series,

@@ -134,18 +134,22 @@ async def _idle_percent(side: Side) -> tuple[float, float]:
     return 100 * used[0] / took_s, 100 * sum(used[1:]) / took_s
 
 
+def new_folder(stack: AsyncExitStack) -> Path:
+    """A folder until the stack ends."""
+    return Path(stack.enter_context(TemporaryDirectory()))
+
+
 async def measure(python: str, workers: int, streams: int, rounds: int) -> list[str]:
     """A line for each side."""
     prefills = max(1, workers // 5)
     cells: dict[str, Cell] = {}
     async with AsyncExitStack() as stack:
         sides: list[Side] = []
-        for name, fleet in (
-            ("dynamo", lambda folder: dynamo_fleet(folder, python, prefills, workers - prefills)),
-            ("headrace", lambda folder: headrace_fleet(folder, prefills, workers - prefills)),
+        for fleet in (
+            dynamo_fleet(new_folder(stack), python, prefills, workers - prefills),
+            headrace_fleet(new_folder(stack), prefills, workers - prefills),
         ):
-            folder = Path(stack.enter_context(TemporaryDirectory(prefix=name)))
-            sides += await stack.enter_async_context(fleet(folder))
+            sides += await stack.enter_async_context(fleet)
         await asyncio.sleep(_SETTLE_S)
         chats = Chats(_PROMPT_TOKENS)
         for turn in range(rounds):

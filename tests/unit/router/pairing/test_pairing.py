@@ -152,12 +152,18 @@ async def test_a_cached_prompt_outweighs_the_distance() -> None:
 
 async def test_measured_lags_join_the_cost() -> None:
     site = Site(["a", "b"], ["a", "b"], zone_policy(PREFER, far_weight=0.0), credit=9)
-    times = prefill_pb2.TaskTimes(compute_end_us=1, last_write_us=2_000_001)
-    slow = prefill_pb2.TaskDone(times=times)
-    site.pairing.task_done(ref("p0"), ref("d0"), 100, slow)
+    first = site.enqueue("d0")
+    assert sent_to(first) == "p0"
+    # 100 tokens are computed in 1 s, and their last write ends 2 s later.
+    times = prefill_pb2.TaskTimes(
+        compute_start_us=1, compute_end_us=1_000_001, last_write_us=3_000_001
+    )
+    done = prefill_pb2.TaskDone(transfer_id=first.task.transfer_id, times=times)
+    site.queue.task_ended(site.streams[0], done)
+    # Unknown times are no measurement.
     site.pairing.task_done(ref("p0"), ref("d1"), 100, prefill_pb2.TaskDone())
     assert sent_to(site.enqueue("d0")) == "p1"
-    # 100 tokens x 0.02 s of lag are worth 200 computed tokens.
+    # The lag of 100 tokens is worth 200 computed ones.
     extra = site.pairing.extra_tokens(ref("d0"), 100, token_s)
     assert extra is not None
     assert (extra(ref("p0")), extra(ref("p1"))) == (200.0, 0.0)
