@@ -6,7 +6,9 @@ import pytest
 
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
+from headrace_kv.layout.proto import layout_to_proto
 from tests.component.router.fakes import Rig, hand_over, reply
+from tests.component.router.fakes.handoff import LAYOUT
 
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 
@@ -19,6 +21,7 @@ def _prefill_member(name: str, incarnation: str, zone: str) -> registry_pb2.Memb
         role=registry_pb2.Member.ROLE_PREFILL,
         endpoint="127.0.0.1:1",
         model="sim",
+        layout=layout_to_proto(LAYOUT),
         place=registry_pb2.Place(zone=zone),
     )
 
