@@ -11,6 +11,7 @@ TINY_MODEL := models/tiny-llama
 SINGLE_HEAD_MODEL := models/tiny-llama-mqa
 DEEP_MODEL := models/tiny-llama-deep
 MANY_HEADS_MODEL := models/tiny-llama-mha
+TINY_ADAPTERS := models/tiny-llama-adapters
 HYBRID_MODELS := $(addprefix models/tiny-,deepseek-v2 deepseek-v3 deepseek-wide gemma3 gpt-oss lfm2 llama4 mamba2 qwen3-next)
 BASELINE := protos/baseline.binpb
 PYTEST := $(BIN)/python -m pytest
@@ -53,6 +54,9 @@ $(DEEP_MODEL)/config.json: | runtime
 $(MANY_HEADS_MODEL)/config.json: | runtime
 	@$(BIN)/python scripts/make_tiny_model.py --heads 12 --kv-heads 12 --target $(MANY_HEADS_MODEL)
 
+$(TINY_ADAPTERS)/poet/adapter_config.json: | runtime
+	@$(BIN)/python scripts/make_tiny_adapter.py
+
 # One run makes all that are missing.
 $(addsuffix /config.json,$(HYBRID_MODELS)) &: | runtime
 	@$(BIN)/python scripts/make_tiny_hybrids.py
@@ -73,7 +77,7 @@ test-fast: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## the tests tha
 	@$(PYTEST) -m 'not vllm' --numprocesses 4 --dist worksteal $(ARGS)
 
 VLLM_TESTS := vllm
-test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(DEEP_MODEL)/config.json $(MANY_HEADS_MODEL)/config.json $(addsuffix /config.json,$(HYBRID_MODELS)) ## the tests with vLLM, the long ones too
+test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(DEEP_MODEL)/config.json $(MANY_HEADS_MODEL)/config.json $(TINY_ADAPTERS)/poet/adapter_config.json $(addsuffix /config.json,$(HYBRID_MODELS)) ## the tests with vLLM, the long ones too
 	@$(PYTEST) -m '$(VLLM_TESTS)' $(ARGS)
 
 chaos: setup ## 10,000 requests while services with mutual TLS die, freeze and restart (SEED=... replays, REQUESTS=..., ARGS="--credentials tokens"; RDMA=1: 200 over RDMA verbs)

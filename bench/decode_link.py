@@ -26,11 +26,11 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 import uvloop
-from bench.support.processes import cpu_seconds, free_port, process, until_listening
 from opentelemetry.context import Context
 
 from bench.proxy.load import request_count
 from bench.proxy.workers import TOKENS, StepWorker, generate, link
+from bench.support.processes import cpu_seconds, free_port, process, until_listening
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.deadlines import Deadline

@@ -23,9 +23,9 @@ from typing import Any, Final
 
 import grpc.aio
 import uvloop
+
 from bench.support.processes import cpu_seconds
 from bench.support.services import Services, until_joined
-
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.access.credentials import Credentials

@@ -25,9 +25,9 @@ from typing import Any, Final
 
 import httpx
 import uvloop
+
 from bench.support.processes import cpu_seconds, free_port, until_listening
 from bench.support.services import Services, until_joined
-
 from headrace.gateway.v1 import external_processing_pb2 as ext_pb2
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role

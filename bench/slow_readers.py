@@ -24,9 +24,9 @@ from typing import Any, Final
 
 import grpc.aio
 import uvloop
-from bench.support.processes import cpu_seconds
 
 from bench.many_streams import deployed
+from bench.support.processes import cpu_seconds
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 
 _STREAMS_PER_CHANNEL: Final = 50

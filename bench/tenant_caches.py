@@ -30,9 +30,8 @@ from bench.placement.deployment import (
     wait_joined,
     workers_running,
 )
-from bench.placement.trace import STARTS_PER_S, Shape, Tally, converse, make_trace
-
 from bench.placement.report import percentile
+from bench.placement.trace import STARTS_PER_S, Shape, Tally, converse, make_trace
 from headrace.inference.v1 import inference_pb2_grpc
 from headrace_common.rpc.channel import open_channel
 from headrace_router.app import Router

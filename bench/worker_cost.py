@@ -23,9 +23,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import uvloop
+
 from bench.support.processes import cpu_seconds
 from bench.support.services import Services, until_joined
-
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role

@@ -27,4 +27,5 @@ create registry
 create router
 create prefill --name prefill-0
 create decode --name decode-0
+create planner
 create operator

@@ -24,7 +24,7 @@ FROM ${PYTHON_IMAGE}
 COPY --from=build /opt/headrace /opt/headrace
 # A new volume takes the owner of the folder that it covers. credentials.sh writes one volume for each service.
 RUN install -d -o 10001 -g 10001 /credentials /credentials/key /credentials/registry /credentials/router \
-      /credentials/prefill /credentials/decode /credentials/operator
+      /credentials/prefill /credentials/decode /credentials/planner /credentials/operator
 USER 10001:10001
 ENV PYTHONUNBUFFERED=1
 ENTRYPOINT ["/opt/headrace/bin/headrace-registry"]

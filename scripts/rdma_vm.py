@@ -189,8 +189,8 @@ def write_initrd(programs: Sequence[Path]) -> None:
         write_archive(stream, [*entries, ("init", ROOT / "tests/rdma/init.sh")])
 
 
-# No gateway runs in a machine.
-_ROLES = tuple(role for role in Role if role is not Role.GATEWAY)
+# Neither runs in a machine.
+_ROLES = tuple(role for role in Role if role not in (Role.GATEWAY, Role.PLANNER))
 
 
 def write_credentials(folder: Path) -> list[tuple[str, Path]]:

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from headrace_common.config import ServiceConfig
 from headrace_common.process.settings import default_of, flag_of, is_secret, variable_of
 from headrace_decode.config import DecodeConfig
+from headrace_planner_service.config import PlannerConfig
 from headrace_prefill.config import PrefillConfig
 from headrace_registry.config import RegistryConfig
 from headrace_router.config import RouterConfig
@@ -37,6 +38,7 @@ SERVICES: Final = (
     Service("headrace-router", RouterConfig, "HEADRACE_ROUTER_"),
     Service("headrace-prefill", PrefillConfig, "HEADRACE_PREFILL_"),
     Service("headrace-decode", DecodeConfig, "HEADRACE_DECODE_"),
+    Service("headrace-planner", PlannerConfig, "HEADRACE_PLANNER_"),
 )
 
 INTRODUCTION: Final = """\

@@ -33,9 +33,8 @@ from bench.placement.deployment import (
     wait_joined,
     workers_running,
 )
-from bench.placement.trace import Shape, Tally, converse, make_trace
-
 from bench.placement.report import Row, draw, render
+from bench.placement.trace import Shape, Tally, converse, make_trace
 from headrace.inference.v1 import inference_pb2_grpc
 from headrace_common.errors import NoDecodeWorker
 from headrace_common.rpc.channel import open_channel

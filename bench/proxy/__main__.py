@@ -32,8 +32,6 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 import uvloop
-from bench.support.processes import cpu_seconds, free_port, until_listening
-from bench.support.services import Services
 
 from bench.proxy.load import (
     Ask,
@@ -47,6 +45,8 @@ from bench.proxy.load import (
 )
 from bench.proxy.workers import MODEL, TOKENS
 from bench.support.page_parts import check_page, write_parts
+from bench.support.processes import cpu_seconds, free_port, until_listening
+from bench.support.services import Services
 from headrace_cli.client import list_members
 
 DIRECT: Final = "direct, gRPC"

@@ -28,11 +28,11 @@ from typing import Final
 import grpc.aio
 import numpy as np
 import uvloop
-from bench.support.processes import cpu_seconds, free_port, until_listening
-from bench.support.services import Services, until_joined
 
 from bench.proxy.load import PROMPT, Ask, connected, grpc_chats, post, run_streams
 from bench.proxy.workers import TOKENS
+from bench.support.processes import cpu_seconds, free_port, until_listening
+from bench.support.services import Services, until_joined
 
 DYNAMO: Final = "Dynamo's frontend"
 OPENAI: Final = "Headrace, OpenAI HTTP"

@@ -78,42 +78,72 @@ async def generate(request: decode_pb2.GenerateRequest, context: Any) -> AsyncIt
 
 
 class Steps:
-    """The requests of one link with the same gap. As in an engine, each step gives all of them a token."""
+    """The requests of one link with the same gap. As in an engine, each step gives all of them a token.
 
-    def __init__(self, gap_s: float, send: Callable[[decode_pb2.LinkResponse], None]) -> None:
+    As a decode worker does, it sends first tokens and ends at once, and other tokens once in `interval_s()`.
+    """
+
+    def __init__(
+        self,
+        gap_s: float,
+        send: Callable[[decode_pb2.LinkResponse], None],
+        interval_s: Callable[[], float],
+    ) -> None:
         self._gap_s = gap_s
         self._send = send
-        self._next_token: dict[int, int] = {}
+        self._interval_s = interval_s
+        self._made: dict[int, int] = {}
+        """The tokens of each request so far."""
+        self._sent: dict[int, int] = {}
+        self._due_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     def add(self, stream_id: int) -> None:
         """Starts a request."""
-        self._next_token[stream_id] = 0
+        self._made[stream_id] = self._sent[stream_id] = 0
         if self._task is None:
             self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
         due_s = time.perf_counter()
-        while self._next_token:
-            self._send(self._step())
+        while self._made:
+            self._step()
             due_s += self._gap_s
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()) if self._gap_s else 0)
         self._task = None
 
-    def _step(self) -> decode_pb2.LinkResponse:
+    def _step(self) -> None:
+        made, sent = self._made, self._sent
+        ended = [stream_id for stream_id, count in made.items() if count == TOKENS]
+        for stream_id in ended:
+            del made[stream_id]
+        for stream_id in made:
+            made[stream_id] += 1
+        now_s = time.perf_counter()
+        if now_s >= self._due_s:
+            # Steps come a moment early or late.
+            self._due_s = now_s + self._interval_s() - self._gap_s / 2
+            urgent = list(made)
+        else:
+            urgent = [stream_id for stream_id, count in made.items() if count == 1]
         message = decode_pb2.LinkResponse()
-        generating = [s for s, index in self._next_token.items() if index < TOKENS]
-        for stream_id in self._next_token.keys() - set(generating):
+        for stream_id, end in [
+            *((one, TOKENS) for one in ended),
+            *((one, made[one]) for one in urgent),
+        ]:
+            start = sent[stream_id]
+            if start < end:
+                message.tokens.stream_ids.append(stream_id)
+                message.tokens.token_counts.append(end - start)
+                message.tokens.token_ids.extend(range(token_of(start), token_of(end)))
+                sent[stream_id] = end
+        for stream_id in ended:
+            del sent[stream_id]
             message.finished.add(
                 stream_id=stream_id
             ).finished.reason = sampling_pb2.FINISH_REASON_LENGTH
-            del self._next_token[stream_id]
-        message.tokens.stream_ids.extend(generating)
-        message.tokens.token_counts.extend([1] * len(generating))
-        message.tokens.token_ids.extend([token_of(self._next_token[s]) for s in generating])
-        for stream_id in generating:
-            self._next_token[stream_id] += 1
-        return message
+        if ended or urgent:
+            self._send(message)
 
 
 class StepWorker:
@@ -123,15 +153,18 @@ class StepWorker:
         self._pending: list[decode_pb2.LinkResponse] = []
         self._wake = asyncio.Event()
         self._engines: dict[float, Steps] = {}
+        self._interval_s = 0.0
 
     def receive(self, request: decode_pb2.LinkRequest) -> None:
         """Starts the requests of a message. Credit is never short for so few tokens."""
+        if request.HasField("token_interval_us"):
+            self._interval_s = request.token_interval_us / 1e6
         for opened in request.opens:
             reserved = decode_pb2.LinkReserved(stream_id=opened.stream_id)
             self._send(decode_pb2.LinkResponse(reserved=[reserved]))
             gap_s = (opened.request.sampling.max_tokens - TOKENS) / 1e3
             if gap_s not in self._engines:
-                self._engines[gap_s] = Steps(gap_s, self._send)
+                self._engines[gap_s] = Steps(gap_s, self._send, lambda: self._interval_s)
             self._engines[gap_s].add(opened.stream_id)
 
     async def next_message(self) -> decode_pb2.LinkResponse:

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from bench.support.processes import cpu_seconds
-
 from bench.placement.report import percentile
+from bench.support.processes import cpu_seconds
 from headrace.inference.v1 import inference_pb2_grpc
 from tests.security.attacker import ATTACKS as ATTACKS_WITH_KEY
 from tests.security.bystander import KEY, STRANGER_KEY, attacked

@@ -12,9 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from bench.support.processes import cpu_seconds
-
 from bench.placement.report import percentile
+from bench.support.processes import cpu_seconds
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_cli.up.supervisor import Child, Spawn, Supervisor
 from headrace_cli.up.topology import Topology, registry_spec, router_spec, worker_specs

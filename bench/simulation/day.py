@@ -30,7 +30,7 @@ from headrace_simulator.settings import Scaling, ScalingSettings, SimulationSett
 from headrace_simulator.trace import TraceRequest, read_trace
 
 PROFILE = Path("bench/simulation/smollm2-135m-one-core.json")
-BUDGET = 16
+BUDGET = 6
 TTFT_S, ITL_S = 5.0, 0.1
 INTERVAL_S, WORKER_START_S = 30.0, 60.0
 HOUR_S = 3_600.0

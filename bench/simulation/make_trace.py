@@ -51,20 +51,20 @@ class Phase:
     answer_tokens: float
 
 
-LONG_PROMPTS, LONG_ANSWERS = (2_400.0, 60.0), (300.0, 480.0)
+LONG_PROMPTS, LONG_ANSWERS = (1_200.0, 60.0), (200.0, 600.0)
 DAY = (
-    Phase(0, 6, 0.06, 0.06, *LONG_PROMPTS),
-    Phase(6, 9, 0.06, 1.0, *LONG_PROMPTS),
-    Phase(9, 13, 1.0, 1.0, *LONG_PROMPTS),
-    Phase(13, 18, 1.0, 1.0, *LONG_ANSWERS),
-    Phase(18, 22, 1.0, 0.1, *LONG_ANSWERS),
-    Phase(22, 24, 0.1, 0.06, *LONG_ANSWERS),
+    Phase(0, 6, 0.05, 0.05, *LONG_PROMPTS),
+    Phase(6, 9, 0.05, 1.2, *LONG_PROMPTS),
+    Phase(9, 12, 1.2, 1.2, *LONG_PROMPTS),
+    Phase(12, 16, 0.8, 0.8, *LONG_ANSWERS),
+    Phase(16, 21, 0.8, 0.05, *LONG_ANSWERS),
+    Phase(21, 24, 0.05, 0.05, *LONG_ANSWERS),
 )
-BURST = Phase(10.5, 10.75, 0.5, 0.5, *LONG_PROMPTS)
+BURST = Phase(10.5, 10.75, 0.6, 0.6, *LONG_PROMPTS)
 """On top of the phase."""
 # Lengths vary by this factor in both directions, most by less.
 _SIGMA = 0.5
-_LENGTHS = (16, 16_000)
+_LENGTHS = (16, 2_000)
 
 
 def conversation_entries(

@@ -331,6 +331,39 @@ class DecisionRecord(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class ExplainedDecision:
+    """A decision of a running planner."""
+
+    number: int
+    start_unix_s: float
+    duration_s: float
+    prefill_workers: int
+    decode_workers: int
+    prefill_target: int
+    decode_target: int
+    outcome: str
+    detail: str
+    reasons: list[ReasonRecord]
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainRecord(Record):
+    """`headrace planner explain --json`. The counts are None before the first observation or target."""
+
+    schema: ClassVar[str] = "headrace.planner-explain.v1"
+
+    model: str
+    mode: str
+    interval_s: float
+    observation_fault: str
+    prefill_workers: int | None
+    decode_workers: int | None
+    prefill_target: int | None
+    decode_target: int | None
+    decisions: list[ExplainedDecision]
+
+
+@dataclass(frozen=True, slots=True)
 class ChangeRecord:
     """The numbers of workers that the planner asked for."""
 

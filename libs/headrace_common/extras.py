@@ -25,6 +25,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         ),
         "bench": ("aiohttp",),
         "registry": (),
+        "planner": (),
         "etcd": ("etcd3", "tenacity"),
         "router": (
             "httptools",

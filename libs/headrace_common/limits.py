@@ -17,6 +17,8 @@ LINK_STREAMS_MAX: Final = 4_096
 """Most requests in progress on one link between a router and a decode worker."""
 LINK_MESSAGE_BYTES_MAX: Final = 1024 * 1024
 """Size from which messages of a link are split. A single request may be longer."""
+LINK_TOKEN_INTERVAL_MAX_US: Final = 100_000
+"""Longest time for which a router may let a worker join the tokens of a link."""
 TICKET_BYTES_MAX: Final = 1_024
 """Longest ticket that a decode worker parses."""
 TICKET_PUBLIC_KEY_BYTES: Final = 32

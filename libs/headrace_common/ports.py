@@ -24,3 +24,5 @@ ROUTER_HTTP: Final = 7056
 """`http_listen` of routers: OpenAI HTTP for clients."""
 ROUTER_STATUS: Final = 7057
 """`status_listen` of routers: the status page, for operators."""
+PLANNER: Final = 7058
+"""`internal_listen` of planners."""

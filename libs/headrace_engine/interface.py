@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
-from headrace_common.errors import InternalError
+from headrace_common.errors import InternalError, ProtocolViolation
+from headrace_common.registry.adapters import Adapter
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.manager.load_times import LoadTimes
+from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.receive.observer import TransferObserver
 from headrace_kv.transport.memory import Memory
@@ -55,6 +57,23 @@ class Sampling:
     structured_outputs: StructuredOutputs | None = None
 
 
+class PrefixSource(Protocol):
+    """Another worker that has the KV of a prompt's tokens below `end_token`."""
+
+    @property
+    def end_token(self) -> int:
+        """One past the last token with KV there."""
+        ...
+
+    def start(self, reservation: Reservation) -> bool:
+        """Whether the KV is fetched into the reserved blocks, which hold the tokens that this engine lacks.
+
+        If so, `arrived` or `recompute` follows. The blocks stay held until `arrived` or `released` (I1). Called at most
+        once. It neither waits nor raises.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
     """Compute `token_ids` and send the KV of [target.start_token, target.end_token), up to their end.
@@ -69,16 +88,23 @@ class PrefillWork:
     sampling: Sampling | None = None
     cache_salt: str = ""
     """Only requests with an equal salt share cached blocks."""
+    adapter: str = ""
+    """The name of one of the engine's adapters, empty for the model alone. Needs a salt of its own."""
+    prefix: PrefixSource | None = None
+    """Where the engine may have KV fetched from that it would compute otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillOutcome:
-    """The result of a prefill, with the report of each rank."""
+    """The result of a prefill, with the report of each rank. `fetched_tokens` have KV from the work's `prefix`."""
 
     cached_tokens: int
     compute_start_unix_ns: int
     compute_end_unix_ns: int
     reports: tuple[SendReport, ...] = ()
+    fetched_tokens: int = 0
+    tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    """The cached tokens that came from tiers below KV memory, by tier; empty where the engine does not report it."""
 
     @property
     def layers(self) -> tuple[tuple[int, LayerSent], ...]:
@@ -106,6 +132,8 @@ class DecodeWork:
     awaits_first_token: bool = False
     from_logits: bool = False
     cache_salt: str = ""
+    """As in PrefillWork."""
+    adapter: str = ""
     """As in PrefillWork."""
 
     @property
@@ -146,6 +174,8 @@ class DecodeEnded:
 
     stopped: bool
     cached_tokens: int
+    tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    """As in PrefillOutcome."""
 
 
 DecodeEvent = Reservation | DecodeTokens | DecodeEnded
@@ -186,7 +216,9 @@ class EngineUsage:
 class Engine(ABC):
     """One model on one worker: all its ranks. Its methods are called on one event loop, except `start`.
 
-    Only `prefill` is called on a prefill engine, and only the other methods on a decode engine.
+    Only `prefill` is called on a prefill engine, and only the other methods on a decode engine. Where a work has a
+    PrefixSource, `arrived`, `recompute` and `released` are called on the prefill engine, and `send_prefix` on the
+    decode engine.
     """
 
     descriptor: KvDescriptor
@@ -199,6 +231,8 @@ class Engine(ABC):
     """Publishes the cached prefixes; set by `start`. None for an engine that does not report them."""
     tier_loads: LoadTimes | None = None
     """Loads from the tiers below KV memory; set by `start`. Of an engine without such tiers it is None or empty."""
+    adapters: tuple[Adapter, ...] = ()
+    """The LoRA adapters that it has loaded; set by `start`."""
 
     @abstractmethod
     async def start(self) -> None:
@@ -260,6 +294,21 @@ class Engine(ABC):
     @abstractmethod
     def released(self, transfer_id: str) -> None:
         """The transfer has failed and nothing writes into the reservation: its blocks may be reused."""
+
+    def recompute(self, transfer_id: str) -> None:  # noqa: B027 - most fetch no prefixes
+        """The KV of a work's `prefix` does not arrive: the engine computes it, into other blocks.
+
+        The reserved blocks may still be written into, until `released`. Ignored after `arrived` and `released`.
+        """
+
+    async def send_prefix(self, target: TransferTarget) -> tuple[SendReport, ...]:
+        """Sends cached KV of the decode request `target.transfer_id` to the prefill worker `target.decode`.
+
+        Returns the report of every rank when their senders are quiet, also when cancelled. The blocks are held until
+        then (I2). Raises as `prefill` does, or one of these: NotFound without such a request. InvalidRequest for tokens
+        that are not cached. DuplicateTransfer the second time. ProtocolViolation on an engine that cannot.
+        """
+        raise ProtocolViolation("this engine sends no prefixes: set prefix_fetch_min_tokens to 0")
 
     def landed_memory(self, rank: int) -> Memory | None:
         """This process's access to the KV memory of a rank of `descriptor`, to read it. None where there is none.

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
+from headrace.prefill.v1 import prefill_pb2
+from headrace_common.errors import InvalidRequest
+from headrace_common.registry.adapters import Adapter, adapter_violations
 from headrace_engine.interface import Sampling, StructuredOutputs, TokenLogprobs
 
 
@@ -33,6 +37,28 @@ def sampling_from_proto(
         allowed_token_ids=tuple(params.allowed_token_ids),
         structured_outputs=_structured_outputs_from_proto(params.structured_outputs),
     )
+
+
+def requested_adapter(
+    request: decode_pb2.GenerateRequest | prefill_pb2.PrefillTask, adapters: Collection[Adapter]
+) -> str:
+    """The name of the adapter that a request names, one of the engine's `adapters`. Empty for none.
+
+    Raises InvalidRequest.
+    """
+    if not request.HasField("adapter"):
+        return ""
+    violations = adapter_violations(request.adapter, "adapter")
+    wanted = Adapter(request.adapter.name, request.adapter.digest)
+    if not violations and wanted not in adapters:
+        same_name = any(one.name == wanted.name for one in adapters)
+        what = "with another digest than" if same_name else "that is not among"
+        violations["adapter"] = f"{wanted.name!r} is an adapter {what} this worker's"
+    if not request.cache_salt:
+        violations["cache_salt"] = "must not be empty beside an adapter, as the router sets it"
+    if violations:
+        raise InvalidRequest(violations)
+    return wanted.name
 
 
 def _structured_outputs_from_proto(

@@ -38,20 +38,26 @@ class WorkerCounts:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
-    """The load of one decode worker. `kv_usage` is the share of its KV blocks in use, from 0 to 1."""
+    """The load of one decode worker.
+
+    `kv_usage` is the share of its KV blocks in use, and `slot_usage` that of its slots, both from 0 to 1.
+    """
 
     kv_usage: float
     waiting_requests: int = 0
+    slot_usage: float = 0.0
 
     @property
     def load(self) -> float:
-        """KV usage, and a part for each waiting request. It exceeds 1 when requests wait for full memory."""
-        return self.kv_usage + WAITING_REQUEST_LOAD * self.waiting_requests
+        """The usage of the scarcer resource, and a part for each waiting request. It exceeds 1 when requests wait for a
+        full worker.
+        """
+        return max(self.kv_usage, self.slot_usage) + WAITING_REQUEST_LOAD * self.waiting_requests
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """The load at one moment. `queued_prompts` wait in the prefill queues of all routers."""
+    """The load at one moment. `queued_prompts` wait in the prefill queues of all routers, or on prefill workers."""
 
     prefill_workers: int
     queued_prompts: int

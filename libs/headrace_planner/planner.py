@@ -11,6 +11,7 @@ from headrace_planner.load_decision import LoadState, apply_reasons, decide_by_l
 from headrace_planner.observation import Decision, Interval, Reason, WorkerCounts
 from headrace_planner.profile import WorkerProfile
 from headrace_planner.settings import PlannerSettings
+from headrace_planner.steadiness import keep_needed, needed_now
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,8 @@ class PlannerState:
 
     history: tuple[Interval, ...] = ()
     load: LoadState = field(default_factory=LoadState)
+    needed: tuple[WorkerCounts, ...] = ()
+    """What the rules needed at the last decisions."""
 
 
 def plan(
@@ -32,16 +35,27 @@ def plan(
     Without a profile, only the load decides. While workers join or leave, the numbers stay as they are, because the
     samples show two deployments.
     """
-    history = (*state.history, interval)[-settings.history_intervals_max :]
+    observed = record_interval(settings, interval, state)
     current = interval.counts
     if interval.is_changing:
-        return Decision(current, current, ()), PlannerState(history, state.load)
+        return Decision(current, current, ()), observed
     by_load, load = decide_by_load(settings.load, interval, state.load)
-    floors = _floors(settings, profile, history)
+    floors = _floors(settings, profile, observed.history)
     wanted, by_goals = _raise_to(apply_reasons(current, by_load), floors)
-    target, by_budget = within_budget(settings.budget, wanted)
-    reasons = (*by_load, *by_goals, *by_budget)
-    return Decision(current, target, reasons), PlannerState(history, load)
+    kept, by_need = keep_needed(settings, current, wanted, state.needed)
+    target, by_budget = within_budget(settings.budget, kept)
+    reasons = (*by_load, *by_goals, *by_need, *by_budget)
+    needed = (*state.needed, needed_now(current, by_load, floors))
+    recent = needed[max(0, len(needed) - settings.shrink_intervals) :]
+    return Decision(current, target, reasons), PlannerState(observed.history, load, recent)
+
+
+def record_interval(
+    settings: PlannerSettings, interval: Interval, state: PlannerState
+) -> PlannerState:
+    """The state after an interval without a decision, such as one in which an earlier decision is carried out."""
+    history = (*state.history, interval)[-settings.history_intervals_max :]
+    return PlannerState(history, state.load, state.needed)
 
 
 def _floors(

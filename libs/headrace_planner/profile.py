@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -36,6 +37,11 @@ class DecodePoint(_Point):
     context_tokens: _Positive
     itl_s: PositiveSeconds
     tokens_per_s: _Positive
+
+    @property
+    def requests(self) -> float:
+        """The requests that make tokens at the same time."""
+        return self.tokens_per_s * self.itl_s
 
 
 class TransferTime(_Point):
@@ -84,8 +90,33 @@ class WorkerProfile(_Point):
         usages = [point.kv_usage for point in points]
         return _between(usages, [point.itl_s for point in points], kv_usage)
 
+    def step_s(self, requests: float, context_tokens: float) -> float:
+        """Time of a decode step of so many requests with this mean context.
+
+        It is linear between the numbers of requests and between the context lengths that were measured. It goes on in
+        a line beyond the most requests, and is that of the nearest context beyond the others.
+        """
+        contexts = sorted({point.context_tokens for point in self.decode})
+        times = [self._step_at(requests, context) for context in contexts]
+        return _between(contexts, times, context_tokens)
+
+    def _step_at(self, requests: float, context_tokens: float) -> float:
+        """The same at a context length that was measured."""
+        points = sorted(
+            (point for point in self.decode if point.context_tokens == context_tokens),
+            key=lambda point: point.requests,
+        )
+        last = points[-1]
+        if requests > last.requests and len(points) > 1:
+            before = points[-2]
+            slope = (last.itl_s - before.itl_s) / max(1e-9, last.requests - before.requests)
+            return last.itl_s + max(0.0, slope) * (requests - last.requests)
+        return _between(
+            [point.requests for point in points], [point.itl_s for point in points], requests
+        )
+
     def best_decode(self, itl_s: float, context_tokens: float) -> DecodePoint:
-        """The point with the most tokens per second of those that reach `itl_s`.
+        """The load with the most tokens per second that reaches `itl_s`, on the lines between measured points.
 
         It has the nearest context length. When no point reaches `itl_s`, the fastest one is returned.
         """
@@ -93,7 +124,12 @@ class WorkerProfile(_Point):
         reaching = [point for point in points if point.itl_s <= itl_s]
         if not reaching:
             return min(points, key=lambda point: point.itl_s)
-        return max(reaching, key=lambda point: point.tokens_per_s)
+        between = [
+            _point_with(itl_s, before, after)
+            for before, after in pairwise(points)
+            if before.itl_s < itl_s < after.itl_s
+        ]
+        return max((*reaching, *between), key=lambda point: point.tokens_per_s)
 
     def _points_near(self, context_tokens: float) -> list[DecodePoint]:
         """The points of the context length next to this one, by usage."""
@@ -103,6 +139,17 @@ class WorkerProfile(_Point):
         )
         points = [point for point in self.decode if point.context_tokens == nearest]
         return sorted(points, key=lambda point: point.kv_usage)
+
+
+def _point_with(itl_s: float, before: DecodePoint, after: DecodePoint) -> DecodePoint:
+    """The point with this time between tokens on the line between two points."""
+    share = (itl_s - before.itl_s) / (after.itl_s - before.itl_s)
+    return DecodePoint(
+        kv_usage=before.kv_usage + share * (after.kv_usage - before.kv_usage),
+        context_tokens=before.context_tokens,
+        itl_s=itl_s,
+        tokens_per_s=before.tokens_per_s + share * (after.tokens_per_s - before.tokens_per_s),
+    )
 
 
 def _between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:

@@ -5,7 +5,9 @@ A recording of a deployment can be planned again with other settings.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -28,6 +30,7 @@ class _Line(BaseModel):
 class _DecodeWorker(_Line):
     kv_usage: Annotated[float, Field(ge=0, le=1)]
     waiting_requests: NonNegativeCount = 0
+    slot_usage: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
 class _Sample(_Line):
@@ -73,6 +76,14 @@ def read_intervals(lines: Iterable[str]) -> Iterator[Interval]:
         yield _interval(parsed)
 
 
+def interval_line(interval: Interval) -> str:
+    """The line of a recording for this interval, without the end of the line."""
+    content = asdict(interval)
+    if interval.requests is None:
+        del content["requests"]
+    return json.dumps(content, allow_nan=False)
+
+
 def _detail(number: int, error: ValidationError) -> str:
     problems = [
         f"{'.'.join(map(str, problem['loc'])) or 'the line'}: {problem['msg']}"
@@ -86,7 +97,7 @@ def _interval(parsed: _Interval) -> Interval:
         LoadSample(
             sample.prefill_workers,
             sample.queued_prompts,
-            tuple(DecodeLoad(worker.kv_usage, worker.waiting_requests) for worker in sample.decode),
+            tuple(DecodeLoad(**dict(worker)) for worker in sample.decode),
         )
         for sample in parsed.samples
     )

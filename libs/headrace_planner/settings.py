@@ -101,6 +101,10 @@ class PlannerSettings(_Settings):
     season_intervals: NonNegativeCount = Field(
         default=0, description="Intervals of one period of the load, such as a day; 0 for none."
     )
+    shrink_intervals: NonNegativeCount = Field(
+        default=5,
+        description="Decisions in which no rule may have needed a worker before it is removed.",
+    )
     correction_max: Annotated[float, Field(ge=1, le=100)] = Field(
         default=4.0,
         description="Bound on the factor by which observed latency may correct the profile.",

@@ -153,7 +153,7 @@ class Autoscaler:
             len(self._fleet.prefill),
             self._router.queue.depth,
             tuple(
-                DecodeLoad(worker.kv_usage, each + (number < more))
+                DecodeLoad(worker.kv_usage, each + (number < more), worker.slot_usage)
                 for number, worker in enumerate(decode)
             ),
         )

@@ -29,7 +29,7 @@ class CostModel:
     def _whole_s(self, prompt_tokens: float) -> float:
         """The profile's time to first token without the step that makes the token, which is at most half of it."""
         ttft_s = self._profile.ttft_s(prompt_tokens)
-        return max(ttft_s / 2, ttft_s - self._profile.expected_itl_s(0.0, prompt_tokens))
+        return max(ttft_s / 2, ttft_s - self._profile.step_s(1, prompt_tokens))
 
     def exposed_transfer_s(self, tokens: int, compute_s: float) -> float:
         """Time that the KV cache of these tokens arrives after the end of their computing.
@@ -47,5 +47,4 @@ class CostModel:
 
     def step_s(self, requests: int, context_tokens: float) -> float:
         """Time of a decode step of so many requests with this mean context."""
-        usage = min(1.0, requests * context_tokens / self.kv_tokens)
-        return self._profile.expected_itl_s(usage, context_tokens)
+        return self._profile.step_s(requests, context_tokens)

@@ -67,6 +67,11 @@ class SimulatedDecodeWorker:
         return self._admission.reserved_blocks / self._usable_blocks
 
     @property
+    def slot_usage(self) -> float:
+        """The share of its slots that are taken."""
+        return self._admission.request_count / self.worker.max_num_seqs
+
+    @property
     def request_count(self) -> int:
         """Requests that hold blocks."""
         return self._admission.request_count

@@ -69,7 +69,8 @@ class SimulatedPrefillWorker:
             self._computing = True
             await self._compute(message.task.transfer_id)
             self._computing = False
-            self._leave_if_drained()
+            if self._leave_if_drained():
+                return
 
     async def _compute(self, transfer_id: str) -> None:
         job = self._jobs[transfer_id]
@@ -93,12 +94,13 @@ class SimulatedPrefillWorker:
             )
             self._queue.task_ended(self._stream, done)
 
-    def _leave_if_drained(self) -> None:
+    def _leave_if_drained(self) -> bool:
         if self._computing or not self._draining:
-            return
+            return False
         self._queue.remove_worker(self._stream)
         self._task.cancel()
         self._on_gone(self)
+        return True
 
 
 def computed(job: Job, cache: WorkerCache, cost: CostModel) -> tuple[int, float]:

@@ -53,6 +53,8 @@ class WorkerCache:
 
     def use(self, hashes: Sequence[int]) -> None:
         """All blocks of a prompt are in KV memory now."""
+        if not hashes:
+            return
         device, _ = self.depths(hashes)
         fresh = hashes[device:]
         parents: list[int | None] = [None, *hashes[:-1]]

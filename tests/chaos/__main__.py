@@ -35,10 +35,13 @@ def main() -> int:
         "--break",
         dest="broken",
         default="",
-        help="quarantine, lease, ledger, kill_timer or tier_hold",
+        help="quarantine, lease, ledger, kill_timer, tier_hold or pool_seal",
     )
     parser.add_argument(
         "--tiers", action="store_true", help="with tiers below a KV memory that is too small"
+    )
+    parser.add_argument(
+        "--pool", action="store_true", help="with such tiers, and a remote pool that fails too"
     )
     parser.add_argument("--folder", type=Path, default=None, help="for logs; a new one by default")
     parser.add_argument("--seconds", type=float, default=math.inf, help="sends none after that")
@@ -47,6 +50,7 @@ def main() -> int:
     plan = scenario(
         *(arguments.scenario, seed, arguments.requests, arguments.broken, arguments.credentials),
         tiers=arguments.tiers,
+        pool=arguments.pool,
     )
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="headrace-chaos-"))
     console = Console(width=110)

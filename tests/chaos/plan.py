@@ -18,6 +18,8 @@ CONTINUED_SHARE = 0.5
 CONVERSATIONS = 24
 CONVERSATION_TOKENS_MAX = 320
 FOLLOW_UP_TOKENS_MAX = 24
+# Of a worker with one rank: 8 tokens of 4 layers with 4 heads, and the seal, up to the next page.
+_POOLED_BLOCK_BYTES = 8192
 
 
 class FaultKind(StrEnum):
@@ -56,7 +58,8 @@ class WireFaults:
     A stream without messages for `cut_after_silence_s` ends. `slow_write_max_s`: how long a write may take to land.
     `slow_turn_max_s`: how long a sender may pause before it checks its lease. `break_part` names the safeguard that a
     worker switches off. `watch_interval_s`: how often a worker checks its blocks. `disk_changed`: share of the blocks
-    read from disk that have another byte than was written.
+    read from disk that have another byte than was written. `pool_changed`: the same for blocks that are read from the
+    remote pool.
     """
 
     seed: int = 0
@@ -71,9 +74,11 @@ class WireFaults:
     break_part: str = ""
     watch_interval_s: float = 0.5
     disk_changed: float = 0.0
+    pool_changed: float = 0.0
 
 
 _PREFILL, _DECODE, _ROUTER, _REGISTRY, _ETCD = "prefill", "decode", "router", "registry", "etcd"
+_POOL = "pool"
 # Prefill and decode workers fail most often, because most states can be lost there.
 _WEIGHTS = {_PREFILL: 5, _DECODE: 5, _ROUTER: 1, _REGISTRY: 1, _ETCD: 1}
 _KINDS = {
@@ -84,6 +89,9 @@ _KINDS = {
     _ETCD: (FaultKind.KILL, FaultKind.FREEZE),
 }
 ALL_KINDS = frozenset((role, kind) for role, kinds in _KINDS.items() for kind in kinds)
+_POOL_WEIGHT = 3
+_POOL_KINDS = (FaultKind.KILL, FaultKind.FREEZE, FaultKind.RESTART)
+_POOL_FAULTS = frozenset((_POOL, kind) for kind in _POOL_KINDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,8 @@ class ChaosPlan:
     """A whole run. Its times are those of a real machine times `slowness`, see `slowed`.
 
     `credentials`: see CredentialKind. `host_blocks` and `disk_blocks` are the tiers below a worker's KV memory. With
-    `conversations`, half of the requests continue an earlier one.
+    `conversations`, half of the requests continue an earlier one. With `pool_gib`, the workers share blocks in a remote
+    pool of that size, and `host_gib` and `disk_gib` are the tiers of each rank.
     """
 
     seed: int
@@ -119,6 +128,10 @@ class ChaosPlan:
     block_size: int = 0
     host_blocks: int = 0
     disk_blocks: int = 0
+    pool_gib: float = 0.0
+    pool_timeout_s: float = 2.0
+    host_gib: float = 0.0
+    disk_gib: float = 0.0
     conversations: bool = False
     head_bytes: int = 16
     slowness: float = 1.0
@@ -130,6 +143,9 @@ class ChaosPlan:
         return f"sim:layers=4,heads=4,head_bytes={self.head_bytes},vocabulary=32000"
 
 
+_SAME_WHEN_SLOW = ("layer_s", "pool_gib", "host_gib", "disk_gib")
+
+
 def slowed(plan: ChaosPlan, slowness: float) -> ChaosPlan:
     """The plan for a machine that is `slowness` times slower: the same requests and faults, with every time
     stretched.
@@ -139,7 +155,7 @@ def slowed(plan: ChaosPlan, slowness: float) -> ChaosPlan:
     times = {
         field.name: getattr(plan, field.name) * slowness
         for field in fields(plan)
-        if field.type == "float" and field.name != "layer_s"
+        if field.type == "float" and field.name not in _SAME_WHEN_SLOW
     }
     wire = {
         field.name: getattr(plan.wire, field.name) * slowness
@@ -162,12 +178,15 @@ def process_faults(plan: ChaosPlan) -> Iterator[ProcessFault]:
         _DECODE: len(plan.decode_tensor_parallel),
         _ROUTER: plan.routers,
     }
+    weights, kinds = dict(_WEIGHTS), dict(_KINDS)
+    if not plan.kinds.isdisjoint(_POOL_FAULTS):
+        weights[_POOL], kinds[_POOL] = _POOL_WEIGHT, _POOL_KINDS
     while plan.kinds:
-        role = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
+        role = rng.choices(list(weights), list(weights.values()))[0]
         target = f"{role}-{rng.randrange(counts[role])}" if role in counts else role
         fault = ProcessFault(
             gap_s=rng.uniform(0.15, 1.0) * plan.gap_max_s,
-            kind=rng.choice(_KINDS[role]),
+            kind=rng.choice(kinds[role]),
             target=target,
             down_s=rng.choice(plan.freezes_s),
         )
@@ -216,7 +235,7 @@ class Conversations:
         return request
 
 
-SCENARIOS = ("all", "ledger", "quarantine", "lease", "kill_timer", "tiers")
+SCENARIOS = ("all", "ledger", "quarantine", "lease", "kill_timer", "tiers", "pool", "pool_seal")
 
 
 def scenario(
@@ -227,12 +246,16 @@ def scenario(
     credentials: str = "local",
     *,
     tiers: bool = False,
+    pool: bool = False,
 ) -> ChaosPlan:
     """All faults at once, or only those against one safeguard, so that its loss shows within few requests.
 
-    `tiers` adds tiers below KV memory, which the scenario "tiers" has anyway.
+    `tiers` adds tiers below KV memory, which the scenario "tiers" has anyway. `pool` adds the remote pool too, which
+    the scenario "pool" has anyway.
     """
     plan = replace(_scenario(name, seed, requests, broken), credentials=credentials)
+    if pool:
+        return with_pool(plan)
     return with_tiers(plan) if tiers else plan
 
 
@@ -249,8 +272,50 @@ def with_tiers(plan: ChaosPlan) -> ChaosPlan:
     )
 
 
+def with_pool(plan: ChaosPlan) -> ChaosPlan:
+    """The plan with small tiers, and with a remote pool that prefill workers fill and all workers read.
+
+    Its store fails too, unless no process fails.
+    """
+    plan = with_tiers(plan)
+    return replace(
+        plan,
+        wire=replace(plan.wire, pool_changed=plan.wire.pool_changed or 0.05),
+        host_blocks=0,
+        disk_blocks=0,
+        kinds=plan.kinds | _POOL_FAULTS if plan.kinds else plan.kinds,
+        host_gib=96 * _POOLED_BLOCK_BYTES / 2**30,
+        disk_gib=256 * _POOLED_BLOCK_BYTES / 2**30,
+        pool_gib=1 / 16,
+    )
+
+
+def _pool_plan(seed: int, requests: int, wire: WireFaults) -> ChaosPlan:
+    """Few workers with a remote pool, without faults of processes."""
+    return with_pool(
+        ChaosPlan(
+            seed,
+            requests,
+            concurrency=8,
+            wire=wire,
+            kinds=frozenset(),
+            prefill_tensor_parallel=(1,),
+            decode_tensor_parallel=(1, 1),
+            routers=1,
+            gap_max_s=4.0,
+            freezes_s=(0.5, 3.0),
+        )
+    )
+
+
 def _scenario(name: str, seed: int, requests: int, broken: str) -> ChaosPlan:
     match name:
+        case "pool":
+            wire = WireFaults(seed, doubled=0.01, pool_changed=0.2, break_part=broken)
+            return replace(_pool_plan(seed, requests, wire), kinds=_POOL_FAULTS)
+        case "pool_seal":
+            wire = WireFaults(seed, pool_changed=0.3, break_part=broken)
+            return _pool_plan(seed, requests, wire)
         case "tiers":
             wire = WireFaults(seed, doubled=0.01, break_part=broken)
             return with_tiers(ChaosPlan(seed, requests, wire=wire, kinds=frozenset()))

@@ -19,6 +19,7 @@ from headrace_cli.up.supervisor import EXIT_MISCONFIGURED, Child, Spawn, Supervi
 from headrace_cli.up.topology import (
     ProcessSpec,
     Topology,
+    pool_spec,
     registry_spec,
     router_spec,
     worker_specs,
@@ -35,6 +36,7 @@ TERMINATE_TIMEOUT_S = 40.0
 STOP_GRACE_S = 20.0
 ETCD_START_TIMEOUT_S = 20.0
 ETCD = "etcd"
+POOL = "pool"
 # A client connects to a router that is back within 2 s.
 RECONNECT_S = 3.0
 
@@ -57,17 +59,24 @@ def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
         "num_gpu_blocks_override": str(plan.block_count),
         "member_ttl_s": str(plan.member_ttl_s),
         "drain_grace_s": str(plan.drain_grace_s),
+        "lease_ttl_s": str(plan.lease_ttl_s),
+        "quarantine_s": str(plan.quarantine_s),
     }
     own = f"layer_s={plan.layer_s}"
     if plan.host_blocks:
         tiers = f"host_blocks={plan.host_blocks},disk_blocks={plan.disk_blocks}"
         own = f"{own},{tiers},host_copy_s_per_token=0.00005"
+    fetches = plan.block_size if plan.conversations else 0
+    if plan.pool_gib:
+        own = f"{own},host_copy_s_per_token=0.00005"
+        both["kv_host_gib"] = str(plan.host_gib)
+        both["kv_disk_gib"] = str(plan.disk_gib)
+        both["kv_pool_timeout_s"] = str(plan.pool_timeout_s)
     return (
         *((role, name, value) for role in ("prefill", "decode") for name, value in both.items()),
         ("prefill", "model", f"{plan.model},{own},prefill_s_per_token=0.0003"),
         ("decode", "model", f"{plan.model},{own},decode_step_s=0.004"),
-        ("decode", "lease_ttl_s", str(plan.lease_ttl_s)),
-        ("decode", "quarantine_s", str(plan.quarantine_s)),
+        ("prefill", "prefix_fetch_min_tokens", str(fetches)),
         ("router", "migration_wait_s", str(plan.migration_wait_s)),
         ("registry", "store_timeout_s", str(plan.store_timeout_s)),
         ("registry", "store_start_timeout_s", str(plan.store_start_timeout_s)),
@@ -109,6 +118,11 @@ class Processes:
     @property
     def workers(self) -> tuple[str, ...]:
         return tuple(name for name in self._all if name.startswith(("prefill", "decode")))
+
+    @property
+    def stores(self) -> tuple[str, ...]:
+        """The store of the remote pool, if there is one."""
+        return tuple(name for name in self._all if name == POOL)
 
     @property
     def routers(self) -> tuple[str, ...]:
@@ -153,7 +167,10 @@ class Processes:
             decode_count=len(self._plan.decode_tensor_parallel),
             store=f"etcd://127.0.0.1:{self.etcd.port}",
             settings=settings(self._plan),
+            pool_gib=self._plan.pool_gib,
         )
+        if topology.pool_gib:
+            self._add(pool_spec(topology, self._folder, f"{self._host}:0"))
         self._add(registry_spec(topology, self._folder))
         registry = self.endpoint("registry")
         for number in range(self._plan.routers):
@@ -161,10 +178,15 @@ class Processes:
             name = f"router-{number}"
             self._add(_renamed(spec, name, f"--router-id={name}"))
         ranks = (*self._plan.prefill_tensor_parallel, *self._plan.decode_tensor_parallel)
-        for spec, count in zip(worker_specs(topology, self._folder, registry), ranks, strict=True):
+        pool = self.endpoint(POOL) if topology.pool_gib else ""
+        workers = worker_specs(topology, self._folder, registry, pool)
+        for spec, count in zip(workers, ranks, strict=True):
             self._add(self._wired(spec, count))
-        await self.begin("registry")
-        await asyncio.gather(*(self.begin(name) for name in self._all if name != "registry"))
+        # Others connect to these when they start.
+        first = [name for name in (POOL, "registry") if name in self._all]
+        for name in first:
+            await self.begin(name)
+        await asyncio.gather(*(self.begin(name) for name in self._all if name not in first))
 
     def _add(self, spec: ProcessSpec) -> None:
         listens = {
@@ -175,8 +197,9 @@ class Processes:
         fixed = {flag: f"{flag}={address}" for flag, address in listens.items()}
         arguments = tuple(fixed.get(text.partition("=")[0], text) for text in spec.arguments)
         # That of a router is for clients.
-        endpoint = listens.get("--listen", listens["--internal-listen"])
-        identity = self.identities.flags(spec.service, spec.name)
+        endpoint = listens.get("--listen") or listens["--internal-listen"]
+        # The store checks no caller.
+        identity = () if spec.name == POOL else self.identities.flags(spec.service, spec.name)
         self._all[spec.name] = Process(replace(spec, arguments=(*arguments, *identity)), endpoint)
 
     def _wired(self, spec: ProcessSpec, ranks: int) -> ProcessSpec:
@@ -294,6 +317,14 @@ class Processes:
         assert child is not None
         with contextlib.suppress(ProcessLookupError):
             os.kill(child.process.pid, number)
+        if name == POOL and number in (signal.SIGSTOP, signal.SIGCONT):
+            # The virtual machines of tests/rdma have neither a pool nor this.
+            import psutil
+
+            # The master of the store is a process of its own, which ends with the other one.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for master in psutil.Process(child.process.pid).children():
+                    master.send_signal(number)
 
     async def stop(self) -> None:
         """Ends everything."""

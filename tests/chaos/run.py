@@ -8,6 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,9 +19,11 @@ from headrace_common.errors import HeadraceError
 from headrace_common.rpc.channel import open_channel
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
+from tests.chaos import pool_process
 from tests.chaos.load import Clients, Outcomes
 from tests.chaos.plan import ChaosPlan, FaultKind, ProcessFault, process_faults, requests
 from tests.chaos.processes import ETCD, HERE, Place, Processes
+from tests.chaos.tiers import held_file
 from tests.waiting import until
 
 # At most two processes are away at a time.
@@ -89,6 +92,8 @@ async def run_chaos(
         _read_reports(processes.reports, report)
     finally:
         await processes.stop()
+    if plan.pool_gib:
+        report.left_behind += await _pool_processes(processes.reports, QUIESCE_S * plan.slowness)
     return report
 
 
@@ -191,7 +196,7 @@ async def _break_and_repair(fault: ProcessFault, processes: Processes) -> None:
 
 async def _repair(processes: Processes) -> None:
     """Waits until every process runs again."""
-    for name in (ETCD, "registry", *processes.routers, *processes.workers):
+    for name in (ETCD, *processes.stores, "registry", *processes.routers, *processes.workers):
         await processes.settle(name)
         if not processes.running(name):
             await processes.begin(name)
@@ -209,7 +214,7 @@ async def left_behind(processes: Processes, timeout_s: float = QUIESCE_S) -> lis
                 )
             except HeadraceError as error:
                 held = f"does not answer: {error.detail}"
-            left[name] = held
+            left[name] = held or _held_below(processes, name)
         if not any(left.values()) or time.monotonic() > give_up_s:
             return [f"{name} {held}" for name, held in left.items() if held]
         await asyncio.sleep(0.2)
@@ -228,10 +233,38 @@ def _held(status: worker_pb2.WatchStatusResponse) -> str:
     return f"still holds {text}" if text else ""
 
 
+def _held_below(processes: Processes, name: str) -> str:
+    """Whether a worker's tiers hold blocks, for a load, a fetch or a store."""
+    process_id = processes.process_ids().get(name, 0)
+    file = held_file(processes.reports, process_id)
+    count = int(file.read_text(encoding="utf-8") or 0) if file.exists() else 0
+    return f"still holds blocks of lower tiers {count} times" if count else ""
+
+
+async def _pool_processes(reports: Path, timeout_s: float) -> list[str]:
+    """Processes of the pool that run on although all workers have ended, after the time that they have to end."""
+    # The virtual machines of tests/rdma have neither a pool nor this.
+    import psutil
+
+    def is_of_pool(process: psutil.Process) -> bool:
+        with suppress(psutil.Error):
+            return pool_process.MODULE in process.cmdline() and process.environ().get(
+                "HEADRACE_CHAOS_REPORTS"
+            ) == str(reports)
+        return False
+
+    give_up_s = time.monotonic() + timeout_s
+    while found := [one.pid for one in psutil.process_iter() if is_of_pool(one)]:
+        if time.monotonic() > give_up_s:
+            return [f"process {process_id} of the pool still runs" for process_id in found]
+        await asyncio.sleep(0.2)
+    return []
+
+
 def _read_reports(folder: Path, report: ChaosReport) -> None:
     for path in folder.glob("wire-*.json"):
         report.wire_faults.update(json.loads(path.read_text(encoding="utf-8") or "{}"))
-    for path in folder.glob("tiers-*.json"):
+    for path in (*folder.glob("tiers-*.json"), *folder.glob("pool-*.json")):
         report.tier_counts.update(json.loads(path.read_text(encoding="utf-8") or "{}"))
     for path in folder.glob("unconserved-*.txt"):
         report.unconserved += path.read_text(encoding="utf-8").splitlines()

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from headrace_engine.sim.engine import SimEngine
 from headrace_kv.manager.block_pool import BlockPool
-from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierHit
+from headrace_kv.manager.lower_tiers import (
+    LowerTiers,
+    PoolBlocks,
+    TierCopy,
+    TierHit,
+    TierPlan,
+)
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.disk import DiskStorage
 from headrace_kv.storage.tier_copier import TierCopier
 from headrace_kv.transport.packing import Bytes
+
+Held = Sequence[tuple[Tier, int]]
 
 
 def put(owner: Any, name: str, value: object) -> None:
@@ -62,11 +71,77 @@ def hold_nothing() -> None:
     put(LowerTiers, "release", lambda tiers, hit: None)
 
 
-def unconserved_blocks(engine: SimEngine) -> Iterator[str]:
+class TierHolds:
+    """The holders that each block of this process's lower tiers should have: one for each hold without its end."""
+
+    def __init__(self) -> None:
+        self._holders: Counter[tuple[Tier, int]] = Counter()
+
+    @property
+    def count(self) -> int:
+        """All holders of all blocks."""
+        return self._holders.total()
+
+    def of_tier(self, tier: Tier) -> Counter[int]:
+        """The holders of a tier's held blocks."""
+        return Counter(
+            {
+                block: count
+                for (name, block), count in self._holders.items()
+                if name == tier and count
+            }
+        )
+
+    def install(self) -> None:
+        """Counts from now on."""
+        reserve = LowerTiers.reserve
+        self._wrap_begin("hold", lambda _, hit: hit.blocks)
+        self._wrap_end("release", lambda _, hit: hit.blocks)
+        self._wrap_begin("hold_fastest", _fastest)
+        self._wrap_end("release_fastest", _fastest)
+        self._wrap_end("fetched", _fastest)
+
+        def reserved(tiers: LowerTiers, prefixes: Iterable[int]) -> tuple[PoolBlocks, TierPlan]:
+            blocks, plan = reserve(tiers, prefixes)
+            self._holders.update(_fastest(tiers, blocks))
+            return blocks, plan
+
+        put(LowerTiers, "reserve", reserved)
+
+    def _wrap_begin(self, name: str, blocks_of: Callable[[LowerTiers, Any], Held]) -> None:
+        begin = getattr(LowerTiers, name)
+
+        def begun(tiers: LowerTiers, prefixes: Iterable[int]) -> object:
+            held = begin(tiers, prefixes)
+            self._holders.update(blocks_of(tiers, held))
+            return held
+
+        put(LowerTiers, name, begun)
+
+    def _wrap_end(self, name: str, blocks_of: Callable[[LowerTiers, Any], Held]) -> None:
+        end = getattr(LowerTiers, name)
+
+        def ended(tiers: LowerTiers, held: object, *others: object) -> object:
+            self._holders.subtract(blocks_of(tiers, held))
+            return end(tiers, held, *others)
+
+        put(LowerTiers, name, ended)
+
+
+def held_file(reports: Path, process_id: int) -> Path:
+    """The file in which a worker writes how often blocks of its lower tiers are held."""
+    return reports / f"held-{process_id}.txt"
+
+
+def _fastest(tiers: LowerTiers, blocks: PoolBlocks) -> Held:
+    return [(tiers.names[0], block) for block in blocks.block_ids]
+
+
+def unconserved_blocks(engine: SimEngine, holds: TierHolds) -> Iterator[str]:
     """A line for every pool with blocks that are not exactly one of free, cached and held.
 
-    In KV memory, a block has as many holders as there are requests with it. In lower tiers, no block is held between
-    two calls.
+    In KV memory, a block has as many holders as requests have it, or may still be written by a late sender. In lower
+    tiers, it has as many as `holds` has.
     """
     if engine._scheduler is None:
         return
@@ -75,10 +150,12 @@ def unconserved_blocks(engine: SimEngine) -> Iterator[str]:
         for sequence in engine._scheduler._by_id.values():
             if sequence.block_ids_by_group:
                 holders.update(sequence.block_ids_by_group[group])
+        for detached in engine._scheduler._detached.values():
+            holders.update(detached[group])
         yield from _faults_of(f"KV memory, group {group}", pool, holders)
     if engine._lower_tiers is not None:
         for tier in engine._lower_tiers._tiers._tiers:
-            yield from _faults_of(tier.name.name, tier._pool, Counter())
+            yield from _faults_of(tier.name.name, tier._pool, holds.of_tier(tier.name))
 
 
 def _faults_of(name: str, pool: BlockPool, holders: Counter[int]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 Started as `python -m tests.chaos.worker SERVICE FLAGS`. HEADRACE_CHAOS holds the WireFaults as JSON. In the folder
 HEADRACE_CHAOS_REPORTS, one file gets a line for every foreign write, and another for every block that is lost. Others
-count the faults of messages, and the blocks copied between tiers.
+count the faults of messages, the blocks copied between tiers, and the blocks of lower tiers that are held.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ import grpc.aio
 
 import headrace_decode.main
 import headrace_engine.sim.engine
+import headrace_kv.pool.mooncake.child
 import headrace_kv.receive.transfer
 import headrace_prefill.main
+import headrace_prefill.prefix_receiver
 import headrace_prefill.puller
 from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2
@@ -42,9 +44,9 @@ from headrace_kv.send.write_scheduler import WriteScheduler
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
 from headrace_prefill.pull_session import PullSession
-from tests.chaos import tiers
+from tests.chaos import pool_process, tiers
 from tests.chaos.plan import WireFaults
-from tests.chaos.tiers import put
+from tests.chaos.tiers import TierHolds, held_file, put
 
 # Without these messages a stream does not start or a credit is lost forever. No real fault loses only them.
 NEVER_LOST = frozenset({"hello", "welcome", "credit"})
@@ -112,7 +114,7 @@ class LossyContext:
 
 
 def lossy_handoffs(dice: Dice) -> type[HandoffServicer]:
-    """The decode worker's service with faults in the messages of both directions."""
+    """The service of a receiving worker with faults in the messages of both directions."""
 
     async def through(
         requests: AsyncIterator[handoff_pb2.HandoffRequest],
@@ -227,11 +229,14 @@ def break_part(name: str) -> None:
             put(headrace_kv.receive.transfer, "Ledger", CountingLedger)
         case "tier_hold":
             tiers.hold_nothing()
+        case "pool_seal":
+            # Its process of the pool switches it off.
+            pass
         case _:
             raise SystemExit(f"there is no safeguard named {name}")
 
 
-def report_on(folder: Path, service: str, dice: Dice, interval_s: float) -> None:
+def report_on(folder: Path, service: str, dice: Dice, holds: TierHolds, interval_s: float) -> None:
     """Makes every engine that starts check its blocks, and records the fates of messages and copies between tiers."""
     start: Callable[[SimEngine], Awaitable[None]] = SimEngine.start
     tasks: set[asyncio.Task[None]] = set()
@@ -251,7 +256,7 @@ def report_on(folder: Path, service: str, dice: Dice, interval_s: float) -> None
                     )
             told |= found
             counts.write_text(json.dumps(dice.counts), encoding="utf-8")
-            unconserved = set(tiers.unconserved_blocks(engine))
+            unconserved = set(tiers.unconserved_blocks(engine, holds))
             if unconserved - lost:
                 with (folder / f"unconserved-{os.getpid()}.txt").open(
                     "a", encoding="utf-8"
@@ -259,6 +264,7 @@ def report_on(folder: Path, service: str, dice: Dice, interval_s: float) -> None
                     file.writelines(f"{service}: {line}\n" for line in sorted(unconserved - lost))
             lost |= unconserved
             copied.write_text(json.dumps(tier_counts), encoding="utf-8")
+            held_file(folder, os.getpid()).write_text(str(holds.count), encoding="utf-8")
             await asyncio.sleep(interval_s)
 
     async def started(engine: SimEngine) -> None:
@@ -272,15 +278,19 @@ def main() -> None:
     service = sys.argv.pop(1)
     faults = WireFaults(**json.loads(os.environ["HEADRACE_CHAOS"]))
     dice = Dice(faults)
+    holds = TierHolds()
+    holds.install()
     break_part(faults.break_part)
+    put(headrace_kv.pool.mooncake.child, "_MODULE", pool_process.MODULE)
     reports = Path(os.environ["HEADRACE_CHAOS_REPORTS"])
-    report_on(reports, service, dice, faults.watch_interval_s)
+    report_on(reports, service, dice, holds, faults.watch_interval_s)
     if service == "decode":
         put(headrace_decode.main, "HandoffServicer", lossy_handoffs(dice))
         headrace_decode.main.main()
     else:
         slow_down(faults, dice)
         put(headrace_prefill.puller, "PullSession", lossy_pulls(dice))
+        put(headrace_prefill.prefix_receiver, "HandoffServicer", lossy_handoffs(dice))
         headrace_prefill.main.main()
 
 

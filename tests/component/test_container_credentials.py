@@ -16,6 +16,7 @@ SERVICES = {
     "router": "",
     "prefill": "prefill-0",
     "decode": "decode-0",
+    "planner": "",
     "operator": "",
 }
 _TIMEOUT_S = 120

@@ -1,4 +1,4 @@
-"""The addresses of KV memory: only prefill workers learn them, and no output shows them."""
+"""The addresses of KV memory: only the role that writes there learns them, and no output shows them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 from rich.console import Console
 
-from headrace.kv.v1 import layout_pb2
+from headrace.kv.v1 import handoff_pb2, layout_pb2
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_cli.client import list_members
 from headrace_cli.json_output import record_text
@@ -22,6 +22,7 @@ from headrace_common.access.roles import Role
 from headrace_common.access.tokens import create_token
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.channel import open_channel
+from tests.security.test_roles import status_of
 from tests.suite.deployment import Suite, prompt_of, suite
 
 _CALL_TIMEOUT_S = 5.0
@@ -63,24 +64,51 @@ def secrets_of(descriptor: layout_pb2.KvDescriptor) -> set[str]:
     return found
 
 
-async def test_only_prefill_workers_read_the_memory_of_decode_workers(tmp_path: Path) -> None:
-    denied = grpc.StatusCode.PERMISSION_DENIED
-    async with suite(tmp_path) as deployed:
-        for role in Role:
-            found = await describe(deployed, "decode-0", role)
-            if role is Role.PREFILL:
-                assert isinstance(found, layout_pb2.KvDescriptor)
-                assert found.ranks
-            else:
-                assert found is denied, role
-        # A prefill worker publishes none: nothing writes to its memory.
-        assert await describe(deployed, "prefill-0", Role.PREFILL) is grpc.StatusCode.NOT_FOUND
+FETCHING = (("prefill", "prefix_fetch_min_tokens", "32"),)
+
+
+async def test_only_the_other_role_reads_where_the_memory_of_a_worker_is(tmp_path: Path) -> None:
+    async with suite(tmp_path, settings=FETCHING) as deployed:
+        for worker_id, reader in (("decode-0", Role.PREFILL), ("prefill-0", Role.DECODE)):
+            for role in Role:
+                found = await describe(deployed, worker_id, role)
+                if role is reader:
+                    assert isinstance(found, layout_pb2.KvDescriptor)
+                    assert found.ranks
+                else:
+                    assert found is grpc.StatusCode.PERMISSION_DENIED, (worker_id, role)
+
+
+async def test_a_worker_receives_handoffs_of_the_other_role_only(tmp_path: Path) -> None:
+    async with suite(tmp_path, settings=FETCHING) as deployed:
+        for worker_id, sender in (("decode-0", Role.PREFILL), ("prefill-0", Role.DECODE)):
+            for role in (Role.PREFILL, Role.DECODE):
+                status = await open_handoff(deployed, worker_id, role)
+                denied = status is grpc.StatusCode.PERMISSION_DENIED
+                assert denied is (role is not sender), (worker_id, role, status)
+
+
+async def open_handoff(deployed: Suite, worker_id: str, role: Role) -> grpc.StatusCode:
+    """The status of a stream with a Hello that has no layout."""
+    members = {one.worker_id: one for one in await list_members(deployed.deployment.registry)}
+    receiver = members[worker_id]
+    hello = handoff_pb2.Hello(
+        worker_id="sender-9",
+        incarnation=receiver.incarnation,
+        decode_worker_id=worker_id,
+        decode_incarnation=receiver.incarnation,
+    )
+    message = handoff_pb2.HandoffRequest(hello=hello).SerializeToString()
+    async with open_channel(receiver.endpoint, Credentials(role=role)) as channel:
+        return await status_of(channel, "/headrace.kv.v1.HandoffService/Handoff", message)
 
 
 async def test_a_worker_publishes_its_own_memory_only(tmp_path: Path) -> None:
     token_file = tmp_path / "decode-9.token"
     token_file.write_text(create_token(load_local_key(), Role.DECODE, "decode-9", 600))
     async with suite(tmp_path) as deployed:
+        # A prefill worker that fetches nothing publishes none: nothing writes to its memory.
+        assert await describe(deployed, "prefill-0", Role.DECODE) is grpc.StatusCode.NOT_FOUND
         descriptor = await describe(deployed, "decode-0", Role.PREFILL)
         assert isinstance(descriptor, layout_pb2.KvDescriptor)
         (victim,) = [

@@ -109,7 +109,7 @@ async def check_unserved(endpoint: str, methods: Iterable[str]) -> None:
 
 async def test_every_rpc_serves_the_roles_of_its_row_and_no_others(tmp_path: Path) -> None:
     settings = (("router", "look_aside", "true"),)
-    async with suite(tmp_path, settings=settings) as deployed:
+    async with suite(tmp_path, settings=settings, planner=True) as deployed:
         found: dict[Listener, set[str]] = {listener: set() for listener in Listener}
         for child in deployed.deployment.children:
             internal = await listed_methods(child.endpoint)

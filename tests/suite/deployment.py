@@ -265,7 +265,11 @@ class Suite:
 
         async def joined() -> bool:
             models = await self.client.models()
-            counts = [(one.prefill_worker_count, one.decode_worker_count) for one in models]
+            counts = [
+                (one.prefill_worker_count, one.decode_worker_count)
+                for one in models
+                if not one.parent
+            ]
             return counts == [(prefill_count, decode_count)]
 
         await until(joined, START_S, f"{prefill_count} and {decode_count} workers", 0.02)

@@ -50,6 +50,21 @@ async def test_blocks_of_every_tier_are_used_and_conserved(tmp_path: Path) -> No
     assert report.tier_counts["blocks changed on the disk"]
 
 
+async def test_a_pool_that_is_killed_frozen_and_restarted_costs_no_answer(tmp_path: Path) -> None:
+    def used(report: ChaosReport) -> bool:
+        return bool(report.process_faults and report.tier_counts["blocks from the pool"])
+
+    # On a slow machine, a run may find the pool lost whenever a block is wanted.
+    for seed in range(SEED, SEED + 4):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        report = await chaos(scenario("pool", seed, 200), folder)
+        assert not report.violations
+        if used(report):
+            return
+    pytest.fail("no run has lost the pool and read a block from it")
+
+
 async def test_senders_that_are_frozen_within_a_write_end_and_write_nothing(tmp_path: Path) -> None:
     def ended(report: ChaosReport) -> bool:
         return bool(report.process_faults["prefill ended within a write"])
@@ -67,7 +82,14 @@ async def test_senders_that_are_frozen_within_a_write_end_and_write_nothing(tmp_
 
 @pytest.mark.parametrize(
     ("safeguard", "requests"),
-    [("ledger", 150), ("quarantine", 120), ("lease", 200), ("kill_timer", 200), ("tier_hold", 300)],
+    [
+        ("ledger", 150),
+        ("quarantine", 120),
+        ("lease", 200),
+        ("kill_timer", 200),
+        ("tier_hold", 300),
+        ("pool_seal", 150),
+    ],
 )
 async def test_a_missing_safeguard_is_detected(
     safeguard: str, requests: int, tmp_path: Path

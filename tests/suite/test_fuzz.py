@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 
 import headrace_client
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import inference_pb2, sampling_pb2, trace_pb2
-from headrace.kv.v1 import handoff_pb2, layout_pb2
+from headrace.inference.v1 import inference_pb2, load_pb2, sampling_pb2, trace_pb2
+from headrace.kv.v1 import handoff_pb2, layout_pb2, prefix_pb2
+from headrace.planner.v1 import planner_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
@@ -53,14 +54,17 @@ BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 SERVICES: dict[str, tuple[ServiceDescriptor, ...]] = {
     "router": (
         inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+        load_pb2.DESCRIPTOR.services_by_name["LoadService"],
         trace_pb2.DESCRIPTOR.services_by_name["TraceService"],
         prefill_pb2.DESCRIPTOR.services_by_name["PrefillQueueService"],
     ),
     "registry": (registry_pb2.DESCRIPTOR.services_by_name["RegistryService"],),
+    "planner": (planner_pb2.DESCRIPTOR.services_by_name["PlannerService"],),
     "prefill-0": (worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],),
     "decode-0": (
         decode_pb2.DESCRIPTOR.services_by_name["DecodeService"],
         handoff_pb2.DESCRIPTOR.services_by_name["HandoffService"],
+        prefix_pb2.DESCRIPTOR.services_by_name["PrefixService"],
         worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
     ),
 }
@@ -351,7 +355,7 @@ async def test_bad_peers_and_bad_messages_end_no_process_and_grow_none(tmp_path:
         ("decode", "lease_ttl_s", "1"),
         ("decode", "listen", "127.0.0.1:0"),
     )
-    async with suite(tmp_path, settings=settings) as it:
+    async with suite(tmp_path, settings=settings, planner=True) as it:
         await answers_right(it, 1)
         targets = await targets_of(it)
         before = {target.name: target.resident_bytes() for target in targets}

@@ -270,6 +270,7 @@ async def check_direct(it: Suite, receiver: SpanReceiver) -> None:
 
         measured = await in_rounds(ask_all)
         assert client.direct_answers >= len(measured)
+    unexplained = 0
     for number, one in enumerate(measured):
         parts = one.latency.parts_us
         assert {Part.ROUTE, Part.RESERVE, Part.PREFILL, Part.NETWORK} <= parts.keys()
@@ -277,10 +278,20 @@ async def check_direct(it: Suite, receiver: SpanReceiver) -> None:
         assert (Part.QUEUE in parts) == transferred
         # The router's part has no attempt, and the workers' spans follow the root.
         last = {schema.SPAN_REQUEST, schema.SPAN_DECODE, *([schema.SPAN_PREFILL] * transferred)}
+        last.add(schema.SPAN_FIRST_TOKEN)
         spans = await received(receiver, one.trace_id, has_names(last))
         check_parents(spans)
+        # The trace has a sum too, up to the token that the worker has made.
+        (first,) = (span for span in spans if span.name == schema.SPAN_FIRST_TOKEN)
+        made = sum_of(first)
+        assert sum(made.parts_us.values()) == made.total_us
+        assert {Part.ROUTE, Part.PREFILL} <= made.parts_us.keys()
+        assert (Part.QUEUE in made.parts_us) == transferred
+        unexplained += made[Part.UNACCOUNTED] * 50 > made.total_us
         (decode,) = (span for span in spans if span.name == schema.SPAN_DECODE)
         assert attribute(decode, schema.ATTRIBUTE_RPC_METHOD).endswith("DecodeService/Generate")
+    # A busy machine stops some of them between two steps.
+    assert unexplained < len(measured)
 
 
 async def check_http(it: Suite, receiver: SpanReceiver, listen: str) -> None:

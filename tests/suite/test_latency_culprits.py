@@ -29,9 +29,12 @@ from tests.suite.slow_process import SLOW_LAYER, SLOW_RANK, Delays
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 LOCAL = inference_pb2.PREFILL_PLACEMENT_LOCAL
 DELAY_S = 0.15
+LINK_DELAY_S = 0.05
+# Clocks of two hosts border on the exposed transfer.
+LINK_SHARE = 0.9
 AHEAD_S = 3.0
 SLOTS = 3
-ATTEMPTS = 4
+ATTEMPTS = 6
 SETTINGS = (
     ("prefill", "max_num_seqs", "1"),
     ("decode", "max_num_seqs", str(SLOTS)),
@@ -106,30 +109,37 @@ async def deployed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sl
 
 
 @pytest.mark.parametrize(
-    "what, part, words",
+    "what, delay_s, part, words",
     [
         (
             "link",
+            LINK_DELAY_S,
             Part.TRANSFER_EXPOSED,
             rf"link prefill-0/r0 -> decode-0/r{SLOW_RANK} moved at [<0-9.]+ GB/s, median is ",
         ),
-        ("layer", Part.PREFILL, f"layer {SLOW_LAYER} took [0-9]+ ms on prefill-0, median is "),
-        ("tokenizer", Part.TOKENIZE, "[0-9]+ ms for the template and 60 tokens"),
+        (
+            "layer",
+            DELAY_S,
+            Part.PREFILL,
+            f"layer {SLOW_LAYER} took [0-9]+ ms on prefill-0, median is ",
+        ),
+        ("tokenizer", DELAY_S, Part.TOKENIZE, "[0-9]+ ms for the template and 60 tokens"),
     ],
     ids=["link", "layer", "tokenizer"],
 )
 async def test_a_slow_step_is_the_greatest_part(
-    deployed: Slow, what: str, part: Part, words: str
+    deployed: Slow, what: str, delay_s: float, part: Part, words: str
 ) -> None:
-    deployed.delays.set(**{what: DELAY_S})
+    deployed.delays.set(**{what: delay_s})
     found, said = await deployed.found(100 + part)
-    # A busy machine may slow the other link too.
     for attempt in range(2, ATTEMPTS + 1):
-        if not re.search(words, said):
-            found, said = await deployed.found(100 * attempt + part)
+        if found.greatest is part and re.search(words, said):
+            break
+        # A busy machine may slow the other link too, or another step.
+        found, said = await deployed.found(100 * attempt + part)
     deployed.delays.set()
     assert found.greatest is part, found
-    assert found[part] >= 1e6 * DELAY_S
+    assert found[part] >= 1e6 * LINK_SHARE * delay_s
     assert re.search(words, said), said
 
 

@@ -12,6 +12,7 @@ import psutil
 
 from headrace.inference.v1 import inference_pb2
 from headrace_cli.client import reset_prefix_cache
+from headrace_common.telemetry import schema
 from tests.suite.deployment import Suite, prompt_of, suite
 from tests.waiting import until
 
@@ -29,7 +30,12 @@ async def cached(it: Suite, prompt: list[int]) -> int:
     await reset_prefix_cache(it.child("decode-0").endpoint, LONG_S)
     outcome = await it.generate(prompt, 4, placement=LOCAL, timeout_s=LONG_S)
     assert outcome.token_ids == it.expected(prompt, 4)
-    return outcome.last.usage.decode_cached_tokens
+    found = outcome.last.usage.decode_cached_tokens
+    (span,) = [
+        span for span in (await it.trace(outcome.trace_id)).spans if span.name == schema.SPAN_DECODE
+    ]
+    assert int(span.attributes.get(schema.ATTRIBUTE_REMOTE_TOKENS, 0)) == found
+    return found
 
 
 async def share(it: Suite, prompt: list[int]) -> None:

@@ -64,6 +64,8 @@ class Answer:
     end: DecodeEnded | None = None
     summary: TransferSummary | None = None
     prefill: PrefillOutcome | None = None
+    arrived_ns: int = 0
+    step_start_ns: int = 0
 
     def take(self, event: DecodeEvent) -> None:
         """Adds an event."""
@@ -71,6 +73,7 @@ class Answer:
             self.token_ids.extend(event.token_ids)
             self.step_count += 1
             self.logprobs.extend(event.logprobs)
+            self.step_start_ns = event.step_start_ns
         elif isinstance(event, DecodeEnded):
             self.end = event
         else:
@@ -171,17 +174,19 @@ class Pair:
         sampling: Sampling = GREEDY,
         generated: Sequence[int] = (),
         cache_salt: str = "",
+        adapter: str = "",
     ) -> Answer:
         """Prefills on one engine and decodes on the other, after the `generated` tokens."""
         answer = Answer()
-        work = self.work(prompt, sampling, generated, cache_salt=cache_salt)
+        work = self.work(prompt, sampling, generated, cache_salt=cache_salt, adapter=adapter)
         async with asyncio.timeout(TIMEOUT_S):
             async for event in self.decode.decode(work):
                 answer.take(event)
                 if isinstance(event, Reservation) and event.start_token < event.end_token:
                     answer.prefill, answer.summary = await self.hand_over(
-                        work.token_ids, event, cache_salt
+                        work.token_ids, event, cache_salt, adapter
                     )
+                    answer.arrived_ns = time.monotonic_ns()
                     self.decode.arrived(work.transfer_id)
         return answer
 
@@ -254,11 +259,16 @@ class Pair:
         )
 
     async def hand_over(
-        self, prompt: Sequence[int], reservation: Reservation, cache_salt: str = ""
+        self,
+        prompt: Sequence[int],
+        reservation: Reservation,
+        cache_salt: str = "",
+        adapter: str = "",
     ) -> tuple[PrefillOutcome, TransferSummary]:
         """Transfers the prompt's KV into a reservation."""
         transfer = self.reserve(reservation)
-        work = PrefillWork(tuple(prompt[:-1]), self.target(reservation), cache_salt=cache_salt)
+        target = self.target(reservation)
+        work = PrefillWork(tuple(prompt[:-1]), target, cache_salt=cache_salt, adapter=adapter)
         outcome, summary = await asyncio.gather(self.prefill.prefill(work), transfer.wait())
         return outcome, summary
 

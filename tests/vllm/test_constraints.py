@@ -56,8 +56,11 @@ async def every_way(pair: Pair, prompt: list[int], sampling: Sampling) -> dict[s
         await pair.reset()
     for generated in (1, 4):
         known = ways["plain"].token_ids[:generated]
-        for name, run in (("continued", pair.plain), ("migrated", pair.split)):
-            answer = await run(prompt, sampling, known)
+        for name, answering in (
+            ("continued", pair.plain(prompt, sampling, known)),
+            ("migrated", pair.split(prompt, sampling, known)),
+        ):
+            answer = await answering
             answer.token_ids = [*known, *answer.token_ids]
             ways[f"{name} after {generated}"] = answer
             await pair.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -65,6 +66,16 @@ async def test_logprobs_and_stop_tokens(pair: Pair) -> None:
     for token_id, entry in zip(split.token_ids, split.logprobs, strict=True):
         assert len(entry.alternatives) == 3
         assert entry.alternatives[0] == (token_id, entry.logprob)
+
+
+async def test_the_scheduler_reports_when_the_first_step_starts(pair: Pair) -> None:
+    """By the monotonic clock, which all processes of a host share."""
+    split = await pair.split(prompt_of(300))
+    end_ns = time.monotonic_ns()
+    assert 0 < split.arrived_ns <= split.step_start_ns <= end_ns
+    plain = await pair.plain(prompt_of(40, seed=3))
+    await pair.reset()
+    assert end_ns <= plain.step_start_ns <= time.monotonic_ns()
 
 
 async def test_chunks_are_sent_while_later_chunks_are_computed(pair: Pair) -> None:

@@ -23,7 +23,7 @@ from headrace_cli.options import (
     StorePool,
     TensorParallel,
 )
-from headrace_cli.up.deployment import run_up
+from headrace_cli.up.keeping import run_up
 from headrace_cli.up.restarts import NO_RESTARTS, RestartPolicy
 from headrace_cli.up.topology import (
     SIM,
@@ -38,6 +38,7 @@ def register(app: typer.Typer) -> None:
     """Adds `headrace up`."""
     app.command(
         epilog="Examples:  headrace up   |   headrace up --engine sim --prefill 2 --decode 2   |   "
+        "headrace up --engine sim --planner   |   "
         "headrace up --model ~/models/SmolLM2-135M-Instruct --set decode.kv_cache_gib=2"
     )(up)
 
@@ -60,6 +61,13 @@ def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
             "--restart/--no-restart", help="Start a killed worker again, or end everything."
         ),
     ] = True,
+    planner: Annotated[
+        bool,
+        typer.Option(
+            "--planner",
+            help="Start a planner, which adds and removes workers as the load asks for.",
+        ),
+    ] = False,
 ) -> None:
     """Starts registry, router and workers on this machine, and stops them on Ctrl-C."""
 
@@ -69,7 +77,7 @@ def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
         )
         # Another deployment may have the default one.
         http_port = ports.ROUTER_HTTP if port == ports.ROUTER else 0
-        topology = replace(topology, http_port=http_port, pool_gib=store_pool)
+        topology = replace(topology, http_port=http_port, pool_gib=store_pool, planner=planner)
         policy = RestartPolicy() if restart else NO_RESTARTS
         await run_up(topology, logs, notice_console(), policy)
 

@@ -1,23 +1,21 @@
-"""`headrace planner replay`: what the planner would decide for a recording of a deployment."""
+"""`headrace planner`: what the planner would decide for a recording, and what a running one has decided."""
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
-from pydantic import BaseModel, ValidationError
 
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import failures_as_exit
 from headrace_cli.json_output import Json, print_record
+from headrace_cli.planner.explain import explain
 from headrace_cli.records import DecisionRecord, ReasonRecord
 from headrace_cli.tables import Column, fitted_table
-from headrace_common.errors import ConfigError
+from headrace_planner.files import read_profile, read_settings
 from headrace_planner.observation import Decision, Interval, WorkerCounts
 from headrace_planner.planner import PlannerState, plan
 from headrace_planner.profile import WorkerProfile
@@ -30,11 +28,10 @@ _COLUMNS = (
     Column("Target", right=True),
     Column("Why"),
 )
-_Model = TypeVar("_Model", bound=BaseModel)
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `headrace planner replay`."""
+    """Adds `headrace planner replay` and `headrace planner explain`."""
     planner_app = typer.Typer(
         no_args_is_help=True, help="Plans the numbers of prefill and decode workers."
     )
@@ -42,12 +39,10 @@ def register(app: typer.Typer) -> None:
         "replay",
         epilog="Example:  headrace planner replay monday.jsonl --settings planner.toml --profile profile.json",
     )(replay)
-
-    # Without a callback, typer makes the only command that of the group.
-    @planner_app.callback()
-    def _planner() -> None:
-        """Plans the numbers of prefill and decode workers."""
-
+    planner_app.command(
+        "explain",
+        epilog="Examples:  headrace planner explain   |   headrace planner explain --planner 10.0.0.5:7058 --changes",
+    )(explain)
     app.add_typer(planner_app, name="planner")
 
 
@@ -66,8 +61,8 @@ def replay(
 ) -> None:
     """Shows what the planner would decide for each interval of a recording. It changes nothing."""
     with failures_as_exit():
-        chosen = _read_settings(settings)
-        measured = _read_profile(profile)
+        chosen = read_settings(settings)
+        measured = read_profile(profile)
         with recording.open(encoding="utf-8") as lines:
             decisions = _decisions(chosen, measured, read_intervals(lines))
             if as_json:
@@ -134,32 +129,3 @@ def _why(interval: Interval, decision: Decision) -> str:
     if interval.is_changing:
         return "Workers join or leave."
     return " ".join(reason.sentence for reason in decision.reasons)
-
-
-def _read_settings(path: Path | None) -> PlannerSettings:
-    if path is None:
-        return PlannerSettings()
-    try:
-        return _validated(PlannerSettings, path, tomllib.loads(path.read_text(encoding="utf-8")))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: no valid TOML: {error}") from None
-
-
-def _read_profile(path: Path | None) -> WorkerProfile | None:
-    if path is None:
-        return None
-    try:
-        return _validated(WorkerProfile, path, json.loads(path.read_text(encoding="utf-8")))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path}: no valid JSON: {error}") from None
-
-
-def _validated(model: type[_Model], path: Path, content: object) -> _Model:
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        problems = [
-            f"{'.'.join(map(str, problem['loc'])) or 'all'}: {problem['msg']}"
-            for problem in error.errors(include_url=False, include_input=False)
-        ]
-        raise ConfigError(f"{path}: " + "; ".join(problems)) from None

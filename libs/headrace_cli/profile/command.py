@@ -54,6 +54,12 @@ def profile(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     answer_tokens: Annotated[
         int, typer.Option(min=2, max=100_000, help="Tokens of each answer that are measured.")
     ] = 32,
+    fastest: Annotated[
+        bool,
+        typer.Option(
+            "--fastest", help="Take the fastest repeat of a point, on a machine with other load."
+        ),
+    ] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one point.")] = 600,
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds make equal prompts.")] = 0,
 ) -> None:
@@ -70,6 +76,7 @@ def profile(  # noqa: PLR0913, PLR0917 - typer makes an option of each
             answer_tokens,
             timeout,
             seed,
+            fastest,
         )
         for name in ("prompt_lengths", "contexts", "concurrencies"):
             if len(getattr(grid, name)) > _POINTS_MAX:
@@ -120,8 +127,9 @@ async def _measured(profiler: Profiler, size: WorkerSize, grid: ProfileGrid) -> 
         kv_tokens=size.kv_tokens,
         max_num_seqs=size.max_num_seqs,
         measured=(
-            f"headrace {version()}, {datetime.now(UTC).isoformat(timespec='seconds')}, model {size.model}: medians "
-            f"of {grid.repeats}, seed {grid.seed}, {grid.answer_tokens} tokens of each answer. The time to first token "
-            "contains the hand-over and the first decode step."
+            f"headrace {version()}, {datetime.now(UTC).isoformat(timespec='seconds')}, model {size.model}: "
+            f"{'the fastest' if grid.fastest else 'medians'} of {grid.repeats}, seed {grid.seed}, "
+            f"{grid.answer_tokens} tokens of each answer. The time to first token contains the hand-over and the first "
+            "decode step."
         ),
     )

@@ -41,7 +41,10 @@ class WorkerSize:
 
 @dataclass(frozen=True, slots=True)
 class ProfileGrid:
-    """What is measured. `answer_tokens` of every answer are measured once all answers of a point have begun."""
+    """What is measured. `answer_tokens` of every answer are measured once all answers of a point have begun.
+
+    A point is the median of its repeats, or with `fastest` the fastest of them, which other load disturbs least.
+    """
 
     prompt_lengths: Sequence[int]
     contexts: Sequence[int]
@@ -50,6 +53,7 @@ class ProfileGrid:
     answer_tokens: int
     timeout_s: float
     seed: int
+    fastest: bool = False
 
     def check(self, size: WorkerSize) -> None:
         """Raises ConfigError when no request of a length can fit."""
@@ -74,13 +78,13 @@ class Profiler:
         self._numbers = itertools.count()
 
     async def prefill_points(self) -> tuple[PrefillPoint, ...]:
-        """The median time to first token of one prompt at a time, by its length."""
+        """The time to first token of one prompt at a time, by its length."""
         points: list[PrefillPoint] = []
         # The first request of a deployment also opens connections.
         await self._first_token_s(min(self._grid.prompt_lengths))
         for length in sorted(set(self._grid.prompt_lengths)):
             times_s = [await self._first_token_s(length) for _ in range(self._grid.repeats)]
-            point = PrefillPoint(prompt_tokens=length, ttft_s=statistics.median(times_s))
+            point = PrefillPoint(prompt_tokens=length, ttft_s=self._of(times_s))
             points.append(point)
             self._notice(f"{length} prompt tokens: first token after {point.ttft_s * 1e3:.1f} ms")
         return tuple(points)
@@ -119,7 +123,7 @@ class Profiler:
                 if (rate := await self._rate(context, concurrency, answer_tokens)) is not None
             ]
             if rates:
-                tokens_per_s = statistics.median(rates)
+                tokens_per_s = 1.0 / self._of([1.0 / rate for rate in rates])
                 mean_context = context + self._grid.answer_tokens / 2
                 return DecodePoint(
                     kv_usage=min(1.0, concurrency * mean_context / self._size.kv_tokens),
@@ -128,6 +132,9 @@ class Profiler:
                     tokens_per_s=tokens_per_s,
                 )
         return None
+
+    def _of(self, times_s: list[float]) -> float:
+        return min(times_s) if self._grid.fastest else statistics.median(times_s)
 
     async def _rate(self, context: int, concurrency: int, answer_tokens: int) -> float | None:
         """Tokens a second of all answers, while all of them are under way. None when one ended too early."""

@@ -14,16 +14,16 @@ from typing import TypeVar
 
 from rich.console import Console
 
-from headrace_cli.client import list_members, open_router
+from headrace_cli.client import open_router
 from headrace_cli.up.extras import require_extras
 from headrace_cli.up.lock import locked
 from headrace_cli.up.progress import StartProgress
-from headrace_cli.up.restarts import RestartPolicy, Restarts
 from headrace_cli.up.state import UpState, clear_state, default_folder, make_folder, write_state
 from headrace_cli.up.supervisor import Child, Spawn, Supervisor, spawn_program
 from headrace_cli.up.topology import (
     Topology,
     check_topology,
+    planner_spec,
     pool_spec,
     registry_spec,
     router_spec,
@@ -33,7 +33,6 @@ from headrace_common import ports
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, DeadlineExceeded, HeadraceError, InternalError
-from headrace_kv.layout.proto import pair_faults_of
 
 Result = TypeVar("Result")
 
@@ -44,7 +43,10 @@ LOGGED_LINES_SHOWN = 15
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """A running deployment. `router` is the "host:port" for clients, the others are those of internal listeners."""
+    """A running deployment. `router` is the "host:port" for clients, the others are those of internal listeners.
+
+    `pool` and `planner` are empty without these processes.
+    """
 
     router: str
     router_internal: str
@@ -52,6 +54,8 @@ class Deployment:
     folder: Path
     children: tuple[Child, ...]
     supervisor: Supervisor
+    pool: str = ""
+    planner: str = ""
 
 
 class Signals:
@@ -125,7 +129,8 @@ async def _supervised(
         deployment = await signals.unless_stopped(_start(topology, logs, console, supervisor))
         # The port that the router has, where any was asked for.
         state_folder = make_folder(default_folder(split_host_port(deployment.router)[1]))
-        write_state(state_folder, UpState(deployment.router, deployment.registry, os.getpid()))
+        state = UpState(deployment.router, deployment.registry, os.getpid(), deployment.planner)
+        write_state(state_folder, state)
         try:
             yield deployment
         finally:
@@ -143,31 +148,6 @@ async def _supervised(
         )
 
 
-async def run_up(
-    topology: Topology,
-    folder: Path | None,
-    console: Console,
-    policy: RestartPolicy,
-) -> None:
-    """Serves until SIGINT or SIGTERM. Raises as Supervisor.check does when a process has ended for good."""
-    with Signals() as signals:
-        async with deployed(topology, folder, console, signals) as deployment:
-            console.print(ready_text(topology, deployment))
-            for fault in pair_faults_of(await list_members(deployment.registry)):
-                console.print(str(fault), style="yellow", markup=False)
-            keeper = Restarts(deployment.supervisor, console, policy)
-            end = asyncio.create_task(keeper.run())
-            stopped = asyncio.create_task(signals.stop.wait())
-            try:
-                await asyncio.wait({end, stopped}, return_when=asyncio.FIRST_COMPLETED)
-                if end.done():
-                    end.result()
-            finally:
-                end.cancel()
-                stopped.cancel()
-            console.print("stopping")
-
-
 def ready_text(topology: Topology, deployment: Deployment) -> str:
     """The addresses of a deployment and the commands to use it."""
     port = "" if topology.port == ports.ROUTER else f" --router {deployment.router}"
@@ -180,6 +160,7 @@ def ready_text(topology: Topology, deployment: Deployment) -> str:
             f'  headrace chat{port} "What is the capital of France?"',
             f"  headrace workers{port}",
             f"  headrace trace{port}",
+            *([f"  headrace planner explain{port}"] if deployment.planner else []),
             "Ctrl-C stops everything.",
         ]
     )
@@ -208,7 +189,11 @@ async def _start(
         await supervisor.wait_ready([registry, *children])
         router = await supervisor.start(router_spec(topology, folder, registry.endpoint))
         children += [registry, router]
-        for spec in worker_specs(topology, folder, registry.endpoint, pool_address):
+        specs = worker_specs(topology, folder, registry.endpoint, pool_address)
+        if topology.planner:
+            planner_address = f"127.0.0.1:{_free_port()}"
+            specs.append(planner_spec(topology, folder, registry.endpoint, planner_address))
+        for spec in specs:
             children.append(await supervisor.start(spec))
         waiting = asyncio.create_task(supervisor.wait_ready(children))
         try:
@@ -225,6 +210,8 @@ async def _start(
         folder,
         tuple(children),
         supervisor,
+        pool=pool_address,
+        planner=next((one.endpoint for one in children if one.spec.service == "planner"), ""),
     )
     await _wait_joined(topology, deployment)
     return deployment

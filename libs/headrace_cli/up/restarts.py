@@ -12,7 +12,7 @@ from rich.console import Console
 
 from headrace_cli.up.supervisor import Child, Supervisor, end_text, log_line, unexpected_end
 
-RESTARTED: Final = ("prefill", "decode", "pool")
+RESTARTED: Final = ("prefill", "decode", "pool", "planner")
 """Services that others do not need to serve: without the pool, workers compute what it would have had."""
 _POLL_S: Final = 0.1
 

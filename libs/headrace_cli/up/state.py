@@ -11,15 +11,17 @@ from headrace_common.access.addresses import is_loopback
 from headrace_common.errors import ConfigError, NotFound
 
 STATE_FILE = "up.json"
+_UNREADABLE = (OSError, ValueError, TypeError)
 
 
 @dataclass(frozen=True, slots=True)
 class UpState:
-    """Addresses of a running deployment, and the process id of `headrace up`."""
+    """Addresses of a running deployment, and the process id of `headrace up`. `planner` is empty without one."""
 
     router: str
     registry: str
     pid: int
+    planner: str = ""
 
 
 def default_folder(port: int) -> Path:
@@ -57,14 +59,34 @@ def clear_state(folder: Path) -> None:
 
 def find_registry(router: str) -> str:
     """The registry's address in the deployment on this machine with this router. Raises NotFound."""
-    port = router.rpartition(":")[2]
-    path = default_folder(int(port) if port.isdecimal() else 0) / STATE_FILE
     try:
-        if not is_loopback(router):
-            raise ValueError("a deployment elsewhere may have the port of one here")
-        return UpState(**json.loads(path.read_text(encoding="utf-8"))).registry
-    except (OSError, ValueError, TypeError) as error:
+        return _read_state(router).registry
+    except _UNREADABLE as error:
         raise NotFound(
             f"no registry is known for the router on {router}: name it with --registry HOST:PORT or HEADRACE_REGISTRY",
             metadata={"router": router},
         ) from error
+
+
+def find_planner(router: str) -> str:
+    """As find_registry, for the planner."""
+    cause: Exception | None = None
+    try:
+        if planner := _read_state(router).planner:
+            return planner
+    except _UNREADABLE as error:
+        cause = error
+    raise NotFound(
+        f"no planner is known for the router on {router}: start one with headrace up --planner, or name it with "
+        "--planner HOST:PORT or HEADRACE_PLANNER",
+        metadata={"router": router},
+    ) from cause
+
+
+def _read_state(router: str) -> UpState:
+    """Raises one of _UNREADABLE."""
+    port = router.rpartition(":")[2]
+    path = default_folder(int(port) if port.isdecimal() else 0) / STATE_FILE
+    if not is_loopback(router):
+        raise ValueError("a deployment elsewhere may have the port of one here")
+    return UpState(**json.loads(path.read_text(encoding="utf-8")))

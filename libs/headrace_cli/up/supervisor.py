@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol
 
 from headrace_cli.up.topology import ProcessSpec
-from headrace_common.errors import ConfigError, HeadraceError, WorkerGone
+from headrace_common.errors import ConfigError, DeadlineExceeded, HeadraceError, WorkerGone
 
 POLL_S = 0.05
 TAIL_BYTES = 8_192
@@ -25,7 +25,7 @@ EXIT_MISCONFIGURED = 2
 DISK_FULL_BYTES = 1024 * 1024
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 # The order in which services end, so that each can use the later ones while it finishes its work.
-STOP_ORDER = (("router",), ("prefill", "decode"), ("registry", "pool"))
+STOP_ORDER = (("planner",), ("router",), ("prefill", "decode"), ("registry", "pool"))
 
 
 class ChildProcess(Protocol):
@@ -84,6 +84,7 @@ class Child:
     client_endpoint: str = ""
     stopping: bool = False
     replaced: bool = False
+    on_trial: bool = False
 
     @property
     def running(self) -> bool:
@@ -101,6 +102,10 @@ class Child:
         """Records that the process serves. `port_line` is the first line of its port file."""
         self.endpoint, _, self.client_endpoint = port_line.strip().partition(" ")
         self.ready_s = time.monotonic()
+
+    def mark_on_trial(self, *, on_trial: bool) -> None:
+        """Records whether an end of the process concerns only the call that has added it."""
+        self.on_trial = on_trial
 
     def mark_stopping(self) -> None:
         """Records that the end of the process is expected from now on."""
@@ -168,7 +173,7 @@ class Supervisor:
         """The children that have ended unexpectedly. The end of a drained or replaced one is expected."""
         ended: list[Child] = []
         for child in self.children:
-            if child.running or child.stopping or child.replaced:
+            if child.running or child.stopping or child.replaced or child.on_trial:
                 continue
             if child.drained:
                 child.mark_stopping()
@@ -183,6 +188,64 @@ class Supervisor:
         self._notify_watchdog(f"-{child.process.pid}")
         self.children.remove(child)
         return await self.start(replace(child.spec, keeps_log=True))
+
+    async def add(self, spec: ProcessSpec, timeout_s: float) -> Child:
+        """Starts a child and waits until it serves. Its end before that concerns no other child.
+
+        Raises ConfigError or WorkerGone when it ends, and DeadlineExceeded when it does not serve in time. It is gone
+        then.
+        """
+        child = await self.start(spec)
+        child.mark_on_trial(on_trial=True)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not child.read_port_file():
+                    if not child.running:
+                        raise unexpected_end(child)
+                    await asyncio.sleep(POLL_S)
+        except TimeoutError:
+            await self._remove(child)
+            raise DeadlineExceeded(
+                f"{spec.name} did not serve within {timeout_s:g} s; its log is {spec.log_file}",
+                metadata={"process": spec.name},
+            ) from None
+        except HeadraceError:
+            await self._remove(child)
+            raise
+        child.mark_on_trial(on_trial=False)
+        return child
+
+    async def drain(self, child: Child, timeout_s: float) -> None:
+        """Ends a child by SIGTERM, so that it finishes its requests.
+
+        Raises WorkerGone when it does not exit with status 0 in time. It is gone in any case.
+        """
+        child.mark_stopping()
+        with contextlib.suppress(ProcessLookupError):
+            child.process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await child.process.wait()
+        clean = child.process.returncode == 0
+        how = end_text(child) if not child.running else f"{child.spec.name} did not end"
+        await self._remove(child)
+        if not clean:
+            raise WorkerGone(
+                f"{how} within {timeout_s:g} s of SIGTERM; its log is {child.spec.log_file}",
+                metadata={"process": child.spec.name},
+            )
+
+    async def _remove(self, child: Child) -> None:
+        """Kills what is left of a child's process group."""
+        child.mark_stopping()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILL_WAIT_S):
+                await child.process.wait()
+        self._notify_watchdog(f"-{child.process.pid}")
+        if child in self.children:
+            self.children.remove(child)
 
     async def stop(self) -> list[Child]:
         """Ends all children, service by service. Returns those that did not exit with status 0.

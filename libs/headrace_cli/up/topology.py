@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from headrace_common import ports
 from headrace_common.errors import ConfigError
 
-SERVICES = ("registry", "router", "prefill", "decode")
+SERVICES = ("registry", "router", "prefill", "decode", "planner")
 SIM = "sim"
 VLLM = "vllm"
 # Fits small machines. The models allow contexts several times longer.
 VLLM_CONTEXT_TOKENS = 2048
 # Main memory for KV blocks of each rank, where a store needs some and no setting gives it.
 POOLED_HOST_GIB = 0.5
+# The package headrace_planner has the planner's pure core.
+_MODULES = {"planner": "headrace_planner_service"}
 # With more sim workers of a role than this, one process holds all of them.
 SIM_PROCESSES = 8
 
@@ -40,6 +42,8 @@ class Topology:
     settings: tuple[tuple[str, str, str], ...] = field(default=())
     pool_gib: float = 0.0
     """Memory of a store where all workers share KV blocks; 0 means none."""
+    planner: bool = False
+    """Whether a planner decides on the numbers of workers from then on."""
 
     @property
     def http_listen(self) -> str:
@@ -87,6 +91,10 @@ def check_topology(topology: Topology) -> None:
     if topology.pool_gib and max(topology.prefill_count, topology.decode_count) > SIM_PROCESSES:
         raise ConfigError(
             f"--store-pool needs a process for each worker: give at most {SIM_PROCESSES} of each role, or leave it out"
+        )
+    if topology.planner and max(topology.prefill_count, topology.decode_count) > SIM_PROCESSES:
+        raise ConfigError(
+            f"--planner needs a process for each worker: give at most {SIM_PROCESSES} of each role, or leave it out"
         )
     if topology.decode_count < 1 or topology.prefill_count < 0:
         raise ConfigError("at least one decode worker is needed: give --decode 1 or more")
@@ -168,35 +176,61 @@ def worker_specs(
 ) -> list[ProcessSpec]:
     """The processes of all prefill and decode workers, on any free ports. `pool`: the address of their store."""
     counts = {"prefill": topology.prefill_count, "decode": topology.decode_count}
+    flags: list[str] = []
+    if topology.engine == SIM and max(counts.values()) > SIM_PROCESSES:
+        # With Mooncake each worker would have its own threads. All workers need the same transport.
+        flags.append("--transport=same_host")
+    return [
+        worker_spec(
+            *(topology, folder, (registry, pool), service, name),
+            [*flags, *([f"--workers-per-process={members}"] if members > 1 else ())],
+        )
+        for service, count in counts.items()
+        for name, members in _processes(topology, service, count)
+    ]
+
+
+def worker_spec(
+    topology: Topology,
+    folder: Path,
+    addresses: tuple[str, str],
+    service: str,
+    name: str,
+    more: Sequence[str] = (),
+) -> ProcessSpec:
+    """One process of workers, on any free port. `addresses` are those of the registry and of the store of KV blocks."""
+    registry, pool = addresses
     ranks = {
         "prefill": topology.prefill_tensor_parallel,
         "decode": topology.decode_tensor_parallel,
     }
-    specs: list[ProcessSpec] = []
-    for service, count in counts.items():
-        for name, members in _processes(topology, service, count):
-            flags = [
-                "--internal-listen=127.0.0.1:0",
-                f"--registry={registry}",
-                f"--worker-id={name}",
-                f"--engine={topology.engine}",
-                f"--model={topology.model or SIM}",
-                f"--served-model={topology.model_name}",
-                f"--tensor-parallel-size={ranks[service]}",
-            ]
-            if service == "decode" and ("router", "look_aside", "true") in topology.settings:
-                flags.append("--listen=127.0.0.1:0")
-            if pool:
-                flags += [f"--kv-pool-address={pool}", f"--kv-host-gib={POOLED_HOST_GIB}"]
-            if topology.engine == VLLM:
-                flags.append(f"--max-model-len={VLLM_CONTEXT_TOKENS}")
-            if members > 1:
-                flags.append(f"--workers-per-process={members}")
-            if topology.engine == SIM and max(counts.values()) > SIM_PROCESSES:
-                # With Mooncake each worker would have its own threads. All workers need the same transport.
-                flags.append("--transport=same_host")
-            specs.append(_spec(topology, folder, name, service, flags))
-    return specs
+    flags = [
+        "--internal-listen=127.0.0.1:0",
+        f"--registry={registry}",
+        f"--worker-id={name}",
+        f"--engine={topology.engine}",
+        f"--model={topology.model or SIM}",
+        f"--served-model={topology.model_name}",
+        f"--tensor-parallel-size={ranks[service]}",
+    ]
+    if service == "decode" and ("router", "look_aside", "true") in topology.settings:
+        flags.append("--listen=127.0.0.1:0")
+    if pool:
+        flags += [f"--kv-pool-address={pool}", f"--kv-host-gib={POOLED_HOST_GIB}"]
+    if topology.engine == VLLM:
+        flags.append(f"--max-model-len={VLLM_CONTEXT_TOKENS}")
+    return _spec(topology, folder, name, service, [*flags, *more])
+
+
+def planner_spec(topology: Topology, folder: Path, registry: str, address: str) -> ProcessSpec:
+    """The planner, at a loopback address that stays the same over its restarts."""
+    flags = [
+        f"--internal-listen={address}",
+        f"--registry={registry}",
+        f"--model={topology.model_name}",
+        "--mode=publish",
+    ]
+    return _spec(topology, folder, "planner", "planner", flags)
 
 
 def _processes(topology: Topology, service: str, count: int) -> list[tuple[str, int]]:
@@ -220,7 +254,12 @@ def _spec(
     return ProcessSpec(
         name=name,
         service=service,
-        arguments=(sys.executable, "-m", f"headrace_{service}", *chosen.values()),
+        arguments=(
+            sys.executable,
+            "-m",
+            _MODULES.get(service, f"headrace_{service}"),
+            *chosen.values(),
+        ),
         port_file=port_file,
         log_file=folder / f"{name}.log",
         environment={"OMP_NUM_THREADS": str(topology.cpu_threads), "PYTHONUNBUFFERED": "1"},

@@ -21,6 +21,8 @@ class Role(StrEnum):
     DECODE = "decode"
     REGISTRY = "registry"
     OPERATOR = "operator"
+    PLANNER = "planner"
+    """Reads the load of a deployment. It changes nothing there."""
     GATEWAY = "gateway"
     """An HTTP gateway that asks the Endpoint Picker."""
 

@@ -25,7 +25,7 @@ PICKER_METHOD: Final = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 _Methods: TypeAlias = Mapping[str, tuple[Role, ...]]
 
 _ROUTER, _PREFILL, _DECODE = Role.ROUTER, Role.PREFILL, Role.DECODE
-_OPERATOR = Role.OPERATOR
+_OPERATOR, _PLANNER = Role.OPERATOR, Role.PLANNER
 _MEMBERS = (_ROUTER, _PREFILL, _DECODE)
 _EVERY_CALLER: Final = ()
 
@@ -50,21 +50,25 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
             "ListModels": (_OPERATOR,),
             "Route": (_OPERATOR,),
         },
+        "headrace.inference.v1.LoadService": {"GetLoad": (_OPERATOR, _PLANNER)},
         "headrace.inference.v1.TraceService": {
             "GetTrace": (_OPERATOR,),
             "ListTraces": (_OPERATOR,),
         },
         "headrace.prefill.v1.PrefillQueueService": {"Pull": (_PREFILL,), "Enqueue": (_DECODE,)},
         "opentelemetry.proto.collector.trace.v1.TraceService": {"Export": _MEMBERS},
+        "headrace.planner.v1.PlannerService": dict.fromkeys(
+            ("GetStatus", "ListDecisions", "WatchTargets", "AcknowledgeTarget"), (_OPERATOR,)
+        ),
         "headrace.registry.v1.RegistryService": {
             "Register": _MEMBERS,
             "KeepAlive": _MEMBERS,
             "Deregister": _MEMBERS,
-            "Watch": (*_MEMBERS, _OPERATOR),
-            "ListMembers": (*_MEMBERS, _OPERATOR),
-            # Prefill workers write into the memory of decode workers, and no worker into theirs.
-            "PutKvDescriptor": (_DECODE,),
-            "GetKvDescriptor": (_PREFILL,),
+            "Watch": (*_MEMBERS, _OPERATOR, _PLANNER),
+            "ListMembers": (*_MEMBERS, _OPERATOR, _PLANNER),
+            # Decode workers write into the memory of the prefill workers that fetch prefixes.
+            "PutKvDescriptor": (_PREFILL, _DECODE),
+            "GetKvDescriptor": (_PREFILL, _DECODE),
             "GetPolicy": (*_MEMBERS, _OPERATOR),
             "SetPolicy": (_OPERATOR,),
         },
@@ -73,11 +77,13 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
             "Link": (_ROUTER,),
             "SetFirstToken": (_ROUTER,),
         },
-        "headrace.kv.v1.HandoffService": {"Handoff": (_PREFILL,)},
+        # A decode worker serves prefill workers only, and a prefill worker decode workers only: HandoffServicer.
+        "headrace.kv.v1.HandoffService": {"Handoff": (_PREFILL, _DECODE)},
+        "headrace.kv.v1.PrefixService": {"SendPrefix": (_PREFILL,)},
         # Stock vLLM has no credentials: docs/stock-vllm.md.
         "headrace.kv.v1.PairService": {"Describe": _EVERY_CALLER, "Fetch": _EVERY_CALLER},
         "headrace.worker.v1.WorkerService": {
-            "WatchStatus": (_ROUTER, _OPERATOR),
+            "WatchStatus": (_ROUTER, _OPERATOR, _PLANNER),
             "SubscribeKvEvents": (_ROUTER,),
             "ResetPrefixCache": (_OPERATOR,),
             "Drain": (_OPERATOR,),

@@ -5,20 +5,26 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from typing import NamedTuple
+
+
+class _Turn(NamedTuple):
+    task: asyncio.Task[object]
+    given: asyncio.Future[None]
 
 
 class FairTurns:
     """One turn for each waiting caller in each iteration of the event loop, which owns this.
 
-    A turn lasts until the caller's work waits for something, so nothing must be released. While `alone` returns true,
-    no turn is waited for.
+    A turn lasts until the task waits for something, so nothing must be released. While `alone` returns true, no turn is
+    waited for.
     """
 
     def __init__(self, alone: Callable[[], bool]) -> None:
         self._alone = alone
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        self._had_turn: set[str] = set()
-        """The callers with a turn in this iteration."""
+        self._waiting: OrderedDict[str, deque[_Turn]] = OrderedDict()
+        self._task_of: dict[str, asyncio.Task[object]] = {}
+        """The task of each caller with a turn in this iteration."""
         self._next: asyncio.Handle | None = None
 
     @property
@@ -27,31 +33,36 @@ class FairTurns:
         return sum(len(turns) for turns in self._waiting.values())
 
     async def wait(self, caller: str) -> None:
-        """Returns at the caller's turn."""
+        """Returns at a turn of the caller for the current task. At once while it has one."""
         if self._alone() and not self._waiting:
+            return
+        task = asyncio.current_task()
+        assert task is not None, "turns are for tasks"
+        if self._task_of.get(caller) is task:
             return
         loop = asyncio.get_running_loop()
         if self._next is None:
             self._next = loop.call_soon(self._begin_iteration)
-        if caller not in self._waiting and caller not in self._had_turn:
-            self._had_turn.add(caller)
+        if caller not in self._waiting and caller not in self._task_of:
+            self._task_of[caller] = task
             return
-        turn: asyncio.Future[None] = loop.create_future()
+        turn = _Turn(task, loop.create_future())
         self._waiting.setdefault(caller, deque()).append(turn)
-        await turn
+        await turn.given
 
     def _begin_iteration(self) -> None:
-        self._had_turn.clear()
+        self._task_of.clear()
         for caller in tuple(self._waiting):
             turns = self._waiting[caller]
-            while turns and turns[0].done():
+            while turns and turns[0].given.done():
                 # Its request was cancelled.
                 turns.popleft()
             if turns:
-                turns.popleft().set_result(None)
-                self._had_turn.add(caller)
+                turn = turns.popleft()
+                turn.given.set_result(None)
+                self._task_of[caller] = turn.task
             if not turns:
                 del self._waiting[caller]
-        again = self._waiting or self._had_turn
+        again = self._waiting or self._task_of
         loop = asyncio.get_running_loop()
         self._next = loop.call_soon(self._begin_iteration) if again else None

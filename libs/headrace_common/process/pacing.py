@@ -17,6 +17,7 @@ _GAP_FACTOR: Final = 1.5
 # A message takes some 0.1 ms. Where messages are this small a share of the work, fewer of them would not help.
 _MESSAGES_PER_S_HIGH: Final = 1_000.0
 _MESSAGES_PER_S_LOW: Final = 100.0
+_PACED_SHARE: Final = 0.5
 _SCHEDULER = Path("/proc/thread-self/schedstat")
 
 
@@ -62,10 +63,15 @@ class LoopLoad:
 
 
 class FlushPace:
-    """When one stream may send its next message. After a pause longer than the gap, at once."""
+    """When one stream may send its next message. After a pause longer than the gap, at once.
 
-    def __init__(self, load: LoopLoad) -> None:
+    Tokens that are `paced` come joined already, once in each gap. Half a gap is enough for them: where they come a
+    moment early, they would have to wait for a timer.
+    """
+
+    def __init__(self, load: LoopLoad, *, paced: bool = False) -> None:
         self._load = load
+        self._share = _PACED_SHARE if paced else 1.0
         self._flushed_s = -math.inf
 
     def batch_s(self, now_s: float) -> float:
@@ -73,7 +79,7 @@ class FlushPace:
         load = self._load
         if now_s >= load.next_update_s:
             load.update(now_s)
-        return self._flushed_s + load.gap_s - now_s
+        return self._flushed_s + self._share * load.gap_s - now_s
 
     def record_flush(self, now_s: float) -> None:
         """Records that the stream sends a message."""

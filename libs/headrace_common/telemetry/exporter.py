@@ -13,7 +13,7 @@ import grpc.aio
 
 from headrace_common.config import ServiceConfig
 from headrace_common.rpc.channel import open_blocking_channel
-from headrace_common.telemetry.otlp import export_request
+from headrace_common.telemetry.otlp_wire import encode_export
 from headrace_common.telemetry.spans import EndedSpan, SpanSource
 
 _LOG = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class CollectorExporter:
             channels = dict(self._channels)
         if timeout_s <= 0 or not channels:
             return not channels
-        content = export_request(spans).SerializeToString()
+        content = encode_export(spans)
         if len(channels) == 1:
             ((name, channel),) = channels.items()
             return self._delivered(name, lambda: _exporter(channel)(content, timeout=timeout_s))

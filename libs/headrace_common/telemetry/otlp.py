@@ -16,11 +16,11 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 from headrace_common.telemetry.schema_tables import SPAN_KINDS
 from headrace_common.telemetry.spans import EndedSpan, SpanSource
 
-_SCOPE: Final = "headrace"
+SCOPE: Final = "headrace"
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 _TRACE_ID_BYTES: Final = 16
 _SPAN_ID_BYTES: Final = 8
-_PROTO_KINDS: Final = {
+PROTO_KINDS: Final = {
     kind: trace_pb2.Span.SpanKind.Value(f"SPAN_KIND_{kind.name}") for kind in SpanKind
 }
 
@@ -32,9 +32,9 @@ def export_request(spans: Iterable[tuple[SpanSource, EndedSpan]]) -> ExportTrace
     for source, span in spans:
         scope = scopes.get(id(source))
         if scope is None:
-            part = request.resource_spans.add(resource=_resource(source.resource))
+            part = request.resource_spans.add(resource=resource_to_proto(source.resource))
             scope = scopes[id(source)] = part.scope_spans.add()
-            scope.scope.name = _SCOPE
+            scope.scope.name = SCOPE
         # Made in place: to append a message copies it.
         _fill(scope.spans.add(**_fields(span)), span)
     return request
@@ -54,7 +54,7 @@ def _fields(span: EndedSpan) -> dict[str, Any]:
         "span_id": span.span_id.to_bytes(_SPAN_ID_BYTES, "big"),
         "parent_span_id": span.parent_id.to_bytes(_SPAN_ID_BYTES, "big") if span.parent_id else b"",
         "name": span.name,
-        "kind": _PROTO_KINDS[SPAN_KINDS.get(span.name, SpanKind.INTERNAL)],
+        "kind": PROTO_KINDS[SPAN_KINDS.get(span.name, SpanKind.INTERNAL)],
         "start_time_unix_nano": span.start_unix_ns,
         "end_time_unix_nano": span.end_unix_ns,
         "status": trace_pb2.Status(code=trace_pb2.Status.STATUS_CODE_ERROR, message=span.error)
@@ -93,11 +93,12 @@ def readable_span(source: SpanSource, span: EndedSpan) -> ReadableSpan:
         status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
         start_time=span.start_unix_ns,
         end_time=span.end_unix_ns,
-        instrumentation_scope=InstrumentationScope(_SCOPE),
+        instrumentation_scope=InstrumentationScope(SCOPE),
     )
 
 
-def _resource(resource: Resource) -> resource_pb2.Resource:
+def resource_to_proto(resource: Resource) -> resource_pb2.Resource:
+    """The attributes of a process or of a worker."""
     message = resource_pb2.Resource()
     _add_attributes(message.attributes, resource.attributes)
     return message

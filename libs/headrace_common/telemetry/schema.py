@@ -29,6 +29,9 @@ SPAN_STREAM: Final = "headrace.stream"
 SPAN_PREFILL: Final = "headrace.prefill"
 # The engine's forward passes.
 SPAN_PREFILL_COMPUTE: Final = "headrace.prefill.compute"
+# The fetch of a prompt's first tokens from the decode worker, from the decision to the last layer. After a failure,
+# the tokens are computed.
+SPAN_PREFIX_FETCH: Final = "headrace.prefill.prefix_fetch"
 # What one prefill rank wrote to one decode rank for one task: from the first layer being ready to the last
 # acknowledgement. A failed or cancelled task has them too. headrace.link.layers has the times of each layer.
 SPAN_TRANSFER_LINK: Final = "headrace.transfer.link"
@@ -53,6 +56,8 @@ SPAN_DECODE_SAMPLE: Final = "headrace.decode.sample"
 SPAN_DECODE_FIRST_TOKEN: Final = "headrace.decode.first_token"
 # From the first token to the last token, on the decode worker.
 SPAN_DECODE_GENERATE: Final = "headrace.decode.generate"
+# A decision of the planner, over the interval that it is made from. It is a trace of its own.
+SPAN_PLANNER_DECISION: Final = "headrace.planner.decision"
 
 # A transfer entered a state.
 EVENT_TRANSFER_STATE: Final = "headrace.transfer.state_entered"
@@ -94,6 +99,12 @@ ATTRIBUTE_DECODE_WORKER_ID: Final = "headrace.decode.worker_id"
 ATTRIBUTE_INCARNATION: Final = "headrace.incarnation"
 # Prompt tokens found in a worker's prefix cache.
 ATTRIBUTE_CACHED_TOKENS: Final = "headrace.cached_tokens"
+# Those of the cached tokens with KV from main memory. Absent for none.
+ATTRIBUTE_HOST_TOKENS: Final = "headrace.tier.host_tokens"
+# Those of the cached tokens with KV from disk. Absent for none.
+ATTRIBUTE_DISK_TOKENS: Final = "headrace.tier.disk_tokens"
+# Those of the cached tokens with KV that was fetched from the remote pool for this request. Absent for none.
+ATTRIBUTE_REMOTE_TOKENS: Final = "headrace.tier.remote_tokens"
 # Prompt tokens with transferred KV.
 ATTRIBUTE_TRANSFERRED_TOKENS: Final = "headrace.transferred_tokens"
 # KV blocks reserved.
@@ -166,9 +177,12 @@ ATTRIBUTE_TRANSFER_MS: Final = "headrace.transfer.ms"
 ATTRIBUTE_EXPOSED_MS: Final = "headrace.exposed_ms"
 # Bytes of KV that decode ranks copied to each other.
 ATTRIBUTE_LOCAL_BYTES: Final = "headrace.local_bytes"
+# Milliseconds of the span before the first step with the request began. Absent without a wait.
+ATTRIBUTE_DECODE_WAIT_MS: Final = "headrace.decode.wait_ms"
 # Microseconds of each part of the time to the first token, on the root span; of the time to the second token, on
 # headrace.second_token. Parts without time are left out, and those of one span add up to headrace.latency.total_us.
-# latency.proto describes the parts.
+# latency.proto describes the parts. A request that streams from its decode worker directly has them on
+# headrace.first_token, up to the token being made.
 ATTRIBUTE_LATENCY_TOTAL_US: Final = "headrace.latency.total_us"
 # The router's waits before its choice of workers.
 ATTRIBUTE_LATENCY_ADMISSION_US: Final = "headrace.latency.admission_us"
@@ -212,7 +226,7 @@ ATTRIBUTE_CLOCK_WORKER_IDS: Final = "headrace.clock.worker_ids"
 ATTRIBUTE_CLOCK_WORKERS_AHEAD_MS: Final = "headrace.clock.workers_ahead_ms"
 # Bound on the error of each of these offsets in milliseconds, in their order.
 ATTRIBUTE_CLOCK_WORKERS_ERROR_MS: Final = "headrace.clock.workers_error_ms"
-# Bound on the error of that offset in milliseconds; on the root span, on the error of borders between hosts.
+# Bound on the error of that offset in milliseconds; on a span with a sum, on the error of borders between hosts.
 ATTRIBUTE_CLOCK_ERROR_MS: Final = "headrace.clock.error_ms"
 # Queue of a metric: "prefill" (tasks), "prefill tokens", "requests" (admitted), "waiting" (for admission) or "tokens"
 # (of prompts without a first token).
@@ -239,13 +253,25 @@ ATTRIBUTE_GEN_AI_TOKEN_TYPE: Final = "gen_ai.token.type"
 ATTRIBUTE_LATENCY_PART: Final = "headrace.latency.part"
 # The token that a sum leads to: "first_token" or "second_token".
 ATTRIBUTE_LATENCY_TOKEN: Final = "headrace.latency.token"
-# Tier below KV memory: "host", "disk" or another name of a KvTier.
+# Tier below KV memory: "host", "disk" or "remote".
 ATTRIBUTE_TIER: Final = "headrace.tier"
 # Where KV of prompt tokens came from: "decode_cache" (the decode worker's prefix cache), "transferred" (from a
 # prefill worker) or "computed" (on the decode worker).
 ATTRIBUTE_PROMPT_SOURCE: Final = "headrace.prompt.source"
 # Role of members, such as "decode".
 ATTRIBUTE_MEMBER_ROLE: Final = "headrace.registry.role"
+# What became of a decision when it was made: "keep", "changing", "incomplete", "advised" or "published".
+ATTRIBUTE_PLANNER_OUTCOME: Final = "headrace.planner.outcome"
+# Prefill workers at the end of the interval.
+ATTRIBUTE_PLANNER_PREFILL: Final = "headrace.planner.prefill"
+# Decode workers at the end of the interval.
+ATTRIBUTE_PLANNER_DECODE: Final = "headrace.planner.decode"
+# Prefill workers that should run.
+ATTRIBUTE_PLANNER_PREFILL_TARGET: Final = "headrace.planner.prefill_target"
+# Decode workers that should run.
+ATTRIBUTE_PLANNER_DECODE_TARGET: Final = "headrace.planner.decode_target"
+# A sentence for each rule that applied.
+ATTRIBUTE_PLANNER_REASONS: Final = "headrace.planner.reasons"
 # Always "text_completion", also for chats, which the router turns into a prompt.
 ATTRIBUTE_GEN_AI_OPERATION: Final = "gen_ai.operation.name"
 # Time to the first token.
@@ -318,13 +344,28 @@ METRIC_TRACE_SPANS_DROPPED: Final = "headrace.trace.dropped_spans"
 METRIC_CORRUPT_RECORDS: Final = "headrace.registry.corrupt_records"
 # Members with a live registration, by role.
 METRIC_MEMBERS: Final = "headrace.registry.members"
+# Workers at the planner's last decision, by role.
+METRIC_PLANNER_CURRENT: Final = "headrace.planner.workers.current"
+# Workers that the planner's last decision asks for, by role.
+METRIC_PLANNER_TARGET: Final = "headrace.planner.workers.target"
+# Decisions, by what became of them when they were made.
+METRIC_PLANNER_DECISIONS: Final = "headrace.planner.decisions"
+# Samples of the load that could not be taken, because a member did not report.
+METRIC_PLANNER_MISSED_SAMPLES: Final = "headrace.planner.missed_samples"
 # Transfers ended, by outcome.
 METRIC_TRANSFERS: Final = "headrace.transfers"
 # Bytes of KV transferred.
 METRIC_TRANSFER_BYTES: Final = "headrace.transfer.bytes"
-# Blocks of cached prefixes that a worker has loaded into KV memory from a tier below it: prefix hits there. Hits in
-# decode's KV memory and below are the source "decode_cache" of headrace.prompt.tokens.
+# Fetches of prefixes from decode workers that have ended, by outcome. After a failure, prefill computes.
+METRIC_PREFIX_FETCHES: Final = "headrace.prefix.fetches"
+# Tokens with KV that a prefill worker has fetched from decode workers instead of computing it.
+METRIC_PREFIX_FETCHED_TOKENS: Final = "headrace.prefix.fetched_tokens"
+# Blocks of cached prefixes that a worker has loaded into KV memory from a tier below it: prefix hits there. Blocks of
+# the remote pool are fetched into main memory first, and count there too when they are loaded. Hits in decode's KV
+# memory and below are the source "decode_cache" of headrace.prompt.tokens.
 METRIC_TIER_LOADED_BLOCKS: Final = "headrace.tier.loaded_blocks"
+# Blocks of prefixes that a worker has stored in a tier below KV memory, the remote pool included.
+METRIC_TIER_STORED_BLOCKS: Final = "headrace.tier.stored_blocks"
 # Bytes of KV transferred, by prefill worker, decode worker, kind of link and transport. Failed transfers count what
 # has landed.
 METRIC_LINK_BYTES: Final = "headrace.link.bytes"
@@ -333,9 +374,9 @@ METRIC_LINK_BYTES: Final = "headrace.link.bytes"
 METRIC_LINK_TIME: Final = "headrace.link.moving_time"
 # Bytes of each transfer link by the seconds in which they were on the way, by kind of link and by transport.
 METRIC_LINK_RATE: Final = "headrace.link.rate"
-# Transfers of a decode worker that hold blocks, by their state.
+# Transfers into a worker's blocks that hold them, by their state. Into a prefill worker, fetches of prefixes.
 METRIC_TRANSFER_STATES: Final = "headrace.transfers.by_state"
-# Write leases of prefill ranks into a decode worker's blocks, one for each rank and transfer.
+# Write leases of other workers' ranks into a worker's blocks, one for each rank and transfer.
 METRIC_WRITE_LEASES: Final = "headrace.leases"
 # Transfers of a worker in progress.
 METRIC_TRANSFERS_ACTIVE: Final = "headrace.transfers.active"

@@ -19,4 +19,5 @@ def decode_request_of(direct: inference_pb2.DirectRequest) -> decode_pb2.Generat
         ticket=direct.ticket,
         generated_token_count=direct.generated_token_count,
         cache_salt=direct.cache_salt,
+        adapter=direct.adapter if direct.HasField("adapter") else None,
     )

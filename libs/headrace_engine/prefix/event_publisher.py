@@ -51,6 +51,7 @@ class PrefixEventPublisher:
         self._flush_s = flush_s
         self.tiers = tuple(tiers)
         self._load_s_per_block: dict[Tier, float] = {}
+        self._stored_blocks: dict[Tier, int] = {}
         self._log = PrefixEventLog(ref.incarnation, tiers)
         self._pending: list[_Change] = []
         self._flush: asyncio.TimerHandle | None = None
@@ -74,6 +75,7 @@ class PrefixEventPublisher:
 
     def stored(self, parent: int | None, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
         """Consecutive blocks after `parent` are cached in `tier` now. None is the start of a prompt."""
+        self._stored_blocks[tier] = self._stored_blocks.get(tier, 0) + len(hashes)
         last = self._pending[-1] if self._pending else None
         if last is not None and last.of == ("stored", tier) and parent == last.hashes[-1]:
             last.hashes.extend(hashes)
@@ -92,6 +94,10 @@ class PrefixEventPublisher:
         """No block is cached in any tier."""
         self._pending.clear()
         self._enqueue(_Change("cleared", None, [], Tier.DEVICE))
+
+    def stored_blocks(self) -> dict[Tier, int]:
+        """Blocks that were stored since the start, by tier. One that was stored again counts again."""
+        return dict(self._stored_blocks)
 
     def load_measured(self, tier: Tier, seconds_per_block: float) -> None:
         """To load a block of `tier` takes so long. The next heartbeats state it."""

@@ -47,11 +47,11 @@ from headrace_engine.sim.request.sequence import (
     decode_sequence,
     prefill_sequence,
 )
-from headrace_engine.sim.request.validation import check_decode, check_prefill
+from headrace_engine.sim.request.validation import check_decode, check_prefill, check_prefix
 from headrace_engine.sim.step.scheduler import Scheduler
 from headrace_engine.sim.step.stepper import Stepper
-from headrace_kv.handoff.messages import SendReport
-from headrace_kv.layout.layout import KvDescriptor
+from headrace_kv.handoff.messages import SendReport, TransferTarget
+from headrace_kv.layout.layout import KvDescriptor, RankMemory
 from headrace_kv.pool.keys import pool_secret
 from headrace_kv.pool.opening import PoolOpener, pool_opener
 from headrace_kv.prefix.events import Tier
@@ -76,7 +76,7 @@ _SENDERS_CLOSE_S = 40.0
 
 
 class SimEngine(Engine):
-    """Runs in the caller's process: one task, and a sender thread for each rank of a prefill engine.
+    """Runs in the caller's process: one task, and a sender thread for each rank that sends.
 
     Engines may share one `sender_thread` and one `kill_timer`, see SenderContext. For tests:
     `transports` opens one transport per rank, `clock` gives the time of computing, and `faults` are injected.
@@ -121,11 +121,13 @@ class SimEngine(Engine):
         self._clock = clock or open_clock(self._shape.settings.clock)
         self.model = SimModel(self._shape.settings)
         self.logits_bytes = logits_bytes(self.model.vocabulary)
+        self.adapters = self._shape.settings.adapters
         self._random = random.Random(config.seed)
         self._transports: list[KvTransport] = []
         self._senders: list[RankSender] = []
         self._scheduler: Scheduler | None = None
         self._lower_tiers: SimLowerTiers | None = None
+        self._host_memories: list[RankMemory] = []
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -144,13 +146,15 @@ class SimEngine(Engine):
             ranks.append(self._memory.rank_memory(rank, transport.name, transport.session))
         self.descriptor = KvDescriptor(layout, tuple(ranks))
         self._open_cache()
+        if config.role == "prefill" and config.tiers.sends_from_host:
+            await self._register_host_memory()
         self._stepper = Stepper(
             self.model, self._memory, self._pools, shape, self._clock, self._faults
         )
         self.broadcast = LocalBroadcast(self.descriptor) if local else None
         self.max_model_len = shape.max_model_len
         if config.role == "prefill":
-            self._senders = [self._new_sender(rank) for rank in range(len(ranks))]
+            self._open_senders()
         self._scheduler = Scheduler(shape, self._pools, self._stepper, self._clock)
         self._task = asyncio.create_task(self._scheduler.run(), name=f"sim engine {config.ref}")
 
@@ -180,6 +184,13 @@ class SimEngine(Engine):
         if self._lower_tiers is not None and self._config.tiers.pooled:
             self.prefix_events.on_hash_key(partial(self._open_pool, self._lower_tiers))
 
+    async def _register_host_memory(self) -> None:
+        """Lets transports read the blocks below KV memory."""
+        if self._lower_tiers is not None:
+            self._host_memories = self._lower_tiers.host_memories
+        for transport, memory in zip(self._transports, self._host_memories, strict=False):
+            await asyncio.to_thread(transport.register, memory.base_address, memory.arena_bytes)
+
     def _open_pool(self, tiers: SimLowerTiers, prefix_hash_key: int) -> None:
         """The pool's names and seals need the deployment's key."""
         secret, reporter = pool_secret(prefix_hash_key), self._pools.reporter
@@ -188,6 +199,13 @@ class SimEngine(Engine):
             tiers.pool_memories, secret, lambda: _call_soon(loop, tiers.pool_lost, reporter)
         )
         tiers.attach(pool, secret, self.descriptor.layout, reporter)
+
+    def _open_senders(self) -> list[RankSender]:
+        """The senders of all ranks. A decode engine opens them with its first prefix to send."""
+        if not self._senders:
+            ranks = range(self.descriptor.layout.rank_count)
+            self._senders = [self._new_sender(rank) for rank in ranks]
+        return self._senders
 
     def _new_sender(self, rank: int) -> RankSender:
         loop = asyncio.get_running_loop()
@@ -202,6 +220,7 @@ class SimEngine(Engine):
             on_quiet=lambda report: _call_soon(loop, self._rank_quiesced, report),
             credentials=self._config.credentials,
             kill_timer=self._kill_timer,
+            host_memory=self._host_memories[rank] if self._host_memories else None,
         )
         return RankSender(context, thread=self._sender_thread)
 
@@ -216,7 +235,7 @@ class SimEngine(Engine):
         on_report: Callable[[SendReport], None] | None = None,
     ) -> PrefillOutcome:
         check_prefill(work, self.max_model_len)
-        if not self._senders:
+        if self._config.role != "prefill":
             raise InternalError("this engine was not started for prefill")
         handover = Handover(work.target, self._senders, self.descriptor.layout)
         first_token = None
@@ -237,7 +256,22 @@ class SimEngine(Engine):
             compute_start_unix_ns=sequence.compute_start_unix_ns,
             compute_end_unix_ns=sequence.compute_end_unix_ns,
             reports=handover.reports,
+            fetched_tokens=sequence.fetched_tokens,
+            tier_tokens=sequence.tier_tokens,
         )
+
+    async def send_prefix(self, target: TransferTarget) -> tuple[SendReport, ...]:
+        await self._requests.wait_loaded(target.transfer_id)
+        sequence = self._requests.find(target.transfer_id)
+        check_prefix(sequence, target)
+        assert sequence is not None
+        handover = Handover(target, self._open_senders(), self.descriptor.layout)
+        sequence.prefix_sending_started(handover)
+        try:
+            await handover.run(partial(self._stepper.push_prefix, sequence, handover))
+        finally:
+            self._requests.update(sequence)
+        return handover.reports
 
     def decode(self, work: DecodeWork) -> DecodeEvents:
         return SimAnswer(partial(self._start_decode, work), self._end_decode)
@@ -269,6 +303,11 @@ class SimEngine(Engine):
         self._pools.register(sequence, start_token, sequence.computed)
         self._requests.update(sequence)
 
+    def recompute(self, transfer_id: str) -> None:
+        sequence = self._receiving(transfer_id)
+        if sequence is not None and not sequence.ended:
+            self._requests.recompute(sequence)
+
     def first_token(self, transfer_id: str, token_id: int) -> None:
         sequence = self._requests.find(transfer_id)
         if sequence is not None and sequence.awaits_first_token:
@@ -287,11 +326,16 @@ class SimEngine(Engine):
         self._requests.update(sequence)
 
     def released(self, transfer_id: str) -> None:
+        self._requests.free_detached(transfer_id)
         sequence = self._receiving(transfer_id)
         if sequence is None:
             return
         sequence.kv_released()
-        self._requests.fail(sequence, TransferFailed("the KV cache did not arrive"))
+        if sequence.generation is None:
+            # A prefill computes what was not fetched, in the same blocks.
+            self._requests.update(sequence)
+        else:
+            self._requests.fail(sequence, TransferFailed("the KV cache did not arrive"))
 
     @property
     def _requests(self) -> Scheduler:
@@ -355,8 +399,8 @@ class SimEngine(Engine):
 
     def _rank_quiesced(self, report: SendReport) -> None:
         sequence = self._requests.find(report.transfer_id)
-        if sequence is not None and sequence.handover is not None:
-            sequence.handover.rank_quiesced(report)
+        if sequence is not None and sequence.outgoing is not None:
+            sequence.outgoing.rank_quiesced(report)
             self._requests.update(sequence)
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace_common.errors import DuplicateTransfer, InternalError
+from headrace_common.errors import DuplicateTransfer, InternalError, InvalidRequest
 from headrace_common.process.run import interruptible
 from headrace_engine.config import EngineConfig
 from headrace_engine.interface import (
@@ -33,6 +33,7 @@ from headrace_engine.vllm.compat import (
     runs_on_cpu,
 )
 from headrace_engine.vllm.link.messages import EngineLoad
+from headrace_engine.vllm.service.adapters import LoadedAdapter, load_adapters
 from headrace_engine.vllm.service.decode_request import DecodeRequest
 from headrace_engine.vllm.service.launch import check_config, launch
 from headrace_engine.vllm.service.prefill_request import PrefillRequest
@@ -44,6 +45,7 @@ from headrace_kv.receive.observer import TransferObserver
 from headrace_kv.transport.same_host.readable_memory import ReadableMemory
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from headrace_engine.vllm.link.server import LinkServer
@@ -68,6 +70,7 @@ class VllmEngine(Engine):
         self._config = config
         self._descriptors = descriptors
         self._llm: AsyncLLM | None = None
+        self._adapters: dict[str, LoadedAdapter] = {}
         self._link: LinkServer | None = None
         self._kv_events: KvEventReader | None = None
         self._link_path = Path(config.link_path)
@@ -92,7 +95,11 @@ class VllmEngine(Engine):
         start_s = time.monotonic()
         folder = check_config(self._config)
         self._link_path = self._make_link_path()
-        self._llm = launch(self._config, folder, self._link_path)
+        launched = launch(self._config, folder, self._link_path)
+        self._llm, self._adapters = (
+            launched.llm,
+            {adapter.identity.name: adapter for adapter in launched.adapters},
+        )
         log.info("model loaded %.1f s after the start", time.monotonic() - start_s)
 
     async def attach(self) -> None:
@@ -110,6 +117,7 @@ class VllmEngine(Engine):
                 self._engine_lost,
                 self._load_changed,
                 self._tier_loaded,
+                self._step_started,
             ),
             self._descriptors,
         )
@@ -117,6 +125,8 @@ class VllmEngine(Engine):
         self.descriptor = await self._link.wait_attached(
             self._config.tensor_parallel_size, ATTACH_TIMEOUT_S
         )
+        await load_adapters(self._llm, tuple(self._adapters.values()))
+        self.adapters = tuple(adapter.identity for adapter in self._adapters.values())
         self.max_model_len = max_model_len(self._llm)
         self.prefix_events = PrefixEventPublisher(
             self._config.ref,
@@ -162,7 +172,10 @@ class VllmEngine(Engine):
         llm, link = self._require_started()
         transfer_id = work.target.transfer_id
         self._require_new(transfer_id)
-        request = PrefillRequest(llm, link, work, self._config.tensor_parallel_size, on_first_token)
+        request = PrefillRequest(
+            *(llm, link, work, self._config.tensor_parallel_size, on_first_token),
+            lora_request=self._lora_request(work.adapter),
+        )
         self._prefills[transfer_id] = request
         try:
             return await request.outcome()
@@ -175,7 +188,10 @@ class VllmEngine(Engine):
     async def decode(self, work: DecodeWork) -> AsyncGenerator[DecodeEvent, None]:
         llm, link = self._require_started()
         self._require_new(work.transfer_id)
-        request = DecodeRequest(llm, link, work, self._first_token_sampler, self.max_model_len)
+        request = DecodeRequest(
+            *(llm, link, work, self._first_token_sampler, self.max_model_len),
+            lora_request=self._lora_request(work.adapter),
+        )
         self._decodes[work.transfer_id] = request
         try:
             async for event in request.events():
@@ -254,6 +270,13 @@ class VllmEngine(Engine):
         if self._folder is not None:
             self._folder.cleanup()
 
+    def _lora_request(self, name: str) -> LoRARequest | None:
+        if not name:
+            return None
+        if name not in self._adapters:
+            raise InvalidRequest({"adapter": f"the engine has no adapter {name!r}"})
+        return self._adapters[name].request
+
     def _require_started(self) -> tuple[AsyncLLM, LinkServer]:
         if self._llm is None or self._link is None:
             raise InternalError("the engine is not running")
@@ -280,6 +303,11 @@ class VllmEngine(Engine):
 
     def _load_changed(self, load: EngineLoad) -> None:
         self.load = load
+
+    def _step_started(self, transfer_id: str, monotonic_ns: int) -> None:
+        request = self._decodes.get(transfer_id)
+        if request is not None:
+            request.step_started(monotonic_ns)
 
     def _tier_loaded(self, rank: int, load: TierLoad) -> None:
         self.tier_loads.record(load, rank)

@@ -21,6 +21,8 @@ LOGITS_KEY = "headrace_logits"
 """In SamplingParams.extra_args: id of the transfer that carries the logits before the first token."""
 GENERATED_KEY = "headrace_generated"
 """In SamplingParams.extra_args: tokens of the answer that were generated elsewhere."""
+STEP_KEY = "headrace_step"
+"""In SamplingParams.extra_args: transfer id under which the start of the request's first step is reported."""
 _NESTED = ("credentials", "overlap_layers", "tiers")
 
 

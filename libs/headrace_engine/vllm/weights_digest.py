@@ -50,6 +50,13 @@ def digest_of_weights(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def digest_of_adapter(folder: Path) -> str:
+    """SHA-256 of a LoRA adapter: of its weights, as above, and of its configuration. Raises the same errors."""
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    text = json.dumps(config, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(f"{digest_of_weights(folder)}\n{text}".encode()).hexdigest()
+
+
 def _tensors_of(path: Path) -> Iterable[_Tensor]:
     """The tensors that a file's header lists. An empty file has none."""
     size = path.stat().st_size

@@ -20,7 +20,8 @@ from headrace_common.config import (
     split_list,
 )
 from headrace_common.identity import is_worker_id
-from headrace_common.limits import write_quiet_s
+from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S, write_quiet_s
+from headrace_common.registry.adapters import adapter_to_proto
 from headrace_engine.config import DEFAULT_KV_CACHE_GIB, EngineConfig
 from headrace_engine.interface import Engine
 from headrace_kv.layout.layout import WorkerRef
@@ -175,6 +176,11 @@ class WorkerConfig(ServiceConfig):
         "needs kv_host_gib. Prefill workers store their blocks there, and all workers load them. Its ports check no "
         "caller: open them to the hosts of workers only. Empty means no pool.",
     )
+    kv_send_from_host: bool = Field(
+        True,
+        description="Whether a prefill worker sends cached blocks of this main memory straight from there, without "
+        "waiting until they are in KV memory. Engine sim.",
+    )
     kv_pool_timeout_s: PositiveSeconds = Field(
         1.0,
         description="Most seconds that a request waits for blocks of this pool. What has not come is computed.",
@@ -187,6 +193,16 @@ class WorkerConfig(ServiceConfig):
         "",
         description='Further arguments of engine vllm, as on its own command line: "--quantization fp8 '
         '--kv-cache-dtype fp8". In a file also a list. Those that a setting or Headrace owns are refused by name.',
+    )
+    lease_ttl_s: PositiveSeconds = Field(
+        WRITE_LEASE_S,
+        description="Seconds that another worker's rank may write into this worker's KV memory without a message from "
+        "it.",
+    )
+    quarantine_s: PositiveSeconds = Field(
+        WRITE_QUARANTINE_S,
+        description="Seconds that blocks of a failed transfer stay unused after the lease; at least 5, longer than the "
+        "transport's own timeout. A frozen sender is ended after half of them.",
     )
     registration_timeout_s: PositiveSeconds = Field(
         30.0, description="Seconds that the registry may take to answer at start."
@@ -202,8 +218,8 @@ class WorkerConfig(ServiceConfig):
 
     @property
     def write_quiet_s(self) -> float:
-        """How long bytes of a lost sender may still land in this worker's memory. Only decode workers configure it."""
-        return write_quiet_s()
+        """How long bytes of a lost sender may still land in this worker's memory."""
+        return write_quiet_s(self.lease_ttl_s, self.quarantine_s)
 
     @model_validator(mode="after")
     def _check_tiers(self) -> WorkerConfig:
@@ -318,6 +334,7 @@ def engine_config(
             pool_address=config.kv_pool_address,
             pool_timeout_s=config.kv_pool_timeout_s,
             publishes=role == "prefill",
+            sends_from_host=config.kv_send_from_host,
         ),
     )
 
@@ -348,6 +365,7 @@ def worker_member(
         max_num_seqs=config.max_num_seqs,
         start_unix_ns=start_unix_ns,
         transport=config.transport,
+        adapters=map(adapter_to_proto, engine.adapters),
     )
 
 

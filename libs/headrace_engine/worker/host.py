@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal
 
 from headrace.registry.v1 import registry_pb2
+from headrace_common.errors import StaleIncarnation
 from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.registry.renewals import LeaseRenewals
 from headrace_common.registry.view import RegistryView
@@ -59,6 +60,20 @@ class WorkerHost:
     def members(self) -> RegistryView:
         """The members and the policy, once `follow_routers` has returned."""
         return self._view
+
+    def prefill_endpoint(self, ref: WorkerRef) -> str:
+        """The internal host:port of a prefill worker. Raises StaleIncarnation unless that incarnation is registered."""
+        member = self._view.members.get(ref.worker_id)
+        if (
+            member is None
+            or member.role != registry_pb2.Member.ROLE_PREFILL
+            or member.incarnation != ref.incarnation
+        ):
+            raise StaleIncarnation(
+                f"{ref} is not registered as a prefill worker",
+                metadata={"worker_id": ref.worker_id, "incarnation": ref.incarnation},
+            )
+        return member.endpoint
 
     async def follow_routers(self, listener: RouterListener | None) -> None:
         """Calls `listener` with the live routers, now and on every change.

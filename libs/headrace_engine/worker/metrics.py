@@ -10,7 +10,9 @@ from typing import Final, Protocol
 from headrace.worker.v1 import worker_pb2
 from headrace_common.tasks import end_task, run_forever
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.metrics.instruments import Counter
 from headrace_common.telemetry.metrics.process import Metrics
+from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.manager.load_times import LoadTimes
 from headrace_kv.prefix.events import Tier
@@ -32,6 +34,24 @@ class Incoming(Protocol):
     def count_states(self) -> Mapping[str, int]:
         """The number of transfers that hold blocks, by state."""
         ...
+
+
+class _TierCount:
+    """Blocks by tier that one engine counts, of which `counter` has the first ones."""
+
+    def __init__(self, counter: Counter, blocks: Callable[[], Mapping[Tier, int]]) -> None:
+        self._counter = counter
+        self._blocks = blocks
+        self._counted: dict[Tier, int] = {}
+
+    def add_new(self, worker_id: str) -> None:
+        """Counts the blocks since the last call. KV memory itself is no tier here."""
+        for tier, count in self._blocks().items():
+            if tier == Tier.DEVICE:
+                continue
+            new_count = count - self._counted.get(tier, 0)
+            self._counter.add(new_count, worker_id, tier.name.lower())
+            self._counted[tier] = count
 
 
 class WorkerMetrics:
@@ -57,6 +77,10 @@ class WorkerMetrics:
         self._callers_refused = store.counter(
             schema.METRIC_CALLERS_REFUSED, schema.ATTRIBUTE_REFUSAL
         )
+        self._prefix_fetches = store.counter(
+            schema.METRIC_PREFIX_FETCHES, worker, schema.ATTRIBUTE_END_REASON
+        )
+        self._fetched_tokens = store.counter(schema.METRIC_PREFIX_FETCHED_TOKENS, worker)
         self._active = store.gauge(schema.METRIC_TRANSFERS_ACTIVE, worker)
         self._requests = store.gauge(
             schema.METRIC_WORKER_REQUESTS, worker, schema.ATTRIBUTE_WORKER_STATE
@@ -69,6 +93,9 @@ class WorkerMetrics:
         self._tier_blocks = store.counter(
             schema.METRIC_TIER_LOADED_BLOCKS, worker, schema.ATTRIBUTE_TIER
         )
+        self._tier_stored = store.counter(
+            schema.METRIC_TIER_STORED_BLOCKS, worker, schema.ATTRIBUTE_TIER
+        )
         self._states = store.gauge(
             schema.METRIC_TRANSFER_STATES, worker, schema.ATTRIBUTE_TRANSFER_STATE
         )
@@ -80,8 +107,8 @@ class WorkerMetrics:
         )
         self._has_readers = metrics.has_readers
         self._workers: dict[str, tuple[Status, bool, Incoming | None]] = {}
-        # By worker: the loads of its engine, and how many of them are counted.
-        self._tier_loads: dict[str, tuple[LoadTimes, dict[Tier, int]]] = {}
+        # By worker: how its engine counts blocks by tier, how many of them are counted here, and where.
+        self._tier_counts: dict[str, list[_TierCount]] = {}
         self._task: asyncio.Task[None] | None = None
 
     @contextmanager
@@ -93,22 +120,26 @@ class WorkerMetrics:
         reserves_blocks: bool,
         incoming: Incoming | None = None,
         tier_loads: LoadTimes | None = None,
+        prefixes: PrefixEventPublisher | None = None,
     ) -> Iterator[None]:
         """Samples `status` while the context lasts, and removes its gauges at its end.
 
         `reserves_blocks` and `incoming` are for decode workers; prefill workers use their blocks as a cache only.
-        `tier_loads` counts the engine's loads from lower tiers.
+        `tier_loads` counts the engine's loads from lower tiers, and `prefixes` what it stores there.
         """
         self._workers[worker_id] = (status, reserves_blocks, incoming)
+        counts = self._tier_counts[worker_id] = []
         if tier_loads is not None:
-            self._tier_loads[worker_id] = (tier_loads, {})
+            counts.append(_TierCount(self._tier_blocks, tier_loads.loaded_blocks))
+        if prefixes is not None:
+            counts.append(_TierCount(self._tier_stored, prefixes.stored_blocks))
         if self._task is None and self._has_readers:
             self._task = run_forever(self._sample_regularly(), "worker-metrics")
         try:
             yield
         finally:
             del self._workers[worker_id]
-            self._tier_loads.pop(worker_id, None)
+            del self._tier_counts[worker_id]
             for gauge in self._gauges:
                 gauge.remove(worker_id)
 
@@ -133,8 +164,14 @@ class WorkerMetrics:
                     bytes_per_s = 1e9 * link.payload_bytes / max(1, link.moving_ns)
                     self._link_rate.record(bytes_per_s, *labels)
 
+    def prefix_fetched(self, worker_id: str, reason: str, token_count: int) -> None:
+        """A prefill worker's fetch of a prefix has ended: `reason` is an error's, or empty."""
+        self._prefix_fetches.add(1, worker_id, reason or _DONE)
+        if not reason:
+            self._fetched_tokens.add(token_count, worker_id)
+
     def ticket_refused(self, worker_id: str, part: str) -> None:
-        """A decode worker has refused a ticket. `part` is the part of the ticket."""
+        """A worker has refused a ticket. `part` is the part of the ticket."""
         self._ticket_refusals.add(1, worker_id, part)
 
     def count_refused(self, refusal: str, count: int) -> None:
@@ -149,10 +186,9 @@ class WorkerMetrics:
                 for state, count in incoming.count_states().items():
                     self._states.set(count, worker_id, state)
                 self._leases.set(incoming.lease_count, worker_id)
-        for worker_id, (loads, counted) in self._tier_loads.items():
-            for tier, count in loads.loaded_blocks().items():
-                self._tier_blocks.add(count - counted.get(tier, 0), worker_id, tier.name.lower())
-                counted[tier] = count
+        for worker_id, counts in self._tier_counts.items():
+            for one in counts:
+                one.add_new(worker_id)
 
     async def close(self) -> None:
         """Stops sampling."""

@@ -35,7 +35,8 @@ async def run_workers(role: Role, config: Config, build: BuildServer[Config]) ->
     if config.workers_per_process > 1:
         _raise_file_limit()
     sender_thread = SenderThread("kv-sender") if config.workers_per_process > 1 else None
-    kill_timer = KillTimer() if role == "prefill" and config.engine == "sim" else None
+    # Decode workers send too, where prefill workers fetch prefixes.
+    kill_timer = KillTimer() if config.engine == "sim" else None
     descriptors = RegistryDescriptors()
     workers: list[HostedWorker[Config]] = []
     try:

@@ -41,7 +41,7 @@ class RoleServer(ABC):
     """
 
     role: ClassVar[registry_pb2.Member.Role.ValueType]
-    services: ClassVar[tuple[str, ...]] = ()
+    services: tuple[str, ...] = ()
     client_services: ClassVar[tuple[str, ...]] = ()
     reserves_blocks: ClassVar[bool] = False
     incoming: Incoming | None = None
@@ -162,6 +162,7 @@ async def _serve(
             reserves_blocks=worker.reserves_blocks,
             incoming=worker.incoming,
             tier_loads=engine.tier_loads,
+            prefixes=engine.prefix_events,
         ):
             await host.serve(server, drain)
     finally:

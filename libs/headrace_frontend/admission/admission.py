@@ -168,6 +168,11 @@ class Admission:
         slots = self._slots.get(model)
         return slots is None or (slots.pool.used < slots.pool.capacity and not slots.pool.waiting)
 
+    def waiting_for_slot(self, model: str) -> int:
+        """The number of requests that wait for a slot of the model's decode workers."""
+        slots = self._slots.get(model)
+        return slots.pool.waiting if slots is not None else 0
+
     async def admit(self, tenant: str, deadline: Deadline) -> AdmissionPermit:
         """Admits a request, at once or after a bounded wait. The permit must be released.
 

@@ -48,7 +48,7 @@ from headrace_frontend.openai.responses import (
     ResponseHead,
     models_object,
 )
-from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX, resolve_model
+from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
 from headrace_frontend.tenants import tenant_or_none
 
 _LOG = logging.getLogger(__name__)
@@ -161,13 +161,13 @@ class OpenAiApp:
         tenant = self._tenant_of(exchange)
         body = await self._body(exchange, ChatCompletionBody)
         request_id = _request_id(exchange)
-        head = self._head(body, f"chatcmpl-{request_id}")
-        rules = rules_of(body, self._parts.parsers[head.model])
+        head, model = self._head(body, f"chatcmpl-{request_id}")
+        rules = rules_of(body, self._parts.parsers[model])
         request = chat_request(body, request_id)
         if rules.divides and not request.sampling.HasField("skip_special_tokens"):
             # The tags around calls and reasoning may be special tokens.
             request.sampling.skip_special_tokens = False
-        codec = self._parts.codecs[head.model]
+        codec = self._parts.codecs[model]
         generation = _Generation(
             [request],
             streamed=body.stream,
@@ -180,8 +180,8 @@ class OpenAiApp:
         tenant = self._tenant_of(exchange)
         body = await self._body(exchange, CompletionBody)
         request_id = _request_id(exchange)
-        head = self._head(body, f"cmpl-{request_id}")
-        codec = self._parts.codecs[head.model]
+        head, model = self._head(body, f"cmpl-{request_id}")
+        codec = self._parts.codecs[model]
         generation = _Generation(
             completion_requests(body, request_id),
             streamed=body.stream,
@@ -189,10 +189,10 @@ class OpenAiApp:
         )
         await self._generate(exchange, generation, tenant)
 
-    def _head(self, body: GenerationBody, response_id: str) -> ResponseHead:
-        """Raises InvalidRequest when the model is not served."""
-        model = resolve_model(body.model, self._parts.codecs)
-        return ResponseHead(response_id, int(time.time()), model)
+    def _head(self, body: GenerationBody, response_id: str) -> tuple[ResponseHead, str]:
+        """The head, and the served model. Raises InvalidRequest when neither a model nor an adapter is served."""
+        choice = self._parts.preparer.choice(body.model)
+        return ResponseHead(response_id, int(time.time()), choice.name), choice.model
 
     async def _generate(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
         respond = self._stream if generation.streamed else self._collect
@@ -286,7 +286,7 @@ class OpenAiApp:
     async def _detokenize(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
         body = await self._body(exchange, DetokenizeBody)
-        model = resolve_model(body.model, self._parts.codecs)
+        model = self._parts.preparer.choice(body.model).model
         async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
             text = await self._parts.preparer.detokenize(model, body.tokens, tenant)
         await exchange.respond_object({"prompt": text})

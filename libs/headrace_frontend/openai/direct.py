@@ -33,6 +33,8 @@ class JoinedHead:
             return
         if self._head:
             data, self._head = self._head + data, b""
+            # Nothing is left to join, and `cycle` would be garbage only for the collector.
+            self._cycle.transport = self._transport
         self._transport.write(data)
 
     def close(self) -> None:

@@ -71,7 +71,8 @@ class HttpExchange:
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
         }
-        self._direct: DirectWriter | None = scope.get("extensions", {}).get(DIRECT_EXTENSION)
+        # Taken out of the scope, to which it refers: a cycle would be garbage only for the collector.
+        self._direct: DirectWriter | None = scope.get("extensions", {}).pop(DIRECT_EXTENSION, None)
         self.host = host_of((scope.get("client") or ("unknown", 0))[0])
         """The client's host."""
         self._receive = receive

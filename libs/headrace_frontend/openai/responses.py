@@ -303,6 +303,7 @@ def models_object(models: Iterable[inference_pb2.Model], created: int) -> dict[s
                 "created": created,
                 "owned_by": "headrace",
                 "max_model_len": model.max_model_len,
+                "parent": model.parent or None,
             }
             for model in models
         ],

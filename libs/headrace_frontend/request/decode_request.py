@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from headrace.decode.v1 import decode_pb2
+from headrace_common.registry.adapters import adapter_to_proto
 from headrace_frontend.request.validation import PreparedRequest
 
 
@@ -28,4 +29,5 @@ def decode_request(
         stop_token_ids=request.stop_token_ids,
         remote_prefill=remote_prefill,
         cache_salt=request.cache_salt,
+        adapter=None if request.adapter is None else adapter_to_proto(request.adapter),
     )

@@ -17,6 +17,7 @@ from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.recorded_span import recorded_span
 from headrace_common.telemetry.setup import Telemetry
+from headrace_frontend.request.model_names import Adapters, ModelChoice, resolve_model
 from headrace_frontend.request.text_threads import TextThreads
 from headrace_frontend.request.validation import PreparedRequest, prepare
 from headrace_text.codec import TextCodec
@@ -27,6 +28,10 @@ class ModelWorkers(Protocol):
 
     def max_model_len(self) -> Mapping[str, int]:
         """The context length of each model with a live worker."""
+        ...
+
+    def adapters(self) -> Adapters:
+        """The adapters of each model with a live worker, by name."""
         ...
 
     async def wait_for_worker(self, model: str, deadline: Deadline) -> bool:
@@ -73,6 +78,10 @@ class RequestPreparer:
 
         Waits for a decode worker if a lost one may return, unless `deadline` is None.
         """
+        if deadline is not None and request.model not in ("", *self._codecs):
+            # It may be an adapter. Workers that may return have announced theirs.
+            for model in self._codecs:
+                await self._workers.wait_for_worker(model, deadline)
         prepared = await self._prepare(request, request_id, root, tenant)
         if deadline is not None and await self._workers.wait_for_worker(prepared.model, deadline):
             # The workers' context length is known only now.
@@ -109,6 +118,10 @@ class RequestPreparer:
             )
         return await self._threads.run(tenant, 4 * len(token_ids), lambda: codec.decode(token_ids))
 
+    def choice(self, model: str) -> ModelChoice:
+        """What a client selects by the name of a model or of an adapter. Raises InvalidRequest."""
+        return resolve_model(model, self._codecs, self._workers.adapters())
+
     def max_model_len(self, model: str) -> int:
         """The context length of a served model. 0 while it is unknown."""
         return self._workers.max_model_len().get(model) or self._codecs[model].max_model_len
@@ -120,7 +133,7 @@ class RequestPreparer:
         with recorded_span(self._telemetry, schema.SPAN_TOKENIZE, root):
             prepared = await self._run(request, request_id, tenant)
         prepared = replace(prepared, tokenized_ns=(start_ns, time.monotonic_ns()))
-        root.set_attribute(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL, prepared.model)
+        root.set_attribute(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL, prepared.served_name)
         root.set_attribute(schema.ATTRIBUTE_PROMPT_TOKENS, len(prepared.token_ids))
         return prepared
 
@@ -135,5 +148,6 @@ class RequestPreparer:
             max_model_len=self._workers.max_model_len(),
             bytes_per_token=self._bytes_per_token,
             cache_salt=self._salt_of(tenant),
+            adapters=self._workers.adapters(),
         )
         return await self._threads.run(tenant, request.ByteSize(), prepare_request)

@@ -29,6 +29,10 @@ MessageOutlet: TypeAlias = Callable[[inference_pb2.GenerateResponse], bool]
 """The same for a whole message."""
 
 
+def _ignore() -> None:
+    pass
+
+
 class NewTokens(Protocol):
     """Tokens of one request. Each has an entry of logprobs if those were requested."""
 
@@ -66,8 +70,14 @@ class ResponseStream:
     """
 
     def __init__(
-        self, request: PreparedRequest, trace_id: str, load: LoopLoad | None = None
+        self,
+        request: PreparedRequest,
+        trace_id: str,
+        load: LoopLoad | None = None,
+        *,
+        paced: bool = False,
     ) -> None:
+        """`paced`: see FlushPace."""
         self._request = request
         self._trace_id = trace_id
         self._detokenizer = IncrementalDetokenizer(
@@ -88,12 +98,12 @@ class ResponseStream:
         """Set while no reader is needed."""
         self._refused: inference_pb2.GenerateResponse | None = None
         """The message that the outlet did not take."""
-        self._when_refused: Callable[[], None] = lambda: None
+        self._when_refused: Callable[[], None] = _ignore
         self._reader_waits = False
         self._flush_timer: asyncio.TimerHandle | None = None
         """Runs until the next message may be sent, while tokens for it are pending."""
         self._drained = asyncio.Event()
-        self._pace = FlushPace(load or LoopLoad())
+        self._pace = FlushPace(load or LoopLoad(), paced=paced)
         self._start_unix_ns, self._start_ns = time.time_ns(), time.monotonic_ns()
         self.finish_reason: sampling_pb2.FinishReason.ValueType = (
             sampling_pb2.FINISH_REASON_UNSPECIFIED
@@ -190,7 +200,7 @@ class ResponseStream:
         self,
         text: TextOutlet,
         message: MessageOutlet | None = None,
-        when_refused: Callable[[], None] = lambda: None,
+        when_refused: Callable[[], None] = _ignore,
     ) -> None:
         """Lets `add_tokens` send to the client itself, which saves a turn of the event loop.
 
@@ -202,8 +212,9 @@ class ResponseStream:
         self._when_refused = when_refused
 
     def stop_sending(self) -> None:
-        """Sends nothing from now on by itself."""
+        """Sends nothing from now on by itself. Refers to no outlet and no caller any more."""
         self._outlet = self._message_outlet = None
+        self._when_refused = _ignore
         self._stop_timer()
 
     async def add_first_tokens(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import ANSWERS_MAX, UNKNOWN_CONTEXT_TOKENS
+from headrace_common.registry.adapters import Adapter
 from headrace_frontend.request.chat import (
     chat_violations,
     forced_call_schema,
@@ -18,6 +19,7 @@ from headrace_frontend.request.chat import (
     text_bytes,
     tools_of,
 )
+from headrace_frontend.request.model_names import Adapters, resolve_model
 from headrace_frontend.request.sampling import (
     bad_word_tokens,
     beyond_vocabulary,
@@ -26,6 +28,7 @@ from headrace_frontend.request.sampling import (
     with_defaults,
 )
 from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.prefix.cache_salt import adapter_salt
 from headrace_text.codec import TextCodec, TooManyTokens
 
 REQUEST_ID_CHARACTERS_MAX = 128
@@ -54,6 +57,8 @@ class PreparedRequest:
     """Tokens of the completion that the client already has."""
     cache_salt: str = ""
     """Only requests with an equal salt share cached blocks. Never from the client."""
+    adapter: Adapter | None = None
+    """The LoRA adapter, None for the model alone. The salt depends on it."""
     keeps_stop: bool = False
     """Whether the stop that ended the completion is part of its text."""
     skips_special_tokens: bool = True
@@ -65,17 +70,10 @@ class PreparedRequest:
     tokenized_ns: tuple[int, int] = (0, 0)
     """When this was made, by the monotonic clock: the start and the end."""
 
-
-def resolve_model(name: str, codecs: Mapping[str, TextCodec]) -> str:
-    """The served name of the requested model. Raises InvalidRequest listing the served names."""
-    if name in codecs:
-        return name
-    served = ", ".join(sorted(codecs))
-    if name:
-        raise InvalidRequest({"model": f"{name!r} is not served; use one of: {served}"})
-    if len(codecs) > 1:
-        raise InvalidRequest({"model": f"must be set, as several are served; use one of: {served}"})
-    return next(iter(codecs))
+    @property
+    def served_name(self) -> str:
+        """The name of the model, or of the adapter, as lists of models have it."""
+        return self.model if self.adapter is None else self.adapter.name
 
 
 def prepare(
@@ -86,18 +84,20 @@ def prepare(
     max_model_len: Mapping[str, int],
     bytes_per_token: int,
     cache_salt: str = "",
+    adapters: Adapters | None = None,
 ) -> PreparedRequest:
     """Validates and tokenizes a request. Slow for a long prompt: call it on a thread.
 
     `max_model_len` is the context length of the live decode workers by model. The model's own files count for a model
-    without workers. A text of more than `bytes_per_token` times the context length is not tokenized. Raises
-    InvalidRequest with every violation at once.
+    without workers. `cache_salt` is that of the tenant. A text of more than `bytes_per_token` times the context length
+    is not tokenized. Raises InvalidRequest with every violation at once.
     """
     violations = request_violations(request)
     try:
-        model = resolve_model(request.model, codecs)
+        choice = resolve_model(request.model, codecs, adapters or {}, request.adapter)
     except InvalidRequest as error:
         raise InvalidRequest({**error.violations, **violations}) from error
+    model = choice.model
     codec = codecs[model]
     context = max_model_len.get(model) or codec.max_model_len
     token_ids: Sequence[int] = ()
@@ -125,7 +125,8 @@ def prepare(
         placement=request.prefill_placement,
         first_token=request.first_token,
         generated=tuple(request.generated.ids),
-        cache_salt=cache_salt,
+        cache_salt=adapter_salt(cache_salt, choice.adapter),
+        adapter=choice.adapter,
         keeps_stop=request.sampling.include_stop_str_in_output,
         skips_special_tokens=not request.sampling.HasField("skip_special_tokens")
         or request.sampling.skip_special_tokens,

@@ -81,7 +81,8 @@ class LayerRange:
     `block_ids` are the request's source blocks of the layer's cache group, in token order from token 0. Where tokens
     are not addressable, start_token is a multiple of block_tokens, and so is end_token unless it ends the transfer.
     A state is pushed once, when it is final: end_token is the transfer's, and block_ids has its one page. Blocks before
-    CacheGroup.first_sent_token may have any id.
+    CacheGroup.first_sent_token may have any id, as may blocks before start_token. With `in_host_memory` they are blocks
+    of SenderContext.host_memory; all layers of the same tokens have them there.
     `ready_ns` is when the engine pushed the range, by time.monotonic_ns.
     """
 
@@ -91,6 +92,7 @@ class LayerRange:
     end_token: int
     block_ids: tuple[int, ...]
     ready_ns: int
+    in_host_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from headrace_common.errors import InternalError
 from headrace_kv.manager.block_pool import BlockPool
@@ -54,16 +55,24 @@ class TierHit:
     def __len__(self) -> int:
         return len(self.blocks)
 
+    def count_leading(self, tier: Tier) -> int:
+        """How many blocks there are before the first of another tier."""
+        others = (index for index, (name, _) in enumerate(self.blocks) if name != tier)
+        return next(others, len(self.blocks))
+
 
 @dataclass(frozen=True, slots=True)
 class PoolBlocks:
-    """Blocks of the fastest tier that a remote pool reads or writes, with their prefixes. They are held meanwhile."""
+    """Blocks of the fastest tier that a remote pool or a transfer uses, with their prefixes. They are held."""
 
     prefixes: tuple[int, ...]
     block_ids: tuple[int, ...]
 
     def __len__(self) -> int:
         return len(self.prefixes)
+
+
+NO_BLOCKS: Final = PoolBlocks((), ())
 
 
 class LowerTiers:

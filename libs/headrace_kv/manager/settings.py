@@ -20,6 +20,8 @@ class TierSettings:
 
     `pool_address`: host:port of the master of a remote pool; empty means none. A request waits `pool_timeout_s` for
     blocks of it at most. With `publishes`, blocks that are stored in main memory are stored there too.
+
+    With `sends_from_host`, a prefill worker sends cached blocks straight from main memory.
     """
 
     host_gib: float = 0.0
@@ -29,6 +31,7 @@ class TierSettings:
     pool_address: str = ""
     pool_timeout_s: float = 1.0
     publishes: bool = False
+    sends_from_host: bool = True
 
     @property
     def pooled(self) -> bool:

@@ -6,11 +6,14 @@ import hashlib
 import re
 from typing import Final
 
+from headrace_common.registry.adapters import Adapter
+
 CACHE_SALT_CHARACTERS_MAX: Final = 64
 _SALT_BYTES: Final = 16
 _SALT: Final = re.compile(f"[0-9a-f]{{0,{CACHE_SALT_CHARACTERS_MAX}}}")
 # BLAKE2's personalization: no salt equals another digest under the same key.
 _PERSON: Final = b"cachsalt"
+_ADAPTER_PERSON: Final = b"adapsalt"
 
 
 def tenant_salt(prefix_hash_key: int, tenant: str) -> str:
@@ -21,6 +24,16 @@ def tenant_salt(prefix_hash_key: int, tenant: str) -> str:
         key=prefix_hash_key.to_bytes(8, "little"),
         person=_PERSON,
     )
+    return digest.hexdigest()
+
+
+def adapter_salt(cache_salt: str, adapter: Adapter | None) -> str:
+    """The salt of requests with an adapter, from their tenant's. Without an adapter it is the tenant's."""
+    if adapter is None:
+        return cache_salt
+    parts = (cache_salt, adapter.name, adapter.digest)
+    named = "".join(f"{len(part)}:{part}" for part in parts)
+    digest = hashlib.blake2s(named.encode(), digest_size=_SALT_BYTES, person=_ADAPTER_PERSON)
     return digest.hexdigest()
 
 

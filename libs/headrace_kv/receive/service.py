@@ -13,9 +13,9 @@ from typing import Any
 import grpc.aio
 
 from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
-from headrace_common.access.roles import require_own_name
+from headrace_common.access.roles import Role, current_caller, require_own_name
 from headrace_common.durations import duration_from_seconds
-from headrace_common.errors import HeadraceError, ProtocolViolation, QueueFull
+from headrace_common.errors import HeadraceError, PermissionDenied, ProtocolViolation, QueueFull
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.transfer import PrefillPeer
 from headrace_kv.transport.networks import (
@@ -59,11 +59,15 @@ class _Outbox:
 class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
     """Serves handoff streams into a receiver.
 
-    A rank gets its Welcome within the context of `admit`, when its transport may connect.
+    A rank gets its Welcome within the context of `admit`, when its transport may connect. `sender` is the role of the
+    workers that may send: on a decode worker prefill, and on a prefill worker decode.
     """
 
-    def __init__(self, receiver: Receiver, admit: AdmitPeer | None = None) -> None:
+    def __init__(
+        self, receiver: Receiver, admit: AdmitPeer | None = None, *, sender: Role = Role.PREFILL
+    ) -> None:
         self._receiver = receiver
+        self._sender = sender
         self._admit = admit or (lambda addresses: contextlib.nullcontext())
 
     async def Handoff(  # type: ignore[override]
@@ -73,6 +77,7 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
     ) -> None:
         """See handoff.proto. Raises as Receiver.connect does, or the error with which the receiver ended the stream."""
         hello = await _read_hello(request_iterator)
+        self._require_sender()
         require_own_name(hello.worker_id)
         addresses = peer_addresses(hello, context.peer())
         outbox = _Outbox()
@@ -97,6 +102,14 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
         for result in results:
             if isinstance(result, HeadraceError):
                 raise result
+
+    def _require_sender(self) -> None:
+        """Raises PermissionDenied for a caller of another role. In the table of roles, both workers have one row."""
+        if self._sender not in current_caller().roles:
+            raise PermissionDenied(
+                f"only the role {self._sender} may send KV to this worker",
+                metadata={"role": self._sender},
+            )
 
     async def _read(
         self, peer: PrefillPeer, requests: AsyncIterator[handoff_pb2.HandoffRequest]

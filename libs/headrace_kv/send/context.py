@@ -23,6 +23,7 @@ class SenderContext:
     """What a sender and its handoff streams share.
 
     `ref` is the prefill worker, `layout` its KV layout, `memory` the rank's part of it, registered with `transport`.
+    `host_memory` has blocks of the same layout that the rank keeps below its KV memory, registered too.
     The streams run on `event_loop` and present `credentials`. A handshake with a decode worker takes
     `handshake_timeout_s` at most. `on_quiet` is called once for each opened transfer, on the sender's thread, when
     nothing of the transfer is or will be written. `kill_timer` ends the process when it writes too late (I1).
@@ -40,3 +41,4 @@ class SenderContext:
     credentials: Credentials = field(default_factory=Credentials)
     clock: Clock = field(default_factory=Clock)
     kill_timer: KillTimer | None = None
+    host_memory: RankMemory | None = None

@@ -63,7 +63,8 @@ class SenderPeer:
         self._context = context
         self._descriptor: KvDescriptor | None = None
         self._observers: tuple[WriteObserver, ...] = ()
-        self._planners: dict[int, CopyPlanner] = {}
+        # By decode rank, and whether the source is main memory.
+        self._planners: dict[tuple[int, bool], CopyPlanner] = {}
 
     def stream_ready(
         self, descriptor: KvDescriptor, observers: tuple[WriteObserver, ...] = ()
@@ -84,13 +85,21 @@ class SenderPeer:
 
     def plan_write(self, layer_range: LayerRange, edge: Edge, span: BlockSpan) -> LayerWrite:
         """Plans the write of an edge's share of a range. Raises LayoutMismatch when the two memories do not pair up."""
-        destination = edge.destination_rank
-        memory = self._memory(destination)
-        planner = self._planners.get(destination)
+        key = edge.destination_rank, layer_range.in_host_memory
+        memory = self._memory(edge.destination_rank)
+        planner = self._planners.get(key)
         if planner is None:
-            planner = self._planners[destination] = CopyPlanner(self._context.memory, memory)
+            source = self._source_memory(in_host_memory=layer_range.in_host_memory)
+            planner = self._planners[key] = CopyPlanner(source, memory)
         runs = planner.plan(edge, layer_range.layer, span)
         return LayerWrite(layer_range, edge, span, memory.session, runs, self._context.transport)
+
+    def _source_memory(self, *, in_host_memory: bool) -> RankMemory:
+        """This rank's memory. Raises InternalError for main memory without blocks."""
+        memory = self._context.host_memory if in_host_memory else self._context.memory
+        if memory is None:
+            raise InternalError("this rank has no blocks in main memory")
+        return memory
 
     def _memory(self, destination_rank: int) -> RankMemory:
         """A decode rank's memory. Raises InternalError when the descriptor has no such rank."""

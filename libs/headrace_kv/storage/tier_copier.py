@@ -67,6 +67,11 @@ class TierCopier:
         return self._host.block_bytes
 
     @property
+    def host_memory(self) -> RankMemory:
+        """The blocks in main memory, with the same layout as KV memory."""
+        return self._host.memory
+
+    @property
     def pool_memory(self) -> PoolMemory:
         """The blocks in main memory. Raises InternalError without `pooled`."""
         if self._host.pool_memory is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from headrace.decode.v1 import decode_pb2
@@ -23,6 +23,7 @@ from headrace_decode.timestamps import RequestTimestamps
 from headrace_decode.transfer_waiter import TransferWaiter
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Engine
 from headrace_kv.handoff.messages import Reservation
+from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Attempt:
         self.reservation: Reservation | None = None
         self.generated_tokens = 0
         self.cached_tokens = 0
+        self.tier_tokens: Mapping[Tier, int] = {}
         self._engine = engine
         self._receiver = receiver
         self._deadline = deadline
@@ -73,6 +75,11 @@ class Attempt:
         self._events: EventBuffer | None = None
         self._waiter: TransferWaiter | None = None
         self._ended = False
+
+    @property
+    def signer(self) -> TicketKey | None:
+        """See HandoffTickets."""
+        return self._signer
 
     @property
     def awaits_kv(self) -> bool:
@@ -217,7 +224,7 @@ class Attempt:
         times: decode_pb2.AttemptTimes | None = None
         if tokens:
             before = self.generated_tokens
-            self._count(count, tokens[0].step_start_ns)
+            self._count(count, tokens[-1].step_start_ns)
             if not before or (before == 1 and self.work.from_logits):
                 times = self.timestamps.to_proto()
         return Progress(tokens, None if ended is None else self._finished(ended), times)
@@ -234,6 +241,7 @@ class Attempt:
 
     def _finished(self, ended: DecodeEnded) -> decode_pb2.Finished:
         self.cached_tokens = ended.cached_tokens
+        self.tier_tokens = ended.tier_tokens
         finished = decode_pb2.Finished(
             reason=sampling_pb2.FINISH_REASON_STOP
             if ended.stopped

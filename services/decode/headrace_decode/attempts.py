@@ -78,6 +78,10 @@ class Attempts:
         """Whether new attempts are refused, or will be soon."""
         return self._draining
 
+    def find(self, transfer_id: str) -> Attempt | None:
+        """The attempt of a transfer, until it has given back its resources."""
+        return self._live.get(transfer_id)
+
     def notify_room(self, on_room: Callable[[], None]) -> None:
         """From now on calls `on_room` whenever an attempt has given back its slot and blocks."""
         self._on_room = on_room
@@ -163,7 +167,7 @@ class Attempts:
         if self._draining and self._notice.expired:
             raise self.refusal()
         self._check_incarnation(request.incarnation)
-        work = work_from_proto(request)
+        work = work_from_proto(request, self._engine.adapters)
         if work.from_logits and not self._engine.logits_bytes:
             what = f"the engine of {self._ref.worker_id} samples no token from logits"
             raise InvalidRequest({"first_token": f"{what}: choose decode or prefill"})

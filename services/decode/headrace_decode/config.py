@@ -15,7 +15,6 @@ from headrace_common.config import (
     split_host_port,
     wildcard_problems,
 )
-from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S, write_quiet_s
 from headrace_engine.worker.config import WorkerConfig, served_name
 from headrace_frontend.config import FrontendConfig
 from headrace_kv.handoff.checksum import DigestMode
@@ -36,15 +35,6 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
     http_advertise: OptionalHostPort = Field(
         "",
         description="host:port at which gateways reach http_listen. Port 0 means its port; empty means its address.",
-    )
-    lease_ttl_s: PositiveSeconds = Field(
-        WRITE_LEASE_S,
-        description="Seconds that a prefill rank may write without a message from this worker.",
-    )
-    quarantine_s: PositiveSeconds = Field(
-        WRITE_QUARANTINE_S,
-        description="Seconds that blocks of a failed transfer stay unused after the lease; at least 5, longer than the "
-        "transport's own timeout. A frozen sender is ended after half of them.",
     )
     digest: DigestMode = Field(
         "off",
@@ -73,10 +63,6 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
     def clients_prove_themselves(self) -> bool:
         """Clients need a router's ticket."""
         return True
-
-    @property
-    def write_quiet_s(self) -> float:
-        return write_quiet_s(self.lease_ttl_s, self.quarantine_s)
 
     @property
     def overlap_settings(self) -> OverlapSettings:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from headrace.decode.v1 import decode_pb2_grpc
-from headrace.kv.v1 import handoff_pb2_grpc
+from headrace.kv.v1 import handoff_pb2_grpc, prefix_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
@@ -21,13 +21,14 @@ from headrace_common.tickets.keys import TicketKeys
 from headrace_common.tickets.request_gate import ClientDecodeGate, DecodeGate, message_bytes_max
 from headrace_decode.admission.admission import Admission, Capacity
 from headrace_decode.config import DecodeConfig
+from headrace_decode.prefix_service import PrefixServicer
 from headrace_decode.service import DecodeService
-from headrace_decode.transfer_peers import TransferPeers
 from headrace_engine.interface import Engine
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
 from headrace_engine.worker.serve import RoleServer
 from headrace_engine.worker.status_signal import StatusSignal
+from headrace_engine.worker.transfer_peers import TransferPeers
 from headrace_kv.handoff.tickets import RouterTickets
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
@@ -65,7 +66,11 @@ class DecodeServer(RoleServer):
     """Serves requests of routers and clients, and the handoff streams of prefill ranks."""
 
     role = registry_pb2.Member.ROLE_DECODE
-    services = ("headrace.decode.v1.DecodeService", "headrace.kv.v1.HandoffService")
+    services = (
+        "headrace.decode.v1.DecodeService",
+        "headrace.kv.v1.HandoffService",
+        "headrace.kv.v1.PrefixService",
+    )
     client_services = ("headrace.decode.v1.DecodeService",)
     reserves_blocks = True
 
@@ -93,10 +98,11 @@ class DecodeServer(RoleServer):
             # By then the rank's write lease has ended.
             linger_s=2.0 * config.lease_ttl_s,
         )
+        tickets = RouterTickets(keys, ref, engine.descriptor.layout, count_refusal)
         self.incoming = self._receiver = receiver = Receiver(
             ref=ref,
             layout=engine.descriptor.layout,
-            tickets=RouterTickets(keys, ref, engine.descriptor.layout, count_refusal),
+            tickets=tickets,
             lease_ttl_s=config.lease_ttl_s,
             on_released=engine.released,
             quarantine_s=config.quarantine_s,
@@ -112,6 +118,9 @@ class DecodeServer(RoleServer):
             request_timeout_s=config.request_timeout_s,
             ticket_keys=keys,
             on_ticket_refused=count_refusal,
+        )
+        self._prefixes = PrefixServicer(
+            engine, self._service.attempts, tickets, host.prefill_endpoint
         )
         self._door = self._new_door(host, hosted, capacity)
 
@@ -139,6 +148,7 @@ class DecodeServer(RoleServer):
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
             HandoffServicer(self._receiver, self._peers.admitted), server
         )
+        prefix_pb2_grpc.add_PrefixServiceServicer_to_server(self._prefixes, server)
 
     def add_client_servicers(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self._service, server)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
+from headrace_common.registry.adapters import Adapter
 from headrace_engine.interface import DecodeTokens, DecodeWork
-from headrace_engine.proto import logprobs_to_proto, sampling_from_proto
+from headrace_engine.proto import logprobs_to_proto, requested_adapter, sampling_from_proto
 from headrace_kv.prefix.cache_salt import salt_violations
 
 
-def work_from_proto(request: decode_pb2.GenerateRequest) -> DecodeWork:
-    """Raises InvalidRequest naming every wrong or missing field."""
+def work_from_proto(
+    request: decode_pb2.GenerateRequest, adapters: Collection[Adapter] = ()
+) -> DecodeWork:
+    """`adapters` are the engine's. Raises InvalidRequest naming every wrong or missing field."""
     violations = salt_violations(request.cache_salt)
     if not 0 < len(request.transfer_id) <= TRANSFER_ID_CHARACTERS_MAX:
         violations["transfer_id"] = f"must be 1 to {TRANSFER_ID_CHARACTERS_MAX} characters"
@@ -40,6 +43,7 @@ def work_from_proto(request: decode_pb2.GenerateRequest) -> DecodeWork:
         awaits_first_token=by_prefill,
         from_logits=from_logits,
         cache_salt=request.cache_salt,
+        adapter=requested_adapter(request, adapters),
     )
 
 

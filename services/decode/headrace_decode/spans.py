@@ -10,6 +10,7 @@ from headrace_common.telemetry.served import server_attributes
 from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.attempt import Attempt
 from headrace_engine.interface import DecodeWork
+from headrace_engine.worker.tier_attributes import tier_attributes
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.receive.receiver import IncomingTransfer
 
@@ -72,7 +73,11 @@ def record_attempt(
         step(schema.SPAN_DECODE_TOKEN_WAIT, ready_ns, received_ns, {})
         ready_ns = received_ns
     if ready_ns:
-        step(schema.SPAN_DECODE_FIRST_TOKEN, ready_ns, times.first_token_unix_ns, {})
+        wait_ns = times.step_start_unix_ns - ready_ns
+        waited: dict[str, str | int | float] = (
+            {schema.ATTRIBUTE_DECODE_WAIT_MS: wait_ns / 1e6} if wait_ns > 0 else {}
+        )
+        step(schema.SPAN_DECODE_FIRST_TOKEN, ready_ns, times.first_token_unix_ns, waited)
     if times.first_token_unix_ns:
         step(
             schema.SPAN_DECODE_GENERATE,
@@ -82,6 +87,7 @@ def record_attempt(
         )
     span.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, attempt.generated_tokens)
     span.set_attribute(schema.ATTRIBUTE_CACHED_TOKENS, attempt.cached_tokens)
+    span.set_attributes(tier_attributes(attempt.tier_tokens))
     if error is not None:
         span.set_attribute(schema.ATTRIBUTE_ERROR_REASON, error.reason)
         span.set_status(Status(StatusCode.ERROR, error.detail))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from headrace_common.access.roles import Role
-from headrace_common.config import PositiveCount, PositiveSeconds
+from headrace_common.config import (
+    NonNegativeCount,
+    PositiveCount,
+    PositiveSeconds,
+    require_order,
+)
 from headrace_engine.worker.config import WorkerConfig
 
 
@@ -30,3 +35,26 @@ class PrefillConfig(WorkerConfig):
         description="Whether traces have one more span for each layer's write. The span of a link has their times "
         "anyway.",
     )
+    prefix_fetch_min_tokens: NonNegativeCount = Field(
+        0,
+        description="Fewest tokens of a prompt that are fetched from its decode worker, which has them from an earlier "
+        "turn, instead of being computed. Only where fetching was faster. 0 fetches none. Decode workers then reach "
+        "this worker's ports of KV transfers. Engine sim, for models without states.",
+    )
+    prefix_fetch_timeout_s: PositiveSeconds = Field(
+        2.0,
+        description="Most seconds that a prompt waits for such tokens. What has not come is computed.",
+    )
+
+    @model_validator(mode="after")
+    def _check_prefix_fetch(self) -> PrefillConfig:
+        if not self.prefix_fetch_min_tokens:
+            return self
+        if self.engine != "sim":
+            raise ValueError(
+                f"prefix_fetch_min_tokens is {self.prefix_fetch_min_tokens}, but engine {self.engine} fetches no "
+                "prefixes yet: set it to 0, or start with engine sim"
+            )
+        # A failed fetch must free its blocks while tasks can still use them.
+        require_order(self, ("lease_ttl_s", "task_timeout_s"), ("quarantine_s", "task_timeout_s"))
+        return self

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Final
 
 import grpc.aio
 
+from headrace.kv.v1 import handoff_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config
+from headrace_common.tickets.request_gate import message_bytes_max
 from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
@@ -20,10 +23,11 @@ from headrace_kv.layout.proto import layout_to_proto
 from headrace_prefill.bandwidths import LinkBandwidths
 from headrace_prefill.config import PrefillConfig
 from headrace_prefill.link_spans import LinkSpans
+from headrace_prefill.prefix_receiver import PrefixReceiver
 from headrace_prefill.puller import TaskPuller
 from headrace_prefill.worker import PrefillWorker
 
-PROG = "headrace-prefill"
+PROG: Final = "headrace-prefill"
 
 
 def main() -> None:
@@ -39,7 +43,7 @@ def main() -> None:
 
 
 class PrefillServer(RoleServer):
-    """Pulls tasks from routers; serves nothing but WorkerService."""
+    """Pulls tasks from routers. Beside WorkerService it serves handoff streams, if it fetches prefixes."""
 
     role = registry_pb2.Member.ROLE_PREFILL
 
@@ -52,6 +56,13 @@ class PrefillServer(RoleServer):
         self.status_signal = StatusSignal()
         telemetry = host.telemetry.for_worker(ref.worker_id)
         bandwidths = LinkBandwidths(config.link_gbit_per_s)
+        self._prefixes: PrefixReceiver | None = None
+        if config.prefix_fetch_min_tokens:
+            self._prefixes = PrefixReceiver(host, hosted)
+            self.incoming = self._prefixes.receiver
+            self.descriptor = engine.descriptor
+            self.services = ("headrace.kv.v1.HandoffService",)
+            self.message_bytes_max = message_bytes_max(0)
         self._worker = PrefillWorker(
             ref=ref,
             engine=engine,
@@ -61,17 +72,21 @@ class PrefillServer(RoleServer):
             on_ended=partial(host.metrics.transfer_ended, ref.worker_id),
             on_received=self.status_signal.notify,
             link_spans=LinkSpans(telemetry, ref, bandwidths, layers=config.trace_layers),
+            prefixes=None if self._prefixes is None else self._prefixes.fetcher,
         )
         self._puller = TaskPuller(
             config,
             self._worker,
             model=served_model(config, engine),
             layout=layout_to_proto(engine.descriptor.layout),
+            adapters=engine.adapters,
         )
         self.on_routers = self._puller.set_routers
 
     def add_servicers(self, server: grpc.aio.Server) -> None:
-        """There are none."""
+        if self._prefixes is not None:
+            servicer = self._prefixes.servicer
+            handoff_pb2_grpc.add_HandoffServiceServicer_to_server(servicer, server)
 
     def status(self) -> worker_pb2.WatchStatusResponse:
         return self._worker.status()
@@ -82,6 +97,10 @@ class PrefillServer(RoleServer):
     async def finish_drain(self, deadline: Deadline) -> None:
         await self._puller.drain(deadline)
         await self._puller.close()
+        if self._prefixes is not None:
+            await self._prefixes.drain()
 
     async def close(self) -> None:
         await self._puller.close()
+        if self._prefixes is not None:
+            await self._prefixes.close()

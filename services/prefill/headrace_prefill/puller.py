@@ -15,6 +15,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import QueueFull
+from headrace_common.registry.adapters import Adapter, adapter_to_proto
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_prefill.pull_session import PullSession
@@ -36,6 +37,7 @@ class TaskPuller:
         *,
         model: str,
         layout: layout_pb2.KvLayout,
+        adapters: Iterable[Adapter] = (),
     ) -> None:
         self._config = config
         self._worker = worker
@@ -44,6 +46,7 @@ class TaskPuller:
             incarnation=worker.ref.incarnation,
             model=model,
             layout=layout,
+            adapters=map(adapter_to_proto, adapters),
         )
         self._streams: dict[tuple[str, str, str], asyncio.Task[None]] = {}
         self._sessions: set[PullSession] = set()

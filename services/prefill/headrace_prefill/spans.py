@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from opentelemetry.trace import Status, StatusCode
+from opentelemetry.trace import Span, Status, StatusCode
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError
@@ -13,9 +13,11 @@ from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_engine.interface import PrefillOutcome
+from headrace_engine.worker.tier_attributes import tier_attributes
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import WorkerRef
 from headrace_prefill.link_spans import LinkSpans
+from headrace_prefill.prefix_fetch import FetchRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class EndedTask:
     error: HeadraceError | None
     start_unix_ns: int
     end_unix_ns: int
+    fetch: FetchRecord | None = None
 
 
 def record_task(telemetry: Telemetry, ref: WorkerRef, ended: EndedTask, links: LinkSpans) -> None:
@@ -55,15 +58,20 @@ def record_task(telemetry: Telemetry, ref: WorkerRef, ended: EndedTask, links: L
         span.set_attribute(schema.ATTRIBUTE_CONTROL_BYTES, control_bytes)
         detail = error.detail if error is not None else ""
         span.set_attributes(links.record(span, task.decode_worker_id, reports, detail))
+    if ended.fetch is not None:
+        _record_fetch(telemetry, span, ended.fetch)
     if outcome is not None:
         span.set_attribute(schema.ATTRIBUTE_CACHED_TOKENS, outcome.cached_tokens)
+        span.set_attributes(tier_attributes(outcome.tier_tokens))
         telemetry.record_span(
             schema.SPAN_PREFILL_COMPUTE,
             span,
             outcome.compute_start_unix_ns,
             outcome.compute_end_unix_ns,
             {
-                schema.ATTRIBUTE_TOKENS: len(task.token_ids) - outcome.cached_tokens,
+                schema.ATTRIBUTE_TOKENS: len(task.token_ids)
+                - outcome.cached_tokens
+                - outcome.fetched_tokens,
                 schema.ATTRIBUTE_CACHED_TOKENS: outcome.cached_tokens,
             },
         )
@@ -71,3 +79,14 @@ def record_task(telemetry: Telemetry, ref: WorkerRef, ended: EndedTask, links: L
         span.set_attribute(schema.ATTRIBUTE_ERROR_REASON, error.reason)
         span.set_status(Status(StatusCode.ERROR, error.detail))
     span.end(ended.end_unix_ns)
+
+
+def _record_fetch(telemetry: Telemetry, parent: Span, fetch: FetchRecord) -> None:
+    attributes: dict[str, str | int] = {
+        schema.ATTRIBUTE_TOKENS: fetch.token_count,
+        schema.ATTRIBUTE_PAYLOAD_BYTES: fetch.payload_bytes,
+    }
+    if fetch.reason:
+        attributes[schema.ATTRIBUTE_ERROR_REASON] = fetch.reason
+    times = (fetch.start_unix_ns, fetch.end_unix_ns)
+    telemetry.record_span(schema.SPAN_PREFIX_FETCH, parent, *times, attributes)

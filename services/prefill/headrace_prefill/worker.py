@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import replace
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace.worker.v1 import worker_pb2
@@ -20,14 +21,16 @@ from headrace_common.errors import (
     InvalidRequest,
 )
 from headrace_common.logs import TRACE_NAMES
+from headrace_common.registry.adapters import Adapter
 from headrace_common.telemetry.setup import Telemetry
 from headrace_engine.interface import DecodeTokens, Engine, PrefillOutcome, PrefillWork
-from headrace_engine.proto import logprobs_to_proto, sampling_from_proto
+from headrace_engine.proto import logprobs_to_proto, requested_adapter, sampling_from_proto
 from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import salt_violations
 from headrace_prefill.bandwidths import LinkBandwidths
 from headrace_prefill.link_spans import LinkSpans
+from headrace_prefill.prefix_fetch import PrefixFetch, PrefixFetcher
 from headrace_prefill.spans import EndedTask, record_task
 from headrace_prefill.times import task_times
 
@@ -38,7 +41,7 @@ class PrefillWorker:
     """Owns the worker's slots. Tasks wait for a slot only when there are more routers than slots.
 
     `on_received` is called when a task has come. `on_ended` gets the decode worker's id of every task, the error's
-    reason, or "", the payload bytes, and the reports of its ranks.
+    reason, or "", the payload bytes, and the reports of its ranks. `prefixes` may have prefixes fetched.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class PrefillWorker:
         on_ended: Callable[[str, str, int, Sequence[SendReport]], None] | None = None,
         on_received: Callable[[], None] = lambda: None,
         link_spans: LinkSpans | None = None,
+        prefixes: PrefixFetcher | None = None,
     ) -> None:
         self.ref = ref
         self.slot_count = slot_count
@@ -62,6 +66,7 @@ class PrefillWorker:
         self._on_ended = on_ended
         self._on_received = on_received
         self._link_spans = link_spans or LinkSpans(telemetry, ref, LinkBandwidths(), layers=False)
+        self._prefixes = prefixes
         self._slots = asyncio.Semaphore(slot_count)
         self._held = 0
         self._running = 0
@@ -82,13 +87,19 @@ class PrefillWorker:
         outcome: PrefillOutcome | None = None
         error: HeadraceError | None = None
         reports: list[SendReport] = []
+        fetch: PrefixFetch | None = None
         for name in (task.request_id, task.transfer_id):
             TRACE_NAMES.add(name, task.traceparent)
         self._held += 1
         self._on_received()
         try:
+            deadline = self._deadline(task)
+            work = _work_from_proto(task, deadline, self._engine.adapters)
+            if self._prefixes is not None:
+                fetch = self._prefixes.offer(work.target)
             outcome = await self._prefill(
-                *(task, on_start, on_first_token, start_unix_ns), reports.append
+                *(replace(work, prefix=fetch), deadline, on_start, on_first_token, start_unix_ns),
+                reports.append,
             )
         except asyncio.CancelledError:
             error = self._cancellation()
@@ -102,10 +113,13 @@ class PrefillWorker:
             error = InternalError(f"{type(failure).__name__}: {failure}")
         finally:
             self._held -= 1
+            if fetch is not None:
+                await fetch.close()
         # By the monotonic clock, because routers estimate their queue's wait from it.
         duration_ns = time.monotonic_ns() - start_ns
         end_unix_ns = start_unix_ns + duration_ns
-        ended = EndedTask(task, outcome, reports, error, start_unix_ns, end_unix_ns)
+        fetched = None if fetch is None else fetch.record
+        ended = EndedTask(task, outcome, reports, error, start_unix_ns, end_unix_ns, fetched)
         record_task(self._telemetry, self.ref, ended, self._link_spans)
         done = _done_to_proto(ended, duration_ns)
         if self._on_ended is not None:
@@ -124,21 +138,21 @@ class PrefillWorker:
 
     async def _prefill(
         self,
-        task: prefill_pb2.PrefillTask,
+        work: PrefillWork,
+        deadline: Deadline,
         on_start: Callable[[], Awaitable[None]] | None,
         on_first_token: Callable[[prefill_pb2.FirstToken], None] | None,
         start_unix_ns: int,
         on_report: Callable[[SendReport], None],
     ) -> PrefillOutcome:
-        deadline, start_ns = self._deadline(task), time.monotonic_ns()
-        work = _work_from_proto(task, deadline)
+        start_ns = time.monotonic_ns()
         if work.target.with_logits and not self._engine.logits_bytes:
             what = f"the engine of {self.ref.worker_id} sends no logits"
             raise InvalidRequest({"first_token": f"{what}: choose decode or prefill"})
 
         def forward_first_token(tokens: DecodeTokens) -> None:
             if on_first_token is not None:
-                first = _first_token_to_proto(task.transfer_id, tokens)
+                first = _first_token_to_proto(work.target.transfer_id, tokens)
                 sent_ns = start_unix_ns + time.monotonic_ns() - start_ns
                 first.times.CopyFrom(task_times(None, start_unix_ns, sent_ns))
                 on_first_token(first)
@@ -150,7 +164,9 @@ class PrefillWorker:
                     if on_start is not None:
                         await on_start()
                     on_token = forward_first_token if work.sampling else None
-                    return await self._engine.prefill(work, on_token, on_report)
+                    outcome = await self._engine.prefill(work, on_token, on_report)
+                    self._measure(work, outcome)
+                    return outcome
                 finally:
                     self._running -= 1
         except TimeoutError:
@@ -158,6 +174,12 @@ class PrefillWorker:
                 f"the deadline passed while prefilling {len(work.token_ids)} tokens",
                 metadata={"waited_for": "prefill"},
             ) from None
+
+    def _measure(self, work: PrefillWork, outcome: PrefillOutcome) -> None:
+        if self._prefixes is not None:
+            here = len(work.token_ids) - outcome.cached_tokens - outcome.fetched_tokens
+            compute_ns = outcome.compute_end_unix_ns - outcome.compute_start_unix_ns
+            self._prefixes.computed(here, 1e-9 * compute_ns)
 
     def _deadline(self, task: prefill_pb2.PrefillTask) -> Deadline:
         if not task.HasField("remaining"):
@@ -179,7 +201,9 @@ class PrefillWorker:
         )
 
 
-def _work_from_proto(task: prefill_pb2.PrefillTask, deadline: Deadline) -> PrefillWork:
+def _work_from_proto(
+    task: prefill_pb2.PrefillTask, deadline: Deadline, adapters: Collection[Adapter]
+) -> PrefillWork:
     """Raises InvalidRequest naming every wrong field."""
     violations = salt_violations(task.cache_salt)
     if not task.transfer_id:
@@ -208,6 +232,7 @@ def _work_from_proto(task: prefill_pb2.PrefillTask, deadline: Deadline) -> Prefi
         if task.HasField("sampling")
         else None,
         cache_salt=task.cache_salt,
+        adapter=requested_adapter(task, adapters),
     )
 
 

@@ -55,6 +55,22 @@ def _require_own_identity(member: registry_pb2.Member) -> None:
     require_own_name(member.worker_id)
 
 
+_DESCRIPTOR_READERS: Final = {
+    registry_pb2.Member.ROLE_PREFILL: Role.DECODE,
+    registry_pb2.Member.ROLE_DECODE: Role.PREFILL,
+}
+
+
+def _require_reader(member: registry_pb2.Member | None) -> None:
+    """Raises PermissionDenied when the caller writes into no memory of this member's role."""
+    reader = None if member is None else _DESCRIPTOR_READERS.get(member.role)
+    if reader is not None and reader not in current_caller().roles:
+        raise PermissionDenied(
+            f"only the role {reader} may read where the memory of this member is",
+            metadata={"role": reader},
+        )
+
+
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     """The gRPC side of a store.
 
@@ -248,6 +264,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self, request: registry_pb2.GetKvDescriptorRequest, context: _Context
     ) -> registry_pb2.GetKvDescriptorResponse:
         validation.require(validation.reference_violations(request.member, "member"))
+        _require_reader(self._store.members.get(request.member.worker_id))
         descriptor = await self._store.get_descriptor(request.member)
         return registry_pb2.GetKvDescriptorResponse(descriptor=descriptor)
 

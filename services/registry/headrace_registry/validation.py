@@ -29,6 +29,7 @@ from headrace_common.limits import (
     TRANSPORT_CHARACTERS_MAX,
     limit_violations,
 )
+from headrace_common.registry.adapters import announced_violations
 
 
 def require(violations: dict[str, str]) -> None:
@@ -216,6 +217,7 @@ def _worker_violations(member: registry_pb2.Member, path: str) -> dict[str, str]
             violations[f"{path}.{name}"] = "give a number above 0"
     if len(member.transport) > TRANSPORT_CHARACTERS_MAX:
         violations[f"{path}.transport"] = f"give at most {TRANSPORT_CHARACTERS_MAX} characters"
+    violations.update(announced_violations(member.adapters, f"{path}.adapters"))
     if not member.HasField("layout"):
         violations[f"{path}.layout"] = "give the KV layout"
     else:

@@ -10,13 +10,14 @@ from random import Random
 
 import grpc.aio
 
-from headrace.inference.v1 import inference_pb2_grpc, trace_pb2_grpc
+from headrace.inference.v1 import inference_pb2_grpc, load_pb2_grpc, trace_pb2_grpc
 from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.access.authorizer import Authorizer
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
 from headrace_common.limits import TICKET_LIFETIME_MAX_S
+from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.telemetry.setup import Telemetry
@@ -36,6 +37,7 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_router.client_gate import ClientGate
 from headrace_router.config import RouterConfig
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
+from headrace_router.load import LoadReader
 from headrace_router.lookaside.keys import RouterKeys
 from headrace_router.lookaside.own_prompts import OwnPrompts
 from headrace_router.lookaside.prompts import DirectPrompts
@@ -71,6 +73,7 @@ _PICK_S = 10.0
 CLIENT_SERVICES = ("headrace.inference.v1.InferenceService",)
 INTERNAL_SERVICES = (
     *CLIENT_SERVICES,
+    "headrace.inference.v1.LoadService",
     "headrace.inference.v1.TraceService",
     "headrace.prefill.v1.PrefillQueueService",
     OTLP_SERVICE_NAME,
@@ -100,6 +103,7 @@ class Router:
     admission: Admission
     pairs: PairReporter
     queue_service: QueueService
+    load: LoadReader
     picker: EndpointPicker
     status: StatusApp | None
     """None without the setting status_listen."""
@@ -123,6 +127,7 @@ class Router:
     def _add_internal(self, server: grpc.aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.inference, server)
         trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceReader(self.traces), server)
+        load_pb2_grpc.add_LoadServiceServicer_to_server(self.load, server)
         prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(self.queue_service, server)
         SpanCollector(self.traces.add_batch, self.direct.on_batch).add_to(server)
 
@@ -163,13 +168,14 @@ def assemble(
         if model in codecs:
             admission.resize_slots(model, slots.available())
 
-    dials = Dials()
+    dials, load = Dials(), LoopLoad()
     workers = WorkerDirectory(
         lambda endpoint: open_channel(endpoint, config),
         ticket_key.public.public_key,
         config.worker_wait_s,
         resize_slots,
         dials,
+        load,
     )
     queue = PrefillQueue(
         config.max_queued_tasks, config.prefix_wait_s, sign=_task_signer(ticket_key)
@@ -194,17 +200,19 @@ def assemble(
         migration_wait_s=config.migration_wait_s,
         on_migration=metrics.count_migration,
     )
+    clocks = WorkerClocks()
     direct = DirectRequestTracker(
         workers,
         telemetry,
         ttl_s=config.ticket_ttl_s,
         longest_s=config.default_deadline_s,
         max_unused=config.max_unused_tickets,
+        clocks=clocks,
+        on_clocks=traces.add_clocks,
     )
     # A client has a reservation sent within `late_s` after its ticket's expiry, perhaps by another router than its own.
     router_keys = RouterKeys(ticket_key.public, TICKET_LIFETIME_MAX_S + config.default_deadline_s)
     prompts = DirectPrompts(workers, queue, dispatcher)
-    clocks = WorkerClocks()
     look_aside = LookAside(
         workers=workers,
         queue=queue,
@@ -236,6 +244,7 @@ def assemble(
         dispatcher=dispatcher,
         tracer=tracer,
         metrics=metrics,
+        load=load,
     )
     models = ModelCatalog(codecs, workers, queue)
     inference = InferenceService(
@@ -297,6 +306,7 @@ def assemble(
             ),
             runner.reject_when_draining,
         ),
+        load=LoadReader(codecs, queue, admission, metrics.totals),
         status=_build_status(config, status_reader),
         status_reader=status_reader,
     )

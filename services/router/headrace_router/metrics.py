@@ -20,6 +20,7 @@ from headrace_common.telemetry.metrics.instruments import BucketCounts, Gauge
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_frontend.admission.admission import Admission
 from headrace_frontend.request.response_stream import ResponseStream
+from headrace_router.load import RequestTotals
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.workers.directory import WorkerDirectory
@@ -88,6 +89,8 @@ class RouterMetrics:
         prefixes: PrefixCacheDirectory,
         workers: WorkerDirectory,
     ) -> None:
+        self.totals = RequestTotals()
+        """Sums over the answered requests, for planners."""
         store = metrics.store
         self._requests = store.counter(schema.METRIC_REQUESTS, schema.ATTRIBUTE_END_REASON)
         self._migrations = store.counter(schema.METRIC_MIGRATIONS, schema.ATTRIBUTE_END_REASON)
@@ -172,6 +175,14 @@ class RouterMetrics:
             self._prompt_tokens.add(transferred, model, "transferred")
             computed = max(0, answer.prompt_tokens - cached - transferred)
             self._prompt_tokens.add(computed, model, "computed")
+        self.totals.add(
+            model,
+            prompt_tokens=answer.prompt_tokens,
+            cached_tokens=usage.decode_cached_tokens if usage is not None else 0,
+            answer_tokens=answer.new_tokens,
+            first_token_ns=answer.first_token_unix_ns - arrival_unix_ns,
+            duration_ns=answer.last_token_unix_ns - arrival_unix_ns,
+        )
 
     def count_latency(self, answer: ResponseStream, breakdown: Breakdown) -> None:
         """Counts the parts of the times to the first tokens of an answer that has started."""

@@ -18,6 +18,7 @@ from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import NoDecodeWorker
+from headrace_common.registry.adapters import Adapter
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.workers.table import Flags, LoadTable, Numbers, Worker
 
@@ -52,7 +53,8 @@ class RoutePolicy:
 class PlacementRequest:
     """The request to place. Workers in `failed` are never chosen, those in `suspect` only as the last resort.
 
-    `local_only` forces prefill on the decode worker. `remaining_s` is the time to the deadline.
+    `local_only` forces prefill on the decode worker. `remaining_s` is the time to the deadline. Only workers with the
+    `adapter` are chosen.
     """
 
     model: str
@@ -63,6 +65,7 @@ class PlacementRequest:
     failed: frozenset[WorkerRef] = frozenset()
     suspect: frozenset[WorkerRef] = frozenset()
     local_only: bool = False
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,8 @@ class KvAware(Placement):
         usable = ~table.draining
         if request.failed:
             usable &= ~table.flags(request.failed)
+        if request.adapter is not None:
+            usable &= table.serving(request.adapter)
         usable_count = np.count_nonzero(usable)
         if not usable_count:
             raise _no_decode_worker(request)
@@ -194,6 +199,7 @@ class KvAware(Placement):
 def _no_decode_worker(request: PlacementRequest) -> NoDecodeWorker:
     return NoDecodeWorker(
         f"no live decode worker serves {request.model}"
+        + (f" with adapter {request.adapter}" if request.adapter is not None else "")
         + (f", less {len(request.failed)} that failed" if request.failed else ""),
         metadata={"model": request.model},
     )

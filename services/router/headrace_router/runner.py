@@ -57,14 +57,16 @@ class RequestRunner:
         dispatcher: RequestDispatcher,
         tracer: RequestTracer,
         metrics: RouterMetrics,
+        load: LoopLoad,
     ) -> None:
+        """`load` is that of the event loop. The workers pace the tokens by it."""
         self._callers = callers
         self._admission = admission
         self._preparer = preparer
         self._dispatcher = dispatcher
         self._tracer = tracer
         self._metrics = metrics
-        self._load = LoopLoad()
+        self._load = load
         self._draining = False
 
     @property
@@ -145,7 +147,7 @@ class RequestRunner:
             await permit.acquire_slot(prepared.model)
             timeline.slot_acquired(slot_start_ns)
             await self.wait_turn()
-            response = ResponseStream(prepared, trace_id_of(root), self._load)
+            response = ResponseStream(prepared, trace_id_of(root), self._load, paced=True)
             response.count_gaps(self._metrics.token_gaps())
             timeline.responding(response)
             answer.on_response(response)

@@ -18,6 +18,7 @@ from headrace_frontend.answers import answer_count, request_id_of
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.tenants import DEFAULT_TENANT, TenantAliases, Tenants
 from headrace_router.dispatch.dispatcher import RequestDispatcher
+from headrace_router.lookaside.direct_timeline import RouteTimes
 from headrace_router.lookaside.steps import route_steps
 from headrace_router.lookaside.tickets import LookAside, candidates_to_proto
 from headrace_router.models import ModelCatalog
@@ -128,7 +129,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             if direct is not None:
                 # The request keeps its permit until it has ended on its decode worker.
                 ref, release = decision.worker.ref, held.pop_all().close
-                self._direct.track(direct, ref, caller, permit, release, arrival_unix_ns)
+                times = RouteTimes(arrival_ns, arrival_unix_ns, prepared.tokenized_ns, route_ns)
+                self._direct.track(direct, ref, caller, permit, release, times)
             return inference_pb2.RouteResponse(
                 worker_id=decision.worker.ref.worker_id,
                 incarnation=decision.worker.ref.incarnation,

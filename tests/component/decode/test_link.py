@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -116,6 +117,10 @@ async def link(served: Served) -> AsyncIterator[LinkClient]:
     client.cancel()
 
 
+def _has_tokens(link: LinkClient, stream_id: int, count: int) -> bool:
+    return len(link.tokens.get(stream_id, ())) == count
+
+
 def local(name: str, **changes: Any) -> decode_pb2.GenerateRequest:
     return request(name, remote_prefill=False, **changes)
 
@@ -154,6 +159,38 @@ async def test_all_tokens_of_a_step_are_one_message(served: Served, link: LinkCl
     await until(lambda: len(link.tokens) == 2, what="tokens")
     (message,) = link.messages[before:]
     assert sorted(message.tokens.stream_ids) == ids
+
+
+async def test_further_tokens_wait_for_the_interval_and_nothing_else_does(
+    served: Served, link: LinkClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "LINK_TOKEN_INTERVAL_MAX_US", 2**32)
+    await link.write(token_interval_us=3_600_000_000)
+    for name in ("a", "b"):
+        served.engine.play_for(name)
+    a, b = [await link.open(local(name)) for name in ("a", "b")]
+    await until(lambda: len(link.reserved) == 2, what="Reserved")
+    # The second token begins an interval. The third one waits for its end.
+    for token in (1, 2):
+        served.engine.play_for("a", DecodeTokens((token,)))
+        await until(partial(_has_tokens, link, a, token), what="a token")
+    served.engine.play_for("a", DecodeTokens((3,)))
+    served.engine.play_for("b", DecodeTokens((7,)), DecodeTokens((8,)), DecodeEnded(False, 0))
+    await until(lambda: b in link.finished, what="the end of the other request")
+    assert link.tokens == {a: [1, 2], b: [7, 8]}
+    await link.write(token_interval_us=1_000)
+    await until(lambda: link.tokens[a] == [1, 2, 3], what="the end of the interval")
+    served.engine.play_for("a", DecodeEnded(False, 0))
+    await until(lambda: a in link.finished, what="the end")
+
+
+async def test_a_router_that_asks_for_a_long_interval_loses_its_link(
+    served: Served, link: LinkClient
+) -> None:
+    await link.write(token_interval_us=100_001)
+    error = await link.error()
+    assert isinstance(error, ProtocolViolation)
+    assert "token_interval_us must be at most 100000" in error.detail
 
 
 async def test_a_client_without_credit_blocks_only_itself(served: Served, link: LinkClient) -> None:

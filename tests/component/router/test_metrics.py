@@ -12,7 +12,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_common.telemetry import schema
-from headrace_router.tracing.batches import SpanBatch
+from headrace_router.tracing.batches import SpanBatch, read_span
 from headrace_router.tracing.store import DROPPED_SPAN
 from tests.collector import Collector, collecting
 from tests.component.router.fakes import Rig, hand_over, reply
@@ -98,7 +98,8 @@ async def test_dropped_spans_are_counted_by_bound(collected: tuple[Rig, Collecto
     rig, collector = collected
     trace_id = b"t" * 16
     rig.router.traces.start_trace(trace_id.hex(), "r1", 1)
-    spans = [Span(trace_id=trace_id, span_id=b"no id") for _ in range(3)]
+    content = Span(trace_id=trace_id, span_id=b"no id").SerializeToString()
+    spans = [read_span(content) for _ in range(3)]
     rig.router.traces.add_batch(SpanBatch("decode", "d0", spans))
     await asyncio.to_thread(rig.telemetry.metrics.force_flush)
     bound = {schema.ATTRIBUTE_TRACE_BOUND: DROPPED_SPAN}

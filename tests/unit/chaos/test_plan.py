@@ -50,3 +50,13 @@ def test_only_times_are_scaled() -> None:
                 assert after[name][wire_name] == (wire_value * times if times != 1 else wire_value)
         else:
             assert after[name] == (value if name in NO_TIMES else value * SLOWNESS), name
+
+
+def test_only_a_run_with_a_pool_breaks_its_store() -> None:
+    def targets(plan: ChaosPlan) -> set[str]:
+        return {fault.target.partition("-")[0] for fault in islice(process_faults(plan), 200)}
+
+    everything = {"prefill", "decode", "router", "registry", "etcd"}
+    assert targets(scenario("all", 7, 50)) == everything
+    assert targets(scenario("all", 7, 50, pool=True)) == {*everything, "pool"}
+    assert targets(scenario("pool", 7, 50)) == {"pool"}

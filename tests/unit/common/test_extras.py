@@ -14,7 +14,10 @@ from headrace_common.errors import ConfigError
 from headrace_common.extras import MODULES, install_command, require_extra
 from tests.unit.test_architecture import ROOT
 
-SOURCES = ("libs", "services/registry", "services/router", "services/prefill", "services/decode")
+SOURCES = (
+    "libs",
+    *(f"services/{name}" for name in ("registry", "router", "prefill", "decode", "planner")),
+)
 TIMEOUT_S = 60.0
 # Hides modules as if their distributions were not installed.
 HIDING = """
@@ -45,6 +48,7 @@ def _hide(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
     [
         ("headrace_cli", "workers", "typer", "cli"),
         ("headrace_registry", "--help", "uvloop", "registry"),
+        ("headrace_planner_service", "--help", "uvloop", "planner"),
         ("headrace_router", "--help", "sortedcontainers", "router"),
         ("headrace_prefill", "--help", "pydantic", "worker"),
         ("headrace_decode", "--help", "numpy", "worker"),
@@ -122,6 +126,7 @@ def test_up_does_without_the_extras_that_it_does_not_use(
     [
         ("headrace_cli", ["cli"]),
         ("headrace_registry", ["cli", "registry"]),
+        ("headrace_planner_service", ["cli", "planner"]),
         ("headrace_router", ["cli", "registry", "router"]),
         ("headrace_prefill", ["cli", "worker"]),
         ("headrace_decode", ["cli", "worker"]),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import first_token_pb2, sampling_pb2
+from headrace.inference.v1 import adapter_pb2, first_token_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
+from headrace_common.registry.adapters import Adapter
 from headrace_decode.proto import tokens_to_proto, work_from_proto
 from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
 from headrace_engine.proto import sampling_from_proto
@@ -48,6 +49,25 @@ def test_a_salt_reaches_the_engine_if_it_is_one() -> None:
         with pytest.raises(InvalidRequest) as refused:
             work_from_proto(request(cache_salt=wrong))
         assert set(refused.value.violations) == {"cache_salt"}
+
+
+def test_an_adapter_is_one_of_the_workers() -> None:
+    known = [Adapter("poet", "aa"), Adapter("coder", "bb")]
+
+    def asked(name: str, digest: str, salt: str = "0a") -> decode_pb2.GenerateRequest:
+        return request(cache_salt=salt, adapter=adapter_pb2.Adapter(name=name, digest=digest))
+
+    assert work_from_proto(request(), known).adapter == ""
+    assert work_from_proto(asked("coder", "bb"), known).adapter == "coder"
+    for wrong, field, why in (
+        (asked("coder", "aa"), "adapter", "with another digest than this worker's"),
+        (asked("painter", "aa"), "adapter", "not among this worker's"),
+        (asked("poet", "x"), "adapter.digest", "0-9 and a-f"),
+        (asked("poet", "aa", ""), "cache_salt", "must not be empty beside an adapter"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            work_from_proto(wrong, known)
+        assert why in refused.value.violations[field]
 
 
 def test_a_prompt_of_one_token_needs_no_transfer() -> None:

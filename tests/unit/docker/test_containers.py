@@ -16,6 +16,7 @@ import yaml
 from headrace_common.config import ServiceConfig
 from headrace_common.process.settings import load_config
 from headrace_decode.config import DecodeConfig
+from headrace_planner_service.config import PlannerConfig
 from headrace_prefill.config import PrefillConfig
 from headrace_registry.config import RegistryConfig
 from headrace_router.config import RouterConfig
@@ -30,6 +31,8 @@ SERVICES: dict[str, type[ServiceConfig]] = {
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
 }
+# Only started on request.
+OPTIONAL: dict[str, type[ServiceConfig]] = {"planner": PlannerConfig}
 USER = "10001:10001"
 DOCKERFILES = sorted(DOCKER.glob("*.Dockerfile"))
 PINNED = re.compile(r"docker\.io/library/[a-z]+:[a-z0-9.-]+(@sha256:[0-9a-f]{64})?")
@@ -82,7 +85,7 @@ def test_only_the_store_and_the_first_step_write_to_volumes() -> None:
     assert writable == {("etcd", "etcd-data"), *(("credentials", name) for name in credentials)}
 
 
-@pytest.mark.parametrize("name", [*SERVICES, "operator"])
+@pytest.mark.parametrize("name", [*SERVICES, *OPTIONAL, "operator"])
 def test_a_service_has_its_own_credentials_only(name: str) -> None:
     mounts = mounts_of(CONTAINERS[name])
     assert mounts.pop("/credentials") == (f"{name}-credentials", "ro")
@@ -91,10 +94,11 @@ def test_a_service_has_its_own_credentials_only(name: str) -> None:
     assert written[f"/credentials/{name}"] == (f"{name}-credentials", "rw")
 
 
-@pytest.mark.parametrize("name", SERVICES)
+@pytest.mark.parametrize("name", [*SERVICES, *OPTIONAL])
 def test_a_service_accepts_its_settings_and_uses_tokens(name: str) -> None:
     words = settings_of(CONTAINERS[name])
-    config = load_config(SERVICES[name], words, prog=name, env_prefix=f"HEADRACE_{name.upper()}_")
+    kind = {**SERVICES, **OPTIONAL}[name]
+    config = load_config(kind, words, prog=name, env_prefix=f"HEADRACE_{name.upper()}_")
     assert not config.insecure
     assert config.token_file == "/credentials/token"
     assert config.token_keys_file == "/credentials/token_keys.pem"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
+import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -203,6 +206,26 @@ async def test_a_client_that_reads_gets_its_response_without_another_task() -> N
     assert client.tasks == {asyncio.current_task()}
     assert asyncio.all_tasks() == before
     assert started
+
+
+async def test_a_response_that_has_ended_is_freed_without_the_collector() -> None:
+    client = Client(room=100)
+    response = response_of()
+
+    async def produce(filled: ResponseStream) -> None:
+        await filled.add_tokens(ids_of("a"))
+        finish(filled)
+
+    gc.disable()
+    try:
+        await write_response(
+            response, partial(produce, response), client.write, outlets=client.outlets
+        )
+        kept = weakref.ref(response)
+        del response
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_client_that_does_not_read_gets_the_rest_from_a_task_in_order() -> None:

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_planner.recording import LINE_BYTES_MAX, read_intervals
+from headrace_planner.recording import LINE_BYTES_MAX, interval_line, read_intervals
 
 LINE = {
     "start_unix_s": 10,
@@ -41,3 +41,27 @@ def test_every_wrong_field_of_a_line_is_named() -> None:
 def test_what_is_no_interval_is_refused(line: str) -> None:
     with pytest.raises(ConfigError, match="line 1"):
         list(read_intervals([line]))
+
+
+REQUESTS = {
+    "request_count": 2,
+    "prompt_tokens": 3.5,
+    "answer_tokens": 1,
+    "ttft_s": 0.1,
+    "itl_s": 0.0,
+    "duration_s": 1,
+    "cached_share": 0.5,
+}
+
+
+@pytest.mark.parametrize("requests", [None, REQUESTS])
+def test_a_written_interval_is_read_again(requests: dict[str, float] | None) -> None:
+    line = json.loads(json.dumps(LINE))
+    line["samples"][0]["decode"].append(
+        {"kv_usage": 0.1, "waiting_requests": 4, "slot_usage": 0.75}
+    )
+    if requests is not None:
+        line["requests"] = requests
+    (interval,) = read_intervals([json.dumps(line)])
+    assert interval.samples[0].decode[1].load == pytest.approx(0.75 + 4 * 0.02)
+    assert list(read_intervals([interval_line(interval)])) == [interval]

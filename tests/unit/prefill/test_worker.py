@@ -9,10 +9,12 @@ from functools import partial
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from headrace.inference.v1 import adapter_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError, TransferFailed
+from headrace_common.registry.adapters import Adapter
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, TokenLogprobs
@@ -30,6 +32,8 @@ Behaviour = Callable[[PrefillWork], Awaitable[PrefillOutcome]]
 
 class ScriptedEngine:
     """Prefills with the behaviour of a test. A prefill worker calls nothing else."""
+
+    adapters = (Adapter("poet", "aa"),)
 
     def __init__(self, behaviour: Behaviour) -> None:
         self._behaviour = behaviour
@@ -148,6 +152,25 @@ async def test_the_engine_gets_the_transfer_target(telemetry: Telemetry) -> None
     assert (target.start_token, target.end_token) == (4, 9)
     assert target.decode == WorkerRef("decode-0", "ff")
     assert target.handoff_endpoint == "127.0.0.1:1"
+
+
+async def test_a_task_gets_only_an_adapter_that_the_engine_has(telemetry: Telemetry) -> None:
+    works: list[PrefillWork] = []
+
+    async def note(work: PrefillWork) -> PrefillOutcome:
+        works.append(work)
+        return OUTCOME
+
+    worker = worker_of(note, telemetry)
+    right, wrong = (
+        task(cache_salt="0a", adapter=adapter_pb2.Adapter(name="poet", digest=digest))
+        for digest in ("aa", "bb")
+    )
+    assert not (await worker.run(right)).reason
+    done = await worker.run(wrong)
+    assert done.reason == "INVALID_FIELD"
+    assert "'poet' is an adapter with another digest" in done.detail
+    assert [work.adapter for work in works] == ["poet"]
 
 
 async def test_a_task_with_a_salt_that_is_none_is_rejected(telemetry: Telemetry) -> None:

@@ -65,6 +65,17 @@ def test_each_wrong_field_is_named(field: str, value: str | int | bytes) -> None
     assert set(validation.member_violations(member, "member")) == {f"member.{field}"}
 
 
+def test_a_workers_adapters_are_checked() -> None:
+    member = worker()
+    member.adapters.add(name="poet", digest="0a")
+    assert validation.member_violations(member, "member") == {}
+    member.adapters.add(name="poet", digest="x")
+    assert set(validation.member_violations(member, "member")) == {
+        "member.adapters[1].name",
+        "member.adapters[1].digest",
+    }
+
+
 def test_a_workers_layout_is_checked() -> None:
     member = worker()
     group = layout_pb2.CacheGroup(

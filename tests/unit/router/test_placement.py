@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import NoDecodeWorker
+from headrace_common.registry.adapters import Adapter
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
@@ -236,3 +237,36 @@ def test_no_fitter_or_cheaper_worker_is_passed_over(
         return
     decision = _choose(by_name, dict(zip(names, cached, strict=False)), request)
     assert rank(decision.worker.ref.worker_id) == min(map(rank, usable))
+
+
+def test_only_workers_with_the_adapter_are_chosen() -> None:
+    poet, other = Adapter("poet", "aa"), Adapter("poet", "bb")
+    workers = [
+        Worker(_ref(name), f"{name}:1", "sim", 4_096, 10, _LAYOUT, adapters=frozenset(adapters))
+        for name, adapters in (("a", ()), ("b", (poet, Adapter("coder", "cc"))), ("c", (other,)))
+    ]
+    table = LoadTable(workers)
+    for worker in workers:
+        # The worker with the adapter is the busiest one.
+        table.set(
+            worker.ref, replace(_REACHABLE, held_tokens=500 if worker.ref.worker_id == "b" else 0)
+        )
+    placement = KvAware(Random(1))
+    request = replace(_REQUEST, adapter=poet)
+    assert placement.choose(request, Candidates(table)).worker.ref == _ref("b")
+    with pytest.raises(NoDecodeWorker, match="serves sim with adapter poet, less 1 that failed"):
+        placement.choose(replace(request, failed=frozenset({_ref("b")})), Candidates(table))
+
+
+def test_of_one_name_the_adapter_of_most_workers_is_served() -> None:
+    first, second = Adapter("poet", "aa"), Adapter("poet", "bb")
+    names = iter("abcde")
+
+    def table(*adapters: Adapter) -> LoadTable:
+        return LoadTable(
+            Worker(_ref(next(names)), "a:1", "sim", 4_096, 10, _LAYOUT, adapters=frozenset({one}))
+            for one in adapters
+        )
+
+    assert table(first, second, second).adapters == {"poet": second}
+    assert table(second, first).adapters == {"poet": first}

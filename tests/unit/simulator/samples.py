@@ -11,13 +11,13 @@ PROFILE = WorkerProfile(
         PrefillPoint(prompt_tokens=10_000, ttft_s=10.0),
     ),
     decode=(
-        DecodePoint(kv_usage=0.0, context_tokens=1000, itl_s=0.02, tokens_per_s=50),
-        DecodePoint(kv_usage=1.0, context_tokens=1000, itl_s=0.06, tokens_per_s=500),
+        DecodePoint(kv_usage=0.03, context_tokens=1000, itl_s=0.02, tokens_per_s=1 / 0.02),
+        DecodePoint(kv_usage=0.5, context_tokens=1000, itl_s=0.05, tokens_per_s=16 / 0.05),
     ),
     kv_tokens=32_000,
     max_num_seqs=16,
 )
-"""A prompt token takes 1 ms, a decode step 20 ms to 60 ms by the use of KV memory."""
+"""A prompt token takes 1 ms, a decode step 20 ms and 2 ms more for each request after the first."""
 
 SLOW_LINK = PROFILE.model_copy(update={"transfer": TransferTime(fixed_s=0.5, s_per_token=0.002)})
 

@@ -44,7 +44,13 @@ def test_a_request_takes_its_prefill_and_its_steps() -> None:
     step_s = pytest.approx(0.02, rel=0.1)
     assert result.ttft.mean_s == pytest.approx(PROFILE.ttft_s(1000), rel=0.01)
     assert result.itl.mean_s == step_s
-    assert result.e2e.mean_s == pytest.approx(PROFILE.ttft_s(1000) + 10 * 0.0213, rel=0.01)
+    assert result.e2e.mean_s == pytest.approx(PROFILE.ttft_s(1000) + 10 * 0.02, rel=0.01)
+
+
+def test_a_prompt_without_a_whole_block_is_served_like_others() -> None:
+    result = replay(request(prompt_tokens=100), request(1, prompt_tokens=1))
+    assert not result.failures
+    assert result.cached_share == 0.0
 
 
 def test_prompts_wait_for_each_other() -> None:
@@ -64,7 +70,7 @@ def test_without_prefill_workers_decode_computes_the_prompt_and_its_answers_wait
     trace = (request(0, answer_tokens=100), request(1, arrival_s=1.5, prompt_tokens=2000))
     result = replay(*trace, prefill_workers=0)
     assert result.ttft.mean_s == pytest.approx(1.5, rel=0.05)
-    assert result.e2e.percentiles["p99"] == pytest.approx(1.0 + 2.0 + 100 * 0.0225, rel=0.05)
+    assert result.e2e.percentiles["p99"] == pytest.approx(1.0 + 2.0 + 100 * 0.02, rel=0.05)
 
 
 def test_requests_wait_for_room_in_the_order_of_arrival() -> None:
@@ -72,9 +78,9 @@ def test_requests_wait_for_room_in_the_order_of_arrival() -> None:
     trace = [request(number, arrival_s=0.001 * number) for number in range(4)]
     result = replay(*trace, profile=small, prefill_workers=4)
     # Three requests before it, each with its prefill and ten steps, then its own first token.
-    last_s = 3 * (0.98 + 10 * 0.0213) + 1.0
+    last_s = 3 * (0.98 + 10 * 0.02) + 1.0
     assert result.ttft.percentiles["p99"] == pytest.approx(last_s, rel=0.01)
-    assert result.ttft.percentiles["p50"] == pytest.approx(0.98 + 10 * 0.0213 + 1.0, rel=0.01)
+    assert result.ttft.percentiles["p50"] == pytest.approx(0.98 + 10 * 0.02 + 1.0, rel=0.01)
 
 
 def test_a_prompt_that_never_fits_fails_alone() -> None:

@@ -13,12 +13,15 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from headrace_text.byte_level import ByteStep, TokenBytes
 from headrace_text.detokenizer import IncrementalDetokenizer
 from headrace_text.hugging_face import HuggingFaceCodec
 
 _BYTES = [f"<0x{value:02X}>" for value in range(256)]
 _WORDS = ["▁the", "▁a", "▁", "b", "é", "€", ",", "▁.", "n't"]
 _SPECIAL = ["<s>", "</s>"]
+# A replacement is taken for a part of a character.
+_CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd")
 # As Llama's: bytes of characters that have no token, and a space before each word.
 _SENTENCE_PIECE: dict[str, Any] = {
     "type": "Sequence",
@@ -103,7 +106,7 @@ def test_the_step_and_the_window_give_the_same_pieces(kind: str, data: st.DataOb
 
 
 @settings(deadline=None, max_examples=100)
-@given(st.text(max_size=60), st.text(max_size=6), st.integers(1, 3))
+@given(st.text(_CHARACTERS, max_size=60), st.text(_CHARACTERS, max_size=6), st.integers(1, 3))
 @example("\U0001f468‍\U0001f469‍\U0001f467 €", "é", 1)
 def test_streamed_text_is_restored(text: str, prompt: str, size: int) -> None:
     codec, _, _ = _codecs("byte_level")
@@ -180,3 +183,25 @@ def test_a_step_that_fails_gives_way_to_the_window() -> None:
 
     pieces = _pieces(Failing(Path("models/tiny-llama")), [], [[token] for token in tokens])
     assert "".join(pieces) == "a long answer"
+
+
+@pytest.mark.parametrize("folder", ["models/tiny-llama", "models/SmolLM2-135M-Instruct"])
+@pytest.mark.parametrize("skips", [True, False])
+def test_the_bytes_of_every_token_are_those_of_the_library(folder: str, skips: bool) -> None:
+    codec = HuggingFaceCodec(Path(folder))
+    for token in range(codec.vocabulary_size):
+        step = codec.decode_step([], skip_special_tokens=skips)
+        assert isinstance(step, ByteStep)
+        text = codec.decode([token], skip_special_tokens=skips)
+        # The library's text of a part of a character has replacements, and a step holds it back.
+        assert step(token) == (None if text.endswith("\ufffd") else text), token
+    step = codec.decode_step([])
+    assert step is not None
+    assert step(codec.vocabulary_size + 10**6) == ""
+
+
+def test_an_added_token_with_a_space_is_plain_text() -> None:
+    tokens = TokenBytes({0: "Ġa", 1: "two words", 2: "<s>"}.get, [2])
+    step = ByteStep(tokens)
+    assert step([0, 1, 2, 3]) == " atwo words"
+    assert 3 not in tokens, "ids of a worker do not fill the memory"

@@ -5,14 +5,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from headrace_common.errors import TransferFailed
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_engine.sim.cache.remote_blocks import SimRemoteBlocks
-from headrace_kv.layout.layout import KvDescriptor, KvLayout
+from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
-from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierHit, TierPlan
+from headrace_kv.manager.lower_tiers import (
+    NO_BLOCKS,
+    LowerTiers,
+    PoolBlocks,
+    TierCopy,
+    TierHit,
+    TierPlan,
+)
 from headrace_kv.manager.settings import TierSettings
 from headrace_kv.pool.base import PoolMemory, RemotePool
 from headrace_kv.pool.keys import PoolKeys
@@ -55,6 +63,11 @@ class SimLowerTiers:
         return self._settings.pooled and self._settings.publishes
 
     @property
+    def host_memories(self) -> list[RankMemory]:
+        """Blocks in main memory of each rank, for transfers."""
+        return [copier.host_memory for copier in self._copiers]
+
+    @property
     def pool_memories(self) -> list[PoolMemory]:
         """Main memory of each rank, for a remote pool."""
         return [copier.pool_memory for copier in self._copiers]
@@ -70,6 +83,7 @@ class SimLowerTiers:
             layout.rank_count,
             self._settings.pool_timeout_s,
             lambda plan: self._carry_out(plan, reporter),
+            partial(self._loaded, reporter=reporter),
         )
 
     def fetch(
@@ -105,14 +119,20 @@ class SimLowerTiers:
         """Ends a hold without a load."""
         self._tiers.release(hit)
 
+    def hold_sent(self, prefixes: Sequence[int], hit: TierHit) -> PoolBlocks:
+        """Holds those first blocks of a hit that transfers may read from main memory, until `sent`."""
+        if not self._settings.sends_from_host:
+            return NO_BLOCKS
+        return self._tiers.hold_fastest(prefixes[: hit.count_leading(Tier.HOST)])
+
+    def sent(self, blocks: PoolBlocks) -> None:
+        """No transfer reads these blocks any more."""
+        self._tiers.release_fastest(blocks)
+
     def load(self, hit: TierHit, block_ids: Sequence[int], reporter: CacheEventReporter) -> int:
         """Copies held blocks into KV memory. Returns how many of the first ones are there."""
         plan = self._tiers.load(hit, block_ids)
-        failed = self._copy(plan)
-        for tier in {copy.source for copy in plan.copies}:
-            seconds_per_block = self.load_times.seconds_per_block(tier)
-            if seconds_per_block is not None:
-                reporter.blocks_loaded(tier, seconds_per_block)
+        failed = self._copy(plan, lambda load: self._loaded(load, reporter))
         for copy in failed:
             self._report(self._tiers.drop(copy.source, copy.source_ids), reporter)
         lost = {copy.source for copy in failed}
@@ -138,28 +158,34 @@ class SimLowerTiers:
         for copy in failed:
             self._report(self._tiers.drop(copy.destination, copy.destination_ids), reporter)
 
-    def _copy(self, plan: TierPlan) -> list[TierCopy]:
-        """Makes the copies of a plan. Returns those that failed."""
+    def _copy(
+        self, plan: TierPlan, on_load: Callable[[TierLoad], None] = lambda _: None
+    ) -> list[TierCopy]:
+        """Makes the copies of a plan. Returns those that failed. `on_load` gets the loads into KV memory."""
         failed: list[TierCopy] = []
         for copy in plan.copies:
             start_s = time.monotonic()
             try:
                 for copier in self._copiers:
                     copier.copy(copy)
-                self._measure(copy, time.monotonic() - start_s)
+                copy_s = time.monotonic() - start_s
             except TransferFailed as error:
                 _logger.warning(
                     "a copy from %s to %s: %s",
                     *(copy.source.name, copy.destination.name, error.detail),
                 )
                 failed.append(copy)
+                continue
+            if copy.destination == Tier.DEVICE:
+                count = len(copy.source_ids)
+                on_load(TierLoad(copy.source, count, copy_s + count * self._load_s_per_block))
         return failed
 
-    def _measure(self, copy: TierCopy, copy_s: float) -> None:
-        if copy.destination == Tier.DEVICE:
-            count = len(copy.source_ids)
-            seconds = copy_s + count * self._load_s_per_block
-            self.load_times.record(TierLoad(copy.source, count, seconds))
+    def _loaded(self, load: TierLoad, reporter: CacheEventReporter) -> None:
+        self.load_times.record(load)
+        seconds_per_block = self.load_times.seconds_per_block(load.tier)
+        if seconds_per_block is not None:
+            reporter.blocks_loaded(load.tier, seconds_per_block)
 
     def _report(self, plan: TierPlan, reporter: CacheEventReporter) -> None:
         for change in plan.changes:

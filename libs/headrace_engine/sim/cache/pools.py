@@ -13,7 +13,7 @@ from headrace_engine.sim.cache.lower_tiers import SimLowerTiers
 from headrace_engine.sim.request.sequence import Sequence
 from headrace_kv.layout.layout import STATE, CacheGroup
 from headrace_kv.manager.block_pool import BlockPool
-from headrace_kv.manager.lower_tiers import TierHit
+from headrace_kv.manager.lower_tiers import NO_BLOCKS, PoolBlocks, TierHit
 from headrace_kv.prefix.events import Tier
 
 
@@ -44,11 +44,18 @@ class CachePools:
             )
             for index, count in enumerate(block_counts)
         )
+        # Requests with blocks of main memory that are sent.
+        self._sending_count = 0
         self._keeps_state = any(group.kind == STATE for group in groups)
         sizes = [group.block_tokens or 1 for group in groups]
         self._span_tokens = lcm(*sizes)
         # A block ends only at a multiple of it.
         self._common_tokens = gcd(*(group.block_tokens for group in groups)) or self._span_tokens
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether a request has a page of a state."""
+        return self._keeps_state
 
     @property
     def available_count(self) -> int:
@@ -62,7 +69,7 @@ class CachePools:
 
     def reset_cache(self) -> bool:
         """Evicts every cached prefix of every group; False when a request holds blocks."""
-        if self.held_count:
+        if self.held_count or self._sending_count:
             return False
         for pool in self._pools:
             pool.evict_idle()
@@ -86,6 +93,7 @@ class CachePools:
 
         def report(fetched: Items[int]) -> None:
             indices = [index_of[prefix] for prefix in fetched]
+            sequence.blocks_fetched(indices)
             self._reporter.blocks_cached(sequence, indices, Tier.HOST)
 
         return self._lower_tiers.fetch(missing, report, on_end)
@@ -100,6 +108,11 @@ class CachePools:
         size = self._groups[0].block_tokens
         first_loaded = len(block_ids_by_group[0])
         hit = self._lower_blocks(sequence, first_loaded)
+        host = self._host_blocks(sequence, hit, first_loaded)
+        whole = (first_loaded + len(host)) * size == sequence.prompt_count
+        if host and whole and sequence.is_only_sent:
+            self._hold_only(sequence, block_ids_by_group, hit, host)
+            return True
         for pool, block_ids in zip(self._pools, block_ids_by_group, strict=True):
             pool.share(block_ids)
         for group, pool, block_ids in zip(
@@ -111,6 +124,7 @@ class CachePools:
                     each.free(held)
                 if self._lower_tiers is not None:
                     self._lower_tiers.release(hit)
+                    self._lower_tiers.sent(host)
                 return False
             block_ids.extend(fresh)
         loaded = self._load(hit, block_ids_by_group[0][first_loaded:])
@@ -119,7 +133,9 @@ class CachePools:
             tuple(tuple(block_ids) for block_ids in block_ids_by_group),
             cached_tokens=end,
             loaded_tokens=end - start,
+            tier_tokens=self._tier_tokens(sequence, hit, first_loaded, loaded),
         )
+        self._send_from(sequence, host, start)
         if loaded:
             self.register(sequence, start, end)
         return True
@@ -131,6 +147,50 @@ class CachePools:
         size = self._groups[0].block_tokens
         reusable = sequence.reusable_tokens(self._keeps_state)
         return self._lower_tiers.hold(sequence.prefixes(size, reusable)[start_block:])
+
+    def _host_blocks(self, sequence: Sequence, hit: TierHit, start_block: int) -> PoolBlocks:
+        """Those blocks of a hit that are sent straight from main memory. They are held until `free`."""
+        if self._lower_tiers is None or sequence.handover is None:
+            return NO_BLOCKS
+        size = self._groups[0].block_tokens
+        prefixes = sequence.prefixes(size, (start_block + len(hit)) * size)[start_block:]
+        if (start_block + len(prefixes)) * size <= sequence.pushed:
+            return NO_BLOCKS
+        return self._lower_tiers.hold_sent(prefixes, hit)
+
+    def _hold_only(
+        self,
+        sequence: Sequence,
+        block_ids_by_group: Items[Items[int]],
+        hit: TierHit,
+        host: PoolBlocks,
+    ) -> None:
+        """Gives a request that is only sent its cached blocks, and none for what is in main memory."""
+        assert self._lower_tiers is not None
+        self._lower_tiers.release(hit)
+        (block_ids,) = block_ids_by_group
+        self._pools[0].share(block_ids)
+        sequence.blocks_allocated(
+            (tuple(block_ids),),
+            cached_tokens=sequence.prompt_count,
+            tier_tokens=self._tier_tokens(sequence, hit, len(block_ids), len(host)),
+        )
+        self._send_from(sequence, host, len(block_ids) * self._groups[0].block_tokens)
+
+    def _send_from(self, sequence: Sequence, host: PoolBlocks, start_token: int) -> None:
+        if host:
+            sequence.host_blocks_held(host, start_token)
+            self._sending_count += 1
+
+    def _tier_tokens(
+        self, sequence: Sequence, hit: TierHit, first: int, count: int
+    ) -> dict[Tier, int]:
+        """Tokens of `count` loaded blocks from block `first` on, by the tier that they came from."""
+        found: dict[Tier, int] = {}
+        for index, (tier, _) in enumerate(hit.blocks[:count], first):
+            origin = Tier.REMOTE if index in sequence.fetched else tier
+            found[origin] = found.get(origin, 0) + self._groups[0].block_tokens
+        return found
 
     def _load(self, hit: TierHit, block_ids: Items[int]) -> int:
         """Copies blocks of lower tiers into the first of `block_ids`. Returns how many are there."""
@@ -210,5 +270,12 @@ class CachePools:
 
     def free(self, sequence: Sequence) -> None:
         """Takes the request's hold from its blocks."""
-        for pool, block_ids in zip(self._pools, sequence.block_ids_by_group, strict=False):
+        self.free_blocks(sequence.block_ids_by_group)
+        if self._lower_tiers is not None and sequence.host_blocks:
+            self._lower_tiers.sent(sequence.host_blocks)
+            self._sending_count -= 1
+
+    def free_blocks(self, block_ids_by_group: Items[Items[int]]) -> None:
+        """Takes a hold from blocks."""
+        for pool, block_ids in zip(self._pools, block_ids_by_group, strict=False):
             pool.free(block_ids)

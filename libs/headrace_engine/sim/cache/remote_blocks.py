@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Final
 
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
+from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import LowerTiers, PoolBlocks, TierPlan
 from headrace_kv.pool.base import BATCH_BLOCKS_MAX, RemotePool
 from headrace_kv.pool.keys import PoolKeys
@@ -25,6 +26,7 @@ Report = Callable[[Sequence[int]], None]
 
 class SimRemoteBlocks:
     """Moves blocks between the tier HOST and a pool. One event loop owns it. `carry_out` makes a plan's copies.
+    `on_load` gets each fetch that has brought blocks.
 
     A fetch ends in time whatever the store does. Blocks that did not come are computed.
     """
@@ -37,6 +39,7 @@ class SimRemoteBlocks:
         rank_count: int,
         timeout_s: float,
         carry_out: Callable[[TierPlan], None],
+        on_load: Callable[[TierLoad], None],
     ) -> None:
         self._tiers = tiers
         self._pool = pool
@@ -44,6 +47,7 @@ class SimRemoteBlocks:
         self._ranks = range(rank_count)
         self._timeout_s = timeout_s
         self._carry_out = carry_out
+        self._on_load = on_load
         self._tasks: set[asyncio.Task[None]] = set()
         # The fetch of each prefix that is under way.
         self._fetches: dict[int, asyncio.Task[None]] = {}
@@ -108,8 +112,10 @@ class SimRemoteBlocks:
         blocks, plan = self._tiers.reserve(prefixes)
         self._carry_out(plan)
         whole = 0
+        loop = asyncio.get_running_loop()
+        start_s = loop.time()
         try:
-            left_s = due_s - asyncio.get_running_loop().time()
+            left_s = due_s - start_s
             reads = [
                 _result(
                     self._pool.get(
@@ -121,6 +127,7 @@ class SimRemoteBlocks:
             whole = min(_leading(read) for read in await asyncio.gather(*reads))
         finally:
             fetched = self._tiers.fetched(blocks, whole)
+            self._on_load(TierLoad(Tier.REMOTE, whole, loop.time() - start_s))
             for change in fetched.changes:
                 on_fetched(change.prefixes)
 

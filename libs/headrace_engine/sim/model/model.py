@@ -8,6 +8,7 @@ computes the digest from memory; `SimModel.expected_tokens` computes it from the
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_common.errors import InvalidRequest
 from headrace_engine.interface import Sampling
 from headrace_engine.sim.model.bit_mixer import (
     WORD_MASK,
@@ -91,8 +93,19 @@ class SimModel:
             formulas.append(tuple(PartFormula.of(cache, part, at) for part, at in numbered))
             number = last
         self.formulas = tuple(formulas)
+        self._adapter_sums = {
+            adapter.name: mix_int(zlib.crc32(adapter.digest.encode()) + 1)
+            for adapter in settings.adapters
+        }
         self._position_weights = np.empty(0, np.uint64)
         self._position_words = np.empty(0, np.uint64)
+
+    def adapter_sum(self, adapter: str) -> int:
+        """The sum before the first token of a prompt: another one for each adapter. Raises InvalidRequest."""
+        found = self._adapter_sums.get(adapter) if adapter else 0
+        if found is None:
+            raise InvalidRequest({"adapter": f"the engine has no adapter {adapter!r}"})
+        return found
 
     def prefix_sums(self, token_ids: Sequence[int], start: int = 0, base: int = 0) -> U64Array:
         """Running sums over tokens from position `start`, after the sum `base`. Shape [tokens]."""
@@ -152,13 +165,13 @@ class SimModel:
         )
 
     def expected_tokens(
-        self, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY
+        self, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY, adapter: str = ""
     ) -> tuple[int, ...]:
         """The answer of `count` tokens, or up to and including a stop token.
 
         `sampling` must be greedy or have a seed. Its max_tokens is ignored.
         """
-        sums = self.prefix_sums(prompt)
+        sums = self.prefix_sums(prompt, base=self.adapter_sum(adapter))
         hashes = mix_words(sums)
         digest = self._tokens_digest(hashes, 0)
         running = int(sums[-1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -9,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.errors import ConfigError
+from headrace_common.registry.adapters import Adapter, adapter_to_proto, announced_violations
 from headrace_engine.config import DEFAULT_KV_CACHE_GIB
 from headrace_engine.sim.model.caches import TOKEN_INNER, SimCache, SimPart, spread_caches
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
@@ -54,6 +56,8 @@ class SimSettings:
     - `host_blocks`: evicted blocks that are kept in main memory, of a model with attention only.
     - `disk_blocks`: blocks that main memory has evicted and that are kept in a file in /var/tmp.
     - `host_copy_s_per_token`: seconds that copying them back takes.
+    - `adapters`: LoRA adapters, as in "poet/coder:0a1b". Each changes all KV and answers. After ":" a name may have a
+      digest in hex, another than its own. Adapters of one name and other digests differ.
     - `clock`: the path of a Unix socket where a test advances the time of computing by hand, see
       clock_control. Without it, computing takes real time.
 
@@ -86,6 +90,7 @@ class SimSettings:
     host_copy_s_per_token: float = 0.0
     clock: str = ""
     verify: bool = True
+    adapters: tuple[Adapter, ...] = ()
 
     @cached_property
     def caches(self) -> tuple[SimCache, ...]:
@@ -232,6 +237,7 @@ def _read(key: str, text: str, kind: type) -> object:
         "block_format": _parse_block_format,
         "clock": _parse_clock,
         "verify": _parse_switch,
+        "adapters": _parse_adapters,
     }
     if key in readers:
         return readers[key](text)
@@ -284,6 +290,18 @@ def _parse_switch(text: str) -> bool:
     if text not in ("on", "off"):
         raise ValueError("take on or off")
     return text == "on"
+
+
+def _parse_adapters(text: str) -> tuple[Adapter, ...]:
+    found: list[Adapter] = []
+    for item in text.split("/"):
+        name, _, digest = item.partition(":")
+        found.append(Adapter(name, digest or hashlib.sha256(name.encode()).hexdigest()[:16]))
+    violations = announced_violations([adapter_to_proto(one) for one in found], "adapters")
+    if violations:
+        named = "; ".join(f"{path}: {remedy}" for path, remedy in violations.items())
+        raise ValueError(f'write "NAME" or "NAME:DIGEST", with "/" between: {named}')
+    return tuple(found)
 
 
 def _parse_clock(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from headrace_common.errors import (
@@ -47,14 +47,16 @@ class Handover:
         """Whether there was a failure so far."""
         return self.failure is not None
 
-    async def run(self) -> None:
+    async def run(self, on_open: Callable[[], None] = lambda: None) -> None:
         """Opens the transfer, waits until every rank is quiesced, and stops them at the deadline.
 
-        Raises the first failure. A cancellation waits too: blocks must not be reused before (I2).
+        `on_open` is called when `push` may be. Raises the first failure. A cancellation waits too: blocks must not be
+        reused before (I2).
         """
         target = self.target
         try:
             self._open()
+            on_open()
         except HeadraceError as exc:
             self.fail(exc)
         try:
@@ -64,7 +66,7 @@ class Handover:
             detail = f"transfer {target.transfer_id} ran out of time"
             self.fail(TransferTimeout(detail, metadata={"transfer_id": target.transfer_id}))
         except asyncio.CancelledError:
-            self.fail(Cancelled("the prefill was cancelled"))
+            self.fail(Cancelled("the transfer was cancelled"))
             await self._wait_quiesced()
             raise
         await self._wait_quiesced()
@@ -94,9 +96,15 @@ class Handover:
             self._opened.append(rank)
 
     def push(
-        self, layer: int, start_token: int, end_token: int, block_ids: tuple[int, ...]
+        self,
+        layer: int,
+        start_token: int,
+        end_token: int,
+        block_ids: tuple[int, ...],
+        *,
+        in_host_memory: bool = False,
     ) -> None:
-        """Sends the computed KV of some tokens of one layer, from the ranks that hold it."""
+        """Sends the KV of some tokens of one layer, from the ranks that hold it. See LayerRange."""
         if self.failed:
             return
         computed = LayerRange(
@@ -106,6 +114,7 @@ class Handover:
             end_token=end_token,
             block_ids=block_ids,
             ready_ns=time.monotonic_ns(),
+            in_host_memory=in_host_memory,
         )
         ranks = self._layout.tensor_parallel_size
         first = self._layout.stage_of(layer) * ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,7 @@ from headrace_engine.interface import (
     DecodeTokens,
     DecodeWork,
     PrefillWork,
+    PrefixSource,
     Sampling,
     TokenLogprobs,
 )
@@ -23,6 +24,8 @@ from headrace_engine.sim.model.sampling import is_plain
 from headrace_engine.sim.request.event_queue import DecodeEventQueue
 from headrace_engine.sim.request.handover import Handover
 from headrace_kv.handoff.messages import Reservation
+from headrace_kv.manager.lower_tiers import NO_BLOCKS, PoolBlocks
+from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS, PrefixHasher, root_hash
 
 
@@ -51,11 +54,15 @@ class Sequence:
     """A prompt and its answer so far. Others read its fields, and only its methods change them.
 
     `computed` tokens have their KV in `block_ids_by_group`. Of these, `cached` were not computed
-    here, and of those `loaded` were copied from main memory. `block_tables` holds the same block ids
-    as arrays. `hashes` has room for every position that needs KV; those of `tokens` are filled.
-    Only sequences with an equal `cache_salt` share cached blocks. `pushed` tokens were given to the
-    senders. Exactly one of `handover` (prefill) and `generation` (decode) is set. The blocks are in
-    use until `is_releasable`.
+    here, and of those `loaded` were copied from lower tiers: `tier_tokens` from each. `fetched` are
+    indices of blocks that came from the remote pool for this request. `host_blocks` are sent straight
+    from main memory: they hold the tokens from `host_start` on, and stay held as long as the other
+    blocks. `block_tables` holds the same block ids as arrays. `hashes` has room for every position
+    that needs KV; those of `tokens` are filled. Only sequences with an equal `cache_salt` share cached
+    blocks. `pushed` tokens were given to the senders. Exactly one of `handover` (prefill) and
+    `generation` (decode) is set. The blocks are in use until `is_releasable`.
+    A prefill request with a `prefix` may have KV fetched: `fetched_tokens`. A decode request sends
+    cached KV by `prefix_handover`.
     """
 
     transfer_id: str
@@ -67,11 +74,18 @@ class Sequence:
     handover: Handover | None = None
     generation: Generation | None = None
     first_token: FirstTokenRequest | None = None
+    prefix: PrefixSource | None = None
+    prefix_handover: Handover | None = None
     awaits_first_token: bool = False
     block_ids_by_group: tuple[tuple[int, ...], ...] = ()
     block_tables: tuple[U64Array, ...] = ()
     cached: int = 0
     loaded: int = 0
+    tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    fetched: set[int] = field(default_factory=set)
+    host_blocks: PoolBlocks = NO_BLOCKS
+    host_start: int = 0
+    fetched_tokens: int = 0
     computed: int = 0
     pushed: int = 0
     chunk_count: int = 0
@@ -113,7 +127,20 @@ class Sequence:
         """Whether it has ended, and no step, sender or remote rank uses its blocks (I1, I2)."""
         if not self.ended or self._in_step or self.receiving:
             return False
-        return self.handover is None or self.handover.quiesced.is_set()
+        sending = self.outgoing
+        return sending is None or sending.quiesced.is_set()
+
+    @property
+    def outgoing(self) -> Handover | None:
+        """What sends from its blocks."""
+        return self.handover or self.prefix_handover
+
+    @property
+    def is_only_sent(self) -> bool:
+        """Whether its prompt needs no KV here once all of it is cached: decode computes the next token."""
+        if self.handover is None or self.first_token is not None:
+            return False
+        return not self.handover.target.with_logits
 
     @property
     def prompt(self) -> list[int]:
@@ -173,16 +200,29 @@ class Sequence:
         *,
         cached_tokens: int,
         loaded_tokens: int = 0,
+        tier_tokens: Mapping[Tier, int] | None = None,
     ) -> None:
-        """It holds these blocks, and the KV of its first `cached_tokens` is in them."""
+        """It holds these blocks. The KV of its first `cached_tokens` is in them, or in `host_blocks`.
+
+        The last `loaded_tokens` of these were copied from lower tiers. `tier_tokens` came from each tier.
+        """
         self.block_ids_by_group = block_ids_by_group
         self.block_tables = tuple(np.asarray(ids, np.uint64) for ids in block_ids_by_group)
         self.cached = self.computed = cached_tokens
+        self.tier_tokens = tier_tokens or {}
         self.loaded = loaded_tokens
+
+    def host_blocks_held(self, blocks: PoolBlocks, start_token: int) -> None:
+        """Its tokens from `start_token` on are sent from these blocks of main memory."""
+        self.host_blocks, self.host_start = blocks, start_token
 
     def fetching_started(self) -> None:
         """Blocks of its prompt are being fetched from a remote pool."""
         self.fetching = True
+
+    def blocks_fetched(self, indices: Iterable[int]) -> None:
+        """These blocks of its prompt came from the remote pool into main memory."""
+        self.fetched.update(indices)
 
     def fetching_ended(self) -> None:
         """It need not wait for the remote pool any more."""
@@ -202,15 +242,36 @@ class Sequence:
         self.generation.events.put_reservation(reservation)
         self.receiving = reservation.start_token < reservation.end_token
 
+    def prefix_awaited(self) -> None:
+        """The KV of its `prefix` is being written into its blocks."""
+        self.receiving = True
+
     def kv_arrived(self) -> None:
-        """The KV of all transferable tokens is in its blocks."""
-        assert self.generation is not None
+        """The KV of all transferable tokens, or of its `prefix`, is in its blocks."""
         self.receiving = False
-        self.computed = self.generation.transferable_tokens
+        if self.generation is not None:
+            self.computed = self.generation.transferable_tokens
+        elif self.prefix is not None:
+            self.fetched_tokens = self.prefix.end_token - self.computed
+            self.computed = self.prefix.end_token
 
     def kv_released(self) -> None:
         """No rank writes into its blocks any more, and its KV is incomplete."""
         self.receiving = False
+
+    def blocks_detached(self) -> tuple[tuple[int, ...], ...]:
+        """It gives up its blocks, because KV may still be written into them, and begins again without its `prefix`."""
+        detached, self.block_ids_by_group = self.block_ids_by_group, ()
+        self.block_tables = ()
+        self.cached = self.loaded = self.computed = 0
+        self.tier_tokens = {}
+        self.prefix = None
+        self.receiving = False
+        return detached
+
+    def prefix_sending_started(self, handover: Handover) -> None:
+        """Cached KV of this decode request is sent to its prefill worker."""
+        self.prefix_handover = handover
 
     def step_started(self) -> None:
         """A step computes a chunk of it."""
@@ -256,13 +317,13 @@ class Sequence:
         stopped = token_id in generation.sampling.stop_token_ids
         if stopped or not needs_kv:
             self.ended = True
-            generation.events.put_end(DecodeEnded(stopped, self.cached))
+            generation.events.put_end(DecodeEnded(stopped, self.cached, self.tier_tokens))
 
     def answer_completed(self) -> None:
         """The answer ends after its last token, without a stop token."""
         assert self.generation is not None
         self.ended = True
-        self.generation.events.put_end(DecodeEnded(True, self.cached))
+        self.generation.events.put_end(DecodeEnded(True, self.cached, self.tier_tokens))
 
     def _append(self, token_id: int, model: SimModel) -> bool:
         """Whether the token needs KV. The last one of the longest answer does not."""
@@ -275,9 +336,9 @@ class Sequence:
         return True
 
     def fail(self, failure: HeadraceError) -> None:
-        """Stops a prefill's senders; ends a decode request with the failure."""
-        if self.handover is not None:
-            self.handover.fail(failure)
+        """Stops its senders; ends a decode request with the failure."""
+        if self.outgoing is not None:
+            self.outgoing.fail(failure)
         if self.generation is not None and not self.ended:
             self.generation.events.put_failure(failure)
             self.ended = True
@@ -297,7 +358,7 @@ def prefill_sequence(
     first_token: FirstTokenRequest | None = None,
 ) -> Sequence:
     """A prompt that is computed and sent."""
-    hashes, hash_sum = _hash_prompt(work.token_ids, len(work.token_ids), model)
+    hashes, hash_sum = _hash_prompt(work, len(work.token_ids), model)
     return Sequence(
         transfer_id=work.target.transfer_id,
         tokens=list(work.token_ids),
@@ -307,6 +368,7 @@ def prefill_sequence(
         cache_salt=work.cache_salt,
         handover=handover,
         first_token=first_token,
+        prefix=work.prefix,
         pushed=work.target.start_token,
     )
 
@@ -316,7 +378,7 @@ def decode_sequence(
 ) -> Sequence:
     """A prompt that is answered. The last token of the answer needs no KV."""
     total = min(work.prompt_tokens + sampling.max_tokens, max_model_len)
-    hashes, hash_sum = _hash_prompt(work.token_ids, total - 1, model)
+    hashes, hash_sum = _hash_prompt(work, total - 1, model)
     return Sequence(
         transfer_id=work.transfer_id,
         tokens=list(work.token_ids),
@@ -332,10 +394,10 @@ def decode_sequence(
 
 
 def _hash_prompt(
-    token_ids: tuple[int, ...], capacity: int, model: SimModel
+    work: PrefillWork | DecodeWork, capacity: int, model: SimModel
 ) -> tuple[U64Array, int]:
     """The prompt's hashes in an array of `capacity` positions, and its hash sum."""
-    sums = model.prefix_sums(token_ids)
+    sums = model.prefix_sums(work.token_ids, base=model.adapter_sum(work.adapter))
     hashes = np.empty(capacity, np.uint64)
-    hashes[: len(token_ids)] = mix_words(sums)
+    hashes[: len(work.token_ids)] = mix_words(sums)
     return hashes, int(sums[-1])

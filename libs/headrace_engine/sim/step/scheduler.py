@@ -8,6 +8,7 @@ from collections import deque
 from functools import partial
 
 from headrace_common.errors import Draining, DuplicateTransfer, HeadraceError, InternalError
+from headrace_engine.interface import PrefixSource
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.clock import SimClock
 from headrace_engine.sim.model.settings import SimShape
@@ -37,7 +38,9 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: deque[Sequence] = deque()
         self._by_id: dict[str, Sequence] = {}
-        self._loads: set[asyncio.Task[None]] = set()
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        # Blocks that may still be written into, by the transfer.
+        self._detached: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._work = asyncio.Event()
         self._closing = False
 
@@ -109,7 +112,7 @@ class Scheduler:
 
     def end_close(self) -> None:
         """Frees blocks that a step held when `run` was cancelled."""
-        for load in self._loads:
+        for load in self._loads.values():
             load.cancel()
         for sequence in tuple(self._by_id.values()):
             self.update(sequence)
@@ -141,21 +144,59 @@ class Scheduler:
                 return
             self._waiting.remove(sequence)
             self._running.append(sequence)
+            self._stepper.push_from_host(sequence)
             load_s = sequence.loaded * self._shape.settings.host_copy_s_per_token
             if load_s:
                 sequence.loading_started()
-                load = asyncio.create_task(self._load(sequence, self._clock.now_s() + load_s))
-                self._loads.add(load)
-                load.add_done_callback(self._loads.discard)
+                self._start_load(sequence, self._clock.now_s() + load_s)
             elif sequence.handover is not None:
                 self._stepper.push_cached(sequence)
             if sequence.generation is not None and sequence.generation.remote_kv:
                 self._reserve(sequence, sequence.generation.transferable_tokens)
+            elif sequence.prefix is not None:
+                self._fetch_prefix(sequence, sequence.prefix)
+
+    def _fetch_prefix(self, sequence: Sequence, prefix: PrefixSource) -> None:
+        """Has the KV fetched that a prompt lacks, if there is any and the source agrees."""
+        end = prefix.end_token
+        usable = sequence.cached < end <= sequence.reusable_tokens(self._pools.keeps_state)
+        # Blocks that are sent from main memory belong to these blocks.
+        if usable and not sequence.host_blocks and prefix.start(self._reservation(sequence, end)):
+            sequence.prefix_awaited()
+
+    def recompute(self, sequence: Sequence) -> None:
+        """Lets a request begin again in other blocks. Those that it has are held until `free_detached`."""
+        self._detached[sequence.transfer_id] = sequence.blocks_detached()
+        self._running.remove(sequence)
+        self._waiting.appendleft(sequence)
+        self._work.set()
+
+    def free_detached(self, transfer_id: str) -> None:
+        """Nothing writes into the blocks that a request had to leave. Without such blocks it does nothing."""
+        self._pools.free_blocks(self._detached.pop(transfer_id, ()))
+        self._work.set()
+
+    async def wait_loaded(self, transfer_id: str) -> None:
+        """Returns when blocks from main memory may be used."""
+        load = self._loads.get(transfer_id)
+        if load is not None:
+            await asyncio.wait({load})
 
     def _fetch_ended(self, sequence: Sequence) -> None:
         """The remote pool has given what it could."""
         sequence.fetching_ended()
         self._work.set()
+
+    def _start_load(self, sequence: Sequence, due_s: float) -> None:
+        load = asyncio.create_task(self._load(sequence, due_s))
+        name = sequence.transfer_id
+        self._loads[name] = load
+
+        def forget(ended: asyncio.Task[None]) -> None:
+            if self._loads.get(name) is ended:
+                del self._loads[name]
+
+        load.add_done_callback(forget)
 
     async def _load(self, sequence: Sequence, due_s: float) -> None:
         """Makes blocks from main memory usable when their simulated copy ends."""
@@ -166,8 +207,10 @@ class Scheduler:
         self._work.set()
 
     def _reserve(self, sequence: Sequence, end_token: int) -> None:
+        sequence.blocks_reserved(self._reservation(sequence, end_token))
+
+    def _reservation(self, sequence: Sequence, end_token: int) -> Reservation:
+        """Its blocks for the tokens that are not cached."""
         start = sequence.cached
         first, *further = self._pools.blocks_between(sequence, start, end_token)
-        sequence.blocks_reserved(
-            Reservation(sequence.transfer_id, first, start, end_token, tuple(further))
-        )
+        return Reservation(sequence.transfer_id, first, start, end_token, tuple(further))

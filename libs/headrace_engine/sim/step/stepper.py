@@ -56,6 +56,25 @@ class Stepper:
             for chunk in chunks:
                 chunk.sequence.step_ended()
 
+    def push_from_host(self, sequence: Sequence) -> None:
+        """Pushes cached blocks of main memory from there, with those of KV memory before them. Waits for no load."""
+        handover, host = sequence.handover, sequence.host_blocks
+        if handover is None or not host:
+            return
+        size = self._layout.block_tokens
+        start, end = sequence.host_start, sequence.host_start + len(host) * size
+        if end <= sequence.pushed:
+            # Decode has them.
+            return
+        block_ids = (0,) * (start // size) + host.block_ids
+        for layer in range(self._model.layer_count):
+            if start > sequence.pushed:
+                held = sequence.block_ids_by_group[self._layout.group_index(layer)]
+                handover.push(layer, sequence.pushed, start, held)
+            first = max(sequence.pushed, start)
+            handover.push(layer, first, end, block_ids, in_host_memory=True)
+        sequence.kv_pushed(end)
+
     def push_cached(self, sequence: Sequence) -> None:
         """Pushes a prompt's cached prefix. A model that keeps states has none."""
         handover = sequence.handover
@@ -67,6 +86,14 @@ class Stepper:
             sequence.kv_pushed(sequence.computed)
         if not sequence.pending:
             self._end_prefill(sequence, handover)
+
+    def push_prefix(self, sequence: Sequence, handover: Handover) -> None:
+        """Pushes the KV of a decode request that `handover` is for, and no more."""
+        target = handover.target
+        for layer in range(self._model.layer_count):
+            block_ids = sequence.block_ids_by_group[self._layout.group_index(layer)]
+            handover.push(layer, target.start_token, target.end_token, block_ids)
+        handover.finish()
 
     def generate_from_logits(self, sequence: Sequence, logits: bytes) -> None:
         """Generates an answer's first token. Raises KvCorrupt when no prefill can have made the logits."""

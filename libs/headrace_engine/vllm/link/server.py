@@ -50,6 +50,7 @@ class LinkEvents:
     """Callbacks for messages of the engine processes. The link's loop calls them; they must not block.
 
     `lost` gets the reason why a connector's stream has ended before `begin_close`. `tier_loaded` gets a rank's load.
+    `step_started` gets a transfer id, and when its request's first step was planned, by the host's monotonic clock.
     """
 
     reserved: Callable[[Reservation], None]
@@ -57,6 +58,7 @@ class LinkEvents:
     lost: Callable[[str], None]
     load: Callable[[EngineLoad], None] = lambda load: None
     tier_loaded: Callable[[int, TierLoad], None] = lambda rank, load: None
+    step_started: Callable[[str, int], None] = lambda transfer_id, monotonic_ns: None
 
 
 @dataclass(slots=True)
@@ -272,6 +274,9 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             self._events.reserved(reservation_from_proto(request.reserved))
         elif kind == "report":
             self._events.report(report_from_proto(request.report))
+        elif kind == "step_started":
+            started = request.step_started
+            self._events.step_started(started.transfer_id, started.monotonic_ns)
         elif kind == "load":
             self._events.load(load_from_proto(request.load))
         elif kind == "tier_loaded":

@@ -22,7 +22,8 @@ from headrace_engine.vllm.link.messages import (
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
 from headrace_engine.vllm.scheduler.load import LoadMeter, report_changes
 from headrace_engine.vllm.scheduler.step_planner import LONG_STEP_S
-from headrace_engine.vllm.settings import ConnectorSettings
+from headrace_engine.vllm.scheduler.step_starts import StepStarts
+from headrace_engine.vllm.settings import STEP_KEY, ConnectorSettings
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import StepPlan
 from headrace_engine.vllm.tiers.planner import TierPlanner
@@ -54,6 +55,7 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         self._settings = settings
         self._pool: RemotePool | None = None
         self._load = LoadMeter()
+        self._starts = StepStarts(self._send_step_started)
         self._link = Link(link_path, link_pb2.Attachment(scheduler=True), self._on_response)
         self._load_reports = asyncio.run_coroutine_threadsafe(
             report_changes(self._load, self._send_load), self._link.loop
@@ -65,6 +67,10 @@ class ServiceConnectorScheduler(ConnectorScheduler):
 
     def _send_load(self, load: EngineLoad) -> None:
         self._link.send(link_pb2.AttachRequest(load=load_to_proto(load)))
+
+    def _send_step_started(self, transfer_id: str, monotonic_ns: int) -> None:
+        started = link_pb2.StepStarted(transfer_id=transfer_id, monotonic_ns=monotonic_ns)
+        self._link.send(link_pb2.AttachRequest(step_started=started))
 
     def _on_response(self, response: link_pb2.AttachResponse) -> None:
         if response.HasField("arrived"):
@@ -97,10 +103,13 @@ class ServiceConnectorScheduler(ConnectorScheduler):
 
     def on_new_request(self, request: Request) -> None:
         self._load.request_added(request.request_id)
+        extra = getattr(request.sampling_params, "extra_args", None) or {}
+        self._starts.request_added(request.request_id, extra.get(STEP_KEY, ""))
         continuation.add_generated_tokens(request)
         self._tiers.request_added(request.request_id, request.block_hashes)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
+        self._starts.step_planned(scheduler_output.num_scheduled_tokens)
         self._load.step_planned(
             scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
         )
@@ -110,6 +119,7 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._load.request_finished(request.request_id)
+        self._starts.request_finished(request.request_id)
         overlapped = self._planner.overlapped.request_finished(request.request_id)
         times = self._planner.request_finished(request.request_id)
         copies = self._tiers.request_finished(request.request_id, sends=times is not None)

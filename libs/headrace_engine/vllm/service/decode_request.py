@@ -25,6 +25,7 @@ from headrace_engine.vllm.settings import receive_params
 from headrace_kv.handoff.messages import Reservation
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -36,7 +37,10 @@ RESERVATION_LAG_S = 10.0
 
 
 class DecodeRequest:
-    """Call `events` once, and `close` after it in any case. The link calls `blocks_reserved` and `fail`."""
+    """Call `events` once, and `close` after it in any case.
+
+    The link calls `blocks_reserved`, `step_started` and `fail`.
+    """
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class DecodeRequest:
         work: DecodeWork,
         sampler: FirstTokenSampler | None = None,
         max_model_len: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """`sampler` chooses the first token of a work with `from_logits`. `max_model_len` is the engine's."""
         self._link = link
@@ -55,6 +60,7 @@ class DecodeRequest:
         self._reservation: Reservation | None = None
         self._reservation_yielded = False
         self._transfer_failed = False
+        self._step_start_ns = 0
         self._failure: HeadraceError | None = None
         self._changed = asyncio.Event()
         params = None
@@ -62,8 +68,14 @@ class DecodeRequest:
             params = receive_params(work.transfer_id, work.awaits_first_token)
         self._outputs = llm.generate(
             token_prompt(work.token_ids[: work.prompt_tokens], work.cache_salt),
-            sampling_params(work.sampling, params, work.token_ids[work.prompt_tokens :]),
+            sampling_params(
+                work.sampling,
+                params,
+                work.token_ids[work.prompt_tokens :],
+                step_of=work.transfer_id,
+            ),
             work.transfer_id,
+            lora_request=lora_request,
         )
         self._next: asyncio.Task[RequestOutput] | None = None
 
@@ -71,6 +83,10 @@ class DecodeRequest:
         """The scheduler has allocated blocks."""
         self._reservation = reservation
         self._changed.set()
+
+    def step_started(self, monotonic_ns: int) -> None:
+        """The scheduler has planned the first step with the request."""
+        self._step_start_ns = monotonic_ns
 
     def first_logits(self, logits: bytes) -> None:
         """The logits that the first token is chosen from."""
@@ -109,7 +125,8 @@ class DecodeRequest:
             output = await self._next
             completion = output.outputs[0]
             if completion.token_ids:
-                yield tokens_of(completion, self._work.sampling.logprobs)
+                logprobs = self._work.sampling.logprobs
+                yield tokens_of(completion, logprobs, self._step_start_ns)
             if output.finished:
                 if not self._work.remote_kv:
                     cached_tokens = output.num_cached_tokens or 0

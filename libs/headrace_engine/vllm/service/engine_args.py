@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import Any, Final, NoReturn
 
 from headrace_common.errors import ConfigError
+from headrace_engine.vllm.service.adapters import LORA_MODULES
 
 SETTINGS: Final[Mapping[str, str]] = {
     "model": "model",
@@ -32,8 +33,9 @@ _CONNECTOR = "Headrace's connector is the engine's only one"
 _TOKENIZER = "the router tokenizes, with the tokenizer of the folder in its models"
 _ONE_ENGINE = "a worker is one engine: start more workers"
 _RANKS = "a KV transfer knows tensor-parallel ranks of one host only: set tensor_parallel_size"
+_STAGES = "with several stages, vLLM plans steps before it has the results of the step before: set tensor_parallel_size"
 _DRAFT = "a KV transfer carries the target model's cache only: on decode, give --speculative-config with method ngram"
-_LORA = "routers do not know adapters: serve a merged model"
+_LORA = "routers select adapters by name: give --enable-lora and --lora-modules"
 _HOOKS = "the connector's hooks depend on vLLM's own class"
 _NETWORK = "the engine has no port of its own"
 _REASONING = (
@@ -60,7 +62,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "logits_processors": "the first token may be sampled outside the engine, without them",
     "disable_log_stats": "the worker's own metrics replace vLLM's",
     "use_tqdm_on_load": "logs have no progress bars",
-    "pipeline_parallel_size": _RANKS,
+    "pipeline_parallel_size": _STAGES,
     "prefill_context_parallel_size": _RANKS,
     "decode_context_parallel_size": _RANKS,
     "nnodes": _RANKS,
@@ -78,7 +80,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "spec_method": _DRAFT,
     "spec_model": _DRAFT,
     "spec_tokens": _DRAFT,
-    "enable_lora": _LORA,
     "default_mm_loras": _LORA,
     "worker_cls": _HOOKS,
     "scheduler_cls": _HOOKS,
@@ -128,12 +129,15 @@ def split_engine_args(text: str, role: str = "") -> tuple[str, ...]:
 
 
 def parse_engine_args(arguments: Sequence[str], role: str = "") -> dict[str, Any]:
-    """The fields of vLLM's AsyncEngineArgs that `arguments` set. vLLM must be imported. Raises ConfigError."""
+    """The fields of vLLM's AsyncEngineArgs that `arguments` set, and LORA_MODULES. vLLM must be imported.
+
+    Raises ConfigError.
+    """
     if not arguments:
         return {}
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    names = [field.name for field in fields(AsyncEngineArgs)]
+    names = [*(field.name for field in fields(AsyncEngineArgs)), LORA_MODULES]
     # A parser fills in its defaults only where the namespace has no value.
     parsed = _vllm_parser(names).parse_args(
         list(arguments), argparse.Namespace(**dict.fromkeys(names, _UNSET))
@@ -204,6 +208,7 @@ def _wrong(detail: str) -> ConfigError:
 def _vllm_parser(names: Sequence[str]) -> argparse.ArgumentParser:
     """vLLM's parser, which raises ConfigError where it would end the process."""
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import LoRAParserAction
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):
@@ -213,4 +218,5 @@ def _vllm_parser(names: Sequence[str]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = AsyncEngineArgs.add_cli_args(
         Parser(add_help=False, allow_abbrev=False)
     )
+    parser.add_argument("--lora-modules", nargs="+", action=LoRAParserAction)
     return parser

@@ -178,13 +178,19 @@ class VllmPrefixes:
 def _salt_of(event: Mapping[str, Any]) -> str | None:
     """The salt of the blocks of an event, "" for none or for blocks with a parent. None when they depend on more.
 
-    vLLM lists the further keys of each block. The first block of a prompt has its salt, beside the name of an adapter.
+    vLLM lists the further keys of each block. With an adapter, the first one is its name. The first block of a prompt
+    has its salt, which depends on the adapter too.
     """
-    first, *others = event.get("extra_keys") or [None]
-    if any(others) or event.get("lora_name") or event.get("lora_id"):
+    adapter = event.get("lora_name")
+    first, *others = [
+        keys[1:] if adapter and keys and keys[0] == adapter else keys
+        for keys in event.get("extra_keys") or [None]
+    ]
+    if any(others):
         return None
     if not first:
-        return ""
+        # Without a salt, the names of blocks would be those of the model alone.
+        return None if adapter and event["parent_block_hash"] is None else ""
     salt, *more = first
     salted = isinstance(salt, str) and is_cache_salt(salt)
     return salt if salted and not more and event["parent_block_hash"] is None else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,12 @@ from headrace_engine.vllm.compat import (
 )
 from headrace_engine.vllm.link.startup_error import read_startup_error
 from headrace_engine.vllm.model_folder import ModelFolder, read_model_folder
+from headrace_engine.vllm.service.adapters import (
+    LORA_MODULES,
+    LoadedAdapter,
+    lora_arguments,
+    read_adapters,
+)
 from headrace_engine.vllm.service.engine_args import (
     fingerprint_with,
     parse_engine_args,
@@ -81,7 +88,15 @@ def _require_room(config: EngineConfig) -> None:
         )
 
 
-def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncLLM:
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A running engine, and the adapters that it is to load."""
+
+    llm: AsyncLLM
+    adapters: tuple[LoadedAdapter, ...] = ()
+
+
+def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launched:
     """Loads the model in processes of its own. Blocks until they can serve. Must run on the main thread.
 
     Raises ConfigError when vLLM rejects the model or the settings.
@@ -97,15 +112,16 @@ def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncL
         return _launch(config, folder, link_path)
 
 
-def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncLLM:
+def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launched:
     start_s = time.monotonic()
     log.info("loading vLLM")
     import_vllm()
     log.info("loading model %s (vLLM took %.1f s)", folder.path.name, time.monotonic() - start_s)
     try:
-        vllm_config = _engine_args(config, folder, link_path).create_engine_config()
+        args, adapters = _engine_args(config, folder, link_path)
+        vllm_config = args.create_engine_config()
         with engine_children(keeps_memory=runs_on_cpu()):
-            return start_llm(vllm_config)
+            return Launched(start_llm(vllm_config), adapters)
     except (RuntimeError, ValueError) as exc:
         startup_error = read_startup_error(link_path)
         if startup_error is not None:
@@ -140,13 +156,16 @@ def _device_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
     }
 
 
-def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> AsyncEngineArgs:
+def _engine_args(
+    config: EngineConfig, folder: ModelFolder, link_path: Path
+) -> tuple[AsyncEngineArgs, tuple[LoadedAdapter, ...]]:
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from headrace_engine.vllm.service.kv_events import events_endpoint
 
     given = parse_engine_args(split_engine_args(config.engine_args, config.role), config.role)
+    adapters = read_adapters(given.pop(LORA_MODULES, ()), given)
     settings = ConnectorSettings(
         role=config.role,
         worker_id=config.ref.worker_id,
@@ -196,4 +215,5 @@ def _engine_args(config: EngineConfig, folder: ModelFolder, link_path: Path) -> 
             "kv_connector_extra_config": settings.to_extra_config(),
         },
     )
-    return AsyncEngineArgs(**{**ours, **given})
+    lora = lora_arguments(adapters, given, on_cpu=runs_on_cpu())
+    return AsyncEngineArgs(**{**ours, **lora, **given}), adapters

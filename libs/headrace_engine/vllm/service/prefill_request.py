@@ -23,6 +23,7 @@ from headrace_engine.vllm.settings import PrefillTimes, send_params
 from headrace_kv.handoff.messages import SendReport
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from headrace_engine.vllm.link.server import LinkServer
@@ -43,12 +44,14 @@ class PrefillRequest:
         work: PrefillWork,
         rank_count: int,
         on_first_token: Callable[[DecodeTokens], None] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         self._llm = llm
         self._link = link
         self._work = work
         self._rank_count = rank_count
         self._on_first_token = on_first_token
+        self._lora_request = lora_request
         self._reports: dict[int, SendReport] = {}
         self._failure: HeadraceError | None = None
         self._failed = asyncio.Event()
@@ -129,7 +132,9 @@ class PrefillRequest:
         prompt = token_prompt(self._work.token_ids, self._work.cache_salt)
         last = None
         try:
-            async for output in self._llm.generate(prompt, params, target.transfer_id):
+            async for output in self._llm.generate(
+                prompt, params, target.transfer_id, lora_request=self._lora_request
+            ):
                 last = output
                 if self._on_first_token is not None and output.outputs[0].token_ids:
                     self._on_first_token(tokens_of(output.outputs[0], sampling.logprobs))

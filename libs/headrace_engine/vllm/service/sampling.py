@@ -12,7 +12,7 @@ from headrace_engine.interface import (
     StructuredOutputs,
     TokenLogprobs,
 )
-from headrace_engine.vllm.settings import GENERATED_KEY, LOGITS_KEY
+from headrace_engine.vllm.settings import GENERATED_KEY, LOGITS_KEY, STEP_KEY
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
@@ -24,10 +24,12 @@ def sampling_params(
     kv_transfer_params: Mapping[str, Any] | None,
     generated: Sequence[int] = (),
     logits_for: str = "",
+    step_of: str = "",
 ) -> SamplingParams:
     """vLLM's settings for a stream of new tokens that contains stop tokens. `generated` tokens precede them.
 
     `logits_for`: id of the transfer that carries the logits before the first token, empty for none.
+    `step_of`: id under which the scheduler reports the first step, empty for no report.
     Raises InvalidRequest when vLLM rejects them.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -39,6 +41,8 @@ def sampling_params(
         extra[GENERATED_KEY] = list(generated)
     if logits_for:
         extra[LOGITS_KEY] = logits_for
+    if step_of:
+        extra[STEP_KEY] = step_of
     try:
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -103,12 +107,15 @@ def _structured_outputs(outputs: StructuredOutputs | None) -> StructuredOutputsP
     return StructuredOutputsParams(**{outputs.kind: outputs.text})
 
 
-def tokens_of(output: CompletionOutput, logprob_count: int | None) -> DecodeTokens:
-    """The new tokens of an output, with `logprob_count` alternatives each."""
+def tokens_of(
+    output: CompletionOutput, logprob_count: int | None, step_start_ns: int = 0
+) -> DecodeTokens:
+    """The new tokens of an output, with `logprob_count` alternatives each. `step_start_ns`: see DecodeTokens."""
     token_ids = tuple(output.token_ids)
     if logprob_count is None or output.logprobs is None:
-        return DecodeTokens(token_ids)
-    return DecodeTokens(token_ids, _logprobs(token_ids, output.logprobs, logprob_count))
+        return DecodeTokens(token_ids, step_start_ns=step_start_ns)
+    logprobs = _logprobs(token_ids, output.logprobs, logprob_count)
+    return DecodeTokens(token_ids, logprobs, step_start_ns)
 
 
 def _logprobs(

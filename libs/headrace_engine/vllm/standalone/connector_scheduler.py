@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace_common.registry.adapters import ADAPTERS_MAX
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
 from headrace_engine.vllm.scheduler.step_planner import SHORT_STEP_S
 from headrace_engine.vllm.settings import ConnectorSettings
@@ -13,6 +16,7 @@ from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import StepPlan
 from headrace_engine.vllm.tiers.planner import TierPlanner
+from headrace_engine.vllm.weights_digest import digest_of_adapter
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.manager.lower_tiers import LowerTiers
 from headrace_kv.receive.receiver import TransferSummary
@@ -98,11 +102,20 @@ def prompt_of(request: Request) -> Prompt:
         request_id=request.request_id,
         token_ids=() if request.prompt_embeds is not None else request.prompt_token_ids or (),
         extras=(
-            f"adapter {adapter.lora_name}" if adapter is not None else "",
+            _identity_of(adapter.lora_name, adapter.lora_path) if adapter is not None else "",
             *(feature.identifier for feature in request.mm_features),
         ),
         params=request.kv_transfer_params,
     )
+
+
+@lru_cache(maxsize=ADAPTERS_MAX)
+def _identity_of(name: str, path: str) -> str:
+    """Adapters of one name differ when their files do. Without files in a folder, the name of the download counts."""
+    try:
+        return f"adapter {name} {digest_of_adapter(Path(path))}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"adapter {name} {path}"
 
 
 def is_complete(request: Request) -> bool:

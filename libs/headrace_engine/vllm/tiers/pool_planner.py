@@ -17,6 +17,8 @@ from headrace_kv.prefix.events import Tier
 UNPUBLISHED_MAX: Final = 256
 """Blocks that are being stored in the pool. Further ones are not stored."""
 PUBLISH_TIMEOUT_S: Final = 10.0
+IDLE_STEPS_S: Final = 1.0
+"""How long an engine without requests makes steps for a move. A frozen store so delays no shutdown for longer."""
 ANNOUNCED_MAX: Final = 65_536
 _BATCH_BLOCKS: Final = 32
 FETCH_BLOCKS_MAX: Final = 512
@@ -93,6 +95,7 @@ class PoolPlanner:
         # Prefixes that are being stored.
         self._publishing: set[int] = set()
         self._moves: list[PoolMove] = []
+        self._idle_steps_until_s = 0.0
         # Prefixes that this worker has stored, the oldest first.
         self._published: OrderedDict[int, None] = OrderedDict()
         self._is_lost = threading.Event()
@@ -104,8 +107,8 @@ class PoolPlanner:
 
     @property
     def is_moving(self) -> bool:
-        """Whether blocks are on their way. Only a further step reports their end."""
-        return bool(self._under_way)
+        """Whether blocks have been on their way for a moment only. Only a further step reports their end."""
+        return bool(self._under_way) and time.monotonic() < self._idle_steps_until_s
 
     def attach(self, lookup: PoolLookup) -> None:
         """The store can be asked from now on. Any thread may call it."""
@@ -222,6 +225,7 @@ class PoolPlanner:
     def _move(self, blocks: PoolBlocks, timeout_s: float, fetch: _Fetch | None = None) -> None:
         number = self._next_number
         self._next_number += 1
+        self._idle_steps_until_s = time.monotonic() + IDLE_STEPS_S
         self._under_way[number] = _Move(blocks, self._use.rank_count, len(blocks), fetch)
         fetches = fetch is not None
         self._moves.append(PoolMove(number, fetches, blocks.prefixes, blocks.block_ids, timeout_s))

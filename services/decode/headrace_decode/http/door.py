@@ -11,6 +11,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
+from headrace_common.registry.adapters import Adapter, adapters_from_proto
 from headrace_common.rpc.channel import open_channel
 from headrace_decode.admission.admission import Capacity
 from headrace_decode.attempts import Attempts
@@ -26,6 +27,7 @@ from headrace_frontend.openai.app import OpenAiApp
 from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts
 from headrace_frontend.openai.server import HttpServer
+from headrace_frontend.request.model_names import Adapters
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck
 from headrace_frontend.salts import CacheSalts
@@ -37,27 +39,46 @@ from headrace_text.load import SIMULATED_MODEL, load_codecs
 class _OwnModel:
     """The worker's model, as request preparation and the list of models need it."""
 
-    def __init__(self, name: str, max_model_len: int, host: WorkerHost) -> None:
+    def __init__(
+        self, name: str, max_model_len: int, adapters: Sequence[Adapter], host: WorkerHost
+    ) -> None:
         self.name = name
         self._max_model_len = max_model_len
+        self._adapters = {adapter.name: adapter for adapter in adapters}
         self._host = host
 
     def max_model_len(self) -> Mapping[str, int]:
         return {self.name: self._max_model_len}
 
+    def adapters(self) -> Adapters:
+        return {self.name: self._adapters}
+
     async def wait_for_worker(self, model: str, deadline: Deadline) -> bool:
         return False
 
     def list_models(self) -> Sequence[inference_pb2.Model]:
-        prefill = self._host.members.of_role(registry_pb2.Member.ROLE_PREFILL)
-        return [
+        members = self._host.members.of_role(registry_pb2.Member.ROLE_PREFILL)
+        prefill = [member for member in members if member.model == self.name]
+        found = [
             inference_pb2.Model(
                 name=self.name,
                 max_model_len=self._max_model_len,
-                prefill_worker_count=sum(member.model == self.name for member in prefill),
+                prefill_worker_count=len(prefill),
                 decode_worker_count=1,
             )
         ]
+        for name, adapter in sorted(self._adapters.items()):
+            count = sum(adapter in adapters_from_proto(member.adapters) for member in prefill)
+            found.append(
+                inference_pb2.Model(
+                    name=name,
+                    max_model_len=self._max_model_len,
+                    prefill_worker_count=count,
+                    decode_worker_count=1,
+                    parent=self.name,
+                )
+            )
+        return found
 
 
 class HttpDoor:
@@ -73,7 +94,8 @@ class HttpDoor:
         self._config = config = hosted.config
         self._host = host
         self._model = _OwnModel(
-            *(served_model(config, hosted.engine), hosted.engine.max_model_len, host)
+            *(served_model(config, hosted.engine), hosted.engine.max_model_len),
+            *(hosted.engine.adapters, host),
         )
         self._capacity = capacity
         self._hash_key = 0

@@ -68,6 +68,7 @@ class RouterPrefills:
             traceparent=traceparent,
             cache_salt=request.cache_salt,
             include_latency=include_latency,
+            adapter=request.adapter if request.HasField("adapter") else None,
         )
         try:
             return await stub.Enqueue(message, timeout=deadline.remaining_s())

@@ -27,6 +27,7 @@ from headrace_common.errors import (
 )
 from headrace_common.latency.breakdown import breakdown_to_proto
 from headrace_common.process.pacing import LoopLoad
+from headrace_common.registry.adapters import adapters_from_proto
 from headrace_common.registry.view import RegistryView
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
@@ -208,12 +209,14 @@ class OwnRequestRunner:
 
     def _prefills_remotely(self, prepared: PreparedRequest) -> bool:
         worker = self._worker
+        adapter = prepared.adapter
         missing_min = max(1, worker.members.policy.local_prefill_max_tokens)
         return (
             worker.prefills.available
             and len(prepared.token_ids) - 1 >= missing_min
             and any(
                 member.model == worker.model
+                and (adapter is None or adapter in adapters_from_proto(member.adapters))
                 for member in worker.members.of_role(registry_pb2.Member.ROLE_PREFILL)
             )
         )

@@ -20,7 +20,6 @@ class _Message:
 
     def __init__(self, bytes_max: int) -> None:
         self.room_bytes = bytes_max
-        self.empty = True
         self._message = decode_pb2.LinkResponse()
         self._stream_ids: list[int] = []
         self._counts: list[int] = []
@@ -41,7 +40,6 @@ class _Message:
         self._token_ids += token_ids
         # As `_use`, for the entries of which there are most.
         self.room_bytes -= _ENTRY_BYTES + count * _TOKEN_BYTES
-        self.empty = False
 
     def add_with_logprobs(self, stream_id: int, tokens: decode_pb2.Tokens) -> None:
         self._message.tokens_with_logprobs.add(stream_id=stream_id, tokens=tokens)
@@ -65,7 +63,6 @@ class _Message:
 
     def _use(self, count_bytes: int) -> None:
         self.room_bytes -= count_bytes
-        self.empty = False
 
 
 class _Pending:
@@ -91,6 +88,11 @@ class _Pending:
         if self._token_ids:
             return self._credit > 0
         return self._has_end and not self.sent_end
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether it has nothing but tokens after those with its times."""
+        return self._reserved is None and self._times is None and not self._has_end
 
     def grant(self, credit_tokens: int) -> None:
         self._credit += credit_tokens
@@ -169,11 +171,18 @@ class Outgoing:
         self._bytes_max = bytes_max
         self._pending: dict[int, _Pending] = {}
         self._queue: dict[int, _Pending] = {}
+        self._waiting: dict[int, _Pending] = {}
+        """Those with nothing but tokens that may wait."""
 
     @property
     def count(self) -> int:
         """Requests of which the last event is not sent."""
         return len(self._pending)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there are tokens that may wait."""
+        return bool(self._waiting)
 
     def open(self, stream_id: int, credit_tokens: int) -> None:
         """Adds a request."""
@@ -224,23 +233,37 @@ class Outgoing:
         """Forgets a request."""
         self._pending.pop(stream_id, None)
         self._queue.pop(stream_id, None)
+        self._waiting.pop(stream_id, None)
 
-    def next_message(self) -> decode_pb2.LinkResponse | None:
-        """The next message: each request once, and as many events as fit. None when nothing may be sent."""
+    def next_message(self, *, holds_tokens: bool = False) -> decode_pb2.LinkResponse | None:
+        """The next message: each request once, and as many events as fit. None when nothing may be sent.
+
+        `holds_tokens` leaves tokens that may wait for a later message.
+        """
+        queue, unfinished = self._queue, dict[int, _Pending]()
+        if not holds_tokens:
+            queue |= self._waiting
+            self._waiting.clear()
+        if not queue:
+            return None
         message = _Message(self._bytes_max)
-        queue, self._queue = self._queue, {}
         while queue and message.room_bytes > 0:
             stream_id = next(iter(queue))
             pending = queue.pop(stream_id)
             pending.move_to(message)
             if pending.sent_end:
                 del self._pending[stream_id]
-            else:
-                self._enqueue(stream_id, pending)
+            elif pending.sendable:
+                unfinished[stream_id] = pending
         # Those that had no turn go first.
-        self._queue = queue | self._queue
-        return None if message.empty else message.complete()
+        queue |= unfinished
+        return message.complete()
 
     def _enqueue(self, stream_id: int, pending: _Pending) -> None:
-        if pending.sendable:
+        if not pending.sendable or stream_id in self._queue:
+            return
+        if pending.may_wait:
+            self._waiting[stream_id] = pending
+        else:
+            self._waiting.pop(stream_id, None)
             self._queue[stream_id] = pending

@@ -13,10 +13,15 @@ from headrace.decode.v1 import decode_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import HeadraceError, InvalidRequest, ProtocolViolation, QueueFull
-from headrace_common.limits import LINK_MESSAGE_BYTES_MAX, LINK_STREAMS_MAX
+from headrace_common.limits import (
+    LINK_MESSAGE_BYTES_MAX,
+    LINK_STREAMS_MAX,
+    LINK_TOKEN_INTERVAL_MAX_US,
+)
 from headrace_common.rpc.status import reported_error, status_of
 from headrace_common.rpc.trace_context import context_of_carrier
 from headrace_decode.link.outgoing import Outgoing
+from headrace_decode.link.pace import TokenPace
 from headrace_decode.running import RunningAttempt
 
 _FLUSH_S = 2.0
@@ -53,7 +58,8 @@ class _Lane:
 class LinkSession:
     """Runs the requests of one router. Sends the events of all requests together, once in a turn of the event loop.
 
-    While a message is written, events gather for the next one.
+    While a message is written, events gather for the next one. Tokens after the first ones of a request also wait for
+    the interval that the router asks for.
     """
 
     def __init__(self, start: StartAttempt, write: Write, request_timeout_s: float) -> None:
@@ -67,6 +73,7 @@ class LinkSession:
         self._starting: set[asyncio.Task[None]] = set()
         self._last_stream_id = 0
         self._wake = asyncio.Event()
+        self._pace = TokenPace(self._wake.set)
         self._finishing = False
         self._stopping = False
         self._refusal: HeadraceError | None = None
@@ -82,6 +89,7 @@ class LinkSession:
             await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             reader.cancel()
+            self._pace.close()
             self._end_all()
             await self._stop_writer(writer)
             results = await asyncio.gather(reader, writer, return_exceptions=True)
@@ -111,8 +119,18 @@ class LinkSession:
                 self._outgoing.grant(credit.stream_id, credit.credit_tokens)
             for stream_id in request.cancelled_stream_ids:
                 self._cancel(stream_id)
+            if request.HasField("token_interval_us"):
+                self._set_interval(request.token_interval_us)
             self._wake.set()
         self._finish()
+
+    def _set_interval(self, interval_us: int) -> None:
+        if interval_us > LINK_TOKEN_INTERVAL_MAX_US:
+            raise ProtocolViolation(
+                f"token_interval_us must be at most {LINK_TOKEN_INTERVAL_MAX_US}, not {interval_us}",
+                metadata={"field": "token_interval_us"},
+            )
+        self._pace.set_interval(interval_us / 1e6)
 
     def _finish(self) -> None:
         self._finishing = True
@@ -194,7 +212,7 @@ class LinkSession:
             await self._wake.wait()
             self._wake.clear()
             self._collect()
-            while not self._stopping and (message := self._outgoing.next_message()) is not None:
+            while not self._stopping and (message := self._next_message()) is not None:
                 await self._write(message)
                 self._collect()
             if self._stopping:
@@ -203,6 +221,11 @@ class LinkSession:
                 if self._refusal is not None:
                     raise self._refusal
                 return
+
+    def _next_message(self) -> decode_pb2.LinkResponse | None:
+        outgoing = self._outgoing
+        holds_tokens = outgoing.has_waiting and not self._pace.try_release()
+        return outgoing.next_message(holds_tokens=holds_tokens)
 
     def _collect(self) -> None:
         """Moves what the engine has yielded to `_outgoing`."""

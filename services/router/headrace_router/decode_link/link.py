@@ -24,6 +24,7 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.limits import LINK_MESSAGE_BYTES_MAX
+from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.trace_context import carrier_of
 from headrace_router.decode_link.answer import LinkedAnswer
@@ -44,12 +45,19 @@ _CANCELLED: Final = {"grpc_code": grpc.StatusCode.CANCELLED.name}
 class DecodeLink:
     """One stream for many requests. It begins at once, and ends with `close` or when it breaks.
 
-    `on_end` is called once it has ended. All its requests have failed by then.
+    `on_end` is called once it has ended. All its requests have failed by then. The worker joins tokens for as long as
+    messages to clients do by `load`.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, on_end: Callable[[DecodeLink], None]) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        on_end: Callable[[DecodeLink], None],
+        load: LoopLoad,
+    ) -> None:
         self.ended = False
         self._on_end = on_end
+        self._load = load
         self._answers = LinkedAnswers()
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._outgoing = OutgoingRequests(LINK_MESSAGE_BYTES_MAX)
@@ -89,6 +97,7 @@ class DecodeLink:
                 credit_tokens=WINDOW_TOKENS,
             )
         )
+        self._outgoing.set_token_interval(self._token_interval_us)
         self._wake.set()
         answer = LinkedAnswer(stream_id, WINDOW_TOKENS, self._grant)
         self._answers.add(answer)
@@ -118,6 +127,10 @@ class DecodeLink:
     def _close_if_unused(self) -> None:
         if self._retired and not self._answers.count:
             self._task.cancel()
+
+    @property
+    def _token_interval_us(self) -> int:
+        return round(1e6 * self._load.gap_s)
 
     def _grant(self, stream_id: int, credit_tokens: int) -> None:
         if stream_id in self._answers:
@@ -171,6 +184,8 @@ class DecodeLink:
                     return lambda: WorkerGone("it ended its link too early")
                 for stream_id in self._answers.receive(response):
                     self._stop_timer(stream_id)
+                if self._outgoing.set_token_interval(self._token_interval_us):
+                    self._wake.set()
                 self._close_if_unused()
             except grpc.aio.AioRpcError as error:
                 broken = error

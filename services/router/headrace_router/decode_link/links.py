@@ -12,6 +12,7 @@ from opentelemetry.context import Context
 from headrace.decode.v1 import decode_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.limits import LINK_STREAMS_MAX
+from headrace_common.process.pacing import LoopLoad
 from headrace_router.decode_link.answer import LinkedAnswer, TokenSink
 from headrace_router.decode_link.link import DecodeLink
 
@@ -50,11 +51,14 @@ class DecodeLinks:
     def __init__(
         self,
         channel: Callable[[], grpc.aio.Channel],
+        load: LoopLoad | None = None,
         *,
         streams_max: int = LINK_STREAMS_MAX,
         age_max_s: float = _AGE_MAX_S,
     ) -> None:
+        """`load`: see DecodeLink."""
         self._channel = channel
+        self._load = load or LoopLoad()
         self._streams_max = streams_max
         self._age_max_s = age_max_s
         self._current: DecodeLink | None = None
@@ -83,7 +87,7 @@ class DecodeLinks:
             if link.count < self._streams_max and link.age_s < self._age_max_s:
                 return link
             link.retire()
-        link = self._current = DecodeLink(self._channel(), self._open.discard)
+        link = self._current = DecodeLink(self._channel(), self._open.discard, self._load)
         self._open.add(link)
         return link
 

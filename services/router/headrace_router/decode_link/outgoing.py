@@ -9,7 +9,7 @@ _ENTRY_BYTES = 24
 
 
 class OutgoingRequests:
-    """Opens, credits and cancels that wait for the next message."""
+    """Opens, credits, cancels and the interval between tokens that wait for the next message."""
 
     def __init__(self, bytes_max: int) -> None:
         """`bytes_max`: the size from which messages are split. A single open may be longer."""
@@ -17,6 +17,17 @@ class OutgoingRequests:
         self._opens: dict[int, decode_pb2.LinkOpen] = {}
         self._credits: dict[int, int] = {}
         self._cancels: list[int] = []
+        self._interval_us = 0
+        self._sent_interval_us = 0
+
+    def set_token_interval(self, interval_us: int) -> bool:
+        """Lets the worker join tokens for so long, from the next message on.
+
+        Returns whether the worker must know soon: it joins them for twice as long now, or for half as long.
+        """
+        self._interval_us = interval_us
+        low, high = sorted((interval_us, self._sent_interval_us))
+        return high >= 2 * low and high > 0
 
     def open(self, opened: decode_pb2.LinkOpen) -> None:
         """Adds a request. Ids must increase."""
@@ -39,6 +50,9 @@ class OutgoingRequests:
         """
         message = decode_pb2.LinkRequest()
         room_bytes = self._bytes_max
+        if self._interval_us != self._sent_interval_us:
+            message.token_interval_us = self._sent_interval_us = self._interval_us
+            room_bytes -= _ENTRY_BYTES
         while self._credits and room_bytes > 0:
             stream_id, tokens = self._credits.popitem()
             message.credits.add(stream_id=stream_id, credit_tokens=tokens)

@@ -213,7 +213,8 @@ class RequestDispatcher:
         while not give_up.expired:
             table = self._workers.table(model)
             excluded = table.draining | table.flags(retries.excluded)
-            if (table.reachable & ~excluded).any():
+            serving = table.serving(request.prepared.adapter)
+            if (table.reachable & serving & ~excluded).any():
                 return
             await asyncio.sleep(_POLL_INTERVAL_S)
             retries.readmit_full_workers()
@@ -222,7 +223,9 @@ class RequestDispatcher:
         """Waits while every worker that could serve the request had no free slot just now."""
         while retries.full and not request.deadline.expired:
             table = self._workers.table(request.prepared.model)
-            if (table.reachable & ~table.draining & ~table.flags(retries.excluded)).any():
+            excluded = table.draining | table.flags(retries.excluded)
+            serving = table.serving(request.prepared.adapter)
+            if (table.reachable & serving & ~excluded).any():
                 return
             await asyncio.sleep(min(TAKEN_SLOT_PAUSE_S, request.deadline.remaining_s()))
             retries.readmit_full_workers()
@@ -247,6 +250,7 @@ class RequestDispatcher:
                         failed=retries.excluded,
                         suspect=retries.avoided,
                         local_only=retries.local_only,
+                        adapter=request.adapter,
                     ),
                     self._candidates(request, token_ids),
                 )
@@ -267,7 +271,7 @@ class RequestDispatcher:
         return Candidates(
             decode=table,
             cached_tokens=cached_tokens,
-            prefill=self._queue.pulling_workers(),
+            prefill=self._queue.pulling_workers(request.adapter),
             queue_wait_s=self._queue.wait_s(request.model),
         )
 

@@ -59,4 +59,5 @@ def prefill_task(
         sampling=sampling,
         send_logits=first_token == FROM_LOGITS,
         cache_salt=request.cache_salt,
+        adapter=request.adapter if request.HasField("adapter") else None,
     )

@@ -12,6 +12,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import InvalidRequest, QueueFull
 from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
+from headrace_common.registry.adapters import Adapter, adapter_violations
 from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
 from headrace_kv.layout.layout import WorkerRef
@@ -78,6 +79,7 @@ class OwnPrompts:
             decode_endpoint=worker.endpoint,
             traceparent=request.traceparent,
             cache_salt=request.cache_salt,
+            adapter=request.adapter if request.HasField("adapter") else None,
         )
         timeline = AttemptTimeline(self._clocks)
         response = await self._prompts.hand_over(
@@ -105,6 +107,13 @@ def _violations(
     request: prefill_pb2.EnqueueRequest, worker: Worker, vocabulary_size: int
 ) -> dict[str, str]:
     violations = salt_violations(request.cache_salt)
+    if request.HasField("adapter"):
+        adapter = request.adapter
+        violations.update(adapter_violations(adapter, "adapter"))
+        if Adapter(adapter.name, adapter.digest) not in worker.adapters:
+            violations["adapter"] = "must be one that the decode worker has announced"
+        if not request.cache_salt:
+            violations["cache_salt"] = "must not be empty beside an adapter"
     if not 0 < len(request.transfer_id) <= TRANSFER_ID_CHARACTERS_MAX:
         violations["transfer_id"] = f"must be 1 to {TRANSFER_ID_CHARACTERS_MAX} characters"
     if len(request.request_id) > REQUEST_ID_CHARACTERS_MAX:

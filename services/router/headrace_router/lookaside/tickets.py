@@ -117,6 +117,7 @@ class LookAside:
             generated_token_count=call.generated_token_count,
             ticket_lifetime=duration_from_seconds(self._signer.ttl_s),
             cache_salt=call.cache_salt,
+            adapter=call.adapter if call.HasField("adapter") else None,
         )
 
     def check(self, request: inference_pb2.PrefillRequest) -> decode_pb2.TicketClaims:
@@ -161,9 +162,11 @@ class LookAside:
             decode_endpoint=worker.endpoint,
             traceparent=direct.traceparent,
             cache_salt=direct.cache_salt,
+            adapter=direct.adapter if direct.HasField("adapter") else None,
         )
         self._end_expectation(direct.transfer_id)
         timeline = AttemptTimeline(self._clocks)
+        self.direct.prefilling(direct.transfer_id, timeline, arrival_ns)
         done = await self._prompts.hand_over(
             task, tuple(direct.token_ids), worker, deadline, timeline
         )

@@ -1,8 +1,8 @@
 """Requests that stream from decode workers directly: until they end, they count as admitted.
 
-The decode worker's span, which every router receives, marks the end of a request and completes its trace. Without that
-span a request counts until its ticket expires. It counts longer while its worker reports more requests than this router
-has placed there itself.
+The decode worker's span, which every router receives, marks the end of a request and completes its trace. The trace
+then has the sum up to the first token. Without that span a request counts until its ticket expires. It counts longer
+while its worker reports more requests than this router has placed there itself.
 
 A client may ask for tickets and never use them. So the tickets of one caller are bounded as long as the router has not
 seen their use: the handover of their prompt, or their end.
@@ -13,23 +13,38 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
 
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.latency import breakdown_attributes
 from headrace_common.telemetry.setup import Telemetry
 from headrace_frontend.admission.admission import AdmissionPermit
 from headrace_kv.layout.layout import WorkerRef
+from headrace_router.lookaside.direct_timeline import DirectTimeline, RouteTimes, SpanTimes
 from headrace_router.tracing.batches import SpanBatch, attributes_as_text
+from headrace_router.tracing.timeline import AttemptTimeline
+from headrace_router.tracing.worker_clocks import ClockDifference, WorkerClocks
 from headrace_router.workers.directory import WorkerDirectory
 
 _SWEEP_S: Final = 1.0
-_DECODE_SPANS: Final = (schema.SPAN_DECODE, schema.SPAN_DECODE_GENERATE)
+_STEP_SPANS: Final = (
+    schema.SPAN_DECODE_RESERVE,
+    schema.SPAN_DECODE_KV_WAIT,
+    schema.SPAN_DECODE_FIRST_TOKEN,
+    schema.SPAN_DECODE_GENERATE,
+)
+_DECODE_SPANS: Final = frozenset((schema.SPAN_DECODE, *_STEP_SPANS))
+# Attempts with spans, of one trace that a client uses again and again.
+_PARENTS_MAX: Final = 16
+
+OnClocks: TypeAlias = Callable[[str, Mapping[str, ClockDifference]], None]
+"""Gets a trace id, and how far workers' clocks are ahead of the router's, by worker id."""
 
 
 @dataclass(slots=True)
@@ -40,13 +55,21 @@ class _DirectRequest:
     caller: str
     permit: AdmissionPermit
     release: Callable[[], None]
-    arrival_unix_ns: int
+    route: RouteTimes
+    timeline: DirectTimeline
     expire_monotonic_s: float
     end_monotonic_s: float
     confirmed: bool = False
+    steps: dict[bytes, dict[str, SpanTimes]] = field(default_factory=dict)
+    """The spans of the decode worker's steps in this trace, by their parent and name."""
 
     def confirm(self) -> None:
         self.confirmed = True
+
+    def add_step(self, span: otlp_pb2.Span) -> None:
+        if span.parent_span_id not in self.steps and len(self.steps) >= _PARENTS_MAX:
+            del self.steps[next(iter(self.steps))]
+        self.steps.setdefault(span.parent_span_id, {})[span.name] = _times_of(span)
 
 
 class DirectRequestTracker:
@@ -64,12 +87,16 @@ class DirectRequestTracker:
         ttl_s: float,
         longest_s: float,
         max_unused: int,
+        clocks: WorkerClocks,
+        on_clocks: OnClocks,
     ) -> None:
         self._workers = workers
         self._telemetry = telemetry
         self._ttl_s = ttl_s
         self._longest_s = max(ttl_s, longest_s)
         self._max_unused = max_unused
+        self._clocks = clocks
+        self._on_clocks = on_clocks
         self._unused: Counter[str] = Counter()
         self._requests: dict[str, _DirectRequest] = {}
         self._transfer_of_trace: dict[bytes, str] = {}
@@ -89,7 +116,7 @@ class DirectRequestTracker:
         caller: str,
         permit: AdmissionPermit,
         release: Callable[[], None],
-        arrival_unix_ns: int,
+        route: RouteTimes,
     ) -> None:
         """Tracks a request with a granted ticket. Calls `release` once, when it has ended or was never sent."""
         now_s = time.monotonic()
@@ -101,7 +128,8 @@ class DirectRequestTracker:
             caller=caller,
             permit=permit,
             release=release,
-            arrival_unix_ns=arrival_unix_ns,
+            route=route,
+            timeline=DirectTimeline(route),
             expire_monotonic_s=now_s + self._ttl_s,
             end_monotonic_s=now_s + self._longest_s,
         )
@@ -114,6 +142,12 @@ class DirectRequestTracker:
         """The permit of a tracked request. None when the request is not tracked any more."""
         request = self._requests.get(transfer_id)
         return None if request is None else request.permit
+
+    def prefilling(self, transfer_id: str, timeline: AttemptTimeline, arrival_ns: int) -> None:
+        """The client's Prefill call arrived at `arrival_ns` of the monotonic clock. Ignored for unknown requests."""
+        request = self._requests.get(transfer_id)
+        if request is not None:
+            request.timeline.prefilling(timeline, arrival_ns)
 
     def confirm(self, transfer_id: str) -> None:
         """The prompt of a request was handed over, so its decode worker has the request."""
@@ -128,7 +162,9 @@ class DirectRequestTracker:
             return
         for span in batch.spans:
             if span.name in _DECODE_SPANS and span.trace_id in self._transfer_of_trace:
-                self._on_decode_span(span)
+                parsed = span.parse()
+                if parsed is not None:
+                    self._on_decode_span(parsed)
 
     def close(self) -> None:
         """Releases all requests."""
@@ -139,17 +175,45 @@ class DirectRequestTracker:
 
     def _on_decode_span(self, span: otlp_pb2.Span) -> None:
         transfer_id = self._transfer_of_trace[span.trace_id]
-        if span.name == schema.SPAN_DECODE:
-            # One trace of a client may contain several requests.
-            attributes = attributes_as_text(span.attributes)
-            self._end(attributes.get(schema.ATTRIBUTE_TRANSFER_ID, transfer_id))
+        newest = self._requests[transfer_id]
+        if span.name != schema.SPAN_DECODE:
+            newest.add_step(span)
             return
-        request = self._requests[transfer_id]
+        # One trace of a client may contain several requests.
+        attributes = attributes_as_text(span.attributes)
+        own_id = attributes.get(schema.ATTRIBUTE_TRANSFER_ID, transfer_id)
+        steps = newest.steps.pop(span.span_id, {})
+        request = self._requests.get(own_id)
+        if request is not None and request.trace_id == span.trace_id:
+            self._record_tokens(request, {**steps, span.name: _times_of(span)})
+        self._end(own_id)
+
+    def _record_tokens(self, request: _DirectRequest, spans: Mapping[str, SpanTimes]) -> None:
+        """Records the spans up to the first token and after it, on the router's clock."""
+        ref = request.ref
+        live = self._workers.worker(ref) is not None
+        found = request.timeline.sum_of(
+            spans,
+            ref.worker_id,
+            self._clocks.clock(ref.worker_id),
+            self._workers.unix_ns(ref.worker_id, ref.incarnation) if live else None,
+        )
+        if found is None:
+            return
+        answer = spans[schema.SPAN_DECODE_GENERATE]
         parent = context_from_traceparent(request.traceparent)
-        first_ns, last_ns = span.start_time_unix_nano, span.end_time_unix_nano
+        first_ns = found.first_unix_ns
         record = self._telemetry.record_span
-        record(schema.SPAN_FIRST_TOKEN, parent, request.arrival_unix_ns, first_ns)
+        record(
+            schema.SPAN_FIRST_TOKEN,
+            parent,
+            request.route.arrival_unix_ns,
+            first_ns,
+            breakdown_attributes(found.breakdown),
+        )
+        last_ns = first_ns + answer.end_ns - answer.start_ns
         record(schema.SPAN_STREAM, parent, first_ns, last_ns)
+        self._on_clocks(request.trace_id.hex(), found.differences)
 
     def _sweep(self) -> None:
         now_s = time.monotonic()
@@ -180,3 +244,13 @@ class DirectRequestTracker:
         self._unused[caller] -= 1
         if not self._unused[caller]:
             del self._unused[caller]
+
+
+def _times_of(span: otlp_pb2.Span) -> SpanTimes:
+    waits = (
+        pair.value.double_value
+        for pair in span.attributes
+        if pair.key == schema.ATTRIBUTE_DECODE_WAIT_MS
+    )
+    wait_ns = round(1e6 * next(waits, 0.0))
+    return SpanTimes(span.start_time_unix_nano, span.end_time_unix_nano, wait_ns)

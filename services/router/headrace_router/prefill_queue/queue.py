@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
@@ -27,6 +28,7 @@ from headrace_common.errors import (
     WorkerGone,
     from_reason,
 )
+from headrace_common.registry.adapters import Adapter
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.estimate import QueueEstimate
@@ -88,16 +90,31 @@ class PrefillQueue:
         tokens = sum(counted for counted, _ in sums)
         return sum(seconds for _, seconds in sums) / tokens if tokens > 0 else 0.0
 
-    def pulling_workers(self) -> Mapping[KvLayout, frozenset[WorkerRef]]:
-        """The workers that take tasks, by layout fingerprint. A live view: it changes with the queue."""
-        return self._pulling
+    def pulling_workers(
+        self, adapter: Adapter | None = None
+    ) -> Mapping[KvLayout, frozenset[WorkerRef]]:
+        """The workers that take tasks, by layout fingerprint: all, or those with an adapter.
+
+        Without an adapter it is a live view: it changes with the queue.
+        """
+        if adapter is None:
+            return self._pulling
+        return {
+            layout: frozenset(ref for ref in refs if adapter in self._worker_streams[ref].adapters)
+            for layout, refs in self._pulling.items()
+        }
 
     def worker_counts(self) -> dict[str, int]:
         """The number of connected prefill workers by served model."""
-        counts: dict[str, int] = {}
-        for stream in self._worker_streams.values():
-            counts[stream.model] = counts.get(stream.model, 0) + 1
-        return counts
+        return Counter(stream.model for stream in self._worker_streams.values())
+
+    def adapter_worker_counts(self) -> dict[tuple[str, Adapter], int]:
+        """The number of connected prefill workers by served model and adapter."""
+        return Counter(
+            (stream.model, adapter)
+            for stream in self._worker_streams.values()
+            for adapter in stream.adapters
+        )
 
     def worker_loads(self) -> dict[WorkerRef, PrefillLoad]:
         """The load of every connected prefill worker."""
@@ -124,13 +141,20 @@ class PrefillQueue:
         if group is None:
             raise _no_eligible_worker(task.transfer_id)
         queued = QueuedTask(task, group.layout, terms, next(self._numbers), self._cancel)
+        group.exclude_workers_without_adapter(queued)
         if not group.has_eligible_worker(queued):
             raise _no_eligible_worker(task.transfer_id)
         queued.joined_queue(group.tasks_before(queued))
         group.add(queued)
         return queued
 
-    def add_worker(self, ref: WorkerRef, model: str, layout: KvLayout) -> PrefillWorkerStream:
+    def add_worker(
+        self,
+        ref: WorkerRef,
+        model: str,
+        layout: KvLayout,
+        adapters: frozenset[Adapter] = frozenset(),
+    ) -> PrefillWorkerStream:
         """A worker has opened its stream. Raises DuplicateTransfer when this incarnation has one already."""
         if ref in self._worker_streams:
             raise DuplicateTransfer(
@@ -144,7 +168,7 @@ class PrefillQueue:
             )
         key = fingerprint(layout)
         group = self._groups.setdefault(key, QueueGroup(key, self._prefix_wait_s))
-        stream = PrefillWorkerStream(ref, model, key, next(self._numbers), self._sign)
+        stream = PrefillWorkerStream(ref, model, key, next(self._numbers), self._sign, adapters)
         self._worker_streams[ref] = stream
         group.add_worker(stream)
         self._update_pulling(group)
@@ -273,6 +297,7 @@ class PrefillQueue:
             queued.end(error, done)
             return
         queued.returned_from(stream.ref)
+        group.exclude_workers_without_adapter(queued)
         if group.has_eligible_worker(queued):
             _LOG.info("task %s is queued again: %s", queued.task.transfer_id, error.detail)
             group.add(queued)

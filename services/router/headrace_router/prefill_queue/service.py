@@ -10,7 +10,8 @@ import grpc.aio
 
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace_common.access.roles import require_own_name
-from headrace_common.errors import ProtocolViolation
+from headrace_common.errors import InvalidRequest, ProtocolViolation
+from headrace_common.registry.adapters import adapters_from_proto, announced_violations
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -51,7 +52,10 @@ class QueueService(prefill_pb2_grpc.PrefillQueueServiceServicer):
         hello = await _read_hello(request_iterator)
         require_own_name(hello.worker_id)
         ref = WorkerRef(hello.worker_id, hello.incarnation)
-        stream = self._queue.add_worker(ref, hello.model, layout_from_proto(hello.layout))
+        stream = self._queue.add_worker(
+            *(ref, hello.model, layout_from_proto(hello.layout)),
+            adapters_from_proto(hello.adapters),
+        )
         writer = asyncio.create_task(_write(stream, context))
         try:
             async for request in request_iterator:
@@ -105,6 +109,9 @@ async def _read_hello(requests: AsyncIterator[prefill_pb2.PullRequest]) -> prefi
         raise ProtocolViolation("the first request of a Pull must be a Hello")
     if not (first.hello.worker_id and first.hello.incarnation and first.hello.HasField("layout")):
         raise ProtocolViolation("a Hello must name worker_id, incarnation and layout")
+    violations = announced_violations(first.hello.adapters, "adapters")
+    if violations:
+        raise InvalidRequest(violations)
     return first.hello
 
 

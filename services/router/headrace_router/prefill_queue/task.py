@@ -13,6 +13,7 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError
+from headrace_common.registry.adapters import Adapter
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 
 _PREFERRED_WORKERS_MAX: Final = 8
@@ -67,6 +68,9 @@ class QueuedTask:
         self.group_key = group_key
         self.tokens = len(task.token_ids)
         self.number = number
+        self.adapter = (
+            Adapter(task.adapter.name, task.adapter.digest) if task.HasField("adapter") else None
+        )
         self.avoid = terms.avoid
         self.cached = terms.cached
         self.returns_left = terms.returns_max
@@ -136,6 +140,10 @@ class QueuedTask:
         self.pulled_unix_ns = time.time_ns()
         self.pulled_ns = time.monotonic_ns()
         self.pulled_s = now_s
+
+    def exclude(self, ref: WorkerRef) -> None:
+        """The task is never handed to a worker."""
+        self.avoid |= {ref}
 
     def started(self) -> None:
         """The worker is about to open the transfer."""

@@ -11,6 +11,7 @@ from sortedcontainers import SortedDict
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import ProtocolViolation
 from headrace_common.queues import BoundedQueue
+from headrace_common.registry.adapters import Adapter
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_hash
 from headrace_router.prefill_queue.task import QueuedTask, SignTask
@@ -34,10 +35,17 @@ class PrefillWorkerStream:
     """The stream of one prefill worker: its unused credits and the tasks that it has."""
 
     def __init__(
-        self, ref: WorkerRef, model: str, group_key: KvLayout, number: int, sign: SignTask
+        self,
+        ref: WorkerRef,
+        model: str,
+        group_key: KvLayout,
+        number: int,
+        sign: SignTask,
+        adapters: frozenset[Adapter] = frozenset(),
     ) -> None:
         self.ref = ref
         self.model = model
+        self.adapters = adapters
         self.group_key = group_key
         self.number = number
         self._sign = sign

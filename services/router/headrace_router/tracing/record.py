@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from google.protobuf.message import DecodeError
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 
 from headrace.inference.v1 import trace_pb2
@@ -14,7 +15,7 @@ from headrace_common.durations import duration_from_ns, timestamp_from_unix_ns
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.otlp import span_to_proto
 from headrace_common.telemetry.spans import EndedSpan
-from headrace_router.tracing.batches import attributes_as_text
+from headrace_router.tracing.batches import RawSpan, attributes_as_text
 from headrace_router.tracing.worker_clocks import ClockDifference
 
 SPANS_PER_TRACE_MAX: Final = 8_192
@@ -25,11 +26,14 @@ SPAN_ID_BYTES: Final = 8
 # The ids, the times and the name of a span.
 _FIXED_FIELDS_BYTES: Final = 96
 _NUMBER_BYTES: Final = 8
-_NAMES_WITH_ATTRIBUTES: Final = (schema.SPAN_REQUEST, schema.SPAN_ATTEMPT)
-_NAMES_WITH_FACTS: Final = (*_NAMES_WITH_ATTRIBUTES, schema.SPAN_DECODE, schema.SPAN_PREFILL)
+# Of a StoredSpan.
+_BYTES: Final = 3
+_NAMES_WITH_ATTRIBUTES: Final = frozenset((schema.SPAN_REQUEST, schema.SPAN_ATTEMPT))
+NAMES_WITH_FACTS: Final = _NAMES_WITH_ATTRIBUTES | {schema.SPAN_DECODE, schema.SPAN_PREFILL}
+"""The spans that decide whether a trace is complete."""
 
 StoredSpan: TypeAlias = tuple[str, str, bytes | tuple[Any, ...], int]
-"""The service and the worker id of the process that made a span, the span, and its bytes.
+"""The service and the worker id of the process that made a span, the span, and the bytes that count for it.
 
 A worker's span is in OTLP's encoding: a message would keep its whole export in memory. A span of this router is the
 fields of an EndedSpan, which are encoded only for a reader. Tuples of these types cost the garbage collector no time.
@@ -37,24 +41,24 @@ fields of an EndedSpan, which are encoded only for a reader. Tuples of these typ
 
 
 class SpanFacts(NamedTuple):
-    """What a trace needs to know of a span when it is added. Of most spans that is the id only."""
+    """What a trace needs to know of a span with a name of NAMES_WITH_FACTS when it is added."""
 
     span_id: bytes
-    name: str = ""
-    parent_id: bytes = b""
+    name: str
+    parent_id: bytes
     failed: bool = False
     request_id: str = ""
     prefill_worker_id: str = ""
 
     @classmethod
-    def of_proto(cls, span: otlp_pb2.Span) -> SpanFacts:
+    def of_raw(cls, span: RawSpan) -> SpanFacts:
         """The facts of a worker's span."""
-        name = span.name
-        if name not in _NAMES_WITH_FACTS:
-            return cls(span.span_id)
-        attributes = attributes_as_text(span.attributes) if name in _NAMES_WITH_ATTRIBUTES else {}
+        found = span.parse() if span.name in _NAMES_WITH_ATTRIBUTES else None
+        if found is None:
+            return cls(span.span_id, span.name, span.parent_id)
+        attributes = attributes_as_text(found.attributes)
         return cls(
-            *(span.span_id, name, span.parent_span_id, _failed(span)),
+            *(span.span_id, span.name, span.parent_id, _failed(found)),
             attributes.get(schema.ATTRIBUTE_REQUEST_ID, ""),
             attributes.get(schema.ATTRIBUTE_PREFILL_WORKER_ID, ""),
         )
@@ -62,12 +66,9 @@ class SpanFacts(NamedTuple):
     @classmethod
     def of_ended(cls, span: EndedSpan) -> SpanFacts:
         """The facts of a span of this router."""
-        span_id = span.span_id.to_bytes(SPAN_ID_BYTES, "big")
-        if span.name not in _NAMES_WITH_FACTS:
-            return cls(span_id)
         attributes = span.attributes if span.name in _NAMES_WITH_ATTRIBUTES else {}
         return cls(
-            span_id,
+            span.span_id.to_bytes(SPAN_ID_BYTES, "big"),
             span.name,
             span.parent_id.to_bytes(SPAN_ID_BYTES, "big"),
             bool(span.error),
@@ -159,19 +160,23 @@ class TraceRecord:
         del self._names[oldest]
         return oldest
 
-    def add(self, span: SpanFacts, stored: StoredSpan, bytes_max: int) -> bool:
+    def add(
+        self, span_id: bytes, facts: SpanFacts | None, stored: StoredSpan, bytes_max: int
+    ) -> bool:
         """Adds a span, or replaces the span with its id. False when the trace has no room for it."""
-        previous = self._spans.get(span.span_id)
-        replaced_bytes = _stored_bytes(previous) if previous is not None else 0
-        trace_bytes = self.stored_bytes - replaced_bytes + _stored_bytes(stored)
-        full = previous is None and len(self._spans) >= SPANS_PER_TRACE_MAX
-        if full or trace_bytes > bytes_max:
+        previous = self._spans.get(span_id)
+        trace_bytes = self.stored_bytes + stored[_BYTES]
+        if previous is not None:
+            trace_bytes -= previous[_BYTES]
+        elif len(self._spans) >= SPANS_PER_TRACE_MAX:
             return False
-        self._spans[span.span_id] = stored
+        if trace_bytes > bytes_max:
+            return False
+        self._spans[span_id] = stored
         self.stored_bytes = trace_bytes
         # A process may send a span again, unchanged.
-        if previous is None and span.name:
-            self._completeness.add(span)
+        if previous is None and facts is not None:
+            self._completeness.add(facts)
         return True
 
     def summary(self) -> TraceSummary:
@@ -194,8 +199,9 @@ def trace_to_proto(
     Spans of workers in `differences` are moved to this router's clock.
     """
     parsed = [
-        _Placed(_span_of(content), service, worker_id, differences.get(worker_id))
+        _Placed(span, service, worker_id, differences.get(worker_id))
         for service, worker_id, content, _ in spans
+        if (span := _span_of(content)) is not None
     ]
     parsed.sort(key=lambda placed: placed.start_unix_ns)
     return trace_pb2.Trace(
@@ -245,27 +251,30 @@ def _span_to_proto(placed: _Placed) -> trace_pb2.Span:
 
 def ended_span_bytes(span: EndedSpan) -> int:
     """About as many bytes as the contents of the span take."""
-    attributes = span.attributes
-    texts = sum(map(_text_bytes, attributes.values())) + sum(map(len, attributes))
-    return texts + _text_bytes(span.error) + _FIXED_FIELDS_BYTES
+    size = _FIXED_FIELDS_BYTES + _text_bytes(span.error)
+    for key, value in span.attributes.items():
+        size += len(key) + (_text_bytes(value) if isinstance(value, str) else _NUMBER_BYTES)
+    return size
 
 
-def _text_bytes(value: object) -> int:
-    if not isinstance(value, str):
-        return _NUMBER_BYTES
+def stored_bytes(span_bytes: int) -> int:
+    """The bytes that count for a span."""
+    return span_bytes + SPAN_OVERHEAD_BYTES
+
+
+def _text_bytes(text: str) -> int:
     # One character of other texts may take four bytes.
-    return len(value) if value.isascii() else 4 * len(value)
+    return len(text) if text.isascii() else 4 * len(text)
 
 
-def _span_of(content: bytes | tuple[Any, ...]) -> otlp_pb2.Span:
-    if isinstance(content, bytes):
+def _span_of(content: bytes | tuple[Any, ...]) -> otlp_pb2.Span | None:
+    """The span. None for a worker's span that is malformed."""
+    if not isinstance(content, bytes):
+        return span_to_proto(EndedSpan(*content))
+    try:
         return otlp_pb2.Span.FromString(content)
-    return span_to_proto(EndedSpan(*content))
-
-
-def _stored_bytes(stored: StoredSpan) -> int:
-    service, worker_id, _, size = stored
-    return len(service) + len(worker_id) + size + SPAN_OVERHEAD_BYTES
+    except DecodeError:
+        return None
 
 
 def _failed(span: otlp_pb2.Span) -> bool:

@@ -104,9 +104,12 @@ class RequestTracer:
         breakdown, response = timeline.break_down(), timeline.response
         if response is not None and response.started:
             self._on_latency(response, breakdown)
-        trace_id, attributes = trace_id_of(root), breakdown_attributes(breakdown)
         slow = 0 < self._slow_s < 1e-6 * breakdown.first.total_us
-        if ending.stored and (slow or ending.error):
+        kept = ending.stored and (slow or bool(ending.error))
+        if not (kept or ending.recorded):
+            return
+        trace_id, attributes = trace_id_of(root), breakdown_attributes(breakdown)
+        if kept:
             if not ending.recorded:
                 self._record_root(root, attributes, ending)
             self._store.keep(trace_id)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
-
-from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 
 from headrace.inference.v1 import trace_pb2
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
 from headrace_common.telemetry.spans import EndedSpan, SpanSource
-from headrace_router.tracing.batches import SpanBatch, span_batches
+from headrace_router.tracing.batches import SpanBatch
 from headrace_router.tracing.record import (
+    NAMES_WITH_FACTS,
     SPAN_ID_BYTES,
     SpanFacts,
     StoredSpan,
     TraceRecord,
     ended_span_bytes,
+    stored_bytes,
     trace_to_proto,
 )
 from headrace_router.tracing.worker_clocks import ClockDifference
@@ -100,29 +100,26 @@ class TraceStore:
             while len(self._records) > self._limits.traces:
                 self._remove_oldest()
 
-    def add_spans(self, resource_spans: Iterable[otlp_pb2.ResourceSpans]) -> None:
-        """Adds spans in OTLP's format. Drops spans of unknown traces."""
-        for batch in span_batches(resource_spans):
-            self.add_batch(batch)
-
     def add_batch(self, batch: SpanBatch) -> None:
-        """As `add_spans`."""
+        """Adds spans of workers. Drops spans of unknown traces."""
         dropped: dict[str, int] = {}
+        service, worker_id = batch.service, batch.worker_id
         for span in batch.spans:
             trace_id = span.trace_id.hex()
             # Routers receive the spans of each other's requests, so most spans may be of unknown traces.
             if trace_id not in self._records:
                 continue
-            # An export is bounded, so a span that is too large may be encoded once.
-            content = span.SerializeToString()
-            facts = SpanFacts.of_proto(span)
-            if len(content) > SPAN_BYTES_MAX or len(facts.span_id) != SPAN_ID_BYTES:
+            content = span.content
+            size = len(content)
+            if size > SPAN_BYTES_MAX or len(span.span_id) != SPAN_ID_BYTES:
                 dropped[DROPPED_SPAN] = dropped.get(DROPPED_SPAN, 0) + 1
                 continue
-            stored: StoredSpan = (batch.service, batch.worker_id, content, len(content))
+            facts = SpanFacts.of_raw(span) if span.name in NAMES_WITH_FACTS else None
+            stored: StoredSpan = (service, worker_id, content, stored_bytes(size))
             with self._lock:
-                self._add(trace_id, facts, stored, dropped)
-        self._report(dropped)
+                self._add(trace_id, span.span_id, facts, stored, dropped)
+        if dropped:
+            self._report(dropped)
 
     def keep(self, trace_id: str) -> None:
         """Removes this trace after others, as long as at most half of all traces are kept so."""
@@ -153,10 +150,13 @@ class TraceStore:
         if size > SPAN_BYTES_MAX:
             dropped[DROPPED_SPAN] = 1
         else:
-            stored: StoredSpan = (source.service, "", tuple(span), size)
+            facts = SpanFacts.of_ended(span) if span.name in NAMES_WITH_FACTS else None
+            span_id = span.span_id.to_bytes(SPAN_ID_BYTES, "big")
+            stored: StoredSpan = (source.service, "", tuple(span), stored_bytes(size))
             with self._lock:
-                self._add(trace_id, SpanFacts.of_ended(span), stored, dropped)
-        self._report(dropped)
+                self._add(trace_id, span_id, facts, stored, dropped)
+        if dropped:
+            self._report(dropped)
 
     def get(self, name: str) -> trace_pb2.Trace:
         """The trace with this trace id or request id. The newest for an empty name. Raises NotFound."""
@@ -194,13 +194,18 @@ class TraceStore:
         return [trace_to_proto(summary) for summary in chosen], token
 
     def _add(
-        self, trace_id: str, span: SpanFacts, stored: StoredSpan, dropped: dict[str, int]
+        self,
+        trace_id: str,
+        span_id: bytes,
+        facts: SpanFacts | None,
+        stored: StoredSpan,
+        dropped: dict[str, int],
     ) -> None:
         record = self._records.get(trace_id)
         if record is None:
             return
         before = record.stored_bytes
-        if not record.add(span, stored, self._limits.trace_bytes):
+        if not record.add(span_id, facts, stored, self._limits.trace_bytes):
             dropped[DROPPED_TRACE] = dropped.get(DROPPED_TRACE, 0) + 1
             return
         self._stored_bytes += record.stored_bytes - before

@@ -16,6 +16,7 @@ import grpc.aio
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.durations import duration_from_seconds
 from headrace_common.limits import CLOCK_OFFSET_NOTED_S
+from headrace_common.process.pacing import LoopLoad
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.workers.clock import WorkerClock
@@ -86,8 +87,9 @@ class WorkerConnection:
         on_load: Callable[[WorkerConnection], None],
         ticket_public_key: bytes,
         interval_s: float = SHORTEST_S,
+        load: LoopLoad | None = None,
     ) -> None:
-        """`ticket_public_key` is the router's, for the worker."""
+        """`ticket_public_key` is the router's, for the worker. `load` is that of the event loop."""
         self.worker = worker
         self._interval_s = self._wanted_interval_s = interval_s
         self._ticket_public_key = ticket_public_key
@@ -98,7 +100,7 @@ class WorkerConnection:
         self._reading: asyncio.Timeout | None = None
         self._open_channel = open_channel
         self._channel: grpc.aio.Channel | None = None
-        self.links = DecodeLinks(lambda: self.channel)
+        self.links = DecodeLinks(lambda: self.channel, load)
         self._dials = dials
         self._retry = RetryDelay(_RECONNECT_S)
         self._reservations: set[LoadReservation] = set()

@@ -14,6 +14,9 @@ import grpc.aio
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.process.pacing import LoopLoad
+from headrace_common.registry.adapters import adapters_from_proto
+from headrace_frontend.request.model_names import Adapters
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
 from headrace_router.workers.availability import WorkerAvailability
@@ -48,15 +51,17 @@ class WorkerDirectory:
         worker_wait_s: float = 0.0,
         on_slots: Callable[[str, DecodeSlots], None] | None = None,
         dials: Dials | None = None,
+        load: LoopLoad | None = None,
     ) -> None:
         """`ticket_public_key` is this router's. `worker_wait_s`: see RouterConfig.
 
         `on_slots` gets a model and the slots of its workers after each change. `dials` bounds the tries to reach
-        members, and may be shared.
+        members, and may be shared. `load` is that of the event loop: see DecodeLink.
         """
         self._open_channel = open_channel
         self._ticket_public_key = ticket_public_key
         self._dials = dials or Dials()
+        self._load = load
         self._registered: dict[WorkerRef, _Registered] = {}
         self._connections: dict[WorkerRef, WorkerConnection] = {}
         self._tables: dict[str, LoadTable] = {}
@@ -105,6 +110,7 @@ class WorkerDirectory:
                 self._update_load,
                 self._ticket_public_key,
                 interval_s,
+                self._load,
             )
         # A new worker has no row before it has reported.
         if changed:
@@ -128,6 +134,10 @@ class WorkerDirectory:
     def max_model_len(self) -> dict[str, int]:
         """By model, the most tokens that every live decode worker of it accepts."""
         return {model: table.max_model_len for model, table in self._tables.items()}
+
+    def adapters(self) -> Adapters:
+        """By model, the adapters of its live decode workers by name. Of one name, the adapter of most workers."""
+        return {model: table.adapters for model, table in self._tables.items() if table.adapters}
 
     def decode_worker_counts(self) -> dict[str, int]:
         """The number of live decode workers by model."""
@@ -272,6 +282,7 @@ def worker_from_member(member: registry_pb2.Member) -> Worker:
         max_model_len=member.max_model_len,
         max_num_seqs=member.max_num_seqs,
         layout=_layout_of(member.layout.SerializeToString(deterministic=True)),
+        adapters=adapters_from_proto(member.adapters),
     )
 
 

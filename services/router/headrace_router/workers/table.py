@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_common.registry.adapters import Adapter
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.workers.slots import DecodeSlots
@@ -29,6 +31,7 @@ class Worker:
     client_endpoint: str = ""
     http_endpoint: str = ""
     """Of its OpenAI HTTP API. Empty: it has none."""
+    adapters: frozenset[Adapter] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class LoadTable:
         self._rows = {worker.ref: row for row, worker in enumerate(self.workers)}
         # Workers with one layout fingerprint can receive from the same prefill workers.
         self.layouts, self.layout_of = _layout_groups(self.workers)
+        self.adapters = _adapters_by_name(self.workers)
 
     def __len__(self) -> int:
         return len(self.workers)
@@ -110,6 +114,12 @@ class LoadTable:
             routers=routers,
         )
 
+    def serving(self, adapter: Adapter | None) -> Flags:
+        """True in the rows of workers that have an adapter; in all rows without one."""
+        if adapter is None:
+            return np.ones(len(self), np.bool_)
+        return np.array([adapter in worker.adapters for worker in self.workers], np.bool_)
+
     def flags(self, refs: Collection[WorkerRef]) -> Flags:
         """True in the rows of these workers."""
         marked: Flags = np.zeros(len(self), np.bool_)
@@ -136,6 +146,15 @@ class LoadTable:
         by_layout = np.array([layout in prefill_layouts for layout in self.layouts], np.bool_)
         found: Flags = by_layout[self.layout_of]
         return found
+
+
+def _adapters_by_name(workers: Iterable[Worker]) -> Mapping[str, Adapter]:
+    """Of adapters with equal names the one that most workers have, and of equals the one with the smallest digest."""
+    counts = Counter(adapter for worker in workers for adapter in worker.adapters)
+    found: dict[str, Adapter] = {}
+    for adapter in sorted(counts, key=lambda one: (-counts[one], one)):
+        found.setdefault(adapter.name, adapter)
+    return found
 
 
 def _layout_groups(workers: Iterable[Worker]) -> tuple[tuple[KvLayout, ...], NDArray[np.intp]]:

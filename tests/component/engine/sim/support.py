@@ -124,6 +124,7 @@ def decode_work(
     awaits_first_token: bool = False,
     from_logits: bool = False,
     cache_salt: str = "",
+    adapter: str = "",
 ) -> DecodeWork:
     """A decode request; by default a local one."""
     return DecodeWork(
@@ -135,6 +136,7 @@ def decode_work(
         awaits_first_token=awaits_first_token,
         from_logits=from_logits,
         cache_salt=cache_salt,
+        adapter=adapter,
     )
 
 
@@ -159,7 +161,7 @@ def expected_tokens(engine: SimEngine, work: DecodeWork) -> tuple[int, ...]:
     """The tokens that a correct engine yields for the request."""
     prompt, sampling = work.token_ids[: work.prompt_tokens], work.sampling
     count = min(sampling.max_tokens, engine.max_model_len - len(prompt))
-    whole = engine.model.expected_tokens(prompt, count, sampling)
+    whole = engine.model.expected_tokens(prompt, count, sampling, work.adapter)
     return whole[work.generated_tokens :]
 
 
@@ -273,6 +275,7 @@ class Pair:
             target,
             work.sampling if on_first_token is not None else None,
             work.cache_salt,
+            work.adapter,
         )
         task = asyncio.create_task(
             self.prefill.prefill(prefill, on_first_token, self.reports.append)
@@ -288,6 +291,7 @@ class Pair:
         generated: tuple[int, ...] = (),
         check: bool = True,
         cache_salt: str = "",
+        adapter: str = "",
     ) -> Handed:
         """Runs one request as the router and both services do. With `check`, the answer must be correct."""
         work = decode_work(
@@ -296,6 +300,7 @@ class Pair:
             remote_kv=True,
             generated=generated,
             cache_salt=cache_salt,
+            adapter=adapter,
         )
         reader = self.decode.decode(work)
         try:

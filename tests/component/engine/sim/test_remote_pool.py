@@ -15,6 +15,7 @@ from headrace_kv.manager.settings import TierSettings
 from headrace_kv.pool.base import PoolMemory, RemotePool
 from headrace_kv.pool.in_memory import InMemoryPool, MemoryStore
 from headrace_kv.pool.opening import PoolOpener
+from headrace_kv.prefix.events import Tier
 from tests.component.engine.prefix.workers import random_prompt
 from tests.component.engine.sim.support import check_answer, decode_engine, decode_work
 from tests.waiting import until
@@ -118,6 +119,37 @@ async def test_a_worker_loads_what_another_one_has_computed(
     assert await cached_by_another(store, prompt, **changes) == REUSED_TOKENS
     beginning = prompt[:40] + random_prompt(Random(6), 40)
     assert await cached_by_another(store, beginning, **changes) == 40
+
+
+async def test_the_tokens_of_each_tier_and_the_time_of_a_fetch_are_reported(
+    store: MemoryStore, prompt: list[int]
+) -> None:
+    await publish(store, prompt)
+    async with decode_engine(pools=opener(store), tiers=tiers(publishes=False)) as engine:
+        open_pool_of(engine)
+        assert engine.tier_loads is not None
+        longer = prompt + random_prompt(Random(6), 16)
+        end = await check_answer(engine, decode_work(prompt, GREEDY, transfer_id="a"))
+        assert end.tier_tokens == {Tier.REMOTE: REUSED_TOKENS}
+        assert engine.tier_loads.loaded_blocks()[Tier.REMOTE] == REUSED_TOKENS // 8
+        assert engine.tier_loads.seconds_per_block(Tier.REMOTE)
+        # They are in KV memory now, as is the block with the last token.
+        end = await check_answer(engine, decode_work(longer, GREEDY, transfer_id="b"))
+        assert end.cached_tokens == PROMPT_TOKENS
+        assert end.tier_tokens == {}
+
+
+async def test_what_a_worker_stores_in_each_tier_is_counted(
+    store: MemoryStore, prompt: list[int]
+) -> None:
+    async with decode_engine(pools=opener(store), tiers=tiers()) as engine:
+        open_pool_of(engine)
+        assert engine.prefix_events is not None
+        await answer(engine, prompt)
+        blocks = PROMPT_TOKENS // 8
+        stored = engine.prefix_events.stored_blocks
+        await until(lambda: stored().get(Tier.REMOTE) == blocks)
+        assert stored()[Tier.HOST] == blocks
 
 
 async def test_only_workers_of_the_same_tenant_layout_and_deployment_find_a_block(

@@ -172,6 +172,8 @@ class BothWays:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         exchange = HttpExchange(scope, receive, send)
+        # The server's object refers to the scope.
+        assert DIRECT_EXTENSION not in scope["extensions"]
         if scope["method"] == "POST":
             assert await exchange.read_json(100) == b"{}"
         if scope["path"] == "/asgi":

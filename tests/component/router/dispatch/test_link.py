@@ -14,6 +14,7 @@ from opentelemetry.context import Context
 from headrace.decode.v1 import decode_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, DeadlineExceeded, ProtocolViolation
+from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.channel import open_channel
 from headrace_router.decode_link.links import DecodeLinks, LinkedCall
 from tests.component.router.dispatch.recitation import TEXT, recite, sampling
@@ -109,6 +110,22 @@ async def test_a_call_ends_at_its_deadline_and_a_cancel_reaches_the_worker(
     call.close()
     call.close()
     await until(lambda: worker.cancelled == {"late"}, what="the cancel")
+    await links.close()
+
+
+async def test_a_worker_joins_tokens_for_as_long_as_the_router_does(
+    worker: FakeDecode, channel: grpc.aio.Channel
+) -> None:
+    load = LoopLoad()
+    links = DecodeLinks(lambda: channel, load)
+    call = opened_on(links)
+    assert await kind_of(call) == "reserved"
+    assert worker.token_intervals_us == [2_000]
+    load.gap_s = 0.025
+    (link,) = worker._open_links
+    await link.send(1, decode_pb2.GenerateResponse(tokens=decode_pb2.Tokens(token_ids=[7])))
+    assert await kind_of(call) == "tokens"
+    await until(lambda: worker.token_intervals_us == [2_000, 25_000], what="the longer interval")
     await links.close()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
-from headrace.inference.v1 import first_token_pb2, sampling_pb2
+from headrace.inference.v1 import adapter_pb2, first_token_pb2, sampling_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.client_config import ClientFacingConfig
@@ -60,6 +60,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.cancelled: set[str] = set()
         self.links = 0
         """Links that were opened, in all."""
+        self.token_intervals_us: list[int] = []
+        """Those that routers asked for."""
         self._open_links: list[FakeLink] = []
         self.running_requests = 0
         self.reports = asyncio.Event()
@@ -88,6 +90,13 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             assert server is not None
             decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.server)
+
+    def announce(self, *adapters: adapter_pb2.Adapter) -> None:
+        """Registers with these adapters, from the next refresh of the router on."""
+        member = registry_pb2.Member()
+        member.CopyFrom(self.member)
+        member.adapters.extend(adapters)
+        self.member = member
 
     async def start(self) -> FakeDecode:
         self.member.endpoint = await self._server.start()
@@ -147,6 +156,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 for opened in request.opens:
                     link.grant(opened.stream_id, opened.credit_tokens)
                     running[opened.stream_id] = asyncio.create_task(self._answer(opened, link))
+                if request.HasField("token_interval_us"):
+                    self.token_intervals_us.append(request.token_interval_us)
                 for credit in request.credits:
                     link.grant(credit.stream_id, credit.credit_tokens)
                 for stream_id in request.cancelled_stream_ids:

@@ -8,6 +8,7 @@ import grpc.aio
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
+from headrace.inference.v1 import adapter_pb2
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace_common.access.roles import Caller, Role, _current
 from headrace_common.errors import (
@@ -93,8 +94,13 @@ async def test_wrong_fields_are_named_before_any_work(rig: Rig) -> None:
         ("token_ids", [1, 2**31]),
         ("start_token", len(PROMPT) - 1),
         ("cache_salt", "x" * 1_000),
+        ("adapter", adapter_pb2.Adapter(name="poet", digest="aa")),
     ):
-        error = await error_of(rig, request_of(worker, **{field: value}))
+        if field == "adapter":
+            worker.announce(adapter_pb2.Adapter(name="poet", digest="bb"))
+            rig.refresh()
+        values = {"cache_salt": "5a17", field: value}
+        error = await error_of(rig, request_of(worker, **values))
         assert isinstance(error, InvalidRequest), (field, error)
         assert list(error.violations) == [field]
     stale = request_of(worker, incarnation="0" * 16)

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from headrace_cli.up.lock import LOCK_FILE, locked
-from headrace_cli.up.state import UpState, find_registry, write_state
+from headrace_cli.up.state import UpState, find_planner, find_registry, write_state
 from headrace_cli.up.supervisor import Child, disk_note, spawn_program, unexpected_end
 from headrace_cli.up.topology import ProcessSpec
 from headrace_common.errors import ConfigError, NotFound
@@ -87,3 +87,9 @@ def test_the_registry_of_a_deployment_here_is_not_that_of_a_router_elsewhere(
     assert find_registry("127.0.0.1:7050") == "127.0.0.1:2"
     with pytest.raises(NotFound, match="HEADRACE_REGISTRY"):
         find_registry("10.0.0.5:7050")
+    with pytest.raises(NotFound, match="headrace up --planner"):
+        find_planner("127.0.0.1:7050")
+    write_state(folder, UpState("127.0.0.1:7050", "127.0.0.1:2", 1, "127.0.0.1:3"))
+    assert find_planner("127.0.0.1:7050") == "127.0.0.1:3"
+    with pytest.raises(NotFound, match="HEADRACE_PLANNER"):
+        find_planner("10.0.0.5:7050")

@@ -12,9 +12,11 @@ from headrace_cli.up.topology import (
     check_topology,
     parse_ranks,
     parse_setting,
+    planner_spec,
     pool_spec,
     registry_spec,
     router_spec,
+    worker_spec,
     worker_specs,
 )
 from headrace_common.errors import ConfigError
@@ -105,6 +107,25 @@ def test_a_store_of_blocks_is_known_to_every_worker_and_gives_it_main_memory() -
     assert not [flag(spec, "kv-pool-address") for spec in alone if flag(spec, "kv-pool-address")]
 
 
+def test_a_planner_publishes_for_the_served_model_and_takes_settings() -> None:
+    settings = (("planner", "interval_s", "5"), ("planner", "mode", "advise"))
+    topology = Topology(engine="sim", planner=True, settings=settings)
+    spec = planner_spec(topology, FOLDER, "127.0.0.1:7001", "127.0.0.1:9")
+    assert "headrace_planner_service" in spec.arguments
+    assert flag(spec, "model") == ["--model=sim"]
+    assert flag(spec, "internal-listen") == ["--internal-listen=127.0.0.1:9"]
+    assert flag(spec, "mode") == ["--mode=advise"]
+    assert flag(spec, "interval-s") == ["--interval-s=5"]
+
+
+def test_a_worker_that_is_added_is_like_those_of_the_start() -> None:
+    topology = Topology(engine="sim", decode_count=2, pool_gib=1.0)
+    first, second = worker_specs(topology, FOLDER, "127.0.0.1:7001", "127.0.0.1:9")[1:]
+    addresses = ("127.0.0.1:7001", "127.0.0.1:9")
+    assert worker_spec(topology, FOLDER, addresses, "decode", "decode-0") == first
+    assert worker_spec(topology, FOLDER, addresses, "decode", "decode-1") == second
+
+
 @pytest.mark.parametrize("text", ["", "decode", "decode.x", "x.y=1", "decode.=1", "=1"])
 def test_a_malformed_setting_is_rejected_with_the_remedy(text: str) -> None:
     with pytest.raises(ConfigError, match=r"SERVICE\.FIELD=VALUE"):
@@ -124,6 +145,7 @@ def test_a_setting_may_contain_separators() -> None:
         (Topology(model="nowhere"), "not a model folder"),
         (Topology(engine="sim", decode_count=0), "--decode 1"),
         (Topology(engine="sim", decode_count=9, pool_gib=1.0), "--store-pool needs a process"),
+        (Topology(engine="sim", prefill_count=9, planner=True), "--planner needs a process"),
     ],
 )
 def test_an_invalid_topology_is_rejected_with_the_remedy(topology: Topology, remedy: str) -> None:

@@ -65,3 +65,24 @@ async def test_a_cancelled_wait_takes_no_turn() -> None:
     await asyncio.wait_for(last, 5)
     await asyncio.gather(*cancelled, return_exceptions=True)
     assert not turns.waiting
+
+
+async def test_a_task_keeps_its_turn_until_it_waits_for_something() -> None:
+    turns = FairTurns(lambda: False)
+    order: list[str] = []
+
+    async def work(name: str) -> None:
+        await turns.wait("one")
+        order.append(f"{name} begins")
+        await turns.wait("one")
+        order.append(f"{name} goes on")
+        await asyncio.sleep(0)
+        await turns.wait("one")
+        order.append(f"{name} ends")
+
+    async with asyncio.TaskGroup() as group:
+        for name in "ab":
+            group.create_task(work(name))
+    assert order[:3] == ["a begins", "a goes on", "b begins"]
+    assert order.index("b goes on") == order.index("b begins") + 1
+    assert len(order) == 6

@@ -25,6 +25,13 @@ def test_fast_tokens_are_batched_for_the_rest_of_the_gap() -> None:
     assert pace.batch_s(100.0005) == pytest.approx(GAP_MIN_S - 0.0005)
 
 
+def test_tokens_that_come_joined_wait_for_half_of_the_gap() -> None:
+    pace = FlushPace(LoopLoad(), paced=True)
+    pace.record_flush(100.0)
+    assert pace.batch_s(100.0 + 0.25 * GAP_MIN_S) == pytest.approx(0.25 * GAP_MIN_S)
+    assert pace.batch_s(100.0 + 0.51 * GAP_MIN_S) <= 0
+
+
 def test_the_gap_follows_the_load_within_its_bounds() -> None:
     load = LoopLoad()
     for _ in range(50):

@@ -159,3 +159,48 @@ def test_times_go_with_the_next_tokens() -> None:
     assert columns(message) == {1: [11]}
     assert message is not None
     assert not message.times
+
+
+def test_tokens_may_wait_after_those_with_their_times() -> None:
+    outgoing = opened((1, 9), (2, 9))
+    for stream_id in (1, 2):
+        outgoing.add_times(stream_id, decode_pb2.AttemptTimes(reserved_us=5))
+    outgoing.add_tokens(1, [DecodeTokens((10,))])
+    assert columns(outgoing.next_message(holds_tokens=True)) == {1: [10]}
+    outgoing.add_tokens(1, [DecodeTokens((11,))])
+    assert outgoing.next_message(holds_tokens=True) is None
+    outgoing.add_tokens(2, [DecodeTokens((20,))])
+    assert columns(outgoing.next_message(holds_tokens=True)) == {2: [20]}
+    outgoing.add_tokens(1, [DecodeTokens((12,))])
+    outgoing.add_tokens(2, [DecodeTokens((21,))])
+    waited = outgoing.has_waiting
+    assert columns(outgoing.next_message()) == {1: [11, 12], 2: [21]}
+    assert waited
+    assert not outgoing.has_waiting
+
+
+def test_an_end_takes_the_tokens_along_that_wait() -> None:
+    outgoing = opened((1, 9), (2, 9), (3, 9))
+    for stream_id in (1, 2, 3):
+        outgoing.add_tokens(stream_id, [DecodeTokens((10 * stream_id,))])
+    assert outgoing.next_message(holds_tokens=True) is None
+    outgoing.finish(1, _END)
+    outgoing.fail(2, b"status")
+    message = outgoing.next_message(holds_tokens=True)
+    assert columns(message) == {1: [10], 2: [20]}
+    assert message is not None
+    assert [one.stream_id for one in message.finished] == [1]
+    assert [one.stream_id for one in message.failures] == [2]
+    outgoing.drop(3)
+    assert not outgoing.has_waiting
+    assert outgoing.next_message() is None
+
+
+def test_the_rest_of_a_split_message_does_not_wait() -> None:
+    outgoing = opened((1, 10_000), bytes_max=1_000)
+    outgoing.add_tokens(1, [DecodeTokens(tuple(range(2**28, 2**28 + 500)))])
+    token_ids = columns(outgoing.next_message())[1]
+    assert len(token_ids) < 500
+    while (message := outgoing.next_message(holds_tokens=True)) is not None:
+        token_ids += columns(message)[1]
+    assert len(token_ids) == 500

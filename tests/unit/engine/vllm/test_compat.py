@@ -109,6 +109,7 @@ def test_only_these_modules_import_vllm() -> None:
         "continuation.py",
         "compat.py",
         "rank/logits_tap.py",
+        "service/adapters.py",
         "service/engine_args.py",
         "service/first_token_grammar.py",
         "service/launch.py",

@@ -11,8 +11,10 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import HistogramPoint
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.telemetry.setup import init_telemetry
+from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_kv.handoff.messages import SendReport
+from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.prefix.events import Tier
 from tests.transfer_links import link_sent
@@ -94,3 +96,26 @@ def test_loads_from_lower_tiers_are_counted_once_for_all_ranks() -> None:
         assert loaded() == {("prefill-0", "host"): 4, ("prefill-0", "disk"): 2}
     # A counter stays after its worker.
     assert loaded() == {("prefill-0", "host"): 4, ("prefill-0", "disk"): 2}
+
+
+async def test_blocks_stored_below_kv_memory_are_counted_by_tier() -> None:
+    metrics = Metrics(Resource.create(), "")
+    workers = WorkerMetrics(metrics)
+    prefixes = PrefixEventPublisher(WorkerRef("prefill-0", "a" * 16), 8, tiers=tuple(Tier))
+
+    def stored() -> object:
+        workers.sample()
+        points = {one.name: one.points for one in metrics.store.collect()}
+        return points.get(schema.METRIC_TIER_STORED_BLOCKS)
+
+    with workers.reporting(
+        *("prefill-0", worker_pb2.WatchStatusResponse), reserves_blocks=False, prefixes=prefixes
+    ):
+        prefixes.stored(None, [1, 2, 3])
+        assert stored() is None
+        prefixes.stored(None, [1, 2], Tier.HOST)
+        prefixes.stored(2, [3], Tier.HOST)
+        prefixes.stored(None, [1], Tier.REMOTE)
+        assert stored() == {("prefill-0", "host"): 3, ("prefill-0", "remote"): 1}
+        prefixes.stored(1, [2], Tier.REMOTE)
+        assert stored() == {("prefill-0", "host"): 3, ("prefill-0", "remote"): 2}

@@ -22,13 +22,14 @@ class _Transport:
 def test_the_head_is_sent_with_the_first_part_of_the_body() -> None:
     transport = _Transport()
     cycle = SimpleNamespace(transport=transport, response_started=False)
-    joined = JoinedHead(cycle)
+    cycle.transport = joined = JoinedHead(cycle)
     joined.write(b"100 Continue")
     assert transport.writes == [b"100 Continue"], "it is no head, and the client waits for it"
     cycle.response_started = True
     joined.write(b"head ")
     assert transport.writes[1:] == []
     joined.write(b"first")
+    assert cycle.transport is transport, "the cycle and the object refer to each other no more"
     joined.write(b"second")
     assert transport.writes[1:] == [b"head first", b"second"]
 

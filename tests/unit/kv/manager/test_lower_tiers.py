@@ -46,6 +46,13 @@ def stored(tiers: LowerTiers, memories: Memories, *prefixes: int) -> TierPlan:
     return plan
 
 
+def test_blocks_before_another_tier_are_counted() -> None:
+    hit = TierHit(((Tier.HOST, 4), (Tier.HOST, 1), (Tier.DISK, 0), (Tier.HOST, 2)))
+    assert hit.count_leading(Tier.HOST) == 2
+    assert hit.count_leading(Tier.DISK) == 0
+    assert TierHit(((Tier.HOST, 4),)).count_leading(Tier.HOST) == 1
+
+
 def test_evicted_blocks_move_down_before_their_places_are_filled() -> None:
     tiers, memories = LowerTiers({Tier.DISK: 4, Tier.HOST: 2}), Memories()
     assert tiers.names == (Tier.HOST, Tier.DISK)

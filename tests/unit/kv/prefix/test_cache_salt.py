@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace_common.registry.adapters import Adapter
 from headrace_kv.prefix.cache_salt import (
     CACHE_SALT_CHARACTERS_MAX,
+    adapter_salt,
     is_cache_salt,
     salt_violations,
     tenant_salt,
@@ -29,6 +31,26 @@ def test_a_salt_depends_on_the_key_and_the_tenant(
     assert len(salt) == 32
     assert (salt == tenant_salt(key, other)) == (tenant == other)
     assert (salt == tenant_salt(other_key, tenant)) == (key == other_key)
+
+
+@given(
+    salt=st.sampled_from(["", "aa", "ab"]),
+    name=TENANTS,
+    digest=st.from_regex("[0-9a-f]{1,64}", fullmatch=True),
+)
+def test_a_salt_of_an_adapter_depends_on_name_digest_and_tenant(
+    salt: str, name: str, digest: str
+) -> None:
+    adapter = Adapter(name, digest)
+    mixed = adapter_salt(salt, adapter)
+    assert is_cache_salt(mixed)
+    assert mixed == adapter_salt(salt, Adapter(name, digest))
+    others = [Adapter(name + "x", digest), Adapter(name, digest[:-1] + "g"), None]
+    assert mixed not in {
+        *(adapter_salt(salt, other) for other in others),
+        adapter_salt("ac", adapter),
+    }
+    assert adapter_salt(salt, None) == salt
 
 
 def test_another_process_derives_an_equal_salt() -> None:

@@ -27,7 +27,7 @@ _SLOW = 4
 _EVENTS = st.one_of(
     st.tuples(st.just("generate"), st.sampled_from(_STREAMS), st.integers(1, 9)),
     st.tuples(st.just("read"), st.sampled_from(_STREAMS), st.just(0)),
-    st.tuples(st.just("up"), st.just(0), st.just(0)),
+    st.tuples(st.just("up"), st.just(0), st.integers(0, 1)),
     st.tuples(st.just("down"), st.just(0), st.just(0)),
     st.tuples(st.just("finish"), st.sampled_from(_STREAMS), st.just(0)),
     st.tuples(st.just("fail"), st.sampled_from(_STREAMS), st.just(0)),
@@ -72,7 +72,7 @@ class _Link:
             case "up" if self.up:
                 self.answers.receive(decode_pb2.LinkResponse.FromString(self.up.popleft()))
             case "up":
-                self.send_up()
+                self.send_up(holds_tokens=bool(count))
             case "down" if self.down:
                 self._receive_down(decode_pb2.LinkRequest.FromString(self.down.popleft()))
             case "down":
@@ -127,8 +127,8 @@ class _Link:
                 self.read_ends[stream_id] = "finished"
         return True
 
-    def send_up(self) -> bool:
-        message = self.worker.next_message()
+    def send_up(self, *, holds_tokens: bool = False) -> bool:
+        message = self.worker.next_message(holds_tokens=holds_tokens)
         if message is not None:
             self.up.append(message.SerializeToString())
         return message is not None

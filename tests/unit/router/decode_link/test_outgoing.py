@@ -51,3 +51,26 @@ def test_long_messages_are_split_and_a_long_request_goes_alone() -> None:
     assert [stream_id for ids in opens for stream_id in ids] == [1, 2, 3, 4, 5]
     assert [4] in opens
     assert cancels == list(range(100, 200))
+
+
+def test_the_interval_between_tokens_goes_with_the_next_message() -> None:
+    outgoing = OutgoingRequests(10_000)
+    assert not outgoing.set_token_interval(0)
+    assert outgoing.next_message() is None
+    assert outgoing.set_token_interval(2_000)
+    message = outgoing.next_message()
+    assert message is not None
+    assert message.token_interval_us == 2_000
+    assert not outgoing.set_token_interval(2_000)
+    assert outgoing.next_message() is None
+    assert not outgoing.set_token_interval(3_000), "a small change waits for another message"
+    outgoing.open(opening(1))
+    message = outgoing.next_message()
+    assert message is not None
+    assert (message.token_interval_us, len(message.opens)) == (3_000, 1)
+    outgoing.open(opening(2))
+    message = outgoing.next_message()
+    assert message is not None
+    assert not message.HasField("token_interval_us")
+    assert outgoing.set_token_interval(1_500)
+    assert outgoing.set_token_interval(0)

@@ -12,15 +12,21 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from headrace.inference.v1 import inference_pb2
 from headrace_common.telemetry import schema
 from headrace_kv.layout.layout import WorkerRef
+from headrace_router.lookaside.direct_timeline import RouteTimes
 from headrace_router.lookaside.tracking import DirectRequestTracker
-from headrace_router.tracing.batches import SpanBatch
+from headrace_router.tracing.batches import SpanBatch, read_span
+from headrace_router.tracing.worker_clocks import WorkerClocks
 
 _REF = WorkerRef("d0", "a")
+_ROUTE = RouteTimes(0, 0, (0, 0), 0, 0)
 
 
 class _Workers:
     def __init__(self, external_requests: int) -> None:
         self.external_requests = external_requests
+
+    def worker(self, ref: WorkerRef) -> None:
+        """It has left."""
 
     def external_request_count(self, ref: WorkerRef) -> int:
         assert ref == _REF
@@ -31,12 +37,20 @@ def _tracker(released: list[str], names: str, external_requests: int) -> DirectR
     """Tracks requests with these names and expired tickets."""
     workers: Any = _Workers(external_requests)
     unused: Any = None
-    tracker = DirectRequestTracker(workers, unused, ttl_s=0.0, longest_s=60.0, max_unused=2)
+    tracker = DirectRequestTracker(
+        *(workers, unused),
+        ttl_s=0.0,
+        longest_s=60.0,
+        max_unused=2,
+        clocks=WorkerClocks(),
+        on_clocks=unused,
+    )
     for name in names:
         direct = inference_pb2.DirectRequest(
             transfer_id=name, traceparent=f"00-{ord(name):032x}-{1:016x}-01"
         )
-        tracker.track(direct, _REF, f"caller of {name}", unused, partial(released.append, name), 0)
+        release = partial(released.append, name)
+        tracker.track(direct, _REF, f"caller of {name}", unused, release, _ROUTE)
     return tracker
 
 
@@ -46,7 +60,7 @@ def _spans(transfer_id: str, name: str) -> SpanBatch:
     )
     trace_id = ord(transfer_id).to_bytes(16, "big")
     span = trace_pb2.Span(name=name, trace_id=trace_id, attributes=[attribute])
-    return SpanBatch("decode", "d0", [span])
+    return SpanBatch("decode", "d0", [read_span(span.SerializeToString())])
 
 
 @pytest.mark.parametrize("external_requests,ended", [(0, 3), (1, 2), (3, 0), (4, 0)])
@@ -81,7 +95,7 @@ async def test_unused_tickets_of_one_caller_are_bounded() -> None:
         direct = inference_pb2.DirectRequest(
             transfer_id=name, traceparent=f"00-{ord(name):032x}-{1:016x}-01"
         )
-        tracker.track(direct, _REF, caller, workers, partial(released.append, name), 0)
+        tracker.track(direct, _REF, caller, workers, partial(released.append, name), _ROUTE)
 
     for name in "ab":
         assert tracker.has_room("one")

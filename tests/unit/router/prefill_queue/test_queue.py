@@ -20,6 +20,7 @@ from headrace_common.errors import (
     TransferFailed,
     WorkerGone,
 )
+from headrace_common.registry.adapters import Adapter, adapter_to_proto
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -385,3 +386,36 @@ async def test_depth_credits_and_streams_are_bounded() -> None:
     with pytest.raises(DuplicateTransfer, match="pulls already"):
         join(queue)
     assert queue.worker_counts() == {"sim": 1}
+
+
+async def test_a_task_goes_only_to_workers_with_its_adapter() -> None:
+    poet, other = Adapter("poet", "aa"), Adapter("poet", "bb")
+    queue = PrefillQueue(100, sign=unsigned)
+    plain = join(queue, "p0")
+    queue.add_credits(plain, 4)
+
+    def asked(name: str, adapter: Adapter) -> QueuedTask:
+        task = prefill_pb2.PrefillTask(transfer_id=name, adapter=adapter_to_proto(adapter))
+        return queue.enqueue(task, layout=LAYOUT, terms=TaskTerms(100.0, returns_max=2))
+
+    with pytest.raises(WorkerGone):
+        asked("x0", poet)
+    with_poet = queue.add_worker(WorkerRef("p1", "i0"), "sim", LAYOUT, frozenset({poet}))
+    waiting = asked("x1", poet)
+    assert where(waiting) is None
+    # A worker that joins later without the adapter does not get it either.
+    late = queue.add_worker(WorkerRef("p2", "i0"), "sim", LAYOUT, frozenset({other}))
+    queue.add_credits(late, 4)
+    assert where(waiting) is None
+    queue.add_credits(with_poet, 1)
+    assert where(waiting) == with_poet.ref
+    # Nor does a worker that has joined while another one had the task.
+    again = queue.add_worker(WorkerRef("p3", "i0"), "sim", LAYOUT, frozenset({poet}))
+    latest = queue.add_worker(WorkerRef("p4", "i0"), "sim", LAYOUT)
+    queue.add_credits(latest, 4)
+    queue.remove_worker(with_poet)
+    assert where(waiting) is None
+    queue.add_credits(again, 1)
+    assert where(waiting) == again.ref
+    assert queue.pulling_workers(poet)[fingerprint(LAYOUT)] == {again.ref}
+    assert queue.adapter_worker_counts() == {("sim", poet): 1, ("sim", other): 1}

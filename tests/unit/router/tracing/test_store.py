@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
@@ -57,6 +58,12 @@ def _span(
     return ResourceSpans(resource=resource, scope_spans=[ScopeSpans(spans=[span])])
 
 
+def _add(store: TraceStore, *parts: ResourceSpans) -> None:
+    export = ExportTraceServiceRequest(resource_spans=parts)
+    for batch in batches.span_batches(export.SerializeToString()):
+        store.add_batch(batch)
+
+
 def _limits(traces: int, trace_bytes: int = 1 << 20, total_bytes: int = 1 << 24) -> TraceLimits:
     return TraceLimits(traces, trace_bytes, total_bytes)
 
@@ -78,7 +85,7 @@ def test_a_trace_is_complete_after_the_spans_of_the_successful_attempt() -> None
     ]
     completeness = []
     for part in parts:
-        store.add_spans([part])
+        _add(store, part)
         completeness.append(store.get("r1").complete)
     assert completeness == [False, False, False, False, True]
     trace = store.get(_TRACE)
@@ -95,11 +102,11 @@ def test_a_trace_is_complete_after_the_spans_of_the_successful_attempt() -> None
 
 def test_a_local_prefill_needs_no_prefill_span() -> None:
     store = _store()
-    store.add_spans([_span(schema.SPAN_REQUEST, _ROOT, request="r1")])
+    _add(store, _span(schema.SPAN_REQUEST, _ROOT, request="r1"))
     assert store.get("r1").complete
-    store.add_spans([_span(schema.SPAN_ATTEMPT, _ATTEMPT, _ROOT)])
+    _add(store, _span(schema.SPAN_ATTEMPT, _ATTEMPT, _ROOT))
     assert not store.get("r1").complete
-    store.add_spans([_span(schema.SPAN_DECODE, "03" * 8, _ATTEMPT, service="decode")])
+    _add(store, _span(schema.SPAN_DECODE, "03" * 8, _ATTEMPT, service="decode"))
     assert store.get("r1").complete
 
 
@@ -136,7 +143,7 @@ def test_kept_traces_are_removed_after_others_up_to_half_of_all() -> None:
 
 def test_spans_of_unknown_traces_are_dropped() -> None:
     store = _store()
-    store.add_spans([_span(schema.SPAN_DECODE, "03" * 8, trace_id="cd" * 16)])
+    _add(store, _span(schema.SPAN_DECODE, "03" * 8, trace_id="cd" * 16))
     with pytest.raises(NotFound, match="no trace"):
         store.get("cd" * 16)
     assert not store.get("").spans
@@ -158,7 +165,7 @@ def test_spans_per_trace_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "SPANS_PER_TRACE_MAX", 3)
     store = _store()
     for number in range(9):
-        store.add_spans([_span(schema.SPAN_TRANSFER_LAYER, f"{number + 1:016x}")])
+        _add(store, _span(schema.SPAN_TRANSFER_LAYER, f"{number + 1:016x}"))
     assert len(store.get("").spans) == 3
 
 
@@ -179,13 +186,13 @@ def test_bytes_per_trace_are_bounded() -> None:
         _limits(10, trace_bytes=10_000), lambda why, count: dropped.update({why: count})
     )
     store.start_trace(_TRACE, "r1", 500)
-    store.add_spans(_filled(_TRACE, 20))
+    _add(store, *_filled(_TRACE, 20))
     kept = len(store.get("r1").spans)
     assert 5 <= kept <= 9
     assert store.stored_bytes <= 10_000
     assert dropped == {trace_store.DROPPED_TRACE: 20 - kept}
     # A span that is sent again takes no more room.
-    store.add_spans(_filled(_TRACE, kept))
+    _add(store, *_filled(_TRACE, kept))
     assert len(store.get("r1").spans) == kept
     assert dropped.total() == 20 - kept
 
@@ -198,7 +205,7 @@ def test_bytes_of_all_traces_are_bounded_and_the_oldest_are_removed() -> None:
     )
     for number in range(20):
         store.start_trace(f"{number:032x}", f"r{number}", number)
-        store.add_spans(_filled(f"{number:032x}", 10))
+        _add(store, *_filled(f"{number:032x}", 10))
         assert store.stored_bytes <= 50_000
     assert len(store.get("r19").spans) == 10
     with pytest.raises(NotFound):
@@ -213,8 +220,8 @@ def test_a_span_that_is_too_large_or_has_no_valid_id_is_dropped() -> None:
     dropped: Counter[str] = Counter()
     store = TraceStore(_limits(10), lambda why, count: dropped.update({why: count}))
     store.start_trace(_TRACE, "r1", 500)
-    store.add_spans(_filled(_TRACE, 1, trace_store.SPAN_BYTES_MAX))
-    store.add_spans([_span(schema.SPAN_TRANSFER_LAYER, "01" * 9)])
+    _add(store, *_filled(_TRACE, 1, trace_store.SPAN_BYTES_MAX))
+    _add(store, _span(schema.SPAN_TRANSFER_LAYER, "01" * 9))
     assert not store.get("r1").spans
     assert dropped == {trace_store.DROPPED_SPAN: 2}
 
@@ -235,11 +242,11 @@ def test_own_spans_are_stored_as_those_of_workers_are() -> None:
     ]
     for span in spans:
         own.add_ended(source, span)
-        exported.add_spans(export_request([(source, span)]).resource_spans)
+        _add(exported, *export_request([(source, span)]).resource_spans)
     for store in (own, exported):
-        store.add_spans([_span(schema.SPAN_DECODE, "03" * 8, _ATTEMPT, service="decode")])
+        _add(store, _span(schema.SPAN_DECODE, "03" * 8, _ATTEMPT, service="decode"))
         assert not store.get("r1").complete
-        store.add_spans([_span(schema.SPAN_PREFILL, "04" * 8, _ATTEMPT, service="prefill")])
+        _add(store, _span(schema.SPAN_PREFILL, "04" * 8, _ATTEMPT, service="prefill"))
         assert store.get("r1").complete
     # The service's name is a part of the resource, which has none here.
     found = list(exported.get("r1").spans)
@@ -282,7 +289,7 @@ def test_names_of_requests_that_share_a_trace_are_bounded() -> None:
 
 def test_lists_read_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     store = _store()
-    store.add_spans([_span(schema.SPAN_REQUEST, _ROOT, request="r1")])
+    _add(store, _span(schema.SPAN_REQUEST, _ROOT, request="r1"))
 
     def fail(_: object) -> None:
         raise AssertionError("a span was read")
@@ -300,7 +307,7 @@ def test_spans_are_sorted_by_start_time() -> None:
     for number, start_ns in enumerate((300, 100, 200)):
         part = _span(schema.SPAN_TRANSFER_LAYER, f"{number + 1:016x}")
         part.scope_spans[0].spans[0].start_time_unix_nano = start_ns
-        store.add_spans([part])
+        _add(store, part)
     starts = [span.start_time.ToNanoseconds() for span in store.get("").spans]
     assert starts == [100, 200, 300]
 
@@ -337,8 +344,8 @@ def test_attribute_values_become_text() -> None:
 def test_workers_spans_are_moved_to_the_routers_clock() -> None:
     store = TraceStore(_limits(4))
     store.start_trace(_TRACE, "r", 1)
-    store.add_spans([_span(schema.SPAN_REQUEST, _ROOT, request="r")])
-    store.add_spans([_span(schema.SPAN_DECODE, "03" * 8, _ROOT, service="decode")])
+    _add(store, _span(schema.SPAN_REQUEST, _ROOT, request="r"))
+    _add(store, _span(schema.SPAN_DECODE, "03" * 8, _ROOT, service="decode"))
     store.add_clocks(_TRACE, {"decode-0": ClockDifference(-2_000_000_000, 40_000)})
     store.add_clocks("00" * 16, {"decode-0": ClockDifference(7, 7)})
     root, moved = store.get("r").spans
@@ -348,3 +355,12 @@ def test_workers_spans_are_moved_to_the_routers_clock() -> None:
     assert moved.attributes[schema.ATTRIBUTE_CLOCK_AHEAD_MS] == "-2000.000"
     assert moved.attributes[schema.ATTRIBUTE_CLOCK_ERROR_MS] == "0.040"
     assert schema.ATTRIBUTE_CLOCK_AHEAD_MS not in root.attributes
+
+
+def test_a_span_that_is_malformed_after_its_start_is_left_out() -> None:
+    store = _store()
+    good = _span(schema.SPAN_DECODE, "03" * 8, _ATTEMPT, service="decode")
+    content = good.scope_spans[0].spans[0].SerializeToString()
+    bad = batches.read_span(content.replace(b"\x03" * 8, b"\x04" * 8) + b"\x4a\x7f")
+    store.add_batch(batches.SpanBatch("decode", "decode-0", [batches.read_span(content), bad]))
+    assert [span.span_id for span in store.get("r1").spans] == ["03" * 8]

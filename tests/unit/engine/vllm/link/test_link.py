@@ -67,6 +67,7 @@ class Ends:
     reports: list[SendReport]
     lost: list[str]
     loads: list[tuple[int, TierLoad]]
+    starts: list[tuple[str, int]]
     links: dict[str, Link] = field(default_factory=dict)
     received: dict[str, list[str | None]] = field(default_factory=dict)
 
@@ -89,13 +90,15 @@ async def attached(path: Path) -> AsyncIterator[Ends]:
     reports: list[SendReport] = []
     lost: list[str] = []
     loads: list[tuple[int, TierLoad]] = []
+    starts: list[tuple[str, int]] = []
     events = LinkEvents(
         reserved.append,
         reports.append,
         lost.append,
         tier_loaded=lambda rank, load: loads.append((rank, load)),
+        step_started=lambda *start: starts.append(start),
     )
-    ends = Ends(LinkServer(path, events, no_descriptors), reserved, reports, lost, loads)
+    ends = Ends(LinkServer(path, events, no_descriptors), reserved, reports, lost, loads, starts)
     # The connectors start first, as when an engine starts.
     ends.attach(path, "scheduler", link_pb2.Attachment(scheduler=True))
     ends.attach(path, "rank 1", rank_attachment(1))
@@ -168,9 +171,12 @@ async def test_messages_arrive_at_the_connectors_and_at_the_service(tmp_path: Pa
         )
         ends.links["rank 1"].send(link_pb2.AttachRequest(report=report_to_proto(REPORT)))
         ends.links["rank 1"].send(link_pb2.AttachRequest(tier_loaded=tier_load_to_proto(LOADED)))
-        await until(lambda: bool(ends.reserved and ends.reports and ends.loads))
+        started = link_pb2.StepStarted(transfer_id="x1", monotonic_ns=7)
+        ends.links["scheduler"].send(link_pb2.AttachRequest(step_started=started))
+        await until(lambda: bool(ends.reserved and ends.reports and ends.loads and ends.starts))
         assert (ends.reserved, ends.reports) == ([RESERVATION], [REPORT])
         assert ends.loads == [(1, LOADED)]
+        assert ends.starts == [("x1", 7)]
         ends.server.arrived("x1")
         ends.server.released("x2")
         ends.server.request_coming()

@@ -181,6 +181,20 @@ async def test_blocks_that_depend_on_more_than_known_tokens_are_not_announced(ri
     assert await rig.announced() == set(names(tokens)[:2])
 
 
+async def test_blocks_of_an_adapter_are_announced_under_its_salt(rig: Rig) -> None:
+    tokens = list(range(4 * BLOCK))
+    # vLLM adds the adapter's name to the keys of each block.
+    keys = {"lora_name": "poet", "lora_id": 1}
+    salted = [["poet", "aa"], ["poet"]]
+    rig.prefixes.apply(stored(tokens, 0, 2, extra_keys=salted, **keys))
+    rig.prefixes.apply(stored(tokens, 2, 3, extra_keys=[["poet"]], **keys))
+    assert await rig.announced() == set(names(tokens, HASHER.root_of("aa"))[:3])
+    # Without a salt, the names would be those of the model alone.
+    rig.prefixes.apply(stored(tokens[::-1], 0, 1, extra_keys=[["poet"]], **keys))
+    rig.prefixes.apply(stored(tokens[::-1], 0, 1, extra_keys=[["poet", "aa", "bb"]], **keys))
+    assert await rig.announced() == set(names(tokens, HASHER.root_of("aa"))[:3])
+
+
 async def test_blocks_before_the_key_is_known_are_not_announced() -> None:
     rig = Rig()
     tokens = list(range(2 * BLOCK))

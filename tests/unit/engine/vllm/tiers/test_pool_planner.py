@@ -8,6 +8,7 @@ from concurrent.futures import Future
 import pytest
 
 from headrace_engine.vllm.step.plan import PoolMove, StepPlan
+from headrace_engine.vllm.tiers import pool_planner
 from headrace_engine.vllm.tiers.planner import BlockChange, TierPlanner
 from headrace_engine.vllm.tiers.pool_planner import PoolUse
 from headrace_kv.manager.lower_tiers import LowerTiers
@@ -196,14 +197,20 @@ def test_a_published_block_that_is_computed_again_is_published_again(lookup: Loo
         tiers.pool.moves_ended([(move.number, 1)])
 
 
-def test_a_step_reports_the_end_of_the_last_moves(lookup: Lookup) -> None:
+def test_an_engine_without_requests_makes_steps_for_moves_of_a_moment(
+    lookup: Lookup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_planner, "IDLE_STEPS_S", LONG_S)
     tiers = planner(lookup, publishes=True)
     moving = [tiers.pool.is_moving]
     computed(tiers, "a", hashes(1))
     moving.append(tiers.pool.is_moving)
     tiers.pool.moves_ended([(move.number, 1) for move in moves_of(tiers)])
     moving.append(tiers.pool.is_moving)
-    assert moving == [False, True, False]
+    monkeypatch.setattr(pool_planner, "IDLE_STEPS_S", 0.0)
+    computed(tiers, "b", hashes(2))
+    moving.append(tiers.pool.is_moving)
+    assert moving == [False, True, False, False]
 
 
 def test_an_answer_after_the_time_of_its_request_moves_nothing(lookup: Lookup) -> None:

@@ -8,8 +8,8 @@ import ipaddress
 import pytest
 
 from headrace_common.errors import ConfigError, InternalError
-from headrace_decode import transfer_peers
-from headrace_decode.transfer_peers import TransferPeers
+from headrace_engine.worker import transfer_peers
+from headrace_engine.worker.transfer_peers import TransferPeers
 from headrace_kv.transport.networks import Address, Networks, parse_networks
 from tests.waiting import until
 

@@ -1,4 +1,4 @@
-"""The hosts that may connect to this worker's transports: those of prefill ranks with a handoff stream."""
+"""The hosts that may connect to this worker's transports: those of ranks with a handoff stream."""
 
 from __future__ import annotations
 

@@ -1,0 +1,91 @@
+"""PrefixService: sends the cached KV of requests to their prefill workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import grpc.aio
+
+from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
+from headrace_common.access.roles import require_own_name
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import InvalidRequest, NotFound, QueueFull
+from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
+from headrace_decode.attempts import Attempts
+from headrace_engine.interface import Engine
+from headrace_kv.handoff.messages import TransferTarget
+from headrace_kv.handoff.tickets import HandoffTickets
+from headrace_kv.layout.layout import WorkerRef
+
+_SENDS_MAX: Final = 64
+"""Prefixes that are sent at once. A prefill worker that is refused computes."""
+_TIMEOUT_S: Final = 10.0
+"""For callers without a deadline."""
+
+Context = grpc.aio.ServicerContext[prefix_pb2.SendPrefixRequest, prefix_pb2.SendPrefixResponse]
+
+
+class PrefixServicer(prefix_pb2_grpc.PrefixServiceServicer):
+    """Sends prefixes of live attempts to the prefill workers with their tickets.
+
+    `endpoint_of` finds the internal address of a registered prefill worker, or raises StaleIncarnation. The address is
+    not the caller's to choose: this worker presents its own credential there.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        attempts: Attempts,
+        tickets: HandoffTickets,
+        endpoint_of: Callable[[WorkerRef], str],
+    ) -> None:
+        self._engine = engine
+        self._attempts = attempts
+        self._tickets = tickets
+        self._endpoint_of = endpoint_of
+        self._sending = 0
+
+    async def SendPrefix(
+        self, request: prefix_pb2.SendPrefixRequest, context: Context
+    ) -> prefix_pb2.SendPrefixResponse:
+        """See prefix.proto."""
+        deadline = Deadline.from_context(context, _TIMEOUT_S)
+        target = self._checked_target(request, deadline)
+        if self._sending >= _SENDS_MAX:
+            raise QueueFull(f"{_SENDS_MAX} prefixes are being sent already: compute this one")
+        self._sending += 1
+        try:
+            reports = await self._engine.send_prefix(target)
+        finally:
+            self._sending -= 1
+        return prefix_pb2.SendPrefixResponse(
+            payload_bytes=sum(report.payload_bytes for report in reports)
+        )
+
+    def _checked_target(
+        self, request: prefix_pb2.SendPrefixRequest, deadline: Deadline
+    ) -> TransferTarget:
+        """The transfer that the caller asks for. Only a valid ticket shows whether the request exists."""
+        prefill, name = WorkerRef(request.worker_id, request.incarnation), request.transfer_id
+        if not 0 < len(name) <= TRANSFER_ID_CHARACTERS_MAX:
+            raise InvalidRequest(
+                {"transfer_id": f"give 1 to {TRANSFER_ID_CHARACTERS_MAX} characters"}
+            )
+        require_own_name(prefill.worker_id)
+        attempt = self._attempts.find(name)
+        signer = None if attempt is None else attempt.signer
+        self._tickets.check(request.ticket, name, prefill, signer)
+        if attempt is None or attempt.reservation is None:
+            raise NotFound(
+                f"no request of transfer {name} waits for KV", metadata={"transfer_id": name}
+            )
+        return TransferTarget(
+            transfer_id=name,
+            decode=prefill,
+            handoff_endpoint=self._endpoint_of(prefill),
+            start_token=request.start_token,
+            end_token=request.end_token,
+            deadline_s=deadline.monotonic_s,
+            ticket=request.ticket,
+        )

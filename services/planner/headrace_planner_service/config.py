@@ -1,0 +1,64 @@
+"""Settings of the planner service."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from headrace_common import ports
+from headrace_common.access.roles import Role
+from headrace_common.config import HostPort, PositiveSeconds, ServiceConfig, WorkerId
+
+Mode = Literal["advise", "publish"]
+_SAMPLES_MAX = 1_000
+
+
+class PlannerConfig(ServiceConfig):
+    """The planner: decides how many prefill and decode workers a model needs."""
+
+    role = Role.PLANNER
+
+    internal_listen: HostPort = Field(
+        f"127.0.0.1:{ports.PLANNER}",
+        description="host:port to serve operators on; port 0 takes any free port.",
+    )
+    model: Annotated[str, Field(min_length=1, max_length=255)] = Field(
+        description="Name of the model to plan for, as clients use it. Each model needs a planner of its own."
+    )
+    planner_id: WorkerId = Field("planner-0", description="Name of the planner in logs and spans.")
+    mode: Mode = Field(
+        "advise",
+        description="advise: decisions are explained, and nothing else happens. publish: decisions are published as "
+        "targets, and another process starts and ends workers.",
+    )
+    settings_file: str = Field(
+        "", description="TOML file of thresholds, goals and budget; empty means their defaults."
+    )
+    profile_file: str = Field(
+        "", description="JSON file of a worker's profile; empty means that only the load decides."
+    )
+    recording_file: str = Field(
+        "",
+        description="File to which each interval is appended, for `headrace planner replay`; empty means none.",
+    )
+    interval_s: PositiveSeconds = Field(30.0, description="Seconds between two decisions.")
+    sample_interval_s: PositiveSeconds = Field(
+        5.0, description="Seconds between two samples of the load, at most interval_s."
+    )
+    change_timeout_s: PositiveSeconds = Field(
+        900.0,
+        description="Seconds in which a published target must be acknowledged. Afterwards the planner decides again.",
+    )
+    decision_count: Annotated[int, Field(gt=0, le=10_000)] = Field(
+        1_000, description="Decisions that are kept for `headrace planner explain`."
+    )
+
+    @model_validator(mode="after")
+    def _check_intervals(self) -> PlannerConfig:
+        if not 1 <= self.interval_s / self.sample_interval_s <= _SAMPLES_MAX:
+            raise ValueError(
+                f"sample_interval_s is {self.sample_interval_s:g}: an interval of {self.interval_s:g} s must have 1 to "
+                f"{_SAMPLES_MAX} samples"
+            )
+        return self

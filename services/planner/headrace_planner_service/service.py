@@ -1,0 +1,93 @@
+"""PlannerService: the planner's decisions for operators, and its targets for the process that carries them out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Final, TypeAlias
+
+import grpc.aio
+
+from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
+from headrace_common.durations import duration_from_seconds
+from headrace_common.errors import InvalidRequest
+from headrace_planner_service.config import PlannerConfig
+from headrace_planner_service.loop import PlanningLoop
+from headrace_planner_service.proto import counts_to_proto, decision_to_proto, target_to_proto
+from headrace_planner_service.steering import Steering
+
+_Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_PAGE_SIZE_MAX: Final = 1_000
+_PAGE_SIZE_DEFAULT: Final = 20
+_TOKEN_DIGITS_MAX: Final = 18
+_FAILURE_CHARACTERS_MAX: Final = 1_000
+_TARGET_ID_CHARACTERS_MAX: Final = 64
+_MODES: Final = {
+    "advise": planner_pb2.GetStatusResponse.MODE_ADVISE,
+    "publish": planner_pb2.GetStatusResponse.MODE_PUBLISH,
+}
+
+
+class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
+    """The gRPC side of a planner."""
+
+    def __init__(self, config: PlannerConfig, loop: PlanningLoop, steering: Steering) -> None:
+        self._config = config
+        self._loop = loop
+        self._steering = steering
+
+    async def GetStatus(
+        self, request: planner_pb2.GetStatusRequest, context: _Context
+    ) -> planner_pb2.GetStatusResponse:
+        sample, target = self._loop.last_sample, self._steering.board.target
+        return planner_pb2.GetStatusResponse(
+            model=self._config.model,
+            mode=_MODES[self._config.mode],
+            current=counts_to_proto(sample.counts) if sample is not None else None,
+            target=target_to_proto(target) if target is not None else None,
+            interval=duration_from_seconds(self._config.interval_s),
+            observation_fault=self._loop.fault,
+        )
+
+    async def ListDecisions(
+        self, request: planner_pb2.ListDecisionsRequest, context: _Context
+    ) -> planner_pb2.ListDecisionsResponse:
+        violations: dict[str, str] = {}
+        token = request.page_token
+        if request.page_size > _PAGE_SIZE_MAX:
+            violations["page_size"] = f"give 1 to {_PAGE_SIZE_MAX}, or 0 for {_PAGE_SIZE_DEFAULT}"
+        if token and not (
+            token.isascii() and token.isdecimal() and len(token) <= _TOKEN_DIGITS_MAX
+        ):
+            violations["page_token"] = "give the next_page_token of a previous response, or none"
+        if violations:
+            raise InvalidRequest(violations)
+        size = request.page_size or _PAGE_SIZE_DEFAULT
+        found = self._steering.decisions.page(int(token or 0), size + 1)
+        page = found[:size]
+        return planner_pb2.ListDecisionsResponse(
+            decisions=map(decision_to_proto, page),
+            next_page_token=str(page[-1].number) if len(found) > size else "",
+        )
+
+    async def WatchTargets(
+        self, request: planner_pb2.WatchTargetsRequest, context: _Context
+    ) -> AsyncIterator[planner_pb2.WatchTargetsResponse]:
+        self._steering.require_publishing()
+        seen_id = ""
+        while True:
+            target = await self._steering.board.wait_other(seen_id)
+            seen_id = target.id
+            yield planner_pb2.WatchTargetsResponse(target=target_to_proto(target))
+
+    async def AcknowledgeTarget(
+        self, request: planner_pb2.AcknowledgeTargetRequest, context: _Context
+    ) -> planner_pb2.AcknowledgeTargetResponse:
+        violations: dict[str, str] = {}
+        if not 0 < len(request.target_id) <= _TARGET_ID_CHARACTERS_MAX:
+            violations["target_id"] = "give the id of a target that WatchTargets sent"
+        if len(request.failure) > _FAILURE_CHARACTERS_MAX:
+            violations["failure"] = f"give at most {_FAILURE_CHARACTERS_MAX} characters"
+        if violations:
+            raise InvalidRequest(violations)
+        self._steering.acknowledge(request.target_id, request.failure)
+        return planner_pb2.AcknowledgeTargetResponse()

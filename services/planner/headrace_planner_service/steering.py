@@ -1,0 +1,125 @@
+"""Decides at the end of each interval, and follows what becomes of each decision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from headrace_common.errors import ConfigError
+from headrace_planner.observation import Decision, Interval, WorkerCounts
+from headrace_planner.planner import PlannerState, plan, record_interval
+from headrace_planner.profile import WorkerProfile
+from headrace_planner.settings import PlannerSettings
+from headrace_planner_service.decisions import DecisionEntry, DecisionLog, Outcome
+from headrace_planner_service.targets import Target, TargetBoard
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What decisions are made by. `publishes`: whether another process carries them out."""
+
+    settings: PlannerSettings
+    profile: WorkerProfile | None
+    publishes: bool
+    change_timeout_s: float
+
+
+class Steering:
+    """Owns the planner's state, its decisions and its target.
+
+    While a target is carried out, nothing is decided. A target that is not acknowledged in time expires.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        board: TargetBoard,
+        decisions: DecisionLog,
+        clock: Callable[[], float],
+    ) -> None:
+        """`clock` returns monotonic seconds."""
+        self._rules = rules
+        self._clock = clock
+        self._state = PlannerState()
+        self.published_s = 0.0
+        self.board = board
+        self.decisions = decisions
+
+    @property
+    def publishes(self) -> bool:
+        """Whether decisions become targets."""
+        return self._rules.publishes
+
+    def end_interval(self, interval: Interval) -> DecisionEntry:
+        """The decision at the end of an interval."""
+        self._expire()
+        if self.board.pending and self.board.target is not None:
+            self._state = record_interval(self._rules.settings, interval, self._state)
+            kept = Decision(interval.counts, self.board.target.counts, ())
+            return self._add(
+                interval,
+                kept,
+                Outcome.CHANGING,
+                f"Target {self.board.target.id} is carried out.",
+            )
+        decision, self._state = plan(
+            self._rules.settings, self._rules.profile, interval, self._state
+        )
+        if interval.is_changing:
+            return self._add(interval, decision, Outcome.CHANGING, "Workers join or leave.")
+        if not decision.is_change:
+            return self._add(interval, decision, Outcome.KEEP)
+        if not self.publishes:
+            return self._add(interval, decision, Outcome.ADVISED)
+        entry = self._add(interval, decision, Outcome.PUBLISHED)
+        self.published_s = self._clock()
+        decided_unix_s = interval.start_unix_s + interval.duration_s
+        self.board.publish(entry.number, decision.current, decision.target, decided_unix_s)
+        return entry
+
+    def skip_interval(self, start_unix_s: float, duration_s: float, fault: str) -> DecisionEntry:
+        """An interval without a complete observation: nothing is decided."""
+        self._expire()
+        newest = self.decisions.newest
+        counts = newest.decision.current if newest is not None else WorkerCounts(0, 0)
+        return self.decisions.add(
+            DecisionEntry(
+                *(self.decisions.next_number, start_unix_s, duration_s),
+                *(Decision(counts, counts, ()), Outcome.INCOMPLETE, fault),
+            )
+        )
+
+    def acknowledge(self, target_id: str, failure: str = "") -> Target:
+        """The target in force was carried out, or failed. Repeats change nothing.
+
+        Raises NotFound for another target.
+        """
+        self.require_publishing()
+        target = self.board.require(target_id)
+        if self.board.pending:
+            self.board.settle()
+            outcome = Outcome.FAILED if failure else Outcome.APPLIED
+            self.decisions.set_outcome(target.number, outcome, failure)
+        return target
+
+    def require_publishing(self) -> None:
+        """Raises ConfigError where the planner only advises."""
+        if not self.publishes:
+            raise ConfigError("the planner only advises: start it with mode publish")
+
+    def _expire(self) -> None:
+        target, age_s = self.board.target, self._clock() - self.published_s
+        if self.board.pending and target is not None and age_s > self._rules.change_timeout_s:
+            self.board.settle()
+            detail = f"No acknowledgement came within {self._rules.change_timeout_s:g} s."
+            self.decisions.set_outcome(target.number, Outcome.EXPIRED, detail)
+
+    def _add(
+        self, interval: Interval, decision: Decision, outcome: Outcome, detail: str = ""
+    ) -> DecisionEntry:
+        return self.decisions.add(
+            DecisionEntry(
+                *(self.decisions.next_number, interval.start_unix_s, interval.duration_s),
+                *(decision, outcome, detail),
+            )
+        )

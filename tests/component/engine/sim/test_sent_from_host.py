@@ -1,0 +1,205 @@
+"""Cached blocks in a prefill worker's main memory are sent from there, and stay there until they are sent (I2)."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import pytest
+
+from headrace_common.errors import TransferFailed
+from headrace_engine.sim.clock import ManualClock
+from headrace_kv.manager.settings import TierSettings
+from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.prefix.events import Tier
+from headrace_kv.transport.base import KvTransport, WriteResult
+from headrace_kv.transport.in_memory import InMemoryTransport
+from tests.component.engine.prefix.workers import random_prompt
+from tests.component.engine.sim.support import (
+    GREEDY,
+    Handed,
+    Pair,
+    Started,
+    advance_until,
+    close,
+    decode_work,
+    pair,
+    tokens_of,
+)
+from tests.waiting import until
+
+LAYERS = 3
+MODEL = f"sim:layers={LAYERS},context=512"
+HOST = f"{MODEL},host_blocks=60"
+# Decode computes the last token. The others fill 10 blocks of 8.
+WHOLE_TOKENS = 81
+CACHED_TOKENS = 80
+TAIL_TOKENS = 85
+KV_BLOCKS = 16
+
+
+class GatedTransport(InMemoryTransport):
+    """Writes wait for `gate`, and fail if `fails`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.waiting = False
+        self.fails = False
+
+    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
+        if self.fails:
+            raise TransferFailed("the test wants it")
+        self.waiting = not self.gate.is_set()
+        self.gate.wait(timeout_s)
+        return super().write(session, runs, timeout_s)
+
+
+def opened(transports: list[GatedTransport]) -> KvTransport:
+    """A new transport, also in the list."""
+    transports.append(GatedTransport())
+    return transports[-1]
+
+
+@asynccontextmanager
+async def small_pair(host: str = HOST, **changes: Any) -> AsyncIterator[Pair]:
+    """A prefill engine with KV memory for one prompt, and main memory for several."""
+    prefill = {"model": host, "num_gpu_blocks_override": KV_BLOCKS} | changes.pop("prefill", {})
+    async with pair(model=MODEL, prefill=prefill, **changes) as both:
+        yield both
+
+
+async def evict(both: Pair, prefix: str = "other", count: int = 2) -> None:
+    """Lets other prompts take the prefill engine's KV memory, and empties decode's cache."""
+    for number in range(count):
+        name = f"{prefix}{number}"
+        await both.generate(random_prompt(Random(name), WHOLE_TOKENS), transfer_id=name)
+    assert await both.decode.reset_prefix_cache()
+
+
+async def again(both: Pair, prompt: list[int]) -> Handed:
+    """Sends a prompt, evicts it from prefill's KV memory, and sends it again. Both answers are right."""
+    await both.generate(prompt, transfer_id="first")
+    await evict(both)
+    return await both.generate(prompt, transfer_id="second")
+
+
+async def finish(both: Pair, started: Started, prompt: list[int]) -> None:
+    """Reads a started request to its end. Its answer is right."""
+    await started.transfer.wait()
+    both.decode.arrived(started.reservation.transfer_id)
+    events = [event async for event in started.reader]
+    assert tokens_of(events) == both.decode.model.expected_tokens(prompt, GREEDY.max_tokens)
+    await started.prefill
+
+
+def loaded_blocks(both: Pair) -> int:
+    """Blocks that prefill has loaded from main memory."""
+    assert both.prefill.tier_loads is not None
+    return both.prefill.tier_loads.loaded_blocks().get(Tier.HOST, 0)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [({}, {}), ({"tensor_parallel_size": 2}, {}), ({}, {"tensor_parallel_size": 4})],
+)
+async def test_a_prompt_that_needs_no_computing_is_never_loaded(
+    prefill: dict[str, Any], decode: dict[str, Any]
+) -> None:
+    prompt = random_prompt(Random(1), WHOLE_TOKENS)
+    async with small_pair(prefill=prefill, decode=decode) as both:
+        handed = await again(both, prompt)
+        assert handed.outcome is not None
+        assert handed.outcome.cached_tokens == CACHED_TOKENS
+        assert handed.outcome.tier_tokens == {Tier.HOST: CACHED_TOKENS}
+        assert loaded_blocks(both) == 0
+
+
+async def test_blocks_in_kv_memory_and_blocks_below_are_sent_together() -> None:
+    prompt = random_prompt(Random(2), WHOLE_TOKENS)
+    async with small_pair() as both:
+        await both.generate(prompt, transfer_id="first")
+        # The first blocks are the last ones to be evicted.
+        await evict(both, count=1)
+        handed = await both.generate(prompt, transfer_id="second")
+        assert handed.outcome is not None
+        below = handed.outcome.tier_tokens[Tier.HOST]
+        assert 0 < below < CACHED_TOKENS
+        assert handed.outcome.cached_tokens == CACHED_TOKENS
+        assert loaded_blocks(both) == 0
+
+
+async def test_a_prompt_with_a_rest_to_compute_is_sent_before_it_is_loaded() -> None:
+    prompt = random_prompt(Random(3), TAIL_TOKENS)
+    clock, transports = ManualClock(), list[GatedTransport]()
+    async with small_pair(
+        host=f"{HOST},host_copy_s_per_token=1",
+        prefill_clock=clock,
+        prefill_transports=lambda: opened(transports),
+    ) as both:
+        await both.generate(prompt, transfer_id="first")
+        await evict(both)
+        before = transports[0].write_count
+        started = await both.start(decode_work(prompt, transfer_id="second", remote_kv=True))
+        # No time passes, so that nothing is loaded.
+        await until(lambda: transports[0].write_count == before + LAYERS)
+        assert not started.prefill.done()
+        await advance_until(started.prefill.done, clock)
+        await finish(both, started, prompt)
+        assert started.prefill.result().tier_tokens == {Tier.HOST: CACHED_TOKENS}
+        assert loaded_blocks(both) == CACHED_TOKENS // 8
+
+
+async def test_blocks_stay_in_main_memory_while_a_write_may_read_them() -> None:
+    prompt = random_prompt(Random(4), WHOLE_TOKENS)
+    transports = list[GatedTransport]()
+    # Main memory has room for two prompts.
+    async with small_pair(
+        host=f"{MODEL},host_blocks=20", prefill_transports=lambda: opened(transports)
+    ) as both:
+        await both.generate(prompt, transfer_id="first")
+        await evict(both)
+        transports[0].gate.clear()
+        started = await both.start(decode_work(prompt, transfer_id="second", remote_kv=True))
+        await until(lambda: transports[0].waiting)
+        assert not await both.prefill.reset_prefix_cache()
+        tiers = both.prefill._lower_tiers
+        assert tiers is not None
+        # More than main memory holds.
+        for first in range(1000, 1040, KV_BLOCKS):
+            others = range(first, first + KV_BLOCKS)
+            tiers.store(others, range(KV_BLOCKS), both.prefill._pools.reporter)
+        transports[0].gate.set()
+        await finish(both, started, prompt)
+
+
+async def test_a_failed_transfer_ends_the_hold() -> None:
+    prompt = random_prompt(Random(5), WHOLE_TOKENS)
+    transports = list[GatedTransport]()
+    async with small_pair(prefill_transports=lambda: opened(transports)) as both:
+        await both.generate(prompt, transfer_id="first")
+        await evict(both)
+        transports[0].fails = True
+        started = await both.start(decode_work(prompt, transfer_id="second", remote_kv=True))
+        await asyncio.wait({started.prefill})
+        assert started.prefill.exception() is not None
+        await close(started.reader)
+        # It is false while a request holds blocks of any tier.
+        await until(both.prefill.reset_prefix_cache)
+        with pytest.raises(TransferFailed):
+            await started.transfer.wait()
+
+
+async def test_it_can_be_switched_off() -> None:
+    prompt = random_prompt(Random(6), WHOLE_TOKENS)
+    tiers = TierSettings(host_gib=0.001, sends_from_host=False)
+    async with small_pair(host=MODEL, prefill={"tiers": tiers}) as both:
+        handed = await again(both, prompt)
+        assert handed.outcome is not None
+        assert handed.outcome.tier_tokens == {Tier.HOST: CACHED_TOKENS}
+        assert loaded_blocks(both) == CACHED_TOKENS // 8

@@ -1,0 +1,179 @@
+"""PlannerService over gRPC: decisions in pages, targets, acknowledgements, wrong requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grpc
+import grpc.aio
+import pytest
+from typer.testing import CliRunner
+
+from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
+from headrace_cli.app import app
+from headrace_cli.planner.explain import read_explanation
+from headrace_common.access.credentials import Credentials
+from headrace_common.access.roles import Role
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.server import GrpcServer
+from headrace_planner.settings import PlannerSettings
+from headrace_planner_service.config import PlannerConfig
+from headrace_planner_service.decisions import DecisionLog
+from headrace_planner_service.loop import PlanningLoop
+from headrace_planner_service.main import SERVICE
+from headrace_planner_service.observer import Observer
+from headrace_planner_service.service import PlannerServicer
+from headrace_planner_service.steering import Rules, Steering
+from headrace_planner_service.targets import TargetBoard
+from tests.channels import operator_channel
+from tests.unit.planner.samples import interval, sample
+
+CALL_S = 10.0
+QUEUED = interval(sample(prefill=1, queued=5))
+CALM = interval(sample(prefill=1))
+
+
+@dataclass(frozen=True)
+class Served:
+    """A planner without observation, and a stub of it as an operator."""
+
+    steering: Steering
+    endpoint: str
+    stub: planner_pb2_grpc.PlannerServiceAsyncStub
+
+
+@pytest.fixture(params=["publish"])
+async def planner(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
+    config = PlannerConfig.model_validate(
+        {"model": "m", "internal_listen": "127.0.0.1:0", "mode": request.param}
+    )
+    rules = Rules(PlannerSettings(), None, config.mode == "publish", 60.0)
+    steering = Steering(rules, TargetBoard("p"), DecisionLog(100), lambda: 0.0)
+    observer = cast("Observer", None)
+    loop = PlanningLoop(config, observer, steering, lambda entry: None, lambda: None)
+    server = GrpcServer(config, [SERVICE])
+    planner_pb2_grpc.add_PlannerServiceServicer_to_server(
+        PlannerServicer(config, loop, steering), server.server
+    )
+    endpoint = await server.start()
+    async with operator_channel(endpoint) as channel:
+        yield Served(steering, endpoint, planner_pb2_grpc.PlannerServiceStub(channel))
+    steering.board.close()
+    await server.stop(None)
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value.code()
+
+
+async def test_decisions_are_listed_in_pages(planner: Served) -> None:
+    for _ in range(5):
+        planner.steering.end_interval(CALM)
+    numbers: list[int] = []
+    token = ""
+    while True:
+        page = await planner.stub.ListDecisions(
+            planner_pb2.ListDecisionsRequest(page_size=2, page_token=token), timeout=CALL_S
+        )
+        numbers += [one.number for one in page.decisions]
+        token = page.next_page_token
+        if not token:
+            break
+    assert numbers == [5, 4, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("size", "token", "field"),
+    [(1_001, "", "page_size"), (0, "x", "page_token"), (0, "9" * 40, "page_token")],
+)
+async def test_a_wrong_page_is_named(planner: Served, size: int, token: str, field: str) -> None:
+    request = planner_pb2.ListDecisionsRequest(page_size=size, page_token=token)
+    with pytest.raises(grpc.aio.AioRpcError, match=field) as caught:
+        await planner.stub.ListDecisions(request, timeout=CALL_S)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_target_is_watched_and_acknowledged(planner: Served) -> None:
+    call = planner.stub.WatchTargets(planner_pb2.WatchTargetsRequest(), timeout=CALL_S)
+    reading = asyncio.ensure_future(call.read())
+    planner.steering.end_interval(QUEUED)
+    response = await reading
+    assert isinstance(response, planner_pb2.WatchTargetsResponse)
+    assert (response.target.workers.prefill, response.target.workers.decode) == (2, 2)
+    assert (response.target.current.prefill, response.target.current.decode) == (1, 2)
+    acknowledge = planner_pb2.AcknowledgeTargetRequest
+    for _ in range(2):
+        await planner.stub.AcknowledgeTarget(
+            acknowledge(target_id=response.target.id), timeout=CALL_S
+        )
+    assert not planner.steering.board.pending
+    call.cancel()
+    unknown = planner.stub.AcknowledgeTarget(acknowledge(target_id="p-99"), timeout=CALL_S)
+    assert await code_of(unknown) is grpc.StatusCode.NOT_FOUND
+    for wrong in (acknowledge(), acknowledge(target_id="p-1", failure="x" * 1_001)):
+        refused = planner.stub.AcknowledgeTarget(wrong, timeout=CALL_S)
+        assert await code_of(refused) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("planner", ["advise"], indirect=True)
+async def test_a_planner_that_advises_has_no_targets(planner: Served) -> None:
+    call = planner.stub.WatchTargets(planner_pb2.WatchTargetsRequest(), timeout=CALL_S)
+    assert await code_of(call.read()) is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_watch_ends_when_the_planner_drains(planner: Served) -> None:
+    call = planner.stub.WatchTargets(planner_pb2.WatchTargetsRequest(), timeout=CALL_S)
+    planner.steering.end_interval(QUEUED)
+    await call.read()
+    reading = asyncio.ensure_future(call.read())
+    planner.steering.board.close()
+    assert await code_of(reading) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_only_operators_may_call(planner: Served) -> None:
+    async with open_channel(planner.endpoint, Credentials(role=Role.PLANNER)) as channel:
+        stub = planner_pb2_grpc.PlannerServiceStub(channel)
+        refused = stub.GetStatus(planner_pb2.GetStatusRequest(), timeout=CALL_S)
+        assert await code_of(refused) is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_explain_shows_what_was_decided_and_why(planner: Served) -> None:
+    planner.steering.end_interval(CALM)
+    planner.steering.end_interval(QUEUED)
+    record = await read_explanation(planner.endpoint, 10)
+    assert (record.model, record.mode) == ("m", "publish")
+    assert (record.prefill_workers, record.prefill_target, record.decode_target) == (None, 2, 2)
+    second, first = record.decisions
+    assert (first.outcome, second.outcome) == ("keep", "published")
+    assert [reason.rule for reason in second.reasons] == ["queue above threshold"]
+    assert second.reasons[0].inputs["queue"] == 5
+
+
+async def test_the_command_shows_changes_with_their_reasons(planner: Served) -> None:
+    planner.steering.end_interval(CALM)
+    planner.steering.end_interval(QUEUED)
+    arguments = ["planner", "explain", "--planner", planner.endpoint]
+    every, changes = [
+        await asyncio.to_thread(CliRunner().invoke, app, [*arguments, *more])
+        for more in ([], ["--changes"])
+    ]
+    for result in (every, changes):
+        assert result.exit_code == 0, result.output
+        words = " ".join(result.stdout.split())
+        assert "m, mode publish, a decision every 30 s, target 2 P, 2 D" in words
+        assert "published" in words
+    assert "keep" in every.stdout
+    assert "keep" not in changes.stdout
+
+
+async def test_a_planner_that_is_not_there_is_named() -> None:
+    arguments = ["planner", "explain", "--planner"]
+    for address, status in (("127.0.0.1:1", 1), ("nowhere", 2)):
+        result = await asyncio.to_thread(CliRunner().invoke, app, [*arguments, address])
+        assert result.exit_code == status
+        assert address in " ".join(result.output.split())

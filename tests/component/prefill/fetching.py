@@ -1,0 +1,297 @@
+"""A prefill worker that fetches prefixes and a decode worker that has them: services, gRPC, tickets and sim engines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any
+
+from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.inference.v1 import first_token_pb2, sampling_pb2
+from headrace.kv.v1 import handoff_pb2_grpc, prefix_pb2_grpc
+from headrace.prefill.v1 import prefill_pb2
+from headrace_common.access.roles import Role
+from headrace_common.config import ServiceConfig
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import StaleIncarnation
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.server import GrpcServer
+from headrace_common.telemetry.setup import Telemetry, init_telemetry
+from headrace_decode.admission.admission import Admission, Capacity
+from headrace_decode.prefix_service import PrefixServicer
+from headrace_decode.service import DecodeService
+from headrace_engine.sim.engine import SimEngine
+from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.receive.receiver import Receiver, ReceiverLimits
+from headrace_kv.receive.service import HandoffServicer
+from headrace_kv.transport.base import KvTransport
+from headrace_prefill.prefix_fetch import FetchContext, FetchRecord, PrefixFetcher
+from headrace_prefill.prefix_policy import FetchPolicy
+from headrace_prefill.prefix_tickets import PrefixTickets
+from headrace_prefill.worker import PrefillWorker
+from tests.component.engine.sim.support import engine_config
+from tests.router_key import RouterKey
+from tests.waiting import until
+
+PREFILL = WorkerRef("prefill-1", "0123456789abcdef")
+DECODE = WorkerRef("decode-1", "0123456789abcdef")
+INSECURE = ServiceConfig(insecure=True)
+LEASE_S = 1.0
+QUARANTINE_S = 0.2
+BLOCKS = 96
+_ANSWER_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request: its answer, the outcome of its task, and where decode's reservation began."""
+
+    tokens: tuple[int, ...]
+    start_token: int
+    done: prefill_pb2.TaskDone
+
+
+@dataclass(slots=True)
+class Workers:
+    """Both workers, and the router's key.
+
+    `fetches` has the record of each fetch, and `ticket_refusals` the parts that prefill refused.
+    """
+
+    prefill: SimEngine
+    decode: SimEngine
+    worker: PrefillWorker
+    fetcher: PrefixFetcher
+    policy: FetchPolicy
+    router: RouterKey
+    prefill_receiver: Receiver
+    decode_endpoint: str
+    end_streams_to_prefill: Callable[[], Awaitable[None]]
+    """As the end of the decode worker does."""
+    fetches: list[FetchRecord] = field(default_factory=list)
+    ticket_refusals: list[str] = field(default_factory=list)
+    known: list[WorkerRef] = field(default_factory=lambda: [PREFILL])
+    """The registered prefill workers."""
+    _names: count[int] = field(default_factory=count)
+
+    def expected(self, prompt: Sequence[int], token_count: int) -> tuple[int, ...]:
+        return self.decode.model.expected_tokens(prompt, token_count)
+
+    def ticket(self, transfer_id: str, **changes: Any) -> bytes:
+        """The ticket that a router gives with a task."""
+        layout = self.decode.descriptor.layout
+        claims: dict[str, Any] = {"prefill": PREFILL, "decode": DECODE, "layout": layout}
+        return self.router.ticket(transfer_id, **(claims | changes))
+
+    @asynccontextmanager
+    async def reserved(self, prompt: Sequence[int], token_count: int) -> AsyncIterator[Reserved]:
+        """A request that holds its blocks on the decode worker.
+
+        Its first token is chosen from prefill's logits, which the simulated engine derives from every byte of the KV
+        cache in prefill's memory: a fetched byte that is wrong makes a wrong answer.
+        """
+        name = f"x{next(self._names)}"
+        request = decode_pb2.GenerateRequest(
+            request_id="r",
+            transfer_id=name,
+            incarnation=DECODE.incarnation,
+            token_ids=prompt,
+            sampling=sampling_pb2.SamplingParams(max_tokens=token_count, temperature=0.0),
+            remote_prefill=True,
+            first_token=first_token_pb2.FIRST_TOKEN_POLICY_LOGITS,
+            ticket_key_id=self.router.key_id,
+        )
+        async with open_channel(self.decode_endpoint, INSECURE) as channel:
+            call: Any = decode_pb2_grpc.DecodeServiceStub(channel).Generate(
+                request, timeout=_ANSWER_S
+            )
+            try:
+                first = await call.read()
+                yield Reserved(self, name, list(prompt), token_count, first.reserved, call)
+            finally:
+                call.cancel()
+
+    async def turn(self, prompt: Sequence[int], token_count: int) -> Turn:
+        """Runs a request as a router does. Its answer must be right."""
+        async with self.reserved(prompt, token_count) as request:
+            done = await request.prefill()
+            tokens = await request.answer()
+        assert done.reason == "", done.detail
+        assert tokens == self.expected(prompt, token_count)
+        return Turn(tokens, request.reserved.start_token, done)
+
+    def free_blocks(self) -> tuple[int, int]:
+        """Of both engines."""
+        return self.prefill.free_block_count(), self.decode.free_block_count()
+
+
+@dataclass(slots=True)
+class Reserved:
+    """A request that holds its blocks on the decode worker."""
+
+    workers: Workers
+    name: str
+    prompt: list[int]
+    token_count: int
+    reserved: decode_pb2.Reserved
+    call: Any
+
+    def task(self, **changes: Any) -> prefill_pb2.PrefillTask:
+        """The task that a router sends."""
+        fields: dict[str, Any] = {
+            "transfer_id": self.name,
+            "request_id": "r",
+            "token_ids": self.prompt,
+            "send_logits": True,
+            "start_token": self.reserved.start_token,
+            "decode_worker_id": DECODE.worker_id,
+            "decode_incarnation": DECODE.incarnation,
+            "decode_endpoint": self.workers.decode_endpoint,
+            "handoff_ticket": self.workers.ticket(self.name),
+        }
+        return prefill_pb2.PrefillTask(**(fields | changes))
+
+    async def prefill(self, **changes: Any) -> prefill_pb2.TaskDone:
+        """Runs the task on the prefill worker."""
+        return await self.workers.worker.run(self.task(**changes))
+
+    async def answer(self) -> tuple[int, ...]:
+        """Reads the tokens to the end."""
+        tokens: list[int] = []
+        async with asyncio.timeout(_ANSWER_S):
+            while isinstance(event := await self.call.read(), decode_pb2.GenerateResponse):
+                tokens += event.tokens.token_ids
+        return tuple(tokens)
+
+
+@asynccontextmanager
+async def fetching_workers(
+    *,
+    prefill: dict[str, Any] | None = None,
+    decode: dict[str, Any] | None = None,
+    decode_transports: Callable[[], KvTransport] | None = None,
+    min_tokens: int = 8,
+    timeout_s: float = 10.0,
+    telemetry: Telemetry | None = None,
+    **both: Any,
+) -> AsyncIterator[Workers]:
+    """Both workers with empty caches. At the end, all blocks must be free and unharmed."""
+    common = {"num_gpu_blocks_override": BLOCKS, **both}
+    found: dict[WorkerRef, SimEngine] = {}
+
+    async def descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
+        return found[ref].descriptor
+
+    decode_side = found[DECODE] = SimEngine(
+        engine_config("decode", **(common | (decode or {}))),
+        descriptors,
+        transports=decode_transports,
+    )
+    prefill_side = found[PREFILL] = SimEngine(
+        engine_config("prefill", **(common | (prefill or {}))), descriptors
+    )
+    async with AsyncExitStack() as stack:
+        for engine in (decode_side, prefill_side):
+            stack.push_async_callback(engine.close)
+            await engine.start()
+        spans = telemetry
+        if spans is None:
+            spans = init_telemetry("prefill", PREFILL.worker_id, ServiceConfig())
+            stack.push_async_callback(asyncio.to_thread, spans.shutdown)
+        workers = await _serve(stack, prefill_side, decode_side, spans, min_tokens, timeout_s)
+        free = workers.free_blocks()
+        yield workers
+        await until(lambda: workers.free_blocks() == free, 20.0, lambda: str(workers.free_blocks()))
+        assert prefill_side.guard_violations() == decode_side.guard_violations() == ()
+
+
+async def _serve(
+    stack: AsyncExitStack,
+    prefill: SimEngine,
+    decode: SimEngine,
+    telemetry: Telemetry,
+    min_tokens: int,
+    timeout_s: float,
+) -> Workers:
+    router, policy = RouterKey(), FetchPolicy(min_tokens)
+    refusals: list[str] = []
+    records: list[FetchRecord] = []
+    tickets = PrefixTickets(refusals.append)
+    receivers = {
+        engine: Receiver(
+            ref=ref,
+            layout=engine.descriptor.layout,
+            tickets=checked,
+            on_released=engine.released,
+            lease_ttl_s=LEASE_S,
+            quarantine_s=QUARANTINE_S,
+            limits=ReceiverLimits(open_wait_s=0.2),
+            features=tuple(filter(None, (engine.broadcast,))),
+        )
+        for engine, ref, checked in (
+            (prefill, PREFILL, tickets),
+            (decode, DECODE, router.tickets(DECODE, decode.descriptor.layout)),
+        )
+    }
+    service = DecodeService(
+        ref=DECODE,
+        engine=decode,
+        receiver=receivers[decode],
+        admission=Admission(Capacity(10 * BLOCKS, 8, decode.max_model_len, 8)),
+        telemetry=telemetry,
+        request_timeout_s=_ANSWER_S,
+        ticket_keys=router.known,
+    )
+    known: list[WorkerRef] = [PREFILL]
+    endpoints: dict[WorkerRef, str] = {}
+    context = FetchContext(
+        ref=PREFILL,
+        engine=prefill,
+        receiver=receivers[prefill],
+        tickets=tickets,
+        policy=policy,
+        timeout_s=timeout_s,
+        on_ended=records.append,
+    )
+    fetcher = PrefixFetcher(context, lambda endpoint: open_channel(endpoint, INSECURE))
+
+    def endpoint_of(ref: WorkerRef) -> str:
+        if ref not in known:
+            raise StaleIncarnation(f"{ref} is not registered")
+        return endpoints[ref]
+
+    prefixes = PrefixServicer(
+        decode, service.attempts, router.tickets(DECODE, decode.descriptor.layout), endpoint_of
+    )
+    decode_server, prefill_server = (
+        GrpcServer(INSECURE, ("headrace.kv.v1.HandoffService",)) for _ in range(2)
+    )
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, decode_server.server)
+    prefix_pb2_grpc.add_PrefixServiceServicer_to_server(prefixes, decode_server.server)
+    for server, engine, sender in (
+        (decode_server, decode, Role.PREFILL),
+        (prefill_server, prefill, Role.DECODE),
+    ):
+        servicer = HandoffServicer(receivers[engine], sender=sender)
+        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(servicer, server.server)
+        endpoint = await server.start()
+        endpoints[DECODE if engine is decode else PREFILL] = endpoint
+        stack.push_async_callback(server.stop, None)
+        stack.callback(receivers[engine].close)
+    stack.push_async_callback(fetcher.close)
+    worker = PrefillWorker(
+        ref=PREFILL,
+        engine=prefill,
+        telemetry=telemetry,
+        slot_count=8,
+        task_timeout_s=_ANSWER_S,
+        prefixes=fetcher,
+    )
+    return Workers(
+        *(prefill, decode, worker, fetcher, policy, router, receivers[prefill]),
+        *(endpoints[DECODE], partial(prefill_server.stop, None), records, refusals, known),
+    )

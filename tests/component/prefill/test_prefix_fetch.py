@@ -1,0 +1,283 @@
+"""A prefill worker fetches what decode has of a prompt, and whatever goes wrong with that costs time only."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
+from headrace_common.errors import (
+    Cancelled,
+    DuplicateTransfer,
+    HeadraceError,
+    InvalidRequest,
+    NotFound,
+    PermissionDenied,
+    StaleIncarnation,
+    TransferFailed,
+    TransferTimeout,
+    Unauthenticated,
+)
+from headrace_common.rpc.channel import open_channel
+from headrace_common.rpc.status import error_from_rpc
+from headrace_common.tickets.keys import SigningKey
+from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.transport.base import KvTransport, WriteResult
+from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
+from tests.component.prefill.fetching import DECODE, INSECURE, PREFILL, Workers, fetching_workers
+from tests.waiting import until
+
+FIRST = list(range(100, 140))
+MORE = list(range(900, 921))
+ANSWER_TOKENS = 24
+_RELEASE_S = 30.0
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "equal": {},
+    "decode has more ranks": {"decode": {"tensor_parallel_size": 2}},
+    "prefill has more ranks": {"prefill": {"tensor_parallel_size": 2}},
+    "decode copies to its other ranks": {
+        "model": "sim:heads=1,context=512",
+        "decode": {"tensor_parallel_size": 4},
+        "prefill": {"tensor_parallel_size": 2},
+    },
+    "block sizes differ": {"prefill": {"block_size": 16}, "decode": {"block_size": 8}},
+    "decode has larger blocks": {"prefill": {"block_size": 8}, "decode": {"block_size": 16}},
+    "whole blocks, several caches and stages": {
+        "model": "sim:layers=3,heads=2,index_layers=2,block_format=token_inner,context=512",
+        "decode": {
+            "model": "sim:layers=3,heads=2,index_layers=2,block_format=token_inner,context=512,stages=2"
+        },
+    },
+}
+
+
+async def first_turn(workers: Workers) -> list[int]:
+    """Answers FIRST. Returns the prompt of the next turn."""
+    turn = await workers.turn(FIRST, ANSWER_TOKENS)
+    assert workers.fetches == []
+    return [*FIRST, *turn.tokens, *MORE]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+async def test_what_decode_generated_is_fetched_and_not_computed(layout: dict[str, Any]) -> None:
+    async with fetching_workers(**layout) as workers:
+        prompt = await first_turn(workers)
+        turn = await workers.turn(prompt, 8)
+        (fetch,) = workers.fetches
+        assert fetch.reason == ""
+        # Prefill has the first prompt's whole blocks. Decode has all whole blocks of the prompt and the answer.
+        block_tokens = workers.prefill.descriptor.layout.groups[0].block_tokens
+        cached = len(FIRST) - len(FIRST) % block_tokens
+        assert turn.done.cached_tokens == cached
+        assert turn.start_token >= len(FIRST) + ANSWER_TOKENS - 1 - 15
+        assert fetch.token_count == turn.start_token - cached
+        assert fetch.payload_bytes > 0
+        # The next turn finds everything in prefill's own cache.
+        again = await workers.turn([*prompt, *turn.tokens, *MORE], 4)
+        assert again.done.cached_tokens >= turn.start_token
+
+
+async def test_a_fetched_byte_that_is_wrong_would_change_the_answer() -> None:
+    """The other tests would notice."""
+
+    def corrupting() -> KvTransport:
+        return InMemoryTransport(FaultPlan(every=Fault(FaultKind.CORRUPT)))
+
+    async with fetching_workers(decode_transports=corrupting) as workers:
+        prompt = await first_turn(workers)
+        async with workers.reserved(prompt, 8) as request:
+            assert (await request.prefill()).reason == ""
+            assert [fetch.reason for fetch in workers.fetches] == [""]
+            assert await request.answer() != workers.expected(prompt, 8)
+
+
+async def test_a_worker_that_decode_does_not_find_computes() -> None:
+    async with fetching_workers() as workers:
+        prompt = await first_turn(workers)
+        workers.known.clear()
+        await workers.turn(prompt, 8)
+        assert [fetch.reason for fetch in workers.fetches] == [StaleIncarnation.reason]
+        # After a failure, the next prompts do not try.
+        await workers.turn([*prompt, *workers.expected(prompt, 8), *MORE], 8)
+        assert len(workers.fetches) == 1
+
+
+async def test_a_failed_write_is_computed_in_place() -> None:
+    def failing() -> KvTransport:
+        return InMemoryTransport(FaultPlan({2: Fault(FaultKind.FAIL)}))
+
+    async with fetching_workers(decode_transports=failing) as workers:
+        prompt = await first_turn(workers)
+        await workers.turn(prompt, 8)
+        assert [fetch.reason for fetch in workers.fetches] == [TransferFailed.reason]
+
+
+class HeldTransport(InMemoryTransport):
+    """The second write, that of the fetch's last layer, lands when the test says so. No deadline ends it."""
+
+    def __init__(self, release: threading.Event) -> None:
+        super().__init__()
+        self._release = release
+
+    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
+        if self.write_count == 1:
+            assert self._release.wait(_RELEASE_S)
+            timeout_s = _RELEASE_S
+        return super().write(session, runs, timeout_s)
+
+
+def held_transport(release: threading.Event) -> Callable[[], KvTransport]:
+    return lambda: HeldTransport(release)
+
+
+async def test_a_late_fetch_is_computed_in_other_blocks_and_a_late_write_harms_nothing() -> None:
+    release = threading.Event()
+    async with fetching_workers(
+        decode_transports=held_transport(release), timeout_s=0.5
+    ) as workers:
+        prompt = await first_turn(workers)
+        free = workers.prefill.free_block_count()
+        await workers.turn(prompt, 8)
+        assert [fetch.reason for fetch in workers.fetches] == [TransferTimeout.reason]
+        # The answer is complete. The blocks that the held write is for stay held (I1).
+        held = len(prompt) // 8 + 1
+        assert free - workers.prefill.free_block_count() == held
+        assert workers.prefill_receiver.quarantined_blocks
+        release.set()
+        await until(lambda: workers.prefill.free_block_count() == free)
+
+
+async def test_a_cancelled_task_ends_its_fetch_and_keeps_the_blocks_until_decode_is_quiet() -> None:
+    release = threading.Event()
+    async with fetching_workers(decode_transports=held_transport(release)) as workers:
+        prompt = await first_turn(workers)
+        free = workers.prefill.free_block_count()
+        async with workers.reserved(prompt, 8) as request:
+            running = asyncio.create_task(request.prefill())
+            await until(lambda: workers.prefill_receiver.active_count == 1)
+            await until(lambda: workers.prefill_receiver.lease_count == 1)
+            running.cancel()
+            assert (await running).reason == Cancelled.reason
+        assert [fetch.reason for fetch in workers.fetches] == [Cancelled.reason]
+        assert workers.prefill.free_block_count() < free
+        release.set()
+        await until(lambda: workers.prefill.free_block_count() == free)
+
+
+async def test_decode_holds_the_blocks_that_it_sends_until_its_writes_have_ended() -> None:
+    """I2, also when the request has ended."""
+    release = threading.Event()
+    async with fetching_workers(decode_transports=held_transport(release)) as workers:
+        prompt = await first_turn(workers)
+        free = workers.decode.free_block_count()
+        async with workers.reserved(prompt, 8) as request:
+            running = asyncio.create_task(request.prefill())
+            await until(lambda: workers.prefill_receiver.lease_count == 1)
+        # The client has left.
+        await until(lambda: workers.decode.usage().waiting_requests == 0)
+        running.cancel()
+        await running
+        assert workers.decode.free_block_count() < free
+        release.set()
+        await until(lambda: workers.decode.free_block_count() == free)
+
+
+async def test_a_lost_decode_worker_costs_the_quarantine_of_its_blocks_and_no_answer() -> None:
+    """Its stream ends in the middle: the prompt is computed at once, in other blocks."""
+    release = threading.Event()
+    async with fetching_workers(decode_transports=held_transport(release)) as workers:
+        prompt = await first_turn(workers)
+        free = workers.prefill.free_block_count()
+        async with workers.reserved(prompt, 8) as request:
+            running = asyncio.create_task(request.prefill())
+            await until(lambda: workers.prefill_receiver.lease_count == 1)
+            await workers.end_streams_to_prefill()
+            assert (await running).reason == ""
+            assert workers.fetches[0].reason == TransferFailed.reason
+            assert workers.prefill.free_block_count() < free
+            assert await request.answer() == workers.expected(prompt, 8)
+        release.set()
+        await until(lambda: workers.prefill.free_block_count() == free, 20.0)
+
+
+async def refusal_of(workers: Workers, **fields: Any) -> HeadraceError:
+    """The error with which the decode worker refuses to send."""
+    asked: dict[str, Any] = {
+        "worker_id": PREFILL.worker_id,
+        "incarnation": PREFILL.incarnation,
+        "end_token": 8,
+    }
+    async with open_channel(workers.decode_endpoint, INSECURE) as channel:
+        stub = prefix_pb2_grpc.PrefixServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.SendPrefix(prefix_pb2.SendPrefixRequest(**(asked | fields)), timeout=10.0)
+    return error_from_rpc(raised.value)
+
+
+async def test_only_the_ticket_of_the_task_has_its_prefix_sent() -> None:
+    async with fetching_workers() as workers:
+        prompt = await first_turn(workers)
+        async with workers.reserved(prompt, 8) as request:
+            name = request.name
+            forged: dict[str, bytes] = {
+                "prefill_worker_id": workers.ticket(
+                    name, prefill=WorkerRef("prefill-9", PREFILL.incarnation)
+                ),
+                "prefill_incarnation": workers.ticket(
+                    name, prefill=WorkerRef(PREFILL.worker_id, "0" * 16)
+                ),
+                "transfer_id": workers.ticket("x999"),
+                "decode_worker_id": workers.ticket(
+                    name, decode=WorkerRef("decode-9", DECODE.incarnation)
+                ),
+            }
+            for claim, ticket in forged.items():
+                error = await refusal_of(workers, transfer_id=name, ticket=ticket)
+                assert (type(error), error.metadata["ticket"]) == (PermissionDenied, claim)
+            unsigned = {"key_id": workers.ticket(name, key=SigningKey()), "missing": b""}
+            for claim, ticket in unsigned.items():
+                error = await refusal_of(workers, transfer_id=name, ticket=ticket)
+                assert (type(error), error.metadata["ticket"]) == (Unauthenticated, claim)
+            # None of them has harmed the request.
+            assert (await request.prefill()).reason == ""
+            assert [fetch.reason for fetch in workers.fetches] == [""]
+            assert await request.answer() == workers.expected(prompt, 8)
+
+
+async def test_a_prefix_is_sent_once_and_no_more_than_is_cached() -> None:
+    async with fetching_workers() as workers:
+        prompt = await first_turn(workers)
+        async with workers.reserved(prompt, 8) as request:
+            valid = {"transfer_id": request.name, "ticket": workers.ticket(request.name)}
+            beyond = request.reserved.start_token + 1
+            for end_token in (beyond, 0):
+                error = await refusal_of(workers, **valid, end_token=end_token)
+                assert isinstance(error, InvalidRequest)
+                assert "end_token" in error.violations
+            # Prefill has not asked for it, and has no blocks for the transfer.
+            assert "no reservation" in (await refusal_of(workers, **valid)).detail
+            assert isinstance(await refusal_of(workers, **valid), DuplicateTransfer)
+            assert (await request.prefill()).reason == ""
+            assert [fetch.reason for fetch in workers.fetches] == [DuplicateTransfer.reason]
+            assert await request.answer() == workers.expected(prompt, 8)
+        ended = {"transfer_id": "x999", "ticket": workers.ticket("x999")}
+        assert isinstance(await refusal_of(workers, **ended), NotFound)
+
+
+async def test_short_prefixes_and_slow_links_are_computed() -> None:
+    async with fetching_workers(min_tokens=100) as workers:
+        prompt = await first_turn(workers)
+        await workers.turn(prompt, 8)
+        assert workers.fetches == []
+    async with fetching_workers() as workers:
+        prompt = await first_turn(workers)
+        workers.policy.fetched(DECODE, 1, 3600.0)
+        await workers.turn(prompt, 8)
+        assert workers.fetches == []

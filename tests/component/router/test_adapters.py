@@ -1,0 +1,114 @@
+"""Requests with a LoRA adapter reach only workers that have it, under a salt of their own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from headrace.inference.v1 import adapter_pb2, inference_pb2
+from headrace.prefill.v1 import prefill_pb2
+from headrace_common.errors import InvalidRequest, Unauthenticated
+from headrace_common.tickets.direct import check_ticket
+from headrace_common.tickets.direct_request import decode_request_of
+from headrace_kv.layout.proto import layout_to_proto
+from tests.component.router.fakes import FakePrefill, Rig, hand_over, reply
+from tests.component.router.fakes.handoff import LAYOUT
+from tests.waiting import until
+
+REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
+POET = adapter_pb2.Adapter(name="poet", digest="0a")
+OTHER_POET = adapter_pb2.Adapter(name="poet", digest="0b")
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    """Two decode workers, of which the busier one has the adapter, and two prefill workers."""
+    rig = await Rig(look_aside=True).start()
+    try:
+        idle, busy = await rig.add_decodes(reply("idle"), reply("busy"))
+        busy.announce(POET)
+        idle.announce(adapter_pb2.Adapter(name="coder", digest="0c"))
+        rig.refresh()
+        await until(lambda: "poet" in rig.router.workers.adapters().get("sim", {}))
+        await _add_prefill(rig, "p-other", OTHER_POET)
+        await _add_prefill(rig, "p-poet", POET)
+        yield rig
+    finally:
+        await rig.close()
+
+
+async def _add_prefill(rig: Rig, name: str, adapter: adapter_pb2.Adapter) -> None:
+    worker = FakePrefill(name, rig.handoff, hand_over)
+    worker.hello.hello.CopyFrom(
+        prefill_pb2.Hello(
+            worker_id=name,
+            incarnation=worker.incarnation,
+            model="sim",
+            layout=layout_to_proto(LAYOUT),
+            adapters=[adapter],
+        )
+    )
+    await worker.start(rig.internal_endpoint)
+    rig.prefills.append(worker)
+    await until(lambda: name in rig.pulling())
+
+
+async def test_only_workers_with_the_adapter_get_its_requests(rig: Rig) -> None:
+    idle, busy = rig.decodes
+    other, poet = rig.prefills
+    asked: Any = ({"model": "poet"}, {"adapter": "poet"}, {"model": "sim", "adapter": "poet"})
+    for fields in asked:
+        await rig.ask(prefill_placement=REMOTE, **fields)
+    assert (len(idle.requests), len(busy.requests)) == (0, 3)
+    assert (len(other.tasks), len(poet.tasks)) == (0, 3)
+    messages: list[Any] = [*busy.requests, *poet.tasks]
+    assert all(message.adapter == POET for message in messages)
+    (salt,) = {message.cache_salt for message in messages}
+    await rig.ask()
+    assert not idle.requests[-1].HasField("adapter")
+    assert salt
+    assert idle.requests[-1].cache_salt == ""
+
+
+async def test_without_a_prefill_worker_that_has_it_decode_prefills(rig: Rig) -> None:
+    responses = await rig.ask(model="coder", prefill_placement=REMOTE)
+    assert responses[-1].timing.prefill_worker_id == ""
+    (request,) = rig.decodes[0].requests
+    assert request.adapter.name == "coder"
+    assert not request.remote_prefill
+
+
+async def test_an_unknown_adapter_is_refused_with_the_known_ones(rig: Rig) -> None:
+    for fields, field in (({"model": "painter"}, "model"), ({"adapter": "painter"}, "adapter")):
+        error = await rig.error_of(text="a prompt", **fields)
+        assert isinstance(error, InvalidRequest)
+        assert list(error.violations) == [field]
+        assert "coder, poet" in error.violations[field]
+    assert not rig.decodes[0].requests
+    assert not rig.decodes[1].requests
+
+
+async def test_models_are_listed_with_their_adapters(rig: Rig) -> None:
+    listed = await rig.stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)
+    found = [
+        (one.name, one.parent, one.prefill_worker_count, one.decode_worker_count)
+        for one in listed.models
+    ]
+    assert found == [("sim", "", 2, 2), ("coder", "sim", 0, 1), ("poet", "sim", 1, 1)]
+
+
+async def test_a_ticket_is_for_its_adapter(rig: Rig) -> None:
+    asked = inference_pb2.GenerateRequest(text="a prompt", model="poet", prefill_placement=REMOTE)
+    routed = await rig.stub.Route(inference_pb2.RouteRequest(request=asked), timeout=5)
+    direct = routed.direct
+    assert direct.adapter == POET
+    check_ticket(rig.router_key.known.find, decode_request_of(direct), "d1")
+    changed = inference_pb2.DirectRequest()
+    changed.CopyFrom(direct)
+    changed.ClearField("adapter")
+    with pytest.raises(Unauthenticated, match="unchanged"):
+        check_ticket(rig.router_key.known.find, decode_request_of(changed), "d1")
+    await rig.stub.Prefill(inference_pb2.PrefillRequest(direct=direct), timeout=5)
+    assert [task.adapter for task in rig.prefills[1].tasks] == [POET]

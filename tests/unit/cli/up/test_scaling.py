@@ -1,0 +1,216 @@
+"""Workers are added and drained until as many run as a target says."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from headrace_cli.up import supervisor
+from headrace_cli.up.keeping import drain_timeout_s
+from headrace_cli.up.restarts import NO_RESTARTS, Restarts
+from headrace_cli.up.scaling import Scaler
+from headrace_cli.up.supervisor import ChildProcess, Supervisor
+from headrace_cli.up.topology import ProcessSpec, Topology
+from headrace_common.errors import ConfigError, DeadlineExceeded, WorkerGone
+from tests.waiting import until
+
+# No process has these ids, so that no signal reaches one.
+PID = 2**22 + 1
+LIMIT_S = 20.0
+
+
+@dataclass
+class FakeProcess:
+    """A worker that serves at once, unless `ends` is its exit status. SIGTERM ends it with `drains`."""
+
+    spec: ProcessSpec
+    ends: int | None = None
+    drains: int | None = 0
+    serves: bool = True
+    pid: int = PID
+    returncode: int | None = None
+    signals: list[int] = field(default_factory=list)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def begin(self) -> None:
+        self.returncode = self.ends
+        if self.ends is None and self.serves:
+            self.spec.port_file.write_text("127.0.0.1:1\n")
+
+    def send_signal(self, signal: int) -> None:
+        self.signals.append(signal)
+        self.returncode = self.drains
+        if self.drains is not None:
+            self.ended.set()
+
+    async def wait(self) -> int:
+        if self.returncode is None:
+            await self.ended.wait()
+        return self.returncode or 0
+
+
+@dataclass
+class Bench:
+    folder: Path
+    bad: dict[str, FakeProcess] = field(default_factory=dict)
+    processes: dict[str, FakeProcess] = field(default_factory=dict)
+    terminal: io.StringIO = field(default_factory=io.StringIO)
+    start_timeout_s: float = LIMIT_S
+
+    def __post_init__(self) -> None:
+        self.supervisor = Supervisor(spawn=self.spawn)
+        self.console = Console(file=self.terminal, width=200)
+        self.scaler = Scaler(
+            self.supervisor, self.spec, self.console, lambda _: LIMIT_S, self.start_timeout_s
+        )
+
+    def spec(self, service: str, name: str) -> ProcessSpec:
+        port, log = self.folder / f"{name}.port", self.folder / f"{name}.log"
+        return ProcessSpec(name, service, (), port, log, {})
+
+    async def spawn(self, spec: ProcessSpec) -> ChildProcess:
+        process = self.bad.get(spec.name) or FakeProcess(spec)
+        process.spec = spec
+        self.processes[spec.name] = process
+        process.begin()
+        return process
+
+    def running(self) -> list[str]:
+        return sorted(child.spec.name for child in self.supervisor.children if child.running)
+
+
+@pytest.fixture
+async def bench(tmp_path: Path) -> Bench:
+    bench = Bench(tmp_path)
+    await bench.scaler.apply(1, 1)
+    return bench
+
+
+async def test_workers_are_added_with_the_lowest_free_numbers(bench: Bench) -> None:
+    await bench.scaler.apply(2, 3)
+    assert bench.running() == ["decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"]
+    assert "the planner adds decode-2" in bench.terminal.getvalue()
+
+
+async def test_the_youngest_workers_are_drained(bench: Bench) -> None:
+    await bench.scaler.apply(3, 12)
+    await bench.scaler.apply(1, 9)
+    assert bench.running() == sorted(["prefill-0", *(f"decode-{n}" for n in range(9))])
+    for name in ("prefill-1", "prefill-2", "decode-9", "decode-10", "decode-11"):
+        assert bench.processes[name].signals == [signal.SIGTERM]
+    # Their ends are expected.
+    assert bench.supervisor.unexpected_ends() == []
+    assert len(bench.supervisor.children) == 10
+
+
+async def test_a_name_is_used_again_and_its_log_goes_on(bench: Bench) -> None:
+    await bench.scaler.apply(1, 2)
+    first = bench.processes["decode-1"]
+    await bench.scaler.apply(1, 1)
+    await bench.scaler.apply(1, 2)
+    again = bench.processes["decode-1"]
+    assert again is not first
+    assert again.spec.keeps_log
+    assert bench.running() == ["decode-0", "decode-1", "prefill-0"]
+
+
+async def test_a_device_changes_its_role_when_its_worker_has_drained(bench: Bench) -> None:
+    await bench.scaler.apply(2, 1)
+    await bench.scaler.apply(1, 2)
+    assert bench.running() == ["decode-0", "decode-1", "prefill-0"]
+    shown = bench.terminal.getvalue()
+    assert shown.index("removes prefill-1") < shown.index("adds decode-1")
+
+
+async def test_a_target_that_holds_already_changes_nothing(bench: Bench) -> None:
+    before = dict(bench.processes)
+    await bench.scaler.apply(1, 1)
+    assert bench.processes == before
+
+
+@pytest.mark.parametrize(("status", "error"), [(1, WorkerGone), (2, ConfigError)])
+async def test_a_worker_that_does_not_start_fails_the_target_and_nothing_else(
+    bench: Bench, status: int, error: type[Exception]
+) -> None:
+    bad = bench.spec("decode", "decode-1")
+    bench.bad["decode-1"] = FakeProcess(bad, ends=status)
+    with pytest.raises(error):
+        await bench.scaler.apply(2, 2)
+    assert bench.running() == ["decode-0", "prefill-0", "prefill-1"]
+    # Neither the deployment nor the restarts see that end.
+    await Restarts(bench.supervisor, bench.console, NO_RESTARTS).step()
+    bench.bad.clear()
+    await bench.scaler.apply(2, 2)
+    assert bench.running() == ["decode-0", "decode-1", "prefill-0", "prefill-1"]
+
+
+async def test_a_start_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # No signal reaches the process of the test.
+    monkeypatch.setattr(supervisor, "KILL_WAIT_S", 0.01)
+    bench = Bench(tmp_path, start_timeout_s=0.01)
+    bench.bad["prefill-0"] = FakeProcess(bench.spec("prefill", "prefill-0"), serves=False)
+    with pytest.raises(DeadlineExceeded, match="prefill-0 did not serve within"):
+        await bench.scaler.apply(1, 0)
+    assert bench.supervisor.children == []
+
+
+async def test_a_worker_that_does_not_drain_is_named(bench: Bench) -> None:
+    bench.bad["decode-1"] = FakeProcess(bench.spec("decode", "decode-1"), drains=3)
+    await bench.scaler.apply(1, 2)
+    with pytest.raises(WorkerGone, match="decode-1 ended with 3"):
+        await bench.scaler.apply(1, 1)
+    assert bench.running() == ["decode-0", "prefill-0"]
+
+
+async def test_a_worker_that_starts_again_counts_and_is_not_drained(bench: Bench) -> None:
+    await bench.scaler.apply(1, 2)
+    bench.processes["decode-0"].returncode = -9
+    for child in bench.supervisor.unexpected_ends():
+        child.mark_replaced()
+    await bench.scaler.apply(1, 2)
+    assert bench.running() == ["decode-1", "prefill-0"]
+    await bench.scaler.apply(1, 1)
+    assert bench.running() == ["prefill-0"]
+    assert not bench.processes["decode-0"].signals
+
+
+async def test_a_worker_that_has_ended_is_left_to_the_restarts(bench: Bench) -> None:
+    bench.processes["prefill-0"].returncode = -9
+    for child in bench.supervisor.unexpected_ends():
+        child.mark_replaced()
+    await bench.scaler.apply(0, 1)
+    assert [child.spec.name for child in bench.supervisor.children] == ["prefill-0", "decode-0"]
+
+
+async def test_an_end_before_a_worker_serves_concerns_its_target_only(bench: Bench) -> None:
+    bench.bad["decode-1"] = FakeProcess(bench.spec("decode", "decode-1"), serves=False)
+    applying = asyncio.create_task(bench.scaler.apply(1, 2))
+    await until(lambda: "decode-1" in bench.processes, LIMIT_S, "a start")
+    bench.processes["decode-1"].returncode = 1
+    assert bench.supervisor.unexpected_ends() == []
+    with pytest.raises(WorkerGone, match="decode-1 ended with 1"):
+        await applying
+
+
+async def test_the_end_of_a_worker_that_drains_is_expected(bench: Bench) -> None:
+    process = bench.processes["decode-0"]
+    process.drains = None
+    applying = asyncio.create_task(bench.scaler.apply(1, 0))
+    await until(lambda: bool(process.signals), LIMIT_S, "a drain")
+    process.returncode = 1
+    assert bench.supervisor.unexpected_ends() == []
+    process.ended.set()
+    with pytest.raises(WorkerGone):
+        await applying
+
+
+def test_a_drain_may_take_the_grace_of_its_service() -> None:
+    topology = Topology(engine="sim", settings=(("decode", "drain_grace_s", "100"),))
+    assert drain_timeout_s(topology, "decode") > 100
+    assert 20 < drain_timeout_s(topology, "prefill") < 100

@@ -1,0 +1,76 @@
+"""Workers that were needed lately stay, unless the budget needs their devices."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_planner.observation import PlannedRole, Reason, WorkerCounts
+from headrace_planner.planner import PlannerState, plan
+from headrace_planner.settings import BudgetSettings, PlannerSettings
+from headrace_planner.steadiness import keep_needed, needed_now
+from tests.unit.planner.samples import PROFILE, interval, requests, sample
+
+SETTINGS = PlannerSettings(shrink_intervals=3, budget=BudgetSettings(devices_max=10))
+
+
+def reason(role: PlannedRole, count: int) -> Reason:
+    return Reason(role, "rule", count, {}, "")
+
+
+def test_a_role_shrinks_to_what_was_needed_lately() -> None:
+    recent = (WorkerCounts(3, 1), WorkerCounts(2, 4), WorkerCounts(1, 1))
+    kept, reasons = keep_needed(SETTINGS, WorkerCounts(5, 3), WorkerCounts(1, 2), recent)
+    assert kept == WorkerCounts(3, 3)
+    assert [(one.role, one.count) for one in reasons] == [
+        (PlannedRole.PREFILL, 3),
+        (PlannedRole.DECODE, 3),
+    ]
+
+
+def test_what_grows_or_stays_is_left_alone() -> None:
+    recent = (WorkerCounts(9, 9),)
+    wanted = WorkerCounts(4, 3)
+    assert keep_needed(SETTINGS, WorkerCounts(2, 3), wanted, recent) == (wanted, ())
+
+
+def test_the_other_role_gets_the_devices() -> None:
+    recent = (WorkerCounts(7, 2),)
+    wanted = WorkerCounts(2, 8)
+    assert keep_needed(SETTINGS, WorkerCounts(7, 2), wanted, recent) == (wanted, ())
+
+
+def test_needed_are_the_floors_and_what_the_load_does_not_give_up() -> None:
+    up, down = reason(PlannedRole.PREFILL, 4), reason(PlannedRole.DECODE, 1)
+    floors = (reason(PlannedRole.PREFILL, 2), reason(PlannedRole.DECODE, 2))
+    assert needed_now(WorkerCounts(3, 2), (up, down), ()) == WorkerCounts(4, 0)
+    assert needed_now(WorkerCounts(3, 2), (down,), floors) == WorkerCounts(3, 2)
+
+
+@given(st.lists(st.integers(0, 900), min_size=12, max_size=30))
+def test_no_role_grows_and_shrinks_within_the_intervals(counts: list[int]) -> None:
+    state, current = PlannerState(), WorkerCounts(1, 1)
+    grown_at = dict.fromkeys(PlannedRole, -100)
+    for number, count in enumerate(counts):
+        seen = interval(
+            sample(prefill=current.prefill, loads=(0.1,) * current.decode),
+            requests=requests(count) if count else None,
+        )
+        decision, state = plan(SETTINGS, PROFILE, seen, state)
+        crowded = any(one.rule == "budget" for one in decision.reasons)
+        for role in PlannedRole:
+            if decision.target.of(role) > current.of(role):
+                grown_at[role] = number
+            elif decision.target.of(role) < current.of(role) and not crowded:
+                other = next(one for one in PlannedRole if one is not role)
+                needs_room = decision.target.of(other) > current.of(other)
+                assert needs_room or number - grown_at[role] >= SETTINGS.shrink_intervals
+        current = decision.target
+
+
+def test_without_intervals_a_worker_leaves_at_once() -> None:
+    settings = PlannerSettings(shrink_intervals=0)
+    idle = interval(sample(prefill=2, loads=(0.1, 0.1)))
+    decision, state = plan(settings, None, idle, PlannerState())
+    assert decision.target == WorkerCounts(1, 1)
+    assert state.needed == ()

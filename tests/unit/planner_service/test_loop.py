@@ -1,0 +1,118 @@
+"""The loop: samples of an interval, requests between two intervals, and what was not observed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+from pydantic import ValidationError
+
+from headrace.inference.v1 import load_pb2
+from headrace_common.errors import WorkerGone
+from headrace_planner.recording import read_intervals
+from headrace_planner.settings import PlannerSettings
+from headrace_planner_service.config import PlannerConfig
+from headrace_planner_service.decisions import DecisionEntry, DecisionLog, Outcome
+from headrace_planner_service.loop import PlanningLoop
+from headrace_planner_service.observer import Observer, Reading
+from headrace_planner_service.steering import Rules, Steering
+from headrace_planner_service.targets import TargetBoard
+from tests.unit.planner.samples import sample
+
+
+class FakeObserver:
+    """Returns readings, or raises where there is none."""
+
+    def __init__(self, readings: list[Reading | None]) -> None:
+        self._readings: Iterator[Reading | None] = iter(readings)
+
+    async def read(self) -> Reading:
+        reading = next(self._readings)
+        if reading is None:
+            raise WorkerGone("decode-0 sends no status")
+        return reading
+
+
+def reading(count: int, queued: int = 0) -> Reading:
+    totals = load_pb2.RequestTotals(request_count=count, prompt_tokens=10 * count)
+    return Reading(sample(prefill=1, queued=queued), {"router": totals})
+
+
+class Bench:
+    """A loop with two samples an interval."""
+
+    def __init__(self, readings: list[Reading | None], recording: Path | None = None) -> None:
+        config = PlannerConfig.model_validate(
+            {
+                "model": "m",
+                "interval_s": 0.02,
+                "sample_interval_s": 0.01,
+                "recording_file": str(recording) if recording else "",
+            }
+        )
+        rules = Rules(PlannerSettings(), None, publishes=False, change_timeout_s=1.0)
+        self.steering = Steering(rules, TargetBoard("p"), DecisionLog(10), lambda: 0.0)
+        self.decided: list[DecisionEntry] = []
+        self.missed = 0
+        observer = cast("Observer", FakeObserver(readings))
+        self.loop = PlanningLoop(config, observer, self.steering, self.decided.append, self.miss)
+
+    def miss(self) -> None:
+        self.missed += 1
+
+
+async def test_an_interval_has_the_requests_since_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "recording.jsonl"
+    bench = Bench([reading(5), reading(6), reading(7), reading(9, queued=3)], path)
+    assert (await bench.loop.run_interval()).outcome is Outcome.KEEP
+    assert (await bench.loop.run_interval()).outcome is Outcome.ADVISED
+    assert [entry.number for entry in bench.decided] == [1, 2]
+    first, second = read_intervals(path.read_text().splitlines())
+    assert first.requests is not None
+    assert second.requests is not None
+    # Before the first reading, it is not known what was answered.
+    assert (first.requests.request_count, second.requests.request_count) == (1, 3)
+    assert [one.queued_prompts for one in second.samples] == [0, 3]
+
+
+async def test_half_of_the_samples_are_enough() -> None:
+    bench = Bench([None, reading(1)])
+    assert (await bench.loop.run_interval()).outcome is Outcome.KEEP
+    assert bench.missed == 1
+    assert bench.loop.fault == ""
+    assert bench.loop.last_sample == sample(prefill=1)
+
+
+async def test_without_samples_nothing_is_decided_and_the_cause_is_stated() -> None:
+    bench = Bench([None, None])
+    entry = await bench.loop.run_interval()
+    assert entry.outcome is Outcome.INCOMPLETE
+    assert "decode-0 sends no status" in entry.detail
+    assert bench.loop.fault == "decode-0 sends no status"
+    assert bench.loop.last_sample is None
+
+
+async def test_an_interval_without_samples_adds_its_requests_to_the_next_one(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "recording.jsonl"
+    readings = [reading(1), reading(2), None, None, reading(5), reading(6)]
+    bench = Bench(readings, path)
+    outcomes = [(await bench.loop.run_interval()).outcome for _ in range(3)]
+    assert outcomes == [Outcome.KEEP, Outcome.INCOMPLETE, Outcome.KEEP]
+    intervals = list(read_intervals(path.read_text().splitlines()))
+    counts = [one.requests.request_count for one in intervals if one.requests is not None]
+    assert counts == [1, 4]
+
+
+async def test_a_recording_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    bench = Bench([reading(1), reading(1)], tmp_path / "missing" / "recording.jsonl")
+    assert (await bench.loop.run_interval()).outcome is Outcome.KEEP
+
+
+@pytest.mark.parametrize("sample_interval_s", [31.0, 0.01])
+def test_an_interval_has_a_bounded_number_of_samples(sample_interval_s: float) -> None:
+    with pytest.raises(ValidationError, match="sample_interval_s"):
+        PlannerConfig.model_validate({"model": "m", "sample_interval_s": sample_interval_s})

@@ -1,0 +1,75 @@
+"""What planners read of a router: sums over its answered requests, and what waits there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from headrace.inference.v1 import load_pb2
+from headrace_frontend.admission.admission import Admission
+from headrace_router.load import LoadReader, RequestTotals
+from headrace_router.prefill_queue.queue import PrefillQueue
+
+MS = 1_000_000
+
+
+def totals() -> RequestTotals:
+    sums = RequestTotals()
+    for tokens in (100, 300):
+        sums.add(
+            "m",
+            prompt_tokens=tokens,
+            cached_tokens=40,
+            answer_tokens=10,
+            first_token_ns=200 * MS,
+            duration_ns=500 * MS,
+        )
+    return sums
+
+
+def test_sums_are_of_one_model() -> None:
+    sums = totals()
+    assert sums.of("m") == load_pb2.RequestTotals(
+        request_count=2,
+        prompt_tokens=400,
+        cached_prompt_tokens=80,
+        answer_tokens=20,
+        time_to_first_token_us=400_000,
+        streaming_us=600_000,
+        duration_us=1_000_000,
+    )
+    assert sums.of("other") == load_pb2.RequestTotals()
+
+
+def test_no_sum_shrinks_when_figures_contradict_each_other() -> None:
+    sums = RequestTotals()
+    sums.add(
+        "m",
+        prompt_tokens=5,
+        cached_tokens=9,
+        answer_tokens=1,
+        first_token_ns=2 * MS,
+        duration_ns=-MS,
+    )
+    assert sums.of("m") == load_pb2.RequestTotals(
+        request_count=1,
+        prompt_tokens=5,
+        cached_prompt_tokens=5,
+        answer_tokens=1,
+        time_to_first_token_us=2_000,
+    )
+
+
+async def test_every_served_model_has_an_entry_of_its_own() -> None:
+    depths = {"m": 3, "other": 1}
+    queue = SimpleNamespace(estimate=lambda model: SimpleNamespace(depth=depths[model]))
+    admission = SimpleNamespace(waiting_for_slot=lambda model: 10 * depths[model])
+    reader = LoadReader(
+        ["other", "m"], cast("PrefillQueue", queue), cast("Admission", admission), totals()
+    )
+    answer = await reader.GetLoad(load_pb2.GetLoadRequest(), cast("Any", None))
+    found = [
+        (one.model, one.queued_prompts, one.waiting_requests, one.answered.request_count)
+        for one in answer.models
+    ]
+    assert found == [("m", 3, 30, 2), ("other", 1, 10, 0)]
