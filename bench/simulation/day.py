@@ -29,7 +29,7 @@ from headrace_simulator.replay import simulate
 from headrace_simulator.settings import Scaling, ScalingSettings, SimulationSettings, Way
 from headrace_simulator.trace import TraceRequest, read_trace
 
-PROFILE = Path("bench/simulation/smollm2-135m-one-core.json")
+PROFILE = Path("bench/simulation/example-profile.json")
 BUDGET = 6
 TTFT_S, ITL_S = 5.0, 0.1
 INTERVAL_S, WORKER_START_S = 30.0, 60.0

@@ -60,8 +60,8 @@ def row(result: SimulationResult, took_s: float) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", type=Path, default=FOLDER / "conversation.jsonl")
-    parser.add_argument("--profile", type=Path, default=FOLDER / "smollm2-135m-one-core.json")
-    parser.add_argument("--prefill", type=int, default=6)
+    parser.add_argument("--profile", type=Path, default=FOLDER / "example-profile.json")
+    parser.add_argument("--prefill", type=int, default=4)
     parser.add_argument("--decode", type=int, default=4)
     parser.add_argument("--ttft", type=float, default=5.0)
     parser.add_argument("--itl", type=float, default=0.1)

@@ -86,8 +86,6 @@ class SimulatedRouter:
         aware = KvAware(Random(settings.seed))
         self._placement = RoundRobin(aware) if settings.way is Way.ROUND_ROBIN else aware
         self._policy = RoutePolicy(local_prefill_max_tokens=settings.local_prefill_max_tokens)
-        if not self._is_aware:
-            self._policy = replace(self._policy, overlap_weight=0.0)
         self._cached = CachedPrompts(lambda: _HASH_KEY, TierPrices(self.queue.compute_s_per_token))
         self._hasher = prefix_hasher(_HASH_KEY, MODEL, BLOCK_TOKENS)
         self._workers: dict[WorkerRef, SimulatedDecodeWorker] = {}

@@ -230,6 +230,14 @@ def test_tenant_caches(tmp_path: Path) -> None:
     assert tables((tmp_path / "tenant_caches.md").read_text()) == [table]
 
 
+def test_prefix_fetch(tmp_path: Path) -> None:
+    size = ("--conversations=1", "--turns=2", "--prefill-tokens-per-s=2000")
+    [table] = tables(run("prefix_fetch", *size, f"--output={tmp_path}"))
+    assert [row["turn"] for row in table] == ["1", "2"]
+    assert_columns_positive(table, "computed, ms", "fetched, ms", "fetched / computed")
+    assert tables((tmp_path / "prefix_fetch.md").read_text()) == [table]
+
+
 def test_proxy(tmp_path: Path) -> None:
     page = tmp_path / "proxy.md"
     size = ("--gaps=0", "--streams=1", "--rounds=1", "--vllm-router=", f"--output={page}")

@@ -61,10 +61,39 @@ def test_groups_with_tokens_come_first_and_layers_keep_the_models_order() -> Non
         (1, "state.1", STATE),
     ]
     assert [[number for number, _ in group.layers] for group in found] == [[1, 4], [0, 3], [2]]
-    # A rank's page of a state is its own, unless all ranks keep the same.
+    # A rank's page of this state cannot be divided. It is its own, unless all ranks keep the same.
     assert [group.head_count for group in found] == [4, 2, 1]
+    assert not found[1].state_parts
     assert found[0].block_format == ""
     assert found[1].block_format == "vllm-mamba2-3x8:bfloat16+2x4x4:float32"
+
+
+def test_a_short_convolution_has_heads() -> None:
+    import torch
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    def convolution(ranks: int) -> LayerGroup:
+        (group,) = groups_of(
+            (
+                ["m.0.conv"],
+                MambaSpec(
+                    block_size=32,
+                    shapes=((2, 128 // ranks),),
+                    dtypes=(torch.bfloat16,),
+                    mamba_type=MambaAttentionBackendEnum.SHORT_CONV,
+                ),
+            ),
+            ranks=ranks,
+        )
+        return group
+
+    one, two = convolution(1), convolution(2)
+    assert one.head_count == two.head_count == 64
+    units = [[(part.name, part.unit_bytes) for part in group.state_parts] for group in (one, two)]
+    assert units[0] == units[1] == [("input.0", 4), ("input.1", 4)]
+    assert one.block_format == two.block_format == "vllm-short_conv-heads"
+    assert 32 * sum(part.unit_bytes for part in two.state_parts) == two.page_bytes
 
 
 def test_tokens_of_latent_attention_are_separate_except_beside_states() -> None:

@@ -77,6 +77,7 @@ CALLS = {
     "vllm.v1.engine.async_llm.AsyncLLM.shutdown": (),
     "vllm.engine.arg_utils.AsyncEngineArgs.create_engine_config": (),
     "vllm.config.model.ModelConfig.get_total_num_kv_heads": (),
+    "vllm.model_executor.layers.mamba.mamba_utils.is_conv_state_dim_first": (),
     "vllm.v1.core.block_pool.BlockPool.get_new_blocks": ("num_blocks",),
     "vllm.v1.core.block_pool.BlockPool.get_num_free_blocks": (),
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids": (),
@@ -206,6 +207,7 @@ FIELDS = {
     "vllm.v1.request.RequestStatus": (
         "FINISHED_STOPPED",
         "FINISHED_LENGTH_CAPPED",
+        "FINISHED_ERROR",
     ),
     "vllm.lora.request.LoRARequest": ("lora_name", "lora_path"),
     "vllm.entrypoints.launchers.cli_args.LoRAParserAction": (),
@@ -233,6 +235,7 @@ FIELDS = {
         "max_model_len",
         "model",
         "hf_config",
+        "hf_text_config",
         "logprobs_mode",
         "use_fp64_gumbel",
     ),

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from headrace_common.errors import TransferFailed
+from headrace_engine.interface import Sampling, StructuredOutputs
 from tests.vllm.pair import GREEDY, Answer, Pair, prompt_of
 from tests.waiting import until
 
@@ -25,6 +26,8 @@ AT_ONCE = 3
 TRIES_MAX = 6
 QUIET_S = 60.0
 SHORT = replace(GREEDY, max_tokens=4)
+# vLLM ends such requests with the same kind of error when their form is wrong.
+CONSTRAINED = replace(SHORT, structured_outputs=StructuredOutputs("regex", "[a-z ]{1,80}"))
 
 
 async def storm(pair: Pair, disk_folder: Path, seed: int = 1) -> Counter[str]:
@@ -35,15 +38,18 @@ async def storm(pair: Pair, disk_folder: Path, seed: int = 1) -> Counter[str]:
     numbers = random.Random(seed)
     prompts = [_prompt(numbers, number) for number in range(PROMPTS)]
     expected = []
-    for prompt in prompts:
+    samplings = [CONSTRAINED if number % 2 else SHORT for number in range(PROMPTS)]
+    for prompt, sampling in zip(prompts, samplings, strict=True):
         await until(pair.decode.reset_prefix_cache)
-        expected.append((await pair.plain(prompt, SHORT)).token_ids)
+        expected.append((await pair.plain(prompt, sampling)).token_ids)
     counts: Counter[str] = Counter()
     places = asyncio.Semaphore(AT_ONCE)
 
     async def turn(index: int, *, split: bool, leaves_after_s: float | None) -> None:
         async with places:
-            asking = asyncio.create_task(_answer(pair, prompts[index], split, counts))
+            asking = asyncio.create_task(
+                _answer(pair, prompts[index], samplings[index], counts, split=split)
+            )
             if leaves_after_s is not None:
                 await asyncio.wait({asking}, timeout=leaves_after_s)
                 asking.cancel()
@@ -76,12 +82,15 @@ def _prompt(numbers: random.Random, number: int) -> list[int]:
     return beginning[: numbers.randrange(96, 320)] + prompt_of(numbers.randrange(1, 40), number)
 
 
-async def _answer(pair: Pair, prompt: list[int], split: bool, counts: Counter[str]) -> Answer:
+async def _answer(
+    pair: Pair, prompt: list[int], sampling: Sampling, counts: Counter[str], *, split: bool
+) -> Answer:
     """Tries again after failures, as a router does."""
     for _ in range(TRIES_MAX):
         with suppress(TransferFailed):
-            return await (pair.split(prompt, SHORT) if split else pair.plain(prompt, SHORT))
+            return await (pair.split(prompt, sampling) if split else pair.plain(prompt, sampling))
         counts["failed"] += 1
+        counts["failed with a form"] += sampling.structured_outputs is not None
     raise TransferFailed(f"{TRIES_MAX} attempts have failed")
 
 

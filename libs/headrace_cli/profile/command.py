@@ -57,7 +57,7 @@ def profile(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     fastest: Annotated[
         bool,
         typer.Option(
-            "--fastest", help="Take the fastest repeat of a point, on a machine with other load."
+            "--fastest", help="Take the fastest repeat for prefill, on a machine with other load."
         ),
     ] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one point.")] = 600,

@@ -43,7 +43,8 @@ class WorkerSize:
 class ProfileGrid:
     """What is measured. `answer_tokens` of every answer are measured once all answers of a point have begun.
 
-    A point is the median of its repeats, or with `fastest` the fastest of them, which other load disturbs least.
+    A point is the median of its repeats. With `fastest`, a point of prefill is the fastest of them, which other load
+    disturbs least. A rate of decode is always a median: a client that was delayed reads many tokens at once.
     """
 
     prompt_lengths: Sequence[int]
@@ -123,7 +124,7 @@ class Profiler:
                 if (rate := await self._rate(context, concurrency, answer_tokens)) is not None
             ]
             if rates:
-                tokens_per_s = 1.0 / self._of([1.0 / rate for rate in rates])
+                tokens_per_s = statistics.median(rates)
                 mean_context = context + self._grid.answer_tokens / 2
                 return DecodePoint(
                     kv_usage=min(1.0, concurrency * mean_context / self._size.kv_tokens),

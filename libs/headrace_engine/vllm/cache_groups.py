@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -17,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
 
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.compat import in_model_order
+from headrace_engine.vllm.state_parts import DIVIDED_KINDS, StateArray, StateHeads, state_heads
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, GroupKind
 
@@ -25,11 +27,15 @@ if TYPE_CHECKING:
 
 
 def read_groups(
-    kv_cache_config: KVCacheConfig, *, kv_head_count: int, tensor_parallel_size: int
+    kv_cache_config: KVCacheConfig,
+    *,
+    kv_head_count: int,
+    tensor_parallel_size: int,
+    state_group_count: int = 0,
 ) -> tuple[LayerGroup, ...]:
     """The groups of a model: first those with all tokens, then those with windows, then states.
 
-    Raises ConfigError for layers with a cache that Headrace cannot transfer.
+    `state_group_count`: see state_heads. Raises ConfigError for layers with a cache that Headrace cannot transfer.
     """
     specs = [_one_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
     has_states = any(isinstance(spec, MambaSpec) for spec in specs)
@@ -39,10 +45,15 @@ def read_groups(
         kind: GroupKind = TOKENS
         head_count, block_format = kv_head_count, ""
         window_tokens, chunk_tokens = _window(spec)
+        state: StateHeads | None = None
         if isinstance(spec, MambaSpec):
-            kind, block_format = STATE, _state_block_format(spec)
-            # A page holds a rank's share of several arrays, and cannot be split for other numbers of ranks.
+            kind = STATE
+            state = _heads_of(spec, tensor_parallel_size, state_group_count)
+            block_format = _state_block_format(spec, divided=state is not None)
+            # Otherwise a page is one piece, which ranks of another number cannot hold.
             head_count = 1 if spec.tp_replicated else tensor_parallel_size
+            if state is not None:
+                head_count = state.head_count
         elif type(spec) is MLAAttentionSpec:
             # Beside states, blocks are transferred whole: unused bytes of a block may hold an old state.
             head_count, block_format = 1, "vllm-latent" if has_states else TOKEN_OUTER
@@ -71,6 +82,7 @@ def read_groups(
                 page_bytes=spec.page_size_bytes,
                 window_tokens=window_tokens,
                 chunk_tokens=chunk_tokens,
+                state_parts=state.parts if state is not None else (),
             )
         )
     if all(group.chunk_tokens for group in found):
@@ -106,7 +118,27 @@ def _one_spec(spec: KVCacheSpec) -> KVCacheSpec:
     return of_layers[0]
 
 
-def _state_block_format(spec: MambaSpec) -> str:
+def _heads_of(spec: MambaSpec, ranks: int, group_count: int) -> StateHeads | None:
+    kind = spec.mamba_type.name.lower()
+    if spec.tp_replicated or kind not in DIVIDED_KINDS:
+        return None
+    arrays = [
+        StateArray(tuple(shape), str(dtype).removeprefix("torch."), dtype.itemsize)
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    ]
+    return state_heads(
+        kind,
+        arrays,
+        ranks=ranks,
+        group_count=group_count,
+        channels_first=is_conv_state_dim_first(),
+    )
+
+
+def _state_block_format(spec: MambaSpec, *, divided: bool) -> str:
+    if divided:
+        # The parts have the sizes.
+        return f"vllm-{spec.mamba_type.name.lower()}-heads"
     arrays = "+".join(
         f"{'x'.join(map(str, shape))}:{str(dtype).removeprefix('torch.')}"
         for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)

@@ -230,6 +230,14 @@ def kv_head_count(vllm_config: VllmConfig) -> int:
     return found
 
 
+def state_group_count(vllm_config: VllmConfig) -> int:
+    """Groups of heads that share the inputs of a Mamba2 state, over all ranks. 0 where the model does not state it."""
+    config = vllm_config.model_config.hf_text_config
+    names = ("n_groups", "mamba_n_groups", "mamba_ngroups")
+    found = next((value for name in names if (value := getattr(config, name, None))), 0)
+    return found if isinstance(found, int) else 0
+
+
 def tensor_parallel_rank() -> int:
     """This process's rank."""
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank

@@ -20,6 +20,7 @@ from headrace_engine.vllm.cache_groups import read_groups
 from headrace_engine.vllm.compat import (
     kv_head_count,
     require_vllm,
+    state_group_count,
     tensor_parallel_size,
     uses_latent_attention,
 )
@@ -78,6 +79,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_cache_config,
                 kv_head_count=kv_head_count(vllm_config),
                 tensor_parallel_size=tensor_parallel_size(vllm_config),
+                state_group_count=state_group_count(vllm_config),
             )
             check_overlap_layers(groups, settings.overlap_layers)
             if role == KVConnectorRole.SCHEDULER:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace_engine.vllm.grammar_state import advance_grammar
-from headrace_engine.vllm.settings import GENERATED_KEY
+from headrace_engine.vllm.settings import GENERATED_KEY, STEP_KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,6 +37,16 @@ def add_first_token(request: Request, token_id: int) -> None:
     advance_grammar(request, (token_id,))
     extra = request.sampling_params.extra_args or {}
     request.sampling_params.extra_args = {**extra, GENERATED_KEY: [token_id]}
+
+
+def failure_id(request: Request) -> str:
+    """The id under which a request is reported that has ended with an error. Empty for others."""
+    from vllm.v1.request import RequestStatus
+
+    if request.status != RequestStatus.FINISHED_ERROR or request.sampling_params is None:
+        return ""
+    found: str = (request.sampling_params.extra_args or {}).get(STEP_KEY, "")
+    return found
 
 
 def install(vllm_config: VllmConfig) -> None:

@@ -117,6 +117,7 @@ class VllmEngine(Engine):
                 self._engine_lost,
                 self._load_changed,
                 self._tier_loaded,
+                self._request_failed,
                 self._step_started,
             ),
             self._descriptors,
@@ -314,6 +315,11 @@ class VllmEngine(Engine):
         seconds_per_block = self.tier_loads.seconds_per_block(load.tier)
         if self.prefix_events is not None and seconds_per_block is not None:
             self.prefix_events.load_measured(load.tier, seconds_per_block)
+
+    def _request_failed(self, transfer_id: str, load_failed: bool) -> None:
+        request = self._decodes.get(transfer_id)
+        if request is not None:
+            request.failure_reported(load_failed=load_failed)
 
     def _engine_lost(self, why: str) -> None:
         error = InternalError(f"vLLM has ended: {why}")

@@ -50,6 +50,8 @@ class LinkEvents:
     """Callbacks for messages of the engine processes. The link's loop calls them; they must not block.
 
     `lost` gets the reason why a connector's stream has ended before `begin_close`. `tier_loaded` gets a rank's load.
+    `request_failed` gets the transfer id of a request that has ended with an error, and whether a load from a tier is
+    the cause.
     `step_started` gets a transfer id, and when its request's first step was planned, by the host's monotonic clock.
     """
 
@@ -58,6 +60,7 @@ class LinkEvents:
     lost: Callable[[str], None]
     load: Callable[[EngineLoad], None] = lambda load: None
     tier_loaded: Callable[[int, TierLoad], None] = lambda rank, load: None
+    request_failed: Callable[[str, bool], None] = lambda transfer_id, load_failed: None
     step_started: Callable[[str, int], None] = lambda transfer_id, monotonic_ns: None
 
 
@@ -283,6 +286,9 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             self._events.tier_loaded(
                 peer.attachment.rank, tier_load_from_proto(request.tier_loaded)
             )
+        elif kind == "request_failed":
+            failed = request.request_failed
+            self._events.request_failed(failed.transfer_id, failed.load_failed)
         elif kind == "networks_admitted":
             key = (peer.attachment.rank, request.networks_admitted.update_id)
             answer = self._admissions.get(key)

@@ -63,6 +63,12 @@ def describe_arena(
     regions: list[Region] = []
     for group in groups:
         tensors = [kv_caches[name] for _, name in group.layers]
+        if group.state_parts:
+            held = heads_held(rank, tensor_parallel_size, group.head_count)
+            for (number, name), tensor in zip(group.layers, tensors, strict=True):
+                regions += _state_regions(number, name, group, tensor, base, len(held))
+            cache_groups.append(_state_group(group))
+            continue
         parts = {
             _part(group, name, kv_caches[name], block_format_of, has_states)
             for _, name in group.layers
@@ -95,6 +101,46 @@ def describe_arena(
         groups=tuple(cache_groups),
         regions=tuple(regions),
     )
+
+
+def _state_group(group: LayerGroup) -> CacheGroup:
+    return CacheGroup(
+        name=group.name,
+        layers=tuple(number for number, _ in group.layers),
+        kind=STATE,
+        head_count=group.head_count,
+        block_tokens=0,
+        parts=tuple(
+            Part(part.name, part.dtype, part.unit_bytes, group.block_format)
+            for part in group.state_parts
+        ),
+    )
+
+
+def _state_regions(
+    number: int, name: str, group: LayerGroup, tensor: Tensor, base: int, heads: int
+) -> list[Region]:
+    """The regions of a layer with pages of bytes, [blocks, 1, 1, bytes]."""
+    element_bytes = tensor.element_size()
+    last = group.state_parts[-1]
+    page_bytes = tensor.shape[3] * element_bytes if tensor.dim() == 4 else 0
+    if last.offset_bytes + heads * last.unit_bytes > page_bytes or tensor.shape[1] != 1:
+        raise _refusal(_described(name, tensor, 1))
+    return [
+        Region(
+            layer=number,
+            part=part.name,
+            offset_bytes=tensor.data_ptr() - base + part.offset_bytes,
+            block_count=tensor.shape[0],
+            head_count=heads,
+            block_tokens=0,
+            unit_bytes=part.unit_bytes,
+            block_stride_bytes=tensor.stride(0) * element_bytes,
+            head_stride_bytes=part.unit_bytes,
+            token_stride_bytes=0,
+        )
+        for part in group.state_parts
+    ]
 
 
 def _part(

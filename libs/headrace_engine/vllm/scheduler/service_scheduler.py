@@ -119,6 +119,7 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._load.request_finished(request.request_id)
+        self._report_failure(request)
         self._starts.request_finished(request.request_id)
         overlapped = self._planner.overlapped.request_finished(request.request_id)
         times = self._planner.request_finished(request.request_id)
@@ -126,6 +127,13 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         if times is None:
             return overlapped or copies, None
         return True, times.to_params()
+
+    def _report_failure(self, request: Request) -> None:
+        failed_id = continuation.failure_id(request)
+        if failed_id:
+            load_failed = self._tiers.loads_for(request.request_id)
+            failed = link_pb2.RequestFailed(transfer_id=failed_id, load_failed=load_failed)
+            self._link.send(link_pb2.AttachRequest(request_failed=failed))
 
     def shutdown(self) -> None:
         self._load_reports.cancel()

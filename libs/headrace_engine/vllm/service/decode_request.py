@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     from headrace_engine.vllm.link.server import LinkServer
     from headrace_engine.vllm.service.first_token_sampler import FirstTokenSampler
 
-# The reservation comes over the link and may arrive later than vLLM's first output.
+# These come over the link and may arrive later than vLLM's output.
 RESERVATION_LAG_S = 10.0
+FAILURE_LAG_S = 10.0
 
 
 class DecodeRequest:
     """Call `events` once, and `close` after it in any case.
 
-    The link calls `blocks_reserved`, `step_started` and `fail`.
+    The link calls `blocks_reserved`, `step_started`, `failure_reported` and `fail`.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class DecodeRequest:
         self._reservation: Reservation | None = None
         self._reservation_yielded = False
         self._transfer_failed = False
+        self._load_failed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._step_start_ns = 0
         self._failure: HeadraceError | None = None
         self._changed = asyncio.Event()
@@ -97,6 +99,11 @@ class DecodeRequest:
         """The KV cache will not arrive: vLLM ends the request with an error."""
         self._transfer_failed = True
 
+    def failure_reported(self, *, load_failed: bool) -> None:
+        """vLLM has ended the request with an error, because of a load from a lower tier or of the answer's form."""
+        if not self._load_failed.done():
+            self._load_failed.set_result(load_failed)
+
     def fail(self, error: HeadraceError) -> None:
         """The engine's processes have ended."""
         self._failure = error
@@ -130,7 +137,7 @@ class DecodeRequest:
             if output.finished:
                 if not self._work.remote_kv:
                     cached_tokens = output.num_cached_tokens or 0
-                yield DecodeEnded(self._stopped(completion.finish_reason), cached_tokens)
+                yield DecodeEnded(await self._stopped(completion.finish_reason), cached_tokens)
                 return
             self._next = asyncio.create_task(self._next_output())
 
@@ -140,7 +147,7 @@ class DecodeRequest:
         if self._sampler is None:
             raise InternalError("this engine chooses no token from logits")
         if not self._logits.done():
-            self._stopped((await request).outputs[0].finish_reason)
+            await self._stopped((await request).outputs[0].finish_reason)
             raise InternalError("vLLM ended a request that waited for its first token")
         prompt = self._work.token_ids
         return await self._sampler.choose(self._logits.result(), prompt, self._work.sampling)
@@ -154,7 +161,7 @@ class DecodeRequest:
             return DecodeEnded(stopped, self._reservation.start_token)
         return None
 
-    def _stopped(self, finish_reason: str | None) -> bool:
+    async def _stopped(self, finish_reason: str | None) -> bool:
         """Whether a stop token has ended the request. Raises the error of an abnormal end."""
         if finish_reason == "stop":
             return True
@@ -163,7 +170,7 @@ class DecodeRequest:
         if finish_reason != "error":
             raise Cancelled(f"vLLM ended the request: {finish_reason}")
         outputs = self._work.sampling.structured_outputs
-        if outputs is None or self._transfer_failed:
+        if outputs is None or self._transfer_failed or await self._has_failed_load():
             raise TransferFailed("the KV cache did not arrive, so nothing was generated")
         raise InvalidRequest(
             {
@@ -171,6 +178,11 @@ class DecodeRequest:
                 "generated before do not follow it; simplify it"
             }
         )
+
+    async def _has_failed_load(self) -> bool:
+        """Whether a load from a lower tier has ended the request with an error."""
+        await asyncio.wait({self._load_failed}, timeout=FAILURE_LAG_S)
+        return not self._load_failed.done() or self._load_failed.result()
 
     async def _wait_reserved(self, first: asyncio.Task[Any]) -> Reservation:
         changed = asyncio.create_task(self._changed.wait())

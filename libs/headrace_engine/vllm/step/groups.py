@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from headrace_common.errors import ConfigError
+from headrace_engine.vllm.state_parts import StatePart
 from headrace_kv.layout.layout import STATE, TOKENS, GroupKind
 from headrace_kv.receive.layer_overlap import OverlapSettings
 
@@ -19,7 +20,8 @@ class LayerGroup:
     the last computed one of these tokens. Groups may share memory, but a block belongs to one group at a time.
     `block_format` names how a block is packed. It is empty where the attention kernels decide that. `page_bytes`: one
     block of one layer on a rank. `window_tokens` and `chunk_tokens` are those of CacheGroup. vLLM frees the blocks of
-    such a group that no later token attends to, and has its null block in their place.
+    such a group that no later token attends to, and has its null block in their place. A state with `state_parts` has
+    heads; without them, its page is one piece for each rank.
     """
 
     index: int
@@ -32,6 +34,7 @@ class LayerGroup:
     page_bytes: int = 0
     window_tokens: int = 0
     chunk_tokens: int = 0
+    state_parts: tuple[StatePart, ...] = ()
 
     @property
     def is_windowed(self) -> bool:

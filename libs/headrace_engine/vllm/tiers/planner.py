@@ -107,6 +107,10 @@ class TierPlanner:
         """Whether a request waits for blocks of the tiers or of the remote pool."""
         return bool(self._loading) or self.pool.is_waiting
 
+    def loads_for(self, request_id: str) -> bool:
+        """Whether a request waits for blocks of the tiers. If vLLM ends it then with an error, the load has failed."""
+        return request_id in self._loading
+
     def request_added(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
         """A new request. `block_hashes` names its full blocks, and grows with it."""
         if self._tiers.names:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -32,12 +32,33 @@ _NAMES_WITH_ATTRIBUTES: Final = frozenset((schema.SPAN_REQUEST, schema.SPAN_ATTE
 NAMES_WITH_FACTS: Final = _NAMES_WITH_ATTRIBUTES | {schema.SPAN_DECODE, schema.SPAN_PREFILL}
 """The spans that decide whether a trace is complete."""
 
-StoredSpan: TypeAlias = tuple[str, str, bytes | tuple[Any, ...], int]
+StoredSpan: TypeAlias = tuple[str, str, bytes, int]
 """The service and the worker id of the process that made a span, the span, and the bytes that count for it.
 
-A worker's span is in OTLP's encoding: a message would keep its whole export in memory. A span of this router is the
-fields of an EndedSpan, which are encoded only for a reader. Tuples of these types cost the garbage collector no time.
+The span is in OTLP's encoding: a message would keep its whole export in memory.
 """
+
+
+class OwnSpans(NamedTuple):
+    """Spans of this router: the fields of EndedSpans, which are encoded only for a reader, and the bytes that count.
+
+    Tuples of these types cost the garbage collector no time.
+    """
+
+    service: str
+    fields: tuple[tuple[Any, ...], ...]
+    size: int
+
+    @classmethod
+    def of(cls, service: str, spans: Sequence[EndedSpan]) -> OwnSpans:
+        """The spans of one service of this process."""
+        content = sum(map(ended_span_bytes, spans))
+        size = content + len(spans) * SPAN_OVERHEAD_BYTES
+        return cls(service, tuple(map(tuple, spans)), size)
+
+    def read(self) -> list[otlp_pb2.Span]:
+        """The spans in OTLP's format."""
+        return [span_to_proto(EndedSpan(*one)) for one in self.fields]
 
 
 class SpanFacts(NamedTuple):
@@ -126,6 +147,8 @@ class TraceRecord:
         self._start_unix_ns = 0
         self._names: dict[str, None] = {}
         self._spans: dict[bytes, StoredSpan] = {}
+        self._own: list[OwnSpans] = []
+        self._own_count = 0
         self._completeness = _Completeness()
         self._differences: dict[str, ClockDifference] = {}
 
@@ -144,8 +167,12 @@ class TraceRecord:
         return tuple(self._names)
 
     @property
-    def spans(self) -> tuple[StoredSpan, ...]:
-        return tuple(self._spans.values())
+    def spans(self) -> tuple[StoredSpan | OwnSpans, ...]:
+        return (*self._own, *self._spans.values())
+
+    @property
+    def span_count(self) -> int:
+        return len(self._spans) + self._own_count
 
     def start_request(self, sequence: int, request_id: str, start_unix_ns: int) -> str | None:
         """The trace has another request. Returns the id that is no longer among `names`, if any."""
@@ -168,7 +195,7 @@ class TraceRecord:
         trace_bytes = self.stored_bytes + stored[_BYTES]
         if previous is not None:
             trace_bytes -= previous[_BYTES]
-        elif len(self._spans) >= SPANS_PER_TRACE_MAX:
+        elif self.span_count >= SPANS_PER_TRACE_MAX:
             return False
         if trace_bytes > bytes_max:
             return False
@@ -177,6 +204,18 @@ class TraceRecord:
         # A process may send a span again, unchanged.
         if previous is None and facts is not None:
             self._completeness.add(facts)
+        return True
+
+    def add_own(self, spans: OwnSpans, facts: Iterable[SpanFacts], bytes_max: int) -> bool:
+        """Adds spans of this router. False when the trace has no room for them."""
+        trace_bytes = self.stored_bytes + spans.size
+        if self.span_count + len(spans.fields) > SPANS_PER_TRACE_MAX or trace_bytes > bytes_max:
+            return False
+        self._own.append(spans)
+        self._own_count += len(spans.fields)
+        self.stored_bytes = trace_bytes
+        for one in facts:
+            self._completeness.add(one)
         return True
 
     def summary(self) -> TraceSummary:
@@ -191,7 +230,7 @@ class TraceRecord:
 
 def trace_to_proto(
     summary: TraceSummary,
-    spans: tuple[StoredSpan, ...] = (),
+    spans: tuple[StoredSpan | OwnSpans, ...] = (),
     differences: Mapping[str, ClockDifference] = MappingProxyType({}),
 ) -> trace_pb2.Trace:
     """Converts a trace, with its spans by start time. Takes long for many spans: call it in a thread.
@@ -200,8 +239,8 @@ def trace_to_proto(
     """
     parsed = [
         _Placed(span, service, worker_id, differences.get(worker_id))
-        for service, worker_id, content, _ in spans
-        if (span := _span_of(content)) is not None
+        for stored in spans
+        for service, worker_id, span in _read(stored)
     ]
     parsed.sort(key=lambda placed: placed.start_unix_ns)
     return trace_pb2.Trace(
@@ -267,14 +306,17 @@ def _text_bytes(text: str) -> int:
     return len(text) if text.isascii() else 4 * len(text)
 
 
-def _span_of(content: bytes | tuple[Any, ...]) -> otlp_pb2.Span | None:
-    """The span. None for a worker's span that is malformed."""
-    if not isinstance(content, bytes):
-        return span_to_proto(EndedSpan(*content))
+def _read(stored: StoredSpan | OwnSpans) -> Iterator[tuple[str, str, otlp_pb2.Span]]:
+    """The spans with their service and worker id, without those of workers that are malformed."""
+    if isinstance(stored, OwnSpans):
+        for span in stored.read():
+            yield stored.service, "", span
+        return
+    service, worker_id, content, _ = stored
     try:
-        return otlp_pb2.Span.FromString(content)
+        yield service, worker_id, otlp_pb2.Span.FromString(content)
     except DecodeError:
-        return None
+        return
 
 
 def _failed(span: otlp_pb2.Span) -> bool:

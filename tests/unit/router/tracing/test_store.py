@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from enum import StrEnum
+from types import MappingProxyType
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -10,6 +12,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyVa
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
 from opentelemetry.sdk.resources import Resource as OtelResource
+from opentelemetry.util.types import AttributeValue
 
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.telemetry import schema
@@ -364,3 +367,59 @@ def test_a_span_that_is_malformed_after_its_start_is_left_out() -> None:
     bad = batches.read_span(content.replace(b"\x03" * 8, b"\x04" * 8) + b"\x4a\x7f")
     store.add_batch(batches.SpanBatch("decode", "decode-0", [batches.read_span(content), bad]))
     assert [span.span_id for span in store.get("r1").spans] == ["03" * 8]
+
+
+class _Kind(StrEnum):
+    SLOW = "slow"
+
+
+def test_own_spans_are_read_back_as_they_were_also_before_the_root_has_ended() -> None:
+    source = SpanSource("router", "router-0", OtelResource({}))
+    values: dict[str, AttributeValue] = {
+        "text": "a",
+        "kind": _Kind.SLOW,
+        "n": 3,
+        "real": 0.5,
+        "names": ["a", "b"],
+    }
+    events = (("state", 1, MappingProxyType({"to": _Kind.SLOW})),)
+    span = EndedSpan(int(_TRACE, 16), 7, 5, "one", 1_000, 3_000, values, "late", events, ((1, 2),))
+    store = _store()
+    store.add_ended(source, span)
+    (found,) = store.get("r1").spans
+    assert (found.service, found.error) == ("router", "late")
+    assert list(found.linked_span_ids) == [f"{2:016x}"]
+    assert dict(found.attributes) == {
+        "text": "a",
+        "kind": "slow",
+        "n": "3",
+        "real": "0.5",
+        "names": "a, b",
+    }
+
+
+def test_own_spans_are_bounded_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "SPANS_PER_TRACE_MAX", 40)
+    dropped: Counter[str] = Counter()
+    store = TraceStore(
+        _limits(10, trace_bytes=60_000), lambda why, count: dropped.update({why: count})
+    )
+    source = SpanSource("router", "router-0", OtelResource({}))
+    store.start_trace(_TRACE, "r1", 500)
+    for number in range(1, 101):
+        store.add_ended(source, _own(schema.SPAN_QUEUE, number))
+    assert len(store.get("r1").spans) == 40
+    assert dropped == {trace_store.DROPPED_TRACE: 60}
+    store.start_trace("cd" * 16, "r2", 500)
+    large = "x" * 20_000
+    for number in range(1, 5):
+        span = _own(schema.SPAN_ATTEMPT, number, worker=large)
+        store.add_ended(source, span._replace(trace_id=int("cd" * 16, 16)))
+    # Together they are too large for one span's bound, and one by one two of them fit.
+    assert len(store.get("r2").spans) == 2
+    assert store.stored_bytes <= 2 * 60_000
+    store.add_ended(source, _own(schema.SPAN_QUEUE, 1)._replace(trace_id=9))
+    for number in range(10):
+        store.start_trace(f"{number + 1:032x}", f"r{number}", 1)
+    assert not store.stored_bytes
+    assert len(store._pending) == len(store._records) == 10

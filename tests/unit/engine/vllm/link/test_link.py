@@ -68,6 +68,7 @@ class Ends:
     lost: list[str]
     loads: list[tuple[int, TierLoad]]
     starts: list[tuple[str, int]]
+    failed: list[tuple[str, bool]]
     links: dict[str, Link] = field(default_factory=dict)
     received: dict[str, list[str | None]] = field(default_factory=dict)
 
@@ -91,14 +92,17 @@ async def attached(path: Path) -> AsyncIterator[Ends]:
     lost: list[str] = []
     loads: list[tuple[int, TierLoad]] = []
     starts: list[tuple[str, int]] = []
+    failed: list[tuple[str, bool]] = []
     events = LinkEvents(
         reserved.append,
         reports.append,
         lost.append,
         tier_loaded=lambda rank, load: loads.append((rank, load)),
         step_started=lambda *start: starts.append(start),
+        request_failed=lambda *failure: failed.append(failure),
     )
-    ends = Ends(LinkServer(path, events, no_descriptors), reserved, reports, lost, loads, starts)
+    server = LinkServer(path, events, no_descriptors)
+    ends = Ends(server, reserved, reports, lost, loads, starts, failed)
     # The connectors start first, as when an engine starts.
     ends.attach(path, "scheduler", link_pb2.Attachment(scheduler=True))
     ends.attach(path, "rank 1", rank_attachment(1))
@@ -173,7 +177,11 @@ async def test_messages_arrive_at_the_connectors_and_at_the_service(tmp_path: Pa
         ends.links["rank 1"].send(link_pb2.AttachRequest(tier_loaded=tier_load_to_proto(LOADED)))
         started = link_pb2.StepStarted(transfer_id="x1", monotonic_ns=7)
         ends.links["scheduler"].send(link_pb2.AttachRequest(step_started=started))
+        for load_failed in (True, False):
+            failure = link_pb2.RequestFailed(transfer_id="x9", load_failed=load_failed)
+            ends.links["scheduler"].send(link_pb2.AttachRequest(request_failed=failure))
         await until(lambda: bool(ends.reserved and ends.reports and ends.loads and ends.starts))
+        await until(lambda: ends.failed == [("x9", True), ("x9", False)])
         assert (ends.reserved, ends.reports) == ([RESERVATION], [REPORT])
         assert ends.loads == [(1, LOADED)]
         assert ends.starts == [("x1", 7)]

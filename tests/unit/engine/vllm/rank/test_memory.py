@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from headrace_engine.vllm.rank.memory import (
     layout_of,
     rank_memory,
 )
+from headrace_engine.vllm.state_parts import StatePart
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, GroupKind, Part
 
@@ -190,3 +191,44 @@ def test_kernels_that_split_blocks_name_the_size_to_set() -> None:
     with pytest.raises(ConfigError, match="set block_size to 16") as caught:
         describe(tensor(0, shape=(16, 3, 16, 128), strides=(3 * 2048, 2048, 128, 1)))
     assert caught.value.metadata["field"] == "block_size"
+
+
+def test_a_state_with_heads_has_a_region_for_each_part() -> None:
+    parts = (StatePart("input.0", "float32", 0, 32), StatePart("recurrent", "float32", 128, 64))
+    states = group(STATE, ["a0", "a1"], head_count=8, state_parts=parts, block_format="s")
+    # Pages of 96 elements have the 4 heads of a rank of two, and some bytes that nothing uses.
+    caches = {
+        name: tensor(0, shape=(8, 1, 1, 100), strides=(100, 100, 100, 1), offset=offset)
+        for name, offset in (("a0", 0), ("a1", 4096))
+    }
+    arena = describe_arena(
+        caches,
+        [states],
+        rank=1,
+        tensor_parallel_size=2,
+        block_format_of=lambda tensor, block_size: "",
+    )
+    (found,) = arena.groups
+    assert (found.head_count, found.block_tokens) == (8, 0)
+    assert [(part.name, part.unit_bytes, part.block_format) for part in found.parts] == [
+        ("input.0", 32, "s"),
+        ("recurrent", 64, "s"),
+    ]
+    assert [
+        (one.layer, one.part, one.offset_bytes, one.head_count, one.head_stride_bytes)
+        for one in arena.regions
+    ] == [
+        (0, "input.0", 0, 4, 32),
+        (0, "recurrent", 128, 4, 64),
+        (1, "input.0", 4096, 4, 32),
+        (1, "recurrent", 4096 + 128, 4, 64),
+    ]
+    assert {one.block_stride_bytes for one in arena.regions} == {400}
+    with pytest.raises(ConfigError, match="cannot transfer"):
+        describe_arena(
+            caches,
+            [replace(states, state_parts=(StatePart("input.0", "float32", 0, 128),))],
+            rank=1,
+            tensor_parallel_size=2,
+            block_format_of=lambda tensor, block_size: "",
+        )

@@ -104,6 +104,19 @@ def test_a_hit_that_vllm_does_not_use_is_released() -> None:
     assert tiers.find("e", 0, 4) == 4
 
 
+def test_a_request_waits_for_its_load_until_that_has_ended() -> None:
+    tiers, names = planner(), hashes(1)
+    answered(tiers, "a", names, [5])
+    tiers.request_added("b", names)
+    tiers.find("b", 0, 4)
+    loads = [[tiers.loads_for(request_id) for request_id in "ab"]]
+    tiers.blocks_allocated("b", [9], 4)
+    loads.append([tiers.loads_for(request_id) for request_id in "ab"])
+    tiers.loads_ended(["b"], [])
+    loads.append([tiers.loads_for(request_id) for request_id in "ab"])
+    assert loads == [[False, False], [False, True], [False, False]]
+
+
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_failed_load_forgets_its_blocks(finished: bool) -> None:
     tiers, names = planner(), hashes(1)

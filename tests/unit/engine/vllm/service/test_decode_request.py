@@ -1,0 +1,81 @@
+"""The error of a request that vLLM ends abnormally, without vLLM."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace_common.errors import HeadraceError, InvalidRequest, TransferFailed
+from headrace_engine.interface import DecodeWork, Sampling, StructuredOutputs
+from headrace_engine.vllm.service import decode_request
+from headrace_engine.vllm.service.decode_request import DecodeRequest
+
+FREE = Sampling(max_tokens=4)
+FORMED = Sampling(max_tokens=4, structured_outputs=StructuredOutputs("regex", "[a-z]+"))
+
+
+class FailingEngine:
+    """Ends each request with an error."""
+
+    async def generate(self, *request: Any, **more: Any) -> AsyncIterator[Any]:
+        completion = SimpleNamespace(token_ids=(), finish_reason="error", logprobs=None)
+        yield SimpleNamespace(outputs=[completion], finished=True, num_cached_tokens=0)
+
+
+class QuietLink:
+    """A link that sends nothing."""
+
+    def request_coming(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def _no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_request, "sampling_params", lambda *_, **__: None)
+
+
+async def error_of(
+    sampling: Sampling, *reports: bool, failed_transfer: bool = False
+) -> HeadraceError:
+    """The request's error. `reports` come over the link after vLLM's output."""
+    work = DecodeWork("x1", (1, 2, 3), sampling, remote_kv=False)
+    engine: Any = FailingEngine()
+    link: Any = QuietLink()
+    request = DecodeRequest(engine, link, work)
+    if failed_transfer:
+        request.transfer_failed()
+    ending = asyncio.ensure_future(anext(request.events()))
+    for load_failed in reports:
+        await asyncio.sleep(0)
+        request.failure_reported(load_failed=load_failed)
+    with pytest.raises(HeadraceError) as raised:
+        await ending
+    await request.close()
+    return raised.value
+
+
+async def test_a_failed_load_is_no_fault_of_the_answers_form() -> None:
+    assert isinstance(await error_of(FORMED, True), TransferFailed)
+    error = await error_of(FORMED, False)
+    assert isinstance(error, InvalidRequest)
+    assert list(error.violations) == ["sampling.structured_outputs.regex"]
+
+
+async def test_only_the_first_report_counts() -> None:
+    assert isinstance(await error_of(FORMED, True, False), TransferFailed)
+
+
+async def test_other_requests_need_no_report() -> None:
+    assert isinstance(await error_of(FREE), TransferFailed)
+    assert isinstance(await error_of(FORMED, failed_transfer=True), TransferFailed)
+
+
+async def test_without_a_report_another_attempt_may_succeed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(decode_request, "FAILURE_LAG_S", 0.01)
+    assert isinstance(await error_of(FORMED), TransferFailed)
