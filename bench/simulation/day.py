@@ -34,7 +34,7 @@ BUDGET = 6
 TTFT_S, ITL_S = 5.0, 0.1
 INTERVAL_S, WORKER_START_S = 30.0, 60.0
 HOUR_S = 3_600.0
-# The targets of the issue.
+# The targets of this comparison.
 POINTS_MIN, HOURS_MAX, ORACLE_MIN = 0.05, 0.8, 0.9
 
 

@@ -119,8 +119,9 @@ class Fuzz:
 
     def _values(self, field: Any, depth: int) -> st.SearchStrategy[Any]:
         if _is_map(field):
-            value = field.message_type.fields_by_name["value"]
-            return st.dictionaries(self._texts, self._single(value, depth), max_size=3)
+            fields = field.message_type.fields_by_name
+            keys, values = (self._single(fields[name], depth) for name in ("key", "value"))
+            return st.dictionaries(keys, values, max_size=3)
         single = self._single(field, depth)
         if not field.is_repeated:
             return single

@@ -78,7 +78,7 @@ def test_every_benchmark_has_a_test_here_or_needs_engines_or_peers() -> None:
         for path in (ROOT / "bench").rglob("*.py")
         if 'if __name__ == "__main__":' in path.read_text()
     }
-    tested = set(re.findall(r'\brun\(\s*"(\w+)"', Path(__file__).read_text()))
+    tested = set(re.findall(r'\brun\(\s*"([\w.]+)"', Path(__file__).read_text()))
     assert programs == tested | WITH_ENGINES | WITH_PEERS | PARTS
 
 
@@ -298,3 +298,26 @@ def test_security(tmp_path: Path) -> None:
     assert_columns_positive(costs, "CPU ms a request", "CPU ratio")
     assert tables((tmp_path / "security_bystander.md").read_text()) == [attacks]
     assert tables((tmp_path / "security_cost.md").read_text()) == [costs]
+
+
+def test_simulated_placements(tmp_path: Path) -> None:
+    run("simulation.placements", f"--output={tmp_path}")
+    (table,) = tables((tmp_path / "simulation.md").read_text())
+    assert len({row["placement"] for row in table}) == 4
+    assert_columns_positive(table, "TTFT p50, p90, p99 s", "ITL p50, p99 ms", "worker-hours")
+
+
+def test_simulated_day(tmp_path: Path) -> None:
+    kept = tmp_path / "day.json"
+    size = ("--hours=0.5", "--splits", "3:3", f"--keep={kept}", f"--output={tmp_path}")
+    runs, targets = tables(run("simulation.day", "--runs", "planner", "oracle", "fixed", *size))
+    assert [row["workers"] for row in runs] == ["planner", "oracle", "3:3 P:D, best"]
+    assert len(targets) == 3
+    assert set(json.loads(kept.read_text())) == {"planner", "oracle", "3:3"}
+
+
+def test_traces() -> None:
+    lines = run("simulation.make_trace", "conversation", "--seconds=60").splitlines()
+    requests = [json.loads(line) for line in lines]
+    assert requests
+    assert all(request["input_length"] > 0 < request["output_length"] for request in requests)

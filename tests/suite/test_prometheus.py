@@ -24,7 +24,7 @@ SERVICES = ("registry", "router", "prefill", "decode")
 # Nothing migrates, nothing is refused, and there is no lower tier in this deployment.
 EMPTY_PANELS = {
     *("Migrations a second", "Refusals a second", "Blocks in quarantine"),
-    "Prefix hits in lower tiers, blocks a second",
+    *("Prefix hits in lower tiers, blocks a second", "Blocks stored in lower tiers, a second"),
 }
 
 

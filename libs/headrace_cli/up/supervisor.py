@@ -85,6 +85,7 @@ class Child:
     stopping: bool = False
     replaced: bool = False
     on_trial: bool = False
+    terminated: bool = False
 
     @property
     def running(self) -> bool:
@@ -110,6 +111,14 @@ class Child:
     def mark_stopping(self) -> None:
         """Records that the end of the process is expected from now on."""
         self.stopping = True
+
+    def terminate(self) -> None:
+        """Sends SIGTERM, once: while the process ends, a second one would kill it."""
+        if self.terminated:
+            return
+        self.terminated = True
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
 
     def mark_replaced(self) -> None:
         """Records that the process has ended and that another one takes its place."""
@@ -221,8 +230,7 @@ class Supervisor:
         Raises WorkerGone when it does not exit with status 0 in time. It is gone in any case.
         """
         child.mark_stopping()
-        with contextlib.suppress(ProcessLookupError):
-            child.process.send_signal(signal.SIGTERM)
+        child.terminate()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await child.process.wait()
@@ -265,8 +273,7 @@ class Supervisor:
     async def _stop_together(self, group: Sequence[Child]) -> list[Child]:
         for child in group:
             if child.running:
-                with contextlib.suppress(ProcessLookupError):
-                    child.process.send_signal(signal.SIGTERM)
+                child.terminate()
         waits = [asyncio.create_task(child.process.wait()) for child in group]
         if waits:
             await asyncio.wait(waits, timeout=self._stop_grace_s)

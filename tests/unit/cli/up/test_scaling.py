@@ -98,6 +98,20 @@ async def test_workers_are_added_with_the_lowest_free_numbers(bench: Bench) -> N
     assert "the planner adds decode-2" in bench.terminal.getvalue()
 
 
+async def test_a_worker_that_drains_gets_no_second_signal(bench: Bench) -> None:
+    await bench.scaler.apply(1, 2)
+    process = bench.processes["decode-1"]
+    process.drains = None
+    draining = asyncio.create_task(bench.scaler.apply(1, 1))
+    await until(lambda: bool(process.signals))
+    stopping = asyncio.create_task(bench.supervisor.stop())
+    await until(lambda: bool(bench.processes["decode-0"].signals))
+    assert process.signals == [signal.SIGTERM]
+    process.returncode = 0
+    process.ended.set()
+    await asyncio.gather(draining, stopping)
+
+
 async def test_the_youngest_workers_are_drained(bench: Bench) -> None:
     await bench.scaler.apply(3, 12)
     await bench.scaler.apply(1, 9)
