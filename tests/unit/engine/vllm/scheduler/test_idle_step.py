@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -25,6 +26,18 @@ def idle_s(planner: StepPlanner, timeout_s: float = 10.0) -> float:
     return time.monotonic() - start_s
 
 
+def report_later(report: Callable[[], None]) -> threading.Event:
+    """Reports from another thread in a moment. The event is set just before."""
+    reported = threading.Event()
+
+    def run() -> None:
+        reported.set()
+        report()
+
+    threading.Timer(0.05, run).start()
+    return reported
+
+
 @pytest.mark.parametrize("event", ["arrived", "released", "first token"])
 def test_an_idle_step_ends_with_an_event_of_a_transfer(event: str) -> None:
     planner = waiting()
@@ -33,10 +46,10 @@ def test_an_idle_step_ends_with_an_event_of_a_transfer(event: str) -> None:
         "released": lambda: planner.transfer_settled("x1", whole=False),
         "first token": lambda: planner.first_token_received("x1", 7),
     }
-    timer = threading.Timer(0.05, reports[event])
-    timer.start()
-    assert 0.04 < idle_s(planner) < 5
-    timer.join()
+    reported = report_later(reports[event])
+    assert idle_s(planner) < 5
+    # It has waited until then.
+    assert reported.is_set()
     # The event stays until a step has planned it.
     assert idle_s(planner) < 5
     planner.plan_step((), ())
@@ -48,10 +61,9 @@ def test_idle_steps_are_short_while_a_request_is_announced(monkeypatch: pytest.M
     # Longer than any machine pauses.
     monkeypatch.setattr("headrace_engine.vllm.scheduler.step_planner.ANNOUNCEMENT_S", 30.0)
     planner = waiting()
-    timer = threading.Timer(0.05, planner.request_announced)
-    timer.start()
-    assert 0.04 < idle_s(planner) < 5
-    timer.join()
+    reported = report_later(planner.request_announced)
+    assert idle_s(planner) < 5
+    assert reported.is_set()
     for _ in range(3):
         planner.plan_step((), ())
         assert idle_s(planner) < 5
