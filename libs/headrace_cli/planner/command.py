@@ -13,7 +13,8 @@ from headrace_cli.console import answer_console
 from headrace_cli.exit_status import failures_as_exit
 from headrace_cli.json_output import Json, print_record
 from headrace_cli.planner.explain import explain
-from headrace_cli.records import DecisionRecord, ReasonRecord
+from headrace_cli.planner.reasons import reason_records
+from headrace_cli.records import DecisionRecord
 from headrace_cli.tables import Column, fitted_table
 from headrace_planner.files import read_profile, read_settings
 from headrace_planner.observation import Decision, Interval, WorkerCounts
@@ -91,16 +92,7 @@ def decision_record(interval: Interval, decision: Decision) -> DecisionRecord:
         prefill_target=decision.target.prefill,
         decode_target=decision.target.decode,
         is_changing=interval.is_changing,
-        reasons=[
-            ReasonRecord(
-                role=reason.role,
-                rule=reason.rule,
-                count=reason.count,
-                inputs=dict(reason.inputs),
-                sentence=reason.sentence,
-            )
-            for reason in decision.reasons
-        ],
+        reasons=reason_records(decision.reasons),
     )
 
 

@@ -15,7 +15,8 @@ from headrace_cli.console import answer_console
 from headrace_cli.exit_status import run_command
 from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import DEFAULT_ROUTER, Router
-from headrace_cli.records import ExplainedDecision, ExplainRecord, ReasonRecord
+from headrace_cli.planner.reasons import reason_records
+from headrace_cli.records import ExplainedDecision, ExplainRecord
 from headrace_cli.tables import Column, fitted_table
 from headrace_cli.up.state import find_planner
 from headrace_common.durations import seconds_from_duration, unix_s_from_timestamp
@@ -98,16 +99,7 @@ def _decision(decision: planner_pb2.Decision) -> ExplainedDecision:
         decode_target=decision.target.decode,
         outcome=_short(planner_pb2.Decision.Outcome.Name(decision.outcome)),
         detail=decision.detail,
-        reasons=[
-            ReasonRecord(
-                role=reason.role,
-                rule=reason.rule,
-                count=reason.count,
-                inputs=dict(reason.inputs),
-                sentence=reason.sentence,
-            )
-            for reason in decision.reasons
-        ],
+        reasons=reason_records(decision.reasons),
     )
 
 

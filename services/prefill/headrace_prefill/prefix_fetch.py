@@ -144,7 +144,7 @@ class PrefixFetch:
         return True
 
     async def close(self) -> None:
-        """The task has ended. Ends the fetch too; the engine knows of its end when this returns."""
+        """Ends the fetch, because its task has ended. Reports the end to the engine before it returns."""
         self._closed = True
         if self._running is None or self._running.done():
             return
