@@ -327,16 +327,16 @@ def test_mass_loss(tmp_path: Path) -> None:
     size = (
         "--workers=20",
         "--processes=2",
-        "--requests=90",
+        "--requests=60",
         "--rounds=1",
         "--ttl=2",
         "--streams=8",
     )
     # Every request is answered although half of the workers are killed.
-    (table,) = tables(run("mass_loss", *size, f"--output={tmp_path}"))
-    assert [(row["right"], row["lost"]) for row in table] == [("90", "0")]
+    output = run("mass_loss", *size, f"--output={tmp_path}")
+    (table,) = tables((tmp_path / "mass_loss.md").read_text())
+    assert [(row["right"], row["lost"]) for row in table] == [("60", "0")], output
     assert_columns_positive(table, "most attempts", "out of the router's list after, s")
-    assert tables((tmp_path / "mass_loss.md").read_text()) == [table]
 
 
 def test_registry_members(tmp_path: Path) -> None:
