@@ -26,11 +26,12 @@ import grpc.aio
 import uvloop
 
 from bench.scale import Relay
-from bench.support.processes import cpu_seconds, free_port, process, resident_kib, until_listening
+from bench.support.processes import cpu_seconds, process, resident_kib, until_listening
 from bench.support.services import Services
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.durations import duration_from_seconds
 from headrace_common.identity import new_incarnation
+from headrace_common.process.free_port import free_port
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
 from headrace_kv.layout.layout import KvLayout

@@ -35,9 +35,10 @@ from bench.proxy.dynamo import (
     write_step_times,
 )
 from bench.proxy.load import connected, grpc_chats
-from bench.support.processes import cpu_seconds, free_port, resident_kib, until_listening
+from bench.support.processes import cpu_seconds, resident_kib, until_listening
 from bench.support.services import Services
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace_common.process.free_port import free_port
 
 _GAP_MS: Final = 5
 _PROMPT_TOKENS: Final = 200

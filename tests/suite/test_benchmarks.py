@@ -325,7 +325,7 @@ def test_traces() -> None:
 
 def test_mass_loss(tmp_path: Path) -> None:
     size = (
-        "--workers=20",
+        "--workers=12",
         "--processes=2",
         "--requests=60",
         "--rounds=1",
