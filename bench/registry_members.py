@@ -3,10 +3,10 @@
     python -m bench.registry_members [--members 1000,5000] [--stores memory,etcd] [--leases 500,1]
         [--output DIR]
 
-The members are records without a process. They renew their leases on one stream in messages of up to 500 leases, as
-fleets do, or each on a stream of its own, as workers with a process of their own do. Four watchers follow the registry.
-CPU is that of the registry's process. A relay counts the bytes of one watcher. With store etcd, /usr/bin/etcd runs
-beside it.
+The members are records without a process. As fleets do, they renew their leases on one stream in messages of up to 500
+leases. With --leases 1, each does so on a stream of its own, as a worker with a process of its own does. Four
+watchers follow the registry. CPU is that of the registry's process. A relay counts the bytes of one watcher. With store
+etcd, /usr/bin/etcd runs beside it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from bench.scale import Relay
 from bench.support.processes import cpu_seconds, process, resident_kib, until_listening
 from bench.support.services import Services
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_common.access.credentials import Credentials
+from headrace_common.access.roles import Role
 from headrace_common.durations import duration_from_seconds
 from headrace_common.identity import new_incarnation
 from headrace_common.process.free_port import free_port
@@ -121,8 +123,16 @@ async def _start_etcd(stack: AsyncExitStack, folder: Path, port: int) -> int:
 class Members:
     """Records in the registry, with their leases."""
 
-    def __init__(self, stub: Any, leases_per_stream: int, ttl_s: float) -> None:
-        self._stub = stub
+    def __init__(
+        self,
+        prefill: grpc.aio.Channel,
+        decode: grpc.aio.Channel,
+        leases_per_stream: int,
+        ttl_s: float,
+    ) -> None:
+        """The channels of prefill and decode workers."""
+        self._prefill: Any = registry_pb2_grpc.RegistryServiceStub(prefill)
+        self._decode: Any = registry_pb2_grpc.RegistryServiceStub(decode)
         self._ttl_s = ttl_s
         self._leases_per_stream = leases_per_stream
         self._joined: list[str] = []
@@ -135,9 +145,10 @@ class Members:
 
         async def register() -> None:
             for number in numbers:
-                response = await self._stub.Register(
-                    _request(number, self._ttl_s), timeout=_LIMIT_S
-                )
+                request = _request(number, self._ttl_s)
+                prefills = request.member.role == registry_pb2.Member.ROLE_PREFILL
+                stub = self._prefill if prefills else self._decode
+                response = await stub.Register(request, timeout=_LIMIT_S)
                 self._joined.append(response.lease_id)
                 left = len(self._joined) - len(self._tasks) * self._leases_per_stream
                 if left >= 1:
@@ -159,7 +170,7 @@ class Members:
 
     async def _renew(self, first: int) -> None:
         """Renews the leases of one stream, from the number `first` on."""
-        call = self._stub.KeepAlive()
+        call = self._decode.KeepAlive()
         interval_s = self._ttl_s / _RENEWALS_PER_TTL
         await asyncio.sleep(random.uniform(0.0, interval_s))
         while True:
@@ -207,14 +218,18 @@ async def measure_row(
 ) -> str:
     """Joins, idles, lets a new watcher read, and lets a fifth of the members fall silent."""
     async with AsyncExitStack() as stack:
-        channel = await stack.enter_async_context(grpc.aio.insecure_channel(site.endpoint))
-        stub: Any = registry_pb2_grpc.RegistryServiceStub(channel)
-        views = [RegistryView(f"127.0.0.1:{site.relay.port}")]
-        views += [RegistryView(site.endpoint) for _ in range(_WATCHERS - 1)]
+
+        async def channel(role: Role, endpoint: str = site.endpoint) -> grpc.aio.Channel:
+            return await stack.enter_async_context(open_channel(endpoint, Credentials(role=role)))
+
+        relayed = f"127.0.0.1:{site.relay.port}"
+        views = [RegistryView(await channel(Role.ROUTER, relayed))]
+        views += [RegistryView(await channel(Role.ROUTER)) for _ in range(_WATCHERS - 1)]
         for view in views:
             await view.start()
             stack.push_async_callback(view.stop)
-        members = Members(stub, leases_per_stream, arguments.ttl)
+        prefill, decode = await channel(Role.PREFILL), await channel(Role.DECODE)
+        members = Members(prefill, decode, leases_per_stream, arguments.ttl)
         stack.push_async_callback(members.close)
         used_s, etcd_s = cpu_seconds(site.pid), cpu_seconds(site.etcd_pid)
         bytes_before, begin_s = site.relay.passed_bytes, time.perf_counter()
@@ -232,12 +247,10 @@ async def measure_row(
         etcd_percent = 100 * (cpu_seconds(site.etcd_pid) - etcd_s) / took_s
         idle_bytes = (site.relay.passed_bytes - bytes_before) / took_s
         begin_s = time.perf_counter()
-        async with open_channel(site.endpoint) as other:
-            watch: Any = registry_pb2_grpc.RegistryServiceStub(other).Watch(
-                registry_pb2.WatchRequest()
-            )
-            snapshot = await watch.read()
-            watch.cancel()
+        other = registry_pb2_grpc.RegistryServiceStub(await channel(Role.ROUTER))
+        watch: Any = other.Watch(registry_pb2.WatchRequest())
+        snapshot = await watch.read()
+        watch.cancel()
         snapshot_s = time.perf_counter() - begin_s
         used_s, begin_s = cpu_seconds(site.pid), time.perf_counter()
         members.silence(count // 5)

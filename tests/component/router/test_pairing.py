@@ -27,7 +27,9 @@ def _prefill_member(name: str, incarnation: str, zone: str) -> registry_pb2.Memb
 
 
 @pytest.mark.parametrize("zone,remote", [("a", True), ("c", False), ("", False)])
-async def test_a_required_zone_decides_who_prefills(rig: Rig, zone: str, remote: bool) -> None:
+async def test_a_required_zone_decides_which_worker_prefills(
+    rig: Rig, zone: str, remote: bool
+) -> None:
     (decode,) = await rig.add_decodes(reply("yes"))
     decode.member.place.zone = zone
     far, near = [await rig.add_prefill(hand_over) for _ in range(2)]
