@@ -1,0 +1,1 @@
+"""Refuses requests on arrival whose first token is predicted to come too late."""
