@@ -1,1 +1,1 @@
-"""Refuses requests on arrival whose first token is predicted to come too late."""
+"""Refuses a request on arrival if its first token is predicted to come too late."""
