@@ -193,9 +193,10 @@ class PolicyRecord(Record):
     max_queue_wait_s: float | None
     tenant_weights: Mapping[str, float]
     first_token: str | None
-    pair_level: str | None = None
-    pair_rule: str | None = None
-    far_weight: float | None = None
+    ttft_target_s: float | None
+    pair_level: str | None
+    pair_rule: str | None
+    far_weight: float | None
 
 
 @dataclass(frozen=True, slots=True)

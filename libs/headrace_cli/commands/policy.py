@@ -124,6 +124,9 @@ def policy_record(response: registry_pb2.GetPolicyResponse) -> PolicyRecord:
         pair_level=_named("pair_level", policy.pair_level),
         pair_rule=_named("pair_rule", policy.pair_rule),
         far_weight=policy.far_weight if policy.HasField("far_weight") else None,
+        ttft_target_s=(
+            seconds_from_duration(policy.ttft_target) if policy.HasField("ttft_target") else None
+        ),
     )
 
 

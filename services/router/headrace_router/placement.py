@@ -160,7 +160,7 @@ class KvAware(Placement):
             missing: Numbers = np.full(len(table), float(needed_tokens))
         else:
             missing = needed_tokens - np.minimum(candidates.cached_tokens, needed_tokens)
-        wants_remote, why = _wants_remote(request, candidates.queue_wait_s)
+        wants_remote, why = remote_wanted(request, candidates.queue_wait_s)
         weights = _weights(policy.overlap_weight, candidates, remote=wants_remote)
         costs: Numbers = weights * missing + table.held_tokens
         # These decide before the cost, the most severe first. Most requests meet none of them.
@@ -232,7 +232,7 @@ def _no_decode_worker(request: PlacementRequest) -> NoDecodeWorker:
     )
 
 
-def _wants_remote(request: PlacementRequest, queue_wait_s: float) -> tuple[bool, str]:
+def remote_wanted(request: PlacementRequest, queue_wait_s: float) -> tuple[bool, str]:
     """Whether remote prefill is wanted for any worker, and why."""
     policy = request.policy
     if request.local_only:
