@@ -22,6 +22,7 @@ from headrace_common.config import (
 from headrace_common.identity import is_worker_id
 from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S, write_quiet_s
 from headrace_common.registry.adapters import adapter_to_proto
+from headrace_common.version import version
 from headrace_engine.config import DEFAULT_KV_CACHE_GIB, EngineConfig
 from headrace_engine.interface import Engine
 from headrace_kv.layout.layout import WorkerRef
@@ -366,6 +367,7 @@ def worker_member(
         start_unix_ns=start_unix_ns,
         transport=config.transport,
         adapters=map(adapter_to_proto, engine.adapters),
+        version=version(),
     )
 
 
