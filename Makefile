@@ -132,7 +132,7 @@ format: setup ## rewrite the code and the protos in the project's format
 type: setup ## types only
 	$(BIN)/mypy
 
-.PHONY: lock protos-baseline dist release images clean
+.PHONY: lock protos-baseline dist release images test-images clean
 lock: setup ## rewrite requirements/ from pyproject.toml and what is installed in .venv
 	@$(BIN)/python scripts/lock_requirements.py
 
@@ -145,9 +145,13 @@ dist: setup ## build the wheel and the source archive into dist/, from the files
 release: lint ## check and build a release into dist/ twice, compare the bytes, and publish nothing
 	@$(BIN)/python scripts/release.py dist
 
-images: runtime $(MODEL)/config.json ## build the container images and ask them a question
+images: runtime $(MODEL)/config.json ## build the container images and ask them a question (docker, podman or buildah)
 	@docker/build.sh
 	@docker/try.sh
+
+test-images: setup ## the images of router, registry, planner and simulated workers: sizes, contents, rights, a chat with mutual TLS
+	@docker/build.sh registry router planner prefill-sim decode-sim
+	@$(BIN)/python -m tests.images $(ARGS)
 
 clean: ## remove everything that set-up and tests wrote, the models too
 	rm -rf .venv .cache libs/headrace models node_modules tests/clients/node/node_modules build dist
