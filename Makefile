@@ -68,8 +68,7 @@ up: runtime $(MODEL)/config.json ## start the four services on loopback until Ct
 	@$(BIN)/headrace up
 
 REQUESTS ?= $(if $(RDMA),200,10000)
-.PHONY: test test-fast test-vllm test-clients chaos soak churn mutation test-gpu test-rdma test-rdma-vllm test-install lint docs format type
-.PHONY: test test-fast test-vllm chaos soak churn mutation test-gpu test-rdma test-rdma-vllm test-install test-upgrade test-quickstart lint docs format type
+.PHONY: test test-fast test-vllm test-clients chaos soak churn mutation test-gpu test-rdma test-rdma-vllm test-install test-upgrade test-quickstart lint docs format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
 test: VLLM_TESTS := vllm and not long
 test: test-vllm test-fast ## all tests but the long ones with vLLM

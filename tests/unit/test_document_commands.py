@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import typer
 
+from build_clients import LANGUAGES
 from headrace_cli.app import app
 from headrace_common.config import ServiceConfig
 from headrace_common.process.settings import flag_of
@@ -27,11 +28,13 @@ MARKED_PAGES = (
     *sorted((ROOT / "docs" / "operations").glob("*.md")),
     ROOT / "docs" / "quickstart-gpu.md",
 )
-# tests/suite/test_documented_commands.py, tests/suite/quickstart_gpu.py, tests/component/registry/store/test_backup.py
+# tests/suite/test_documented_commands.py, tests/suite/quickstart_gpu.py, tests/component/registry/store/test_backup.py,
+# tests/clients/test_chat_clients.py
 RUNNERS = {
     *("sim", "shell"),
     *("first host", "second host", "both hosts", "second host, beside the next"),
     "etcd",
+    *(f"{language} client" for language in LANGUAGES),
 }
 SERVICES: dict[str, type[ServiceConfig]] = {
     "headrace-registry": RegistryConfig,
