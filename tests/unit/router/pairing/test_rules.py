@@ -76,10 +76,10 @@ def test_a_hand_over_costs_its_lag_and_the_weight_of_the_distance() -> None:
 
 
 def test_the_cheapest_of_several_measured_pairs_is_found() -> None:
-    links = measured((A, B, 5.0), (C, B, 1.0))
-    for prefills in ({A, C}, {C, A, None}):
-        assert cheapest_pair_cost(PREFER, links, 0.01, prefills, B) == pytest.approx(1.5)
-    assert cheapest_pair_cost(PREFER, links, 0.01, {A}, B) == pytest.approx(5.5)
+    places = [Place(zone) for zone in "acde"]
+    for cheapest in places:
+        links = measured(*((one, B, 1.0 if one == cheapest else 5.0) for one in places))
+        assert cheapest_pair_cost(PREFER, links, 0.01, {*places, None}, B) == pytest.approx(1.5)
 
 
 @given(st.lists(st.floats(0, 3), min_size=1, max_size=20))
