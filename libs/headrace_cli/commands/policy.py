@@ -10,6 +10,7 @@ import typer
 from google.protobuf import json_format
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
+from headrace.inference.v1.priority_pb2 import Priority
 from rich import box
 from rich.table import Table
 
@@ -42,6 +43,7 @@ def register(app: typer.Typer) -> None:
         cls=AddressedCommand,
         epilog="Examples:  headrace policy set local_prefill_max_tokens=256 temperature=0.2   |   "
         "headrace policy set max_queue_wait=2s   |   headrace policy set tenant_weights.batch=0.5   |   "
+        "headrace policy set tenant_priorities.chat=high   |   "
         "headrace policy set temperature=",
     )(change_policy)
     app.add_typer(policy_app, name="policy")
@@ -123,6 +125,10 @@ def policy_record(response: registry_pb2.GetPolicyResponse) -> PolicyRecord:
             else None
         ),
         tenant_weights=dict(policy.tenant_weights),
+        tenant_priorities={
+            tenant: _short_name(Priority.DESCRIPTOR, Priority.Name(priority))
+            for tenant, priority in policy.tenant_priorities.items()
+        },
         first_token=None if first_token == "unspecified" else first_token,
         ttft_target_s=(
             seconds_from_duration(policy.ttft_target) if policy.HasField("ttft_target") else None
@@ -148,7 +154,10 @@ def apply_change(policy: registry_pb2.Policy, change: str) -> None:
     if keyed and not text:
         getattr(policy, name).pop(key, None)
     elif keyed:
-        getattr(policy, name)[key] = _number(change, text, float)
+        kind = _value_of(field).enum_type
+        getattr(policy, name)[key] = (
+            _number(change, text, float) if kind is None else _named_value(change, kind, text)
+        )
     elif not text:
         policy.ClearField(name)  # type: ignore[arg-type]  # the stubs list the names one by one
     elif field.enum_type is not None:
@@ -173,10 +182,12 @@ def policy_table(policy: registry_pb2.Policy) -> Table:
     )
     for name in _FIELDS:
         value = values.get(name)
-        if isinstance(value, dict):
-            value = ", ".join(f"{key}={number:g}" for key, number in sorted(value.items()))
         kind = _FIELDS[name].enum_type
-        if kind is not None:
+        if isinstance(value, dict):
+            value = ", ".join(
+                f"{key}={_shown(name, entry)}" for key, entry in sorted(value.items())
+            )
+        elif kind is not None:
             value = _short_name(kind, str(value)).removeprefix("unspecified")
         table.add_row(name, "-" if value in (None, "") else str(value))
     return table
@@ -187,6 +198,17 @@ async def _get(
 ) -> registry_pb2.GetPolicyResponse:
     with rpc_errors(f"the registry on {registry}"):
         return await stub.GetPolicy(registry_pb2.GetPolicyRequest(), timeout=CALL_TIMEOUT_S)
+
+
+def _value_of(field: FieldDescriptor) -> FieldDescriptor:
+    """The field of a map's values."""
+    return field.message_type.fields_by_name["value"]
+
+
+def _shown(name: str, entry: float | str) -> str:
+    """An entry of a map."""
+    kind = _value_of(_FIELDS[name]).enum_type
+    return f"{entry:g}" if kind is None else _short_name(kind, str(entry))
 
 
 def _named_value(change: str, kind: EnumDescriptor, text: str) -> int:
