@@ -10,11 +10,11 @@ import typer
 from google.protobuf import json_format
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
-from headrace.inference.v1.priority_pb2 import Priority
 from rich import box
 from rich.table import Table
 
 from headrace.inference.v1.first_token_pb2 import FirstTokenPolicy
+from headrace.inference.v1.priority_pb2 import Priority
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_cli.client import CALL_TIMEOUT_S, call_channel, rpc_errors
 from headrace_cli.console import answer_console
