@@ -120,8 +120,10 @@ def test_the_amount_ahead_is_own_and_no_more_than_the_shares_of_the_others(
     assert ahead <= own + sum(own * one.weight / priority.weight for one in others) + 1e-6
 
 
-def _add(queue: PrefillQueue, name: str, priority: Priority, **terms: object) -> QueuedTask:
-    return add(queue, name, tokens=10, priority=priority, **terms)
+def _add(
+    queue: PrefillQueue, name: str, priority: Priority, deadline_s: float = 100.0
+) -> QueuedTask:
+    return add(queue, name, deadline_s, tokens=10, priority=priority)
 
 
 async def test_waiting_tasks_of_a_higher_class_go_first_and_a_low_one_is_not_forgotten() -> None:
