@@ -24,7 +24,7 @@ install_go() {
     [[ -x $go/bin/go ]] && command -v rsync >/dev/null && return
     [[ $(id -u) == 0 ]] || refuse "Go is missing; as root: apt-get install ${packages[*]}"
     say "installing Debian packages: ${packages[*]}"
-    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${packages[@]}"; } \
+    { apt-get update && DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 install -y --no-install-recommends "${packages[@]}"; } \
         </dev/null >"$log" 2>&1 || refuse "apt-get cannot install Go"
 }
 

@@ -87,15 +87,21 @@ async def test_a_release_is_installed_upgraded_rolled_back_and_removed(
 
     changes = "decode.replicas=3,decode.settings.max_num_seqs=7"
     cluster.helm("upgrade", *base, "--set", changes)
-    replaced = lambda: state(cluster, namespace, "statefulset", "headrace-decode")["status"]  # noqa: E731
+
+    def decode() -> dict[str, Any]:
+        """The status of the decode workers' StatefulSet."""
+        found = state(cluster, namespace, "statefulset", "headrace-decode")["status"]
+        assert isinstance(found, dict)
+        return found
+
     await until(
         lambda: (
-            replaced().get("readyReplicas") == 3
-            and replaced().get("updatedReplicas") == 3
-            and replaced()["currentRevision"] == replaced()["updateRevision"]
+            decode().get("readyReplicas") == 3
+            and decode().get("updatedReplicas") == 3
+            and decode()["currentRevision"] == decode()["updateRevision"]
         ),
         LIMIT_S,
-        lambda: f"{replaced()} {node.log}",
+        lambda: f"{decode()} {node.log}",
         interval_s=0.2,
     )
     second = state(cluster, namespace, "configmap", "headrace-decode")["data"]["settings.toml"]
@@ -107,9 +113,9 @@ async def test_a_release_is_installed_upgraded_rolled_back_and_removed(
 
     cluster.helm("rollback", "headrace", "1", "--namespace", namespace)
     await until(
-        lambda: replaced().get("replicas") == 2 and replaced().get("updatedReplicas") == 2,
+        lambda: decode().get("replicas") == 2 and decode().get("updatedReplicas") == 2,
         LIMIT_S,
-        lambda: f"{replaced()} {node.log}",
+        lambda: f"{decode()} {node.log}",
         interval_s=0.2,
     )
     third = state(cluster, namespace, "configmap", "headrace-decode")["data"]["settings.toml"]

@@ -1,4 +1,4 @@
-"""A load that triples and falls: the planner scales StatefulSets, whose pods are simulated workers."""
+"""A load that triples and falls: the planner scales StatefulSets. Their pods are simulated workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pods:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._it: Suite | None = None
-        self._work: dict[tuple[str, str], asyncio.Future[object]] = {}
+        self._work: dict[tuple[str, str], asyncio.Task[None]] = {}
         self.running: set[str] = {"prefill-0", "decode-0"}
 
     def attach(self, it: Suite) -> None:
@@ -48,7 +48,7 @@ class Pods:
         if work is None:
             role = name.partition("-")[0]
             action = self._start(name, role) if what == "start" else self._end(name)
-            self._work[what, name] = work = asyncio.ensure_future(action)
+            self._work[what, name] = work = asyncio.create_task(action)
         if not work.done():
             return False
         del self._work[what, name]

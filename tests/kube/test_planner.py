@@ -45,14 +45,16 @@ async def planner(
     words = ("install", "headrace", str(older_chart(tmp_path)), "--namespace", namespace)
     cluster.helm(*words, "--values", str(example), "--server-side=false")
     token = cluster.service_account_token(namespace, "headrace-planner")
-    config = PlannerConfig(
-        model="sim",
-        mode="kubernetes",
-        kubeconfig=str(cluster.write_kubeconfig(f"planner-{namespace}", token, namespace)),
-        kubernetes_prefill=f"statefulset/{PREFILL}",
-        kubernetes_decode=f"statefulset/{DECODE}",
-        kubernetes_poll_s=0.05,
-        change_timeout_s=LIMIT_S,
+    config = PlannerConfig.model_validate(
+        {
+            "model": "sim",
+            "mode": "kubernetes",
+            "kubeconfig": str(cluster.write_kubeconfig(f"planner-{namespace}", token, namespace)),
+            "kubernetes_prefill": f"statefulset/{PREFILL}",
+            "kubernetes_decode": f"statefulset/{DECODE}",
+            "kubernetes_poll_s": 0.05,
+            "change_timeout_s": LIMIT_S,
+        }
     )
     await until(
         lambda: len(node.log) >= 2 and serving(node) >= {f"{DECODE}-0"}, LIMIT_S, str(node.log)

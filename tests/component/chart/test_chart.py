@@ -90,7 +90,8 @@ def test_every_manifest_has_only_fields_of_its_kind(
 
 def test_an_unknown_field_and_a_wrong_type_are_found(validator: Any) -> None:
     (service, *_) = of_kind(example("trial"), "Service").values()
-    for wrong in ({"ports": 7}, {"port": []}):
+    wrongs: list[Manifest] = [{"ports": 7}, {"port": []}]
+    for wrong in wrongs:
         broken = {**service, "spec": {**service["spec"], **wrong}}
         with pytest.raises(validator.ValidationError):
             validator.validate(broken, KUBERNETES_VERSIONS[-1], strict=True)
