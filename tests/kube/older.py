@@ -20,7 +20,8 @@ REPLACED: Final[Mapping[str, Sequence[tuple[str, str]]]] = {
     ],
     "templates/networkpolicies.yaml": [(", endPort: {{ .last }}", "")],
     "templates/_pod.tpl": [
-        ('(dict "grpc" (dict "port" $port))', '(dict "tcpSocket" (dict "port" $port))')
+        ("grpc: { port: {{ $port }}, service: live }", "tcpSocket: { port: {{ $port }} }"),
+        ("grpc: { port: {{ $port }} }", "tcpSocket: { port: {{ $port }} }"),
     ],
 }
 CUSTOM: Final = (

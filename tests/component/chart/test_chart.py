@@ -190,6 +190,9 @@ def test_the_services_accept_their_settings(name: str, tmp_path: Path) -> None:
         if component != "registry":
             assert config.registry == f"headrace-registry.{NAMESPACE}.svc.cluster.local:7051"
         ports = {port["name"]: port["containerPort"] for port in container_of(workload)["ports"]}
+        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+            assert container_of(workload)[probe]["grpc"]["port"] == ports["health"]
+        assert config.health_listen == f"0.0.0.0:{ports['health']}"
         assert config.internal_listen == f"0.0.0.0:{ports['internal']}"
 
 
@@ -338,9 +341,6 @@ def test_certificates_have_the_roles_and_the_names_by_which_pods_are_called() ->
         for word in called:
             host = word.partition("=")[2].partition(":")[0]
             assert host == f"$(POD_NAME).{service}.{NAMESPACE}.svc.cluster.local"
-        # The kubelet has no certificate.
-        assert "tcpSocket" in container_of(workload)["readinessProbe"]
-    assert "grpc" in container_of(workloads(example("tokens"))["router"])["readinessProbe"]
 
 
 def test_devices_of_rdma_are_requested_beside_gpus() -> None:

@@ -63,6 +63,8 @@ PORTS: dict[str, list[tuple[str, tuple[int, int]]] | None] = {
     "`http_listen` of the router, if set": [("router", (7056, 7056))],
     "`endpoint_picker_listen` of the router, if set": [("router", (9002, 9002))],
     "`metrics_listen`, if set": [(name, METRICS) for name in COMPONENTS],
+    # A kubelet reaches the pods of its node whatever the policies are.
+    "`health_listen`, if set": [(name, (7059, 7059)) for name in COMPONENTS],
     "`status_listen` of the router, if set": [("router", (7057, 7057))],
     "`listen` of a decode worker, if set": [("decode", (7055, 7055))],
     "`http_listen` of a decode worker, if set": [("decode", (8000, 8000))],
@@ -80,6 +82,7 @@ PORTS: dict[str, list[tuple[str, tuple[int, int]]] | None] = {
 }
 # Words of the third cell, the longer ones first.
 CALLERS: dict[str, set[str]] = {
+    "probes of its own host": set(),
     "prefill and decode workers": {"prefill", "decode"},
     "browsers of operators": {"operator"},
     "clients with a ticket": {"every address"},

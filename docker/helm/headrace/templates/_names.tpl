@@ -89,6 +89,7 @@ http: 8000
 {{- else if eq .component "planner" }}
 internal: 7058
 {{- end }}
+health: 7059
 {{- if $values.metrics.enabled }}
 metrics: 9464
 {{- end }}

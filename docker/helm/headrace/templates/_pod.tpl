@@ -23,20 +23,19 @@ capabilities:
 
 {{- define "headrace.probes" -}}
 {{- $own := index .root.Values .component -}}
-{{- $port := (include "headrace.ports" . | fromYaml).internal -}}
-{{- /* The kubelet has no certificate. A service listens once it serves. */ -}}
-{{- $ready := ternary (dict "tcpSocket" (dict "port" $port)) (dict "grpc" (dict "port" $port)) (eq .root.Values.credentials.kind "tls") -}}
+{{- $port := (include "headrace.ports" . | fromYaml).health -}}
+# A worker answers once its engine is ready.
 startupProbe:
-  tcpSocket: { port: {{ $port }} }
+  grpc: { port: {{ $port }}, service: live }
   periodSeconds: 5
   failureThreshold: {{ max 1 (div $own.startSeconds 5) }}
 readinessProbe:
-  {{- toYaml $ready | nindent 2 }}
+  grpc: { port: {{ $port }} }
   periodSeconds: 5
   timeoutSeconds: 3
   failureThreshold: 3
 livenessProbe:
-  tcpSocket: { port: {{ $port }} }
+  grpc: { port: {{ $port }}, service: live }
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6

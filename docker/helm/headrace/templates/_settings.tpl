@@ -4,6 +4,7 @@
 {{- $ports := include "headrace.ports" . | fromYaml -}}
 {{- $registry := printf "%s:7051" (include "headrace.host" (dict "root" .root "component" "registry")) -}}
 internal_listen: "0.0.0.0:{{ $ports.internal }}"
+health_listen: "0.0.0.0:{{ $ports.health }}"
 drain_grace_s: {{ (index $values .component).drainSeconds }}
 {{- if eq $values.credentials.kind "tokens" }}
 token_file: /credentials/token
