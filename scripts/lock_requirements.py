@@ -54,10 +54,13 @@ RESOLVED = {
     ),
 }
 CONSTRAINTS = {
-    "constraints": ("The versions that the tests run with", ("registry", "router", "worker")),
+    "constraints": (
+        "The versions that the tests run with",
+        ("registry", "router", "planner", "worker"),
+    ),
     "constraints-cuda": (
         "The versions for CUDA, the others as the tests run with them",
-        ("registry", "router", "worker-cuda"),
+        ("registry", "router", "planner", "worker-cuda"),
     ),
 }
 FIXED = {
