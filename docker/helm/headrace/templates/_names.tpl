@@ -55,8 +55,12 @@ labels:
 {{- end -}}
 
 {{- define "headrace.image" -}}
+{{- if (index .root.Values .component).image -}}
+{{- (index .root.Values .component).image -}}
+{{- else -}}
 {{- with .root.Values.image.registry }}{{ . }}/{{ end -}}
 headrace/{{ .component }}:{{ default .root.Chart.AppVersion .root.Values.image.tag }}
+{{- end -}}
 {{- end -}}
 
 {{/* The open ports of a component, by name. */}}
