@@ -348,3 +348,9 @@ def test_devices_of_rdma_are_requested_beside_gpus() -> None:
     assert resources["limits"]["nvidia.com/mlx5_rdma"] == 1
     assert resources["limits"]["nvidia.com/gpu"] == 2
     assert resources["limits"] == resources["requests"]
+
+
+def test_the_chart_has_the_version_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text(encoding="utf-8"))
+    assert (chart["version"], chart["appVersion"]) == (project["version"],) * 2
