@@ -45,7 +45,7 @@ fetch_source() {
 
 build() {
     local tree=$cache/go/src/k8s.io/kubernetes version
-    mkdir -p "$tree"
+    mkdir -p "$tree" "$cache/home"
     tar --extract --strip-components=1 --directory "$tree" --file "$cache"/source/kubernetes_*.orig.tar.gz
     version=$(sed -nE 's/.*really([0-9.]+)-.*/\1/p' <<<"$(ls "$cache"/source/*.dsc)")
     say "building Kubernetes $version (some five minutes)"
