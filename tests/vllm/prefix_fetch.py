@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from headrace.kv.v1 import handoff_pb2
@@ -29,7 +30,10 @@ FROZEN_TURN = 6
 TURN_TOKENS = 40
 ANSWER_TOKENS = 40
 LONG_S = 60.0
-VllmWorkers = FetchingWorkers[VllmEngine]
+
+
+class VllmWorkers(FetchingWorkers[VllmEngine]):
+    """With real engines."""
 
 
 @dataclass(slots=True)
@@ -61,11 +65,11 @@ class Cut:
     """Lets a receiver know of a transfer's first layer, then calls `on_cut` and keeps all messages until `heal`."""
 
     def __init__(self, receiver: Receiver, on_cut: Callable[[], None]) -> None:
-        self._receiver: Any = receiver
+        self._receiver = receiver
         self._handle = receiver.handle
         self._on_cut = on_cut
         self.late: list[tuple[Any, handoff_pb2.HandoffRequest]] = []
-        self._receiver.handle = self._cut
+        receiver.handle = self._cut  # type: ignore[method-assign]
 
     def _cut(self, peer: Any, request: handoff_pb2.HandoffRequest) -> None:
         if self.late:
@@ -82,7 +86,7 @@ class Cut:
             self._on_cut()
 
     def heal(self) -> None:
-        self._receiver.handle = self._handle
+        self._receiver.handle = self._handle  # type: ignore[method-assign]
         for peer, request in self.late:
             self._handle(peer, request)
 
@@ -112,7 +116,7 @@ async def conversation(
         telemetry = init_telemetry("prefill", PREFILL.worker_id, ServiceConfig())
         stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)
         workers: VllmWorkers = await serve(
-            *(stack, FetchingWorkers, engines[PREFILL], engines[DECODE]),
+            *(stack, VllmWorkers, engines[PREFILL], engines[DECODE]),
             *(telemetry, AlwaysFetch(1), LONG_S),
             lease_s=LEASE_TTL_S,
         )
@@ -132,12 +136,16 @@ async def _converse(workers: VllmWorkers) -> Result:
     result.reasons = [fetch.reason for fetch in workers.fetches]
     result.fetched_tokens = [fetch.token_count for fetch in workers.fetches]
     for engine in (workers.prefill, workers.decode):
-        await until(lambda engine=engine: engine.load.used_blocks == 0, LONG_S)
+        await until(partial(_is_free, engine), LONG_S)
         result.left_blocks.append(engine.load.used_blocks)
     for prompt in prompts:
         await reset(workers.decode)
         result.plain.append(await _plain(workers.decode, prompt))
     return result
+
+
+def _is_free(engine: VllmEngine) -> bool:
+    return engine.load.used_blocks == 0
 
 
 async def _turn(workers: VllmWorkers, prompt: list[int], result: Result) -> list[int]:

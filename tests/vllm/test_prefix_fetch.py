@@ -113,7 +113,10 @@ async def test_turns_are_fetched_with_equal_tokens_and_a_killed_source_costs_no_
 
 @pytest.mark.parametrize(
     ("model", "prefill_ranks", "decode_ranks"),
-    [("tiny-llama-deep", 1, 1), ("tiny-llama", 2, 1)],
+    [
+        ("tiny-llama-deep", 1, 1),
+        pytest.param("tiny-llama", 2, 1, marks=pytest.mark.long),
+    ],
 )
 def test_every_turn_fetches_what_decode_has_and_a_frozen_source_costs_no_answer(
     run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int

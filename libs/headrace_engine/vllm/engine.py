@@ -246,10 +246,13 @@ class VllmEngine(Engine):
         request.prefix_sending_started()
         sending = PrefixRequest(
             *(link, target, self._config.tensor_parallel_size),
-            on_quiet=lambda: self._prefixes.pop(name, None),
+            on_quiet=partial(self._prefix_quiet, name),
         )
         self._prefixes[name] = sending
         return await sending.run()
+
+    def _prefix_quiet(self, transfer_id: str) -> None:
+        del self._prefixes[transfer_id]
 
     def landed_memory(self, rank: int) -> Memory | None:
         process_id = self._require_started()[1].process_of(rank)
