@@ -247,6 +247,13 @@ def test_a_prefix_that_is_stopped_before_it_is_planned_holds_no_blocks() -> None
     # The ranks know that it was stopped, and do not open it.
     assert len(other.plan_step((), ()).prefixes) == 1
     assert pool.held() == []
+    third, pool, _ = new_planner()
+    wait_for_kv(third, cached=96)
+    third.prefix_requested(wanted(96))
+    third.prefix_sent("x1")
+    for _ in range(2):
+        assert third.plan_step([computes()], ()).prefixes == []
+    assert pool.held() == []
 
 
 @pytest.mark.parametrize(
