@@ -68,7 +68,7 @@ up: runtime $(MODEL)/config.json ## start the four services on loopback until Ct
 	@$(BIN)/headrace up
 
 REQUESTS ?= $(if $(RDMA),200,10000)
-.PHONY: test test-fast test-vllm chaos soak churn mutation test-gpu test-rdma test-install lint docs format type
+.PHONY: test test-fast test-vllm chaos soak churn mutation test-gpu test-rdma test-rdma-vllm test-install lint docs format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
 test: VLLM_TESTS := vllm and not long
 test: test-vllm test-fast ## all tests but the long ones with vLLM
@@ -88,6 +88,9 @@ test-gpu: setup ## the KV data plane in a CUDA device's memory (GPU_PYTHON: one 
 
 test-rdma: setup ## the KV data plane on real RDMA verbs, in small virtual machines (ARGS="--only two": two hosts)
 	@$(BIN)/python scripts/rdma_vm.py $(ARGS)
+
+test-rdma-vllm: setup $(TINY_MODEL)/config.json ## vLLM's KV on real RDMA verbs, between two virtual machines (a quarter of an hour)
+	@$(BIN)/python scripts/rdma_vm.py --only vllm
 
 test-install: setup ## the wheel in new environments of Python 3.11 to 3.13 from pip's index (ARGS="--versions lowest python3.12")
 	@PYTHONPATH=scripts $(BIN)/python -m tests.suite.installed $(ARGS)

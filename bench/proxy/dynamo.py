@@ -31,8 +31,9 @@ import uvloop
 
 from bench.proxy.load import PROMPT, Ask, connected, grpc_chats, post, run_streams
 from bench.proxy.workers import TOKENS
-from bench.support.processes import cpu_seconds, free_port, until_listening
+from bench.support.processes import cpu_seconds, until_listening
 from bench.support.services import Services, until_joined
+from headrace_common.process.free_port import free_port
 
 DYNAMO: Final = "Dynamo's frontend"
 OPENAI: Final = "Headrace, OpenAI HTTP"

@@ -190,6 +190,7 @@ class PolicyRecord(Record):
     max_queue_wait_s: float | None
     tenant_weights: Mapping[str, float]
     first_token: str | None
+    ttft_target_s: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,6 +124,9 @@ def policy_record(response: registry_pb2.GetPolicyResponse) -> PolicyRecord:
         ),
         tenant_weights=dict(policy.tenant_weights),
         first_token=None if first_token == "unspecified" else first_token,
+        ttft_target_s=(
+            seconds_from_duration(policy.ttft_target) if policy.HasField("ttft_target") else None
+        ),
     )
 
 

@@ -256,7 +256,10 @@ class WorkerConfig(ServiceConfig):
             for field, value in needed.items()
             if getattr(self, field) != value
         ]
-        for field in ("internal_listen", "internal_advertise", "listen", "advertise"):
+        for field in (
+            *("internal_listen", "internal_advertise", "listen", "advertise"),
+            "health_listen",
+        ):
             # Prefill workers have no listen.
             address: str = getattr(self, field, "")
             if address and split_host_port(address)[1]:

@@ -27,6 +27,7 @@ from headrace_common.limits import (
     START_AHEAD_MAX_S,
     TICKET_PUBLIC_KEY_BYTES,
     TRANSPORT_CHARACTERS_MAX,
+    TTFT_TARGET_MAX_S,
     limit_violations,
 )
 from headrace_common.registry.adapters import announced_violations
@@ -193,6 +194,9 @@ def policy_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
             violations[f"{path}.{name}"] = f"give 0 to {highest}"
     if not 0 <= seconds_from_duration(policy.max_queue_wait) <= POLICY_QUEUE_WAIT_MAX_S:
         violations[f"{path}.max_queue_wait"] = f"give 0 s to {POLICY_QUEUE_WAIT_MAX_S} s"
+    target_s = seconds_from_duration(policy.ttft_target)
+    if policy.HasField("ttft_target") and not 0 < target_s <= TTFT_TARGET_MAX_S:
+        violations[f"{path}.ttft_target"] = f"give more than 0 s, at most {TTFT_TARGET_MAX_S} s"
     if policy.first_token not in first_token_pb2.FirstTokenPolicy.values():
         violations[f"{path}.first_token"] = "give one of the named values"
     if len(policy.tenant_weights) > POLICY_TENANTS_MAX:

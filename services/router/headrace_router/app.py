@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from random import Random
 
 import grpc.aio
@@ -34,9 +35,11 @@ from headrace_frontend.request.size import RequestSizeCheck, needed_request_byte
 from headrace_frontend.salts import CacheSalts
 from headrace_frontend.tenants import Tenants, load_tenants, tenant_or_none
 from headrace_kv.layout.layout import WorkerRef
+from headrace_planner.files import read_profile
 from headrace_router.client_gate import ClientGate
 from headrace_router.config import RouterConfig
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
+from headrace_router.early_refusal.gate import EarlyRefusal, EarlyRefusalParts
 from headrace_router.load import LoadReader
 from headrace_router.lookaside.keys import RouterKeys
 from headrace_router.lookaside.own_prompts import OwnPrompts
@@ -237,9 +240,19 @@ def assemble(
         slow_s=config.slow_trace_s,
         on_latency=metrics.count_latency,
     )
+    early_refusal = EarlyRefusal(
+        EarlyRefusalParts(
+            *(queue, workers, prefixes, policy),
+            read_profile(Path(config.profile) if config.profile else None),
+            by_deadline=config.early_refusal,
+            on_prediction=metrics.record_prediction,
+            on_refusal=metrics.count_early_refusal,
+        )
+    )
     runner = RequestRunner(
         callers=callers,
         admission=admission,
+        early_refusal=early_refusal,
         preparer=preparer,
         dispatcher=dispatcher,
         tracer=tracer,

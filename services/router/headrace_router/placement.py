@@ -147,7 +147,7 @@ class KvAware(Placement):
         else:
             missing = needed_tokens - np.minimum(candidates.cached_tokens, needed_tokens)
         costs: Numbers = policy.overlap_weight * missing + table.held_tokens
-        wants_remote, why = _wants_remote(request, candidates.queue_wait_s)
+        wants_remote, why = remote_wanted(request, candidates.queue_wait_s)
         # These decide before the cost, the most severe first. Most requests meet none of them.
         faults = {"unreachable": ~table.reachable, "full": table.requests >= table.max_num_seqs}
         if request.suspect:
@@ -205,7 +205,7 @@ def _no_decode_worker(request: PlacementRequest) -> NoDecodeWorker:
     )
 
 
-def _wants_remote(request: PlacementRequest, queue_wait_s: float) -> tuple[bool, str]:
+def remote_wanted(request: PlacementRequest, queue_wait_s: float) -> tuple[bool, str]:
     """Whether remote prefill is wanted for any worker, and why."""
     policy = request.policy
     if request.local_only:

@@ -161,6 +161,8 @@ def test_a_policy_at_its_limits_is_valid() -> None:
         (registry_pb2.Policy(temperature=10.5), "temperature"),
         (registry_pb2.Policy(max_queue_wait=Duration(seconds=-1)), "max_queue_wait"),
         (registry_pb2.Policy(max_queue_wait=Duration(seconds=3_601)), "max_queue_wait"),
+        (registry_pb2.Policy(ttft_target=Duration(seconds=0)), "ttft_target"),
+        (registry_pb2.Policy(ttft_target=Duration(seconds=3_601)), "ttft_target"),
         (registry_pb2.Policy(tenant_weights={"batch": 0.0}), "tenant_weights[batch]"),
         (registry_pb2.Policy(tenant_weights={"No Name": 1.0}), "tenant_weights[No Name]"),
         (

@@ -80,6 +80,7 @@ def test_prefill_workers_store_blocks_in_the_pool_and_decode_workers_do_not() ->
         ({"engine": "vllm"}, "set engine to sim, or start 4 processes"),
         ({"transport": "mooncake"}, "set transport to same_host"),
         ({"internal_listen": "127.0.0.1:7003"}, "give internal_listen the port 0"),
+        ({"health_listen": "0.0.0.0:7059"}, "give health_listen the port 0"),
         ({"internal_advertise": "127.0.0.1:7003"}, "give internal_advertise the port 0"),
         ({"worker_id": "w" * 62}, "choose a shorter worker_id"),
     ],
