@@ -122,7 +122,7 @@ def test_a_prompt_runs_when_its_prefix_has_come_and_sends_the_rest() -> None:
     assert pool.held() == []
 
 
-def test_a_prompt_whose_prefix_has_failed_is_computed() -> None:
+def test_a_prompt_is_computed_when_its_prefix_has_failed() -> None:
     planner, pool, _ = new_planner()
     fetch(planner, cached=64)
     planner.transfer_settled("x1", whole=False)
