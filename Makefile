@@ -126,7 +126,7 @@ format: setup ## rewrite the code and the protos in the project's format
 type: setup ## types only
 	$(BIN)/mypy
 
-.PHONY: lock protos-baseline dist images clean
+.PHONY: lock protos-baseline dist images test-images clean
 lock: setup ## rewrite requirements/ from pyproject.toml and what is installed in .venv
 	@$(BIN)/python scripts/lock_requirements.py
 
@@ -136,9 +136,13 @@ protos-baseline: setup ## take the protos as they are for the released contract 
 dist: setup ## build the wheel and the source archive into dist/, from the files that git tracks
 	@$(BIN)/python scripts/build_dist.py dist
 
-images: runtime $(MODEL)/config.json ## build the container images and ask them a question
+images: runtime $(MODEL)/config.json ## build the container images and ask them a question (docker, podman or buildah)
 	@docker/build.sh
 	@docker/try.sh
+
+test-images: setup ## the images of router, registry, planner and simulated workers: sizes, contents, rights, a chat with mutual TLS
+	@docker/build.sh registry router planner prefill-sim decode-sim
+	@$(BIN)/python -m tests.images $(ARGS)
 
 clean: ## remove everything that set-up and tests wrote, the models too
 	rm -rf .venv .cache libs/headrace models node_modules tests/clients/node/node_modules build dist

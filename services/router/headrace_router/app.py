@@ -48,6 +48,7 @@ from headrace_router.lookaside.tickets import LookAside
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
+from headrace_router.pairing.pairing import Pairing
 from headrace_router.picker.picker import EndpointPicker, PickerParts
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -105,6 +106,7 @@ class Router:
     openai: OpenAiApp
     admission: Admission
     pairs: PairReporter
+    pairing: Pairing
     queue_service: QueueService
     load: LoadReader
     picker: EndpointPicker
@@ -140,6 +142,7 @@ class Router:
         self.prefixes.update(members)
         self.router_keys.update(members)
         self.pairs.update(members)
+        self.pairing.update(members)
         self.status_reader.update(members)
 
     async def close(self) -> None:
@@ -180,8 +183,11 @@ def assemble(
         dials,
         load,
     )
+    pairing = Pairing(policy)
     queue = PrefillQueue(
-        config.max_queued_tasks, config.prefix_wait_s, sign=_task_signer(ticket_key)
+        *(config.max_queued_tasks, config.prefix_wait_s),
+        sign=_task_signer(ticket_key),
+        pairs=pairing,
     )
     prefixes = PrefixCacheDirectory(
         lambda endpoint: open_channel(endpoint, config),
@@ -303,6 +309,7 @@ def assemble(
         openai=openai,
         admission=admission,
         pairs=PairReporter(),
+        pairing=pairing,
         picker=EndpointPicker(
             PickerParts(
                 *(tenants, runner, preparer, size, dispatcher, workers, queue, tracer),

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.inference.v1 import first_token_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_cli.commands.policy import apply_change, policy_table
+from headrace_cli.commands.policy import apply_change, policy_record, policy_table
 from headrace_common.errors import ConfigError
 
 
@@ -56,6 +56,16 @@ def test_a_target_is_set_in_seconds_and_removed() -> None:
     assert policy.ttft_target.ToMilliseconds() == 1_500
     assert _shown(policy)["ttft_target"] == "1.500s"
     assert not _changed("ttft_target=1.5s", "ttft_target=").HasField("ttft_target")
+
+
+def test_pairs_of_places_are_set_and_shown() -> None:
+    policy = _changed("pair_level=rack", "pair_rule=require", "far_weight=2")
+    record = policy_record(registry_pb2.GetPolicyResponse(policy=policy))
+    assert (record.pair_level, record.pair_rule, record.far_weight) == ("rack", "require", 2.0)
+    assert _shown(policy)["pair_level"] == "rack"
+    record = policy_record(registry_pb2.GetPolicyResponse())
+    assert (record.pair_level, record.pair_rule, record.far_weight) == (None, None, None)
+    assert record.first_token is None
 
 
 def test_a_map_is_changed_by_entry() -> None:
