@@ -57,9 +57,14 @@ def simulated(tokens_per_s: float) -> Case:
 
 def on_vllm(model: str) -> Case:
     """vLLM on processors."""
-    blocks = tuple((role, "block_size", str(VLLM_BLOCK_TOKENS)) for role in ("prefill", "decode"))
+    settings = tuple(
+        (role, name, value)
+        for role in ("prefill", "decode")
+        # In bfloat16, answers depend on how many tokens a step computes.
+        for name, value in (("block_size", str(VLLM_BLOCK_TOKENS)), ("dtype", "float32"))
+    )
     topology = {"engine": "vllm", "model": model}
-    return Case(f"vLLM, {Path(model).name}", topology, blocks, range(1_000, 40_000))
+    return Case(f"vLLM, {Path(model).name}", topology, settings, range(1_000, 40_000))
 
 
 Times = Mapping[tuple[str, int], list[float]]
@@ -118,6 +123,17 @@ async def measure(options: argparse.Namespace, case: Case) -> tuple[Times, list[
     return times, fetches
 
 
+def ratio_of_pairs(times: Times) -> float:
+    """Median of fetched / computed, over the turns after the first of all conversations."""
+    ratios = [
+        fetched / computed
+        for way, turn in times
+        if way == "fetched" and turn > 1
+        for fetched, computed in zip(times[way, turn], times["computed", turn], strict=True)
+    ]
+    return statistics.median(ratios)
+
+
 def render(found: Mapping[str, tuple[Times, list[int]]], options: argparse.Namespace) -> str:
     """Markdown: a table of medians by turn."""
     columns = ["workers", "turn", "computed, ms", "fetched, ms", "fetched / computed"]
@@ -133,8 +149,9 @@ def render(found: Mapping[str, tuple[Times, list[int]]], options: argparse.Names
             ]
             lines.append("| " + " | ".join([*cells, f"{fetched / computed:.2f}"]) + " |")
     counts = ", ".join(
-        f"{name}: {len(fetches)} fetches of {sum(fetches)} tokens"
-        for name, (_, fetches) in found.items()
+        f"{name}: {len(fetches)} fetches of {sum(fetches)} tokens; the median of fetched / computed over all turns "
+        f"after the first is {ratio_of_pairs(times):.2f}"
+        for name, (times, fetches) in found.items()
     )
     return "\n".join(
         [*lines, "", f"Median times to first token. The answers were equal. {counts}.", ""]
