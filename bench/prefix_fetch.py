@@ -180,7 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"python -m bench.prefix_fetch --conversations {options.conversations} --turns {options.turns} --turn-tokens "
         f"{options.turn_tokens} --answer-tokens {options.answer_tokens} {what}"
     )
-    text = f"# Prefix fetch\n\n`{command}`\n\n{render(found, options)}"
+    title = "Prefix fetch with vLLM" if options.vllm else "Prefix fetch"
+    text = f"# {title}\n\n`{command}`\n\n{render(found, options)}"
     print(text)
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
