@@ -4,8 +4,8 @@ set -euo pipefail
 out=$1
 cd "$(dirname "${BASH_SOURCE[0]}")"
 mkdir -p "$out/generated"
-# The protos that inference.proto imports, and those of errors.
-protos=("$PROTOS"/headrace/inference/v1/{adapter,first_token,inference,latency,sampling,tools}.proto
+# The protos of the package, and those of errors.
+protos=("$PROTOS"/headrace/inference/v1/*.proto
     "$GOOGLEAPIS"/google/rpc/{status,error_details}.proto)
 protoc -I "$PROTOS" -I "$GOOGLEAPIS" --cpp_out="$out/generated" "${protos[@]}"
 protoc -I "$PROTOS" --grpc_out="$out/generated" --plugin=protoc-gen-grpc="$(command -v grpc_cpp_plugin)" \

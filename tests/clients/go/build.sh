@@ -7,6 +7,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 mkdir -p "$out/src"
 # The option go_package of the protos puts the code into $out/src/headrace/inference/v1.
 protoc -I "$PROTOS" --go_out="$out/src" --go-grpc_out="$out/src" \
-    "$PROTOS"/headrace/inference/v1/{adapter,first_token,inference,latency,sampling,tools}.proto
+    "$PROTOS"/headrace/inference/v1/*.proto
 export GO111MODULE=off GOPATH=$out:/usr/share/gocode GOCACHE=$out/cache
 go build -o "$out/chat" chat.go

@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 rm -rf "$out/generated" "$out/classes"
 mkdir -p "$out/generated" "$out/classes"
 protoc -I "$PROTOS" -I "$GOOGLEAPIS" --java_out="$out/generated" \
-    "$PROTOS"/headrace/inference/v1/{adapter,first_token,inference,latency,sampling,tools}.proto \
+    "$PROTOS"/headrace/inference/v1/*.proto \
     "$GOOGLEAPIS"/google/rpc/{status,error_details}.proto
 protoc -I "$PROTOS" --grpc-java_out="$out/generated" \
     --plugin=protoc-gen-grpc-java="$(command -v grpc_java_plugin)" \
