@@ -138,7 +138,7 @@ class WorkerConfig(ServiceConfig):
     local_broadcast: bool = Field(
         True,
         description="Whether, of decode ranks that need the same KV bytes, one receives them and passes them on "
-        "locally. Engine sim does so; vllm does not yet, because its ranks are processes of their own.",
+        "locally. Not on devices.",
     )
     gpu_direct: bool = Field(
         True,

@@ -37,7 +37,8 @@ class ConnectorScheduler(ABC):
         """`idle_step_s`: the longest that a step without tokens waits for an event."""
         self._tiers = tiers
         self._planner = StepPlanner(groups, on_reserved)
-        self._group_ids = tuple(sorted(group.index for group in groups))
+        # One group of vLLM may count as two.
+        self._group_ids = tuple(sorted({group.index for group in groups}))
         self._idle_step_s = idle_step_s
         self._flush_requested = False
 
