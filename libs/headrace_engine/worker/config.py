@@ -179,7 +179,7 @@ class WorkerConfig(ServiceConfig):
     kv_send_from_host: bool = Field(
         True,
         description="Whether a prefill worker sends cached blocks of this main memory straight from there, without "
-        "waiting until they are in KV memory. Engine sim.",
+        "waiting until they are in KV memory.",
     )
     kv_pool_timeout_s: PositiveSeconds = Field(
         1.0,

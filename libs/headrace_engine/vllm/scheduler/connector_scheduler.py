@@ -96,6 +96,10 @@ class ConnectorScheduler(ABC):
             num_external_tokens - loaded,
             partial(continuation.add_first_token, request),
         )
+        if loaded:
+            self._planner.send_before_running(
+                request.request_id, partial(self._tiers.send_from_host, request.request_id)
+            )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
         self._flush_requested = False
@@ -127,6 +131,10 @@ class ConnectorScheduler(ABC):
     def moves_ended(self, moves: Iterable[tuple[int, int]]) -> None:
         """Ranks have ended moves from and to the remote pool."""
         self._tiers.pool.moves_ended(moves)
+
+    def host_sends_ended(self, numbers: Iterable[int]) -> None:
+        """Ranks have ended sends from main memory."""
+        self._tiers.host_sends.ended(numbers)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received = connector_output.finished_recving

@@ -84,20 +84,28 @@ class _Receive:
 
 @dataclass(slots=True)
 class _Send:
-    """An outgoing transfer. `planned_tokens`: one past the last token that was handed to the ranks."""
+    """An outgoing transfer. `planned_tokens`: one past the last token that was handed to the ranks.
+
+    It may open before its request runs.
+    """
 
     target: TransferTarget
     planned_tokens: int
+    opened: bool = False
     cached_tokens: int = 0
     start_unix_ns: int = 0
     overrun: bool = False
     block_ids: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     @property
-    def opened(self) -> bool:
+    def runs(self) -> bool:
+        """Whether a step has computed for the request."""
         return self.start_unix_ns > 0
 
-    def open(self, cached_tokens: int) -> None:
+    def open(self) -> None:
+        self.opened = True
+
+    def run(self, cached_tokens: int) -> None:
         self.start_unix_ns = time.time_ns()
         self.cached_tokens = cached_tokens
 
@@ -136,6 +144,7 @@ class StepPlanner:
         self._overlap_ready: deque[tuple[str, float]] = deque()
         self._first_tokens: deque[tuple[str, int]] = deque()
         self._finished_sends: dict[str, str] = {}
+        self._opening: list[TransferTarget] = []
         self._event = threading.Event()
         self._announced_until_s = -math.inf
         self.overlapped = OverlappedRequests()
@@ -175,6 +184,21 @@ class StepPlanner:
                 )
             self._on_reserved(Reservation(parsed.transfer_id, first, start, end, tuple(further)))
 
+    def send_before_running(self, request_id: str, send: Callable[[str, int], int]) -> None:
+        """Opens a request's transfer with the next step, if `send` has something to send then.
+
+        `send` gets the transfer and its first token. It returns one past the last token that it sends.
+        """
+        found = self._sends.get(request_id)
+        if found is None or found.opened:
+            return
+        target, start = found.target, found.planned_tokens
+        end = send(target.transfer_id, start)
+        if end > start:
+            found.open()
+            found.plan_until(end)
+            self._opening.append(target)
+
     def in_layout_order(self, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """A request's blocks by group of the layout, from those by group of vLLM."""
         return tuple(tuple(block_ids[group.index]) for group in self._groups)
@@ -213,8 +237,8 @@ class StepPlanner:
     ) -> StepPlan:
         """The plan that the ranks need before the step."""
         self._event.clear()
-        plan = StepPlan(finished_sends=self._finished_sends)
-        self._finished_sends = {}
+        plan = StepPlan(opened=self._opening, finished_sends=self._finished_sends)
+        self._opening, self._finished_sends = [], {}
         for request_id in preempted_request_ids:
             send = self._sends.pop(request_id, None)
             if send is not None and send.opened:
@@ -273,8 +297,10 @@ class StepPlanner:
 
     def _plan_send(self, plan: StepPlan, send: _Send, request: ScheduledRequest) -> None:
         send.update_blocks(request)
+        if not send.runs:
+            send.run(request.computed_tokens)
         if not send.opened:
-            send.open(request.computed_tokens)
+            send.open()
             plan.opened.append(send.target)
         known_tokens = request.computed_tokens + request.step_tokens
         if self._overruns(send.target.end_token, request.computed_tokens, known_tokens):
@@ -319,9 +345,10 @@ class StepPlanner:
         return group.blocks_between(block_ids, end - 1, end) if is_last else ()
 
     def request_finished(self, request_id: str) -> PrefillTimes | None:
-        """The request has ended. Returns its times when it has sent.
+        """The request has ended. Returns its times when it has run and sent.
 
-        The blocks of such a request must stay until the ranks report that they are quiet.
+        The blocks of such a request must stay until the ranks report that they are quiet. A transfer whose request has
+        never run reads none of them. The service ends it.
         """
         for transfer_id, receive in self._receives.items():
             if receive.request_id == request_id:
@@ -329,7 +356,7 @@ class StepPlanner:
                 if receive.whole:
                     self._settled.append((transfer_id, True))
         send = self._sends.pop(request_id, None)
-        if send is None or not send.opened:
+        if send is None or not send.runs:
             return None
         self._finished_sends[request_id] = send.target.transfer_id
         return PrefillTimes(send.cached_tokens, send.start_unix_ns, time.time_ns())
