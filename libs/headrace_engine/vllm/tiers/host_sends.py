@@ -67,7 +67,7 @@ class HostSends:
         return end_token
 
     def ended(self, numbers: Iterable[int]) -> None:
-        """A rank reads the blocks of these sends no more. Every rank says so once for each."""
+        """A rank reads the blocks of these sends no more. Every rank reports each of them once."""
         for number in numbers:
             held = self._held.get(number)
             if held is not None and held.rank_ended():
