@@ -68,7 +68,7 @@ up: runtime $(MODEL)/config.json ## start the four services on loopback until Ct
 	@$(BIN)/headrace up
 
 REQUESTS ?= $(if $(RDMA),200,10000)
-.PHONY: test test-fast test-vllm chaos soak churn mutation test-gpu test-rdma test-install lint docs format type
+.PHONY: test test-fast test-vllm chaos soak churn mutation test-gpu test-rdma test-rdma-vllm test-install lint docs format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
 test: VLLM_TESTS := vllm and not long
 test: test-vllm test-fast ## all tests but the long ones with vLLM
@@ -88,6 +88,9 @@ test-gpu: setup ## the KV data plane in a CUDA device's memory (GPU_PYTHON: one 
 
 test-rdma: setup ## the KV data plane on real RDMA verbs, in small virtual machines (ARGS="--only two": two hosts)
 	@$(BIN)/python scripts/rdma_vm.py $(ARGS)
+
+test-rdma-vllm: setup $(TINY_MODEL)/config.json ## vLLM's KV on real RDMA verbs, between two virtual machines (a quarter of an hour)
+	@$(BIN)/python scripts/rdma_vm.py --only vllm
 
 test-install: setup ## the wheel in new environments of Python 3.11 to 3.13 from pip's index (ARGS="--versions lowest python3.12")
 	@PYTHONPATH=scripts $(BIN)/python -m tests.suite.installed $(ARGS)
@@ -123,7 +126,7 @@ format: setup ## rewrite the code and the protos in the project's format
 type: setup ## types only
 	$(BIN)/mypy
 
-.PHONY: lock protos-baseline dist images clean
+.PHONY: lock protos-baseline dist images test-images clean
 lock: setup ## rewrite requirements/ from pyproject.toml and what is installed in .venv
 	@$(BIN)/python scripts/lock_requirements.py
 
@@ -133,9 +136,13 @@ protos-baseline: setup ## take the protos as they are for the released contract 
 dist: setup ## build the wheel and the source archive into dist/, from the files that git tracks
 	@$(BIN)/python scripts/build_dist.py dist
 
-images: runtime $(MODEL)/config.json ## build the container images and ask them a question
+images: runtime $(MODEL)/config.json ## build the container images and ask them a question (docker, podman or buildah)
 	@docker/build.sh
 	@docker/try.sh
+
+test-images: setup ## the images of router, registry, planner and simulated workers: sizes, contents, rights, a chat with mutual TLS
+	@docker/build.sh registry router planner prefill-sim decode-sim
+	@$(BIN)/python -m tests.images $(ARGS)
 
 clean: ## remove everything that set-up and tests wrote, the models too
 	rm -rf .venv .cache libs/headrace models node_modules tests/clients/node/node_modules build dist

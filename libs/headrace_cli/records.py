@@ -42,6 +42,9 @@ class MemberRecord:
     active_transfers: int | None
     prefix_key: str | None
     prefix_block_tokens: int | None
+    zone: str | None
+    rack: str | None
+    host: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,10 @@ class PolicyRecord(Record):
     max_queue_wait_s: float | None
     tenant_weights: Mapping[str, float]
     first_token: str | None
+    ttft_target_s: float | None
+    pair_level: str | None
+    pair_rule: str | None
+    far_weight: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,9 +88,12 @@ LEASE_TTL_MAX_S: Final = 300
 
 POLICY_RETRY_BUDGET_MAX: Final = 10
 POLICY_OVERLAP_WEIGHT_MAX: Final = 1_000
+POLICY_FAR_WEIGHT_MAX: Final = 1_000
 POLICY_TEMPERATURE_MAX: Final = 10
 POLICY_QUEUE_WAIT_MAX_S: Final = 3_600
 POLICY_TENANTS_MAX: Final = 1_000
+TTFT_TARGET_MAX_S: Final = 3_600
+"""Longest target for the time to first token, of a request or of the policy."""
 POLICY_TENANT_WEIGHT_MAX: Final = 1_000
 
 

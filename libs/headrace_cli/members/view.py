@@ -110,4 +110,7 @@ def _member_record(row: Row) -> MemberRecord:
         active_transfers=status.active_transfers if status else None,
         prefix_key=f"{key:08x}" if key else None,
         prefix_block_tokens=row.hashing.block_tokens or None,
+        zone=member.place.zone or None,
+        rack=member.place.rack or None,
+        host=member.place.host or None,
     )
