@@ -68,7 +68,7 @@ up: runtime $(MODEL)/config.json ## start the four services on loopback until Ct
 	@$(BIN)/headrace up
 
 REQUESTS ?= $(if $(RDMA),200,10000)
-.PHONY: test test-fast test-vllm chaos soak churn mutation test-gpu test-rdma test-rdma-vllm test-install lint docs format type
+.PHONY: test test-fast test-vllm chaos soak churn mutation test-gpu test-rdma test-rdma-vllm test-install test-upgrade test-quickstart lint docs format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
 test: VLLM_TESTS := vllm and not long
 test: test-vllm test-fast ## all tests but the long ones with vLLM
@@ -94,6 +94,12 @@ test-rdma-vllm: setup $(TINY_MODEL)/config.json ## vLLM's KV on real RDMA verbs,
 
 test-install: setup ## the wheel in new environments of Python 3.11 to 3.13 from pip's index (ARGS="--versions lowest python3.12")
 	@PYTHONPATH=scripts $(BIN)/python -m tests.suite.installed $(ARGS)
+
+test-upgrade: setup ## a rolling upgrade from the previous release under load (HEADRACE_PREVIOUS_COMMIT=... names another)
+	@$(PYTEST) tests/suite/test_upgrade.py $(ARGS)
+
+test-quickstart: setup ## the commands of docs/quickstart-gpu.md on two hosts, which are network namespaces
+	@$(BIN)/python -m tests.suite.quickstart_gpu
 
 soak: setup ## half an hour of mixed load: no process may grow (ARGS="--seconds 300")
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
@@ -126,7 +132,7 @@ format: setup ## rewrite the code and the protos in the project's format
 type: setup ## types only
 	$(BIN)/mypy
 
-.PHONY: lock protos-baseline dist images test-images clean
+.PHONY: lock protos-baseline dist release images test-images clean
 lock: setup ## rewrite requirements/ from pyproject.toml and what is installed in .venv
 	@$(BIN)/python scripts/lock_requirements.py
 
@@ -135,6 +141,9 @@ protos-baseline: setup ## take the protos as they are for the released contract 
 
 dist: setup ## build the wheel and the source archive into dist/, from the files that git tracks
 	@$(BIN)/python scripts/build_dist.py dist
+
+release: lint ## check and build a release into dist/ twice, compare the bytes, and publish nothing
+	@$(BIN)/python scripts/release.py dist
 
 images: runtime $(MODEL)/config.json ## build the container images and ask them a question (docker, podman or buildah)
 	@docker/build.sh

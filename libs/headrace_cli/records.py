@@ -28,6 +28,7 @@ class MemberRecord:
     client_endpoint: str | None
     model: str | None
     transport: str | None
+    version: str | None
     tensor_parallel_size: int | None
     pipeline_stages: int | None
     max_model_len: int | None

@@ -29,6 +29,8 @@ TICKET_LIFETIME_MAX_S: Final = 60.0
 """Longest time for which a router may make a direct ticket valid."""
 TICKET_KEY_KEPT_S: Final = TICKET_LIFETIME_MAX_S + 30.0
 """How long a decode worker accepts tickets of a router after the end of its status stream."""
+VERSION_CHARACTERS_MAX: Final = 63
+"""Longest version of a member's software."""
 NAME_CHARACTERS_MAX: Final = 255
 TRANSPORT_CHARACTERS_MAX: Final = 63
 """Longest name of a model, cache group, data type or block format in a member's record."""

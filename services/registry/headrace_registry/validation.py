@@ -29,6 +29,7 @@ from headrace_common.limits import (
     TICKET_PUBLIC_KEY_BYTES,
     TRANSPORT_CHARACTERS_MAX,
     TTFT_TARGET_MAX_S,
+    VERSION_CHARACTERS_MAX,
     limit_violations,
 )
 from headrace_common.registry.adapters import announced_violations
@@ -61,6 +62,10 @@ def member_violations(member: registry_pb2.Member, path: str) -> dict[str, str]:
         violations[f"{path}.client_endpoint"] = "give host:port with a port of 1 to 65535, or none"
     if member.http_endpoint and not _is_endpoint(member.http_endpoint):
         violations[f"{path}.http_endpoint"] = "give host:port with a port of 1 to 65535, or none"
+    if len(member.version) > VERSION_CHARACTERS_MAX or not member.version.isprintable():
+        violations[f"{path}.version"] = (
+            f"give at most {VERSION_CHARACTERS_MAX} printable characters, or none"
+        )
     if member.start_unix_ns == 0:
         violations[f"{path}.start_unix_ns"] = (
             "give the start time in nanoseconds since the Unix epoch"

@@ -52,6 +52,8 @@ def test_a_valid_record_has_no_violations() -> None:
         ("model", ""),
         ("model", "m" * 256),
         ("transport", "t" * 64),
+        ("version", "v" * 64),
+        ("version", "0.2\n"),
         ("max_model_len", 0),
         ("max_num_seqs", 0),
         ("start_unix_ns", 0),
