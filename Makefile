@@ -68,6 +68,7 @@ up: runtime $(MODEL)/config.json ## start the four services on loopback until Ct
 	@$(BIN)/headrace up
 
 REQUESTS ?= $(if $(RDMA),200,10000)
+.PHONY: test test-fast test-vllm test-clients chaos soak churn mutation test-gpu test-rdma test-rdma-vllm test-install lint docs format type
 .PHONY: test test-fast test-vllm chaos soak churn mutation test-gpu test-rdma test-rdma-vllm test-install test-upgrade test-quickstart lint docs format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
 test: VLLM_TESTS := vllm and not long
@@ -79,6 +80,10 @@ test-fast: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## the tests tha
 VLLM_TESTS := vllm
 test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(DEEP_MODEL)/config.json $(MANY_HEADS_MODEL)/config.json $(TINY_ADAPTERS)/poet/adapter_config.json $(addsuffix /config.json,$(HYBRID_MODELS)) ## the tests with vLLM, the long ones too
 	@$(PYTEST) -m '$(VLLM_TESTS)' $(ARGS)
+
+test-clients: setup ## chat clients in C++, Go, Java, Node and Rust: as root it installs their Debian packages (CLIENTS="cpp go")
+	@$(BIN)/python scripts/build_clients.py --install $(CLIENTS)
+	@$(PYTEST) tests/clients $(ARGS)
 
 chaos: setup ## 10,000 requests while services with mutual TLS die, freeze and restart (SEED=... replays, REQUESTS=..., ARGS="--credentials tokens"; RDMA=1: 200 over RDMA verbs)
 	@$(BIN)/python $(if $(RDMA),scripts/rdma_vm.py --only chaos,-m tests.chaos) --requests $(REQUESTS) $(if $(SEED),--seed $(SEED)) $(ARGS)

@@ -57,6 +57,14 @@ class PoolMove:
     timeout_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixSend:
+    """Cached KV of a decode request, which is sent to its prefill worker."""
+
+    target: TransferTarget
+    tokens: TokenRange
+
+
 @dataclass(slots=True)
 class StepPlan:
     """Request ids are vLLM's, transfer ids ours.
@@ -76,6 +84,8 @@ class StepPlan:
     a transfer is quiet.
     `preempted_stores`: requests with blocks that the step overwrites, and that copies may still read.
     `moves`: blocks that go to a remote pool or come from it, once the copies before are made.
+    `prefixes`: cached KV that is sent to prefill workers. `refused_prefixes`: transfers of such KV that no request
+    holds.
     """
 
     opened: list[TransferTarget] = field(default_factory=list)
@@ -93,6 +103,8 @@ class StepPlan:
     finished_stores: dict[str, bool] = field(default_factory=dict)
     preempted_stores: list[str] = field(default_factory=list)
     moves: list[PoolMove] = field(default_factory=list)
+    prefixes: list[PrefixSend] = field(default_factory=list)
+    refused_prefixes: list[str] = field(default_factory=list)
 
     def free_after_send(self, request_id: str, transfer_id: str) -> None:
         """Frees the blocks of a request that has ended once its transfer is quiet."""
@@ -107,6 +119,10 @@ class StepPlan:
     def plan_moves(self, moves: list[PoolMove]) -> None:
         """Adds moves of blocks between the fastest lower tier and a remote pool."""
         self.moves = moves
+
+    def send_prefix(self, target: TransferTarget, tokens: TokenRange) -> None:
+        """Sends cached KV of a request that waits for the rest of its KV."""
+        self.prefixes.append(PrefixSend(target, tokens))
 
     def send_computed(self, target: TransferTarget, tokens: TokenRange) -> None:
         """Opens a transfer of tokens that an earlier step has computed."""
