@@ -68,7 +68,8 @@ up: runtime $(MODEL)/config.json ## start the four services on loopback until Ct
 	@$(BIN)/headrace up
 
 REQUESTS ?= $(if $(RDMA),200,10000)
-.PHONY: test test-fast test-vllm chaos soak churn mutation test-gpu test-rdma test-install lint docs format type
+.PHONY: test test-fast test-vllm test-clients chaos soak churn mutation test-gpu test-rdma test-rdma-vllm test-install lint docs format type
+.PHONY: test test-fast test-vllm chaos soak churn mutation test-gpu test-rdma test-rdma-vllm test-install test-upgrade test-quickstart lint docs format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
 test: VLLM_TESTS := vllm and not long
 test: test-vllm test-fast ## all tests but the long ones with vLLM
@@ -80,6 +81,10 @@ VLLM_TESTS := vllm
 test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(DEEP_MODEL)/config.json $(MANY_HEADS_MODEL)/config.json $(TINY_ADAPTERS)/poet/adapter_config.json $(addsuffix /config.json,$(HYBRID_MODELS)) ## the tests with vLLM, the long ones too
 	@$(PYTEST) -m '$(VLLM_TESTS)' $(ARGS)
 
+test-clients: setup ## chat clients in C++, Go, Java, Node and Rust: as root it installs their Debian packages (CLIENTS="cpp go")
+	@$(BIN)/python scripts/build_clients.py --install $(CLIENTS)
+	@$(PYTEST) tests/clients $(ARGS)
+
 chaos: setup ## 10,000 requests while services with mutual TLS die, freeze and restart (SEED=... replays, REQUESTS=..., ARGS="--credentials tokens"; RDMA=1: 200 over RDMA verbs)
 	@$(BIN)/python $(if $(RDMA),scripts/rdma_vm.py --only chaos,-m tests.chaos) --requests $(REQUESTS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
@@ -89,8 +94,17 @@ test-gpu: setup ## the KV data plane in a CUDA device's memory (GPU_PYTHON: one 
 test-rdma: setup ## the KV data plane on real RDMA verbs, in small virtual machines (ARGS="--only two": two hosts)
 	@$(BIN)/python scripts/rdma_vm.py $(ARGS)
 
+test-rdma-vllm: setup $(TINY_MODEL)/config.json ## vLLM's KV on real RDMA verbs, between two virtual machines (a quarter of an hour)
+	@$(BIN)/python scripts/rdma_vm.py --only vllm
+
 test-install: setup ## the wheel in new environments of Python 3.11 to 3.13 from pip's index (ARGS="--versions lowest python3.12")
 	@PYTHONPATH=scripts $(BIN)/python -m tests.suite.installed $(ARGS)
+
+test-upgrade: setup ## a rolling upgrade from the previous release under load (HEADRACE_PREVIOUS_COMMIT=... names another)
+	@$(PYTEST) tests/suite/test_upgrade.py $(ARGS)
+
+test-quickstart: setup ## the commands of docs/quickstart-gpu.md on two hosts, which are network namespaces
+	@$(BIN)/python -m tests.suite.quickstart_gpu
 
 soak: setup ## half an hour of mixed load: no process may grow (ARGS="--seconds 300")
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
@@ -123,7 +137,7 @@ format: setup ## rewrite the code and the protos in the project's format
 type: setup ## types only
 	$(BIN)/mypy
 
-.PHONY: lock protos-baseline dist images clean
+.PHONY: lock protos-baseline dist release images test-images clean
 lock: setup ## rewrite requirements/ from pyproject.toml and what is installed in .venv
 	@$(BIN)/python scripts/lock_requirements.py
 
@@ -133,9 +147,16 @@ protos-baseline: setup ## take the protos as they are for the released contract 
 dist: setup ## build the wheel and the source archive into dist/, from the files that git tracks
 	@$(BIN)/python scripts/build_dist.py dist
 
-images: runtime $(MODEL)/config.json ## build the container images and ask them a question
+release: lint ## check and build a release into dist/ twice, compare the bytes, and publish nothing
+	@$(BIN)/python scripts/release.py dist
+
+images: runtime $(MODEL)/config.json ## build the container images and ask them a question (docker, podman or buildah)
 	@docker/build.sh
 	@docker/try.sh
+
+test-images: setup ## the images of router, registry, planner and simulated workers: sizes, contents, rights, a chat with mutual TLS
+	@docker/build.sh registry router planner prefill-sim decode-sim
+	@$(BIN)/python -m tests.images $(ARGS)
 
 clean: ## remove everything that set-up and tests wrote, the models too
 	rm -rf .venv .cache libs/headrace models node_modules tests/clients/node/node_modules build dist

@@ -30,10 +30,11 @@ from opentelemetry.context import Context
 
 from bench.proxy.load import request_count
 from bench.proxy.workers import TOKENS, StepWorker, generate, link
-from bench.support.processes import cpu_seconds, free_port, process, until_listening
+from bench.support.processes import cpu_seconds, process, until_listening
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.process.free_port import free_port
 from headrace_common.rpc.channel import open_channel
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.decode_link.answers import LinkedAnswers

@@ -26,12 +26,13 @@ from typing import Any, Final
 import httpx
 import uvloop
 
-from bench.support.processes import cpu_seconds, free_port, until_listening
+from bench.support.processes import cpu_seconds, until_listening
 from bench.support.services import Services, until_joined
 from headrace.gateway.v1 import external_processing_pb2 as ext_pb2
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.access.table import PICKER_METHOD
+from headrace_common.process.free_port import free_port
 from headrace_common.rpc.channel import open_channel
 
 PROMPT_TOKENS: Final = (200, 4_000)

@@ -2,10 +2,12 @@
 
     python -m bench.prefix_fetch [--conversations 6] [--turns 10] [--turn-tokens 128] [--answer-tokens 128]
         [--prefill-tokens-per-s 8000,2000] [--output bench/results]
+    python -m bench.prefix_fetch --vllm models/SmolLM2-135M-Instruct [--turn-tokens 64] ...
 
-Simulated workers with the KV of an 8-billion model (128 KiB a token), real services, and Mooncake over TCP on loopback.
-Two deployments take turns, one conversation at a time. They differ in prefix_fetch_min_tokens only. Prefill computes at
-the given speed, so a time is that of a GPU with this speed and of this machine's loopback.
+Real services, and Mooncake over TCP on loopback. Two deployments take turns, one conversation at a time. They differ in
+prefix_fetch_min_tokens only. Without --vllm, the workers are simulated, with the KV of an 8-billion model (128 KiB a
+token). Prefill computes at the given speed, so a time is that of a GPU with this speed and of this machine's loopback.
+With --vllm, both are vLLM on this machine's processors, with one thread each.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.durations import seconds_from_duration
@@ -32,18 +35,56 @@ WAYS: Final = {"computed": 0, "fetched": 64}
 REMOTE: Final = inference_pb2.PREFILL_PLACEMENT_REMOTE
 _TIMEOUT_S: Final = 120.0
 
+VLLM_BLOCK_TOKENS: Final = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Workers of one kind. `topology`: options of the deployment. `vocabulary`: tokens of the prompts."""
+
+    name: str
+    topology: Mapping[str, Any]
+    settings: tuple[tuple[str, str, str], ...]
+    vocabulary: range
+
+
+def simulated(tokens_per_s: float) -> Case:
+    """Simulated workers, of which prefill computes at this speed."""
+    prefill = f"{MODEL},prefill_s_per_token={1 / tokens_per_s}"
+    settings = (("prefill", "model", prefill), ("decode", "model", MODEL))
+    return Case(f"simulated, {tokens_per_s:g} tokens/s", {}, settings, range(PROMPT_VOCABULARY))
+
+
+def on_vllm(model: str) -> Case:
+    """vLLM on processors."""
+    settings = tuple(
+        (role, name, value)
+        for role in ("prefill", "decode")
+        # In bfloat16, answers depend on how many tokens a step computes.
+        for name, value in (("block_size", str(VLLM_BLOCK_TOKENS)), ("dtype", "float32"))
+    )
+    topology = {"engine": "vllm", "model": model}
+    return Case(f"vLLM, {Path(model).name}", topology, settings, range(1_000, 40_000))
+
+
 Times = Mapping[tuple[str, int], list[float]]
 """Seconds to the first token, by way and number of the turn."""
 
 
 async def converse(
-    it: Suite, way: str, options: argparse.Namespace, seed: int, times: Times, fetches: list[int]
-) -> None:
-    """Runs one conversation."""
+    it: Suite,
+    key: tuple[Case, str],
+    options: argparse.Namespace,
+    seed: int,
+    times: Times,
+    fetches: list[int],
+) -> list[int]:
+    """Runs one conversation. Returns all its tokens."""
+    case, way = key
     generator = random.Random(seed)
     prompt: list[int] = []
     for turn in range(1, options.turns + 1):
-        prompt += [generator.randrange(PROMPT_VOCABULARY) for _ in range(options.turn_tokens)]
+        prompt += generator.choices(case.vocabulary, k=options.turn_tokens)
         outcome = await it.generate(
             prompt, options.answer_tokens, placement=REMOTE, timeout_s=_TIMEOUT_S
         )
@@ -56,9 +97,10 @@ async def converse(
             if span.name == schema.SPAN_PREFIX_FETCH
             and schema.ATTRIBUTE_ERROR_REASON not in span.attributes
         ]
+    return prompt
 
 
-async def measure(options: argparse.Namespace, tokens_per_s: float) -> tuple[Times, list[int]]:
+async def measure(options: argparse.Namespace, case: Case) -> tuple[Times, list[int]]:
     """The times of all conversations, and the tokens of each fetch."""
     times: Times = {(way, turn): [] for way in WAYS for turn in range(1, options.turns + 1)}
     fetches: list[int] = []
@@ -66,39 +108,54 @@ async def measure(options: argparse.Namespace, tokens_per_s: float) -> tuple[Tim
         deployments: dict[str, Suite] = {}
         for way, min_tokens in WAYS.items():
             folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
-            settings = (
-                ("prefill", "model", f"{MODEL},prefill_s_per_token={1 / tokens_per_s}"),
-                ("decode", "model", MODEL),
-                ("prefill", "prefix_fetch_min_tokens", str(min_tokens)),
+            settings = (*case.settings, ("prefill", "prefix_fetch_min_tokens", str(min_tokens)))
+            deployments[way] = await held.enter_async_context(
+                suite(folder, settings=settings, **case.topology)
             )
-            deployments[way] = await held.enter_async_context(suite(folder, settings=settings))
         for number in range(options.conversations):
             # An even number of conversations gives each way the first place as often.
             ways = list(WAYS) if number % 2 else list(WAYS)[::-1]
-            for way in ways:
-                await converse(deployments[way], way, options, number, times, fetches)
+            tokens = [
+                await converse(deployments[way], (case, way), options, number, times, fetches)
+                for way in ways
+            ]
+            assert tokens[0] == tokens[1], "the answers differ"
     return times, fetches
 
 
-def render(found: Mapping[float, tuple[Times, list[int]]], options: argparse.Namespace) -> str:
+def ratio_of_pairs(times: Times) -> float:
+    """Median of fetched / computed, over the turns after the first of all conversations."""
+    ratios = [
+        fetched / computed
+        for way, turn in times
+        if way == "fetched" and turn > 1
+        for fetched, computed in zip(times[way, turn], times["computed", turn], strict=True)
+    ]
+    return statistics.median(ratios)
+
+
+def render(found: Mapping[str, tuple[Times, list[int]]], options: argparse.Namespace) -> str:
     """Markdown: a table of medians by turn."""
-    columns = ["prefill, tokens/s", "turn", "computed, ms", "fetched, ms", "fetched / computed"]
+    columns = ["workers", "turn", "computed, ms", "fetched, ms", "fetched / computed"]
     lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
-    for tokens_per_s, (times, _) in found.items():
+    for name, (times, _) in found.items():
         for turn in range(1, options.turns + 1):
             computed, fetched = (statistics.median(times[way, turn]) for way in WAYS)
             cells = [
-                f"{tokens_per_s:g}",
+                name,
                 str(turn),
                 f"{computed * 1e3:.1f}",
                 f"{fetched * 1e3:.1f}",
             ]
             lines.append("| " + " | ".join([*cells, f"{fetched / computed:.2f}"]) + " |")
     counts = ", ".join(
-        f"{len(fetches)} fetches of {sum(fetches)} tokens at {tokens_per_s:g} tokens/s"
-        for tokens_per_s, (_, fetches) in found.items()
+        f"{name}: {len(fetches)} fetches of {sum(fetches)} tokens; the median of fetched / computed over all turns "
+        f"after the first is {ratio_of_pairs(times):.2f}"
+        for name, (times, fetches) in found.items()
     )
-    return "\n".join([*lines, "", f"Median times to first token. {counts}.", ""])
+    return "\n".join(
+        [*lines, "", f"Median times to first token. The answers were equal. {counts}.", ""]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -108,21 +165,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--turn-tokens", type=int, default=128)
     parser.add_argument("--answer-tokens", type=int, default=128)
     parser.add_argument("--prefill-tokens-per-s", default="8000,2000", help="several speeds")
+    parser.add_argument("--vllm", default="", help="model folder: measure vLLM instead")
     parser.add_argument("--output", type=Path, help="folder for the page")
     options = parser.parse_args(arguments)
     start_s = time.monotonic()
-    speeds = [float(text) for text in options.prefill_tokens_per_s.split(",")]
-    found = {speed: asyncio.run(measure(options, speed)) for speed in speeds}
+    if options.vllm:
+        cases, what = [on_vllm(options.vllm)], f"--vllm {options.vllm}"
+    else:
+        speeds = [float(text) for text in options.prefill_tokens_per_s.split(",")]
+        cases = [simulated(speed) for speed in speeds]
+        what = f"--prefill-tokens-per-s {options.prefill_tokens_per_s}"
+    found = {case.name: asyncio.run(measure(options, case)) for case in cases}
     command = (
         f"python -m bench.prefix_fetch --conversations {options.conversations} --turns {options.turns} --turn-tokens "
-        f"{options.turn_tokens} --answer-tokens {options.answer_tokens} --prefill-tokens-per-s "
-        f"{options.prefill_tokens_per_s}"
+        f"{options.turn_tokens} --answer-tokens {options.answer_tokens} {what}"
     )
-    text = f"# Prefix fetch\n\n`{command}`\n\n{render(found, options)}"
+    title = "Prefix fetch with vLLM" if options.vllm else "Prefix fetch"
+    text = f"# {title}\n\n`{command}`\n\n{render(found, options)}"
     print(text)
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "prefix_fetch.md").write_text(text)
+        page = "prefix_fetch_vllm.md" if options.vllm else "prefix_fetch.md"
+        (options.output / page).write_text(text)
     print(f"took {time.monotonic() - start_s:.0f} s")
 
 

@@ -23,9 +23,10 @@ from typing import Any, Final
 import grpc.aio
 import uvloop
 
-from bench.support.processes import cpu_seconds, free_port, resident_kib
+from bench.support.processes import cpu_seconds, resident_kib
 from bench.support.services import Services
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from headrace_common.process.free_port import free_port
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 

@@ -1,28 +1,48 @@
 #!/usr/bin/env bash
-# Builds the images of every service without a container daemon: docker/build.sh [SERVICE...]
-# Docker works as well: docker compose -f docker/compose.yaml build
+# Builds images: docker/build.sh [IMAGE...], where IMAGE is registry, router, planner, prefill, decode or etcd, or prefill or decode
+# with -sim (the simulated engine) or -cuda.
 #
-# Wheels are fetched by this machine's own pip into .cache/images, so that the builds themselves need no package index.
-# Where the official Python and Debian images cannot be pulled, a stand-in is made from this machine's Debian mirror.
+# docker builds them where its daemon answers, else buildah or podman, which need none. Each step has a limit. Without docker,
+# wheels are fetched by this machine's own pip into .cache/images, so that the builds themselves need no package index.
+# Where the base image cannot be pulled, a stand-in is made from this machine's Debian mirror.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . docker/tools.sh
 
-services=("$@")
-[ ${#services[@]} -gt 0 ] || services=(registry router prefill decode etcd)
-
-require_tools
-ensure_base_images
-for service in "${services[@]}"; do
-  say "building headrace/$service:dev"
-  [ "$service" = etcd ] || fetch_wheels "$service"
-  started=$SECONDS
-  buildah_ bud --isolation chroot --network host --pull-never --layers \
-    --volume "$CACHE/wheels:/wheels:ro" \
-    --build-arg "PIP_ARGS=--no-index --find-links /wheels" \
-    --build-arg "PYTHON_IMAGE=$PYTHON_IMAGE" --build-arg "DEBIAN_IMAGE=$DEBIAN_IMAGE" \
-    --tag "headrace/$service:dev" --file "docker/$service.Dockerfile" . >"$CACHE/build-$service.log" 2>&1 \
-    || fail "headrace/$service:dev failed" "$CACHE/build-$service.log"
-  say "headrace/$service:dev built in $((SECONDS - started)) s"
+images=("$@")
+[ ${#images[@]} -gt 0 ] || images=(registry router planner prefill decode etcd)
+for image in "${images[@]}"; do
+  [ -e "docker/${image%-*}.Dockerfile" ] || { say "there is no image $image: name one of docker/*.Dockerfile"; exit 2; }
 done
-buildah_ images --format '{{.Name}}:{{.Tag}}  {{.Size}}'
+
+choose_engine
+ensure_base_image
+# HEALTHCHECK is in docker's format of images only.
+if [ "$ENGINE" = docker ]; then
+  build=(docker build --network host)
+elif command -v buildah >/dev/null; then
+  build=(buildah "${STORAGE[@]}" bud --isolation chroot --format docker --layers --pull-never --network host)
+else
+  build=(podman "${STORAGE[@]}" build --format docker --layers --pull=never --network host)
+fi
+if [ "$ENGINE" = podman ]; then
+  build+=(--volume "$CACHE/wheels:/wheels:ro" --build-arg "PIP_ARGS=--no-index --find-links /wheels")
+fi
+revision=$(git rev-parse --short=12 HEAD 2>/dev/null || true)
+
+for image in "${images[@]}"; do
+  tag=$(tag_of "$image")
+  requirements=$(requirements_of "$image")
+  say "building $tag with ${build[0]}"
+  arguments=(--build-arg "DEBIAN_IMAGE=$DEBIAN_IMAGE")
+  if [ "$image" != etcd ]; then
+    [ "$ENGINE" = docker ] || fetch_wheels "$requirements"
+    arguments+=(--build-arg "REQUIREMENTS=$requirements" --build-arg "REVISION=$revision")
+  fi
+  started=$SECONDS
+  timeout --kill-after=10 "$BUILD_TIMEOUT_S" "${build[@]}" "${arguments[@]}" \
+    --tag "$tag" --file "docker/${image%-*}.Dockerfile" . </dev/null >"$CACHE/build-$image.log" 2>&1 \
+    || fail "$tag failed, or took more than $BUILD_TIMEOUT_S s" "$CACHE/build-$image.log"
+  say "$tag built in $((SECONDS - started)) s"
+done
+engine "$CALL_TIMEOUT_S" images --format '{{.Repository}}:{{.Tag}}  {{.Size}}' | grep headrace/

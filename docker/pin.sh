@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Pins the base images: writes the digests that their registry gives for their tags now into the Dockerfiles: docker/pin.sh
+# Pins the base image: writes the digest that its registry gives for its tag now into the Dockerfiles: docker/pin.sh
 # Needs skopeo and a registry. Commit what it writes. A later run takes the tag's newer image.
 set -euo pipefail
 cd "$(dirname "$0")"
 TIMEOUT_S=60
 
-for argument in PYTHON_IMAGE DEBIAN_IMAGE; do
+for argument in DEBIAN_IMAGE; do
   image=$(sed -n "s/^ARG $argument=//p" ./*.Dockerfile | sort -u)
   tag=${image%@*}
   digest=$(timeout "$TIMEOUT_S" skopeo inspect --no-tags --format '{{.Digest}}' "docker://$tag")

@@ -1,16 +1,24 @@
-# A prefill worker: vLLM for CPUs, and Mooncake.
+# A prefill worker with Mooncake. The build argument REQUIREMENTS chooses the engine: worker (vLLM for CPUs),
+# worker-cuda (vLLM for CUDA: docs/cuda.md) or sim (the simulated engine).
 # From the repository's root: docker build -f docker/prefill.Dockerfile .
-# For CUDA, add --build-arg REQUIREMENTS=worker-cuda (docs/cuda.md).
-ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
+ARG DEBIAN_IMAGE=docker.io/library/debian:bookworm-slim
 
-FROM ${PYTHON_IMAGE} AS build
+FROM ${DEBIAN_IMAGE} AS base
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates python3 \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log
+
+FROM base AS build
 ARG PIP_ARGS=""
 ARG REQUIREMENTS=worker
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends binutils python3-venv \
+    && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-RUN python -m venv /opt/tools && python -m venv /opt/headrace
+RUN python3 -m venv /opt/tools && python3 -m venv --without-pip /opt/headrace
 COPY requirements/build.txt requirements/${REQUIREMENTS}.txt requirements/
 RUN /opt/tools/bin/pip install --no-cache-dir --no-deps --require-hashes ${PIP_ARGS} -r requirements/build.txt
-RUN /opt/headrace/bin/pip install --no-cache-dir --no-deps --require-hashes ${PIP_ARGS} \
+RUN /opt/tools/bin/pip --python /opt/headrace/bin/python install --no-cache-dir --no-deps --require-hashes ${PIP_ARGS} \
       -r requirements/${REQUIREMENTS}.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY scripts/compile_protos.py scripts/hatch_build.py scripts/
@@ -18,15 +26,37 @@ COPY protos/ protos/
 COPY libs/ libs/
 COPY services/ services/
 RUN /opt/tools/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist . \
-    && /opt/headrace/bin/pip install --no-cache-dir --no-deps --no-index /dist/*.whl
+    && /opt/tools/bin/pip --python /opt/headrace/bin/python install --no-cache-dir --no-compile --no-deps --no-index \
+      /dist/*.whl
+COPY scripts/shrink_environment.py scripts/image_sbom.py scripts/
+RUN /opt/headrace/bin/headrace-prefill --help >/dev/null && /opt/headrace/bin/headrace-probe --help >/dev/null \
+    && install -D scripts/image_sbom.py /opt/headrace/share/image_sbom.py
 
-FROM ${PYTHON_IMAGE}
-RUN apt-get update \
-    && apt-get install -y --no-install-recommends libibverbs1 libcurl4 libnuma1 libstdc++6 gcc g++ \
-    && rm -rf /var/lib/apt/lists/*
+FROM base
+ARG REQUIREMENTS=worker
+# What Mooncake links to. vLLM compiles kernels when it starts, so its variants have a compiler, and `sim` has none.
+RUN case "${REQUIREMENTS}" in sim) compiler="" ;; *) compiler="gcc g++ libpython3-dev" ;; esac \
+    && apt-get update \
+    && apt-get install -y --no-install-recommends libibverbs1 libcurl4 libnuma1 libstdc++6 ${compiler} \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log
 COPY --from=build /opt/headrace /opt/headrace
 # A new volume takes the owner of the folder that it covers.
-RUN install -d -o 10001 -g 10001 /credentials
+RUN install -d -o 10001 -g 10001 /credentials \
+    && /opt/headrace/bin/python /opt/headrace/share/image_sbom.py headrace-prefill >/opt/headrace/share/sbom.cdx.json
+ARG REVISION=""
+LABEL org.opencontainers.image.title="headrace-prefill" \
+      org.opencontainers.image.description="Headrace: a worker that computes prompts" \
+      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
 USER 10001:10001
-ENV PYTHONUNBUFFERED=1 HOME=/tmp
+ENV PATH=/opt/headrace/bin:/usr/bin:/bin \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/tmp \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    HEADRACE_PREFILL_HEALTH_LISTEN=127.0.0.1:7059
+EXPOSE 7052 7059
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=15s --timeout=5s --start-period=600s --retries=3 CMD ["/opt/headrace/bin/headrace-probe"]
 ENTRYPOINT ["/opt/headrace/bin/headrace-prefill"]

@@ -1,26 +1,60 @@
 # The router: no torch, vllm or mooncake inside.
 # From the repository's root: docker build -f docker/router.Dockerfile .
-ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
+ARG DEBIAN_IMAGE=docker.io/library/debian:bookworm-slim
 
-FROM ${PYTHON_IMAGE} AS build
+FROM ${DEBIAN_IMAGE} AS base
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends ca-certificates python3 \
+    && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log
+
+FROM base AS build
 ARG PIP_ARGS=""
+ARG REQUIREMENTS=router
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends binutils python3-venv \
+    && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-RUN python -m venv /opt/tools && python -m venv /opt/headrace
-COPY requirements/build.txt requirements/router.txt requirements/
+RUN python3 -m venv /opt/tools && python3 -m venv --without-pip /opt/headrace
+COPY requirements/build.txt requirements/${REQUIREMENTS}.txt requirements/
 RUN /opt/tools/bin/pip install --no-cache-dir --no-deps --require-hashes ${PIP_ARGS} -r requirements/build.txt
-RUN /opt/headrace/bin/pip install --no-cache-dir --no-deps --require-hashes ${PIP_ARGS} -r requirements/router.txt
+# A package without a wheel is built with the setuptools of build.txt: pip's isolated builds fetch one without a hash.
+RUN /opt/tools/bin/pip wheel --no-cache-dir --no-deps --require-hashes --no-build-isolation ${PIP_ARGS} \
+      --wheel-dir /wheelhouse -r requirements/${REQUIREMENTS}.txt \
+    && /opt/tools/bin/pip --python /opt/headrace/bin/python install --no-cache-dir --no-compile --no-deps --no-index \
+      /wheelhouse/*.whl
 COPY pyproject.toml README.md LICENSE ./
 COPY scripts/compile_protos.py scripts/hatch_build.py scripts/
 COPY protos/ protos/
 COPY libs/ libs/
 COPY services/ services/
 RUN /opt/tools/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist . \
-    && /opt/headrace/bin/pip install --no-cache-dir --no-deps --no-index /dist/*.whl
+    && /opt/tools/bin/pip --python /opt/headrace/bin/python install --no-cache-dir --no-compile --no-deps --no-index \
+      /dist/*.whl
+COPY scripts/shrink_environment.py scripts/image_sbom.py scripts/
+# The programs start once, which compiles the modules that they import.
+RUN /opt/tools/bin/python scripts/shrink_environment.py /opt/headrace \
+    && for program in headrace-router headrace-probe headrace; do \
+         /opt/headrace/bin/$program --help >/dev/null || exit 1; done \
+    && install -D scripts/image_sbom.py /opt/headrace/share/image_sbom.py
 
-FROM ${PYTHON_IMAGE}
+FROM base
 COPY --from=build /opt/headrace /opt/headrace
 # A new volume takes the owner of the folder that it covers.
-RUN install -d -o 10001 -g 10001 /credentials
+RUN install -d -o 10001 -g 10001 /credentials \
+    && /opt/headrace/bin/python /opt/headrace/share/image_sbom.py headrace-router >/opt/headrace/share/sbom.cdx.json
+ARG REVISION=""
+LABEL org.opencontainers.image.title="headrace-router" \
+      org.opencontainers.image.description="Headrace: takes requests and places them" \
+      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.licenses="Apache-2.0"
 USER 10001:10001
-ENV PYTHONUNBUFFERED=1
+ENV PATH=/opt/headrace/bin:/usr/bin:/bin \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/tmp \
+    HEADRACE_ROUTER_HEALTH_LISTEN=127.0.0.1:7059
+EXPOSE 7050 7054 7056 7057 7059
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=15s --timeout=5s --start-period=60s --retries=3 CMD ["/opt/headrace/bin/headrace-probe"]
 ENTRYPOINT ["/opt/headrace/bin/headrace-router"]

@@ -1,33 +1,19 @@
-# Shared by build.sh and try.sh: where images live, and how buildah and podman are called without a daemon.
+# Shared by build.sh, try.sh and tests/images: which container engine is used, where images live, and how long each step may take.
 CACHE="$PWD/.cache/images"
-# The base images stand in the Dockerfiles, where docker/pin.sh pins them by digest.
-PYTHON_IMAGE=${PYTHON_IMAGE:-$(sed -n 's/^ARG PYTHON_IMAGE=//p' docker/router.Dockerfile)}
-DEBIAN_IMAGE=${DEBIAN_IMAGE:-$(sed -n 's/^ARG DEBIAN_IMAGE=//p' docker/etcd.Dockerfile)}
+# The base image stands in the Dockerfiles, where docker/pin.sh pins it by digest.
+DEBIAN_IMAGE=${DEBIAN_IMAGE:-$(sed -n 's/^ARG DEBIAN_IMAGE=//p' docker/router.Dockerfile)}
 STAND_IN_IMAGE=localhost/headrace/bookworm
 # netavark, podman's network, calls iptables.
 PACKAGES="buildah podman runc mmdebstrap netavark aardvark-dns catatonit uidmap iptables"
-# Limits of single steps. The longest are for slow networks and machines.
-PULL_TIMEOUT_S=60
+# Limits of single steps in seconds, of which the environment may change some. The longest are for slow networks and machines.
+ASK_TIMEOUT_S=${ASK_TIMEOUT_S:-10}
+CALL_TIMEOUT_S=${CALL_TIMEOUT_S:-60}
 INSTALL_TIMEOUT_S=900
 FETCH_TIMEOUT_S=1800
-BUILD_TIMEOUT_S=1800
+BUILD_TIMEOUT_S=${BUILD_TIMEOUT_S:-1800}
 mkdir -p "$CACHE/wheels" "$CACHE/run"
 
 say() { printf '%s\n' "$*" >&2; }
-
-# A container engine of our own: nothing of it outside .cache, and no cgroup or ulimit that an unprivileged root lacks.
-cat >"$CACHE/containers.conf" <<CONF
-[containers]
-default_ulimits = ["nofile=8192:8192", "nproc=8192:8192"]
-[engine]
-runtime = "runc"
-cgroup_manager = "cgroupfs"
-events_logger = "file"
-CONF
-export CONTAINERS_CONF="$CACHE/containers.conf"
-STORAGE=(--root "$CACHE/storage" --runroot "$CACHE/run" --storage-driver overlay)
-buildah_() { timeout "$BUILD_TIMEOUT_S" buildah "${STORAGE[@]}" "$@"; }
-podman_() { timeout "$PULL_TIMEOUT_S" podman "${STORAGE[@]}" "$@"; }
 
 # Prints the end of the step's log and exits.
 fail() {
@@ -36,59 +22,125 @@ fail() {
   exit 1
 }
 
-require_tools() {
+# An engine without a daemon gets a folder of its own, so nothing of it is outside .cache. It sets no cgroup or ulimit that an
+# unprivileged root lacks.
+STORAGE=(--root "$CACHE/storage" --runroot "$CACHE/run" --storage-driver overlay)
+configure_podman() {
+  cat >"$CACHE/containers.conf" <<CONF
+[containers]
+default_ulimits = ["nofile=8192:8192", "nproc=8192:8192"]
+[engine]
+runtime = "runc"
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+CONF
+  export CONTAINERS_CONF="$CACHE/containers.conf"
+}
+
+# Sets ENGINE to docker, where its daemon answers, else to podman. HEADRACE_CONTAINER_ENGINE overrides the choice. $CACHE/engine
+# calls it, for compose and tests.
+choose_engine() {
+  local call="docker" timers=""
+  ENGINE=${HEADRACE_CONTAINER_ENGINE:-}
+  if [ -z "$ENGINE" ]; then
+    ENGINE=podman
+    if command -v docker >/dev/null && timeout "$ASK_TIMEOUT_S" docker info >/dev/null 2>&1; then ENGINE=docker; fi
+  fi
+  case $ENGINE in
+    docker) ;;
+    podman)
+      require_podman
+      configure_podman
+      # podman runs health checks by timers of systemd, and starts no container if it cannot make one.
+      [ -d /run/systemd/system ] || timers="DISABLE_HC_SYSTEMD=true"
+      call="env PATH=${PATH@Q} CONTAINERS_CONF=${CONTAINERS_CONF@Q} $timers podman ${STORAGE[*]@Q}"
+      ;;
+    *) say "HEADRACE_CONTAINER_ENGINE is $ENGINE: set it to docker or podman, or leave it empty"; exit 2 ;;
+  esac
+  printf '#!/bin/sh\nexec %s "$@"\n' "$call" >"$CACHE/engine.$$"
+  chmod +x "$CACHE/engine.$$"
+  mv "$CACHE/engine.$$" "$CACHE/engine"
+}
+
+# Calls the engine with a limit of $1 seconds.
+engine() { timeout --kill-after=10 "$1" "$CACHE/engine" "${@:2}"; }
+
+require_podman() {
   export PATH=$PATH:/usr/sbin:/sbin
-  command -v buildah >/dev/null && command -v podman >/dev/null && command -v mmdebstrap >/dev/null \
-    && command -v iptables >/dev/null && return
-  if [ "$(id -u)" = 0 ]; then
-    say "installing $PACKAGES"
+  local program missing=""
+  for program in podman mmdebstrap iptables runc; do
+    command -v "$program" >/dev/null || missing+=" $program"
+  done
+  [ -n "$missing" ] || return 0
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "not installed:$missing. Installing $PACKAGES"
     # shellcheck disable=SC2086
     timeout "$INSTALL_TIMEOUT_S" sh -c "apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
       apt-get install -y -qq --no-install-recommends $PACKAGES" </dev/null >"$CACHE/apt.log" 2>&1 \
       || fail "apt-get failed" "$CACHE/apt.log"
   else
-    say "containers need some Debian packages; run: sudo apt-get install -y --no-install-recommends $PACKAGES"
+    say "not installed:$missing. Run: sudo apt-get install -y --no-install-recommends $PACKAGES"
     exit 2
   fi
 }
 
-ensure_base_images() {
-  local image
-  if podman_ pull --quiet "$PYTHON_IMAGE" >/dev/null 2>&1 && podman_ pull --quiet "$DEBIAN_IMAGE" >/dev/null 2>&1; then
-    for image in "$PYTHON_IMAGE" "$DEBIAN_IMAGE"; do
-      [[ $image == *@sha256:* ]] || say "$image is not pinned: docker/pin.sh writes its digest into the Dockerfiles"
-    done
+# Pulls the base image, or makes a stand-in with the packages of this machine's Debian mirror and without their documents,
+# as debian:bookworm-slim is made.
+ensure_base_image() {
+  if engine "$CALL_TIMEOUT_S" pull --quiet "$DEBIAN_IMAGE" >/dev/null 2>&1; then
+    [[ $DEBIAN_IMAGE == *@sha256:* ]] || say "$DEBIAN_IMAGE is not pinned: docker/pin.sh writes its digest into the Dockerfiles"
     return
   fi
-  say "the base images cannot be pulled: using a stand-in from this machine's Debian mirror"
-  PYTHON_IMAGE=$STAND_IN_IMAGE DEBIAN_IMAGE=$STAND_IN_IMAGE
-  buildah_ inspect --type image "$STAND_IN_IMAGE" >/dev/null 2>&1 && return
+  say "$DEBIAN_IMAGE cannot be pulled: using a stand-in from this machine's Debian mirror"
+  DEBIAN_IMAGE=$STAND_IN_IMAGE
+  engine "$CALL_TIMEOUT_S" image inspect "$STAND_IN_IMAGE" >/dev/null 2>&1 && return
+  command -v mmdebstrap >/dev/null || { say "mmdebstrap is not installed: apt-get install mmdebstrap"; exit 2; }
   if [ ! -s "$CACHE/rootfs.tar" ]; then
     local sources=/etc/apt/sources.list.d/debian.sources
     [ -e "$sources" ] || sources=/etc/apt/sources.list
-    timeout "$INSTALL_TIMEOUT_S" mmdebstrap --quiet --variant=minbase --include=python3,python3-venv,python3-pip,ca-certificates \
-      bookworm "$CACHE/rootfs.part.tar" "$sources" >"$CACHE/rootfs.log" 2>&1 || fail "mmdebstrap failed" "$CACHE/rootfs.log"
+    # usrmerge would bring all of Perl. Debian's own images have usr-is-merged instead.
+    timeout "$INSTALL_TIMEOUT_S" mmdebstrap --quiet --variant=minbase --include=ca-certificates \
+      --hook-dir=/usr/share/mmdebstrap/hooks/merged-usr \
+      --setup-hook='mkdir -p "$1/etc/apt/preferences.d"' \
+      --setup-hook='printf "Package: usrmerge\nPin: release *\nPin-Priority: -1\n" >"$1/etc/apt/preferences.d/usrmerge"' \
+      --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
+      --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/info/*' \
+      --dpkgopt='path-exclude=/usr/share/locale/*' \
+      bookworm "$CACHE/rootfs.part.tar" "$sources" </dev/null >"$CACHE/rootfs.log" 2>&1 \
+      || fail "mmdebstrap failed" "$CACHE/rootfs.log"
     mv "$CACHE/rootfs.part.tar" "$CACHE/rootfs.tar"
   fi
-  local container
-  container=$(buildah_ from scratch)
-  buildah_ add --quiet "$container" "$CACHE/rootfs.tar" / >/dev/null
-  buildah_ run --isolation chroot "$container" -- sh -c \
-    'ln -sf /usr/bin/python3 /usr/local/bin/python; rm -f /usr/lib/python3*/EXTERNALLY-MANAGED'
-  buildah_ commit --quiet "$container" "$STAND_IN_IMAGE" >/dev/null
-  buildah_ rm "$container" >/dev/null
+  engine "$BUILD_TIMEOUT_S" import "$CACHE/rootfs.tar" "$STAND_IN_IMAGE" >"$CACHE/import.log" 2>&1 \
+    || fail "the stand-in cannot be imported" "$CACHE/import.log"
 }
 
-# The files that a service's image installs, as this machine's pip finds them. pip accepts only the files whose hashes are
-# in requirements/, here and in the build. Source is not built here, so setuptools of .venv only reads its metadata.
+# The lock file that an image installs. $1: a service, or prefill or decode with -sim or -cuda.
+requirements_of() {
+  case $1 in
+    *-sim) echo sim ;;
+    *-cuda) echo worker-cuda ;;
+    prefill | decode) echo worker ;;
+    *) echo "$1" ;;
+  esac
+}
+
+# The name of an image: headrace/SERVICE:dev, or :sim and :cuda for these workers.
+tag_of() {
+  case $1 in
+    *-sim | *-cuda) echo "headrace/${1%-*}:${1##*-}" ;;
+    *) echo "headrace/$1:dev" ;;
+  esac
+}
+
+# The files that an image installs, as this machine's pip finds them. pip accepts only the files whose hashes are in
+# requirements/, here and in the build. Source is not built here, so setuptools of .venv only reads its metadata.
 fetch_wheels() {
-  local requirements="requirements/worker.txt"
-  [ -e "requirements/$1.txt" ] && requirements="requirements/$1.txt"
-  local stamp="$CACHE/wheels/.$(basename "$requirements").$(cat "$requirements" requirements/build.txt | sha256sum | cut -c1-16)"
+  local requirements="requirements/$1.txt"
+  local stamp="$CACHE/wheels/.$1.$(cat "$requirements" requirements/build.txt | sha256sum | cut -c1-16)"
   [ -e "$stamp" ] && return
   say "fetching the wheels of $requirements"
   timeout "$FETCH_TIMEOUT_S" "${PYTHON:-.venv/bin/python}" -m pip download --quiet --no-deps --require-hashes --no-build-isolation \
-    --dest "$CACHE/wheels" -r "$requirements" -r requirements/build.txt >"$CACHE/wheels.log" 2>&1 \
+    --dest "$CACHE/wheels" -r "$requirements" -r requirements/build.txt </dev/null >"$CACHE/wheels.log" 2>&1 \
     || fail "pip could not fetch the wheels" "$CACHE/wheels.log"
   touch "$stamp"
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs compose.yaml with podman, asks the router one question, and checks that every container is confined: docker/try.sh
+# Runs compose.yaml with docker or podman, asks the router one question, and checks that every container is confined: docker/try.sh
 #   HEADRACE_ENGINE=sim HEADRACE_MODEL=sim docker/try.sh     without a real model
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -8,39 +8,39 @@ cd "$(dirname "$0")/.."
 export HEADRACE_MODELS=${HEADRACE_MODELS:-$PWD/models}
 export HEADRACE_MODEL=${HEADRACE_MODEL:-/models/SmolLM2-135M-Instruct}
 UP_TIMEOUT_S=180
-CALL_TIMEOUT_S=60
 READY_TIMEOUT_S=300
 DOWN_TIMEOUT_S=90
 SERVICES=(registry router prefill decode etcd)
 
-require_tools
-cat >"$CACHE/podman" <<WRAPPER
-#!/bin/sh
-exec podman ${STORAGE[@]@Q} "\$@"
-WRAPPER
-chmod +x "$CACHE/podman"
+choose_engine
+if [ "$ENGINE" = docker ]; then
+  composer=(docker compose) separator=-
+else
+  composer=("$CACHE/venv/bin/podman-compose" --podman-path "$CACHE/engine") separator=_
+fi
 stamp=$CACHE/venv/.$(sha256sum requirements/compose.txt | cut -c1-16)
-if [ ! -e "$stamp" ]; then
-  python3 -m venv "$CACHE/venv"
+if [ "$ENGINE" = podman ] && [ ! -e "$stamp" ]; then
+  mkdir -p "$CACHE/venv"
+  timeout "$INSTALL_TIMEOUT_S" python3 -m venv "$CACHE/venv"
   timeout "$INSTALL_TIMEOUT_S" "$CACHE/venv/bin/pip" install --quiet --no-deps --require-hashes \
     -r requirements/compose.txt >"$CACHE/venv.log" 2>&1 || fail "pip could not install podman-compose" "$CACHE/venv.log"
   touch "$stamp"
 fi
 # The first argument is the limit in seconds.
 compose() {
-  timeout "$1" "$CACHE/venv/bin/podman-compose" --podman-path "$CACHE/podman" -f docker/compose.yaml "${@:2}" </dev/null
+  timeout --kill-after=10 "$1" "${composer[@]}" -f docker/compose.yaml "${@:2}" </dev/null
 }
 # The `headrace` command inside the deployment, with the operator's token.
 operator() { compose "$CALL_TIMEOUT_S" --profile operator run --rm -T operator "$@"; }
-inside() { podman_ exec "headrace_${1}_1" "${@:2}"; }
+inside() { engine "$CALL_TIMEOUT_S" exec "headrace${separator}${1}${separator}1" "${@:2}"; }
 
 finish() {
   status=$?
   [ $status = 0 ] || for name in credentials "${SERVICES[@]}"; do
     say "--- $name"
-    podman_ logs --tail 15 "headrace_${name}_1" >&2 || true
+    engine "$CALL_TIMEOUT_S" logs --tail 15 "headrace${separator}${name}${separator}1" >&2 || true
   done
-  compose "$DOWN_TIMEOUT_S" down --volumes --timeout 10 >"$CACHE/down.log" 2>&1 || say "compose down failed: see $CACHE/down.log"
+  compose "$DOWN_TIMEOUT_S" down --volumes --timeout 30 >"$CACHE/down.log" 2>&1 || say "compose down failed: see $CACHE/down.log"
   exit $status
 }
 trap finish EXIT

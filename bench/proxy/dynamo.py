@@ -31,13 +31,14 @@ import uvloop
 
 from bench.proxy.load import PROMPT, Ask, connected, grpc_chats, post, run_streams
 from bench.proxy.workers import TOKENS
-from bench.support.processes import cpu_seconds, free_port, until_listening
+from bench.support.processes import cpu_seconds, until_listening
 from bench.support.services import Services, until_joined
+from headrace_common.process.free_port import free_port
 
 DYNAMO: Final = "Dynamo's frontend"
 OPENAI: Final = "Headrace, OpenAI HTTP"
 GRPC: Final = "Headrace, gRPC"
-_MODEL: Final = "models/SmolLM2-135M-Instruct"
+MODEL_FOLDER: Final = "models/SmolLM2-135M-Instruct"
 _WORDS: Final = PROMPT.split()[:10]
 _READY_S: Final = 60.0
 
@@ -94,8 +95,8 @@ class Cell:
     per_s: list[float] = field(default_factory=list)
 
 
-async def _until_answering(side: Side) -> None:
-    """Workers register after their processes have started."""
+async def until_answering(side: Side) -> None:
+    """Waits for an answer. Workers register after their processes have started."""
     async with asyncio.timeout(_READY_S):
         while True:
             try:
@@ -106,9 +107,8 @@ async def _until_answering(side: Side) -> None:
                 await asyncio.sleep(0.2)
 
 
-@asynccontextmanager
-async def dynamo(folder: Path, python: str, gap_ms: int) -> AsyncIterator[list[Side]]:
-    """Dynamo's frontend with its KV router and three mocker workers, without etcd and NATS."""
+def write_step_times(folder: Path, gap_ms: int) -> Path:
+    """A profile for mockers, with constant step times."""
     times = folder / "step_times.npz"
     np.savez(
         times,
@@ -118,35 +118,42 @@ async def dynamo(folder: Path, python: str, gap_ms: int) -> AsyncIterator[list[S
         decode_context_length=np.array([1.0, 1e5]),
         decode_itl=np.full((2, 2), float(gap_ms) or 0.01),
     )
-    port, store = free_port(), folder / "store"
+    return times
+
+
+def dynamo_commands(
+    folder: Path, python: str, times: Path, port: int
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The frontend's command, without etcd and NATS, and that of mockers, which lacks the role."""
+    store = folder / "store"
     store.mkdir()
     planes = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
     prefix = ("env", f"DYN_FILE_KV={store}", "HF_HUB_OFFLINE=1", "DYN_LOG=warn", python, "-m")
+    http = ("--http-host", "127.0.0.1", "--http-port", str(port))
+    frontend = (*prefix, "dynamo.frontend", *http, "--router-mode", "kv", *planes)
     mocker = (
-        *(
-            *prefix,
-            "dynamo.mocker",
-            "--model-path",
-            Path.cwd() / _MODEL,
-            "--model-name",
-            "sim",
-        ),
-        *(*planes, "--block-size", 32, "--planner-profile-data", times),
+        *(*prefix, "dynamo.mocker", "--model-path", Path.cwd() / MODEL_FOLDER),
+        *("--model-name", "sim", *planes, "--block-size", 32, "--planner-profile-data", times),
         *("--kv-transfer-bandwidth", 0, "--max-num-seqs", 512),
         *("--num-gpu-blocks-override", 16_384, "--disaggregation-mode"),
     )
+    return frontend, tuple(map(str, mocker))
+
+
+@asynccontextmanager
+async def dynamo(folder: Path, python: str, gap_ms: int) -> AsyncIterator[list[Side]]:
+    """Dynamo's frontend with its KV router and three mocker workers, without etcd and NATS."""
+    port = free_port()
+    frontend_command, mocker = dynamo_commands(
+        folder, python, write_step_times(folder, gap_ms), port
+    )
     async with AsyncExitStack() as stack:
         services = Services(stack, folder)
-        http = ("--http-host", "127.0.0.1", "--http-port", str(port))
-        frontend = await services.run(
-            *(*prefix, "dynamo.frontend", *http, "--router-mode", "kv", *planes),
-            name="frontend",
-            port=port,
-        )
+        frontend = await services.run(*frontend_command, name="frontend", port=port)
         workers = [
-            await services.run(*map(str, (*mocker, *role)), name=f"mocker{number}")
+            await services.run(*mocker, *role, name=f"mocker{number}")
             for number, role in enumerate(
-                (("prefill", "--bootstrap-ports", free_port()), ("decode",), ("decode",))
+                (("prefill", "--bootstrap-ports", str(free_port())), ("decode",), ("decode",))
             )
         ]
         pids = tuple(worker.pid for worker in workers)
@@ -154,7 +161,7 @@ async def dynamo(folder: Path, python: str, gap_ms: int) -> AsyncIterator[list[S
             *(DYNAMO, lambda n, chats: connected(port, n, lambda: chats.next_post("sim"))),
             *(frontend.pid, pids),
         )
-        await _until_answering(side)
+        await until_answering(side)
         yield [side]
 
 
@@ -172,7 +179,11 @@ async def headrace(folder: Path, sim: str, gap_ms: int) -> AsyncIterator[list[Si
         services = Services(stack, folder, log_level="warning")
         _, here = await services.start_registry()
         ours, endpoint = await services.start_router(
-            *(f"--http-listen=127.0.0.1:{door}", f"--registry={here}", f"--model=sim={_MODEL}"),
+            *(
+                f"--http-listen=127.0.0.1:{door}",
+                f"--registry={here}",
+                f"--model=sim={MODEL_FOLDER}",
+            ),
             # All streams come from one host.
             *("--host-block-s=0", "--max-new-connections-per-s=10000"),
         )
@@ -197,7 +208,7 @@ async def headrace(folder: Path, sim: str, gap_ms: int) -> AsyncIterator[list[Si
             ),
         ]
         for side in sides:
-            await _until_answering(side)
+            await until_answering(side)
         yield sides
 
 

@@ -7,9 +7,10 @@ import sys
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
-from bench.support.processes import free_port, process, until_listening
+from bench.support.processes import process, until_listening
 from headrace_cli.client import list_members
 from headrace_common.errors import WorkerGone
+from headrace_common.process.free_port import free_port
 
 
 class Services:

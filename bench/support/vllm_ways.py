@@ -16,7 +16,6 @@ from typing import Any, Final
 import psutil
 from rich.console import Console
 
-from bench.support.processes import free_port
 from bench.support.vllm_child import TIMES_VARIABLE, Child, Piece, engine
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_cli.client import (
@@ -28,6 +27,7 @@ from headrace_cli.client import (
 )
 from headrace_cli.up.deployment import Deployment, Signals, deployed
 from headrace_cli.up.topology import Topology
+from headrace_common.process.free_port import free_port
 
 DECODE: Final = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
 PREFILL: Final = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL

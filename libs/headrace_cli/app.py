@@ -17,12 +17,12 @@ from headrace_cli.commands import (
     policy,
     route,
     status,
-    token,
     trace,
     up,
     workers,
 )
 from headrace_cli.commands.context import complete_contexts
+from headrace_cli.credentials import certs, token
 from headrace_cli.planner import command as planner_command
 from headrace_cli.profile import command as profile_command
 from headrace_cli.simulate import command as simulate_command
@@ -40,7 +40,7 @@ app = typer.Typer(
 # The help lists them in this order.
 COMMANDS = (
     *(up, demo, chat, bench, route, workers, drain, trace, status),
-    *(pair, policy, context, token, doctor, size_command, planner_command),
+    *(pair, policy, context, token, certs, doctor, size_command, planner_command),
     *(profile_command, simulate_command),
 )
 for command in COMMANDS:

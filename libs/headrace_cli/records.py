@@ -28,6 +28,7 @@ class MemberRecord:
     client_endpoint: str | None
     model: str | None
     transport: str | None
+    version: str | None
     tensor_parallel_size: int | None
     pipeline_stages: int | None
     max_model_len: int | None
@@ -42,6 +43,9 @@ class MemberRecord:
     active_transfers: int | None
     prefix_key: str | None
     prefix_block_tokens: int | None
+    zone: str | None
+    rack: str | None
+    host: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +194,10 @@ class PolicyRecord(Record):
     max_queue_wait_s: float | None
     tenant_weights: Mapping[str, float]
     first_token: str | None
+    ttft_target_s: float | None
+    pair_level: str | None
+    pair_rule: str | None
+    far_weight: float | None
 
 
 @dataclass(frozen=True, slots=True)

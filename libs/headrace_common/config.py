@@ -161,6 +161,12 @@ class ServiceConfig(BaseModel):
         description="File of keys that permit reading /metrics of metrics_listen and of http_listen, and nothing else: "
         "one line KEY NAME for each; read again when it changes. Empty: /metrics is closed.",
     )
+    health_listen: OptionalHostPort = Field(
+        default="",
+        description="host:port that answers gRPC health checks of every caller in plaintext, and nothing else, for "
+        'probes without a credential. The name "" reports whether the service takes work, "live" whether it runs; '
+        "port 0 takes any free port. Empty: none.",
+    )
     drain_grace_s: NonNegativeSeconds = Field(
         default=20.0, description="Seconds that requests in flight may take after SIGTERM."
     )

@@ -13,6 +13,7 @@ HeadraceError
 ├── ProtocolViolation   | FAILED_PRECONDITION | a peer sent a message out of order
 ├── DecodeFull          | RESOURCE_EXHAUSTED  | no room on the decode worker; retry later
 ├── QueueFull           | RESOURCE_EXHAUSTED  | a bounded queue is full; retry later
+├── FirstTokenLate      | RESOURCE_EXHAUSTED  | the first token is predicted to come too late; retry later
 ├── NoDecodeWorker      | UNAVAILABLE         | no live decode worker serves the model
 ├── WorkerGone          | UNAVAILABLE         | a worker failed or cannot be reached
 ├── Draining            | UNAVAILABLE         | the process is shutting down
@@ -169,6 +170,13 @@ class QueueFull(HeadraceError):
     reason = "QUEUE_FULL"
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
     retry_after_s = 0.5
+
+
+class FirstTokenLate(HeadraceError):
+    """The first token is predicted to come after the request's deadline or target. No work was done for it."""
+
+    reason = "FIRST_TOKEN_LATE"
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
 class NoDecodeWorker(HeadraceError):

@@ -29,6 +29,8 @@ TICKET_LIFETIME_MAX_S: Final = 60.0
 """Longest time for which a router may make a direct ticket valid."""
 TICKET_KEY_KEPT_S: Final = TICKET_LIFETIME_MAX_S + 30.0
 """How long a decode worker accepts tickets of a router after the end of its status stream."""
+VERSION_CHARACTERS_MAX: Final = 63
+"""Longest version of a member's software."""
 NAME_CHARACTERS_MAX: Final = 255
 TRANSPORT_CHARACTERS_MAX: Final = 63
 """Longest name of a model, cache group, data type or block format in a member's record."""
@@ -88,9 +90,12 @@ LEASE_TTL_MAX_S: Final = 300
 
 POLICY_RETRY_BUDGET_MAX: Final = 10
 POLICY_OVERLAP_WEIGHT_MAX: Final = 1_000
+POLICY_FAR_WEIGHT_MAX: Final = 1_000
 POLICY_TEMPERATURE_MAX: Final = 10
 POLICY_QUEUE_WAIT_MAX_S: Final = 3_600
 POLICY_TENANTS_MAX: Final = 1_000
+TTFT_TARGET_MAX_S: Final = 3_600
+"""Longest target for the time to first token, of a request or of the policy."""
 POLICY_TENANT_WEIGHT_MAX: Final = 1_000
 
 

@@ -26,3 +26,5 @@ ROUTER_STATUS: Final = 7057
 """`status_listen` of routers: the status page, for operators."""
 PLANNER: Final = 7058
 """`internal_listen` of planners."""
+HEALTH: Final = 7059
+"""`health_listen` of the services in our container images."""

@@ -65,6 +65,11 @@ class PrefixSource(Protocol):
         """One past the last token with KV there."""
         ...
 
+    @property
+    def least_tokens(self) -> int:
+        """The fewest tokens that `start` may agree to."""
+        ...
+
     def start(self, reservation: Reservation) -> bool:
         """Whether the KV is fetched into the reserved blocks, which hold the tokens that this engine lacks.
 

@@ -1,61 +1,25 @@
-"""Clients without our code: Node from the .proto files, buf curl from reflection alone."""
+"""Clients without our code: OpenAI's own for Node, buf curl from reflection alone."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.clients.commands import run
 from tests.ports import free_port
 from tests.suite.deployment import suite
 
 ROOT = Path(__file__).resolve().parents[2]
 NODE_CLIENT = ROOT / "tests/clients/node"
 BUF = ROOT / "node_modules/.bin/buf"
-TIMEOUT_S = 45.0
 
 
 @pytest.fixture(autouse=True)
 def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-
-
-async def run(*command: str) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of a command."""
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            out, err = await process.communicate()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
-
-
-@pytest.mark.node
-@pytest.mark.skipif(
-    not (NODE_CLIENT / "node_modules").is_dir() or shutil.which("node") is None,
-    reason="the Node client is not installed: make setup",
-)
-async def test_a_node_client_chats(tmp_path: Path) -> None:
-    async with suite(tmp_path) as it:
-        endpoint = it.deployment.router
-        status, out, err = await run("node", str(NODE_CLIENT / "chat.mjs"), endpoint, "Hello", "12")
-        assert status == 0, err
-        messages = [json.loads(line) for line in out.splitlines()]
-        assert messages[-1]["finish"] in ("FINISH_REASON_LENGTH", "FINISH_REASON_STOP")
-        assert messages[-1]["usage"]["completionTokens"] == 12
-        assert messages[-1]["usage"]["transferredTokens"] > 0
-        status, _, err = await run("node", str(NODE_CLIENT / "chat.mjs"), endpoint, "Hello", "0")
-        assert status == 1
-        assert "INVALID_ARGUMENT: sampling.max_tokens" in err
 
 
 @pytest.mark.node

@@ -31,6 +31,10 @@ CHAOS_FOREIGN = "chaos: foreign writes"
 CHAOS_LEFT = "chaos: left behind"
 CHAOS_MOVED = "chaos: the KV by RDMA"
 CHAOS_CASES = (CHAOS_FAULTS, CHAOS_ANSWERS, CHAOS_FOREIGN, CHAOS_LEFT, CHAOS_MOVED)
+VLLM_MOVED = "vllm: KV between two hosts"
+VLLM_TOKENS = "vllm: tokens of one engine alone"
+VLLM_SENT = "vllm: KV sent by prefill"
+VLLM_CASES = (VLLM_MOVED, VLLM_TOKENS, VLLM_SENT)
 # The file with the orders of the chaos machine.
 SEED_VARIABLE = "HEADRACE_CHAOS_SEED"
 REQUESTS_VARIABLE = "HEADRACE_CHAOS_REQUESTS"
@@ -90,6 +94,7 @@ BETWEEN_HOSTS = (Group("gqa", 2, (4,), True), Group("mla", 4, (2,), True))
 WRITES_ROLE = "writes"
 CHAOS_ROLE = "chaos"
 HOST_ROLES = ("host-1", "host-2")
+VLLM_ROLES = ("vllm-host-1", "vllm-host-2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,8 @@ class Job:
     roles: tuple[str, ...]
     timeout_s: float = 1200.0
     memory_mib: int = 1536
+    needs_vllm: bool = False
+    """The machines get the host's Python packages, and a model."""
 
     def expected_names(self) -> tuple[str, ...]:
         """The results that the machines must report."""
@@ -110,6 +117,8 @@ class Job:
             return (*WRITES.values(), WRITES_MOVED, CONTROL)
         if self.roles == (CHAOS_ROLE,):
             return CHAOS_CASES
+        if self.roles == VLLM_ROLES:
+            return VLLM_CASES
         groups = BETWEEN_HOSTS if self.roles == HOST_ROLES else LANES[self.name]
         return tuple(name for group in groups for name in group.names())
 
@@ -122,3 +131,5 @@ JOBS = (
 )
 CHAOS = Job("chaos", (CHAOS_ROLE,), timeout_s=2400.0, memory_mib=3072)
 """Runs only when selected by name, because it takes several minutes."""
+VLLM = Job("vllm", VLLM_ROLES, timeout_s=3600.0, memory_mib=4096, needs_vllm=True)
+"""Runs only when selected by name, because emulated machines import vLLM for minutes."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ from tests.rdma.cases import (
     CONTROL,
     HOST_ROLES,
     LANES,
+    VLLM_ROLES,
     WRITES,
     WRITES_MOVED,
     WRITES_ROLE,
@@ -28,6 +28,7 @@ from tests.rdma.chaos import start_chaos
 from tests.rdma.conformance import CASES, large_runs
 from tests.rdma.device import Traffic, check_crossed_by_rdma, check_moved_by_rdma, traffic
 from tests.rdma.harness import Harness
+from tests.rdma.hosts import FIRST_HOST, MEET_TIMEOUT_S, SECOND_HOST, accepted, listening, meet
 from tests.rdma.peers import PeerSettings
 from tests.rdma.report import LOGS, run_case, show_logs, write_failure
 from tests.rdma.serving import (
@@ -40,16 +41,13 @@ from tests.rdma.serving import (
     serve_lane,
     start_worker,
 )
+from tests.rdma.vllm_hosts import decode_host, prefill_host
 
-FIRST_HOST = "10.99.0.1"
-SECOND_HOST = "10.99.0.2"
 _WELL = "ended well"
 _LANE_TIMEOUT_S = 1100.0
 _WRITES_TIMEOUT_S = 900.0
 _CONTROL_TIMEOUT_S = 200.0
 _CHAOS_END_TIMEOUT_S = 30.0
-_MEET_PORT = 7999
-_MEET_TIMEOUT_S = 400.0
 _LARGE_BYTES = 26 << 20
 # Emulation on cores that other processes use as well.
 _SLOWNESS = 5.0
@@ -76,6 +74,9 @@ def main() -> None:
     print(f"the services are imported after {time.monotonic() - started_s:.1f} s", flush=True)
     if role in HOST_ROLES:
         (first_host if role == HOST_ROLES[0] else second_host)()
+        return
+    if role in VLLM_ROLES:
+        (decode_host if role == VLLM_ROLES[0] else prefill_host)()
         return
     site = Site(FIRST_HOST, FIRST_HOST)
     with center(site):
@@ -125,21 +126,17 @@ def control() -> str:
 def first_host() -> None:
     """Registry, router and decode workers. The prefill workers of the second host join them."""
     site = Site(FIRST_HOST, FIRST_HOST)
-    with socket.create_server((FIRST_HOST, _MEET_PORT)) as server, center(site):
-        server.settimeout(_MEET_TIMEOUT_S)
-        other, _ = server.accept()
-        with other, other.makefile("rw") as line:
-            other.settimeout(_MEET_TIMEOUT_S)
-            for group in BETWEEN_HOSTS:
-                name = group.pair_name(group.decode_ranks[0])
-                workers = [start_worker("decode", group, n, site) for n in group.decode_ranks]
-                with running(workers):
-                    client = fork("client", partial(ask_and_report, group, site, between))
-                    finish(name, client, _LANE_TIMEOUT_S)
-                    print("answered", file=line, flush=True)
-                    note = line.readline().strip()
-                if note != _WELL:
-                    write_failure(name, f"second host: {note}")
+    with listening() as server, center(site), accepted(server, MEET_TIMEOUT_S) as line:
+        for group in BETWEEN_HOSTS:
+            name = group.pair_name(group.decode_ranks[0])
+            workers = [start_worker("decode", group, n, site) for n in group.decode_ranks]
+            with running(workers):
+                client = fork("client", partial(ask_and_report, group, site, between))
+                finish(name, client, _LANE_TIMEOUT_S)
+                print("answered", file=line, flush=True)
+                note = line.readline().strip()
+            if note != _WELL:
+                write_failure(name, f"second host: {note}")
 
 
 def between(group: Group, counted: Traffic) -> str:
@@ -150,8 +147,7 @@ def between(group: Group, counted: Traffic) -> str:
 def second_host() -> None:
     """Runs the prefill workers of the first host's groups, each until its requests are answered."""
     site = Site(FIRST_HOST, SECOND_HOST)
-    with meet() as connection, connection.makefile("rw") as line:
-        connection.settimeout(_LANE_TIMEOUT_S)
+    with meet(_LANE_TIMEOUT_S) as line:
         for group in BETWEEN_HOSTS:
             note = _WELL
             before = traffic()
@@ -166,18 +162,6 @@ def second_host() -> None:
                 note = " ".join(str(error).split())
                 show_logs("*.log")
             print(note, file=line, flush=True)
-
-
-def meet() -> socket.socket:
-    """Connects to the first host, once it is up."""
-    give_up_s = time.monotonic() + _MEET_TIMEOUT_S
-    while True:
-        try:
-            return socket.create_connection((FIRST_HOST, _MEET_PORT), timeout=2.0)
-        except OSError:
-            if time.monotonic() > give_up_s:
-                raise
-            time.sleep(0.2)
 
 
 if __name__ == "__main__":

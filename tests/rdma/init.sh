@@ -11,8 +11,8 @@ mount -t tmpfs shm /dev/shm
 exec </dev/ttyS0 >/dev/ttyS0 2>&1
 ip link set lo up
 case $HEADRACE_RDMA_ROLE in
-    host-*)
-        number=${HEADRACE_RDMA_ROLE#host-}
+    *host-*)
+        number=${HEADRACE_RDMA_ROLE##*-}
         modprobe -a virtio_pci virtio_net ib_uverbs rdma_rxe
         # Only RDMA uses the second network, and only TCP the first: each one's counters speak for themselves.
         for ((tries = 0; tries < 300; tries++)); do
@@ -38,6 +38,18 @@ ulimit -l unlimited
 cd /project || echo "the project is missing"
 PYTHONPATH=/project:/project/libs:/opt/python
 for service in services/*/; do PYTHONPATH+=:/project/${service%/}; done
+# Folders of the host, by their names.
+if [[ -n ${HEADRACE_RDMA_SHARES:-} ]]; then
+    modprobe -a 9pnet_virtio 9p
+    for share in ${HEADRACE_RDMA_SHARES//,/ }; do
+        mkdir -p "/host/$share"
+        mount -t 9p -o trans=virtio,version=9p2000.L,ro,cache=loose,msize=1048576 "$share" "/host/$share"
+    done
+    # vLLM runs lscpu in a shell.
+    [[ -e /bin/sh ]] || ln -s bash /bin/sh
+    # After the machine's own packages.
+    PYTHONPATH+=:/host/packages
+fi
 export PATH=/usr/sbin:/usr/bin:/sbin:/bin
 # An emulated machine may stand still for longer than a real one that is well.
 export HEADRACE_PING_TIMEOUT_S=60

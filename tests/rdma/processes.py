@@ -40,9 +40,17 @@ def start_service(service: str, name: str, arguments: Sequence[str]) -> Forked:
     return fork(name, main, log_of(name))
 
 
-def wait_serving(services: Sequence[Forked]) -> None:
+def start_program(service: str, name: str, arguments: Sequence[str]) -> Forked:
+    """The same in a new Python, for services that start processes of their own."""
+    LOGS.mkdir(exist_ok=True)
+    _port_file(name).unlink(missing_ok=True)
+    words = ["-m", f"headrace_{service}", *arguments, f"--port-file={_port_file(name)}"]
+    return fork(name, lambda: os.execv(sys.executable, [sys.executable, *words]), log_of(name))
+
+
+def wait_serving(services: Sequence[Forked], timeout_s: float = START_TIMEOUT_S) -> None:
     """Returns once all serve. Raises AssertionError when one ends before, or they take too long."""
-    give_up_s = time.monotonic() + START_TIMEOUT_S
+    give_up_s = time.monotonic() + timeout_s
     for service in services:
         while not _port_file(service.name).exists():
             assert service.poll() is None, f"{service.name} ended with status {service.status}"

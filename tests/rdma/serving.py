@@ -58,10 +58,12 @@ class Site:
         return f"{self.center}:{ROUTER_PORT}"
 
 
+SIM_MODELS = ",".join(f"{layout}=sim" for layout in MODELS)
+
+
 @contextmanager
-def center(site: Site) -> Iterator[None]:
-    """A registry and a router that serves a model for each layout."""
-    models = ",".join(f"{layout}=sim" for layout in MODELS)
+def center(site: Site, models: str = SIM_MODELS) -> Iterator[None]:
+    """A registry, and a router that serves `models`, by default one for each layout."""
     started = [start_service("registry", "registry", [f"--internal-listen={site.registry}"])]
     try:
         wait_serving(started)

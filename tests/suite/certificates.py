@@ -6,6 +6,7 @@ import asyncio
 import datetime as dt
 import ipaddress
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 
 from cryptography import x509
@@ -34,15 +35,23 @@ class Authority:
         self.file = folder / "authority.pem"
         self.file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
 
-    def sign(self, name: str, role: str = "", valid_for: dt.timedelta = _DAY) -> TlsFiles:
+    def sign(
+        self,
+        name: str,
+        role: str = "",
+        valid_for: dt.timedelta = _DAY,
+        hosts: Sequence[str] = (),
+    ) -> TlsFiles:
         """Creates a certificate and key for a client and server. An empty `role` means none.
+
+        `hosts` are further names of the server, beside 127.0.0.1.
 
         A second call with a name replaces the files of the first.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-        names: list[x509.GeneralName] = [address]
+        names: list[x509.GeneralName] = [address, *map(x509.DNSName, hosts)]
         if role:
             names.append(x509.UniformResourceIdentifier(f"spiffe://tests/headrace/{role}"))
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]

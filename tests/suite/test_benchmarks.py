@@ -20,7 +20,7 @@ from tests.fork_server import SOCKET_VARIABLE, fork_server
 ROOT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 100.0
 WITH_ENGINES: Final = {"goodput", "handover", "interference", "layer_wise", "tiers"}
-WITH_PEERS: Final = {"proxy.dynamo"}
+WITH_PEERS: Final = {"proxy.dynamo", "proxy.dynamo_scale"}
 PARTS: Final = {"data_plane.ways", "proxy.workers", "support.vllm_child"}
 """Modules that a benchmark starts as a process."""
 
@@ -321,3 +321,35 @@ def test_traces() -> None:
     requests = [json.loads(line) for line in lines]
     assert requests
     assert all(request["input_length"] > 0 < request["output_length"] for request in requests)
+
+
+def test_mass_loss(tmp_path: Path) -> None:
+    size = (
+        "--workers=12",
+        "--processes=2",
+        "--requests=60",
+        "--rounds=1",
+        "--ttl=2",
+        "--streams=8",
+    )
+    # Every request is answered although half of the workers are killed.
+    output = run("mass_loss", *size, f"--output={tmp_path}")
+    (table,) = tables((tmp_path / "mass_loss.md").read_text())
+    assert [(row["right"], row["lost"]) for row in table] == [("60", "0")], output
+    assert_columns_positive(table, "most attempts", "out of the router's list after, s")
+
+
+def test_registry_members(tmp_path: Path) -> None:
+    size = ("--members=40", "--stores=memory", "--leases=20,1", "--ttl=2", "--idle=0.5")
+    output = run("registry_members", *size, f"--output={tmp_path}")
+    (table,) = tables((tmp_path / "registry_members.md").read_text())
+    assert [row["leases of a stream"] for row in table] == ["20", "1"]
+    assert_columns_positive(table, "snapshot, bytes", "bytes/member and watcher", "registry, MiB")
+    assert all(f"| {row['snapshot, bytes']} |" in output for row in table)
+
+
+def test_forecast(tmp_path: Path) -> None:
+    run("forecast", "--days=2", "--intervals=3600", f"--output={tmp_path}")
+    (table,) = tables((tmp_path / "forecast.md").read_text())
+    assert {"last value", "local trend", "seasonal"} <= {row["predictor"] for row in table}
+    assert_columns_positive(table, "mean error, requests", "beside the best of ours")

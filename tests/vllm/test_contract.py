@@ -80,6 +80,8 @@ CALLS = {
     "vllm.model_executor.layers.mamba.mamba_utils.is_conv_state_dim_first": (),
     "vllm.v1.core.block_pool.BlockPool.get_new_blocks": ("num_blocks",),
     "vllm.v1.core.block_pool.BlockPool.get_num_free_blocks": (),
+    "vllm.v1.core.block_pool.BlockPool.touch": ("blocks",),
+    "vllm.v1.core.block_pool.BlockPool.free_blocks": ("ordered_blocks",),
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids": (),
     "vllm.v1.core.kv_cache_utils.maybe_convert_block_hash": ("hash_bytes",),
     "vllm.v1.core.kv_cache_manager.KVCacheManager.evict_blocks": ("block_ids",),
@@ -178,7 +180,8 @@ FIELDS = {
         "num_computed_tokens",
         "new_block_ids",
     ),
-    "vllm.v1.core.block_pool.BlockPool": ("num_gpu_blocks",),
+    "vllm.v1.core.block_pool.BlockPool": ("num_gpu_blocks", "blocks"),
+    "vllm.v1.core.kv_cache_utils.KVCacheBlock": ("block_id", "is_null"),
     "vllm.v1.core.kv_cache_manager.KVCacheManager": ("block_pool",),
     "vllm.v1.request.Request": (
         "request_id",

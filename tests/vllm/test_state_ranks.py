@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 
 from tests.vllm.conftest import RunJob
-from tests.vllm.state_ranks import LENGTHS, SAMPLING
+from tests.vllm.state_ranks import LENGTHS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
-# In bfloat16, ranks round differently. A token that is more probable than the next one by less may be another one.
-LEAD_MIN = 0.3
-ROUNDING_MAX = 0.1
+# In bfloat16, ranks round differently. Heads in the wrong places make differences of more than 1.
+ROUNDING_MAX = 0.3
 
 
 @pytest.mark.parametrize(
@@ -46,16 +45,13 @@ def test_delta_nets_differ_by_rounding_only(
     result = measured(
         run_job, "tiny-qwen3-next", prefill_ranks, decode_ranks, "bfloat16", [2, 2, 2]
     )
-    compared = 0
     for one in result["prompts"]:
         for place, lead in enumerate(one["leads"]):
             assert one["differences"][place] < ROUNDING_MAX
             if one["split"][place] != one["plain"][place]:
-                assert lead < LEAD_MIN
+                # The next token was almost as probable. What follows cannot be compared.
+                assert lead < ROUNDING_MAX
                 break
-            compared += 1
-    # Most tokens have a lead.
-    assert compared > len(LENGTHS) * SAMPLING.max_tokens // 2
 
 
 def measured(

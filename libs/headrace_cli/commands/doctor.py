@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -13,33 +14,56 @@ from rich.text import Text
 
 from headrace_cli.client import list_members
 from headrace_cli.console import answer_console, notice_console
-from headrace_cli.contexts.choice import AddressedCommand
+from headrace_cli.contexts.choice import AddressedGroup
 from headrace_cli.doctor.credentials import check_credentials
 from headrace_cli.doctor.finding import Finding, Verdict
 from headrace_cli.doctor.firewall import Surroundings, check_rules, rule_set
 from headrace_cli.doctor.members import check_members, check_pairs, find_members
+from headrace_cli.doctor.peer import (
+    ANSWER_S_MAX,
+    DEFAULT_PORTS,
+    answer_calls,
+    ask_peer,
+    parse_ports,
+)
+from headrace_cli.doctor.plan import check_plan
 from headrace_cli.doctor.pool import check_pool
+from headrace_cli.doctor.rdma import check_rdma
+from headrace_cli.doctor.software import check_software, check_versions
 from headrace_cli.doctor.this_host import check_host
-from headrace_cli.exit_status import EXIT_FAILED, run_command
+from headrace_cli.exit_status import EXIT_FAILED, failures_as_exit, run_command
 from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
 from headrace_cli.records import DoctorRecord, FindingRecord
 from headrace_cli.up.state import find_registry
 from headrace_common.errors import NotFound
 
+Ports = Annotated[
+    str, typer.Option(metavar="PORT,PORT,...", help="TCP ports to test, the same on both hosts.")
+]
+
 _STYLES: Final = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.ERROR: "red"}
 
 
 def register(app: typer.Typer) -> None:
     """Adds `headrace doctor`."""
-    app.command(
-        cls=AddressedCommand,
+    doctor_app = typer.Typer(
+        cls=AddressedGroup,
+        invoke_without_command=True,
         epilog="Examples:  headrace doctor   |   headrace doctor --registry 10.0.0.1:7051 --firewall --host 10.0.0.7 "
-        "--operator 10.0.9.0/24 > headrace.nft",
-    )(doctor)
+        "--operator 10.0.9.0/24 > headrace.nft   |   headrace doctor peer 10.0.0.8",
+    )
+    doctor_app.callback()(doctor)
+    doctor_app.command("answer", epilog="Example:  headrace doctor answer 10.0.0.8")(answer)
+    doctor_app.command("peer", epilog="Example:  headrace doctor peer 10.0.0.8")(peer)
+    doctor_app.command("pair", epilog="Example:  headrace doctor pair prefill.toml decode.toml")(
+        pair
+    )
+    app.add_typer(doctor_app, name="doctor")
 
 
 def doctor(
+    context: typer.Context,
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
     firewall: Annotated[
@@ -79,7 +103,9 @@ def doctor(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Checks credentials, members, clocks, ports and the kernel. Exit status 1 when there is an error."""
+    """Checks credentials, members, clocks, ports, RDMA, software and the kernel. Exit status 1 after an error."""
+    if context.invoked_subcommand is not None:
+        return
 
     async def work() -> None:
         if firewall:
@@ -100,14 +126,65 @@ def doctor(
         findings = await examine(registry, router)
         if pool:
             findings.append(await check_pool(pool))
-        if as_json:
-            print_record(doctor_record(findings))
-        else:
-            answer_console().print(_table(findings))
-        if any(finding.verdict is Verdict.ERROR for finding in findings):
-            raise typer.Exit(EXIT_FAILED)
+        report(findings, as_json=as_json)
 
     run_command(work())
+
+
+def answer(
+    address: Annotated[str, typer.Argument(help="This host's address.")],
+    ports: Ports = DEFAULT_PORTS,
+    seconds: Annotated[
+        float, typer.Option(min=1.0, max=ANSWER_S_MAX, help="How long to answer.")
+    ] = 300.0,
+    as_json: Json = False,
+) -> None:
+    """Answers `headrace doctor peer` of another host, for some minutes."""
+
+    async def work() -> None:
+        report(await answer_calls(address, parse_ports(ports), seconds), as_json=as_json)
+
+    run_command(work())
+
+
+def peer(
+    address: Annotated[str, typer.Argument(help="Host on which `headrace doctor answer` runs.")],
+    source: Annotated[
+        str, typer.Option("--from", metavar="ADDRESS", help="This host's address to call from.")
+    ] = "",
+    ports: Ports = DEFAULT_PORTS,
+    as_json: Json = False,
+) -> None:
+    """Tests ports to another host and back, and compares versions and clocks."""
+
+    async def work() -> None:
+        report(await ask_peer(address, source, parse_ports(ports)), as_json=as_json)
+
+    run_command(work())
+
+
+def pair(
+    prefill: Annotated[
+        Path, typer.Argument(metavar="PREFILL.toml", help="Settings of a prefill worker.")
+    ],
+    decode: Annotated[
+        Path, typer.Argument(metavar="DECODE.toml", help="Settings of a decode worker.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Checks whether two planned workers can hand KV over, from their files."""
+    with failures_as_exit():
+        report(check_plan(prefill, decode), as_json=as_json)
+
+
+def report(findings: Sequence[Finding], *, as_json: bool) -> None:
+    """Prints the findings. Raises typer.Exit with status 1 when there is an error."""
+    if as_json:
+        print_record(doctor_record(findings))
+    else:
+        answer_console().print(_table(findings))
+    if any(finding.verdict is Verdict.ERROR for finding in findings):
+        raise typer.Exit(EXIT_FAILED)
 
 
 async def examine(registry: str, router: str) -> list[Finding]:
@@ -120,11 +197,19 @@ async def examine(registry: str, router: str) -> list[Finding]:
         return [
             *findings,
             Finding(Verdict.ERROR, "registry", error.detail, remedy),
-            *check_host(),
+            *_about_this_host(),
         ]
     members, about_registry = await find_members(found)
-    about_members = [*await check_members(members), *check_pairs(members)]
-    return [*findings, *about_registry, *about_members, *check_host()]
+    about_members = [
+        *await check_members(members),
+        *check_versions(members),
+        *check_pairs(members),
+    ]
+    return [*findings, *about_registry, *about_members, *_about_this_host()]
+
+
+def _about_this_host() -> list[Finding]:
+    return [*check_host(), *check_rdma(), *check_software()]
 
 
 def doctor_record(findings: Sequence[Finding]) -> DoctorRecord:

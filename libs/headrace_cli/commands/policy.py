@@ -13,7 +13,6 @@ from google.protobuf.duration_pb2 import Duration
 from rich import box
 from rich.table import Table
 
-from headrace.inference.v1.first_token_pb2 import FirstTokenPolicy
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_cli.client import CALL_TIMEOUT_S, call_channel, rpc_errors
 from headrace_cli.console import answer_console
@@ -109,8 +108,6 @@ def _show(response: registry_pb2.GetPolicyResponse, *, as_json: bool) -> None:
 def policy_record(response: registry_pb2.GetPolicyResponse) -> PolicyRecord:
     """The policy for programs."""
     policy = response.policy
-    first_token = FirstTokenPolicy.Name(policy.first_token)
-    first_token = first_token.removeprefix("FIRST_TOKEN_POLICY_").lower()
     return PolicyRecord(
         revision=response.revision,
         local_prefill_max_tokens=policy.local_prefill_max_tokens,
@@ -123,8 +120,21 @@ def policy_record(response: registry_pb2.GetPolicyResponse) -> PolicyRecord:
             else None
         ),
         tenant_weights=dict(policy.tenant_weights),
-        first_token=None if first_token == "unspecified" else first_token,
+        first_token=_named("first_token", policy.first_token),
+        pair_level=_named("pair_level", policy.pair_level),
+        pair_rule=_named("pair_rule", policy.pair_rule),
+        far_weight=policy.far_weight if policy.HasField("far_weight") else None,
+        ttft_target_s=(
+            seconds_from_duration(policy.ttft_target) if policy.HasField("ttft_target") else None
+        ),
     )
+
+
+def _named(field: str, number: int) -> str | None:
+    """The short name of an enum field's value. None for an unspecified one."""
+    kind = _FIELDS[field].enum_type
+    assert kind is not None
+    return _short_name(kind, kind.values_by_number[number].name) if number else None
 
 
 def apply_change(policy: registry_pb2.Policy, change: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from headrace_cli.addresses import check_address
 from headrace_cli.contexts.store import LOCAL, Context, load_contexts
@@ -32,6 +32,15 @@ _CREDENTIALS: Final = (
 
 class AddressedCommand(TyperCommand):
     """A command that calls a deployment: by its flags, else by variables, else by the context in use."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with failures_as_exit():
+            apply_context(ctx)
+        return super().invoke(ctx)
+
+
+class AddressedGroup(TyperGroup):
+    """As AddressedCommand, for a command that has others below it."""
 
     def invoke(self, ctx: Any) -> Any:
         with failures_as_exit():

@@ -15,6 +15,8 @@ from headrace_kv.layout.pairs import PairFault
 from headrace_kv.layout.proto import pair_faults_of
 
 NO_ANSWER: Final = "no answer"
+UNKNOWN_VERSION: Final = "0.1.0 or older"
+"""Version of a member that states none."""
 _STATES: Final = {
     worker_pb2.WatchStatusResponse.STATE_SERVING: "serving",
     worker_pb2.WatchStatusResponse.STATE_DRAINING: "draining",
@@ -88,3 +90,14 @@ def prefix_faults(rows: Sequence[Row]) -> list[str]:
                 + " and ".join(problems)
             )
     return lines
+
+
+def version_notes(members: Sequence[registry_pb2.Member]) -> list[str]:
+    """A line that lists the members of each version, where there are several."""
+    by_version: dict[str, list[str]] = {}
+    for member in members:
+        by_version.setdefault(member.version or UNKNOWN_VERSION, []).append(member.worker_id)
+    if len(by_version) < 2:
+        return []
+    parts = [f"{name}: {', '.join(by_version[name])}" for name in sorted(by_version)]
+    return [f"members have {len(parts)} versions: {'; '.join(parts)}"]

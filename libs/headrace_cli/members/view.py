@@ -8,7 +8,7 @@ from typing import Final
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from headrace_cli.members.rows import Row, pairs_apart, prefix_faults
+from headrace_cli.members.rows import Row, pairs_apart, prefix_faults, version_notes
 from headrace_cli.records import MemberRecord, PairRecord, WorkersRecord
 from headrace_cli.tables import Column, fitted_table
 
@@ -33,6 +33,7 @@ def workers_view(rows: Sequence[Row], console: Console) -> RenderableType:
     table, left_out = fitted_table(console, COLUMNS, [_cells(row) for row in rows])
     lines = [Text(str(fault)) for fault in pairs_apart(rows)]
     lines += map(Text, prefix_faults(rows))
+    lines += map(Text, version_notes([row.member for row in rows]))
     if left_out:
         note = f"left out: {', '.join(reversed(left_out))} (--json has them)"
         lines.append(Text(note, style="dim"))
@@ -96,6 +97,7 @@ def _member_record(row: Row) -> MemberRecord:
         client_endpoint=member.client_endpoint or None,
         model=member.model or None,
         transport=member.transport or None,
+        version=member.version or None,
         tensor_parallel_size=layout.tensor_parallel_size if layout else None,
         pipeline_stages=len(layout.stage_starts) if layout else None,
         max_model_len=member.max_model_len or None,
@@ -110,4 +112,7 @@ def _member_record(row: Row) -> MemberRecord:
         active_transfers=status.active_transfers if status else None,
         prefix_key=f"{key:08x}" if key else None,
         prefix_block_tokens=row.hashing.block_tokens or None,
+        zone=member.place.zone or None,
+        rack=member.place.rack or None,
+        host=member.place.host or None,
     )

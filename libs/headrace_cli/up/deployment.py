@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from headrace_common import ports
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, DeadlineExceeded, HeadraceError, InternalError
+from headrace_common.process.free_port import free_port
 
 Result = TypeVar("Result")
 
@@ -184,14 +184,14 @@ async def _start(
     with StartProgress(console, supervisor.children) as progress:
         registry = await supervisor.start(registry_spec(topology, folder))
         if topology.pool_gib:
-            pool_address = f"127.0.0.1:{_free_port()}"
+            pool_address = f"127.0.0.1:{free_port()}"
             children.append(await supervisor.start(pool_spec(topology, folder, pool_address)))
         await supervisor.wait_ready([registry, *children])
         router = await supervisor.start(router_spec(topology, folder, registry.endpoint))
         children += [registry, router]
         specs = worker_specs(topology, folder, registry.endpoint, pool_address)
         if topology.planner:
-            planner_address = f"127.0.0.1:{_free_port()}"
+            planner_address = f"127.0.0.1:{free_port()}"
             specs.append(planner_spec(topology, folder, registry.endpoint, planner_address))
         for spec in specs:
             children.append(await supervisor.start(spec))
@@ -215,13 +215,6 @@ async def _start(
     )
     await _wait_joined(topology, deployment)
     return deployment
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 async def _wait_joined(topology: Topology, deployment: Deployment) -> None:

@@ -18,6 +18,8 @@ class Listener(StrEnum):
     """For the services of the deployment and its operators."""
     PICKER = "endpoint_picker_listen"
     """For HTTP gateways."""
+    HEALTH = "health_listen"
+    """For the probes of container platforms."""
 
 
 PICKER_METHOD: Final = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
@@ -93,6 +95,8 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
         **_COMMON,
         "envoy.service.ext_proc.v3.ExternalProcessor": {"Process": (Role.GATEWAY,)},
     },
+    # It checks no roles, and its probes have none.
+    Listener.HEALTH: {"grpc.health.v1.Health": {"Check": _EVERY_CALLER}},
 }
 
 _ROLES: Final[Mapping[Listener, Mapping[str, frozenset[Role]]]] = {

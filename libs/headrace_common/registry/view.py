@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -33,7 +33,13 @@ class RegistryView:
         registry: str | grpc.aio.Channel,
         on_change: Callable[[RegistryView], None] | None = None,
         grace_s: float = 10.0,
+        *,
+        roles: Collection[registry_pb2.Member.Role.ValueType] = (),
+        without_layouts: bool = False,
     ) -> None:
+        """`roles`: only their members are followed, none means all. `without_layouts`: members have no layout."""
+        self._roles = tuple(roles)
+        self._without_layouts = without_layouts
         self._link = RegistryLink(registry, "registry view")
         self._on_change = on_change
         self._grace_s = grace_s
@@ -103,7 +109,11 @@ class RegistryView:
 
     async def _watch(self) -> None:
         """Applies responses until the watch ends, which raises the error."""
-        request = registry_pb2.WatchRequest(start_revision=self._revision)
+        request = registry_pb2.WatchRequest(
+            start_revision=self._revision,
+            roles=self._roles,
+            without_layouts=self._without_layouts,
+        )
         call = self._link.stub.Watch(request)
         try:
             with self._link.converted_errors():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from headrace_common.access.table import Listener
 from headrace_common.access.tls import TlsIdentity, tls_identity
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import ServiceConfig, split_host_port
-from headrace_common.errors import ConfigError
+from headrace_common.process.listening import cannot_listen, check_free
 from headrace_common.reloading import ReloadedFiles
 from headrace_common.rpc.channel import (
     MESSAGE_BYTES_MAX,
@@ -128,7 +127,7 @@ class RpcListener:
         """
         listen, setting = self._address.listen, self._address.listener.value
         host, port = split_host_port(listen)
-        _check_free(setting, listen, host, port)
+        check_free(setting, listen, host, port)
         credentials = self._credentials()
         try:
             if credentials is None:
@@ -136,7 +135,7 @@ class RpcListener:
             else:
                 self.port = self.server.add_secure_port(listen, credentials)
         except RuntimeError as error:
-            raise _cannot_listen(setting, listen, str(error)) from error
+            raise cannot_listen(setting, listen, str(error)) from error
         if not self._address.advertise:
             return f"{host}:{self.port}"
         advertised_host, advertised_port = split_host_port(self._address.advertise)
@@ -191,24 +190,3 @@ def _configuration(identity: TlsIdentity) -> grpc.ServerCertificateConfiguration
     return grpc.ssl_server_certificate_configuration(
         [(identity.key, identity.certificate)], identity.authority or None
     )
-
-
-def _cannot_listen(setting: str, listen: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"cannot listen on {listen}: {why}; stop what uses the port or set {setting}",
-        metadata={setting: listen, "cause": why},
-    )
-
-
-def _check_free(setting: str, listen: str, host: str, port: int) -> None:
-    """Binds the port once before gRPC does, because gRPC hides the reason of a failure."""
-    try:
-        addresses = socket.getaddrinfo(
-            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
-        for family, kind, protocol, _, address in addresses:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-    except OSError as error:
-        raise _cannot_listen(setting, listen, error.strerror or str(error)) from error

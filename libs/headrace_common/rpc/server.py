@@ -26,6 +26,7 @@ from headrace_common.process.connections import (
     ConnectionBounds,
     ConnectionGuard,
 )
+from headrace_common.process.health import HealthListener
 from headrace_common.rpc.access import ClientAccess, InternalAccess
 from headrace_common.rpc.callers import CallerInterceptor, TenantOf
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
@@ -107,6 +108,7 @@ class GrpcServer:
             facing = self._client_listener(config, clients, common)
             self.client_server = facing.server
             self._listeners.append(facing)
+        self._probes = HealthListener(config.health_listen) if config.health_listen else None
         self._health_updates: set[asyncio.Task[None]] = set()
         self._drain_requested = asyncio.Event()
         self._drain_deadline: Deadline | None = None
@@ -151,6 +153,10 @@ class GrpcServer:
         endpoints = [listener.bind() for listener in self._listeners]
         for listener in self._listeners:
             await listener.start()
+        if self._probes is not None:
+            await self._probes.start()
+            self._probes.set_serving(serving=True)
+            _LOG.info("health checks are answered on %s", self._probes.endpoint)
         if self._guard is not None:
             self._guard.start(self._listeners[1].port)
         self._endpoint = endpoints[0]
@@ -160,18 +166,27 @@ class GrpcServer:
         return self._endpoint
 
     @property
+    def health_endpoint(self) -> str:
+        """The "host:port" of health_listen, once it has started. Empty without one."""
+        return "" if self._probes is None else self._probes.endpoint
+
+    @property
     def port_line(self) -> str:
         """The content of the port file: the internal address, and that for clients if there is one."""
         return " ".join(filter(None, (self._endpoint, self.client_endpoint)))
 
     async def stop(self, grace_s: float | None) -> None:
-        """Ends both listeners. RPCs in flight may take `grace_s`; None ends them at once."""
+        """Ends the listeners. RPCs in flight may take `grace_s`; None ends them at once, and health_listen too."""
         if self._guard is not None:
             await self._guard.close()
         await asyncio.gather(*(listener.server.stop(grace_s) for listener in self._listeners))
+        if self._probes is not None and grace_s is None:
+            await self._probes.stop()
 
     def set_serving(self, serving: bool) -> None:
-        """Sets the health status of the server and of each of its services."""
+        """Sets the health status of the server and of each of its services. That of health_listen changes at once."""
+        if self._probes is not None:
+            self._probes.set_serving(serving=serving)
         update = asyncio.get_running_loop().create_task(self._set_health(serving=serving))
         self._health_updates.add(update)
         update.add_done_callback(self._health_updates.discard)
@@ -242,6 +257,8 @@ class GrpcServer:
         await asyncio.wait({stop}, timeout=_CANCEL_WAIT_S)
 
     async def _set_health(self, *, serving: bool) -> None:
+        if self._probes is not None:
+            self._probes.set_serving(serving=serving)
         for listener in self._listeners:
             await listener.set_health(serving=serving)
 

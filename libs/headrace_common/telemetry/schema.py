@@ -272,6 +272,12 @@ ATTRIBUTE_PLANNER_PREFILL_TARGET: Final = "headrace.planner.prefill_target"
 ATTRIBUTE_PLANNER_DECODE_TARGET: Final = "headrace.planner.decode_target"
 # A sentence for each rule that applied.
 ATTRIBUTE_PLANNER_REASONS: Final = "headrace.planner.reasons"
+# Predicted time from the arrival to the first token. Absent for a request without a bound on it.
+ATTRIBUTE_PREDICTED_FIRST_TOKEN_S: Final = "headrace.first_token.predicted_s"
+# The bound that the prediction was compared with, from the arrival.
+ATTRIBUTE_ALLOWED_FIRST_TOKEN_S: Final = "headrace.first_token.allowed_s"
+# What set that bound: "deadline", "ttft_target" (of the request) or "policy" (its ttft_target).
+ATTRIBUTE_FIRST_TOKEN_BOUND: Final = "headrace.first_token.bound"
 # Always "text_completion", also for chats, which the router turns into a prompt.
 ATTRIBUTE_GEN_AI_OPERATION: Final = "gen_ai.operation.name"
 # Time to the first token.
@@ -306,6 +312,12 @@ METRIC_QUEUE_LIMIT: Final = "headrace.queue.limit"
 METRIC_QUEUE_AGE: Final = "headrace.queue.oldest_age"
 # Expected wait of a new task in the prefill queue. Absent while the queue is full.
 METRIC_QUEUE_WAIT: Final = "headrace.queue.expected_wait"
+# Predicted times from the arrival to the first token, of requests that have a bound on it. Compare with
+# gen_ai.server.time_to_first_token.
+METRIC_PREDICTED_FIRST_TOKEN: Final = "headrace.first_token.predicted"
+# Requests that were refused on arrival because of their prediction, by model and bound. headrace.requests counts them
+# too, as FIRST_TOKEN_LATE.
+METRIC_EARLY_REFUSALS: Final = "headrace.early_refusals"
 # Requests ended, by finish reason or error reason.
 METRIC_REQUESTS: Final = "headrace.requests"
 # Questions of gateways to the Endpoint Picker, by result.

@@ -30,6 +30,7 @@ from headrace_engine.interface import (
     Sampling,
 )
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
+from headrace_engine.prefix.sending import check_prefix
 from headrace_engine.sim.cache.lower_tiers import SimLowerTiers, open_lower_tiers
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
@@ -47,7 +48,7 @@ from headrace_engine.sim.request.sequence import (
     decode_sequence,
     prefill_sequence,
 )
-from headrace_engine.sim.request.validation import check_decode, check_prefill, check_prefix
+from headrace_engine.sim.request.validation import check_decode, check_prefill
 from headrace_engine.sim.step.scheduler import Scheduler
 from headrace_engine.sim.step.stepper import Stepper
 from headrace_kv.handoff.messages import SendReport, TransferTarget
@@ -263,7 +264,9 @@ class SimEngine(Engine):
     async def send_prefix(self, target: TransferTarget) -> tuple[SendReport, ...]:
         await self._requests.wait_loaded(target.transfer_id)
         sequence = self._requests.find(target.transfer_id)
-        check_prefix(sequence, target)
+        holds = sequence is not None and not sequence.ended and bool(sequence.block_ids_by_group)
+        sent = sequence is not None and sequence.outgoing is not None
+        check_prefix(target, sequence.cached if sequence and holds else None, sent=sent)
         assert sequence is not None
         handover = Handover(target, self._open_senders(), self.descriptor.layout)
         sequence.prefix_sending_started(handover)

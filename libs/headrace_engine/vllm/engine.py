@@ -27,6 +27,7 @@ from headrace_engine.interface import (
     PrefillWork,
 )
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
+from headrace_engine.prefix.sending import check_prefix
 from headrace_engine.vllm.compat import (
     end_llm,
     max_model_len,
@@ -39,7 +40,8 @@ from headrace_engine.vllm.service.decode_request import DecodeRequest
 from headrace_engine.vllm.service.launch import check_config, launch
 from headrace_engine.vllm.service.local_broadcast import open_broadcast
 from headrace_engine.vllm.service.prefill_request import PrefillRequest
-from headrace_kv.handoff.messages import Reservation, SendReport
+from headrace_engine.vllm.service.prefix_request import PrefixRequest
+from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.layer_overlap import LayerOverlap
@@ -81,6 +83,8 @@ class VllmEngine(Engine):
         self._landed_memories: list[ReadableMemory] = []
         self._prefills: dict[str, PrefillRequest] = {}
         self._decodes: dict[str, DecodeRequest] = {}
+        # Prefixes that ranks may still send.
+        self._prefixes: dict[str, PrefixRequest] = {}
         self.tier_loads: LoadTimes = LoadTimes()
         self.load = EngineLoad()
 
@@ -233,6 +237,27 @@ class VllmEngine(Engine):
             request.transfer_failed()
         self._require_started()[1].released(transfer_id)
 
+    def recompute(self, transfer_id: str) -> None:
+        self._require_started()[1].recompute(transfer_id)
+
+    async def send_prefix(self, target: TransferTarget) -> tuple[SendReport, ...]:
+        _, link = self._require_started()
+        name = target.transfer_id
+        request = self._decodes.get(name)
+        cached = None if request is None else request.sendable_tokens
+        check_prefix(target, cached, sent=request is not None and request.prefix_sent)
+        assert request is not None
+        request.prefix_sending_started()
+        sending = PrefixRequest(
+            *(link, target, self._config.tensor_parallel_size),
+            on_quiet=partial(self._prefix_quiet, name),
+        )
+        self._prefixes[name] = sending
+        return await sending.run()
+
+    def _prefix_quiet(self, transfer_id: str) -> None:
+        del self._prefixes[transfer_id]
+
     def landed_memory(self, rank: int) -> Memory | None:
         process_id = self._require_started()[1].process_of(rank)
         if not process_id:
@@ -296,7 +321,8 @@ class VllmEngine(Engine):
             )
 
     def _blocks_reserved(self, reservation: Reservation) -> None:
-        request = self._decodes.get(reservation.transfer_id)
+        name = reservation.transfer_id
+        request = self._decodes.get(name) or self._prefills.get(name)
         if request is not None:
             request.blocks_reserved(reservation)
         elif self._link is not None and reservation.start_token < reservation.end_token:
@@ -304,7 +330,7 @@ class VllmEngine(Engine):
             self._link.released(reservation.transfer_id)
 
     def _transfer_quiet(self, report: SendReport) -> None:
-        request = self._prefills.get(report.transfer_id)
+        request = self._prefills.get(report.transfer_id) or self._prefixes.get(report.transfer_id)
         if request is not None:
             request.transfer_quiet(report)
 
@@ -333,6 +359,8 @@ class VllmEngine(Engine):
             prefill.engine_lost(error)
         for decode in self._decodes.values():
             decode.fail(error)
+        for prefix in tuple(self._prefixes.values()):
+            prefix.engine_lost(error)
         log.critical("%s; this worker cannot serve any more and terminates", error.detail)
         with suppress(ProcessLookupError):
             os.kill(os.getpid(), signal.SIGTERM)

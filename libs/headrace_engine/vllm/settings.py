@@ -104,12 +104,37 @@ def receive_params(transfer_id: str, awaits_first_token: bool = False) -> dict[s
     return {PARAMS_KEY: {"incoming": [transfer_id, awaits_first_token]}}
 
 
-def send_params(target: TransferTarget) -> dict[str, Any]:
-    """kv_transfer_params of a prefill request."""
+@dataclass(frozen=True, slots=True)
+class PrefixParams:
+    """For a prefill request: its decode worker has the KV of the tokens before `end_token`.
+
+    Fewer than `least_tokens` of them are not fetched.
+    """
+
+    end_token: int
+    least_tokens: int
+
+    def missing_tokens(self, cached_tokens: int) -> int:
+        """How many tokens are fetched after the cached ones."""
+        missing = self.end_token - cached_tokens
+        return missing if missing >= max(1, self.least_tokens) else 0
+
+
+def send_params(target: TransferTarget, prefix: PrefixParams | None = None) -> dict[str, Any]:
+    """kv_transfer_params of a prefill request, which may fetch a `prefix`."""
     values = asdict(target)
     values["decode"] = [target.decode.worker_id, target.decode.incarnation]
     values["ticket"] = target.ticket.hex()
-    return {PARAMS_KEY: {"outgoing": values}}
+    ours: dict[str, Any] = {"outgoing": values}
+    if prefix is not None:
+        ours["prefix"] = [prefix.end_token, prefix.least_tokens]
+    return {PARAMS_KEY: ours}
+
+
+def read_prefix(params: Mapping[str, Any] | None) -> PrefixParams | None:
+    """What a prefill request may fetch. None when there is nothing, or they were consumed."""
+    found = ((params or {}).get(PARAMS_KEY) or {}).get("prefix")
+    return PrefixParams(*found) if found else None
 
 
 def read_params(params: Mapping[str, Any] | None) -> ReceiveParams | TransferTarget | None:
@@ -137,11 +162,15 @@ def consume_params(
 
 @dataclass(frozen=True, slots=True)
 class PrefillTimes:
-    """Times of a finished prefill on its scheduler, in nanoseconds since the Unix epoch."""
+    """Times of a finished prefill on its scheduler, in nanoseconds since the Unix epoch.
+
+    `fetched_tokens` are not among the `cached_tokens`.
+    """
 
     cached_tokens: int
     compute_start_unix_ns: int
     compute_end_unix_ns: int
+    fetched_tokens: int = 0
 
     def to_params(self) -> dict[str, Any]:
         """For the kv_transfer_params of the request's last output."""

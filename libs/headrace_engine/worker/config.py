@@ -22,6 +22,8 @@ from headrace_common.config import (
 from headrace_common.identity import is_worker_id
 from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S, write_quiet_s
 from headrace_common.registry.adapters import adapter_to_proto
+from headrace_common.registry.place import LABEL_REMEDY, Place, is_label, place_to_proto
+from headrace_common.version import version
 from headrace_engine.config import DEFAULT_KV_CACHE_GIB, EngineConfig
 from headrace_engine.interface import Engine
 from headrace_kv.layout.layout import WorkerRef
@@ -56,6 +58,15 @@ def _join_arguments(value: Any) -> Any:
 _DEVICE = re.compile(r"[A-Za-z0-9_.-]{1,63}")
 DeviceList = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_devices)]
 EngineArgs = Annotated[str, BeforeValidator(_join_arguments), Field(max_length=16_384)]
+
+
+def _check_label(text: str) -> str:
+    if not is_label(text):
+        raise ValueError(f"{text!r}: {LABEL_REMEDY}")
+    return text
+
+
+PlaceLabel = Annotated[str, AfterValidator(_check_label)]
 
 
 def _check_model(text: str) -> str:
@@ -194,6 +205,14 @@ class WorkerConfig(ServiceConfig):
         description='Further arguments of engine vllm, as on its own command line: "--quantization fp8 '
         '--kv-cache-dtype fp8". In a file also a list. Those that a setting or Headrace owns are refused by name.',
     )
+    place_zone: PlaceLabel = Field(
+        "", description="Zone of this worker, for the policy's pair_level. Empty: unknown."
+    )
+    place_rack: PlaceLabel = Field(
+        "",
+        description="Rack of this worker, or another group of hosts with fast links. Empty: unknown.",
+    )
+    place_host: PlaceLabel = Field("", description="Host of this worker. Empty: unknown.")
     lease_ttl_s: PositiveSeconds = Field(
         WRITE_LEASE_S,
         description="Seconds that another worker's rank may write into this worker's KV memory without a message from "
@@ -256,7 +275,10 @@ class WorkerConfig(ServiceConfig):
             for field, value in needed.items()
             if getattr(self, field) != value
         ]
-        for field in ("internal_listen", "internal_advertise", "listen", "advertise"):
+        for field in (
+            *("internal_listen", "internal_advertise", "listen", "advertise"),
+            "health_listen",
+        ):
             # Prefill workers have no listen.
             address: str = getattr(self, field, "")
             if address and split_host_port(address)[1]:
@@ -366,6 +388,8 @@ def worker_member(
         start_unix_ns=start_unix_ns,
         transport=config.transport,
         adapters=map(adapter_to_proto, engine.adapters),
+        place=place_to_proto(Place(config.place_zone, config.place_rack, config.place_host)),
+        version=version(),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Literal
 
@@ -25,6 +25,11 @@ RouterListener = Callable[[list[registry_pb2.Member]], None]
 Role = Literal["prefill", "decode"]
 
 _RENEWALS_PER_TTL = 3
+# Workers need the members with which they hand KV over.
+_PEER_ROLES: Mapping[Role, registry_pb2.Member.Role.ValueType] = {
+    "prefill": registry_pb2.Member.ROLE_DECODE,
+    "decode": registry_pb2.Member.ROLE_PREFILL,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,12 @@ class WorkerHost:
             self.renewals = LeaseRenewals(self.registry, config.member_ttl_s / _RENEWALS_PER_TTL)
         self._config = config
         self._sends = role == "prefill"
-        self._view = RegistryView(self.registry, on_change=self._members_changed)
+        self._view = RegistryView(
+            self.registry,
+            on_change=self._members_changed,
+            roles=(registry_pb2.Member.ROLE_ROUTER, _PEER_ROLES[role]),
+            without_layouts=True,
+        )
         self._view_start: asyncio.Task[None] | None = None
         self._listeners: list[RouterListener] = []
         self._servers: dict[str, GrpcServer] = {}
@@ -58,7 +68,10 @@ class WorkerHost:
 
     @property
     def members(self) -> RegistryView:
-        """The members and the policy, once `follow_routers` has returned."""
+        """Routers, workers of the other role without their layouts, and the policy.
+
+        Valid once `follow_routers` has returned.
+        """
         return self._view
 
     def prefill_endpoint(self, ref: WorkerRef) -> str:

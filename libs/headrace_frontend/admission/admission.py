@@ -75,6 +75,11 @@ class AdmissionPermit:
             await slots.acquire(self.tenant, 1, self._deadline)
             self._slot, self._slot_acquired_s = slots, time.monotonic()
 
+    def expected_slot_wait_s(self, model: str) -> float:
+        """How long `acquire_slot` is likely to take. 0 when nothing is known."""
+        slots = self._slots.get(model)
+        return slots.expected_wait_s(self.tenant) if slots is not None else 0.0
+
     @property
     def slot_wait_s(self) -> float:
         """How long the request may wait for a worker on which its slot is still taken."""

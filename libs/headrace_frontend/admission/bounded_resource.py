@@ -86,6 +86,13 @@ class BoundedResource:
         if full and self.pool.used_by(tenant) >= self.pool.share(tenant):
             raise self._full_error(tenant, 1)
 
+    def expected_wait_s(self, tenant: str) -> float:
+        """How long one more unit of a tenant takes: held units are released evenly over the mean hold time.
+
+        0 when one is free, and before the first was released.
+        """
+        return self._mean_hold_s * self.pool.units_ahead(tenant) / max(1, self.pool.capacity)
+
     def wait_of_holder_s(self, tenant: str) -> float:
         """How long a tenant may wait for the use of a unit that was granted to it."""
         within = self.pool.used_by(tenant) <= max(1.0, self.pool.share(tenant))

@@ -109,6 +109,24 @@ class FairPool:
         self.waiting += 1
         return Grant.WAITING
 
+    def units_ahead(self, tenant: str) -> float:
+        """Units that are granted before one more of a tenant that asks for it now, this one included.
+
+        0 when it would be granted at once. The others get their shares meanwhile.
+        """
+        if self.used < self.capacity and not self.waiting:
+            return 0.0
+        weights = self._weights()
+        entry = self._tenants.get(tenant)
+        own = 1 + (entry.waiting if entry is not None else 0)
+        per_weight = own / _weight(weights, tenant)
+        others = sum(
+            min(other.waiting, per_weight * _weight(weights, name))
+            for name, other in self._tenants.items()
+            if name != tenant
+        )
+        return max(0, self.used - self.capacity) + own + others
+
     def resize(self, capacity: int) -> None:
         """Changes the capacity, and grants waiting requests that fit now. Granted units stay granted."""
         self.capacity = capacity

@@ -7,7 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from google.protobuf.duration_pb2 import Duration
+
 from headrace.inference.v1 import inference_pb2, sampling_pb2, tools_pb2
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import InvalidRequest
 from headrace_frontend.openai.messages import MessageBody, ToolBody, ToolChoice
 from headrace_frontend.openai.requests import (
@@ -44,6 +47,7 @@ _RENAMED = (
     (re.compile(r"^(tokens\.ids|text)"), "prompt"),
     (re.compile(r"^(sampling|chat)\."), ""),
     (re.compile(r"^(structured_outputs\.choice)\.texts"), r"\1"),
+    (re.compile(r"^ttft_target$"), "ttft_target_s"),
 )
 
 
@@ -68,6 +72,7 @@ def chat_request(body: ChatCompletionBody, request_id: str) -> inference_pb2.Gen
         request_id=request_id,
         n=body.choice_count,
         include_latency=body.include_latency,
+        ttft_target=_ttft_target(body),
     )
 
 
@@ -86,6 +91,7 @@ def completion_requests(
             n=body.choice_count,
             best_of=body.best_of or 0,
             include_latency=body.include_latency,
+            ttft_target=_ttft_target(body),
             **prompt,
         )
         for index, prompt in enumerate(_prompts(body.prompt))
@@ -120,6 +126,10 @@ def openai_violations(
             field = pattern.sub(name, field, count=1)
         renamed[names.get(field, field)] = remedy
     return renamed
+
+
+def _ttft_target(body: GenerationBody) -> Duration | None:
+    return None if body.ttft_target_s is None else duration_from_seconds(body.ttft_target_s)
 
 
 def _sampling(body: GenerationBody) -> sampling_pb2.SamplingParams:

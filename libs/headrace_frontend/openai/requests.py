@@ -14,6 +14,7 @@ from headrace_common.limits import (
     BAD_WORDS_MAX,
     CHOICE_TEXTS_MAX,
     LOGIT_BIASES_MAX,
+    TTFT_TARGET_MAX_S,
 )
 from headrace_frontend.openai.messages import Body, Messages, ToolChoice, Tools
 
@@ -86,6 +87,9 @@ class GenerationBody(Body):
     structured_outputs: StructuredOutputsBody | None = None
     prompt_logprobs: int | None = None
     include_latency: bool = False
+    ttft_target_s: (
+        Annotated[float, Field(gt=0, le=TTFT_TARGET_MAX_S, allow_inf_nan=False)] | None
+    ) = None
     # These describe the caller's records, not the response.
     user: str | None = None
     metadata: dict[str, str] | None = None

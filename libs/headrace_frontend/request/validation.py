@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import InvalidRequest
-from headrace_common.limits import ANSWERS_MAX, UNKNOWN_CONTEXT_TOKENS
+from headrace_common.limits import ANSWERS_MAX, TTFT_TARGET_MAX_S, UNKNOWN_CONTEXT_TOKENS
 from headrace_common.registry.adapters import Adapter
 from headrace_frontend.request.chat import (
     chat_violations,
@@ -65,6 +66,8 @@ class PreparedRequest:
     """Whether the text of special tokens is left out."""
     cached_on: WorkerRef | None = None
     """A decode worker that has the prompt's KV cache, as another answer to it has shown."""
+    ttft_target_s: float | None = None
+    """The client's longest time to first token. None for that of the policy."""
     includes_latency: bool = False
     """Whether the client wants its times to the first tokens as parts."""
     tokenized_ns: tuple[int, int] = (0, 0)
@@ -130,6 +133,9 @@ def prepare(
         keeps_stop=request.sampling.include_stop_str_in_output,
         skips_special_tokens=not request.sampling.HasField("skip_special_tokens")
         or request.sampling.skip_special_tokens,
+        ttft_target_s=seconds_from_duration(request.ttft_target)
+        if request.HasField("ttft_target")
+        else None,
         includes_latency=request.include_latency,
     )
 
@@ -173,7 +179,15 @@ def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]
         violations["prefill_placement"] = "must be one of the named values"
     if request.first_token not in _FIRST_TOKEN_POLICIES:
         violations["first_token"] = "must be one of the named values"
+    violations.update(_target_violations(request))
     return violations
+
+
+def _target_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]:
+    target_s = seconds_from_duration(request.ttft_target)
+    if not request.HasField("ttft_target") or 0 < target_s <= TTFT_TARGET_MAX_S:
+        return {}
+    return {"ttft_target": f"must be above 0 s and at most {TTFT_TARGET_MAX_S} s"}
 
 
 def _answer_violations(request: inference_pb2.GenerateRequest) -> Iterator[tuple[str, str]]:

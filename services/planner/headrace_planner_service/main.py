@@ -62,7 +62,9 @@ async def serve() -> None:
         stack.push_async_callback(registry.close)
         observer = Observer(config.model, lambda endpoint: open_channel(endpoint, config))
         stack.push_async_callback(observer.close)
-        members = RegistryView(registry, on_change=lambda view: _update(observer, view))
+        members = RegistryView(
+            registry, on_change=lambda view: _update(observer, view), without_layouts=True
+        )
         stack.push_async_callback(members.stop)
         await members.start()
         metrics = PlannerMetrics(telemetry)

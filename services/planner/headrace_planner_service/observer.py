@@ -15,7 +15,7 @@ from headrace_common.errors import RegistryUnavailable, WorkerGone
 from headrace_common.rpc.status import error_from_rpc
 from headrace_planner.observation import LoadSample
 from headrace_planner_service.sampling import DecodeReading, Totals, load_sample
-from headrace_planner_service.worker_status import OpenChannel, WorkerStatus
+from headrace_planner_service.worker_status import OpenChannel, WorkerStatus, status_interval_s
 
 _CALL_TIMEOUT_S: Final = 2.0
 _WORKERS: Final = (registry_pb2.Member.ROLE_PREFILL, registry_pb2.Member.ROLE_DECODE)
@@ -58,8 +58,11 @@ class Observer:
             self._close_later(self._workers.pop(key).close())
         for key in self._routers.keys() - routers.keys():
             self._close_later(self._routers.pop(key).channel.close())
+        interval_s = status_interval_s(len(workers))
+        for status in self._workers.values():
+            status.set_interval(interval_s)
         for key in workers.keys() - self._workers.keys():
-            self._workers[key] = WorkerStatus(workers[key], self._open_channel)
+            self._workers[key] = WorkerStatus(workers[key], self._open_channel, interval_s)
         for key in routers.keys() - self._routers.keys():
             self._routers[key] = _Router(routers[key], self._open_channel(routers[key].endpoint))
 

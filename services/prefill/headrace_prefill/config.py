@@ -39,7 +39,7 @@ class PrefillConfig(WorkerConfig):
         0,
         description="Fewest tokens of a prompt that are fetched from its decode worker, which has them from an earlier "
         "turn, instead of being computed. Only where fetching was faster. 0 fetches none. Decode workers then reach "
-        "this worker's ports of KV transfers. Engine sim, for models without states.",
+        "this worker's ports of KV transfers. For models without states.",
     )
     prefix_fetch_timeout_s: PositiveSeconds = Field(
         2.0,
@@ -50,11 +50,6 @@ class PrefillConfig(WorkerConfig):
     def _check_prefix_fetch(self) -> PrefillConfig:
         if not self.prefix_fetch_min_tokens:
             return self
-        if self.engine != "sim":
-            raise ValueError(
-                f"prefix_fetch_min_tokens is {self.prefix_fetch_min_tokens}, but engine {self.engine} fetches no "
-                "prefixes yet: set it to 0, or start with engine sim"
-            )
         # A failed fetch must free its blocks while tasks can still use them.
         require_order(self, ("lease_ttl_s", "task_timeout_s"), ("quarantine_s", "task_timeout_s"))
         return self

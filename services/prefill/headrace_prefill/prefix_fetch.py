@@ -70,8 +70,9 @@ class PrefixFetcher:
         self._closing: set[asyncio.Task[None]] = set()
 
     def offer(self, target: TransferTarget) -> PrefixFetch | None:
-        """The fetch of what decode has of a task's tokens; None when it has nothing."""
-        if not target.start_token or not target.ticket:
+        """The fetch of what decode has of a task's tokens. None when it has too little, or fetching is not worth it."""
+        policy = self._context.policy
+        if not target.ticket or not policy.prefers_fetch(target.decode, target.start_token):
             return None
         return PrefixFetch(self._context, target, self._channel)
 
@@ -123,6 +124,11 @@ class PrefixFetch:
     def end_token(self) -> int:
         """See PrefixSource."""
         return self._target.start_token
+
+    @property
+    def least_tokens(self) -> int:
+        """See PrefixSource."""
+        return self._context.policy.min_tokens
 
     def start(self, reservation: Reservation) -> bool:
         """See PrefixSource."""

@@ -38,7 +38,7 @@ class FetchPolicy:
     """
 
     def __init__(self, min_tokens: int, clock_s: Callable[[], float] = time.monotonic) -> None:
-        self._min_tokens = min_tokens
+        self.min_tokens = min_tokens
         self._clock_s = clock_s
         self._compute: _Speed | None = None
         self._links: OrderedDict[WorkerRef, _Speed] = OrderedDict()
@@ -46,8 +46,9 @@ class FetchPolicy:
 
     def prefers_fetch(self, decode: WorkerRef, token_count: int) -> bool:
         """Whether to fetch so many tokens from this decode worker."""
-        if token_count < self._min_tokens:
-            return False
+        return token_count >= self.min_tokens and self._may_fetch(decode)
+
+    def _may_fetch(self, decode: WorkerRef) -> bool:
         if self._clock_s() < self._paused_until_s.get(decode, 0.0):
             return False
         link, compute = self._known(self._links.get(decode)), self._known(self._compute)

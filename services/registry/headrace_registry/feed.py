@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,9 +26,33 @@ class PolicyRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class WatchFilter:
+    """What a watcher receives of the members. No roles means all."""
+
+    roles: frozenset[int] = frozenset()
+    without_layouts: bool = False
+
+    def takes(self, role: int) -> bool:
+        """Whether members of a role belong to it. A change of the policy has the role 0."""
+        return not role or not self.roles or role in self.roles
+
+
+ALL: Final = WatchFilter()
+
+
+@dataclass(frozen=True, slots=True)
+class _HistoryChange:
+    """A change, and the same without a layout. `role` is that of the member, or 0."""
+
+    role: int
+    full: registry_pb2.Change
+    brief: registry_pb2.Change
+
+
+@dataclass(frozen=True, slots=True)
 class _HistoryEntry:
     revision: int
-    changes: tuple[registry_pb2.Change, ...]
+    changes: tuple[_HistoryChange, ...]
 
 
 class ChangeFeed:
@@ -47,6 +71,7 @@ class ChangeFeed:
         self._kept_since = revision
         self._epoch = 0
         self._members: dict[str, registry_pb2.Member] = {}
+        self._role_counts: Counter[int] = Counter()
         self._policy = PolicyRecord(default_policy(), 0)
         self._changed = asyncio.Event()
 
@@ -59,6 +84,10 @@ class ChangeFeed:
         """Live members by worker id."""
         return MappingProxyType(self._members)
 
+    def member_count(self, role: registry_pb2.Member.Role.ValueType) -> int:
+        """The number of live members of a role."""
+        return self._role_counts[role]
+
     @property
     def policy(self) -> PolicyRecord:
         return self._policy
@@ -70,12 +99,13 @@ class ChangeFeed:
         policy: PolicyRecord | None = None,
     ) -> None:
         """Applies the changes of `revision`: records by worker id, None for a removed one."""
-        changes: list[registry_pb2.Change] = []
+        changes: list[_HistoryChange] = []
         for worker_id, member in members.items():
             changes += self._apply_member(worker_id, member)
         if policy is not None:
             if policy.policy != self._policy.policy:
-                changes.append(registry_pb2.Change(policy_put=policy.policy))
+                put = registry_pb2.Change(policy_put=policy.policy)
+                changes.append(_HistoryChange(0, put, put))
             self._policy = policy
         self._revision = max(self._revision, revision)
         if changes:
@@ -97,6 +127,7 @@ class ChangeFeed:
         """Replaces this copy by a listing of unrelated revisions. Every watch expires."""
         self._history.clear()
         self._members = dict(members)
+        self._role_counts = Counter(member.role for member in members.values())
         self._policy = policy
         self._revision = revision
         self._kept_since = revision
@@ -114,7 +145,7 @@ class ChangeFeed:
         return True
 
     async def watch(
-        self, start_revision: int, *, allow_future: bool = False
+        self, start_revision: int, wanted: WatchFilter = ALL, *, allow_future: bool = False
     ) -> AsyncIterator[registry_pb2.WatchResponse]:
         """Yields a snapshot (start 0) or the changes since `start_revision`, then every later change.
 
@@ -124,29 +155,34 @@ class ChangeFeed:
         epoch = self._epoch
         if start_revision == 0:
             cursor = self._revision
-            yield self._snapshot()
+            yield self._snapshot(wanted)
         else:
             self._require_kept(start_revision, epoch, allow_future)
             cursor = start_revision
-            response = self._since(cursor)
+            response = self._since(cursor, wanted)
             cursor = response.revision
             yield response
         while True:
             self._require_kept(cursor, epoch, allow_future=True)
             changed = self._changed
-            response = self._since(cursor)
-            if response.changes:
-                cursor = response.revision
-                yield response
-                # Changes of many members at a time come together. The first one does not wait.
-                await asyncio.sleep(_BATCH_S)
-            else:
+            if self._revision <= cursor:
                 await changed.wait()
+                continue
+            response = self._since(cursor, wanted)
+            cursor = response.revision
+            if response.changes:
+                yield response
+            # Changes of many members at a time come together. The first one does not wait.
+            await asyncio.sleep(_BATCH_S)
 
     def _apply_member(
         self, worker_id: str, member: registry_pb2.Member | None
-    ) -> list[registry_pb2.Change]:
+    ) -> list[_HistoryChange]:
         previous = self._members.get(worker_id)
+        if previous is not None:
+            self._role_counts[previous.role] -= 1
+        if member is not None:
+            self._role_counts[member.role] += 1
         if member is None:
             if previous is None:
                 return []
@@ -155,7 +191,8 @@ class ChangeFeed:
         self._members[worker_id] = member
         if previous == member:
             return []
-        put = registry_pb2.Change(member_put=member)
+        full = registry_pb2.Change(member_put=member)
+        put = _HistoryChange(member.role, full, registry_pb2.Change(member_put=_brief(member)))
         if previous is None or previous.incarnation == member.incarnation:
             return [put]
         return [_member_gone(previous), put]
@@ -175,18 +212,26 @@ class ChangeFeed:
                 },
             )
 
-    def _since(self, cursor: int) -> registry_pb2.WatchResponse:
+    def _since(self, cursor: int, wanted: WatchFilter) -> registry_pb2.WatchResponse:
         entries: list[_HistoryEntry] = []
         for entry in reversed(self._history):
             if entry.revision <= cursor:
                 break
             entries.append(entry)
-        changes = [change for entry in reversed(entries) for change in entry.changes]
+        changes = [
+            change.brief if wanted.without_layouts else change.full
+            for entry in reversed(entries)
+            for change in entry.changes
+            if wanted.takes(change.role)
+        ]
         return registry_pb2.WatchResponse(revision=max(cursor, self._revision), changes=changes)
 
-    def _snapshot(self) -> registry_pb2.WatchResponse:
+    def _snapshot(self, wanted: WatchFilter) -> registry_pb2.WatchResponse:
+        members = [
+            member for _, member in sorted(self._members.items()) if wanted.takes(member.role)
+        ]
         snapshot = registry_pb2.Snapshot(
-            members=[self._members[worker_id] for worker_id in sorted(self._members)],
+            members=map(_brief, members) if wanted.without_layouts else members,
             policy=self._policy.policy,
         )
         return registry_pb2.WatchResponse(revision=self._revision, snapshot=snapshot)
@@ -196,6 +241,17 @@ class ChangeFeed:
         changed.set()
 
 
-def _member_gone(member: registry_pb2.Member) -> registry_pb2.Change:
+def _brief(member: registry_pb2.Member) -> registry_pb2.Member:
+    """The member without its layout."""
+    if not member.HasField("layout"):
+        return member
+    brief = registry_pb2.Member()
+    brief.CopyFrom(member)
+    brief.ClearField("layout")
+    return brief
+
+
+def _member_gone(member: registry_pb2.Member) -> _HistoryChange:
     reference = registry_pb2.MemberRef(worker_id=member.worker_id, incarnation=member.incarnation)
-    return registry_pb2.Change(member_gone=reference)
+    gone = registry_pb2.Change(member_gone=reference)
+    return _HistoryChange(member.role, gone, gone)

@@ -21,6 +21,7 @@ from headrace_common.process.open_connections import host_of_peer
 from headrace_common.process.rates import RateByCaller
 from headrace_common.registry.policy import DEFAULT_RETRY_BUDGET
 from headrace_registry import validation
+from headrace_registry.feed import WatchFilter
 from headrace_registry.store.base import Store
 
 _LOG = logging.getLogger(__name__)
@@ -146,13 +147,12 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
 
     def _require_room(self, role: registry_pb2.Member.Role.ValueType) -> None:
         """Raises QueueFull when the caller may not register another member."""
-        known = self._store.members
-        if len(known) >= self._max_members:
+        if len(self._store.members) >= self._max_members:
             raise QueueFull(
                 f"the registry has reached its limit of {self._max_members} members: raise its max_members",
                 metadata={"max_members": str(self._max_members)},
             )
-        routers = sum(member.role == registry_pb2.Member.ROLE_ROUTER for member in known.values())
+        routers = self._store.member_count(registry_pb2.Member.ROLE_ROUTER)
         if role == registry_pb2.Member.ROLE_ROUTER and routers >= self._max_routers:
             raise QueueFull(
                 f"{routers} routers are registered, and every worker works for each of them: raise the registry's "
@@ -162,7 +162,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         if current_caller().name:
             return
         bound = self._max_unnamed_members
-        if sum(member.role == role for member in known.values()) >= bound:
+        if self._store.member_count(role) >= bound:
             name = _CREDENTIAL_ROLES[role]
             raise QueueFull(
                 f"{bound} members of the role {name} are registered, and a credential without a name cannot register "
@@ -217,7 +217,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     async def Watch(
         self, request: registry_pb2.WatchRequest, context: _Context
     ) -> AsyncIterator[registry_pb2.WatchResponse]:
-        async for response in self._store.watch(request.start_revision):
+        validation.require(validation.watch_violations(request))
+        wanted = WatchFilter(frozenset(request.roles), request.without_layouts)
+        async for response in self._store.watch(request.start_revision, wanted):
             yield response
 
     async def ListMembers(

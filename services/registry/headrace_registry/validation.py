@@ -18,6 +18,7 @@ from headrace_common.limits import (
     LEASE_TTL_MAX_S,
     LEASE_TTL_MIN_S,
     NAME_CHARACTERS_MAX,
+    POLICY_FAR_WEIGHT_MAX,
     POLICY_OVERLAP_WEIGHT_MAX,
     POLICY_QUEUE_WAIT_MAX_S,
     POLICY_RETRY_BUDGET_MAX,
@@ -27,9 +28,12 @@ from headrace_common.limits import (
     START_AHEAD_MAX_S,
     TICKET_PUBLIC_KEY_BYTES,
     TRANSPORT_CHARACTERS_MAX,
+    TTFT_TARGET_MAX_S,
+    VERSION_CHARACTERS_MAX,
     limit_violations,
 )
 from headrace_common.registry.adapters import announced_violations
+from headrace_common.registry.place import place_violations
 
 
 def require(violations: dict[str, str]) -> None:
@@ -58,6 +62,10 @@ def member_violations(member: registry_pb2.Member, path: str) -> dict[str, str]:
         violations[f"{path}.client_endpoint"] = "give host:port with a port of 1 to 65535, or none"
     if member.http_endpoint and not _is_endpoint(member.http_endpoint):
         violations[f"{path}.http_endpoint"] = "give host:port with a port of 1 to 65535, or none"
+    if len(member.version) > VERSION_CHARACTERS_MAX or not member.version.isprintable():
+        violations[f"{path}.version"] = (
+            f"give at most {VERSION_CHARACTERS_MAX} printable characters, or none"
+        )
     if member.start_unix_ns == 0:
         violations[f"{path}.start_unix_ns"] = (
             "give the start time in nanoseconds since the Unix epoch"
@@ -65,6 +73,7 @@ def member_violations(member: registry_pb2.Member, path: str) -> dict[str, str]:
     if member.role in (registry_pb2.Member.ROLE_PREFILL, registry_pb2.Member.ROLE_DECODE):
         violations.update(_worker_violations(member, path))
     violations.update(_ticket_key_violations(member, path))
+    violations.update(place_violations(member.place, f"{path}.place"))
     return violations
 
 
@@ -107,6 +116,13 @@ def _ticket_key_violations(member: registry_pb2.Member, path: str) -> dict[str, 
     return {
         f"{path}.ticket_public_key": f"give {TICKET_PUBLIC_KEY_BYTES} bytes for a router, none for a worker"
     }
+
+
+def watch_violations(request: registry_pb2.WatchRequest) -> dict[str, str]:
+    known = [role for role in registry_pb2.Member.Role.values() if role]
+    if len(set(request.roles)) < len(request.roles) or not set(request.roles) <= set(known):
+        return {"roles": "give known roles, each once, or none for all"}
+    return {}
 
 
 def layout_violations(layout: layout_pb2.KvLayout, path: str) -> dict[str, str]:
@@ -186,6 +202,7 @@ def policy_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
         violations[f"{path}.retry_budget"] = f"give 0 to {POLICY_RETRY_BUDGET_MAX}"
     for name, highest in (
         ("overlap_weight", POLICY_OVERLAP_WEIGHT_MAX),
+        ("far_weight", POLICY_FAR_WEIGHT_MAX),
         ("temperature", POLICY_TEMPERATURE_MAX),
     ):
         # A comparison that is also false for nan.
@@ -193,8 +210,16 @@ def policy_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
             violations[f"{path}.{name}"] = f"give 0 to {highest}"
     if not 0 <= seconds_from_duration(policy.max_queue_wait) <= POLICY_QUEUE_WAIT_MAX_S:
         violations[f"{path}.max_queue_wait"] = f"give 0 s to {POLICY_QUEUE_WAIT_MAX_S} s"
-    if policy.first_token not in first_token_pb2.FirstTokenPolicy.values():
-        violations[f"{path}.first_token"] = "give one of the named values"
+    target_s = seconds_from_duration(policy.ttft_target)
+    if policy.HasField("ttft_target") and not 0 < target_s <= TTFT_TARGET_MAX_S:
+        violations[f"{path}.ttft_target"] = f"give more than 0 s, at most {TTFT_TARGET_MAX_S} s"
+    for name, kind in (
+        ("first_token", first_token_pb2.FirstTokenPolicy),
+        ("pair_level", registry_pb2.PairLevel),
+        ("pair_rule", registry_pb2.PairRule),
+    ):
+        if getattr(policy, name) not in kind.values():
+            violations[f"{path}.{name}"] = "give one of the named values"
     if len(policy.tenant_weights) > POLICY_TENANTS_MAX:
         violations[f"{path}.tenant_weights"] = f"give at most {POLICY_TENANTS_MAX} tenants"
     for tenant, weight in policy.tenant_weights.items():

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from random import Random
 
 import grpc.aio
@@ -34,9 +35,11 @@ from headrace_frontend.request.size import RequestSizeCheck, needed_request_byte
 from headrace_frontend.salts import CacheSalts
 from headrace_frontend.tenants import Tenants, load_tenants, tenant_or_none
 from headrace_kv.layout.layout import WorkerRef
+from headrace_planner.files import read_profile
 from headrace_router.client_gate import ClientGate
 from headrace_router.config import RouterConfig
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
+from headrace_router.early_refusal.gate import EarlyRefusal, EarlyRefusalParts
 from headrace_router.load import LoadReader
 from headrace_router.lookaside.keys import RouterKeys
 from headrace_router.lookaside.own_prompts import OwnPrompts
@@ -45,6 +48,7 @@ from headrace_router.lookaside.tickets import LookAside
 from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
+from headrace_router.pairing.pairing import Pairing
 from headrace_router.picker.picker import EndpointPicker, PickerParts
 from headrace_router.placement import KvAware, Placement
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -102,6 +106,7 @@ class Router:
     openai: OpenAiApp
     admission: Admission
     pairs: PairReporter
+    pairing: Pairing
     queue_service: QueueService
     load: LoadReader
     picker: EndpointPicker
@@ -137,6 +142,7 @@ class Router:
         self.prefixes.update(members)
         self.router_keys.update(members)
         self.pairs.update(members)
+        self.pairing.update(members)
         self.status_reader.update(members)
 
     async def close(self) -> None:
@@ -177,8 +183,11 @@ def assemble(
         dials,
         load,
     )
+    pairing = Pairing(policy)
     queue = PrefillQueue(
-        config.max_queued_tasks, config.prefix_wait_s, sign=_task_signer(ticket_key)
+        *(config.max_queued_tasks, config.prefix_wait_s),
+        sign=_task_signer(ticket_key),
+        pairs=pairing,
     )
     prefixes = PrefixCacheDirectory(
         lambda endpoint: open_channel(endpoint, config),
@@ -237,9 +246,19 @@ def assemble(
         slow_s=config.slow_trace_s,
         on_latency=metrics.count_latency,
     )
+    early_refusal = EarlyRefusal(
+        EarlyRefusalParts(
+            *(queue, workers, prefixes, policy),
+            read_profile(Path(config.profile) if config.profile else None),
+            by_deadline=config.early_refusal,
+            on_prediction=metrics.record_prediction,
+            on_refusal=metrics.count_early_refusal,
+        )
+    )
     runner = RequestRunner(
         callers=callers,
         admission=admission,
+        early_refusal=early_refusal,
         preparer=preparer,
         dispatcher=dispatcher,
         tracer=tracer,
@@ -290,6 +309,7 @@ def assemble(
         openai=openai,
         admission=admission,
         pairs=PairReporter(),
+        pairing=pairing,
         picker=EndpointPicker(
             PickerParts(
                 *(tenants, runner, preparer, size, dispatcher, workers, queue, tracer),

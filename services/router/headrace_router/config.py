@@ -113,6 +113,16 @@ class RouterConfig(FrontendConfig):
         "before their use is seen. Further requests of the caller go through the router.",
     )
     trace_count: PositiveCount = Field(256, description="Requests that have their traces stored.")
+    profile: str = Field(
+        "",
+        description="File of `headrace profile` with the measured speed of the workers, from which times to first "
+        "token are predicted. Empty: predictions use the rates of the prefills so far.",
+    )
+    early_refusal: bool = Field(
+        False,
+        description="Whether a request is refused at once when its first token is predicted to come after its "
+        "deadline. Targets for the time to first token, of the policy or of a request, refuse in any case.",
+    )
     slow_trace_s: NonNegativeSeconds = Field(
         10.0,
         description="A time to the first token above this makes a request slow. Traces of slow and of failed requests "

@@ -24,6 +24,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_common.tickets.keys import SigningKey
+from headrace_common.version import version
 from headrace_frontend.openai.server import HttpServer
 from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
@@ -149,6 +150,7 @@ def _member(
         client_endpoint=endpoints[1],
         start_unix_ns=time.time_ns(),
         ticket_public_key=ticket_key.public.public_key,
+        version=version(),
     )
 
 

@@ -100,9 +100,14 @@ class RouterMetrics:
         self._callers_refused = store.counter(
             schema.METRIC_CALLERS_REFUSED, schema.ATTRIBUTE_REFUSAL
         )
+        self._early_refusals = store.counter(
+            *(schema.METRIC_EARLY_REFUSALS, schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL),
+            schema.ATTRIBUTE_FIRST_TOKEN_BOUND,
+        )
         self._picks = store.counter(schema.METRIC_PICKS, schema.ATTRIBUTE_END_REASON)
         model = schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL
         self._first_token = store.histogram(schema.METRIC_TIME_TO_FIRST_TOKEN, model)
+        self._predicted = store.histogram(schema.METRIC_PREDICTED_FIRST_TOKEN, model)
         self._duration = store.histogram(schema.METRIC_REQUEST_DURATION, model)
         self._per_token = store.histogram(schema.METRIC_TIME_PER_OUTPUT_TOKEN, model)
         self._gaps = store.histogram(schema.METRIC_INTER_TOKEN_LATENCY, model)
@@ -200,6 +205,14 @@ class RouterMetrics:
             self._exposed.record(
                 1e-6 * breakdown.exposed_us, model, breakdown.owner.value, trace_id=trace_id
             )
+
+    def record_prediction(self, model: str, first_token_s: float) -> None:
+        """Records a predicted time to first token."""
+        self._predicted.record(first_token_s, model)
+
+    def count_early_refusal(self, model: str, bound: str) -> None:
+        """Counts a request that was refused by its prediction. `bound` is what the prediction exceeds."""
+        self._early_refusals.add(1, model, bound)
 
     def count_migration(self, reason: str) -> None:
         """Counts a response that has started and needs another attempt. `reason` is the error's."""

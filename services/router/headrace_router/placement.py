@@ -1,7 +1,8 @@
 """Placement: which decode worker serves a request. Pure, so a decision can be replayed and explained.
 
 The cost of a decode worker is in tokens: `overlap_weight` times the prompt tokens that it lacks, plus the tokens that
-its blocks hold already. Placement chooses the cheapest of the fit workers.
+its blocks hold already. Where hand-overs to it cost more, a missing token has a higher weight. Placement chooses the
+cheapest of the fit workers.
 """
 
 from __future__ import annotations
@@ -69,18 +70,31 @@ class PlacementRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class PairCosts:
+    """What the policy for pairs of places makes of each worker of the table. Columns have shape [worker].
+
+    `allowed`: whether a pulling prefill worker may hand KV over to it. `extra` is the cost of a token that is handed
+    over from the best of them, relative to computing it.
+    """
+
+    allowed: Flags
+    extra: Numbers
+
+
+@dataclass(frozen=True, slots=True)
 class Candidates:
     """The workers at one moment.
 
     `cached_tokens` has shape [worker]: the cached prompt tokens of each worker of the table, with slower tiers counted
     for less. It is None when nothing is known. `prefill` gives the pulling prefill workers by layout fingerprint, and
-    `queue_wait_s` how long a prompt would wait for one.
+    `queue_wait_s` how long a prompt would wait for one. `pairs` is None without a policy for pairs of places.
     """
 
     decode: LoadTable
     cached_tokens: Numbers | None = None
     prefill: Mapping[KvLayout, frozenset[WorkerRef]] = field(default_factory=dict)
     queue_wait_s: float = 0.0
+    pairs: PairCosts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +160,16 @@ class KvAware(Placement):
             missing: Numbers = np.full(len(table), float(needed_tokens))
         else:
             missing = needed_tokens - np.minimum(candidates.cached_tokens, needed_tokens)
-        costs: Numbers = policy.overlap_weight * missing + table.held_tokens
-        wants_remote, why = _wants_remote(request, candidates.queue_wait_s)
+        wants_remote, why = remote_wanted(request, candidates.queue_wait_s)
+        weights = _weights(policy.overlap_weight, candidates, remote=wants_remote)
+        costs: Numbers = weights * missing + table.held_tokens
         # These decide before the cost, the most severe first. Most requests meet none of them.
         faults = {"unreachable": ~table.reachable, "full": table.requests >= table.max_num_seqs}
         if request.suspect:
             faults = {"suspect": table.flags(request.suspect), **faults}
         paired: Flags | None = None
         if wants_remote:
-            paired = table.paired(
-                {layout for layout, refs in candidates.prefill.items() if refs - request.failed}
-            )
+            paired = _paired(candidates, request.failed)
             missing_tokens_min = max(1, policy.local_prefill_max_tokens)
             faults["unpaired"] = (missing >= missing_tokens_min) & ~paired
         fit = usable
@@ -171,9 +184,7 @@ class KvAware(Placement):
             remote, why = _remote_pays(
                 request, why, missing_tokens=float(missing[row]), paired=bool(paired[row])
             )
-        shown = _explained(
-            policy.overlap_weight, table, costs, missing, needed_tokens, usable, faults, row
-        )
+        shown = _explained(weights, table, costs, missing, needed_tokens, usable, faults, row)
         return Decision(
             table.workers[row],
             remote,
@@ -196,6 +207,22 @@ class KvAware(Placement):
         return int(self._random.choices(rows.tolist(), weights.tolist())[0])
 
 
+def _weights(overlap_weight: float, candidates: Candidates, *, remote: bool) -> Numbers:
+    """The cost of a missing token on each worker."""
+    weights: Numbers = np.full(len(candidates.decode), overlap_weight)
+    if remote and candidates.pairs is not None:
+        weights *= 1.0 + candidates.pairs.extra
+    return weights
+
+
+def _paired(candidates: Candidates, failed: frozenset[WorkerRef]) -> Flags:
+    """The workers to which a pulling prefill worker may hand over."""
+    paired = candidates.decode.paired(
+        {layout for layout, refs in candidates.prefill.items() if refs - failed}
+    )
+    return paired if candidates.pairs is None else paired & candidates.pairs.allowed
+
+
 def _no_decode_worker(request: PlacementRequest) -> NoDecodeWorker:
     return NoDecodeWorker(
         f"no live decode worker serves {request.model}"
@@ -205,7 +232,7 @@ def _no_decode_worker(request: PlacementRequest) -> NoDecodeWorker:
     )
 
 
-def _wants_remote(request: PlacementRequest, queue_wait_s: float) -> tuple[bool, str]:
+def remote_wanted(request: PlacementRequest, queue_wait_s: float) -> tuple[bool, str]:
     """Whether remote prefill is wanted for any worker, and why."""
     policy = request.policy
     if request.local_only:
@@ -233,12 +260,12 @@ def _remote_pays(
     if not forced and missing_tokens < missing_tokens_min:
         return False, f"{missing_tokens:.0f} missing tokens are below {missing_tokens_min}"
     if not paired:
-        return False, "no prefill worker with a matching KV layout pulls"
+        return False, "no prefill worker with a matching KV layout and place pulls"
     return True, why
 
 
 def _explained(
-    weight: float,
+    weights: Numbers,
     table: LoadTable,
     costs: Numbers,
     missing: Numbers,
@@ -256,7 +283,7 @@ def _explained(
         CandidateCost(
             worker_id=table.workers[row].ref.worker_id,
             cost=float(costs[row]),
-            weight=weight,
+            weight=float(weights[row]),
             cached_tokens=int(needed_tokens - missing[row]),
             missing_tokens=int(missing[row]),
             held_tokens=int(table.held_tokens[row]),

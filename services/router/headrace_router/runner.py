@@ -30,6 +30,7 @@ from headrace_frontend.request.validation import PreparedRequest
 from headrace_router.dispatch.completion import finish_reason_name
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.dispatch.request import RoutedRequest
+from headrace_router.early_refusal.gate import ArrivedRequest, EarlyRefusal
 from headrace_router.metrics import RouterMetrics
 from headrace_router.tracing.request_span import RequestTracer, trace_id_of
 
@@ -53,6 +54,7 @@ class RequestRunner:
         *,
         callers: CallerBounds,
         admission: Admission,
+        early_refusal: EarlyRefusal,
         preparer: RequestPreparer,
         dispatcher: RequestDispatcher,
         tracer: RequestTracer,
@@ -62,6 +64,7 @@ class RequestRunner:
         """`load` is that of the event loop. The workers pace the tokens by it."""
         self._callers = callers
         self._admission = admission
+        self._early_refusal = early_refusal
         self._preparer = preparer
         self._dispatcher = dispatcher
         self._tracer = tracer
@@ -129,6 +132,11 @@ class RequestRunner:
         self.reject_when_draining()
         return await self._admission.admit(tenant, deadline)
 
+    def refuse_late(self, arrived: ArrivedRequest, permit: AdmissionPermit) -> None:
+        """Raises FirstTokenLate for a request with a first token that is predicted to come too late."""
+        slot_wait_s = permit.expected_slot_wait_s(arrived.prepared.model)
+        self._early_refusal.check(arrived, slot_wait_s)
+
     async def wait_turn(self) -> None:
         """Waits until this request's caller may have it routed."""
         await self._callers.wait_turn()
@@ -143,6 +151,8 @@ class RequestRunner:
             prepared = await answer.prepare(root, permit.tenant)
             timeline.tokenized(prepared.tokenized_ns)
             await permit.acquire_tokens(len(prepared.token_ids))
+            arrived = ArrivedRequest(prepared, terms.deadline, terms.arrival_ns, root)
+            self.refuse_late(arrived, permit)
             slot_start_ns = time.monotonic_ns()
             await permit.acquire_slot(prepared.model)
             timeline.slot_acquired(slot_start_ns)

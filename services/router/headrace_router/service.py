@@ -18,6 +18,7 @@ from headrace_frontend.answers import answer_count, request_id_of
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.tenants import DEFAULT_TENANT, TenantAliases, Tenants
 from headrace_router.dispatch.dispatcher import RequestDispatcher
+from headrace_router.early_refusal.gate import ArrivedRequest
 from headrace_router.lookaside.direct_timeline import RouteTimes
 from headrace_router.lookaside.steps import route_steps
 from headrace_router.lookaside.tickets import LookAside, candidates_to_proto
@@ -113,6 +114,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 None if request.explain else deadline,
                 permit.tenant,
             )
+            if not request.explain:
+                arrived = ArrivedRequest(prepared, deadline, arrival_ns, root)
+                self._runner.refuse_late(arrived, permit)
             await self._runner.wait_turn()
             route_ns = time.monotonic_ns()
             decision = self._dispatcher.route(prepared, root, deadline, request.avoid_worker_ids)

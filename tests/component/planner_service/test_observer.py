@@ -12,6 +12,7 @@ from headrace.inference.v1 import load_pb2, load_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.config import ServiceConfig
+from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import RegistryUnavailable, WorkerGone
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
@@ -38,7 +39,9 @@ class Everything(load_pb2_grpc.LoadServiceServicer, Worker):
             incarnation="1", state=STATES.STATE_SERVING, running_requests=3, total_blocks=8
         )
         self.watches = 0
+        self.intervals_s: list[float] = []
         self.silent = asyncio.Event()
+        self.more = asyncio.Event()
 
     async def GetLoad(
         self, request: load_pb2.GetLoadRequest, context: Any
@@ -52,8 +55,18 @@ class Everything(load_pb2_grpc.LoadServiceServicer, Worker):
         self, request: worker_pb2.WatchStatusRequest, context: Any
     ) -> AsyncIterator[worker_pb2.WatchStatusResponse]:
         self.watches += 1
+        self.intervals_s.append(seconds_from_duration(request.max_interval))
         yield self.status
-        await self.silent.wait()
+        silent = self.silent
+        waits = [asyncio.ensure_future(one.wait()) for one in (silent, self.more)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if not silent.is_set():
+                yield self.status
+                await silent.wait()
+        finally:
+            for wait in waits:
+                wait.cancel()
 
 
 def member(
@@ -140,6 +153,24 @@ async def test_a_silent_worker_is_named_and_no_load_is_reported(
         await observer.read()
     # The observer asks again.
     await until(lambda: servicer.watches > 1, 20.0, "another watch")
+
+
+async def test_idle_workers_of_a_large_deployment_send_less_often(
+    peer: tuple[Everything, str], observer: Observer
+) -> None:
+    servicer, endpoint = peer
+    router = member("router", ROLES.ROLE_ROUTER, endpoint)
+    workers = [member(f"decode-{number}", ROLES.ROLE_DECODE, endpoint) for number in range(60)]
+    observer.update([router, workers[0]])
+    await until(lambda: complete(observer), 20.0, "a complete reading")
+    observer.update([router, *workers])
+    await until(lambda: complete(observer), 20.0, "a complete reading")
+    assert servicer.intervals_s == [5.0, *[12.0] * 59]
+    # The first one is asked again after its next status.
+    servicer.status = STATES(incarnation="1", state=STATES.STATE_SERVING, total_blocks=9)
+    servicer.more.set()
+    await until(lambda: servicer.intervals_s[60:] == [12.0], 20.0, "another interval")
+    assert await complete(observer)
 
 
 async def test_without_routers_or_registry_there_is_no_load(observer: Observer) -> None:

@@ -1,4 +1,4 @@
-"""A prefill worker that fetches prefixes and a decode worker that has them: services, gRPC, tickets and sim engines."""
+"""A prefill worker that fetches prefixes and a decode worker that has them: services, gRPC, tickets and engines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import first_token_pb2, sampling_pb2
@@ -24,6 +24,7 @@ from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_decode.admission.admission import Admission, Capacity
 from headrace_decode.prefix_service import PrefixServicer
 from headrace_decode.service import DecodeService
+from headrace_engine.interface import Engine
 from headrace_engine.sim.engine import SimEngine
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import Receiver, ReceiverLimits
@@ -44,6 +45,7 @@ LEASE_S = 1.0
 QUARANTINE_S = 0.2
 BLOCKS = 96
 _ANSWER_S = 20.0
+EngineT = TypeVar("EngineT", bound=Engine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +58,14 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Workers:
+class FetchingWorkers(Generic[EngineT]):
     """Both workers, and the router's key.
 
     `fetches` has the record of each fetch, and `ticket_refusals` the parts that prefill refused.
     """
 
-    prefill: SimEngine
-    decode: SimEngine
+    prefill: EngineT
+    decode: EngineT
     worker: PrefillWorker
     fetcher: PrefixFetcher
     policy: FetchPolicy
@@ -77,9 +79,6 @@ class Workers:
     known: list[WorkerRef] = field(default_factory=lambda: [PREFILL])
     """The registered prefill workers."""
     _names: count[int] = field(default_factory=count)
-
-    def expected(self, prompt: Sequence[int], token_count: int) -> tuple[int, ...]:
-        return self.decode.model.expected_tokens(prompt, token_count)
 
     def ticket(self, transfer_id: str, **changes: Any) -> bytes:
         """The ticket that a router gives with a task."""
@@ -115,14 +114,26 @@ class Workers:
             finally:
                 call.cancel()
 
-    async def turn(self, prompt: Sequence[int], token_count: int) -> Turn:
-        """Runs a request as a router does. Its answer must be right."""
+    async def run(self, prompt: Sequence[int], token_count: int) -> Turn:
+        """Runs a request as a router does."""
         async with self.reserved(prompt, token_count) as request:
             done = await request.prefill()
             tokens = await request.answer()
         assert done.reason == "", done.detail
-        assert tokens == self.expected(prompt, token_count)
         return Turn(tokens, request.reserved.start_token, done)
+
+
+class Workers(FetchingWorkers[SimEngine]):
+    """With simulated engines."""
+
+    def expected(self, prompt: Sequence[int], token_count: int) -> tuple[int, ...]:
+        return self.decode.model.expected_tokens(prompt, token_count)
+
+    async def turn(self, prompt: Sequence[int], token_count: int) -> Turn:
+        """Runs a request as a router does. Its answer must be right."""
+        turn = await self.run(prompt, token_count)
+        assert turn.tokens == self.expected(prompt, token_count)
+        return turn
 
     def free_blocks(self) -> tuple[int, int]:
         """Of both engines."""
@@ -133,7 +144,7 @@ class Workers:
 class Reserved:
     """A request that holds its blocks on the decode worker."""
 
-    workers: Workers
+    workers: FetchingWorkers[Any]
     name: str
     prompt: list[int]
     token_count: int
@@ -202,22 +213,30 @@ async def fetching_workers(
         if spans is None:
             spans = init_telemetry("prefill", PREFILL.worker_id, ServiceConfig())
             stack.push_async_callback(asyncio.to_thread, spans.shutdown)
-        workers = await _serve(stack, prefill_side, decode_side, spans, min_tokens, timeout_s)
+        workers = await serve(
+            *(stack, Workers, prefill_side, decode_side, spans, FetchPolicy(min_tokens), timeout_s)
+        )
         free = workers.free_blocks()
         yield workers
         await until(lambda: workers.free_blocks() == free, 20.0, lambda: str(workers.free_blocks()))
         assert prefill_side.guard_violations() == decode_side.guard_violations() == ()
 
 
-async def _serve(
+WorkersT = TypeVar("WorkersT", bound=FetchingWorkers[Any])
+
+
+async def serve(
     stack: AsyncExitStack,
-    prefill: SimEngine,
-    decode: SimEngine,
+    kind: type[WorkersT],
+    prefill: Engine,
+    decode: Engine,
     telemetry: Telemetry,
-    min_tokens: int,
+    policy: FetchPolicy,
     timeout_s: float,
-) -> Workers:
-    router, policy = RouterKey(), FetchPolicy(min_tokens)
+    lease_s: float = LEASE_S,
+) -> WorkersT:
+    """Serves both engines until `stack` ends."""
+    router = RouterKey()
     refusals: list[str] = []
     records: list[FetchRecord] = []
     tickets = PrefixTickets(refusals.append)
@@ -227,7 +246,7 @@ async def _serve(
             layout=engine.descriptor.layout,
             tickets=checked,
             on_released=engine.released,
-            lease_ttl_s=LEASE_S,
+            lease_ttl_s=lease_s,
             quarantine_s=QUARANTINE_S,
             limits=ReceiverLimits(open_wait_s=0.2),
             features=tuple(filter(None, (engine.broadcast,))),
@@ -291,7 +310,7 @@ async def _serve(
         task_timeout_s=_ANSWER_S,
         prefixes=fetcher,
     )
-    return Workers(
+    return kind(
         *(prefill, decode, worker, fetcher, policy, router, receivers[prefill]),
         *(endpoints[DECODE], partial(prefill_server.stop, None), records, refusals, known),
     )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 import pytest
 
 from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
+from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import (
     Cancelled,
     DuplicateTransfer,
@@ -30,7 +33,14 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
-from tests.component.prefill.fetching import DECODE, INSECURE, PREFILL, Workers, fetching_workers
+from tests.component.prefill.fetching import (
+    DECODE,
+    INSECURE,
+    PREFILL,
+    Reserved,
+    Workers,
+    fetching_workers,
+)
 from tests.waiting import until
 
 FIRST = list(range(100, 140))
@@ -154,57 +164,74 @@ async def test_a_late_fetch_is_computed_in_other_blocks_and_a_late_write_harms_n
         await until(lambda: workers.prefill.free_block_count() == free)
 
 
-async def test_a_cancelled_task_ends_its_fetch_and_keeps_the_blocks_until_decode_is_quiet() -> None:
+@dataclass(slots=True)
+class HeldFetch:
+    """A request with a prefix of which decode has sent all but the last layer.
+
+    `free`: the blocks of prefill and decode that no request held before. `release` lets the last layer land.
+    """
+
+    workers: Workers
+    request: Reserved
+    running: asyncio.Task[prefill_pb2.TaskDone]
+    prompt: list[int]
+    free: tuple[int, int]
+    release: threading.Event
+
+    async def released(self, limit_s: float = 10.0) -> None:
+        """Lets the last layer land, and waits until all blocks are free."""
+        self.release.set()
+        await until(lambda: self.workers.free_blocks() == self.free, limit_s)
+
+
+@asynccontextmanager
+async def held_fetch() -> AsyncIterator[HeldFetch]:
+    """The second turn of a conversation, while prefill waits for its prefix."""
     release = threading.Event()
     async with fetching_workers(decode_transports=held_transport(release)) as workers:
         prompt = await first_turn(workers)
-        free = workers.prefill.free_block_count()
+        free = workers.free_blocks()
         async with workers.reserved(prompt, 8) as request:
             running = asyncio.create_task(request.prefill())
-            await until(lambda: workers.prefill_receiver.active_count == 1)
             await until(lambda: workers.prefill_receiver.lease_count == 1)
-            running.cancel()
-            assert (await running).reason == Cancelled.reason
-        assert [fetch.reason for fetch in workers.fetches] == [Cancelled.reason]
-        assert workers.prefill.free_block_count() < free
-        release.set()
-        await until(lambda: workers.prefill.free_block_count() == free)
+            yield HeldFetch(workers, request, running, prompt, free, release)
+
+
+async def test_a_cancelled_task_ends_its_fetch_and_keeps_the_blocks_until_decode_is_quiet() -> None:
+    async with held_fetch() as fetch:
+        workers = fetch.workers
+        assert workers.prefill_receiver.active_count == 1
+        fetch.running.cancel()
+        assert (await fetch.running).reason == Cancelled.reason
+        fetch.request.call.cancel()
+        assert [record.reason for record in workers.fetches] == [Cancelled.reason]
+        assert workers.prefill.free_block_count() < fetch.free[0]
+        await fetch.released()
 
 
 async def test_decode_holds_the_blocks_that_it_sends_until_its_writes_have_ended() -> None:
     """I2, also when the request has ended."""
-    release = threading.Event()
-    async with fetching_workers(decode_transports=held_transport(release)) as workers:
-        prompt = await first_turn(workers)
-        free = workers.decode.free_block_count()
-        async with workers.reserved(prompt, 8) as request:
-            running = asyncio.create_task(request.prefill())
-            await until(lambda: workers.prefill_receiver.lease_count == 1)
-        # The client has left.
+    async with held_fetch() as fetch:
+        workers = fetch.workers
+        # The client leaves.
+        fetch.request.call.cancel()
         await until(lambda: workers.decode.usage().waiting_requests == 0)
-        running.cancel()
-        await running
-        assert workers.decode.free_block_count() < free
-        release.set()
-        await until(lambda: workers.decode.free_block_count() == free)
+        fetch.running.cancel()
+        await fetch.running
+        assert workers.decode.free_block_count() < fetch.free[1]
+        await fetch.released()
 
 
 async def test_a_lost_decode_worker_costs_the_quarantine_of_its_blocks_and_no_answer() -> None:
     """Its stream ends in the middle: the prompt is computed at once, in other blocks."""
-    release = threading.Event()
-    async with fetching_workers(decode_transports=held_transport(release)) as workers:
-        prompt = await first_turn(workers)
-        free = workers.prefill.free_block_count()
-        async with workers.reserved(prompt, 8) as request:
-            running = asyncio.create_task(request.prefill())
-            await until(lambda: workers.prefill_receiver.lease_count == 1)
-            await workers.end_streams_to_prefill()
-            assert (await running).reason == ""
-            assert workers.fetches[0].reason == TransferFailed.reason
-            assert workers.prefill.free_block_count() < free
-            assert await request.answer() == workers.expected(prompt, 8)
-        release.set()
-        await until(lambda: workers.prefill.free_block_count() == free, 20.0)
+    async with held_fetch() as fetch:
+        workers = fetch.workers
+        await workers.end_streams_to_prefill()
+        assert (await fetch.running).reason == ""
+        assert workers.fetches[0].reason == TransferFailed.reason
+        assert workers.prefill.free_block_count() < fetch.free[0]
+        assert await fetch.request.answer() == workers.expected(fetch.prompt, 8)
+        await fetch.released(20.0)
 
 
 async def refusal_of(workers: Workers, **fields: Any) -> HeadraceError:

@@ -53,6 +53,26 @@ async def cache(registry: Registry) -> AsyncIterator[DescriptorCache]:
     await cache.close()
 
 
+async def test_a_view_may_follow_some_roles_without_their_layouts(registry: Registry) -> None:
+    prefill = worker("prefill-0")
+    prefill.role = registry_pb2.Member.ROLE_PREFILL
+    async with (
+        joined(registry.endpoint, worker("decode-0")),
+        open_channel(registry.endpoint) as channel,
+    ):
+        view = RegistryView(channel, roles=[registry_pb2.Member.ROLE_PREFILL], without_layouts=True)
+        await view.start(10)
+        try:
+            assert not view.members
+            async with joined(registry.endpoint, prefill), joined(registry.endpoint, worker("d-1")):
+                await until(lambda: "prefill-0" in view.members)
+                (found,) = view.members.values()
+                assert (found.endpoint, found.HasField("layout")) == (prefill.endpoint, False)
+            await until(lambda: not view.members)
+        finally:
+            await view.stop()
+
+
 async def test_members_of_one_process_share_one_stream_of_renewals(registry: Registry) -> None:
     async with open_channel(registry.endpoint) as channel, viewing(registry.endpoint) as view:
         renewals = LeaseRenewals(channel, 0.3)

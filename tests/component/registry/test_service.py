@@ -278,6 +278,15 @@ async def test_the_routers_are_bounded_and_a_known_one_may_register_again() -> N
         await stub.Register(register(worker("decode-1")))
 
 
+@pytest.mark.parametrize("roles", [[0], [9], [2, 2]])
+async def test_a_watch_of_unknown_or_repeated_roles_is_refused(
+    stub: Stub, roles: list[int]
+) -> None:
+    wanted = registry_pb2.WatchRequest(roles=roles)  # type: ignore[arg-type]
+    error = await error_of(InvalidRequest, stub.Watch(wanted).read())
+    assert list(error.violations) == ["roles"]
+
+
 async def test_a_watcher_that_does_not_read_expires_and_delays_no_other() -> None:
     # Without bandwidth probes, the receive window of a connection stays at 64 KiB.
     small = [("grpc.http2.bdp_probe", 0), ("grpc.enable_http_proxy", 0)]

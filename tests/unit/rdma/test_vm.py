@@ -14,7 +14,16 @@ import rdma_vm
 from headrace_common.access.tokens import TokenVerifier
 from rdma_vm_archive import folder_entries, write_archive
 from rdma_vm_machines import EMULATION, VIRTUALIZATION, Console, Machine, command
-from tests.rdma.cases import BETWEEN_HOSTS, JOBS, LANES, RANKS, REQUESTS_VARIABLE, SEED_VARIABLE
+from tests.rdma.cases import (
+    BETWEEN_HOSTS,
+    JOBS,
+    LANES,
+    RANKS,
+    REQUESTS_VARIABLE,
+    SEED_VARIABLE,
+    VLLM,
+    VLLM_CASES,
+)
 from tests.rdma.device import (
     Traffic,
     check_crossed_by_rdma,
@@ -55,6 +64,7 @@ def test_a_console_gives_whole_lines_and_keeps_everything() -> None:
         (["--only", "one"], [job.name for job in JOBS if len(job.roles) == 1]),
         (["--only", "mla"], ["mla"]),
         (["--only", "chaos"], ["chaos"]),
+        (["--only", "vllm"], ["vllm"]),
     ],
 )
 def test_jobs_by_command_line(words: list[str], names: list[str]) -> None:
@@ -135,6 +145,25 @@ def test_the_machines_command() -> None:
         "socket,id=net1,fd=8",
     ]
     assert linked[linked.index("-cpu") + 1] == "host"
+
+
+def test_folders_of_the_host_can_only_be_read() -> None:
+    shares = {"packages": Path("/venv"), "model": Path("/models/one")}
+    machine = Machine("vllm-host-1", 512, {}, shares)
+    words = command(machine, (Path("kernel"), Path("archive")), EMULATION, [])
+    assert words[words.index("-append") + 1].endswith("HEADRACE_RDMA_SHARES=packages,model")
+    folders = [words[index + 1] for index, word in enumerate(words) if word == "-virtfs"]
+    assert [folder.split(",")[1:3] for folder in folders] == [
+        ["path=/venv", "mount_tag=packages"],
+        ["path=/models/one", "mount_tag=model"],
+    ]
+    assert all("readonly=on" in folder for folder in folders)
+
+
+def test_only_jobs_that_need_vllm_run_when_named() -> None:
+    assert not any(job.needs_vllm for job in JOBS)
+    assert VLLM.needs_vllm
+    assert VLLM.expected_names() == VLLM_CASES
 
 
 def test_an_archive_unpacks_to_the_same(tmp_path: Path) -> None:

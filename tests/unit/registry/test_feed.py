@@ -9,16 +9,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import WatchExpired
 from headrace_common.registry.policy import default_policy
-from headrace_registry.feed import ChangeFeed, PolicyRecord
+from headrace_registry.feed import ChangeFeed, PolicyRecord, WatchFilter
 
 Edits = dict[str, int | None]
 
 
 def member(worker_id: str, generation: int) -> registry_pb2.Member:
-    return registry_pb2.Member(worker_id=worker_id, incarnation=f"{generation:016x}")
+    return registry_pb2.Member(
+        worker_id=worker_id,
+        incarnation=f"{generation:016x}",
+        role=registry_pb2.Member.Role.values()[generation % 4],
+        layout=layout_pb2.KvLayout(model="m"),
+    )
+
+
+def require_counts(feed: ChangeFeed) -> None:
+    """The feed counts its members by role."""
+    for role in registry_pb2.Member.Role.values():
+        listed = [member for member in feed.members.values() if member.role == role]
+        assert feed.member_count(role) == len(listed)
 
 
 def records(edits: Edits) -> dict[str, registry_pb2.Member | None]:
@@ -60,6 +73,7 @@ def test_every_watcher_converges(history: list[Edits], join_at: int) -> None:
                 resumed_seen = dict(feed.members)
                 resumed = feed.watch(feed.revision)
             feed.apply(11 + step, records(edit))
+            require_counts(feed)
         late = feed.watch(10)
         assert follow({}, await anext(late)) == feed.members
         if len(feed._history) > 0:
@@ -68,6 +82,52 @@ def test_every_watcher_converges(history: list[Edits], join_at: int) -> None:
             assert follow(resumed_seen, await anext(resumed)) == feed.members
 
     asyncio.run(scenario())
+
+
+ROLES = st.frozensets(st.integers(1, 3))
+
+
+@given(history=st.lists(edits, min_size=1, max_size=20), roles=ROLES, brief=st.booleans())
+def test_a_watcher_with_a_filter_converges_to_the_members_that_it_wants(
+    history: list[Edits], roles: frozenset[int], brief: bool
+) -> None:
+    def shown(feed: ChangeFeed) -> dict[str, registry_pb2.Member]:
+        found: dict[str, registry_pb2.Member] = {}
+        for name, entry in feed.members.items():
+            if not roles or not entry.role or entry.role in roles:
+                found[name] = registry_pb2.Member()
+                found[name].CopyFrom(entry)
+                if brief:
+                    found[name].ClearField("layout")
+        return found
+
+    async def scenario() -> None:
+        feed = ChangeFeed(history_size=100, revision=10)
+        wanted = WatchFilter(roles, without_layouts=brief)
+        watch = feed.watch(0, wanted)
+        seen = follow({}, await anext(watch))
+        for step, edit in enumerate(history):
+            feed.apply(11 + step, records(edit))
+        assert follow({}, await anext(feed.watch(0, wanted))) == shown(feed)
+        assert follow({}, await anext(feed.watch(10, wanted))) == shown(feed)
+        if shown(feed) != seen:
+            assert follow(seen, await asyncio.wait_for(anext(watch), 10)) == shown(feed)
+
+    asyncio.run(scenario())
+
+
+async def test_changes_that_a_watcher_does_not_want_wake_it_without_a_message() -> None:
+    feed = ChangeFeed(history_size=100, revision=10)
+    watch = feed.watch(0, WatchFilter(frozenset({registry_pb2.Member.ROLE_ROUTER})))
+    await anext(watch)
+    waiting = asyncio.ensure_future(anext(watch))
+    feed.apply(11, {"d": member("d", registry_pb2.Member.ROLE_DECODE)})
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    feed.apply(12, {"r": member("r", registry_pb2.Member.ROLE_ROUTER)})
+    response = await asyncio.wait_for(waiting, 10)
+    assert response.revision == 12
+    assert [change.member_put.worker_id for change in response.changes] == ["r"]
 
 
 @given(before=edits, after=edits)
@@ -126,7 +186,8 @@ async def test_a_restart_ends_every_watch() -> None:
     await anext(watch)
     waiting = asyncio.ensure_future(anext(watch))
     await asyncio.sleep(0)
-    feed.restart(9, {}, PolicyRecord(default_policy(), 0))
+    feed.restart(9, {"b": member("b", 2)}, PolicyRecord(default_policy(), 0))
+    require_counts(feed)
     with pytest.raises(WatchExpired):
         await asyncio.wait_for(waiting, 1)
 

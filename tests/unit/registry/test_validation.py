@@ -52,6 +52,8 @@ def test_a_valid_record_has_no_violations() -> None:
         ("model", ""),
         ("model", "m" * 256),
         ("transport", "t" * 64),
+        ("version", "v" * 64),
+        ("version", "0.2\n"),
         ("max_model_len", 0),
         ("max_num_seqs", 0),
         ("start_unix_ns", 0),
@@ -74,6 +76,12 @@ def test_a_workers_adapters_are_checked() -> None:
         "member.adapters[1].name",
         "member.adapters[1].digest",
     }
+
+
+def test_a_workers_place_is_checked() -> None:
+    record = worker()
+    record.place.rack = "r 1"
+    assert list(validation.member_violations(record, "member")) == ["member.place.rack"]
 
 
 def test_a_workers_layout_is_checked() -> None:
@@ -148,6 +156,9 @@ def test_a_policy_at_its_limits_is_valid() -> None:
         temperature=10,
         max_queue_wait=Duration(seconds=3_600),
         tenant_weights={f"t{i}": 1_000.0 for i in range(1_000)},
+        far_weight=1_000,
+        pair_level=registry_pb2.PAIR_LEVEL_HOST,
+        pair_rule=registry_pb2.PAIR_RULE_REQUIRE,
     )
     assert validation.policy_violations(policy, "policy") == {}
 
@@ -159,8 +170,14 @@ def test_a_policy_at_its_limits_is_valid() -> None:
         (registry_pb2.Policy(overlap_weight=-0.1), "overlap_weight"),
         (registry_pb2.Policy(overlap_weight=math.nan), "overlap_weight"),
         (registry_pb2.Policy(temperature=10.5), "temperature"),
+        (registry_pb2.Policy(far_weight=-1), "far_weight"),
+        (registry_pb2.Policy(far_weight=math.inf), "far_weight"),
+        (registry_pb2.Policy(pair_level=4), "pair_level"),  # type: ignore[arg-type]
+        (registry_pb2.Policy(pair_rule=3), "pair_rule"),  # type: ignore[arg-type]
         (registry_pb2.Policy(max_queue_wait=Duration(seconds=-1)), "max_queue_wait"),
         (registry_pb2.Policy(max_queue_wait=Duration(seconds=3_601)), "max_queue_wait"),
+        (registry_pb2.Policy(ttft_target=Duration(seconds=0)), "ttft_target"),
+        (registry_pb2.Policy(ttft_target=Duration(seconds=3_601)), "ttft_target"),
         (registry_pb2.Policy(tenant_weights={"batch": 0.0}), "tenant_weights[batch]"),
         (registry_pb2.Policy(tenant_weights={"No Name": 1.0}), "tenant_weights[No Name]"),
         (

@@ -206,9 +206,17 @@ def _installing(path: Path) -> list[list[str]]:
     return [
         words
         for words in _commands(path)
-        for pip, verb in pairwise(words)
+        for pip, verb in pairwise(_without_interpreter(words))
         if pip.rpartition("/")[2] == "pip" and verb in ("install", "download", "wheel")
     ]
+
+
+def _without_interpreter(words: list[str]) -> list[str]:
+    """The words less pip's option --python and its value, which stand before the verb."""
+    if "--python" not in words:
+        return words
+    at = words.index("--python")
+    return words[:at] + words[at + 2 :]
 
 
 INSTALLERS = (
@@ -230,7 +238,7 @@ def test_every_installation_demands_hashes_or_has_no_index() -> None:
         # The last one builds this project: it has no dependency to fetch.
         safe = "--require-hashes" in words or "--no-index" in words or words[-1] == "."
         assert safe, f"{path.name}: {' '.join(words)}"
-        if words[-1] == "." or ("registry" in path.name and "wheel" in words):
+        if words[-1] == "." or "wheel" in words:
             assert "--no-build-isolation" in words, f"{path.name}: {' '.join(words)}"
 
 

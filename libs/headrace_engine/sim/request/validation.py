@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from headrace_common.errors import DuplicateTransfer, InvalidRequest, NotFound
+from headrace_common.errors import InvalidRequest
 from headrace_engine.interface import DecodeWork, PrefillWork, Sampling
 from headrace_engine.sim.model.forms import SUPPORTED_FORMS
-from headrace_engine.sim.request.sequence import Sequence
-from headrace_kv.handoff.messages import TransferTarget
 
 
 def check_prefill(work: PrefillWork, max_model_len: int) -> None:
@@ -42,19 +40,3 @@ def _constraint_violations(sampling: Sampling | None) -> dict[str, str]:
         f"sampling.structured_outputs.{outputs.kind}": f"the simulated engine supports {', '.join(SUPPORTED_FORMS)}; "
         "use one of these, or the engine vllm"
     }
-
-
-def check_prefix(sequence: Sequence | None, target: TransferTarget) -> None:
-    """Raises as Engine.send_prefix does, unless the decode request can send this part of its cached KV."""
-    name = target.transfer_id
-    if sequence is None or sequence.ended or not sequence.block_ids_by_group:
-        raise NotFound(
-            f"no request of transfer {name} holds blocks", metadata={"transfer_id": name}
-        )
-    if not 0 <= target.start_token < target.end_token <= sequence.cached:
-        remedy = f"give tokens below {sequence.cached}, which are cached"
-        raise InvalidRequest({"end_token": remedy})
-    if sequence.outgoing is not None:
-        raise DuplicateTransfer(
-            f"the prefix of transfer {name} was sent before", metadata={"transfer_id": name}
-        )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,8 @@ class ConnectorWorker:
         self._transport: KvTransport | None = None
         self._sender: RankSender | None = None
         self._ordered_sender: EventOrderedSender | None = None
+        # Of a decode rank, until it sends its first prefix.
+        self._start_sending_later: Callable[[], None] | None = None
         self._link: Link | None = None
         self._executor = StepExecutor(self._rank, self._send_report)
         self._layer_wait: LayerWait | None = None
@@ -128,10 +131,14 @@ class ConnectorWorker:
             process_id=os.getpid() if on_host else 0,
         )
         self._link = Link(Path(self._settings.link_path), attachment, self._on_response)
+        start_sending = partial(
+            self._start_sending, self._link, self._transport, order, layout, memory
+        )
         if self._settings.role == "decode":
             self._executor.start(order.fence)
+            self._start_sending_later = start_sending
         else:
-            self._start_sending(self._link, self._transport, order, layout, memory)
+            start_sending()
 
     def _open_tiers(self, layout: KvLayout, memory: RankMemory, tensor: Tensor) -> TierCopier:
         """Raises ConfigError for KV memory on a device."""
@@ -183,7 +190,7 @@ class ConnectorWorker:
             for layer in range(layout.layer_count)
         ]
         self._executor.start(order.fence, self._ordered_sender or self._sender, layers)
-        if self._rank == LOGITS_RANK:
+        if self._rank == LOGITS_RANK and self._settings.role != "decode":
             LogitsTap.listen(self._executor.logits_computed)
 
     def handle_preemptions(self, plan: StepPlan) -> None:
@@ -195,10 +202,19 @@ class ConnectorWorker:
         """Before the forward pass of a step."""
         if self._layer_wait is not None:
             self._layer_wait.begin_step(plan.overlapped)
+        if plan.prefixes and self._start_sending_later is not None:
+            self._send_from_now_on(self._start_sending_later)
         # Opens the transfers that the tiers send blocks of.
         self._executor.begin_step(plan)
         if self._tiers is not None:
             self._tiers.begin_step(plan)
+
+    def _send_from_now_on(self, start_sending: Callable[[], None]) -> None:
+        self._start_sending_later = None
+        try:
+            start_sending()
+        except HeadraceError as error:
+            log.error("rank %d sends no prefixes: %s", self._rank, error.detail)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Before the attention of a layer reads its KV: waits until that has arrived or is abandoned."""

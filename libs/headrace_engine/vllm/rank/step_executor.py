@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from headrace_common.errors import Cancelled, HeadraceError, TransferFailed
+from headrace_common.errors import Cancelled, HeadraceError, NotFound, TransferFailed
 from headrace_engine.vllm.step.plan import HostSend, StepPlan, TokenRange
 from headrace_kv.handoff.messages import LayerRange, SendReport, TransferTarget
 
@@ -58,7 +58,7 @@ class StepExecutor:
         sender: Sender | None = None,
         layers: Sequence[LayerKind] = (),
     ) -> None:
-        """Before the first step. A rank that only receives has no sender and needs no `layers` of the layout.
+        """Before the first step, and again with a sender once the rank is to send. Without one it needs no `layers`.
 
         `fence` orders the steps after it behind the peers' writes, see DeviceOrder.
         """
@@ -114,9 +114,16 @@ class StepExecutor:
         """Before the forward pass."""
         self._plan = plan
         self._final = set(plan.final)
+        for transfer_id in plan.refused_prefixes:
+            self._refuse(
+                transfer_id, NotFound.reason, "no request holds this KV and waits for more"
+            )
         if self._sender is None:
+            for one in plan.prefixes:
+                detail = "the rank cannot send"
+                self._refuse(one.target.transfer_id, TransferFailed.reason, detail)
             return
-        for target in plan.opened:
+        for target in (*plan.opened, *(one.target for one in plan.prefixes)):
             # Under the lock, so that a stop finds the transfer either unknown or open.
             with self._changed:
                 if target.transfer_id not in self._known_ids:
@@ -124,10 +131,21 @@ class StepExecutor:
                     self._open(self._sender, target)
         self._stop_and_wait(plan.overrun, "prefill computed tokens beyond the state to be sent")
         ready_ns = time.monotonic_ns()
-        for tokens in plan.ready:
+        for tokens in (*plan.ready, *(one.tokens for one in plan.prefixes)):
             for layer, kind in enumerate(self._layers):
                 if not kind.is_state:
                     self._push(tokens, layer, ready_ns)
+        for one in plan.prefixes:
+            if one.target.transfer_id in self._active:
+                self._sender.finish(one.target.transfer_id)
+
+    def _refuse(self, transfer_id: str, reason: str, detail: str) -> None:
+        """Reports a transfer that is not opened, unless a stop has reported it."""
+        with self._changed:
+            if transfer_id in self._known_ids:
+                return
+            self._remember(transfer_id)
+        self._on_report(SendReport(transfer_id, self._rank, reason, detail))
 
     def _open(self, sender: Sender, target: TransferTarget) -> None:
         try:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import tier_event
 from headrace_engine.vllm.scheduler.block_order import sort_new_blocks
-from headrace_engine.vllm.scheduler.step_planner import SHORT_STEP_S, ScheduledRequest, StepPlanner
+from headrace_engine.vllm.scheduler.step_planner import SHORT_STEP_S, StepPlanner
+from headrace_engine.vllm.scheduler.transfers import ScheduledRequest
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import StepPlan
 from headrace_engine.vllm.tiers.planner import TierPlanner
@@ -44,6 +45,7 @@ class ConnectorScheduler(ABC):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._planner.overlapped.bind_eviction(kv_cache_manager.evict_blocks)
+        self._planner.holds.bind(kv_cache_manager)
         sort_new_blocks(kv_cache_manager)
 
     def get_loaded_kv_cache_group_ids(self) -> tuple[int, ...]:
@@ -60,7 +62,8 @@ class ConnectorScheduler(ABC):
         return True
 
     def has_pending_push_work(self) -> bool:
-        return self._flush_requested or self._tiers.pool.is_moving
+        # Held blocks are released in a step.
+        return self._flush_requested or self._tiers.pool.is_moving or bool(self._planner.holds)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -95,8 +98,10 @@ class ConnectorScheduler(ABC):
             request.num_tokens,
             num_external_tokens - loaded,
             partial(continuation.add_first_token, request),
+            loaded,
         )
-        if loaded:
+        # A request that also waits for a prefix may have to leave its blocks.
+        if loaded and loaded == num_external_tokens:
             self._planner.send_before_running(
                 request.request_id, partial(self._tiers.send_from_host, request.request_id)
             )

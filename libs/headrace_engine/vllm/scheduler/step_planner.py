@@ -5,17 +5,25 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from headrace_engine.vllm.scheduler.block_holds import BlockHolds
 from headrace_engine.vllm.scheduler.overlapped_requests import OverlappedRequests
+from headrace_engine.vllm.scheduler.prefix_sends import PrefixSends
+from headrace_engine.vllm.scheduler.transfers import (
+    CachedPrefix,
+    Receive,
+    ScheduledRequest,
+    Send,
+)
 from headrace_engine.vllm.settings import (
     PrefillTimes,
     ReceiveParams,
     consume_params,
     read_params,
+    read_prefix,
 )
 from headrace_engine.vllm.step.groups import LayerGroup, token_stride
 from headrace_engine.vllm.step.plan import StepPlan, TokenRange
@@ -29,105 +37,13 @@ LONG_STEP_S = 0.1
 ANNOUNCEMENT_S = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """A request's part of a step: the tokens [computed_tokens, computed_tokens + step_tokens).
-
-    `block_ids` are by group of vLLM, and empty when there are no new ones. They replace the known ones
-    when `replaces_blocks`, else they are appended.
-    """
-
-    request_id: str
-    computed_tokens: int
-    step_tokens: int
-    block_ids: Sequence[Sequence[int]]
-    replaces_blocks: bool
-
-
-@dataclass(slots=True)
-class _Receive:
-    """An incoming transfer that a request waits for.
-
-    `add_token` appends the first token to a request that awaits it. It is None where no first token is awaited.
-    `overlap_deadline_s`: the transfer's deadline once only its last layers are missing, 0 before that.
-    """
-
-    request_id: str
-    block_ids: tuple[int, ...]
-    add_token: Callable[[int], None] | None
-    whole: bool = False
-    overlap_deadline_s: float = 0.0
-    cancelled: bool = False
-
-    @property
-    def ready(self) -> bool:
-        """Whether the request may run."""
-        return self.add_token is None and (self.whole or self.overlap_deadline_s > 0)
-
-    def arrive(self) -> None:
-        self.whole = True
-
-    def start_overlap(self, deadline_s: float) -> None:
-        if not self.cancelled:
-            self.overlap_deadline_s = deadline_s
-
-    def add_first_token(self, token_id: int) -> None:
-        if self.add_token is not None:
-            self.add_token(token_id)
-            self.add_token = None
-
-    def cancel(self) -> None:
-        """The request has ended: it only waits until no sender writes into its blocks."""
-        self.add_token = None
-        self.cancelled, self.overlap_deadline_s = True, 0.0
-
-
-@dataclass(slots=True)
-class _Send:
-    """An outgoing transfer. `planned_tokens`: one past the last token that was handed to the ranks.
-
-    It may open before its request runs.
-    """
-
-    target: TransferTarget
-    planned_tokens: int
-    opened: bool = False
-    cached_tokens: int = 0
-    start_unix_ns: int = 0
-    overrun: bool = False
-    block_ids: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-
-    @property
-    def runs(self) -> bool:
-        """Whether a step has computed for the request."""
-        return self.start_unix_ns > 0
-
-    def open(self) -> None:
-        self.opened = True
-
-    def run(self, cached_tokens: int) -> None:
-        self.start_unix_ns = time.time_ns()
-        self.cached_tokens = cached_tokens
-
-    def update_blocks(self, request: ScheduledRequest) -> None:
-        if request.replaces_blocks:
-            self.block_ids.clear()
-        for index, block_ids in enumerate(request.block_ids):
-            self.block_ids[index].extend(block_ids)
-
-    def mark_overrun(self) -> None:
-        self.overrun = True
-
-    def plan_until(self, end_token: int) -> None:
-        self.planned_tokens = end_token
-
-
 class StepPlanner:
-    """The scheduling thread calls it. Any thread may call the `transfer_...`, `first_token_...` and `request_announced`
-    methods.
+    """The scheduling thread calls it. Any thread may call the `transfer_...`, `prefix_...`, `first_token_...` and
+    `request_announced` methods.
 
     `overlapped`: requests that run before the last layers of their KV have arrived. `on_reserved` gets the blocks of
-    every incoming transfer, or an empty Reservation when nothing is missing.
+    every incoming transfer, or an empty Reservation when nothing is missing. `holds`: blocks that transfers need longer
+    than requests.
     """
 
     def __init__(
@@ -138,24 +54,29 @@ class StepPlanner:
         self._has_states = any(group.kind == STATE for group in groups)
         self._has_windows = any(group.is_windowed for group in groups)
         self._on_reserved = on_reserved
-        self._sends: dict[str, _Send] = {}
-        self._receives: dict[str, _Receive] = {}
+        self._sends: dict[str, Send] = {}
+        self._receives: dict[str, Receive] = {}
         self._settled: deque[tuple[str, bool]] = deque()
         self._overlap_ready: deque[tuple[str, float]] = deque()
         self._first_tokens: deque[tuple[str, int]] = deque()
+        self._late: deque[str] = deque()
         self._finished_sends: dict[str, str] = {}
         self._opening: list[TransferTarget] = []
+        self._step = 0
         self._event = threading.Event()
         self._announced_until_s = -math.inf
         self.overlapped = OverlappedRequests()
+        self.holds = BlockHolds()
+        self._prefix_sends = PrefixSends(self.holds, has_windows=self._has_windows)
 
     def missing_tokens(
         self, params: MutableMapping[str, Any] | None, known_tokens: int, cached_tokens: int
     ) -> int:
-        """Number of tokens after the cached ones that the transfer carries. The engine computes the last known one."""
+        """Number of tokens after the cached ones that a transfer brings. The engine computes the last known one."""
         parsed = read_params(params)
         if not isinstance(parsed, ReceiveParams):
-            return 0
+            prefix = read_prefix(params)
+            return 0 if prefix is None else prefix.missing_tokens(cached_tokens)
         return max(0, _end_token(parsed, known_tokens) - cached_tokens)
 
     def blocks_allocated(
@@ -166,23 +87,54 @@ class StepPlanner:
         known_tokens: int,
         missing_tokens: int,
         add_token: Callable[[int], None],
+        loading_tokens: int = 0,
     ) -> None:
-        """The request has blocks, by group of vLLM, for its `known_tokens`. `add_token` appends another token to it."""
+        """The request has blocks, by group of vLLM, for its `known_tokens`. `add_token` appends another token to it.
+
+        The last `loading_tokens` before the missing ones are on their way from lower tiers.
+        """
+        prefix = read_prefix(params)
         parsed = consume_params(params)
         if isinstance(parsed, TransferTarget):
-            self._sends[request_id] = _Send(parsed, planned_tokens=parsed.start_token)
+            self._sends[request_id] = Send(parsed, planned_tokens=parsed.start_token)
+            if prefix is not None and missing_tokens:
+                end = prefix.end_token
+                reservation = self._reservation(parsed.transfer_id, block_ids, end, missing_tokens)
+                self._receives[parsed.transfer_id] = Receive(request_id, reservation)
+                self._on_reserved(reservation)
         elif parsed is not None:
             end = _end_token(parsed, known_tokens)
-            start = end - missing_tokens
-            first, *further = (
-                group.blocks_between(block_ids[group.index], start, end) if missing_tokens else ()
-                for group in self._groups
-            )
+            reservation = self._reservation(parsed.transfer_id, block_ids, end, missing_tokens)
             if missing_tokens:
-                self._receives[parsed.transfer_id] = _Receive(
-                    request_id, first, add_token if parsed.awaits_first_token else None
+                self._receives[parsed.transfer_id] = Receive(
+                    request_id,
+                    reservation,
+                    add_token if parsed.awaits_first_token else None,
+                    self._cached(block_ids, reservation.start_token - loading_tokens),
                 )
-            self._on_reserved(Reservation(parsed.transfer_id, first, start, end, tuple(further)))
+            self._on_reserved(reservation)
+
+    def _reservation(
+        self,
+        transfer_id: str,
+        block_ids: Sequence[Sequence[int]],
+        end_token: int,
+        missing_tokens: int,
+    ) -> Reservation:
+        start = end_token - missing_tokens
+        first, *further = (
+            group.blocks_between(block_ids[group.index], start, end_token) if missing_tokens else ()
+            for group in self._groups
+        )
+        return Reservation(transfer_id, first, start, end_token, tuple(further))
+
+    def _cached(self, block_ids: Sequence[Sequence[int]], end_token: int) -> CachedPrefix | None:
+        if end_token <= 0 or self._has_states:
+            return None
+        cached = tuple(
+            group.blocks_between(block_ids[group.index], 0, end_token) for group in self._groups
+        )
+        return CachedPrefix(cached, end_token, self._step)
 
     def send_before_running(self, request_id: str, send: Callable[[str, int], int]) -> None:
         """Opens a request's transfer with the next step, if `send` has something to send then.
@@ -208,6 +160,21 @@ class StepPlanner:
         self._settled.append((transfer_id, whole))
         self._event.set()
 
+    def transfer_late(self, transfer_id: str) -> None:
+        """The request of a transfer computes in other blocks. These are held until the transfer has settled."""
+        self._late.append(transfer_id)
+        self._event.set()
+
+    def prefix_requested(self, target: TransferTarget) -> None:
+        """A prefill worker wants what a request that waits for its KV has cached."""
+        self._prefix_sends.request(target)
+        self._event.set()
+
+    def prefix_sent(self, transfer_id: str) -> None:
+        """The ranks are quiet for a prefix."""
+        self._prefix_sends.sent(transfer_id)
+        self._event.set()
+
     def transfer_overlap_ready(self, transfer_id: str, deadline_s: float) -> None:
         """All but the last layers of an incoming transfer have arrived, on all ranks."""
         self._overlap_ready.append((transfer_id, deadline_s))
@@ -224,11 +191,11 @@ class StepPlanner:
         self._event.set()
 
     def wait_for_event(self, timeout_s: float) -> None:
-        """Before a step that computes nothing: returns once something is known of an incoming transfer.
+        """Before a step that computes nothing: returns once something is known of a transfer.
 
-        Returns at once when no transfer is awaited.
+        Returns at once when no transfer is awaited, and none holds blocks.
         """
-        if self._receives or self.overlapped:
+        if self._receives or self.overlapped or self.holds:
             is_announced = time.monotonic() < self._announced_until_s
             self._event.wait(min(timeout_s, SHORT_STEP_S) if is_announced else timeout_s)
 
@@ -249,9 +216,11 @@ class StepPlanner:
             if send is not None:
                 self._plan_send(plan, send, request)
         self._plan_receives(plan)
+        self._prefix_sends.plan_step(plan, self._receives, self._step, computes=bool(scheduled))
         plan.overlapped.extend(
             self.overlapped.plan_step(request.request_id for request in scheduled)
         )
+        self._step += 1
         return plan
 
     def _plan_receives(self, plan: StepPlan) -> None:
@@ -260,6 +229,7 @@ class StepPlanner:
             transfer_id, whole = self._settled.popleft()
             receive = self._receives.get(transfer_id)
             if receive is None:
+                self.holds.release(transfer_id)
                 freed = self.overlapped.transfer_settled(transfer_id, whole)
                 if freed is not None:
                     plan.free_after_send(freed, transfer_id)
@@ -268,6 +238,13 @@ class StepPlanner:
                 self._plan_received(plan, transfer_id, receive)
             else:
                 del self._receives[transfer_id]
+                plan.failed.append(receive.request_id)
+        while self._late:
+            transfer_id = self._late.popleft()
+            receive = self._receives.pop(transfer_id, None)
+            if receive is not None:
+                reserved = receive.reservation.block_ids_by_group
+                self.holds.hold(transfer_id, [one for block_ids in reserved for one in block_ids])
                 plan.failed.append(receive.request_id)
         while self._overlap_ready:
             transfer_id, deadline_s = self._overlap_ready.popleft()
@@ -282,20 +259,23 @@ class StepPlanner:
                 receive.add_first_token(token_id)
                 self._plan_received(plan, transfer_id, receive)
 
-    def _plan_received(self, plan: StepPlan, transfer_id: str, receive: _Receive) -> None:
+    def _plan_received(self, plan: StepPlan, transfer_id: str, receive: Receive) -> None:
         if not receive.ready:
             return
         del self._receives[transfer_id]
         plan.received.append(receive.request_id)
+        send = self._sends.get(receive.request_id)
+        if send is not None:
+            send.prefix_fetched(receive.token_count)
         if not receive.whole:
             self.overlapped.add(
                 transfer_id,
                 receive.request_id,
-                receive.block_ids,
+                receive.reservation.block_ids,
                 receive.overlap_deadline_s,
             )
 
-    def _plan_send(self, plan: StepPlan, send: _Send, request: ScheduledRequest) -> None:
+    def _plan_send(self, plan: StepPlan, send: Send, request: ScheduledRequest) -> None:
         send.update_blocks(request)
         if not send.runs:
             send.run(request.computed_tokens)
@@ -323,7 +303,7 @@ class StepPlanner:
             return True
         return self._has_windows and computed_tokens > end_token
 
-    def _plan_tokens(self, plan: StepPlan, send: _Send, known_tokens: int) -> None:
+    def _plan_tokens(self, plan: StepPlan, send: Send, known_tokens: int) -> None:
         """Adds the tokens up to `known_tokens` that are not planned yet: whole blocks, except for the last tokens."""
         end = send.target.end_token
         is_last = known_tokens >= end
@@ -337,7 +317,7 @@ class StepPlanner:
             )
             send.plan_until(end)
 
-    def _source_blocks(self, send: _Send, group: LayerGroup, is_last: bool) -> tuple[int, ...]:
+    def _source_blocks(self, send: Send, group: LayerGroup, is_last: bool) -> tuple[int, ...]:
         block_ids = send.block_ids[group.index]
         if group.kind == TOKENS:
             return tuple(block_ids)
@@ -359,7 +339,9 @@ class StepPlanner:
         if send is None or not send.runs:
             return None
         self._finished_sends[request_id] = send.target.transfer_id
-        return PrefillTimes(send.cached_tokens, send.start_unix_ns, time.time_ns())
+        return PrefillTimes(
+            send.cached_tokens, send.start_unix_ns, time.time_ns(), send.fetched_tokens
+        )
 
 
 def _end_token(params: ReceiveParams, known_tokens: int) -> int:

@@ -211,7 +211,8 @@ def _engine_args(
             "kv_connector": "HeadraceConnector",
             "kv_connector_module_path": "headrace_engine.vllm.connector",
             "kv_role": "kv_producer" if config.role == "prefill" else "kv_consumer",
-            "kv_load_failure_policy": "fail",
+            # When a prefix does not come, its prompt is computed. Decode fails, and the router tries again.
+            "kv_load_failure_policy": "recompute" if config.role == "prefill" else "fail",
             "kv_connector_extra_config": settings.to_extra_config(),
         },
     )

@@ -19,8 +19,8 @@ from headrace_engine.vllm.service.sampling import (
     sampling_params,
     tokens_of,
 )
-from headrace_engine.vllm.settings import PrefillTimes, send_params
-from headrace_kv.handoff.messages import SendReport
+from headrace_engine.vllm.settings import PrefillTimes, PrefixParams, send_params
+from headrace_kv.handoff.messages import Reservation, SendReport
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -35,7 +35,7 @@ GREEDY_ONE_TOKEN = Sampling(temperature=0.0, max_tokens=1)
 
 
 class PrefillRequest:
-    """Call `outcome` once. The link calls `transfer_quiet` and `engine_lost`."""
+    """Call `outcome` once. The link calls `blocks_reserved`, `transfer_quiet` and `engine_lost`."""
 
     def __init__(
         self,
@@ -61,6 +61,12 @@ class PrefillRequest:
     def reports(self) -> tuple[SendReport, ...]:
         """The reports of the ranks that are quiet, by rank."""
         return tuple(report for _, report in sorted(self._reports.items()))
+
+    def blocks_reserved(self, reservation: Reservation) -> None:
+        """The scheduler has allocated blocks for a prefix, which is fetched or not."""
+        prefix = self._work.prefix
+        if prefix is None or not prefix.start(reservation):
+            self._link.released(reservation.transfer_id)
 
     def transfer_quiet(self, report: SendReport) -> None:
         """A rank has no write of the transfer under way any more."""
@@ -109,6 +115,7 @@ class PrefillRequest:
                 compute_start_unix_ns=times.compute_start_unix_ns,
                 compute_end_unix_ns=times.compute_end_unix_ns,
                 reports=self.reports,
+                fetched_tokens=times.fetched_tokens,
             )
         except TimeoutError:
             raise TransferTimeout(
@@ -128,9 +135,12 @@ class PrefillRequest:
         if self._work.sampling is not None:
             sampling = replace(self._work.sampling, max_tokens=1)
         logits_for = target.transfer_id if target.with_logits else ""
-        params = sampling_params(sampling, send_params(target), logits_for=logits_for)
+        ours = send_params(target, self._prefix_params())
+        params = sampling_params(sampling, ours, logits_for=logits_for)
         prompt = token_prompt(self._work.token_ids, self._work.cache_salt)
         last = None
+        # A step that waits for another prompt's prefix would delay it.
+        self._link.request_coming()
         try:
             async for output in self._llm.generate(
                 prompt, params, target.transfer_id, lora_request=self._lora_request
@@ -148,6 +158,10 @@ class PrefillRequest:
         if times is None:
             raise InternalError("vLLM ended the prefill without its times")
         return times
+
+    def _prefix_params(self) -> PrefixParams | None:
+        prefix = self._work.prefix
+        return None if prefix is None else PrefixParams(prefix.end_token, prefix.least_tokens)
 
     async def _stop(self, compute: asyncio.Task[PrefillTimes]) -> None:
         """Ends the computation and waits until every rank is quiet (I2)."""

@@ -22,6 +22,7 @@ from typing import Final
 
 from headrace_common.config import split_host_port
 from headrace_common.errors import ConfigError, HeadraceError, TransferFailed
+from headrace_common.process.free_port import free_port
 from headrace_kv.pool.mooncake.store import MooncakeStore
 from headrace_kv.transport.mooncake.transport import configure_environment
 from headrace_kv.transport.networks import parse_networks
@@ -60,7 +61,7 @@ class StoreServer:
         if memory_gib <= 0:
             raise ConfigError(f"memory_gib is {memory_gib:g}: take more than 0")
         configure_environment("tcp")
-        self.address = f"{host}:{port or _free_port(host)}"
+        self.address = f"{host}:{port or free_port(host)}"
         self._host = host
         self._master = _start_master(self.address)
         try:
@@ -124,13 +125,6 @@ def _require_loopback(host: str) -> None:
         )
 
 
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _start_master(address: str) -> subprocess.Popen[bytes]:
     host, port = split_host_port(address)
     flags = {
@@ -138,7 +132,7 @@ def _start_master(address: str) -> subprocess.Popen[bytes]:
         "rpc_port": port,
         "rpc_thread_num": _THREADS,
         "metrics_host": host,
-        "metrics_port": _free_port(host),
+        "metrics_port": free_port(host),
         "enable_metric_reporting": "false",
         "client_ttl": _CLIENT_TTL_S,
         "default_kv_lease_ttl": _LEASE_MS,

@@ -9,7 +9,11 @@ import numpy as np
 from headrace_kv.layout.layout import RankMemory
 from headrace_kv.plan.runs import Runs
 from headrace_kv.transport.packing import Bytes
-from headrace_kv.transport.same_host.process_memory import ProcessMemory, start_time_ticks
+from headrace_kv.transport.same_host.process_memory import (
+    ENTRIES_PER_CALL,
+    ProcessMemory,
+    start_time_ticks,
+)
 
 
 class RankCopies:
@@ -48,5 +52,7 @@ class RankCopies:
             self._buffer = np.empty(nbytes, np.uint8)
         self._processes[source.rank].gather(runs.source_addresses, runs.lengths, self._buffer)
         offsets = np.cumsum(runs.lengths) - runs.lengths
-        packed = Runs(self._buffer.ctypes.data + offsets, runs.destination_addresses, runs.lengths)
-        self._processes[destination.rank].write(packed)
+        addresses = self._buffer.ctypes.data + offsets
+        packed = Runs(addresses, runs.destination_addresses, runs.lengths)
+        for batch in packed.batches(ENTRIES_PER_CALL, nbytes):
+            self._processes[destination.rank].write(batch)

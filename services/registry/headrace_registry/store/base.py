@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict, NotFound, StaleIncarnation
-from headrace_registry.feed import ChangeFeed, PolicyRecord
+from headrace_registry.feed import ALL, ChangeFeed, PolicyRecord, WatchFilter
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,10 @@ class Store(ABC):
     def members(self) -> Mapping[str, registry_pb2.Member]:
         """Live members by worker id."""
         return self._feed.members
+
+    def member_count(self, role: registry_pb2.Member.Role.ValueType) -> int:
+        """The number of live members of a role."""
+        return self._feed.member_count(role)
 
     @property
     def revision(self) -> int:
@@ -108,7 +112,9 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
+    def watch(
+        self, start_revision: int, wanted: WatchFilter = ALL
+    ) -> AsyncIterator[registry_pb2.WatchResponse]:
         """As ChangeFeed.watch. A remote store also accepts starts that this copy has not reached."""
 
 

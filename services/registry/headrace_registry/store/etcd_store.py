@@ -14,10 +14,11 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import ConfigError, RegistryUnavailable, WatchExpired
 from headrace_common.registry.policy import default_policy
 from headrace_common.tasks import end_task, run_forever
-from headrace_registry.feed import ChangeFeed, PolicyRecord
+from headrace_registry.feed import ALL, ChangeFeed, PolicyRecord, WatchFilter
 from headrace_registry.store.base import Registration, Store, descriptor_missing
 from headrace_registry.store.etcd_connection import EtcdConnection
 from headrace_registry.store.etcd_endpoint import EtcdAccess
+from headrace_registry.store.etcd_leases import MemberLeases
 from headrace_registry.store.etcd_losses import VanishedMembers
 from headrace_registry.store.etcd_records import (
     CorruptRecord,
@@ -54,7 +55,7 @@ class EtcdStore(Store):
         self._timeout_s = access.timeout_s
         self._start_timeout_s = start_timeout_s
         self._cluster_id: int | None = None
-        self._leases: dict[str, int] = {}
+        self._leases = MemberLeases()
         self._descriptors: dict[str, layout_pb2.KvDescriptor] = {}
         self._corrupt = CorruptRecords()
         self._vanished = VanishedMembers(
@@ -103,12 +104,12 @@ class EtcdStore(Store):
         lease = _parse_lease(lease_id)
         if lease is None or not await self._has_member(lease):
             return
-        worker_id = next((name for name, held in self._leases.items() if held == lease), None)
+        worker_id = self._leases.worker_of(lease)
         await self._call(lambda table: table.revoke(lease))
         # etcd3 does not return the revision of a revocation, so this waits for the change itself.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_READ_OWN_WRITE_S):
-                while worker_id is not None and self._leases.get(worker_id) == lease:
+                while worker_id is not None and self._leases.worker_of(lease) == worker_id:
                     await self._feed.wait_for_revision(self._feed.revision + 1, _READ_OWN_WRITE_S)
 
     async def put_descriptor(
@@ -146,7 +147,9 @@ class EtcdStore(Store):
     async def ensure_prefix_hash_key(self, proposed: int) -> int:
         return await self._call(lambda table: table.ensure_prefix_hash_key(proposed))
 
-    async def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
+    async def watch(
+        self, start_revision: int, wanted: WatchFilter = ALL
+    ) -> AsyncIterator[registry_pb2.WatchResponse]:
         if start_revision > self._feed.revision:
             # The revision may come from another registry, ahead of this one. One ahead of etcd comes from another etcd.
             current = await self._call(EtcdTable.current_revision)
@@ -155,7 +158,7 @@ class EtcdStore(Store):
                     f"this registry has no revision {start_revision}: watch again from 0",
                     metadata={"start_revision": str(start_revision), "revision": str(current)},
                 )
-        async for response in self._feed.watch(start_revision, allow_future=True):
+        async for response in self._feed.watch(start_revision, wanted, allow_future=True):
             yield response
 
     async def _call(self, function: Callable[[EtcdTable], _T], *, repeatable: bool = True) -> _T:
@@ -165,7 +168,7 @@ class EtcdStore(Store):
         )
 
     async def _has_member(self, lease: int) -> bool:
-        if lease in self._leases.values():
+        if self._leases.worker_of(lease) is not None:
             return True
         return await self._call(lambda table: table.has_member(lease))
 
@@ -199,8 +202,7 @@ class EtcdStore(Store):
     def _load(self, listing: Listing) -> None:
         members: dict[str, registry_pb2.Member] = {}
         policy = PolicyRecord(default_policy(), 0)
-        removed = dict(self._leases)
-        self._leases.clear()
+        removed = dict(self._leases.take_all())
         self._descriptors.clear()
         self._corrupt.keep_only(frozenset(record.key for record, _ in listing.records))
         for record, content in listing.records:
@@ -210,7 +212,7 @@ class EtcdStore(Store):
                 removed.pop(name, None)
             if isinstance(content, registry_pb2.Member):
                 members[name] = content
-                self._leases[name] = record.lease
+                self._leases.put(name, record.lease)
             elif isinstance(content, layout_pb2.KvDescriptor):
                 self._descriptors[name] = content
             elif kind == "policy":
@@ -256,10 +258,10 @@ class EtcdStore(Store):
             content = try_read(record)
             self._record_state(record, content)
             if kind == "members":
-                lease = self._leases.pop(name, 0)
+                lease = self._leases.pop(name)
                 members[name] = None
                 if isinstance(content, registry_pb2.Member):
-                    self._leases[name] = record.lease
+                    self._leases.put(name, record.lease)
                     members[name] = content
                 elif record.value is None:
                     self._vanished.check({name: lease})

@@ -11,7 +11,7 @@ from typing import Final
 
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_registry.feed import ChangeFeed, PolicyRecord
+from headrace_registry.feed import ALL, ChangeFeed, PolicyRecord, WatchFilter
 from headrace_registry.store.base import (
     Registration,
     Store,
@@ -133,8 +133,10 @@ class MemoryStore(Store):
         self._prefix_hash_key = self._prefix_hash_key or proposed or new_prefix_hash_key()
         return self._prefix_hash_key
 
-    def watch(self, start_revision: int) -> AsyncIterator[registry_pb2.WatchResponse]:
-        return self._feed.watch(start_revision)
+    def watch(
+        self, start_revision: int, wanted: WatchFilter = ALL
+    ) -> AsyncIterator[registry_pb2.WatchResponse]:
+        return self._feed.watch(start_revision, wanted)
 
     def _on_timer(self, lease_id: str) -> None:
         lease = self._leases[lease_id]

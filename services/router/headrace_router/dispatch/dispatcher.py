@@ -268,11 +268,13 @@ class RequestDispatcher:
             cached_tokens = table.with_cached_prompt(
                 cached_tokens, request.cached_on, len(request.token_ids)
             )
+        pulling = self._queue.pulling_workers(request.adapter)
         return Candidates(
             decode=table,
             cached_tokens=cached_tokens,
-            prefill=self._queue.pulling_workers(request.adapter),
+            prefill=pulling,
             queue_wait_s=self._queue.wait_s(request.model),
+            pairs=self._queue.pair_costs(table, pulling, request.model),
         )
 
     def _plan(

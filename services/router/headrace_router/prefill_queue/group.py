@@ -91,12 +91,14 @@ class QueueGroup:
         """Whether any worker may take the task, with or without credits."""
         return any(ref not in queued.avoid for ref in self.worker_streams)
 
-    def exclude_workers_without_adapter(self, queued: QueuedTask) -> None:
-        """A task that is about to be added avoids the workers that do not have its adapter."""
-        if queued.adapter is not None:
-            for ref, stream in self.worker_streams.items():
-                if queued.adapter not in stream.adapters:
-                    queued.exclude(ref)
+    def exclude_unfit_workers(self, queued: QueuedTask) -> None:
+        """A task that is about to be added avoids the workers that may not take it."""
+        if not queued.fits_all:
+            queued.exclude(
+                ref
+                for ref, stream in self.worker_streams.items()
+                if not queued.fits(ref, stream.adapters)
+            )
 
     def tasks_before(self, queued: QueuedTask) -> int:
         """The number of tasks in lanes that are handed out before this one."""
@@ -126,8 +128,8 @@ class QueueGroup:
         self.worker_streams[stream.ref] = stream
         self._open_streams += 1
         for queued in self:
-            if queued.adapter is not None and queued.adapter not in stream.adapters:
-                queued.exclude(stream.ref)
+            if not queued.fits(stream.ref, stream.adapters):
+                queued.exclude((stream.ref,))
             if stream.ref in queued.avoid and queued not in self._affinity_waits:
                 self._lanes.remove(queued)
                 self._add_to_lane(queued)

@@ -31,10 +31,13 @@ from headrace_common.errors import (
 from headrace_common.registry.adapters import Adapter
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_router.placement import PairCosts
 from headrace_router.prefill_queue.estimate import QueueEstimate
 from headrace_router.prefill_queue.group import QueueGroup
-from headrace_router.prefill_queue.task import QueuedTask, SignTask, TaskTerms
+from headrace_router.prefill_queue.pairs import AnyPair, PairPolicy, Pulling
+from headrace_router.prefill_queue.task import QueuedTask, SignTask, TaskTerms, sent_tokens
 from headrace_router.prefill_queue.worker_stream import PrefillLoad, PrefillWorkerStream
+from headrace_router.workers.table import LoadTable
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,15 +51,22 @@ class PrefillQueue:
     """Orders tasks by deadline, then arrival. Returned tasks go before the others.
 
     When another worker has room, a task still waits once, for at most `prefix_wait_s`, for a worker that has its
-    prefix. One event loop owns the queue. `sign` makes the handoff ticket of each task that is sent.
+    prefix. One event loop owns the queue. `sign` makes the handoff ticket of each task that is sent. `pairs` states
+    which workers may take a task, and what a hand-over costs.
     """
 
     def __init__(
-        self, max_queued_tasks: int, prefix_wait_s: float = 0.05, *, sign: SignTask
+        self,
+        max_queued_tasks: int,
+        prefix_wait_s: float = 0.05,
+        *,
+        sign: SignTask,
+        pairs: PairPolicy | None = None,
     ) -> None:
         self.max_queued_tasks = max_queued_tasks
         self._prefix_wait_s = prefix_wait_s
         self._sign = sign
+        self._pairs = pairs or AnyPair()
         self._groups: dict[KvLayout, QueueGroup] = {}
         self._worker_streams: dict[WorkerRef, PrefillWorkerStream] = {}
         self._pulling: dict[KvLayout, frozenset[WorkerRef]] = {}
@@ -104,6 +114,10 @@ class PrefillQueue:
             for layout, refs in self._pulling.items()
         }
 
+    def pair_costs(self, table: LoadTable, pulling: Pulling, model: str) -> PairCosts | None:
+        """For each decode worker of the table, the cheapest hand-over to it. None when all are equal."""
+        return self._pairs.costs(table, pulling, model, self.compute_s_per_token)
+
     def worker_counts(self) -> dict[str, int]:
         """The number of connected prefill workers by served model."""
         return Counter(stream.model for stream in self._worker_streams.values())
@@ -140,8 +154,13 @@ class PrefillQueue:
         group = self._groups.get(fingerprint(layout))
         if group is None:
             raise _no_eligible_worker(task.transfer_id)
-        queued = QueuedTask(task, group.layout, terms, next(self._numbers), self._cancel)
-        group.exclude_workers_without_adapter(queued)
+        decode = WorkerRef(task.decode_worker_id, task.decode_incarnation)
+        queued = QueuedTask(
+            *(task, group.layout, terms, next(self._numbers), self._cancel),
+            self._pairs.fits(decode),
+            self._pairs.extra_tokens(decode, sent_tokens(task), self.compute_s_per_token),
+        )
+        group.exclude_unfit_workers(queued)
         if not group.has_eligible_worker(queued):
             raise _no_eligible_worker(task.transfer_id)
         queued.joined_queue(group.tasks_before(queued))
@@ -224,6 +243,7 @@ class PrefillQueue:
         group = self._group_of(stream)
         if not done.reason:
             group.task_succeeded(stream, queued, done)
+            self._pairs.task_done(stream.ref, queued.decode, queued.sent_tokens, done)
             queued.end(None, done)
             return
         _LOG.info("task %s failed on %s: %s", done.transfer_id, stream.ref, done.detail)
@@ -297,7 +317,7 @@ class PrefillQueue:
             queued.end(error, done)
             return
         queued.returned_from(stream.ref)
-        group.exclude_workers_without_adapter(queued)
+        group.exclude_unfit_workers(queued)
         if group.has_eligible_worker(queued):
             _LOG.info("task %s is queued again: %s", queued.task.transfer_id, error.detail)
             group.add(queued)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
@@ -63,8 +63,12 @@ class QueuedTask:
         terms: TaskTerms,
         number: int,
         cancel: Callable[[QueuedTask], None],
+        fits_pair: Callable[[WorkerRef], bool] | None = None,
+        extra_tokens: Callable[[WorkerRef], float] | None = None,
     ) -> None:
+        """`fits_pair` and `extra_tokens` are those of the policy for pairs, for the task's decode worker."""
         self.task = task
+        self.decode = WorkerRef(task.decode_worker_id, task.decode_incarnation)
         self.group_key = group_key
         self.tokens = len(task.token_ids)
         self.number = number
@@ -97,6 +101,9 @@ class QueuedTask:
         self.first_token: asyncio.Future[prefill_pb2.FirstToken] = loop.create_future()
         """For a task with `sampling`: settled before `outcome`, unless the outcome is an error."""
         self._preferred_workers: list[WorkerRef] | None = None
+        self._fits_pair = fits_pair
+        self.extra_tokens = extra_tokens
+        """Cost of the hand-over by prefill worker, in tokens to compute. None when it is 0 for each."""
         self._deadline = Deadline(terms.deadline_s)
         self._cancel = cancel
 
@@ -104,6 +111,22 @@ class QueuedTask:
     def at_front(self) -> bool:
         """Whether the task goes before all tasks that were never handed out."""
         return self.order[0] == _AT_FRONT
+
+    @property
+    def sent_tokens(self) -> int:
+        """Tokens that are handed over: those that the decode worker lacks."""
+        return sent_tokens(self.task)
+
+    @property
+    def fits_all(self) -> bool:
+        """Whether every worker of the layout may take the task."""
+        return self.adapter is None and self._fits_pair is None
+
+    def fits(self, ref: WorkerRef, adapters: frozenset[Adapter]) -> bool:
+        """Whether a worker with these adapters may take the task."""
+        if self.adapter is not None and self.adapter not in adapters:
+            return False
+        return self._fits_pair is None or self._fits_pair(ref)
 
     @property
     def preferred_workers(self) -> list[WorkerRef]:
@@ -141,9 +164,9 @@ class QueuedTask:
         self.pulled_ns = time.monotonic_ns()
         self.pulled_s = now_s
 
-    def exclude(self, ref: WorkerRef) -> None:
-        """The task is never handed to a worker."""
-        self.avoid |= {ref}
+    def exclude(self, refs: Iterable[WorkerRef]) -> None:
+        """The task is never handed to these workers."""
+        self.avoid |= frozenset(refs)
 
     def started(self) -> None:
         """The worker is about to open the transfer."""
@@ -171,3 +194,8 @@ class QueuedTask:
     def cancel(self) -> None:
         """Removes the task from the queue, or asks its worker to stop. Ends it with WorkerGone."""
         self._cancel(self)
+
+
+def sent_tokens(task: prefill_pb2.PrefillTask) -> int:
+    """Tokens that a task hands over."""
+    return max(0, len(task.token_ids) - task.start_token)

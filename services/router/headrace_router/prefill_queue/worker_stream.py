@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -137,7 +139,9 @@ class WorkersWithCredits:
             self.credits += stream.credits
 
     def best_for(self, queued: QueuedTask) -> PrefillWorkerStream | None:
-        """The worker with the fewest tokens to compute once it has this task."""
+        """The worker with the fewest tokens to compute once it has this task, plus the cost of the hand-over."""
+        if queued.extra_tokens is not None:
+            return self._best_pair(queued, queued.extra_tokens)
         best: PrefillWorkerStream | None = next(
             (stream for stream in self._by_load.values() if stream.ref not in queued.avoid), None
         )
@@ -153,6 +157,24 @@ class WorkersWithCredits:
                 continue
             stream: PrefillWorkerStream = self._by_load[key]
             tokens = stream.load_tokens - queued.cached_tokens(ref)
+            if tokens < least:
+                best, least = stream, tokens
+        return best
+
+    def _best_pair(
+        self, queued: QueuedTask, extra_tokens: Callable[[WorkerRef], float]
+    ) -> PrefillWorkerStream | None:
+        best: PrefillWorkerStream | None = None
+        least = math.inf
+        cached_most = max(queued.cached.values(), default=0)
+        for stream in self._by_load.values():
+            # All others have at least this load.
+            if stream.load_tokens - cached_most >= least:
+                break
+            if stream.ref in queued.avoid:
+                continue
+            tokens = stream.load_tokens - queued.cached_tokens(stream.ref)
+            tokens += extra_tokens(stream.ref)
             if tokens < least:
                 best, least = stream, tokens
         return best

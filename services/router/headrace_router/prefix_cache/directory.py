@@ -13,6 +13,7 @@ import grpc.aio
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
+from headrace_common.process.heartbeats import heartbeat_interval_s
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
 from headrace_kv.prefix.events import Tier, load_time_from_proto
@@ -22,7 +23,6 @@ from headrace_router.prefix_cache.event_stream import EVENT_TIMEOUT_S, KvEventFe
 from headrace_router.prefix_cache.index import SLOTS_MAX, PrefixIndex
 from headrace_router.prefix_cache.tier_prices import TierPrices
 from headrace_router.workers.dials import Dials
-from headrace_router.workers.heartbeats import heartbeat_interval_s
 from headrace_router.workers.table import LoadTable, Numbers
 
 _LOG = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ import grpc.aio
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.process.heartbeats import heartbeat_interval_s
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.registry.adapters import adapters_from_proto
 from headrace_frontend.request.model_names import Adapters
@@ -22,7 +23,6 @@ from headrace_kv.layout.proto import layout_from_proto
 from headrace_router.workers.availability import WorkerAvailability
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
 from headrace_router.workers.dials import Dials
-from headrace_router.workers.heartbeats import heartbeat_interval_s
 from headrace_router.workers.slots import DecodeSlots
 from headrace_router.workers.table import Load, LoadTable, Worker
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -14,19 +16,30 @@ from headrace_engine.vllm.service.local_broadcast import open_broadcast
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory
 from headrace_kv.plan.runs import Runs
 from headrace_kv.transport.same_host.rank_copies import RankCopies
-from tests.rdma.peers import PEER_BYTES, PeerSettings, ProcessPeer
+
+ARENA_BYTES = 1 << 16
+# Prints the address of its memory, and keeps it until its input ends.
+PEER = f"""
+import ctypes, sys
+arena = ctypes.create_string_buffer({ARENA_BYTES})
+print(ctypes.addressof(arena), flush=True)
+sys.stdin.read()
+"""
 
 
 class Ranks:
     """Two ranks that hold the same head: this process and another one."""
 
     def __init__(self) -> None:
-        self.peer = ProcessPeer(PeerSettings("same_host"))
-        self.process_ids = {0: os.getpid(), 1: int(self.peer.session.split(".")[2])}
-        self.own = np.random.default_rng(1).integers(1, 256, PEER_BYTES, np.uint8)
-        addresses = (int(self.own.ctypes.data), self.peer.address)
+        self.peer = subprocess.Popen(
+            (sys.executable, "-S", "-c", PEER), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert self.peer.stdout is not None
+        self.process_ids = {0: os.getpid(), 1: self.peer.pid}
+        self.own = np.random.default_rng(1).integers(1, 256, ARENA_BYTES, np.uint8)
+        addresses = (int(self.own.ctypes.data), int(self.peer.stdout.readline()))
         self.memories = tuple(
-            RankMemory(rank, "", "", address, PEER_BYTES, ())
+            RankMemory(rank, "", "", address, ARENA_BYTES, ())
             for rank, address in enumerate(addresses)
         )
         layout = KvLayout.attention(
@@ -40,12 +53,17 @@ class Ranks:
         )
         self.descriptor = KvDescriptor(layout, self.memories)
 
+    def end_peer(self) -> None:
+        """Ends the other process and waits for it."""
+        self.peer.communicate()
+
 
 @pytest.fixture
 def ranks() -> Iterator[Ranks]:
     made = Ranks()
     yield made
-    made.peer.end()
+    made.peer.kill()
+    made.peer.__exit__(None, None, None)
 
 
 def test_runs_go_from_one_process_to_another_and_back(ranks: Ranks) -> None:
@@ -68,7 +86,7 @@ def test_runs_go_from_one_process_to_another_and_back(ranks: Ranks) -> None:
 def test_a_rank_that_has_ended_is_an_error(ranks: Ranks) -> None:
     own, peer = ranks.memories
     copies = RankCopies(ranks.process_ids, ranks.memories)
-    ranks.peer.end()
+    ranks.end_peer()
     runs = Runs(np.array([own.base_address]), np.array([peer.base_address]), np.array([8]))
     with pytest.raises(TransferFailed, match="has ended"):
         copies(own, peer, runs, 1.0)

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.inference.v1 import first_token_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_cli.commands.policy import apply_change, policy_table
+from headrace_cli.commands.policy import apply_change, policy_record, policy_table
 from headrace_common.errors import ConfigError
 
 
@@ -15,6 +15,12 @@ def _changed(*changes: str) -> registry_pb2.Policy:
     for change in changes:
         apply_change(policy, change)
     return policy
+
+
+def _shown(policy: registry_pb2.Policy) -> dict[str, str]:
+    """The values of the table by field."""
+    names, values = policy_table(policy).columns
+    return dict(zip(map(str, names.cells), map(str, values.cells), strict=True))
 
 
 def test_only_the_named_fields_change() -> None:
@@ -41,9 +47,25 @@ def test_an_enum_value_is_given_by_its_short_name() -> None:
     assert _changed("first_token=PREFILL", "first_token=").first_token == 0
     with pytest.raises(ConfigError, match="decode or prefill"):
         _changed("first_token=both")
-    cells = list(policy_table(_changed("first_token=decode")).columns[1].cells)
-    assert cells[-1] == "decode"
-    assert list(policy_table(registry_pb2.Policy()).columns[1].cells)[-1] == "-"
+    assert _shown(_changed("first_token=decode"))["first_token"] == "decode"
+    assert _shown(registry_pb2.Policy())["first_token"] == "-"
+
+
+def test_a_target_is_set_in_seconds_and_removed() -> None:
+    policy = _changed("ttft_target=1.5s")
+    assert policy.ttft_target.ToMilliseconds() == 1_500
+    assert _shown(policy)["ttft_target"] == "1.500s"
+    assert not _changed("ttft_target=1.5s", "ttft_target=").HasField("ttft_target")
+
+
+def test_pairs_of_places_are_set_and_shown() -> None:
+    policy = _changed("pair_level=rack", "pair_rule=require", "far_weight=2")
+    record = policy_record(registry_pb2.GetPolicyResponse(policy=policy))
+    assert (record.pair_level, record.pair_rule, record.far_weight) == ("rack", "require", 2.0)
+    assert _shown(policy)["pair_level"] == "rack"
+    record = policy_record(registry_pb2.GetPolicyResponse())
+    assert (record.pair_level, record.pair_rule, record.far_weight) == (None, None, None)
+    assert record.first_token is None
 
 
 def test_a_map_is_changed_by_entry() -> None:

@@ -98,6 +98,17 @@ def test_a_pipe_gets_every_column_in_one_line_for_each_member() -> None:
     ]  # fmt: skip
 
 
+def test_versions_are_named_while_members_have_several() -> None:
+    rows = [worker("decode-0"), worker("decode-1")]
+    rows[0].member.version = "0.2.0"
+    text = shown(rows, 120)
+    assert "members have 2 versions: 0.1.0 or older: decode-1; 0.2.0: decode-0" in text
+    rows[1].member.version = "0.2.0"
+    assert "versions" not in shown(rows, 120)
+    versions = [member.version for member in workers_record("r:1", rows).members]
+    assert versions == ["0.2.0", "0.2.0"]
+
+
 def test_pairs_that_cannot_talk_are_named_with_their_fields() -> None:
     prefill = worker("prefill-0", Role.ROLE_PREFILL)
     prefill.member.transport = "same_host"

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from headrace_engine.worker.config import WorkerConfig, engine_config, worker_configs
-from headrace_kv.layout.layout import WorkerRef
+from headrace.registry.v1 import registry_pb2
+from headrace_engine.worker.config import (
+    WorkerConfig,
+    engine_config,
+    worker_configs,
+    worker_member,
+)
+from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.manager.settings import TierSettings
 
 FLEET = {"worker_id": "w", "workers_per_process": 4, "engine": "sim", "transport": "same_host"}
@@ -31,6 +38,47 @@ def test_a_single_worker_keeps_its_settings() -> None:
         workers_per_process=1, engine="vllm", transport="mooncake", internal_listen="127.0.0.1:7003"
     )
     assert worker_configs(alone) == (alone,)
+
+
+def test_labels_of_a_place_are_bounded() -> None:
+    workers = worker_configs(config(place_zone="eu-1a", place_rack="R_7"))
+    assert {(one.place_zone, one.place_rack, one.place_host) for one in workers} == {
+        ("eu-1a", "R_7", "")
+    }
+    for label in ("a b", "z" * 64):
+        with pytest.raises(ValidationError, match=r"place_zone\s.*give at most 63 characters"):
+            config(place_zone=label)
+
+
+def test_a_member_has_its_place() -> None:
+    layout = KvLayout.attention(
+        model="sim",
+        dtype="float32",
+        layer_count=1,
+        kv_head_count=1,
+        block_tokens=16,
+        parts={"k": 4},
+    )
+    engine: Any = SimpleNamespace(
+        descriptor=SimpleNamespace(layout=layout), max_model_len=1, adapters=()
+    )
+    ref = WorkerRef("w", "1")
+    for labels, place in (
+        ({"place_zone": "a", "place_host": "h"}, registry_pb2.Place(zone="a", host="h")),
+        ({}, registry_pb2.Place()),
+    ):
+        member = worker_member(
+            config(**labels),
+            role=registry_pb2.Member.ROLE_DECODE,
+            ref=ref,
+            endpoint="127.0.0.1:1",
+            client_endpoint="",
+            http_endpoint="",
+            engine=engine,
+            start_unix_ns=1,
+        )
+        assert member.place == place
+        assert member.HasField("place") == bool(labels)
 
 
 def test_a_disk_without_main_memory_is_refused() -> None:
@@ -80,6 +128,7 @@ def test_prefill_workers_store_blocks_in_the_pool_and_decode_workers_do_not() ->
         ({"engine": "vllm"}, "set engine to sim, or start 4 processes"),
         ({"transport": "mooncake"}, "set transport to same_host"),
         ({"internal_listen": "127.0.0.1:7003"}, "give internal_listen the port 0"),
+        ({"health_listen": "0.0.0.0:7059"}, "give health_listen the port 0"),
         ({"internal_advertise": "127.0.0.1:7003"}, "give internal_advertise the port 0"),
         ({"worker_id": "w" * 62}, "choose a shorter worker_id"),
     ],

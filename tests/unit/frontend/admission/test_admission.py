@@ -186,3 +186,22 @@ async def test_slots_are_bounded_by_the_places_and_by_model() -> None:
     admission.resize_slots("other", 1)
     assert admission.has_free_slot("other")
     assert permit.slot_wait_s == float("inf")
+
+
+async def test_the_expected_wait_for_a_slot_is_that_of_the_requests_that_get_one_before() -> None:
+    admission = _admission(requests=10)
+    admission.resize_slots("m", 2)
+    first = await _slot(admission, "a")
+    assert first.expected_slot_wait_s("m") == 0.0
+    second = await _slot(admission, "a")
+    third = await admission.admit("b", _LATER)
+    # How long a slot is held is not known yet.
+    assert third.expected_slot_wait_s("m") == 0.0
+    first._slot_acquired_s -= 4_000.0
+    first.release_slot()
+    assert third.expected_slot_wait_s("m") == 0.0
+    again = await _slot(admission, "a")
+    assert third.expected_slot_wait_s("m") == pytest.approx(2_000.0, rel=0.1)
+    assert third.expected_slot_wait_s("unknown") == 0.0
+    for permit in (first, second, third, again):
+        admission.release(permit, 0.0)

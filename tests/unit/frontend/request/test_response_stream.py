@@ -22,6 +22,8 @@ from tests.waiting import until
 
 _STOP = sampling_pb2.FINISH_REASON_STOP
 _LENGTH = sampling_pb2.FINISH_REASON_LENGTH
+GAP_S = 0.2
+"""Only a machine that stands still takes longer from one statement of a test to the next."""
 
 
 def _response(*stops: str, load: LoopLoad | None = None, **sampling: Any) -> ResponseStream:
@@ -178,7 +180,7 @@ async def test_an_outlet_gets_the_text_between_the_first_and_the_last_message() 
     await stream.add_tokens(_ids("bc"))
     assert sent == ["bc"]
     # The next tokens come before the gap has passed: they are sent together at its end.
-    load.gap_s = 0.05
+    load.gap_s = GAP_S
     await stream.add_tokens(_ids("d"))
     await stream.add_tokens(_ids("e"))
     assert sent == ["bc"]
@@ -203,7 +205,7 @@ async def test_an_outlet_makes_room_for_tokens_that_came_within_the_gap() -> Non
     await stream.add_tokens(_ids("a"))
     await stream.next_message()
     reader = await _waits(stream)
-    load.gap_s = 0.05
+    load.gap_s = GAP_S
     many = "b" * (PENDING_TOKENS_MAX + 1)
     async with asyncio.timeout(10):
         await stream.add_tokens(_ids(many))
@@ -340,11 +342,11 @@ async def test_a_stream_sends_nothing_after_stop_sending() -> None:
     stream = _response(load=load)
     sent = _send_all(stream)
     await stream.add_tokens(_ids("a"))
-    load.gap_s = 0.01
+    load.gap_s = GAP_S
     await stream.add_tokens(_ids("b"))
     stream.stop_sending()
     load.gap_s = 0.0
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(1.5 * GAP_S)
     await stream.add_tokens(_ids("c"))
     assert [message.text for message in sent] == ["a"]
 
@@ -359,7 +361,7 @@ async def test_an_outlet_that_fails_after_the_gap_fails_the_response() -> None:
 
     stream.use_outlets(broken, lambda message: True)
     await stream.add_tokens(_ids("a"))
-    load.gap_s = 0.01
+    load.gap_s = GAP_S
     await stream.add_tokens(_ids("b"))
     async with asyncio.timeout(10):
         assert await stream.next_message() is not None

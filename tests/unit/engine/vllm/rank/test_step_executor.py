@@ -9,7 +9,7 @@ import pytest
 
 from headrace_common.errors import TransferFailed
 from headrace_engine.vllm.rank.step_executor import LayerKind, StepExecutor
-from headrace_engine.vllm.step.plan import HostSend, StepPlan, TokenRange
+from headrace_engine.vllm.step.plan import HostSend, PrefixSend, StepPlan, TokenRange
 from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from tests.unit.engine.torch_memory.test_event_ordered_sender import Recorder
@@ -219,3 +219,47 @@ def test_a_transfer_that_is_not_open_reads_no_main_memory(full: bool) -> None:
     executor.send_from_host(HostSend(7, FIRST, 0))
     assert sender.pieces == []
     assert executor.take_ended_host_sends() == [7]
+
+
+PREFIX = PrefixSend(TARGET, TokenRange("x1", 0, 96, ((1, 2, 3), ())))
+
+
+def test_a_cached_prefix_is_sent_in_every_layer_before_the_forward_pass() -> None:
+    executor, sender, reports = started(layers=(TOKENS, STATE, TOKENS))
+    executor.begin_step(StepPlan(prefixes=[PREFIX]))
+    assert sender.events == ["open x1", "push x1 0", "push x1 2", "finish x1"]
+    assert {(p.start_token, p.end_token, p.block_ids) for p in sender.pieces} == {
+        (0, 96, (1, 2, 3))
+    }
+    # No request of vLLM ends with it.
+    quiet(executor)
+    assert executor.end_step() == (set(), set(), set())
+    assert [report.reason for report in reports] == [""]
+
+
+def test_a_prefix_that_was_stopped_or_cannot_be_opened_is_not_pushed() -> None:
+    executor, sender, reports = started()
+    executor.stop("x1")
+    executor.begin_step(StepPlan(prefixes=[PREFIX]))
+    assert sender.events == []
+    assert [report.reason for report in reports] == ["CANCELLED"]
+    executor, sender, reports = started(full=True)
+    executor.begin_step(StepPlan(prefixes=[PREFIX]))
+    assert sender.events == []
+    assert [report.reason for report in reports] == ["QUEUE_FULL"]
+
+
+def test_a_refused_prefix_is_reported_once() -> None:
+    executor, sender, reports = started()
+    executor.begin_step(StepPlan(refused_prefixes=["x1"]))
+    executor.stop("x1")
+    executor.begin_step(StepPlan(refused_prefixes=["x1"]))
+    assert [(report.transfer_id, report.reason) for report in reports] == [("x1", "NOT_FOUND")]
+    assert sender.events == []
+
+
+def test_a_rank_that_cannot_send_refuses_prefixes() -> None:
+    reports: list[SendReport] = []
+    executor = StepExecutor(3, reports.append)
+    executor.begin_step(StepPlan(prefixes=[PREFIX]))
+    assert [(report.rank, report.reason) for report in reports] == [(3, TransferFailed.reason)]

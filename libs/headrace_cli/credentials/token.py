@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
 from headrace_cli.console import answer_console
+from headrace_cli.credentials.files import PUBLIC_MODE, SECRET_MODE, write_new
 from headrace_cli.exit_status import failures_as_exit
 from headrace_common.access.roles import Role
 from headrace_common.access.tokens import create_token, new_private_key, public_key_of
@@ -17,8 +17,6 @@ from headrace_common.errors import ConfigError
 PRIVATE_KEY_FILE: Final = "token_key.pem"
 PUBLIC_KEYS_FILE: Final = "token_keys.pem"
 _DAY_S: Final = 86_400.0
-_SECRET_MODE: Final = 0o600
-_PUBLIC_MODE: Final = 0o644
 
 
 def register(app: typer.Typer) -> None:
@@ -39,8 +37,8 @@ def keygen(
     """Creates a private key, which signs tokens, and its public key, for token_keys_file of every service."""
     with failures_as_exit():
         private_key = new_private_key()
-        _write_new(folder / PRIVATE_KEY_FILE, private_key, _SECRET_MODE)
-        _write_new(folder / PUBLIC_KEYS_FILE, public_key_of(private_key), _PUBLIC_MODE)
+        write_new(folder / PRIVATE_KEY_FILE, private_key, SECRET_MODE)
+        write_new(folder / PUBLIC_KEYS_FILE, public_key_of(private_key), PUBLIC_MODE)
         answer_console().print(
             f"{folder / PRIVATE_KEY_FILE}: signs tokens; keep it away from every service\n"
             f"{folder / PUBLIC_KEYS_FILE}: verifies them; set token_keys_file of every service to it",
@@ -66,17 +64,4 @@ def create(
                 f"cannot read {key}: {error.strerror}; `headrace token keygen` creates one"
             ) from error
         token = create_token(private_key, role, name, days * _DAY_S)
-        _write_new(output, f"{token}\n".encode(), _SECRET_MODE)
-
-
-def _write_new(path: Path, content: bytes, mode: int) -> None:
-    """Creates a file. Never replaces one: another process may use it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-    except FileExistsError as error:
-        raise ConfigError(f"{path} exists; remove it first, or name another file") from error
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file") from error
+        write_new(output, f"{token}\n".encode(), SECRET_MODE)

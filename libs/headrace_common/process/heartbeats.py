@@ -1,4 +1,4 @@
-"""How often idle workers send to a router. Pure.
+"""How often idle workers send to a router or planner. Pure.
 
 A message costs an idle router about 0.5 ms of CPU. So all idle workers together send at a bounded rate, however many
 they are. Changes are sent at once, and a worker with requests sends every second. A worker has two streams: its status,

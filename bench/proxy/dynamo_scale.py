@@ -1,0 +1,216 @@
+"""The router beside Dynamo's frontend by the number of simulated workers.
+
+    python -m bench.proxy.dynamo_scale --dynamo PYTHON [--workers 8,64,250] [--streams 16] [--rounds 3] [--output DIR]
+
+PYTHON and the load are those of bench.proxy.dynamo, with prompts of 200 tokens. One worker in five prefills, and the
+workers of a role share a process on both sides. Both sides are up at the same time and take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import grpc.aio
+import uvloop
+
+from bench.proxy.dynamo import (
+    DYNAMO,
+    GRPC,
+    MODEL_FOLDER,
+    OPENAI,
+    Cell,
+    Chats,
+    Side,
+    dynamo_commands,
+    measure_once,
+    until_answering,
+    write_step_times,
+)
+from bench.proxy.load import connected, grpc_chats
+from bench.support.processes import cpu_seconds, resident_kib, until_listening
+from bench.support.services import Services
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace_common.process.free_port import free_port
+
+_GAP_MS: Final = 5
+_PROMPT_TOKENS: Final = 200
+_REQUESTS: Final = 96
+_READY_S: Final = 180.0
+_IDLE_S: Final = 6.0
+_SETTLE_S: Final = 10.0
+
+
+@asynccontextmanager
+async def dynamo_fleet(
+    folder: Path, python: str, prefills: int, decodes: int
+) -> AsyncIterator[list[Side]]:
+    """Dynamo's frontend and one process of mockers for each role."""
+    frontend_command, mocker = dynamo_commands(
+        folder, python, write_step_times(folder, _GAP_MS), port := free_port()
+    )
+    async with AsyncExitStack() as stack:
+        services = Services(stack, folder)
+        frontend = await services.run(*frontend_command, name="frontend", port=port)
+        ports = ",".join(str(free_port()) for _ in range(prefills))
+        workers = [
+            await services.run(*mocker, *role, f"--num-workers={count}", name=f"mocker-{role[0]}")
+            for role, count in (
+                (("prefill", "--bootstrap-ports", ports), prefills),
+                (("decode",), decodes),
+            )
+        ]
+        side = Side(
+            *(DYNAMO, lambda n, chats: connected(port, n, lambda: chats.next_post("sim"))),
+            *(frontend.pid, tuple(worker.pid for worker in workers)),
+        )
+        await until_answering(side)
+        yield [side]
+
+
+@asynccontextmanager
+async def headrace_fleet(folder: Path, prefills: int, decodes: int) -> AsyncIterator[list[Side]]:
+    """Our router and one process of workers for each role."""
+    door = free_port()
+    async with AsyncExitStack() as stack:
+        services = Services(stack, folder)
+        _, here = await services.start_registry()
+        ours, endpoint = await services.start_router(
+            *(f"--http-listen=127.0.0.1:{door}", f"--registry={here}"),
+            *(
+                f"--model=sim={MODEL_FOLDER}",
+                "--host-block-s=0",
+                "--max-new-connections-per-s=10000",
+            ),
+        )
+        await until_listening(door, ours, folder / "router.log")
+        model = f"sim:vocabulary=49152,context=8192,decode_step_s={_GAP_MS / 1e3},verify=off"
+        workers = [
+            await services.start(
+                *(role, f"--worker-id={role}", f"--workers-per-process={count}"),
+                *(f"--registry={here}", "--engine=sim", f"--model={model}", "--served-model=sim"),
+                *("--transport=same_host", "--internal-listen=127.0.0.1:0"),
+            )
+            for role, count in (("prefill", prefills), ("decode", decodes))
+        ]
+        await _until_listed(endpoint, prefills, decodes)
+        pids = tuple(worker.pid for worker in workers)
+        yield [
+            Side(
+                *(OPENAI, lambda n, chats: connected(door, n, lambda: chats.next_post("sim"))),
+                *(ours.pid, pids),
+            ),
+            Side(
+                *(GRPC, lambda n, chats: grpc_chats(endpoint, n, chats.next_chat)),
+                *(ours.pid, pids),
+            ),
+        ]
+
+
+async def _until_listed(endpoint: str, prefills: int, decodes: int) -> None:
+    async with asyncio.timeout(_READY_S), grpc.aio.insecure_channel(endpoint) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        while True:
+            listed = await stub.ListModels(inference_pb2.ListModelsRequest(), wait_for_ready=True)
+            for model in listed.models:
+                if (model.prefill_worker_count, model.decode_worker_count) == (prefills, decodes):
+                    return
+            await asyncio.sleep(0.2)
+
+
+async def _idle_percent(side: Side) -> tuple[float, float]:
+    """Percent of a core without requests: of the router, and of its workers."""
+    pids = (side.router_pid, *side.worker_pids)
+    before, begin_s = [cpu_seconds(pid) for pid in pids], time.perf_counter()
+    await asyncio.sleep(_IDLE_S)
+    took_s = time.perf_counter() - begin_s
+    used = [cpu_seconds(pid) - first for pid, first in zip(pids, before, strict=True)]
+    return 100 * used[0] / took_s, 100 * sum(used[1:]) / took_s
+
+
+def new_folder(stack: AsyncExitStack) -> Path:
+    """A folder until the stack ends."""
+    return Path(stack.enter_context(TemporaryDirectory()))
+
+
+async def measure(python: str, workers: int, streams: int, rounds: int) -> list[str]:
+    """A line for each side."""
+    prefills = max(1, workers // 5)
+    cells: dict[str, Cell] = {}
+    async with AsyncExitStack() as stack:
+        sides: list[Side] = []
+        for fleet in (
+            dynamo_fleet(new_folder(stack), python, prefills, workers - prefills),
+            headrace_fleet(new_folder(stack), prefills, workers - prefills),
+        ):
+            sides += await stack.enter_async_context(fleet)
+        await asyncio.sleep(_SETTLE_S)
+        chats = Chats(_PROMPT_TOKENS)
+        for turn in range(rounds):
+            for side in sides if turn % 2 else sides[::-1]:
+                cell = cells.setdefault(side.name, Cell())
+                await measure_once(side, cell, chats, streams, _REQUESTS)
+        lines = []
+        for side in sides:
+            cell, theirs = cells[side.name], cells[DYNAMO]
+            ratio = statistics.median(
+                ours / other for ours, other in zip(cell.router_ms, theirs.router_ms, strict=True)
+            )
+            router_percent, worker_percent = await _idle_percent(side)
+            first_ms = sorted(1e3 * value for value in cell.first_s)
+            columns = (
+                *(workers, side.name, f"{statistics.median(cell.router_ms):.2f}", f"{ratio:.2f}"),
+                *(f"{statistics.median(cell.worker_ms):.1f}", f"{statistics.median(first_ms):.0f}"),
+                f"{statistics.median(cell.per_s):.0f}",
+                *(f"{router_percent:.1f}", f"{worker_percent:.1f}"),
+                f"{resident_kib(side.router_pid) / 1024:.0f}",
+                f"{sum(map(resident_kib, side.worker_pids)) / 1024:.0f}",
+            )
+            lines.append(f"| {' | '.join(map(str, columns))} |")
+    return lines
+
+
+async def main(arguments: argparse.Namespace) -> str:
+    """Measures, and returns a table."""
+    titles = (
+        *("workers", "router", "router, ms/request", "ratio", "workers, ms/request"),
+        *("first token p50, ms", "requests/s", "idle router, % of a core", "idle workers, %"),
+        *("router, MiB", "workers, MiB"),
+    )
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for workers in map(int, arguments.workers.split(",")):
+        lines += await measure(arguments.dynamo, workers, arguments.streams, arguments.rounds)
+        print("\n".join(lines[-3:]), flush=True)
+    return "\n".join(lines) + "\n"
+
+
+_NOTES: Final = """# The router beside Dynamo's frontend, by number of workers
+
+Made by `python -m bench.proxy.dynamo_scale`: Dynamo 1.6.1 with its KV router and mockers, without etcd and NATS, beside
+our router with simulated workers (verify=off). One worker in five prefills, and the workers of a role share a process.
+Chats have 200 prompt tokens and answers of 64 tokens, 5 ms apart. Both sides are up at the same time and take turns on
+two CPUs, which the load uses too. Dynamo's mockers move no KV.
+
+{table}
+"Ratio" is the router's CPU a request relative to that of Dynamo's frontend, the median of the rounds.
+"""
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="See the module's text.")
+    parser.add_argument("--dynamo", required=True)
+    parser.add_argument("--workers", default="8,64,250")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", default="")
+    options = parser.parse_args()
+    table = uvloop.run(main(options))
+    if options.output:
+        (Path(options.output) / "dynamo_scale.md").write_text(_NOTES.format(table=table))

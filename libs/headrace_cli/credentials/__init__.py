@@ -1,0 +1,1 @@
+"""Commands that create keys, tokens and certificates."""

@@ -1,0 +1,1 @@
+"""Which prefill and decode workers hand KV over, by the places where they run."""

@@ -1,0 +1,171 @@
+"""Requests that are refused on arrival, because their first token is predicted to come too late."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import grpc.aio
+import pytest
+from google.protobuf.duration_pb2 import Duration
+
+from headrace.inference.v1 import inference_pb2
+from headrace_common.durations import duration_from_seconds
+from headrace_common.errors import FirstTokenLate, InvalidRequest
+from headrace_common.rpc.status import error_from_rpc
+from headrace_common.telemetry import schema
+from headrace_planner.profile import DecodePoint, PrefillPoint, WorkerProfile
+from tests.component.router.fakes import Rig, hand_over, reply, text_of, with_settings
+
+_WAIT_S = 100.0
+_SHORT_S = 60.0
+_LONG_S = 600.0
+_TTFT_S = 1.0
+_PROFILE = WorkerProfile(
+    prefill=(PrefillPoint(prompt_tokens=1_000, ttft_s=_TTFT_S),),
+    decode=(DecodePoint(kv_usage=0.5, context_tokens=100, itl_s=0.01, tokens_per_s=10),),
+)
+
+
+def _seconds(value: float) -> Duration:
+    return duration_from_seconds(value)
+
+
+@pytest.fixture
+async def waiting_rig(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
+    """A prompt would wait for 100 s in the prefill queue. Without a profile, the prefill itself takes no time."""
+    await rig.add_decode(reply("ok"))
+    await rig.add_prefill(hand_over)
+    monkeypatch.setattr(rig.router.queue, "wait_s", lambda model="": _WAIT_S)
+    return rig
+
+
+async def test_a_request_beyond_its_target_is_refused_with_the_excess_as_its_hint(
+    waiting_rig: Rig,
+) -> None:
+    rig = waiting_rig
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rig.ask(ttft_target=_seconds(_SHORT_S), request_id="late", timeout_s=_LONG_S)
+    error = error_from_rpc(caught.value)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert isinstance(error, FirstTokenLate)
+    assert error.retry_after_s is not None
+    assert error.metadata["bound"] == "ttft_target"
+    assert error.retry_after_s == pytest.approx(
+        float(error.metadata["predicted_s"]) - _SHORT_S, abs=0.01
+    )
+    trailers = dict(cast("Any", caught.value.trailing_metadata()))
+    pushback_ms = int(trailers["grpc-retry-pushback-ms"])
+    assert pushback_ms == pytest.approx(1e3 * error.retry_after_s, abs=2)
+    # Neither worker has work of it.
+    assert not rig.decodes[0].requests
+    assert not rig.prefills[0].tasks
+    (root,) = [
+        span for span in (await rig.trace_of("late")).spans if span.name == schema.SPAN_REQUEST
+    ]
+    assert root.attributes[schema.ATTRIBUTE_FIRST_TOKEN_BOUND] == "ttft_target"
+    assert float(root.attributes[schema.ATTRIBUTE_PREDICTED_FIRST_TOKEN_S]) >= _WAIT_S
+    assert text_of(await rig.ask(ttft_target=_seconds(_LONG_S), timeout_s=_LONG_S)) == "ok"
+
+
+async def test_the_policy_has_a_target_for_requests_without_one(waiting_rig: Rig) -> None:
+    rig = waiting_rig
+    assert text_of(await rig.ask(timeout_s=_LONG_S)) == "ok"
+    rig.policy.policy.ttft_target.CopyFrom(_seconds(_SHORT_S))
+    error = await rig.error_of(timeout_s=_LONG_S)
+    assert isinstance(error, FirstTokenLate)
+    assert error.metadata["bound"] == "policy"
+    assert text_of(await rig.ask(ttft_target=_seconds(_LONG_S), timeout_s=_LONG_S)) == "ok"
+
+
+async def test_prompts_that_stay_on_decode_do_not_wait_for_prefill_workers(
+    waiting_rig: Rig,
+) -> None:
+    rig = waiting_rig
+    rig.policy.policy.max_queue_wait.CopyFrom(_seconds(0.5))
+    assert text_of(await rig.ask(ttft_target=_seconds(_SHORT_S), timeout_s=_LONG_S)) == "ok"
+    rig.policy.policy.ClearField("max_queue_wait")
+    rig.policy.policy.local_prefill_max_tokens = 1_000
+    assert text_of(await rig.ask(ttft_target=_seconds(_SHORT_S), timeout_s=_LONG_S)) == "ok"
+    assert not rig.prefills[0].tasks
+
+
+async def test_a_deadline_refuses_only_where_the_setting_says_so(waiting_rig: Rig) -> None:
+    rig = waiting_rig
+    remote = inference_pb2.PREFILL_PLACEMENT_REMOTE
+    assert text_of(await rig.ask(timeout_s=_SHORT_S, prefill_placement=remote)) == "ok"
+
+
+@with_settings(early_refusal=True)
+async def test_a_deadline_that_the_prefill_queue_would_miss_refuses(waiting_rig: Rig) -> None:
+    rig = waiting_rig
+    remote = inference_pb2.PREFILL_PLACEMENT_REMOTE
+    error = await rig.error_of(timeout_s=_SHORT_S, prefill_placement=remote)
+    assert isinstance(error, FirstTokenLate)
+    assert error.metadata["bound"] == "deadline"
+    assert text_of(await rig.ask(timeout_s=_LONG_S, prefill_placement=remote)) == "ok"
+    # An answer that has begun is worth more than its deadline.
+    tokens = inference_pb2.TokenIds(ids=[1, 2])
+    assert text_of(
+        await rig.ask(timeout_s=_SHORT_S, prefill_placement=remote, generated=tokens)
+    ).endswith("ok")
+
+
+async def test_where_no_wait_helps_there_is_no_hint(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(_PROFILE.model_dump_json())
+    rig = await Rig(profile=str(path)).start()
+    try:
+        await rig.add_decode(reply("ok"))
+        error = await rig.error_of(ttft_target=_seconds(0.5 * _TTFT_S))
+        assert isinstance(error, FirstTokenLate)
+        assert error.retry_after_s is None
+        assert error.metadata["prefill_s"] == "1.000"
+    finally:
+        await rig.close()
+
+
+@pytest.mark.parametrize("target_s", [-1.0, 0.0, 3_601.0])
+async def test_a_target_out_of_its_range_is_named(rig: Rig, target_s: float) -> None:
+    await rig.add_decode(reply("ok"))
+    target = Duration(seconds=int(target_s))
+    error = await rig.error_of(ttft_target=target)
+    assert isinstance(error, InvalidRequest)
+    assert list(error.violations) == ["ttft_target"]
+
+
+async def _post(rig: Rig, body: dict[str, Any]) -> tuple[int, dict[str, str], dict[str, Any]]:
+    """Status, headers and body of a response over HTTP."""
+    sent: list[dict[str, Any]] = []
+    parts = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> dict[str, Any]:
+        if not parts:
+            await asyncio.Event().wait()
+        return parts.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "headers": [(b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+    }
+    await rig.router.openai(scope, receive, send)
+    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
+    data = b"".join(message.get("body", b"") for message in sent[1:])
+    return sent[0]["status"], headers, json.loads(data)
+
+
+async def test_over_http_the_refusal_is_429_with_retry_after(waiting_rig: Rig) -> None:
+    status, headers, body = await _post(waiting_rig, {"prompt": "a prompt", "ttft_target_s": 60})
+    assert status == 429
+    assert _WAIT_S - _SHORT_S <= int(headers["retry-after"]) <= _SHORT_S
+    assert body["error"]["code"] == "first_token_late"
+    status, _, body = await _post(waiting_rig, {"prompt": "a prompt", "ttft_target_s": 0})
+    assert (status, body["error"]["param"]) == (400, "ttft_target_s")

@@ -1,0 +1,118 @@
+"""Chats through containers of the images, with mutual TLS and roles: python -m tests.images
+
+docker/build.sh builds the images before. Every wait has a limit, and a failure prints the containers' logs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterable
+from pathlib import Path
+from typing import Final
+
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace_common.rpc.channel import open_channel
+from tests.images.checks import (
+    check_bill,
+    check_confined,
+    check_contents,
+    check_image,
+    check_roles,
+    check_stops,
+)
+from tests.images.deployment import SERVICES, Deployment, deployed, engine_of
+from tests.images.engine import ContainerError
+from tests.suite.deployment import greedy, prompt_of
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PROMPT_TOKENS: Final = 100
+TOKENS: Final = 8
+# About three seconds: the router gets SIGTERM in the middle.
+STREAM_TOKENS: Final = 60
+CHAT_TIMEOUT_S: Final = 60.0
+JOIN_TIMEOUT_S: Final = 60.0
+POLL_S: Final = 0.2
+
+
+async def joined(stub: inference_pb2_grpc.InferenceServiceAsyncStub) -> None:
+    """Returns when the router has a worker of each role. Raises ContainerError after JOIN_TIMEOUT_S."""
+    give_up = time.monotonic() + JOIN_TIMEOUT_S
+    while time.monotonic() < give_up:
+        request = inference_pb2.ListModelsRequest()
+        models = (await stub.ListModels(request, timeout=CHAT_TIMEOUT_S)).models
+        if any(model.prefill_worker_count and model.decode_worker_count for model in models):
+            return
+        await asyncio.sleep(POLL_S)
+    raise ContainerError(f"the workers did not join within {JOIN_TIMEOUT_S:g} s")
+
+
+async def chat(deployment: Deployment) -> None:
+    """One prompt that prefill computes. Then one that streams while the router gets SIGTERM."""
+    async with open_channel(deployment.endpoint, deployment.client) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        await joined(stub)
+        remote = inference_pb2.PREFILL_PLACEMENT_REMOTE
+        request = greedy(prompt_of(PROMPT_TOKENS, 1), TOKENS, remote)
+        count, last = await answered(stub.Generate(request, timeout=CHAT_TIMEOUT_S))
+        assert count == TOKENS, last
+        assert last.usage.transferred_tokens > 0, last.usage
+        print(f"{count} tokens, {last.usage.transferred_tokens} prompt tokens from prefill")
+
+        stream = stub.Generate(
+            greedy(prompt_of(PROMPT_TOKENS, 2), STREAM_TOKENS), timeout=CHAT_TIMEOUT_S
+        )
+        first = await anext(aiter(stream))
+        stopped = asyncio.create_task(asyncio.to_thread(check_stops, deployment, "router"))
+        count, last = await answered(stream)
+        count += token_count(first)
+        await stopped
+        assert count == STREAM_TOKENS, last
+        print(f"{count} tokens of a stream during which the router got SIGTERM")
+
+
+def token_count(response: inference_pb2.GenerateResponse) -> int:
+    """The number of tokens in one message."""
+    return len(response.token_ids)
+
+
+async def answered(
+    stream: AsyncIterable[inference_pb2.GenerateResponse],
+) -> tuple[int, inference_pb2.GenerateResponse]:
+    """The number of tokens in the rest of a stream, and its last message."""
+    count, last = 0, inference_pb2.GenerateResponse()
+    async for response in stream:
+        count += token_count(response)
+        last = response
+    return count, last
+
+
+def main() -> int:
+    """Returns 0 when all checks hold."""
+    try:
+        engine = engine_of(ROOT)
+        sizes = {service: check_image(engine, service) for service in SERVICES}
+        with (
+            tempfile.TemporaryDirectory(prefix="headrace-images-") as folder,
+            deployed(engine, Path(folder)) as deployment,
+        ):
+            for service in SERVICES:
+                check_confined(deployment, service)
+                check_contents(deployment, service)
+                components = check_bill(deployment, service)
+                print(f"{service}: {sizes[service] / 1e6:.0f} MB, {components} components")
+            check_roles(deployment)
+            asyncio.run(chat(deployment))
+            for service in ("decode", "prefill", "planner", "registry"):
+                check_stops(deployment, service)
+    except (AssertionError, ContainerError) as error:
+        print(f"test-images: {error}", file=sys.stderr)
+        return 1
+    print("all containers answer over mutual TLS, are confined, and end by SIGTERM")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Follows docs/quickstart-gpu.md literally on two hosts without GPUs: python -m tests.suite.quickstart_gpu.
+
+The hosts are two network namespaces with an /etc of their own. The engine is simulated, and KV moves over TCP. The
+program starts itself again in namespaces where it may do this, and names the cause where none are permitted.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Final
+
+from tests.documented import Block, blocks_of
+from tests.suite.two_hosts import HostShell, run_block, two_hosts
+from tests.unit.test_architecture import ROOT
+
+PAGE: Final = ROOT / "docs" / "quickstart-gpu.md"
+ADDRESSES: Final = ("10.0.0.7", "10.0.0.8")
+FIRST, SECOND, BOTH, BESIDE = (
+    "first host",
+    "second host",
+    "both hosts",
+    "second host, beside the next",
+)
+NOT_PERMITTED: Final = 3
+"""Exit status where namespaces are not permitted."""
+_INSIDE: Final = "HEADRACE_TEST_IN_NAMESPACES"
+_NAMESPACES: Final = ("unshare", "--map-root-user", "--net", "--mount")
+_ENVIRONMENT: Final = {"ENGINE": "sim", "MODEL": "sim", "OMP_NUM_THREADS": "1"}
+_MEMBERS: Final = ("prefill-0", "decode-0", "router")
+_WORKERS: Final = "headrace workers"
+_KV: Final = "headrace trace | grep"
+_READY_S: Final = 90.0
+_PAUSE_S: Final = 0.5
+
+
+def wait_for_workers(shell: HostShell) -> None:
+    """Waits until all members are listed and the workers serve."""
+    end_s = time.monotonic() + _READY_S
+    while True:
+        output = shell.run(_WORKERS)[1]
+        if all(name in output for name in _MEMBERS) and output.count("serving") == 2:
+            return
+        assert time.monotonic() < end_s, f"{output}\n{shell.logs()}"
+        time.sleep(_PAUSE_S)
+
+
+def ask_until_kv_moves(shell: HostShell, block: Block) -> str:
+    """Runs the block that asks. Until prefill pulls its first task, decode prefills, and the trace has no transfer."""
+    end_s = time.monotonic() + _READY_S
+    *before, last = block.commands
+    while True:
+        for command in before:
+            shell.must(command)
+        status, output = shell.run(last)
+        if status == 0:
+            return output
+        assert time.monotonic() < end_s, f"no KV moved:\n{output}\n{shell.logs()}"
+        time.sleep(_PAUSE_S)
+
+
+def follow(folder: Path) -> None:
+    """Runs every block of the page, in order."""
+    blocks = [block for block in blocks_of(PAGE) if block.runs]
+    assert {block.runs for block in blocks} == {FIRST, SECOND, BOTH, BESIDE}
+    with two_hosts(folder, ADDRESSES, _ENVIRONMENT) as (first, second):
+        shells = {FIRST: first, SECOND: second}
+        for block in blocks:
+            started_s = time.monotonic()
+            if block.runs == BESIDE:
+                (command,) = block.commands
+                second.must(f"{command} > beside 2>&1 &")
+                wait_for_port(first, ADDRESSES[1])
+            elif block.runs == BOTH:
+                for shell in shells.values():
+                    run_block(shell, block)
+            elif any(command.startswith(_KV) for command in block.commands):
+                moved = ask_until_kv_moves(shells[block.runs], block)
+                assert moved.split() == ["mooncake/tcp"], moved
+            else:
+                output = run_block(shells[block.runs], block)
+                if block.commands[-1] == _WORKERS:
+                    wait_for_workers(shells[block.runs])
+                elif "doctor peer" in block.commands[-1]:
+                    assert "are closed" not in output, output
+                    # As Ctrl-C does.
+                    second.must("kill $! && wait $! || true")
+            took_s = time.monotonic() - started_s
+            print(
+                f"line {block.line}: {block.runs}, {len(block.commands)} commands, {took_s:.1f} s"
+            )
+
+
+def wait_for_port(shell: HostShell, host: str) -> None:
+    """Waits until the other host answers `headrace doctor peer`."""
+    end_s = time.monotonic() + _READY_S
+    while shell.run(f"(exec 3<>/dev/tcp/{host}/15000) 2>&1")[0] != 0:
+        assert time.monotonic() < end_s, f"{host} does not answer"
+        time.sleep(_PAUSE_S)
+
+
+def permitted() -> bool:
+    """Whether this user may make the namespaces."""
+    try:
+        probe = subprocess.run(
+            [*_NAMESPACES, "ip", "link", "add", "a0", "type", "veth", "peer", "name", "a1"],
+            capture_output=True,
+            timeout=_READY_S,
+            check=False,
+        )
+    except FileNotFoundError:
+        return False
+    return probe.returncode == 0
+
+
+def main() -> int:
+    """Entry point."""
+    if _INSIDE not in os.environ:
+        if not permitted():
+            print("this user may not make network namespaces, or unshare and ip are missing")
+            return NOT_PERMITTED
+        command = [*_NAMESPACES, sys.executable, "-m", "tests.suite.quickstart_gpu"]
+        return subprocess.run(command, env={**os.environ, _INSIDE: "1"}, check=False).returncode
+    started_s = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="headrace-hosts-") as name:
+        follow(Path(name))
+    print(f"the commands of {PAGE.name} run on two hosts: {time.monotonic() - started_s:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The checks of libraries, packages, versions and the firewall."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from headrace.registry.v1 import registry_pb2
+from headrace_cli.doctor import software
+from headrace_cli.doctor.finding import Finding, Verdict
+from headrace_cli.doctor.software import check_software, check_versions
+from headrace_cli.members.rows import UNKNOWN_VERSION
+
+
+def found(subject: str, verdict: Verdict | None = None) -> Finding:
+    findings = [one for one in check_software() if one.subject == subject]
+    return next(one for one in findings if verdict is None or one.verdict is verdict)
+
+
+def test_a_missing_library_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "_LIBRARIES", (("libabsent.so.9", "libabsent9"),))
+    finding = found("libraries")
+    assert finding.verdict is Verdict.WARNING
+    assert "libabsent.so.9" in finding.detail
+    assert finding.remedy.endswith("libabsent9")
+    monkeypatch.setattr(software, "_LIBRARIES", (("libc.so.6", "libc6"),))
+    assert found("libraries").verdict is Verdict.OK
+
+
+def test_two_builds_of_mooncake_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = dict.fromkeys(software._MOONCAKE_BUILDS[:1], "1.0")
+
+    def version_of(name: str) -> str:
+        if name in installed:
+            return installed[name]
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version_of)
+    assert f"{software._MOONCAKE_BUILDS[0]} 1.0" in found("packages").detail
+    assert all(one.verdict is Verdict.OK for one in check_software() if one.subject == "packages")
+    installed[software._MOONCAKE_BUILDS[1]] = "1.0"
+    assert "over each other" in found("packages", Verdict.ERROR).detail
+
+
+@pytest.mark.parametrize(
+    "status,errors,named",
+    [
+        (0, "", "are applied"),
+        (1, "Error: Operation not permitted", "only root"),
+        (1, "Error: No such file or directory", "no rules of Headrace"),
+    ],
+)
+def test_the_firewall_is_examined_where_it_can_be(
+    monkeypatch: pytest.MonkeyPatch, status: int, errors: str, named: str
+) -> None:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert command == ["/sbin/nft", "list", "table", "inet", "headrace"]
+        return subprocess.CompletedProcess(command, status, "", errors)
+
+    monkeypatch.setattr(shutil, "which", lambda _: "/sbin/nft")
+    monkeypatch.setattr(subprocess, "run", run)
+    assert named in found("firewall").detail
+
+
+def test_members_of_several_versions_are_named() -> None:
+    members = [
+        registry_pb2.Member(worker_id="decode-0", version="0.2.0"),
+        registry_pb2.Member(worker_id="decode-1"),
+        registry_pb2.Member(worker_id="router-0", version="0.2.0"),
+    ]
+    (finding,) = check_versions(members)
+    assert finding.verdict is Verdict.WARNING
+    assert finding.detail.endswith(f"{UNKNOWN_VERSION}: decode-1; 0.2.0: decode-0, router-0")
+    (finding,) = check_versions(members[:1])
+    assert finding.verdict is Verdict.OK
+    assert check_versions([]) == []
