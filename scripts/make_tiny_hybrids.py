@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +176,7 @@ def mamba2(groups: int = 1) -> PreTrainedConfig:
     )
 
 
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "tiny-deepseek-v2": deepseek_v2,
     # Two ranks have two heads each: with one, vLLM's decode step fails.
     "tiny-deepseek-wide": lambda: deepseek_v2(heads=4),
