@@ -327,8 +327,8 @@ class StepPlanner:
     def request_finished(self, request_id: str) -> PrefillTimes | None:
         """The request has ended. Returns its times when it has run and sent.
 
-        The blocks of such a request must stay until the ranks report that they are quiet. A transfer whose request has
-        never run reads none of them. The service ends it.
+        The blocks of such a request must stay until the ranks report that they are quiet. If it has never run,
+        its transfer reads none of them, and the service ends the transfer.
         """
         for transfer_id, receive in self._receives.items():
             if receive.request_id == request_id:
