@@ -185,7 +185,7 @@ def test_main_memory_is_sent_between_the_copies_that_it_was_planned_between(
     sends = [HostSend(number, TokenRange("x1", 0, 4, ((1,),)), number) for number in range(3)]
     order: list[object] = []
     executor = TierExecutor(copier, lambda load: None, send=order.append)  # type: ignore[arg-type]
-    copier.copy = lambda copy, on_layer=None: order.append(copy)  # type: ignore[method-assign, assignment, misc]
+    copier.copy = lambda copy, on_layer=None: order.append(copy)  # type: ignore[method-assign]
     copies = [RequestCopy("r", copy) for copy in (STORE, LOAD)]
     executor.begin_step(StepPlan(copies=copies, host_sends=sends))
     executor.begin_step(StepPlan(host_sends=sends[:1]))
