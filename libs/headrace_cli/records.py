@@ -193,6 +193,7 @@ class PolicyRecord(Record):
     temperature: float
     max_queue_wait_s: float | None
     tenant_weights: Mapping[str, float]
+    tenant_priorities: Mapping[str, str]
     first_token: str | None
     ttft_target_s: float | None
     pair_level: str | None

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias, TypedDict, Unpack
 
-from headrace.inference.v1 import inference_pb2, sampling_pb2, tools_pb2
+from headrace.inference.v1 import inference_pb2, priority_pb2, sampling_pb2, tools_pb2
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import InvalidRequest
 
 Message: TypeAlias = tuple[str, str] | inference_pb2.ChatMessage
@@ -47,13 +48,17 @@ def build_request(
     request_id: str = "",
     n: int = 1,
     include_latency: bool = False,
+    ttft_target_s: float | None = None,
+    priority: priority_pb2.Priority.ValueType = priority_pb2.PRIORITY_UNSPECIFIED,
     **sampling: Unpack[Sampling],
 ) -> inference_pb2.GenerateRequest:
     """A request with one prompt: plain text, messages oldest first, or token ids. `tools` go with messages.
 
     `max_tokens` 0 means what the context leaves, and `n` is the number of answers. With `include_latency`, the last
-    response has the parts of the time to the first token, as `timing.latency`. Raises InvalidRequest unless exactly
-    one kind of prompt is given, and for values of the wrong type. The router validates the rest.
+    response has the parts of the time to the first token, as `timing.latency`. With `ttft_target_s`, the router refuses
+    a request at once when it predicts a later first token. `priority` is a class that the tenant may use. Raises
+    InvalidRequest unless exactly one kind of prompt is given, and for values of the wrong type. The router validates
+    the rest.
     """
     chat = [_message(message) for message in messages]
     if sum(map(bool, (prompt, chat, tokens))) != 1:
@@ -67,6 +72,8 @@ def build_request(
             request_id=request_id,
             n=n if n != 1 else 0,
             include_latency=include_latency,
+            ttft_target=None if ttft_target_s is None else duration_from_seconds(ttft_target_s),
+            priority=priority,
             sampling=sampling_pb2.SamplingParams(**given),  # type: ignore[arg-type]
         )
         if prompt:

@@ -26,6 +26,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "bench": ("aiohttp",),
         "registry": (),
         "planner": (),
+        "kubernetes": ("httpx2", "lightkube"),
         "etcd": ("etcd3", "tenacity"),
         "router": (
             "httptools",

@@ -20,8 +20,8 @@ from tests.unit.test_architecture import ROOT
 from tests.unit.test_document_commands import MARKED_PAGES
 
 COMMAND_S = 60.0
-# What only a shell does, and files that are written beside it.
-_SHELL = re.compile(r"[|&;<>$`\n]|\.(?:html|toml)\b|\bmodel\b")
+# What only a shell does.
+_SHELL = re.compile(r"[|&;<>$`\n]")
 _MODEL = {
     "num_hidden_layers": 61,
     "kv_lora_rank": 512,
@@ -37,7 +37,7 @@ def blocks(name: str) -> list[Block]:
 
 
 async def run(command: str, folder: Path) -> Finished:
-    """Runs a command in a folder. Plain `headrace` commands are forks, which need no imports."""
+    """Runs a command in `folder`, this process's own. Plain `headrace` commands are forks, which need no imports."""
     if command.startswith("headrace ") and not _SHELL.search(command):
         return await run_forked("headrace_cli", *shlex.split(command)[1:], timeout_s=COMMAND_S)
     process = await asyncio.create_subprocess_exec(
@@ -54,7 +54,10 @@ async def run(command: str, folder: Path) -> Finished:
 
 
 async def run_all(name: str, folder: Path) -> dict[str, Finished]:
-    """Runs the commands of all blocks with a mark, each once. All must end with a status that their mark allows."""
+    """Runs the commands of all blocks with a mark, each once. All must end with a status that their mark allows.
+
+    `folder` must be this process's own, which forks inherit.
+    """
     ended: dict[str, Finished] = {}
     for block in blocks(name):
         for command in block.commands:
@@ -77,6 +80,7 @@ async def test_commands_for_a_deployment_run(
             await it.generate(prompt_of(80, seed), 4)
         monkeypatch.setenv("HEADRACE_ENDPOINT", it.deployment.router)
         monkeypatch.setenv("HEADRACE_REGISTRY", it.deployment.registry)
+        monkeypatch.chdir(tmp_path)
         ended = await run_all("sim", tmp_path)
     assert "time to first token" in ended["headrace trace slowest"].out
     policy = json.loads((tmp_path / "policy.json").read_text())
@@ -85,7 +89,10 @@ async def test_commands_for_a_deployment_run(
 
 
 @pytest.mark.timeout(300)
-async def test_commands_without_a_deployment_run(tmp_path: Path) -> None:
+async def test_commands_without_a_deployment_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(_MODEL))
     ended = await run_all("shell", tmp_path)

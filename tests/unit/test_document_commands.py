@@ -27,8 +27,10 @@ MARKED_PAGES = (
     *sorted((ROOT / "docs" / "operations").glob("*.md")),
     ROOT / "docs" / "quickstart-gpu.md",
 )
-# tests/suite/test_documented_commands.py, tests/suite/quickstart_gpu.py, tests/component/registry/store/test_backup.py
+# tests/suite/test_documented_commands.py, tests/suite/quickstart_gpu.py, tests/component/registry/store/test_backup.py,
+# tests/clients
 RUNNERS = {
+    *("cpp", "go", "java", "node", "rust"),
     *("sim", "shell"),
     *("first host", "second host", "both hosts", "second host, beside the next"),
     "etcd",

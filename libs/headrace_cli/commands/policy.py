@@ -13,6 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 from rich import box
 from rich.table import Table
 
+from headrace.inference.v1.priority_pb2 import Priority
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_cli.client import CALL_TIMEOUT_S, call_channel, rpc_errors
 from headrace_cli.console import answer_console
@@ -41,6 +42,7 @@ def register(app: typer.Typer) -> None:
         cls=AddressedCommand,
         epilog="Examples:  headrace policy set local_prefill_max_tokens=256 temperature=0.2   |   "
         "headrace policy set max_queue_wait=2s   |   headrace policy set tenant_weights.batch=0.5   |   "
+        "headrace policy set tenant_priorities.chat=high   |   "
         "headrace policy set temperature=",
     )(change_policy)
     app.add_typer(policy_app, name="policy")
@@ -120,6 +122,10 @@ def policy_record(response: registry_pb2.GetPolicyResponse) -> PolicyRecord:
             else None
         ),
         tenant_weights=dict(policy.tenant_weights),
+        tenant_priorities={
+            tenant: _short_name(Priority.DESCRIPTOR, Priority.Name(priority))
+            for tenant, priority in policy.tenant_priorities.items()
+        },
         first_token=_named("first_token", policy.first_token),
         pair_level=_named("pair_level", policy.pair_level),
         pair_rule=_named("pair_rule", policy.pair_rule),
@@ -155,7 +161,10 @@ def apply_change(policy: registry_pb2.Policy, change: str) -> None:
     if keyed and not text:
         getattr(policy, name).pop(key, None)
     elif keyed:
-        getattr(policy, name)[key] = _number(change, text, float)
+        kind = _value_of(field).enum_type
+        getattr(policy, name)[key] = (
+            _number(change, text, float) if kind is None else _named_value(change, kind, text)
+        )
     elif not text:
         policy.ClearField(name)  # type: ignore[arg-type]  # the stubs list the names one by one
     elif field.enum_type is not None:
@@ -180,10 +189,12 @@ def policy_table(policy: registry_pb2.Policy) -> Table:
     )
     for name in _FIELDS:
         value = values.get(name)
-        if isinstance(value, dict):
-            value = ", ".join(f"{key}={number:g}" for key, number in sorted(value.items()))
         kind = _FIELDS[name].enum_type
-        if kind is not None:
+        if isinstance(value, dict):
+            value = ", ".join(
+                f"{key}={_shown(name, entry)}" for key, entry in sorted(value.items())
+            )
+        elif kind is not None:
             value = _short_name(kind, str(value)).removeprefix("unspecified")
         table.add_row(name, "-" if value in (None, "") else str(value))
     return table
@@ -194,6 +205,18 @@ async def _get(
 ) -> registry_pb2.GetPolicyResponse:
     with rpc_errors(f"the registry on {registry}"):
         return await stub.GetPolicy(registry_pb2.GetPolicyRequest(), timeout=CALL_TIMEOUT_S)
+
+
+def _value_of(field: FieldDescriptor) -> FieldDescriptor:
+    """The field of a map's values."""
+    assert field.message_type is not None, "a map has entries"
+    return field.message_type.fields_by_name["value"]
+
+
+def _shown(name: str, entry: float | str) -> str:
+    """An entry of a map."""
+    kind = _value_of(_FIELDS[name]).enum_type
+    return f"{entry:g}" if kind is None else _short_name(kind, str(entry))
 
 
 def _named_value(change: str, kind: EnumDescriptor, text: str) -> int:

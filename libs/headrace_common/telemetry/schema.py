@@ -272,6 +272,8 @@ ATTRIBUTE_PLANNER_PREFILL_TARGET: Final = "headrace.planner.prefill_target"
 ATTRIBUTE_PLANNER_DECODE_TARGET: Final = "headrace.planner.decode_target"
 # A sentence for each rule that applied.
 ATTRIBUTE_PLANNER_REASONS: Final = "headrace.planner.reasons"
+# Class of a request: "high", "normal" or "low".
+ATTRIBUTE_PRIORITY: Final = "headrace.priority"
 # Predicted time from the arrival to the first token. Absent for a request without a bound on it.
 ATTRIBUTE_PREDICTED_FIRST_TOKEN_S: Final = "headrace.first_token.predicted_s"
 # The bound that the prediction was compared with, from the arrival.
@@ -312,6 +314,12 @@ METRIC_QUEUE_LIMIT: Final = "headrace.queue.limit"
 METRIC_QUEUE_AGE: Final = "headrace.queue.oldest_age"
 # Expected wait of a new task in the prefill queue. Absent while the queue is full.
 METRIC_QUEUE_WAIT: Final = "headrace.queue.expected_wait"
+# Tasks in the prefill queue, by class.
+METRIC_CLASS_QUEUE_DEPTH: Final = "headrace.queue.class_depth"
+# Age of the oldest task in the prefill queue, by class.
+METRIC_CLASS_QUEUE_AGE: Final = "headrace.queue.class_oldest_age"
+# Time from arrival to the first token, by model and class.
+METRIC_CLASS_FIRST_TOKEN: Final = "headrace.first_token.by_class"
 # Predicted times from the arrival to the first token, of requests that have a bound on it. Compare with
 # gen_ai.server.time_to_first_token.
 METRIC_PREDICTED_FIRST_TOKEN: Final = "headrace.first_token.predicted"

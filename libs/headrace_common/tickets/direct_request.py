@@ -20,4 +20,5 @@ def decode_request_of(direct: inference_pb2.DirectRequest) -> decode_pb2.Generat
         generated_token_count=direct.generated_token_count,
         cache_salt=direct.cache_salt,
         adapter=direct.adapter if direct.HasField("adapter") else None,
+        priority=direct.priority,
     )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest
 from headrace_frontend.admission.bounded_resource import BoundedResource
@@ -39,9 +40,11 @@ class AdmissionPermit:
         tokens: BoundedResource,
         slots: Mapping[str, BoundedResource],
         deadline: Deadline,
+        priority: Priority = Priority.NORMAL,
     ) -> None:
         """`slots`: by model."""
         self.tenant = tenant
+        self.priority = priority
         self._resource = tokens
         self._slots = slots
         self._deadline = deadline
@@ -62,7 +65,7 @@ class AdmissionPermit:
                     f"{self._resource.pool.capacity}; shorten it"
                 }
             )
-        await self._resource.acquire(self.tenant, count, self._deadline)
+        await self._resource.acquire(self.tenant, count, self._deadline, self.priority)
         self._tokens, self._acquired_s = count, time.monotonic()
 
     async def acquire_slot(self, model: str) -> None:
@@ -72,30 +75,33 @@ class AdmissionPermit:
         """
         slots = self._slots.get(model)
         if slots is not None:
-            await slots.acquire(self.tenant, 1, self._deadline)
+            await slots.acquire(self.tenant, 1, self._deadline, self.priority)
             self._slot, self._slot_acquired_s = slots, time.monotonic()
 
     def expected_slot_wait_s(self, model: str) -> float:
         """How long `acquire_slot` is likely to take. 0 when nothing is known."""
         slots = self._slots.get(model)
-        return slots.expected_wait_s(self.tenant) if slots is not None else 0.0
+        return slots.expected_wait_s(self.tenant, self.priority) if slots is not None else 0.0
 
     @property
     def slot_wait_s(self) -> float:
         """How long the request may wait for a worker on which its slot is still taken."""
-        return self._slot.wait_of_holder_s(self.tenant) if self._slot is not None else 0.0
+        slot = self._slot
+        return slot.wait_of_holder_s(self.tenant, self.priority) if slot is not None else 0.0
 
     def release_slot(self) -> None:
         """The request has ended on its decode worker. Repeats are ignored."""
         if self._slot is not None:
             slot, self._slot = self._slot, None
-            slot.release(self.tenant, 1, time.monotonic() - self._slot_acquired_s)
+            held_s = time.monotonic() - self._slot_acquired_s
+            slot.release(self.tenant, 1, held_s, self.priority)
 
     def release_tokens(self) -> None:
         """The prompt no longer waits. Repeats are ignored."""
         if self._tokens:
             tokens, self._tokens = self._tokens, 0
-            self._resource.release(self.tenant, tokens, time.monotonic() - self._acquired_s)
+            held_s = time.monotonic() - self._acquired_s
+            self._resource.release(self.tenant, tokens, held_s, self.priority)
 
 
 class Admission:
@@ -178,20 +184,22 @@ class Admission:
         slots = self._slots.get(model)
         return slots.pool.waiting if slots is not None else 0
 
-    async def admit(self, tenant: str, deadline: Deadline) -> AdmissionPermit:
+    async def admit(
+        self, tenant: str, deadline: Deadline, priority: Priority = Priority.NORMAL
+    ) -> AdmissionPermit:
         """Admits a request, at once or after a bounded wait. The permit must be released.
 
         Raises QueueFull with a retry delay, or DeadlineExceeded.
         """
-        self._tokens.reject_if_full(tenant)
-        await self._requests.acquire(tenant, 1, deadline)
-        return AdmissionPermit(tenant, self._tokens, self._slots, deadline)
+        self._tokens.reject_if_full(tenant, priority)
+        await self._requests.acquire(tenant, 1, deadline, priority)
+        return AdmissionPermit(tenant, self._tokens, self._slots, deadline, priority)
 
     def release(self, permit: AdmissionPermit, held_s: float) -> None:
         """The request has ended after `held_s`."""
         permit.release_tokens()
         permit.release_slot()
-        self._requests.release(permit.tenant, 1, held_s)
+        self._requests.release(permit.tenant, 1, held_s, permit.priority)
 
     @contextmanager
     def holding(self, permit: AdmissionPermit) -> Iterator[AdmissionPermit]:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Final
 
+from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, HeadraceError, QueueFull
 from headrace_frontend.admission.fair_share import CapacityRequest, FairPool, Grant
@@ -31,23 +32,29 @@ class BoundedResource:
         self._wait_s = wait_s
         self._mean_hold_s = 0.0
 
-    async def acquire(self, tenant: str, amount: int, deadline: Deadline) -> None:
+    async def acquire(
+        self,
+        tenant: str,
+        amount: int,
+        deadline: Deadline,
+        priority: Priority = Priority.NORMAL,
+    ) -> None:
         """Raises QueueFull, or DeadlineExceeded when the deadline bounds the wait."""
         granted = asyncio.Event()
-        request = CapacityRequest(tenant, amount, granted.set)
+        request = CapacityRequest(tenant, amount, granted.set, priority)
         grant = self.pool.acquire(request)
         if grant is Grant.REJECTED:
-            raise self._full_error(tenant, amount)
+            raise self._full_error(tenant, amount, priority)
         if grant is Grant.GRANTED:
             return
         try:
             in_time = await self._wait_granted(granted, request, deadline)
         except asyncio.CancelledError:
             if not self.pool.cancel(request):
-                self.pool.release(tenant, amount)
+                self.pool.release(tenant, amount, priority)
             raise
         if not in_time and self.pool.cancel(request):
-            raise self._timeout_error(tenant, amount, deadline)
+            raise self._timeout_error(request, deadline)
 
     async def _wait_granted(
         self, granted: asyncio.Event, request: CapacityRequest, deadline: Deadline
@@ -65,50 +72,60 @@ class BoundedResource:
         return True
 
     @asynccontextmanager
-    async def holding(self, tenant: str, amount: int, deadline: Deadline) -> AsyncIterator[None]:
+    async def holding(
+        self,
+        tenant: str,
+        amount: int,
+        deadline: Deadline,
+        priority: Priority = Priority.NORMAL,
+    ) -> AsyncIterator[None]:
         """Units over the block. Raises as `acquire` does."""
-        await self.acquire(tenant, amount, deadline)
+        await self.acquire(tenant, amount, deadline, priority)
         acquired_s = time.monotonic()
         try:
             yield
         finally:
-            self.release(tenant, amount, time.monotonic() - acquired_s)
+            self.release(tenant, amount, time.monotonic() - acquired_s, priority)
 
-    def release(self, tenant: str, amount: int, held_s: float) -> None:
+    def release(
+        self, tenant: str, amount: int, held_s: float, priority: Priority = Priority.NORMAL
+    ) -> None:
         """Returns units that were held for `held_s`."""
         weight = _LATEST_WEIGHT if self._mean_hold_s else 1.0
         self._mean_hold_s += weight * (held_s - self._mean_hold_s)
-        self.pool.release(tenant, amount)
+        self.pool.release(tenant, amount, priority)
 
-    def reject_if_full(self, tenant: str) -> None:
+    def reject_if_full(self, tenant: str, priority: Priority = Priority.NORMAL) -> None:
         """Raises QueueFull when the resource is full and the tenant is at its share: no amount would be granted."""
         full = self.pool.used >= self.pool.capacity
-        if full and self.pool.used_by(tenant) >= self.pool.share(tenant):
-            raise self._full_error(tenant, 1)
+        if full and self.pool.used_by(tenant, priority) >= self.pool.share(tenant, priority):
+            raise self._full_error(tenant, 1, priority)
 
-    def expected_wait_s(self, tenant: str) -> float:
+    def expected_wait_s(self, tenant: str, priority: Priority = Priority.NORMAL) -> float:
         """How long one more unit of a tenant takes: held units are released evenly over the mean hold time.
 
         0 when one is free, and before the first was released.
         """
-        return self._mean_hold_s * self.pool.units_ahead(tenant) / max(1, self.pool.capacity)
+        ahead = self.pool.units_ahead(tenant, priority)
+        return self._mean_hold_s * ahead / max(1, self.pool.capacity)
 
-    def wait_of_holder_s(self, tenant: str) -> float:
+    def wait_of_holder_s(self, tenant: str, priority: Priority = Priority.NORMAL) -> float:
         """How long a tenant may wait for the use of a unit that was granted to it."""
-        within = self.pool.used_by(tenant) <= max(1.0, self.pool.share(tenant))
+        share = self.pool.share(tenant, priority)
+        within = self.pool.used_by(tenant, priority) <= max(1.0, share)
         return math.inf if within else self._wait_s
 
-    def _timeout_error(self, tenant: str, amount: int, deadline: Deadline) -> HeadraceError:
+    def _timeout_error(self, request: CapacityRequest, deadline: Deadline) -> HeadraceError:
         if not deadline.expired:
-            return self._full_error(tenant, amount)
-        what = f"room for {amount} {self._unit}"
+            return self._full_error(request.tenant, request.amount, request.priority)
+        what = f"room for {request.amount} {self._unit}"
         return DeadlineExceeded(
             f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
         )
 
-    def _full_error(self, tenant: str, amount: int) -> QueueFull:
+    def _full_error(self, tenant: str, amount: int, priority: Priority) -> QueueFull:
         pool = self.pool
-        used, share = pool.used_by(tenant), pool.share(tenant)
+        used, share = pool.used_by(tenant, priority), pool.share(tenant, priority)
         detail = f"{pool.used} of {pool.capacity} {self._unit} are in use"
         if tenant != DEFAULT_TENANT:
             detail += f", {used} of them by tenant {tenant} with a share of {share:.0f}"
@@ -121,6 +138,7 @@ class BoundedResource:
                 "tenant": tenant,
                 "tenant_used": str(used),
                 "tenant_share": f"{share:.0f}",
+                "priority": priority.label,
             },
             retry_after_s=self._retry_after_s(used, share, amount),
         )

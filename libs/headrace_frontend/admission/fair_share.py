@@ -7,6 +7,9 @@ or waits behind all tenants below theirs if the pool has `queue_above_share`.
 Released units go to a waiting tenant that has none, or else to the one with the least for its weight. So shares
 converge to the weights as fast as requests end, and no tenant starves. A tenant may exceed its share while the others
 want less than theirs.
+
+The requests of a tenant in one class count as a tenant of their own. Its weight is that of the tenant times that of the
+class. So no class of a tenant starves either.
 """
 
 from __future__ import annotations
@@ -15,10 +18,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Final
+from typing import Final, TypeAlias
+
+from headrace_common.callers.priority import Priority
 
 _WEIGHT_DEFAULT: Final = 1.0
 _ROUNDING: Final = 1e-9
+
+Claimant: TypeAlias = tuple[str, Priority]
+"""A tenant, and the class of some of its requests."""
 
 
 class Grant(Enum):
@@ -36,6 +44,12 @@ class CapacityRequest:
     tenant: str
     amount: int
     on_granted: Callable[[], None]
+    priority: Priority = Priority.NORMAL
+
+    @property
+    def claimant(self) -> Claimant:
+        """The tenant and the class that the units count for."""
+        return self.tenant, self.priority
 
 
 @dataclass(slots=True)
@@ -81,18 +95,18 @@ class FairPool:
         """The number of requests that wait."""
         self._weights = weights
         self._queue_above_share = queue_above_share
-        self._tenants: dict[str, _Tenant] = {}
+        self._tenants: dict[Claimant, _Tenant] = {}
 
-    def used_by(self, tenant: str) -> int:
-        """Units that a tenant uses."""
-        entry = self._tenants.get(tenant)
+    def used_by(self, tenant: str, priority: Priority = Priority.NORMAL) -> int:
+        """Units that a tenant uses in a class."""
+        entry = self._tenants.get((tenant, priority))
         return entry.used if entry is not None else 0
 
-    def share(self, tenant: str) -> float:
-        """Units that a tenant may use while there is not enough for all."""
-        weights = self._weights()
-        total = sum(_weight(weights, name) for name in self._tenants.keys() | {tenant})
-        return self.capacity * _weight(weights, tenant) / total
+    def share(self, tenant: str, priority: Priority = Priority.NORMAL) -> float:
+        """Units that a tenant may use in a class while there is not enough for all."""
+        weights, claimant = self._weights(), (tenant, priority)
+        total = sum(_weight(weights, name) for name in self._tenants.keys() | {claimant})
+        return self.capacity * _weight(weights, claimant) / total
 
     def acquire(self, request: CapacityRequest) -> Grant:
         """Grants the request, lets it wait, or rejects it. More than the capacity is always rejected."""
@@ -101,29 +115,29 @@ class FairPool:
         if self.used + request.amount <= self.capacity and not self.waiting:
             self._use(request)
             return Grant.GRANTED
-        entry = self._tenants.get(request.tenant)
+        entry = self._tenants.get(request.claimant)
         wanted = entry.used + entry.waiting if entry is not None else 0
         if not self._queue_above_share and self._exceeds_share(request, wanted):
             return Grant.REJECTED
-        self._tenants.setdefault(request.tenant, _Tenant()).add_waiting(request)
+        self._tenants.setdefault(request.claimant, _Tenant()).add_waiting(request)
         self.waiting += 1
         return Grant.WAITING
 
-    def units_ahead(self, tenant: str) -> float:
+    def units_ahead(self, tenant: str, priority: Priority = Priority.NORMAL) -> float:
         """Units that are granted before one more of a tenant that asks for it now, this one included.
 
         0 when it would be granted at once. The others get their shares meanwhile.
         """
         if self.used < self.capacity and not self.waiting:
             return 0.0
-        weights = self._weights()
-        entry = self._tenants.get(tenant)
+        weights, claimant = self._weights(), (tenant, priority)
+        entry = self._tenants.get(claimant)
         own = 1 + (entry.waiting if entry is not None else 0)
-        per_weight = own / _weight(weights, tenant)
+        per_weight = own / _weight(weights, claimant)
         others = sum(
             min(other.waiting, per_weight * _weight(weights, name))
             for name, other in self._tenants.items()
-            if name != tenant
+            if name != claimant
         )
         return max(0, self.used - self.capacity) + own + others
 
@@ -134,7 +148,7 @@ class FairPool:
 
     def within_share(self, request: CapacityRequest) -> bool:
         """Whether a waiting request, after the earlier ones of its tenant, fits the tenant's share."""
-        entry = self._tenants[request.tenant]
+        entry = self._tenants[request.claimant]
         wanted = entry.used
         for earlier in entry.requests:
             if earlier is request:
@@ -142,26 +156,27 @@ class FairPool:
             wanted += earlier.amount
         return not self._exceeds_share(request, wanted)
 
-    def release(self, tenant: str, amount: int) -> None:
+    def release(self, tenant: str, amount: int, priority: Priority = Priority.NORMAL) -> None:
         """Returns granted units, and grants waiting requests that fit now."""
-        self._tenants[tenant].release(amount)
+        self._tenants[tenant, priority].release(amount)
         self.used -= amount
-        self._remove_if_idle(tenant)
+        self._remove_if_idle((tenant, priority))
         self._grant_waiting()
 
     def cancel(self, request: CapacityRequest) -> bool:
         """Removes a waiting request. False when it was granted already."""
-        entry = self._tenants.get(request.tenant)
+        entry = self._tenants.get(request.claimant)
         if entry is None or request not in entry.requests:
             return False
         self._stop_waiting(request)
-        self._remove_if_idle(request.tenant)
+        self._remove_if_idle(request.claimant)
         self._grant_waiting()
         return True
 
     def _exceeds_share(self, request: CapacityRequest, wanted: int) -> bool:
         """Whether the request exceeds its tenant's share beside `wanted` units. The first request never does."""
-        return bool(wanted) and wanted + request.amount > self.share(request.tenant) + _ROUNDING
+        share = self.share(*request.claimant)
+        return bool(wanted) and wanted + request.amount > share + _ROUNDING
 
     def _grant_waiting(self) -> None:
         weights = self._weights()
@@ -175,32 +190,38 @@ class FairPool:
             self._use(request)
             request.on_granted()
 
-    def _next_tenant(self, weights: Mapping[str, float]) -> str | None:
-        """A waiting tenant that has no units, or else the one with the least for its weight. Of equals, the first."""
+    def _next_tenant(self, weights: Mapping[str, float]) -> Claimant | None:
+        """A waiting tenant that has no units, or else the one with the least for its weight.
+
+        Of equals, the one of the higher class, then the first.
+        """
         if not self.waiting:
             return None
         waiting = (name for name, entry in self._tenants.items() if entry.requests)
         return min(waiting, key=lambda name: self._precedence(name, weights))
 
-    def _precedence(self, name: str, weights: Mapping[str, float]) -> tuple[bool, float]:
-        entry = self._tenants[name]
+    def _precedence(
+        self, name: Claimant, weights: Mapping[str, float]
+    ) -> tuple[bool, float, Priority]:
+        entry, (_, priority) = self._tenants[name], name
         if not entry.used:
-            return False, 0.0
+            return False, 0.0, priority
         first = next(iter(entry.requests))
-        return True, (entry.used + first.amount) / _weight(weights, name)
+        return True, (entry.used + first.amount) / _weight(weights, name), priority
 
     def _use(self, request: CapacityRequest) -> None:
-        self._tenants.setdefault(request.tenant, _Tenant()).use(request.amount)
+        self._tenants.setdefault(request.claimant, _Tenant()).use(request.amount)
         self.used += request.amount
 
     def _stop_waiting(self, request: CapacityRequest) -> None:
-        self._tenants[request.tenant].remove_waiting(request)
+        self._tenants[request.claimant].remove_waiting(request)
         self.waiting -= 1
 
-    def _remove_if_idle(self, name: str) -> None:
+    def _remove_if_idle(self, name: Claimant) -> None:
         if self._tenants[name].idle:
             del self._tenants[name]
 
 
-def _weight(weights: Mapping[str, float], tenant: str) -> float:
-    return weights.get(tenant, _WEIGHT_DEFAULT)
+def _weight(weights: Mapping[str, float], claimant: Claimant) -> float:
+    tenant, priority = claimant
+    return weights.get(tenant, _WEIGHT_DEFAULT) * priority.weight

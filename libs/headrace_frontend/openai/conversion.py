@@ -9,7 +9,7 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from headrace.inference.v1 import inference_pb2, sampling_pb2, tools_pb2
+from headrace.inference.v1 import inference_pb2, priority_pb2, sampling_pb2, tools_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import InvalidRequest
 from headrace_frontend.openai.messages import MessageBody, ToolBody, ToolChoice
@@ -37,6 +37,12 @@ _MODES = {
     "none": tools_pb2.ToolChoice.MODE_NONE,
     "auto": tools_pb2.ToolChoice.MODE_AUTO,
     "required": tools_pb2.ToolChoice.MODE_REQUIRED,
+}
+# vLLM serves smaller numbers first.
+_PRIORITIES = {
+    -1: priority_pb2.PRIORITY_HIGH,
+    0: priority_pb2.PRIORITY_UNSPECIFIED,
+    1: priority_pb2.PRIORITY_LOW,
 }
 # Fields of gRPC's requests that have another name, or another place, in OpenAI's.
 _RENAMED = (
@@ -73,6 +79,7 @@ def chat_request(body: ChatCompletionBody, request_id: str) -> inference_pb2.Gen
         n=body.choice_count,
         include_latency=body.include_latency,
         ttft_target=_ttft_target(body),
+        priority=_priority(body),
     )
 
 
@@ -92,6 +99,7 @@ def completion_requests(
             best_of=body.best_of or 0,
             include_latency=body.include_latency,
             ttft_target=_ttft_target(body),
+            priority=_priority(body),
             **prompt,
         )
         for index, prompt in enumerate(_prompts(body.prompt))
@@ -126,6 +134,10 @@ def openai_violations(
             field = pattern.sub(name, field, count=1)
         renamed[names.get(field, field)] = remedy
     return renamed
+
+
+def _priority(body: GenerationBody) -> priority_pb2.Priority.ValueType:
+    return _PRIORITIES[body.priority or 0]
 
 
 def _ttft_target(body: GenerationBody) -> Duration | None:

@@ -86,6 +86,7 @@ class GenerationBody(Body):
     logit_bias: Annotated[dict[str, float], Field(max_length=LOGIT_BIASES_MAX)] | None = None
     structured_outputs: StructuredOutputsBody | None = None
     prompt_logprobs: int | None = None
+    priority: Literal[-1, 0, 1] | None = None
     include_latency: bool = False
     ttft_target_s: (
         Annotated[float, Field(gt=0, le=TTFT_TARGET_MAX_S, allow_inf_nan=False)] | None

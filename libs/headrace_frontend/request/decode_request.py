@@ -30,4 +30,5 @@ def decode_request(
         remote_prefill=remote_prefill,
         cache_salt=request.cache_salt,
         adapter=None if request.adapter is None else adapter_to_proto(request.adapter),
+        priority=request.priority.to_proto(),
     )

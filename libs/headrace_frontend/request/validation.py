@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace_common.callers.priority import Priority
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import ANSWERS_MAX, TTFT_TARGET_MAX_S, UNKNOWN_CONTEXT_TOKENS
@@ -66,12 +67,18 @@ class PreparedRequest:
     """Whether the text of special tokens is left out."""
     cached_on: WorkerRef | None = None
     """A decode worker that has the prompt's KV cache, as another answer to it has shown."""
+    priority: Priority = Priority.NORMAL
+    """The class that the caller's tenant may use. `prepare` does not know it."""
     ttft_target_s: float | None = None
     """The client's longest time to first token. None for that of the policy."""
     includes_latency: bool = False
     """Whether the client wants its times to the first tokens as parts."""
     tokenized_ns: tuple[int, int] = (0, 0)
     """When this was made, by the monotonic clock: the start and the end."""
+
+    def with_priority(self, priority: Priority) -> PreparedRequest:
+        """The same request in a class."""
+        return self if priority is self.priority else replace(self, priority=priority)
 
     @property
     def served_name(self) -> str:

@@ -11,6 +11,7 @@ from opentelemetry import context as otel_context
 
 from headrace.decode.v1 import decode_pb2
 from headrace_common.access.roles import Role, current_caller
+from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     Draining,
@@ -180,6 +181,7 @@ class Attempts:
             quarantined_blocks=self._receiver.quarantined_blocks,
             # A continued answer is useful even if it is cut off at the deadline.
             remaining_s=math.inf if work.generated_tokens else deadline.remaining_s(),
+            priority=Priority.from_proto(request.priority),
         )
         self._seen.remember(work.transfer_id)
         self._idle.clear()

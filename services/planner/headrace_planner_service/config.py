@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from headrace_common import ports
 from headrace_common.access.roles import Role
 from headrace_common.config import HostPort, PositiveSeconds, ServiceConfig, WorkerId
+from headrace_planner_service.workloads import parse_workload
 
-Mode = Literal["advise", "publish"]
+Mode = Literal["advise", "publish", "kubernetes"]
 _SAMPLES_MAX = 1_000
+
+
+def _check_workload(text: str) -> str:
+    if text:
+        parse_workload(text)
+    return text
+
+
+WorkloadName = Annotated[str, AfterValidator(_check_workload)]
 
 
 class PlannerConfig(ServiceConfig):
@@ -30,7 +40,8 @@ class PlannerConfig(ServiceConfig):
     mode: Mode = Field(
         "advise",
         description="advise: decisions are explained, and nothing else happens. publish: decisions are published as "
-        "targets, and another process starts and ends workers.",
+        "targets, and another process starts and ends workers. kubernetes: the planner scales kubernetes_prefill and "
+        "kubernetes_decode.",
     )
     settings_file: str = Field(
         "", description="TOML file of thresholds, goals and budget; empty means their defaults."
@@ -48,7 +59,30 @@ class PlannerConfig(ServiceConfig):
     )
     change_timeout_s: PositiveSeconds = Field(
         900.0,
-        description="Seconds in which a published target must be acknowledged. Afterwards the planner decides again.",
+        description="Seconds in which a published target must be acknowledged. Afterwards the planner decides again. "
+        "With mode kubernetes: seconds in which removed workers must end, and then added ones serve.",
+    )
+    kubernetes_prefill: WorkloadName = Field(
+        "",
+        description="With mode kubernetes: the workload of the prefill workers, such as statefulset/headrace-prefill "
+        "or deployment/NAME.",
+    )
+    kubernetes_decode: WorkloadName = Field(
+        "", description="With mode kubernetes: the workload of the decode workers."
+    )
+    kubernetes_namespace: Annotated[str, Field(max_length=63)] = Field(
+        "", description="Namespace of these workloads; empty means that of the planner's pod."
+    )
+    kubeconfig: str = Field(
+        "",
+        description="File that names the Kubernetes API and a credential for it; empty means the service account of "
+        "the planner's pod.",
+    )
+    kubernetes_call_timeout_s: PositiveSeconds = Field(
+        10.0, description="Seconds that one call of the Kubernetes API may take."
+    )
+    kubernetes_poll_s: PositiveSeconds = Field(
+        2.0, description="Seconds between two looks at workers that start or drain."
     )
     decision_count: Annotated[int, Field(gt=0, le=10_000)] = Field(
         1_000, description="Decisions that are kept for `headrace planner explain`."
@@ -60,5 +94,23 @@ class PlannerConfig(ServiceConfig):
             raise ValueError(
                 f"sample_interval_s is {self.sample_interval_s:g}: an interval of {self.interval_s:g} s must have 1 to "
                 f"{_SAMPLES_MAX} samples"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_workloads(self) -> PlannerConfig:
+        if self.mode != "kubernetes":
+            return self
+        missing = [
+            name for name in ("kubernetes_prefill", "kubernetes_decode") if not getattr(self, name)
+        ]
+        if missing:
+            raise ValueError(
+                f"mode kubernetes needs {' and '.join(missing)}: name a workload, such as statefulset/headrace-decode"
+            )
+        if self.kubernetes_prefill == self.kubernetes_decode:
+            raise ValueError(
+                f"kubernetes_prefill and kubernetes_decode are both {self.kubernetes_decode}: each role has its own "
+                "workload"
             )
         return self

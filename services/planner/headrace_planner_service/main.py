@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
+from collections.abc import Collection
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import NoReturn
@@ -24,6 +26,7 @@ from headrace_common.telemetry.setup import init_telemetry
 from headrace_planner.files import read_profile, read_settings
 from headrace_planner_service.config import PlannerConfig
 from headrace_planner_service.decisions import DecisionLog
+from headrace_planner_service.kubernetes.connector import KubernetesConnector, open_scaler
 from headrace_planner_service.loop import PlanningLoop
 from headrace_planner_service.metrics import PlannerMetrics
 from headrace_planner_service.observer import Observer
@@ -49,8 +52,9 @@ async def serve() -> None:
     rules = Rules(
         read_settings(_path(config.settings_file)),
         read_profile(_path(config.profile_file)),
-        config.mode == "publish",
-        config.change_timeout_s,
+        config.mode != "advise",
+        # In Kubernetes, the connector ends each change in time.
+        math.inf if config.mode == "kubernetes" else config.change_timeout_s,
     )
     board = TargetBoard(new_incarnation())
     steering = Steering(rules, board, DecisionLog(config.decision_count), time.monotonic)
@@ -67,6 +71,12 @@ async def serve() -> None:
         )
         stack.push_async_callback(members.stop)
         await members.start()
+        tasks: list[asyncio.Task[None]] = []
+        if config.mode == "kubernetes":
+            scaler = await stack.enter_async_context(open_scaler(config))
+            connector = KubernetesConnector(board, scaler, steering.acknowledge)
+            tasks.append(run_forever(connector.run(), "kubernetes"))
+            stack.push_async_callback(end_task, tasks[-1])
         metrics = PlannerMetrics(telemetry)
         loop = PlanningLoop(config, observer, steering, metrics.count_decision, metrics.count_miss)
         server = GrpcServer(config, [SERVICE])
@@ -75,19 +85,22 @@ async def serve() -> None:
         )
         stack.push_async_callback(server.stop, None)
         endpoint = await server.start()
-        running = run_forever(loop.run(), "planning")
-        stack.push_async_callback(end_task, running)
+        tasks.append(run_forever(loop.run(), "planning"))
+        stack.push_async_callback(end_task, tasks[-1])
         _LOG.info("%s serves on %s with %s", config.planner_id, endpoint, redacted(config))
-        await server.serve_until_signal(lambda deadline: _drain(board, running, deadline))
+        await server.serve_until_signal(lambda deadline: _drain(board, tasks, deadline))
 
 
 def _update(observer: Observer, view: RegistryView) -> None:
     observer.update(view.members.values(), current=view.connected)
 
 
-async def _drain(board: TargetBoard, running: asyncio.Task[None], deadline: Deadline) -> None:
-    """Decides nothing more, and ends the watches of targets."""
-    await end_task(running)
+async def _drain(
+    board: TargetBoard, tasks: Collection[asyncio.Task[None]], deadline: Deadline
+) -> None:
+    """Decides and changes nothing more, and ends the watches of targets."""
+    for task in tasks:
+        await end_task(task)
     board.close()
 
 

@@ -9,7 +9,7 @@ import grpc.aio
 
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 from headrace_common.durations import duration_from_seconds
-from headrace_common.errors import InvalidRequest
+from headrace_common.errors import ConfigError, InvalidRequest
 from headrace_planner_service.config import PlannerConfig
 from headrace_planner_service.loop import PlanningLoop
 from headrace_planner_service.proto import counts_to_proto, decision_to_proto, target_to_proto
@@ -24,6 +24,7 @@ _TARGET_ID_CHARACTERS_MAX: Final = 64
 _MODES: Final = {
     "advise": planner_pb2.GetStatusResponse.MODE_ADVISE,
     "publish": planner_pb2.GetStatusResponse.MODE_PUBLISH,
+    "kubernetes": planner_pb2.GetStatusResponse.MODE_KUBERNETES,
 }
 
 
@@ -89,5 +90,9 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
             violations["failure"] = f"give at most {_FAILURE_CHARACTERS_MAX} characters"
         if violations:
             raise InvalidRequest(violations)
+        if self._config.mode == "kubernetes":
+            raise ConfigError(
+                "the planner carries its targets out itself: start it with mode publish for another process to do so"
+            )
         self._steering.acknowledge(request.target_id, request.failure)
         return planner_pb2.AcknowledgeTargetResponse()

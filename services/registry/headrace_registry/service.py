@@ -32,8 +32,6 @@ _REGISTRATIONS_AT_ONCE: Final = 20.0
 # Registrations a second from one host, by credentials without a name. They could change their member's name each time.
 _UNNAMED_PER_S: Final = 20.0
 _UNNAMED_AT_ONCE: Final = 100
-# Leases of one message that are renewed in etcd at the same time.
-_RENEWALS_AT_ONCE: Final = 32
 
 
 _CREDENTIAL_ROLES: Final = {
@@ -201,12 +199,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             )
         if request.lease_id:
             validation.require({"lease_id": "excludes lease_ids; put it among them"})
-        ended: list[str] = []
-        for first in range(0, len(lease_ids), _RENEWALS_AT_ONCE):
-            some = lease_ids[first : first + _RENEWALS_AT_ONCE]
-            left_s = await asyncio.gather(*map(self._store.keep_alive, some))
-            ended += [one for one, ttl_s in zip(some, left_s, strict=True) if ttl_s is None]
-        return ended
+        left_s = await asyncio.gather(*map(self._store.keep_alive, lease_ids))
+        return [one for one, ttl_s in zip(lease_ids, left_s, strict=True) if ttl_s is None]
 
     async def Deregister(
         self, request: registry_pb2.DeregisterRequest, context: _Context

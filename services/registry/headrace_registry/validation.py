@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 
-from headrace.inference.v1 import first_token_pb2
+from headrace.inference.v1 import first_token_pb2, priority_pb2
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import split_host_port
@@ -34,6 +36,8 @@ from headrace_common.limits import (
 )
 from headrace_common.registry.adapters import announced_violations
 from headrace_common.registry.place import place_violations
+
+_PRIORITIES: Final = frozenset(priority_pb2.Priority.values()) - {priority_pb2.PRIORITY_UNSPECIFIED}
 
 
 def require(violations: dict[str, str]) -> None:
@@ -220,6 +224,19 @@ def policy_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
     ):
         if getattr(policy, name) not in kind.values():
             violations[f"{path}.{name}"] = "give one of the named values"
+    violations.update(_tenant_violations(policy, path))
+    return violations
+
+
+def _tenant_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
+    violations: dict[str, str] = {}
+    if len(policy.tenant_priorities) > POLICY_TENANTS_MAX:
+        violations[f"{path}.tenant_priorities"] = f"give at most {POLICY_TENANTS_MAX} tenants"
+    for tenant, priority in policy.tenant_priorities.items():
+        if not is_worker_id(tenant) or priority not in _PRIORITIES:
+            violations[f"{path}.tenant_priorities[{tenant[:NAME_CHARACTERS_MAX]}]"] = (
+                "name a tenant with 1 to 63 characters of a-z, 0-9, '.', '_' and '-', and give it high, normal or low"
+            )
     if len(policy.tenant_weights) > POLICY_TENANTS_MAX:
         violations[f"{path}.tenant_weights"] = f"give at most {POLICY_TENANTS_MAX} tenants"
     for tenant, weight in policy.tenant_weights.items():

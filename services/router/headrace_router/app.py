@@ -259,6 +259,7 @@ def assemble(
         callers=callers,
         admission=admission,
         early_refusal=early_refusal,
+        policy=policy,
         preparer=preparer,
         dispatcher=dispatcher,
         tracer=tracer,

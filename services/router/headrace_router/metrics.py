@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import Cancelled, HeadraceError
 from headrace_common.latency.breakdown import Breakdown, Owner
 from headrace_common.telemetry import schema
@@ -68,6 +69,8 @@ def _gauges(
     return (
         _Gauge(schema.METRIC_QUEUE_DEPTH, depths, schema.ATTRIBUTE_QUEUE),
         _Gauge(schema.METRIC_QUEUE_LIMIT, limits, schema.ATTRIBUTE_QUEUE),
+        _Gauge(schema.METRIC_CLASS_QUEUE_DEPTH, queue.depths, schema.ATTRIBUTE_PRIORITY),
+        _Gauge(schema.METRIC_CLASS_QUEUE_AGE, queue.oldest_ages_s, schema.ATTRIBUTE_PRIORITY),
         _Gauge(schema.METRIC_QUEUE_AGE, lambda: queue.estimate().oldest_age_s),
         _Gauge(schema.METRIC_QUEUE_WAIT, lambda: queue.estimate().wait_s),
         _Gauge(schema.METRIC_PREFIX_FAULTS, lambda: len(prefixes.faults)),
@@ -107,6 +110,9 @@ class RouterMetrics:
         self._picks = store.counter(schema.METRIC_PICKS, schema.ATTRIBUTE_END_REASON)
         model = schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL
         self._first_token = store.histogram(schema.METRIC_TIME_TO_FIRST_TOKEN, model)
+        self._first_token_of_class = store.histogram(
+            schema.METRIC_CLASS_FIRST_TOKEN, model, schema.ATTRIBUTE_PRIORITY
+        )
         self._predicted = store.histogram(schema.METRIC_PREDICTED_FIRST_TOKEN, model)
         self._duration = store.histogram(schema.METRIC_REQUEST_DURATION, model)
         self._per_token = store.histogram(schema.METRIC_TIME_PER_OUTPUT_TOKEN, model)
@@ -156,7 +162,13 @@ class RouterMetrics:
         """Collects the times between the tokens of one answer, for count_answer."""
         return self._gaps.local_counts()
 
-    def count_answer(self, end_reason: str, answer: ResponseStream, arrival_unix_ns: int) -> None:
+    def count_answer(
+        self,
+        end_reason: str,
+        answer: ResponseStream,
+        arrival_unix_ns: int,
+        priority: Priority = Priority.NORMAL,
+    ) -> None:
         """Counts a request that has ended with an answer, and its times and tokens."""
         self.count_request(end_reason)
         if not answer.started:
@@ -165,6 +177,7 @@ class RouterMetrics:
         first_s = 1e-9 * (answer.first_token_unix_ns - arrival_unix_ns)
         total_s = 1e-9 * (answer.last_token_unix_ns - arrival_unix_ns)
         self._first_token.record(first_s, model, trace_id=trace_id)
+        self._first_token_of_class.record(first_s, model, priority.label, trace_id=trace_id)
         self._duration.record(total_s, model, trace_id=trace_id)
         if answer.new_tokens > 1:
             per_token_s = (total_s - first_s) / (answer.new_tokens - 1)

@@ -12,9 +12,11 @@ from opentelemetry.trace import Span
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.callers.bounds import CallerBounds
+from headrace_common.callers.priority import Priority, permitted_priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining
 from headrace_common.process.pacing import LoopLoad
+from headrace_common.telemetry import schema
 from headrace_frontend.admission.admission import Admission, AdmissionPermit
 from headrace_frontend.answers import (
     Answer,
@@ -28,7 +30,7 @@ from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_router.dispatch.completion import finish_reason_name
-from headrace_router.dispatch.dispatcher import RequestDispatcher
+from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.dispatch.request import RoutedRequest
 from headrace_router.early_refusal.gate import ArrivedRequest, EarlyRefusal
 from headrace_router.metrics import RouterMetrics
@@ -40,6 +42,7 @@ class _Terms:
     """What all answers to one request share."""
 
     tenant: str
+    priority: Priority
     deadline: Deadline
     arrival_unix_ns: int
     arrival_ns: int
@@ -55,6 +58,7 @@ class RequestRunner:
         callers: CallerBounds,
         admission: Admission,
         early_refusal: EarlyRefusal,
+        policy: PolicySource,
         preparer: RequestPreparer,
         dispatcher: RequestDispatcher,
         tracer: RequestTracer,
@@ -65,6 +69,7 @@ class RequestRunner:
         self._callers = callers
         self._admission = admission
         self._early_refusal = early_refusal
+        self._policy = policy
         self._preparer = preparer
         self._dispatcher = dispatcher
         self._tracer = tracer
@@ -100,7 +105,7 @@ class RequestRunner:
         or between messages.
         """
         arrival_unix_ns = time.time_ns()
-        terms = _Terms(tenant, deadline, arrival_unix_ns, time.monotonic_ns())
+        arrival_ns = time.monotonic_ns()
         request_id = request_id_of(request)
 
         async def prepare(root: Span, tenant: str) -> PreparedRequest:
@@ -108,29 +113,36 @@ class RequestRunner:
 
         with self._metrics.count_failures():
             self.reject_when_draining()
+            priority = self.priority_of(request.priority, tenant)
+            terms = _Terms(tenant, priority, deadline, arrival_unix_ns, arrival_ns)
             answer = Answer(request_id, prepare, write, outlets=outlets)
             await run_answers(request, answer, partial(self._answer, terms))
 
     async def _answer(self, terms: _Terms, answer: Answer) -> None:
-        permit = await self._admission.admit(terms.tenant, terms.deadline)
+        permit = await self._admission.admit(terms.tenant, terms.deadline, terms.priority)
         with self._admission.holding(permit):
             response = await self._run_admitted(answer, permit, terms)
         self._metrics.count_answer(
-            finish_reason_name(response.finish_reason), response, terms.arrival_unix_ns
+            *(finish_reason_name(response.finish_reason), response, terms.arrival_unix_ns),
+            terms.priority,
         )
 
     @asynccontextmanager
     async def admitted(self, tenant: str, deadline: Deadline) -> AsyncIterator[None]:
         """A place over the block, for work that is not a request, such as tokenizing. Raises as `admit` does."""
         with self._metrics.count_failures():
-            permit = await self.admit(tenant, deadline)
+            permit = await self.admit(tenant, deadline, self.priority_of(0, tenant))
             with self._admission.holding(permit):
                 yield
 
-    async def admit(self, tenant: str, deadline: Deadline) -> AdmissionPermit:
+    async def admit(self, tenant: str, deadline: Deadline, priority: Priority) -> AdmissionPermit:
         """A place for one request. Raises Draining, QueueFull or DeadlineExceeded, before any work is done."""
         self.reject_when_draining()
-        return await self._admission.admit(tenant, deadline)
+        return await self._admission.admit(tenant, deadline, priority)
+
+    def priority_of(self, requested: int, tenant: str) -> Priority:
+        """The class of a request that names the class `requested`. Raises PermissionDenied or InvalidRequest."""
+        return permitted_priority(requested, tenant, self._policy.policy.tenant_priorities)
 
     def refuse_late(self, arrived: ArrivedRequest, permit: AdmissionPermit) -> None:
         """Raises FirstTokenLate for a request with a first token that is predicted to come too late."""
@@ -148,7 +160,9 @@ class RequestRunner:
         with self._tracer.request_span(
             answer.request_id, terms.arrival_unix_ns, timeline=timeline
         ) as root:
+            root.set_attribute(schema.ATTRIBUTE_PRIORITY, terms.priority.label)
             prepared = await answer.prepare(root, permit.tenant)
+            prepared = prepared.with_priority(terms.priority)
             timeline.tokenized(prepared.tokenized_ns)
             await permit.acquire_tokens(len(prepared.token_ids))
             arrived = ArrivedRequest(prepared, terms.deadline, terms.arrival_ns, root)

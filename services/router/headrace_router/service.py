@@ -10,6 +10,7 @@ import grpc.aio
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common.access.roles import Role, current_caller
+from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from headrace_common.rpc.trace_context import traceparent
@@ -98,7 +99,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         arrival_unix_ns, arrival_ns = time.time_ns(), time.monotonic_ns()
         deadline = _deadline_of(context, self._default_deadline_s)
         tenant = self._explained_tenant(context) if explains else self._tenant_of(context)
-        permit = await self._runner.admit(tenant, deadline)
+        priority = self._runner.priority_of(request.request.priority, tenant)
+        permit = await self._runner.admit(tenant, deadline, priority)
         request_id = request_id_of(request.request)
         with (
             ExitStack() as held,
@@ -114,6 +116,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 None if request.explain else deadline,
                 permit.tenant,
             )
+            prepared = prepared.with_priority(priority)
             if not request.explain:
                 arrived = ArrivedRequest(prepared, deadline, arrival_ns, root)
                 self._runner.refuse_late(arrived, permit)
@@ -169,7 +172,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 return response
             finally:
                 held_permit.release_tokens()
-        permit = await self._admission.admit(self._aliases.tenant_of(claims.tenant), deadline)
+        permit = await self._admission.admit(
+            *(self._aliases.tenant_of(claims.tenant), deadline),
+            Priority.from_proto(request.direct.priority),
+        )
         with self._admission.holding(permit):
             await permit.acquire_tokens(prompt_tokens)
             return await self._look_aside.prefill(request, claims, deadline, arrival_ns)

@@ -48,9 +48,15 @@ class Served:
 @pytest.fixture(params=["publish"])
 async def planner(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
     config = PlannerConfig.model_validate(
-        {"model": "m", "internal_listen": "127.0.0.1:0", "mode": request.param}
+        {
+            "model": "m",
+            "internal_listen": "127.0.0.1:0",
+            "mode": request.param,
+            "kubernetes_prefill": "statefulset/p",
+            "kubernetes_decode": "statefulset/d",
+        }
     )
-    rules = Rules(PlannerSettings(), None, config.mode == "publish", 60.0)
+    rules = Rules(PlannerSettings(), None, config.mode != "advise", 60.0)
     steering = Steering(rules, TargetBoard("p"), DecisionLog(100), lambda: 0.0)
     observer = cast("Observer", None)
     loop = PlanningLoop(config, observer, steering, lambda entry: None, lambda: None)
@@ -118,6 +124,19 @@ async def test_a_target_is_watched_and_acknowledged(planner: Served) -> None:
     for wrong in (acknowledge(), acknowledge(target_id="p-1", failure="x" * 1_001)):
         refused = planner.stub.AcknowledgeTarget(wrong, timeout=CALL_S)
         assert await code_of(refused) is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("planner", ["kubernetes"], indirect=True)
+async def test_a_planner_that_scales_takes_no_acknowledgement_of_others(planner: Served) -> None:
+    planner.steering.end_interval(QUEUED)
+    watched = planner.stub.WatchTargets(planner_pb2.WatchTargetsRequest(), timeout=CALL_S)
+    target = (await anext(aiter(watched))).target
+    watched.cancel()
+    acknowledgement = planner_pb2.AcknowledgeTargetRequest(target_id=target.id)
+    call = planner.stub.AcknowledgeTarget(acknowledgement, timeout=CALL_S)
+    assert await code_of(call) is grpc.StatusCode.FAILED_PRECONDITION
+    assert planner.steering.board.pending
+    assert (await read_explanation(planner.endpoint, 10)).mode == "kubernetes"
 
 
 @pytest.mark.parametrize("planner", ["advise"], indirect=True)

@@ -38,7 +38,7 @@ async def waiting_rig(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
     """A prompt would wait for 100 s in the prefill queue. Without a profile, the prefill itself takes no time."""
     await rig.add_decode(reply("ok"))
     await rig.add_prefill(hand_over)
-    monkeypatch.setattr(rig.router.queue, "wait_s", lambda model="": _WAIT_S)
+    monkeypatch.setattr(rig.router.queue, "wait_s", lambda *_: _WAIT_S)
     return rig
 
 
@@ -136,7 +136,7 @@ async def test_a_target_out_of_its_range_is_named(rig: Rig, target_s: float) -> 
     assert list(error.violations) == ["ttft_target"]
 
 
-async def _post(rig: Rig, body: dict[str, Any]) -> tuple[int, dict[str, str], dict[str, Any]]:
+async def post(rig: Rig, body: dict[str, Any]) -> tuple[int, dict[str, str], dict[str, Any]]:
     """Status, headers and body of a response over HTTP."""
     sent: list[dict[str, Any]] = []
     parts = [{"type": "http.request", "body": json.dumps(body).encode()}]
@@ -163,9 +163,9 @@ async def _post(rig: Rig, body: dict[str, Any]) -> tuple[int, dict[str, str], di
 
 
 async def test_over_http_the_refusal_is_429_with_retry_after(waiting_rig: Rig) -> None:
-    status, headers, body = await _post(waiting_rig, {"prompt": "a prompt", "ttft_target_s": 60})
+    status, headers, body = await post(waiting_rig, {"prompt": "a prompt", "ttft_target_s": 60})
     assert status == 429
     assert _WAIT_S - _SHORT_S <= int(headers["retry-after"]) <= _SHORT_S
     assert body["error"]["code"] == "first_token_late"
-    status, _, body = await _post(waiting_rig, {"prompt": "a prompt", "ttft_target_s": 0})
+    status, _, body = await post(waiting_rig, {"prompt": "a prompt", "ttft_target_s": 0})
     assert (status, body["error"]["param"]) == (400, "ttft_target_s")

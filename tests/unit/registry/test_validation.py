@@ -184,6 +184,12 @@ def test_a_policy_at_its_limits_is_valid() -> None:
             registry_pb2.Policy(tenant_weights={f"t{i}": 1.0 for i in range(1_001)}),
             "tenant_weights",
         ),
+        (registry_pb2.Policy(tenant_priorities={"chat": 0}), "tenant_priorities[chat]"),  # type: ignore[dict-item]
+        (registry_pb2.Policy(tenant_priorities={"No Name": 1}), "tenant_priorities[No Name]"),  # type: ignore[dict-item]
+        (
+            registry_pb2.Policy(tenant_priorities={f"t{i}": 1 for i in range(1_001)}),  # type: ignore[misc]
+            "tenant_priorities",
+        ),
     ],
 )
 def test_an_invalid_policy_is_rejected_by_field(policy: registry_pb2.Policy, field: str) -> None:

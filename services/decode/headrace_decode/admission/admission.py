@@ -8,7 +8,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
+from headrace_decode.admission.class_shares import ClassShares
 from headrace_decode.admission.completion_time import CompletionTimeEstimator
 from headrace_decode.admission.retry_hint import RetryHint
 from headrace_kv.layout.layout import CacheGroup
@@ -60,13 +62,16 @@ class Admission:
         self._hint = RetryHint(clock)
         self._clock = clock
         self._contended_until_s = -math.inf
-        self._blocks_by_transfer: dict[str, int] = {}
+        self._admitted: dict[str, tuple[int, Priority]] = {}
+        """Blocks and class by transfer id."""
+        self._slot_shares = ClassShares(clock)
+        self._block_shares = ClassShares(clock)
         self._total_blocks = 0
 
     @property
     def request_count(self) -> int:
         """Attempts that were admitted and not released."""
-        return len(self._blocks_by_transfer)
+        return len(self._admitted)
 
     @property
     def reserved_blocks(self) -> int:
@@ -81,17 +86,21 @@ class Admission:
         max_tokens: int,
         quarantined_blocks: int,
         remaining_s: float = math.inf,
+        priority: Priority = Priority.NORMAL,
     ) -> None:
         """Reserves blocks for the attempt, or raises.
 
-        InvalidRequest: the prompt can never fit. DecodeFull: it does not fit now; or others were
-        refused recently, and `remaining_s` is too short for its answer.
+        InvalidRequest: the prompt can never fit. DecodeFull: it does not fit now. Or others were refused recently, and
+        the room is kept for their class, or `remaining_s` is too short for the answer.
         """
         needed = self._needed_blocks(prompt_tokens, max_tokens)
-        self._check_room(needed, quarantined_blocks)
+        self._check_room(needed, quarantined_blocks, priority)
+        self._check_share(needed, priority)
         self._check_time(prompt_tokens, max_tokens, remaining_s)
-        self._blocks_by_transfer[transfer_id] = needed
+        self._admitted[transfer_id] = needed, priority
         self._total_blocks += needed
+        self._slot_shares.take(priority, 1)
+        self._block_shares.take(priority, needed)
         self._on_admitted()
 
     def answer_completed(
@@ -113,13 +122,16 @@ class Admission:
 
     def release(self, transfer_id: str) -> None:
         """The attempt has ended: frees its blocks. Idempotent."""
-        if transfer_id in self._blocks_by_transfer:
-            self._total_blocks -= self._blocks_by_transfer.pop(transfer_id)
+        if transfer_id in self._admitted:
+            blocks, priority = self._admitted.pop(transfer_id)
+            self._total_blocks -= blocks
+            self._slot_shares.give_back(priority, 1)
+            self._block_shares.give_back(priority, blocks)
             self._hint.request_completed()
 
-    def _check_room(self, needed: int, quarantined_blocks: int) -> None:
+    def _check_room(self, needed: int, quarantined_blocks: int, priority: Priority) -> None:
         free = self._capacity.usable_blocks - self._total_blocks - quarantined_blocks
-        if len(self._blocks_by_transfer) >= self._capacity.max_num_seqs:
+        if len(self._admitted) >= self._capacity.max_num_seqs:
             refusal = self._full(
                 f"all {self._capacity.max_num_seqs} request slots are taken", DecodeFull.SLOTS
             )
@@ -129,7 +141,24 @@ class Admission:
             return
         retry_s = RETRY_JITTER_MAX * (refusal.retry_after_s or 0.0)
         self._contended_until_s = self._clock() + retry_s
+        if refusal.slot_taken:
+            self._slot_shares.refused(priority, 1, retry_s)
+        else:
+            self._block_shares.refused(priority, needed, retry_s)
         raise refusal
+
+    def _check_share(self, needed: int, priority: Priority) -> None:
+        """Keeps the room for a class that was refused, if this one already uses more for its weight."""
+        for shares, amount, resource in (
+            (self._slot_shares, 1, DecodeFull.SLOTS),
+            (self._block_shares, needed, DecodeFull.BLOCKS),
+        ):
+            other = shares.kept_for(priority, amount)
+            if other is not None:
+                raise self._full(
+                    f"the room is kept for a request of class {other.label}, which was refused before",
+                    resource,
+                )
 
     def _check_time(self, prompt_tokens: int, max_tokens: int, remaining_s: float) -> None:
         if self._clock() >= self._contended_until_s:

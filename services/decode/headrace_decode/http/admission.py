@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 
+from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_decode.admission.admission import Capacity
 from headrace_frontend.admission.admission import Admission, AdmissionLimits, AdmissionPermit
@@ -40,9 +41,11 @@ class OwnAdmission:
         """The number of requests that wait for a place, a slot or blocks."""
         return self._admission.waiting + self._blocks.pool.waiting
 
-    async def admit(self, tenant: str, deadline: Deadline) -> AdmissionPermit:
+    async def admit(
+        self, tenant: str, deadline: Deadline, priority: Priority = Priority.NORMAL
+    ) -> AdmissionPermit:
         """See Admission."""
-        return await self._admission.admit(tenant, deadline)
+        return await self._admission.admit(tenant, deadline, priority)
 
     def holding(self, permit: AdmissionPermit) -> AbstractContextManager[AdmissionPermit]:
         """See Admission."""
@@ -61,5 +64,5 @@ class OwnAdmission:
         needed = self._capacity.blocks_for(prompt_tokens, max_tokens)
         # The engine rejects a request for more blocks than there are.
         blocks = min(needed, self._capacity.usable_blocks)
-        async with self._blocks.holding(permit.tenant, blocks, deadline):
+        async with self._blocks.holding(permit.tenant, blocks, deadline, permit.priority):
             yield

@@ -69,6 +69,7 @@ class RouterPrefills:
             cache_salt=request.cache_salt,
             include_latency=include_latency,
             adapter=request.adapter if request.HasField("adapter") else None,
+            priority=request.priority,
         )
         try:
             return await stub.Enqueue(message, timeout=deadline.remaining_s())

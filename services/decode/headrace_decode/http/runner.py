@@ -16,6 +16,7 @@ from opentelemetry.trace import Span
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.bounds import CallerBounds
+from headrace_common.callers.priority import Priority, permitted_priority
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_ns
 from headrace_common.errors import (
@@ -64,6 +65,7 @@ class _Terms:
     """What all answers to one request share."""
 
     tenant: str
+    priority: Priority
     deadline: Deadline
     arrival_unix_ns: int
     arrival_ns: int
@@ -129,19 +131,25 @@ class OwnRequestRunner:
             return await self._preparer.prepare(request, request_id, root, deadline, tenant)
 
         answer = Answer(request_id, prepare, write, outlets=outlets)
-        terms = _Terms(tenant, deadline, time.time_ns(), time.monotonic_ns())
+        priority = self._priority(request.priority, tenant)
+        terms = _Terms(tenant, priority, deadline, time.time_ns(), time.monotonic_ns())
         await run_answers(request, answer, partial(self._answer, terms))
 
     @asynccontextmanager
     async def admitted(self, tenant: str, deadline: Deadline) -> AsyncIterator[None]:
         """A place over the block, for work that is not a request, such as tokenizing. Raises as `admit` does."""
         self.reject_when_draining()
-        permit = await self._admission.admit(tenant, deadline)
+        permit = await self._admission.admit(tenant, deadline, self._priority(0, tenant))
         with self._admission.holding(permit):
             yield
 
+    def _priority(self, requested: int, tenant: str) -> Priority:
+        """Raises PermissionDenied or InvalidRequest."""
+        grants = self._worker.members.policy.tenant_priorities
+        return permitted_priority(requested, tenant, grants)
+
     async def _answer(self, terms: _Terms, answer: Answer) -> None:
-        permit = await self._admission.admit(terms.tenant, terms.deadline)
+        permit = await self._admission.admit(terms.tenant, terms.deadline, terms.priority)
         timeline = OwnTimeline(terms.arrival_ns)
         arrival_unix_ns = terms.arrival_unix_ns
         with (
@@ -149,6 +157,8 @@ class OwnRequestRunner:
             request_span(self._telemetry, answer.request_id, arrival_unix_ns, timeline) as root,
         ):
             prepared = await answer.prepare(root, terms.tenant)
+            prepared = prepared.with_priority(terms.priority)
+            root.set_attribute(schema.ATTRIBUTE_PRIORITY, terms.priority.label)
             timeline.tokenized(prepared.tokenized_ns)
             async with self._admission.room(
                 *(permit, len(prepared.token_ids), prepared.sampling.max_tokens, terms.deadline)

@@ -27,6 +27,7 @@ from headrace_registry.store.etcd_records import (
     Record,
     try_read,
 )
+from headrace_registry.store.etcd_renewals import BatchedRenewals
 from headrace_registry.store.etcd_table import EtcdTable, parse_record
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,9 @@ class EtcdStore(Store):
         self._vanished = VanishedMembers(
             lambda leases: self._call(lambda table: table.live_leases(leases))
         )
+        self._renewals = BatchedRenewals(
+            lambda leases: self._call(lambda table: table.renew_all(leases))
+        )
         self._follower: asyncio.Task[None] | None = None
         self._failure_count = 0
 
@@ -86,6 +90,7 @@ class EtcdStore(Store):
 
     async def close(self) -> None:
         await end_task(self._follower)
+        await self._renewals.close()
         await self._vanished.close()
         self._connection.close()
 
@@ -98,7 +103,7 @@ class EtcdStore(Store):
         lease = _parse_lease(lease_id)
         if lease is None or not await self._has_member(lease):
             return None
-        return await self._call(lambda table: table.renew(lease))
+        return await self._renewals.renew(lease)
 
     async def deregister(self, lease_id: str) -> None:
         lease = _parse_lease(lease_id)

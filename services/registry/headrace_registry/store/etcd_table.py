@@ -11,7 +11,7 @@ Revisions are etcd's own, so all registries over one etcd agree on them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -26,6 +26,7 @@ from headrace_registry.store.base import (
     require_owner,
     require_policy_revision,
 )
+from headrace_registry.store.etcd3_compat import load_etcd3
 from headrace_registry.store.etcd_endpoint import code_of
 from headrace_registry.store.etcd_records import (
     PREFIX_HASH_KEY_BYTES,
@@ -104,11 +105,18 @@ class EtcdTable:
         """Those of the leases that exist."""
         return frozenset(lease for lease in leases if self._client.get_lease_info(lease).TTL > 0)
 
-    def renew(self, lease: int) -> float | None:
-        """Renews a lease. Returns its seconds to live, or None when it does not exist."""
-        responses = list(self._client.refresh_lease(lease))
-        ttl_s = float(responses[0].TTL) if responses else 0.0
-        return ttl_s if ttl_s > 0 else None
+    def renew_all(self, leases: Collection[int]) -> Mapping[int, float]:
+        """Renews leases on one stream. Returns the seconds to live of those that exist."""
+        messages = load_etcd3().etcdrpc
+        requests = [messages.LeaseKeepAliveRequest(ID=lease) for lease in leases]
+        client = self._client
+        responses = client.leasestub.LeaseKeepAlive(
+            iter(requests),
+            client.timeout,
+            credentials=client.call_credentials,
+            metadata=client.metadata,
+        )
+        return {response.ID: float(response.TTL) for response in responses if response.TTL > 0}
 
     def revoke(self, lease: int) -> None:
         """Ends a lease, if it exists."""

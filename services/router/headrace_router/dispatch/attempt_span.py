@@ -89,7 +89,10 @@ class AttemptSpan:
             self._span,
             queued.queued_unix_ns,
             queued.pulled_unix_ns or time.time_ns(),
-            {schema.ATTRIBUTE_QUEUE_DEPTH: queued.tasks_ahead},
+            {
+                schema.ATTRIBUTE_QUEUE_DEPTH: queued.tasks_ahead,
+                schema.ATTRIBUTE_PRIORITY: queued.priority.label,
+            },
             "" if queued.pulled_unix_ns else "never pulled",
         )
 

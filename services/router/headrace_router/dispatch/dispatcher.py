@@ -10,6 +10,7 @@ from typing import Protocol
 from opentelemetry.trace import Span
 
 from headrace.registry.v1 import registry_pb2
+from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, WorkerGone
 from headrace_common.logs import CauseLog
@@ -176,6 +177,7 @@ class RequestDispatcher:
         *,
         avoid: frozenset[WorkerRef] = frozenset(),
         front: bool = False,
+        priority: Priority = Priority.NORMAL,
     ) -> TaskTerms:
         """The terms of a prefill task for decode worker `worker`. No tokens for a local prefill."""
         cached: dict[WorkerRef, int] = {}
@@ -188,6 +190,7 @@ class RequestDispatcher:
             cached=cached,
             returns_max=self._budget,
             front=front,
+            priority=priority,
         )
 
     @property
@@ -273,7 +276,7 @@ class RequestDispatcher:
             decode=table,
             cached_tokens=cached_tokens,
             prefill=pulling,
-            queue_wait_s=self._queue.wait_s(request.model),
+            queue_wait_s=self._queue.wait_s(request.model, request.priority),
             pairs=self._queue.pair_costs(table, pulling, request.model),
         )
 
@@ -294,6 +297,7 @@ class RequestDispatcher:
             request.deadline,
             avoid=retries.failed,
             front=retries.prefill_excluded or generated_tokens > 0,
+            priority=request.prepared.priority,
         )
         first_token = first_token_maker(
             request.prepared, self._policy.policy, decision, generated_tokens, number

@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 
 from opentelemetry import trace
 
+from headrace.inference.v1 import priority_pb2
 from headrace.prefill.v1 import prefill_pb2
+from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import InvalidRequest, QueueFull
@@ -65,7 +67,8 @@ class OwnPrompts:
             raise InvalidRequest(violations)
         limit_s = self._default_deadline_s
         deadline = Deadline.after(limit_s if remaining_s is None else min(remaining_s, limit_s))
-        self._reject_slow_queue(worker)
+        priority = Priority.from_proto(request.priority)
+        self._reject_slow_queue(worker, priority)
         span = trace.get_current_span(context_from_traceparent(request.traceparent))
         if span.get_span_context().is_valid:
             self._start_trace(trace_id_of(span), request.request_id, time.time_ns())
@@ -83,18 +86,19 @@ class OwnPrompts:
         )
         timeline = AttemptTimeline(self._clocks)
         response = await self._prompts.hand_over(
-            task, tuple(request.token_ids), worker, deadline, timeline
+            *(task, tuple(request.token_ids), worker, deadline, timeline),
+            priority=priority,
         )
         if request.include_latency:
             response.steps.CopyFrom(task_steps(timeline.collect(), arrival_ns))
         return response
 
-    def _reject_slow_queue(self, worker: Worker) -> None:
+    def _reject_slow_queue(self, worker: Worker, priority: Priority) -> None:
         policy = self._policy.policy
         if not policy.HasField("max_queue_wait"):
             return
         bound_s = seconds_from_duration(policy.max_queue_wait)
-        wait_s = self._queue.estimate(worker.model).wait_s
+        wait_s = self._queue.wait_s(worker.model, priority)
         if wait_s > bound_s:
             raise QueueFull(
                 f"the prefill queue takes {wait_s:.2f} s, and the policy's max_queue_wait is {bound_s:.2f} s; prefill "
@@ -107,6 +111,8 @@ def _violations(
     request: prefill_pb2.EnqueueRequest, worker: Worker, vocabulary_size: int
 ) -> dict[str, str]:
     violations = salt_violations(request.cache_salt)
+    if request.priority not in priority_pb2.Priority.values():
+        violations["priority"] = "must be one of the named values"
     if request.HasField("adapter"):
         adapter = request.adapter
         violations.update(adapter_violations(adapter, "adapter"))

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from typing import Final
 
 from headrace.prefill.v1 import prefill_pb2
+from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, DuplicateTransfer, WorkerGone
 from headrace_kv.layout.layout import WorkerRef
@@ -46,6 +47,8 @@ class DirectPrompts:
         worker: Worker,
         deadline: Deadline,
         timeline: AttemptTimeline | None = None,
+        *,
+        priority: Priority = Priority.NORMAL,
     ) -> prefill_pb2.EnqueueResponse:
         """Queues `task` for a decode worker, and returns once its KV cache was handed over. `timeline` gets its steps.
 
@@ -53,7 +56,9 @@ class DirectPrompts:
         WorkerGone, DeadlineExceeded, or the error of the prefill worker. Cancellation cancels the task.
         """
         self._reject_repeated(task.transfer_id)
-        terms = self._dispatcher.task_terms(worker, prompt, task.cache_salt, deadline)
+        terms = self._dispatcher.task_terms(
+            *(worker, prompt, task.cache_salt, deadline), priority=priority
+        )
         queued = self._queue.enqueue(task, layout=worker.layout, terms=terms)
         if timeline is not None:
             timeline.queued(queued)

@@ -15,6 +15,7 @@ from typing import Final
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
+from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, timestamp_from_unix_s
 from headrace_common.errors import (
@@ -118,6 +119,7 @@ class LookAside:
             ticket_lifetime=duration_from_seconds(self._signer.ttl_s),
             cache_salt=call.cache_salt,
             adapter=call.adapter if call.HasField("adapter") else None,
+            priority=call.priority,
         )
 
     def check(self, request: inference_pb2.PrefillRequest) -> decode_pb2.TicketClaims:
@@ -168,7 +170,8 @@ class LookAside:
         timeline = AttemptTimeline(self._clocks)
         self.direct.prefilling(direct.transfer_id, timeline, arrival_ns)
         done = await self._prompts.hand_over(
-            task, tuple(direct.token_ids), worker, deadline, timeline
+            *(task, tuple(direct.token_ids), worker, deadline, timeline),
+            priority=Priority.from_proto(direct.priority),
         )
         steps = task_steps(timeline.collect(), arrival_ns) if request.include_latency else None
         return inference_pb2.PrefillResponse(

@@ -45,16 +45,20 @@ class ThroughputEstimator:
         """Mean duration of a task on a worker; 0 before the first task."""
         return self._duration_s / self._tasks if self._tasks else 0.0
 
-    def wait_s(self, queued_tokens: int, running_tasks: int) -> float:
+    @property
+    def task_tokens(self) -> float:
+        """Mean tokens of a task; 0 before the first task."""
+        return self._tokens / self._tasks if self._tasks else 0.0
+
+    def wait_s(self, queued_tokens: float, running_tasks: int) -> float:
         """How long a new task behind `queued_tokens` waits for the place of one of `running_tasks`.
 
         0 before the first task has completed, or when none runs.
         """
         if self._tokens <= 0 or not running_tasks:
             return 0.0
-        mean_tokens = self._tokens / self._tasks
         tokens_per_s = running_tasks * self._tokens / max(1e-9, self._duration_s)
-        return (queued_tokens + mean_tokens) / tokens_per_s
+        return (queued_tokens + self.task_tokens) / tokens_per_s
 
 
 class ComputeEstimator:

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from typing import Final
 
 from headrace.prefill.v1 import prefill_pb2
+from headrace_common.callers.priority import Priority
 from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_router.prefill_queue.class_turns import ClassTurns, amount_ahead
 from headrace_router.prefill_queue.estimate import ComputeEstimator, ThroughputEstimator
 from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.prefill_queue.waiting import AffinityWaits, TaskLanes
@@ -23,7 +25,7 @@ _SAVED_SHARE_MIN: Final = 0.25
 class QueueGroup:
     """Assigns waiting tasks to workers with credits.
 
-    A task that waits is either in a lane, or waits for workers that have its prefix.
+    A task that waits is either in a lane, or waits for workers that have its prefix. Classes take turns by weight.
     """
 
     def __init__(self, layout: KvLayout, prefix_wait_s: float) -> None:
@@ -31,7 +33,6 @@ class QueueGroup:
         """The layout fingerprint that the group's workers share."""
         self.worker_streams: dict[WorkerRef, PrefillWorkerStream] = {}
         """The workers that take tasks."""
-        self.queued_tokens = 0
         self.expected_tasks = 0
         self._expected_tokens = 0
         self._running_tasks = 0
@@ -39,37 +40,55 @@ class QueueGroup:
         self._throughput = ThroughputEstimator()
         self._computing = ComputeEstimator()
         self._prefix_wait_s = prefix_wait_s
-        self._waiting: OrderedDict[int, QueuedTask] = OrderedDict()
-        self._lanes = TaskLanes()
+        self._waiting = {priority: _WaitingTasks() for priority in Priority}
+        self._turns = ClassTurns()
         self._affinity_waits = AffinityWaits()
         self._with_credits = WorkersWithCredits()
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return sum(len(waiting.tasks) for waiting in self._waiting.values())
 
     def __iter__(self) -> Iterator[QueuedTask]:
-        return iter(self._waiting.values())
+        for waiting in self._waiting.values():
+            yield from waiting.tasks.values()
+
+    @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of all tasks that wait."""
+        return sum(waiting.tokens for waiting in self._waiting.values())
 
     @property
     def oldest_age_s(self) -> float:
         """How long the oldest task has waited; 0 without tasks."""
-        oldest = next(iter(self._waiting.values()), None)
-        return time.monotonic() - oldest.queued_s if oldest is not None else 0.0
+        return max(waiting.oldest_age_s for waiting in self._waiting.values())
 
-    @property
-    def wait_s(self) -> float:
-        """How long a task that came now would wait, after all expected tasks."""
+    def depth_of(self, priority: Priority) -> int:
+        """The number of tasks of a class that wait."""
+        return len(self._waiting[priority].tasks)
+
+    def oldest_age_of(self, priority: Priority) -> float:
+        """How long the oldest task of a class has waited; 0 without tasks."""
+        return self._waiting[priority].oldest_age_s
+
+    def wait_s(self, priority: Priority = Priority.NORMAL) -> float:
+        """How long a task that came now would wait, after all expected tasks.
+
+        Tasks of other classes get their shares meanwhile.
+        """
         overflow_tasks = self.expected_tasks - self._with_credits.credits
         if overflow_tasks < 0:
             return 0.0
         # Expected tasks that find a credit count as running, the others as queued.
         overflow = overflow_tasks / self.expected_tasks if self.expected_tasks else 0.0
+        own = self._waiting[priority].tokens + int(overflow * self._expected_tokens)
+        new_tokens = self._throughput.task_tokens
+        waiting = {other: waiting.tokens for other, waiting in self._waiting.items()}
+        ahead = amount_ahead(own + new_tokens, priority, waiting) - new_tokens
         throughput_s = self._throughput.wait_s(
-            self.queued_tokens + int(overflow * self._expected_tokens),
-            self._running_tasks + self._with_credits.credits,
+            ahead, self._running_tasks + self._with_credits.credits
         )
-        return max(throughput_s, self.oldest_age_s)
+        return max(throughput_s, self.oldest_age_of(priority))
 
     @property
     def computed(self) -> tuple[float, float]:
@@ -101,27 +120,29 @@ class QueueGroup:
             )
 
     def tasks_before(self, queued: QueuedTask) -> int:
-        """The number of tasks in lanes that are handed out before this one."""
-        return self._lanes.tasks_before(queued.order)
+        """The number of tasks that are handed out before this one. An estimate beside tasks of other classes."""
+        own = self._waiting[queued.priority].lanes.tasks_before(queued.order)
+        counts = {priority: self.depth_of(priority) for priority in Priority}
+        return int(amount_ahead(own + 1, queued.priority, counts)) - 1
 
     def add(self, queued: QueuedTask) -> None:
         """Adds a task that is new or was returned, and assigns it if it can."""
-        self._waiting[queued.number] = queued
-        if queued.at_front:
-            # These tasks have waited longest, or nearly so.
-            self._waiting.move_to_end(queued.number, last=False)
-        self.queued_tokens += queued.tokens
+        waiting = self._waiting[queued.priority]
+        if not waiting.tasks:
+            self._turns.became_busy(queued.priority)
+        waiting.add(queued)
         self._assign_or_queue(queued)
 
     def remove(self, queued: QueuedTask) -> None:
         """Removes a task. Does nothing when it does not wait here."""
-        if queued.number not in self._waiting:
+        waiting = self._waiting[queued.priority]
+        if queued.number not in waiting.tasks:
             return
         if queued in self._affinity_waits:
             self._affinity_waits.remove(queued)
         else:
-            self._lanes.remove(queued)
-        self._stop_waiting(queued)
+            waiting.lanes.remove(queued)
+        waiting.remove(queued)
 
     def add_worker(self, stream: PrefillWorkerStream) -> None:
         """Adds a worker, as yet without credits."""
@@ -131,7 +152,7 @@ class QueueGroup:
             if not queued.fits(stream.ref, stream.adapters):
                 queued.exclude((stream.ref,))
             if stream.ref in queued.avoid and queued not in self._affinity_waits:
-                self._lanes.remove(queued)
+                self._waiting[queued.priority].lanes.remove(queued)
                 self._add_to_lane(queued)
 
     def retire_worker(self, stream: PrefillWorkerStream) -> tuple[QueuedTask, ...]:
@@ -161,7 +182,7 @@ class QueueGroup:
             waits = queued in self._affinity_waits
             better = () if waits else self._workers_worth_waiting_for(queued, stream, now_s)
             if better:
-                self._lanes.remove(queued)
+                self._waiting[queued.priority].lanes.remove(queued)
                 self._wait_for_affinity(queued, better, now_s)
             else:
                 self.remove(queued)
@@ -195,11 +216,12 @@ class QueueGroup:
         if better:
             self._wait_for_affinity(queued, better, now_s)
         else:
-            self._stop_waiting(queued)
+            self._waiting[queued.priority].remove(queued)
             self._send(queued, stream, now_s)
             self._with_credits.update(stream)
 
     def _send(self, queued: QueuedTask, stream: PrefillWorkerStream, now_s: float) -> None:
+        self._turns.handed_out(queued.priority, queued.tokens)
         stream.send_task(queued, now_s)
         self._running_tasks += 1
 
@@ -247,19 +269,51 @@ class QueueGroup:
             self._assign_or_queue(queued)
         self._start_timer()
 
-    def _stop_waiting(self, queued: QueuedTask) -> None:
-        del self._waiting[queued.number]
-        self.queued_tokens -= queued.tokens
-
     def _add_to_lane(self, queued: QueuedTask) -> None:
         # Absent workers do not split lanes: `avoid` may name many that have left.
         excluded = frozenset(ref for ref in queued.avoid if ref in self.worker_streams)
-        self._lanes.add(queued, excluded)
+        self._waiting[queued.priority].lanes.add(queued, excluded)
 
     def _next_for(self, stream: PrefillWorkerStream) -> QueuedTask | None:
-        """The first task that the worker may get."""
-        waiting = self._affinity_waits.first_for(stream.ref)
-        queued = self._lanes.first_for(stream.ref)
+        """The first task that the worker may get, of the class that is next."""
+        firsts = (self._first_of(priority, stream.ref) for priority in Priority)
+        return min(
+            (queued for queued in firsts if queued is not None),
+            key=lambda queued: self._turns.precedence(queued.priority),
+            default=None,
+        )
+
+    def _first_of(self, priority: Priority, ref: WorkerRef) -> QueuedTask | None:
+        if not self._waiting[priority].tasks:
+            return None
+        waiting = self._affinity_waits.first_for(ref, priority)
+        queued = self._waiting[priority].lanes.first_for(ref)
         if waiting is None or queued is None:
             return waiting or queued
         return min(waiting, queued, key=lambda task: task.order)
+
+
+class _WaitingTasks:
+    """The tasks of one class that wait."""
+
+    def __init__(self) -> None:
+        self.tasks: OrderedDict[int, QueuedTask] = OrderedDict()
+        """All of them by number, oldest first."""
+        self.tokens = 0
+        self.lanes = TaskLanes()
+
+    @property
+    def oldest_age_s(self) -> float:
+        oldest = next(iter(self.tasks.values()), None)
+        return time.monotonic() - oldest.queued_s if oldest is not None else 0.0
+
+    def add(self, queued: QueuedTask) -> None:
+        self.tasks[queued.number] = queued
+        if queued.at_front:
+            # These tasks have waited longest, or nearly so.
+            self.tasks.move_to_end(queued.number, last=False)
+        self.tokens += queued.tokens
+
+    def remove(self, queued: QueuedTask) -> None:
+        del self.tasks[queued.number]
+        self.tokens -= queued.tokens

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from headrace.prefill.v1 import prefill_pb2
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import (
     Draining,
     DuplicateTransfer,
@@ -48,7 +49,9 @@ _REJECTIONS: Final = (Draining.reason, QueueFull.reason)
 
 
 class PrefillQueue:
-    """Orders tasks by deadline, then arrival. Returned tasks go before the others.
+    """Classes take turns by their weights. Within a class, tasks are ordered by deadline, then arrival.
+
+    Returned tasks go before the others of their class.
 
     When another worker has room, a task still waits once, for at most `prefix_wait_s`, for a worker that has its
     prefix. One event loop owns the queue. `sign` makes the handoff ticket of each task that is sent. `pairs` states
@@ -87,12 +90,25 @@ class PrefillQueue:
             wait_s=self.wait_s(model),
         )
 
-    def wait_s(self, model: str = "") -> float:
-        """`wait_s` of the estimate alone, which each placement needs."""
+    def wait_s(self, model: str = "", priority: Priority = Priority.NORMAL) -> float:
+        """`wait_s` of the estimate alone, for a task of a class. Each placement needs it."""
         expected_tasks = sum(group.expected_tasks for group in self._groups.values())
         if self.depth + expected_tasks >= self.max_queued_tasks:
             return math.inf
-        return min((group.wait_s for group in self._groups_of(model)), default=0.0)
+        return min((group.wait_s(priority) for group in self._groups_of(model)), default=0.0)
+
+    def depths(self) -> dict[str, int]:
+        """The number of tasks of each class that wait, by its name."""
+        groups = self._groups.values()
+        return {one.label: sum(group.depth_of(one) for group in groups) for one in Priority}
+
+    def oldest_ages_s(self) -> dict[str, float]:
+        """The age of the oldest task of each class, by its name."""
+        groups = self._groups.values()
+        return {
+            one.label: max((group.oldest_age_of(one) for group in groups), default=0.0)
+            for one in Priority
+        }
 
     def compute_s_per_token(self, model: str) -> float:
         """How long a prefill worker of a served model computes a token of a prompt; 0 before the first task."""
@@ -269,7 +285,7 @@ class PrefillQueue:
         queued.end(WorkerGone("the task was given up", metadata={"transfer_id": transfer_id}))
 
     def _full_error(self) -> QueueFull:
-        wait_s = max((group.wait_s for group in self._groups.values()), default=0.0)
+        wait_s = max((group.wait_s() for group in self._groups.values()), default=0.0)
         return QueueFull(
             f"the prefill queue holds its {self.max_queued_tasks} tasks already",
             metadata={"queue": "prefill", "maxsize": str(self.max_queued_tasks)},

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from headrace.prefill.v1 import prefill_pb2
+from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError
@@ -23,7 +24,7 @@ _IN_TURN: Final = 1
 SignTask: TypeAlias = Callable[[prefill_pb2.PrefillTask, WorkerRef, bytes], bytes]
 """The handoff ticket of a task for a prefill worker. The last argument is the hash of its layout."""
 TaskOrder: TypeAlias = tuple[int, float, int]
-"""Tasks are handed out in this order, smallest first. It is unique for each task."""
+"""Tasks of a class are handed out in this order, smallest first. It is unique for each task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class TaskTerms:
 
     `deadline_s` is by the router's monotonic clock. The queue never hands the task to a worker in `avoid`. `cached`
     gives the prompt tokens that each worker has cached. A worker may return the task unopened `returns_max` times.
-    `front` puts the task before all tasks that were never handed out.
+    `front` puts the task before all tasks of its class that were never handed out.
     """
 
     deadline_s: float
@@ -48,6 +49,7 @@ class TaskTerms:
     cached: Mapping[WorkerRef, int] = field(default_factory=dict)
     returns_max: int = 0
     front: bool = False
+    priority: Priority = Priority.NORMAL
 
 
 class QueuedTask:
@@ -75,6 +77,7 @@ class QueuedTask:
         self.adapter = (
             Adapter(task.adapter.name, task.adapter.digest) if task.HasField("adapter") else None
         )
+        self.priority = terms.priority
         self.avoid = terms.avoid
         self.cached = terms.cached
         self.returns_left = terms.returns_max
@@ -109,7 +112,7 @@ class QueuedTask:
 
     @property
     def at_front(self) -> bool:
-        """Whether the task goes before all tasks that were never handed out."""
+        """Whether the task goes before all tasks of its class that were never handed out."""
         return self.order[0] == _AT_FRONT
 
     @property

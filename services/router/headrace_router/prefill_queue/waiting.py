@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sortedcontainers import SortedDict
 
+from headrace_common.callers.priority import Priority
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.prefill_queue.task import QueuedTask, TaskOrder
 
@@ -55,7 +56,7 @@ class AffinityWaits:
     def __init__(self) -> None:
         self._waits: dict[int, tuple[float, tuple[WorkerRef, ...]]] = {}
         self._by_end: SortedDict[tuple[float, int], QueuedTask] = SortedDict()
-        self._by_worker: dict[WorkerRef, SortedDict[TaskOrder, QueuedTask]] = {}
+        self._by_worker: dict[tuple[WorkerRef, Priority], SortedDict[TaskOrder, QueuedTask]] = {}
 
     def __contains__(self, queued: QueuedTask) -> bool:
         return queued.number in self._waits
@@ -70,17 +71,18 @@ class AffinityWaits:
         self._waits[queued.number] = end_s, refs
         self._by_end[end_s, queued.number] = queued
         for ref in refs:
-            self._by_worker.setdefault(ref, SortedDict())[queued.order] = queued
+            waiting = self._by_worker.setdefault((ref, queued.priority), SortedDict())
+            waiting[queued.order] = queued
 
     def remove(self, queued: QueuedTask) -> None:
         """Removes a task that waits."""
         end_s, refs = self._waits.pop(queued.number)
         del self._by_end[end_s, queued.number]
         for ref in refs:
-            waiting = self._by_worker[ref]
+            waiting = self._by_worker[ref, queued.priority]
             del waiting[queued.order]
             if not waiting:
-                del self._by_worker[ref]
+                del self._by_worker[ref, queued.priority]
 
     def remove_ended(self, now_s: float) -> QueuedTask | None:
         """Removes a task with a wait that has ended, and returns it. None when there is none."""
@@ -94,14 +96,17 @@ class AffinityWaits:
 
     def count_for(self, ref: WorkerRef) -> int:
         """The number of tasks that wait for this worker."""
-        return len(self._by_worker.get(ref, ()))
+        return sum(len(self._by_worker.get((ref, priority), ())) for priority in Priority)
 
-    def first_for(self, ref: WorkerRef) -> QueuedTask | None:
-        """The first task that waits for this worker."""
-        waiting = self._by_worker.get(ref)
+    def first_for(self, ref: WorkerRef, priority: Priority) -> QueuedTask | None:
+        """The first task of a class that waits for this worker."""
+        waiting = self._by_worker.get((ref, priority))
         return waiting.peekitem(0)[1] if waiting else None
 
     def tasks_for(self, ref: WorkerRef) -> tuple[QueuedTask, ...]:
-        """All tasks that wait for this worker, in order."""
-        waiting = self._by_worker.get(ref)
-        return tuple(waiting.values()) if waiting else ()
+        """All tasks that wait for this worker, in order within each class."""
+        return tuple(
+            queued
+            for priority in Priority
+            for queued in self._by_worker.get((ref, priority), {}).values()
+        )

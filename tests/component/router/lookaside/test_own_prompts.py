@@ -123,17 +123,10 @@ async def test_a_slow_queue_is_left_by_the_policy(rig: Rig) -> None:
     worker = await rig.add_decode(hang)
     await rig.add_prefill(stall)
     rig.policy.policy.max_queue_wait.CopyFrom(Duration(nanos=1))
-    rig.router.queue.estimate = lambda model="": _Slow()  # type: ignore[method-assign,assignment,return-value]
+    rig.router.queue.wait_s = lambda *_: 3.0  # type: ignore[method-assign]
     error = await error_of(rig, request_of(worker))
     assert isinstance(error, QueueFull)
     assert "max_queue_wait" in error.detail
-
-
-class _Slow:
-    wait_s = 1.0
-    depth = 1
-    queued_tokens = 1
-    oldest_age_s = 1.0
 
 
 async def test_a_cancelled_call_cancels_the_task(rig: Rig) -> None:

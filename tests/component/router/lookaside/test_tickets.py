@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, priority_pb2
 from headrace.kv.v1 import handoff_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_client import Client, build_request
@@ -248,6 +248,9 @@ async def test_a_prompt_is_queued_once_and_only_with_its_ticket(open_rig: Rig) -
     changed = inference_pb2.DirectRequest()
     changed.CopyFrom(direct)
     changed.token_ids[0] += 1
+    assert isinstance(await prefill_error(open_rig, changed), Unauthenticated)
+    changed.CopyFrom(direct)
+    changed.priority = priority_pb2.PRIORITY_HIGH
     assert isinstance(await prefill_error(open_rig, changed), Unauthenticated)
     call = open_rig.stub.Prefill(inference_pb2.PrefillRequest(direct=direct), timeout=5)
     await until(lambda: len(prefill.tasks) == 1)

@@ -71,6 +71,12 @@ def test_pairs_of_places_are_set_and_shown() -> None:
 def test_a_map_is_changed_by_entry() -> None:
     policy = _changed("tenant_weights.batch=0.5", "tenant_weights.chat=3", "tenant_weights.batch=")
     assert dict(policy.tenant_weights) == {"chat": 3.0}
+    granted = _changed("tenant_priorities.chat=HIGH", "tenant_priorities.batch=low")
+    assert dict(granted.tenant_priorities) == {"chat": 1, "batch": 3}
+    cells = list(policy_table(granted).columns[1].cells)
+    assert "batch=low, chat=high" in cells
+    with pytest.raises(ConfigError, match="high or normal or low"):
+        _changed("tenant_priorities.chat=first")
 
 
 @pytest.mark.parametrize(

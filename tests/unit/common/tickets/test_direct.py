@@ -89,6 +89,7 @@ def test_a_ticket_is_valid_for_one_worker_and_for_routers() -> None:
         lambda request: request.stop_token_ids.pop(),
         lambda request: setattr(request, "remote_prefill", False),
         lambda request: setattr(request, "request_id", "s"),
+        lambda request: setattr(request, "priority", 1),
     ],
 )
 def test_a_changed_request_is_rejected(

@@ -75,6 +75,13 @@ def test_a_hand_over_costs_its_lag_and_the_weight_of_the_distance() -> None:
     assert pair_cost(PairRules(), links, 0.01, A, B) == 0.0
 
 
+def test_the_cheapest_of_several_measured_pairs_is_found() -> None:
+    places = [Place(zone) for zone in "acde"]
+    for cheapest in places:
+        links = measured(*((one, B, 1.0 if one == cheapest else 5.0) for one in places))
+        assert cheapest_pair_cost(PREFER, links, 0.01, {*places, None}, B) == pytest.approx(1.5)
+
+
 @given(st.lists(st.floats(0, 3), min_size=1, max_size=20))
 def test_a_lag_lies_between_those_that_were_measured(lags_s: list[float]) -> None:
     links = measured(*((A, B, lag_s) for lag_s in lags_s))

@@ -1,0 +1,47 @@
+{{/* Values that values.schema.json cannot check, because they depend on each other. */}}
+{{- define "headrace.checks" -}}
+{{- $values := .root.Values -}}
+{{- if and (not $values.registry.store.endpoints) (ne (int $values.registry.replicas) 1) -}}
+{{- fail "registry.replicas: several registries need one etcd; set registry.store.endpoints, or replicas to 1" -}}
+{{- end -}}
+{{- if and $values.registry.store.user (not $values.registry.store.tlsSecret) -}}
+{{- fail "registry.store.user: a password needs TLS; set registry.store.tlsSecret" -}}
+{{- end -}}
+{{- if ne (empty $values.registry.store.user) (empty $values.registry.store.passwordSecret) -}}
+{{- fail "registry.store: set user and passwordSecret together" -}}
+{{- end -}}
+{{- if and (not $values.router.apiKeysSecret) (not $values.router.anonymousClients) (ne $values.credentials.kind "tls") -}}
+{{- fail "router.apiKeysSecret: name a Secret with API keys, or set router.anonymousClients" -}}
+{{- end -}}
+{{- if and $values.metrics.enabled (not $values.metrics.keysSecret) -}}
+{{- fail "metrics.keysSecret: name a Secret with metrics_keys and metrics_key" -}}
+{{- end -}}
+{{- if and $values.keda.enabled $values.planner.enabled (eq $values.planner.mode "kubernetes") -}}
+{{- fail "keda.enabled: the planner sets the replicas already; choose one of both" -}}
+{{- end -}}
+{{- if $values.credentials.certManager.enabled -}}
+{{- if ne $values.credentials.kind "tls" -}}
+{{- fail "credentials.certManager: set credentials.kind to tls" -}}
+{{- end -}}
+{{- if or (not $values.credentials.trustDomain) (not $values.credentials.certManager.issuerRef) -}}
+{{- fail "credentials.certManager: set credentials.trustDomain and credentials.certManager.issuerRef" -}}
+{{- end -}}
+{{- end -}}
+{{- range $role := list "prefill" "decode" -}}
+{{- if and (index $values $role).hostNetwork $values.networkPolicy.enabled -}}
+{{- fail (printf "%s.hostNetwork: network policies do not cover the host's network; set networkPolicy.enabled to false and use `headrace doctor --firewall`" $role) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The components that run, as a list in YAML. */}}
+{{- define "headrace.components" -}}
+components:
+  - registry
+  - router
+  - prefill
+  - decode
+  {{- if .root.Values.planner.enabled }}
+  - planner
+  {{- end }}
+{{- end -}}

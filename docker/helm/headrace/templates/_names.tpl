@@ -1,0 +1,121 @@
+{{/* Names and labels. Every definition takes a dict with root, and some with component. */}}
+{{- define "headrace.fullname" -}}
+{{- $name := default .root.Chart.Name .root.Values.nameOverride -}}
+{{- if .root.Values.fullnameOverride -}}
+{{- .root.Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains $name .root.Release.Name -}}
+{{- .root.Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .root.Release.Name $name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "headrace.componentName" -}}
+{{ include "headrace.fullname" . }}-{{ .component }}
+{{- end -}}
+
+{{- define "headrace.releaseLabels" -}}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+{{- end -}}
+
+{{- define "headrace.selectorLabels" -}}
+{{ include "headrace.releaseLabels" . }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "headrace.labels" -}}
+{{ include "headrace.releaseLabels" . }}
+{{- with .component }}
+app.kubernetes.io/component: {{ . }}
+{{- end }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "headrace.metadata" -}}
+name: {{ include "headrace.componentName" . }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "headrace.labels" . | nindent 2 }}
+{{- end -}}
+
+{{/* The DNS name of a Service of the release. */}}
+{{- define "headrace.host" -}}
+{{ include "headrace.componentName" . }}.{{ .root.Release.Namespace }}.svc.{{ .root.Values.clusterDomain }}
+{{- end -}}
+
+{{- define "headrace.metricsName" -}}
+{{ include "headrace.fullname" . }}-metrics.{{ .root.Release.Namespace }}.svc.{{ .root.Values.clusterDomain }}
+{{- end -}}
+
+{{- define "headrace.credentialsSecret" -}}
+{{ default (include "headrace.fullname" .) .root.Values.credentials.secretPrefix }}-{{ .component }}
+{{- end -}}
+
+{{- define "headrace.image" -}}
+{{- if (index .root.Values .component).image -}}
+{{- (index .root.Values .component).image -}}
+{{- else -}}
+{{- with .root.Values.image.registry }}{{ . }}/{{ end -}}
+headrace/{{ .component }}:{{ default .root.Chart.AppVersion .root.Values.image.tag }}
+{{- end -}}
+{{- end -}}
+
+{{/* The open ports of a component, by name. */}}
+{{- define "headrace.ports" -}}
+{{- $values := .root.Values -}}
+{{- if eq .component "registry" }}
+internal: 7051
+{{- else if eq .component "router" }}
+internal: 7054
+grpc: 7050
+{{- if $values.router.http }}
+http: 7056
+{{- end }}
+{{- if $values.router.status }}
+status: 7057
+{{- end }}
+{{- if $values.inferencePool.enabled }}
+picker: 9002
+{{- end }}
+{{- else if eq .component "prefill" }}
+internal: 7052
+{{- else if eq .component "decode" }}
+internal: 7053
+{{- if $values.router.lookAside }}
+grpc: 7055
+{{- end }}
+{{- if $values.inferencePool.enabled }}
+http: 8000
+{{- end }}
+{{- else if eq .component "planner" }}
+internal: 7058
+{{- end }}
+health: 7059
+{{- if $values.metrics.enabled }}
+metrics: 9464
+{{- end }}
+{{- end -}}
+
+{{/* Whether something else than the chart sets the replicas of the workers. */}}
+{{- define "headrace.scaled" -}}
+{{- if or .root.Values.keda.enabled (and .root.Values.planner.enabled (eq .root.Values.planner.mode "kubernetes")) -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{- define "headrace.routerKind" -}}
+{{- /* Certificates have names, and only pods of a StatefulSet have one each. */ -}}
+{{ ternary "StatefulSet" "Deployment" (eq .root.Values.credentials.kind "tls") }}
+{{- end -}}
+
+{{/* The replicas of a component. An upgrade keeps the number that a scaler has set: takes kind and scaled too. */}}
+{{- define "headrace.replicas" -}}
+{{- $live := dict -}}
+{{- if .scaled -}}
+{{- $live = lookup "apps/v1" .kind .root.Release.Namespace (include "headrace.componentName" .) -}}
+{{- end -}}
+{{ int (dig "spec" "replicas" (index .root.Values .component).replicas $live) }}
+{{- end -}}

@@ -1,0 +1,1 @@
+"""Carries targets out in Kubernetes, by the scale subresource of the workers' workloads."""

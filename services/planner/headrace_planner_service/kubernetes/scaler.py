@@ -1,0 +1,112 @@
+"""Sets the numbers of workers in Kubernetes, and waits until they run."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from headrace_common.errors import Conflict, DeadlineExceeded, WorkerGone
+from headrace_planner.observation import PlannedRole, WorkerCounts
+from headrace_planner_service.workloads import Workload, WorkloadState
+
+_LOG: Final = logging.getLogger(__name__)
+
+
+class WorkloadApi(Protocol):
+    """What the scaler needs of the Kubernetes API. Calls end by themselves and raise HeadraceError."""
+
+    async def read(self, workload: Workload) -> WorkloadState: ...
+
+    async def scale(self, workload: Workload, count: int, expected: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleLimits:
+    """`timeout_s` bounds each step: the drain of removed workers, and the start of added ones."""
+
+    poll_s: float
+    timeout_s: float
+
+
+class WorkloadScaler:
+    """Scales the workloads of both roles. It has no state: the Kubernetes API has the numbers."""
+
+    def __init__(
+        self, api: WorkloadApi, workloads: Mapping[PlannedRole, Workload], limits: ScaleLimits
+    ) -> None:
+        self._api = api
+        self._workloads = workloads
+        self._limits = limits
+
+    async def apply(self, current: WorkerCounts, wanted: WorkerCounts) -> None:
+        """Returns when the wanted workers serve and all removed ones have ended.
+
+        Removals come first, because an added worker may need their devices. Pods that are removed drain by SIGTERM.
+        Raises Conflict where the workloads have neither `current` nor `wanted` pods. Raises DeadlineExceeded where
+        added workers do not serve in time. Their number is then as before, so that they hold no devices.
+        """
+        states = {role: await self._api.read(found) for role, found in self._workloads.items()}
+        given = WorkerCounts(states[PlannedRole.PREFILL].wanted, states[PlannedRole.DECODE].wanted)
+        if given not in (current, wanted):
+            raise Conflict(
+                f"it was decided from {_text(current)}, and the workloads have {_text(given)}",
+                metadata={"observed": _text(current), "given": _text(given)},
+            )
+        removed = [role for role in PlannedRole if wanted.of(role) < given.of(role)]
+        added = [role for role in PlannedRole if wanted.of(role) > given.of(role)]
+        for role in removed:
+            await self._scale(role, wanted.of(role), given.of(role))
+        await self._wait(removed, lambda state: state.has_removed, "removed workers did not end")
+        for role in added:
+            await self._scale(role, wanted.of(role), given.of(role))
+        # A repeated target changes no number and waits for all.
+        waiting = added if given != wanted else list(PlannedRole)
+        try:
+            await self._wait(waiting, lambda state: state.serves, "added workers do not serve")
+        except DeadlineExceeded:
+            for role in added:
+                await self._scale(role, given.of(role), wanted.of(role))
+            raise
+
+    async def _scale(self, role: PlannedRole, count: int, expected: int) -> None:
+        _LOG.info("%s: %d -> %d", self._workloads[role], expected, count)
+        await self._api.scale(self._workloads[role], count, expected)
+
+    async def _wait(
+        self, roles: Collection[PlannedRole], done: Callable[[WorkloadState], bool], failure: str
+    ) -> None:
+        """Returns when `done` holds for all roles. Raises DeadlineExceeded."""
+        texts: dict[PlannedRole, str] = {}
+        limit = asyncio.timeout(self._limits.timeout_s)
+        try:
+            async with limit:
+                for role in roles:
+                    while (text := await self._problem(role, done)) != "":
+                        texts[role] = text
+                        await asyncio.sleep(self._limits.poll_s)
+                    texts.pop(role, None)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            detail = "; ".join(texts.values())
+            raise DeadlineExceeded(
+                f"{failure} within {self._limits.timeout_s:g} s: {detail}"
+            ) from None
+
+    async def _problem(self, role: PlannedRole, done: Callable[[WorkloadState], bool]) -> str:
+        """What is missing; empty when `done` holds. An API that does not answer may do so later."""
+        workload = self._workloads[role]
+        try:
+            state = await self._api.read(workload)
+        except WorkerGone as error:
+            return error.detail
+        if done(state):
+            return ""
+        return f"{workload} has {state.existing} pods, {state.ready} ready, of {state.wanted}"
+
+
+def _text(counts: WorkerCounts) -> str:
+    return f"{counts.prefill} P, {counts.decode} D"

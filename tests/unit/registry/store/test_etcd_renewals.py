@@ -1,0 +1,74 @@
+"""Renewals that come together are one call."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Mapping
+
+import pytest
+
+from headrace_common.errors import RegistryUnavailable
+from headrace_registry.store.etcd_renewals import BatchedRenewals
+
+
+class Etcd:
+    """Leases 1 to 1,000 exist, with so many seconds left."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+        self.fails = False
+
+    async def renew_all(self, leases: Collection[int]) -> Mapping[int, float]:
+        self.calls.append(list(leases))
+        await asyncio.sleep(0)
+        if self.fails:
+            raise RegistryUnavailable("etcd does not serve")
+        return {lease: float(lease) for lease in leases if lease <= 1_000}
+
+
+async def test_renewals_at_the_same_time_are_one_call() -> None:
+    etcd = Etcd()
+    renewals = BatchedRenewals(etcd.renew_all)
+    wanted = [*range(1, 101), 5_000, 7, 7]
+    found = await asyncio.gather(*map(renewals.renew, wanted))
+    assert found == [float(lease) if lease <= 1_000 else None for lease in wanted]
+    assert etcd.calls == [[*range(1, 101), 5_000]]
+    assert await renewals.renew(3) == 3.0
+    assert len(etcd.calls) == 2
+
+
+async def test_a_call_has_a_bound() -> None:
+    etcd = Etcd()
+    renewals = BatchedRenewals(etcd.renew_all)
+    await asyncio.gather(*map(renewals.renew, range(1, 1_001)))
+    assert [len(call) for call in etcd.calls] == [512, 488]
+
+
+async def test_a_failure_reaches_every_caller_and_the_next_call_is_made() -> None:
+    etcd = Etcd()
+    etcd.fails = True
+    renewals = BatchedRenewals(etcd.renew_all)
+    found = await asyncio.gather(renewals.renew(1), renewals.renew(2), return_exceptions=True)
+    assert [type(one) for one in found] == [RegistryUnavailable] * 2
+    etcd.fails = False
+    assert await renewals.renew(1) == 1.0
+
+
+async def test_a_caller_that_is_cancelled_takes_no_answer_from_others() -> None:
+    renewals = BatchedRenewals(Etcd().renew_all)
+    first = asyncio.create_task(renewals.renew(1))
+    second = asyncio.create_task(renewals.renew(1))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await second == 1.0
+    with pytest.raises(asyncio.CancelledError):
+        await first
+
+
+async def test_the_end_cancels_those_that_wait() -> None:
+    renewals = BatchedRenewals(Etcd().renew_all)
+    waiting = asyncio.create_task(renewals.renew(1))
+    await asyncio.sleep(0)
+    await renewals.close()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting

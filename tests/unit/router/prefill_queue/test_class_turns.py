@@ -1,0 +1,161 @@
+"""Classes take turns by their weights, and none starves."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace_common.callers.priority import Priority
+from headrace_router.prefill_queue.class_turns import ClassTurns, amount_ahead
+from headrace_router.prefill_queue.queue import PrefillQueue
+from headrace_router.prefill_queue.task import QueuedTask
+from tests.unit.router.prefill_queue.test_queue import add, end, join, sent, unsigned
+
+_TOKENS_MAX = 1_000
+_CLASSES = st.sampled_from(list(Priority))
+_ARRIVALS = st.tuples(st.just("arrive"), _CLASSES, st.integers(1, _TOKENS_MAX))
+_HAND_OUTS = st.tuples(st.just("hand out"), st.just(Priority.NORMAL), st.just(0))
+
+
+class Queue:
+    """Tasks by class, each in the order of arrival, handed out in turn."""
+
+    def __init__(self) -> None:
+        self.turns = ClassTurns()
+        self.waiting: dict[Priority, deque[int]] = {one: deque() for one in Priority}
+
+    def arrive(self, priority: Priority, tokens: int) -> None:
+        if not self.waiting[priority]:
+            self.turns.became_busy(priority)
+        self.waiting[priority].append(tokens)
+
+    def hand_out(self) -> tuple[Priority, int] | None:
+        busy = [one for one in Priority if self.waiting[one]]
+        if not busy:
+            return None
+        priority = min(busy, key=self.turns.precedence)
+        tokens = self.waiting[priority].popleft()
+        self.turns.handed_out(priority, tokens)
+        return priority, tokens
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps=st.lists(st.one_of(_ARRIVALS, _ARRIVALS, _HAND_OUTS), max_size=120))
+def test_no_class_starves_and_the_bound_holds(steps: list[tuple[str, Priority, int]]) -> None:
+    """While a class waits, another gets at most its ratio of the class's last task, and a task of its own."""
+    queue = Queue()
+    # For each class that waits: the tokens of its task before, and what each other class got since then.
+    last = dict.fromkeys(Priority, 0)
+    others: dict[Priority, dict[Priority, int]] = {
+        one: dict.fromkeys(Priority, 0) for one in Priority
+    }
+
+    def hand_out() -> bool:
+        handed = queue.hand_out()
+        if handed is None:
+            return False
+        priority, tokens = handed
+        for one in Priority:
+            if one is priority or not queue.waiting[one]:
+                continue
+            others[one][priority] += tokens
+            allowed = priority.weight / one.weight * last[one] + _TOKENS_MAX
+            assert others[one][priority] <= allowed + 1e-6
+        last[priority] = tokens
+        others[priority] = dict.fromkeys(Priority, 0)
+        return True
+
+    for kind, priority, tokens in steps:
+        if kind == "arrive":
+            if not queue.waiting[priority]:
+                others[priority] = dict.fromkeys(Priority, 0)
+            queue.arrive(priority, tokens)
+        else:
+            hand_out()
+    # Every task is handed out, however many there are.
+    while hand_out():
+        pass
+    assert not any(queue.waiting.values())
+
+
+def test_busy_classes_get_tokens_by_their_weights() -> None:
+    queue = Queue()
+    for priority in Priority:
+        for _ in range(4_000):
+            queue.arrive(priority, 10)
+    got = dict.fromkeys(Priority, 0)
+    for _ in range(2_100):
+        handed = queue.hand_out()
+        assert handed is not None
+        got[handed[0]] += 1
+    assert [got[one] for one in Priority] == pytest.approx([1_600, 400, 100], abs=2)
+
+
+def test_a_class_has_no_advantage_from_a_pause() -> None:
+    queue = Queue()
+    for _ in range(100):
+        queue.arrive(Priority.NORMAL, 10)
+    for _ in range(50):
+        queue.hand_out()
+    for _ in range(100):
+        queue.arrive(Priority.LOW, 10)
+    first = [queue.hand_out() for _ in range(25)]
+    assert sum(handed is not None and handed[0] is Priority.LOW for handed in first) == 5
+
+
+@given(
+    own=st.floats(1, 1e6),
+    priority=_CLASSES,
+    waiting=st.dictionaries(_CLASSES, st.floats(0, 1e6)),
+)
+def test_the_amount_ahead_is_own_and_no_more_than_the_shares_of_the_others(
+    own: float, priority: Priority, waiting: dict[Priority, float]
+) -> None:
+    ahead = amount_ahead(own, priority, waiting)
+    others = {one: amount for one, amount in waiting.items() if one is not priority}
+    assert own <= ahead <= own + sum(others.values()) + 1e-6
+    assert ahead <= own + sum(own * one.weight / priority.weight for one in others) + 1e-6
+
+
+def _add(
+    queue: PrefillQueue, name: str, priority: Priority, deadline_s: float = 100.0
+) -> QueuedTask:
+    return add(queue, name, deadline_s, tokens=10, priority=priority)
+
+
+async def test_waiting_tasks_of_a_higher_class_go_first_and_a_low_one_is_not_forgotten() -> None:
+    queue = PrefillQueue(1_000, sign=unsigned)
+    stream = join(queue)
+    for number in range(40):
+        _add(queue, f"low-{number}", Priority.LOW, deadline_s=1.0)
+        _add(queue, f"high-{number}", Priority.HIGH, deadline_s=100.0)
+    assert queue.depths() == {"high": 40, "normal": 0, "low": 40}
+    queue.add_credits(stream, 34)
+    order = [name.partition("-")[0] for name in sent(stream)]
+    assert order[0] == "high"
+    assert order.count("low") == 2
+    # Within a class, the order is that of the deadlines.
+    _add(queue, "high-early", Priority.HIGH, deadline_s=5.0)
+    queue.add_credits(stream, 1)
+    assert sent(stream) == ["high-early"]
+
+
+async def test_the_wait_of_a_class_counts_its_own_tasks_and_the_shares_of_the_others() -> None:
+    queue = PrefillQueue(1_000, sign=unsigned)
+    stream = join(queue)
+    queue.add_credits(stream, 1)
+    first = _add(queue, "first", Priority.NORMAL)
+    first.pulled_s -= 1.0
+    end(queue, stream, "first")
+    queue.add_credits(stream, 1)
+    _add(queue, "running", Priority.NORMAL)
+    for number in range(20):
+        _add(queue, f"low-{number}", Priority.LOW)
+    waits = {one: queue.wait_s("sim", one) for one in Priority}
+    # A low task waits for all others, and a higher one for a share of them.
+    task_s = waits[Priority.LOW] / 21
+    assert waits[Priority.HIGH] == pytest.approx(task_s * (1 + 1 / 16))
+    assert waits[Priority.NORMAL] == pytest.approx(task_s * (1 + 1 / 4))
