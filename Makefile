@@ -160,7 +160,7 @@ images: runtime $(MODEL)/config.json ## build the container images and ask them 
 
 test-images: setup ## the images of router, registry, planner and simulated workers: sizes, contents, rights, a chat with mutual TLS
 	@docker/build.sh registry router planner prefill-sim decode-sim
-	@$(BIN)/python -m tests.images $(ARGS)
+	@PYTHONPATH=scripts $(BIN)/python -m tests.images
 
 clean: ## remove everything that set-up and tests wrote, the models too
 	rm -rf .venv .cache libs/headrace models node_modules tests/clients/node/node_modules build dist
