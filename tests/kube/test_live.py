@@ -140,6 +140,9 @@ async def test_workers_follow_a_load_that_triples_and_falls(
     assert load.answered > 3 * LOOPS
     assert explained.mode == "kubernetes"
     outcomes = [decision.outcome for decision in explained.decisions]
-    assert outcomes.count("applied") >= 4
-    added = {line for line in node.log if line.endswith("serves")}
-    assert {"prefill-1 serves", "decode-1 serves"} <= added
+    # The workers were added and removed by targets, and each of these was carried out.
+    assert outcomes.count("applied") >= 1
+    assert not {"failed", "expired"} & set(outcomes)
+    assert {
+        f"{role}-1 {what}" for role in ("prefill", "decode") for what in ("serves", "ends")
+    } <= {*node.log}

@@ -19,6 +19,14 @@ EXAMPLES = sorted((ROOT / "docker" / "helm" / "examples").glob("*.yaml"))
 RELEASE, NAMESPACE = "headrace", "models"
 COMPONENTS = ("registry", "router", "prefill", "decode", "planner")
 LIMIT_S = 60.0
+# Their schemas are those of their own projects.
+CUSTOM = {
+    ("monitoring.coreos.com/v1", "ServiceMonitor"),
+    ("monitoring.coreos.com/v1", "PrometheusRule"),
+    ("keda.sh/v1alpha1", "ScaledObject"),
+    ("inference.networking.k8s.io/v1", "InferencePool"),
+    ("cert-manager.io/v1", "Certificate"),
+}
 
 Manifest = dict[str, Any]
 

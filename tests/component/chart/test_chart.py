@@ -24,6 +24,7 @@ from kube_tools import KUBERNETES_VERSIONS, VALIDATOR
 from tests.component.chart.charts import (
     CHART,
     COMPONENTS,
+    CUSTOM,
     EXAMPLES,
     NAMESPACE,
     RELEASE,
@@ -48,14 +49,6 @@ CONFIGS: dict[str, type[ServiceConfig]] = {
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
     "planner": PlannerConfig,
-}
-# Their schemas are those of their own projects.
-CUSTOM = {
-    ("monitoring.coreos.com/v1", "ServiceMonitor"),
-    ("monitoring.coreos.com/v1", "PrometheusRule"),
-    ("keda.sh/v1alpha1", "ScaledObject"),
-    ("inference.networking.k8s.io/v1", "InferencePool"),
-    ("cert-manager.io/v1", "Certificate"),
 }
 
 
