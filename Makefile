@@ -12,7 +12,7 @@ SINGLE_HEAD_MODEL := models/tiny-llama-mqa
 DEEP_MODEL := models/tiny-llama-deep
 MANY_HEADS_MODEL := models/tiny-llama-mha
 TINY_ADAPTERS := models/tiny-llama-adapters
-HYBRID_MODELS := $(addprefix models/tiny-,deepseek-v2 deepseek-v3 deepseek-wide gemma3 gpt-oss lfm2 llama4 mamba2 qwen3-next)
+HYBRID_MODELS := $(addprefix models/tiny-,deepseek-v2 deepseek-v3 deepseek-wide gemma3 gpt-oss lfm2 llama4 mamba2 mamba2-groups qwen3-next)
 BASELINE := protos/baseline.binpb
 PYTEST := $(BIN)/python -m pytest
 GPU_PYTHON ?= $(BIN)/python
@@ -160,7 +160,7 @@ images: runtime $(MODEL)/config.json ## build the container images and ask them 
 
 test-images: setup ## the images of router, registry, planner and simulated workers: sizes, contents, rights, a chat with mutual TLS
 	@docker/build.sh registry router planner prefill-sim decode-sim
-	@$(BIN)/python -m tests.images $(ARGS)
+	@PYTHONPATH=scripts $(BIN)/python -m tests.images
 
 clean: ## remove everything that set-up and tests wrote, the models too
 	rm -rf .venv .cache libs/headrace models node_modules tests/clients/node/node_modules build dist

@@ -4,8 +4,14 @@
 ARG DEBIAN_IMAGE=docker.io/library/debian:bookworm-slim
 
 FROM ${DEBIAN_IMAGE} AS base
+# Of the standard library, only modules that services import stay compiled.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates python3 \
+    && rm -rf /usr/lib/python3.11/pydoc_data /usr/lib/python3.11/test \
+    && find /usr/lib/python3.11 -name __pycache__ -prune -exec rm -r {} + \
+    && python3 -c "import argparse, asyncio, concurrent.futures, ctypes, dataclasses, email.message, http.client, \
+importlib.metadata, inspect, json, logging.handlers, multiprocessing, platform, ssl, tempfile, tomllib, urllib.request, \
+uuid, zipfile" \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log
 
 FROM base AS build

@@ -1,10 +1,16 @@
-# The router: no torch, vllm or mooncake inside.
+# The router: no torch, vllm or mooncake inside, and not what the command `headrace` needs.
 # From the repository's root: docker build -f docker/router.Dockerfile .
 ARG DEBIAN_IMAGE=docker.io/library/debian:bookworm-slim
 
 FROM ${DEBIAN_IMAGE} AS base
+# Of the standard library, only modules that services import stay compiled.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates python3 \
+    && rm -rf /usr/lib/python3.11/pydoc_data /usr/lib/python3.11/test \
+    && find /usr/lib/python3.11 -name __pycache__ -prune -exec rm -r {} + \
+    && python3 -c "import argparse, asyncio, concurrent.futures, ctypes, dataclasses, email.message, http.client, \
+importlib.metadata, inspect, json, logging.handlers, multiprocessing, platform, ssl, tempfile, tomllib, urllib.request, \
+uuid, zipfile" \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log
 
 FROM base AS build
@@ -33,7 +39,7 @@ RUN /opt/tools/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist . 
 COPY scripts/shrink_environment.py scripts/image_sbom.py scripts/
 # The programs start once, which compiles the modules that they import.
 RUN /opt/tools/bin/python scripts/shrink_environment.py /opt/headrace \
-    && for program in headrace-router headrace-probe headrace; do \
+    && for program in headrace-router headrace-probe; do \
          /opt/headrace/bin/$program --help >/dev/null || exit 1; done \
     && install -D scripts/image_sbom.py /opt/headrace/share/image_sbom.py
 

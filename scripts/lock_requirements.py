@@ -89,10 +89,15 @@ FIXED = {
 NOT_CONSTRAINED = ("setuptools",)
 _WRONG_BUILD = "the index offers a CUDA build, which breaks the CPU build of torch on import"
 _FASTAPI_TOOL = "serves FastAPI's own command line, which nothing here runs"
+_COMMAND = "serves the command `headrace`, which the registry's image has, 12 MB in all"
 _HUB = {"huggingface-hub": "only loading a tokenizer by its name on a hub would use it"}
 LEFT_OUT = {
     "model": _HUB,
-    "router": {"hf-xet": "only speeds up the download of weights from a hub, 11 MB"},
+    "router": {
+        "hf-xet": "only speeds up the download of weights from a hub, 11 MB",
+        "rich": _COMMAND,
+        "typer": _COMMAND,
+    },
     "worker": {
         "torchaudio": _WRONG_BUILD,
         "torchcodec": _WRONG_BUILD,
@@ -217,8 +222,13 @@ def installed_versions(name: str, pyproject: Mapping[str, Any]) -> dict[str, str
     """The packages of a file of FILES or FIXED."""
     if name in FIXED:
         return dict(root.split("==") for root in FIXED[name][1])
-    roots = roots_of(pyproject, FILES[name][1])
-    versions = closure(roots, LEFT_OUT.get(name, {}))
+    left_out = LEFT_OUT.get(name, {})
+    roots = [
+        root
+        for root in roots_of(pyproject, FILES[name][1])
+        if Requirement(root).name not in left_out
+    ]
+    versions = closure(roots, left_out)
     check_ranges(roots, versions)
     return versions
 

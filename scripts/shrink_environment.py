@@ -6,6 +6,7 @@ an image runs it. The images of workers with vLLM are left whole, because torch 
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from typing import Final
 
 TEST_FOLDER: Final = "tests"
 SUFFIXES: Final = frozenset((".a", ".c", ".cc", ".cpp", ".h", ".hpp", ".pxd", ".pyi", ".pyx"))
+_MOVED: Final = ".libs"
+_TESTED: Final = re.compile(r"(_simd|\w+_tests)\..*so$")
 _STRIP_TIMEOUT_S: Final = 60.0
 
 
@@ -29,16 +32,23 @@ def folders_of_tests(packages: Path) -> list[Path]:
 
 
 def unread_files(packages: Path) -> Iterator[Path]:
-    """Sources and stubs, which Python does not import."""
+    """Sources and stubs, which Python does not import, and the modules of numpy that only its tests import."""
     for path in sorted(packages.rglob("*")):
-        if path.suffix in SUFFIXES and path.is_file():
+        tested = path.parent == packages / "numpy" / "_core" and _TESTED.match(path.name)
+        if path.is_file() and (tested or path.suffix in SUFFIXES):
             yield path
 
 
 def libraries(packages: Path) -> Iterator[Path]:
-    """The shared libraries, such as x.so and x.so.1.2."""
+    """The shared libraries that can be rewritten, such as x.so and x.so.1.2.
+
+    Those of a package with a folder NAME.libs are left out: auditwheel has moved sections in them, and `strip`
+    would break them.
+    """
+    moved = {path.name.removesuffix(_MOVED) for path in packages.glob(f"*{_MOVED}")}
     for path in sorted(packages.rglob("*.so*")):
-        if path.is_file() and not path.is_symlink():
+        package = path.relative_to(packages).parts[0].removesuffix(_MOVED)
+        if path.is_file() and not path.is_symlink() and package not in moved:
             yield path
 
 
@@ -52,7 +62,7 @@ def shrink(environment: Path) -> int:
         path.unlink()
     for library in libraries(packages):
         subprocess.run(
-            ["strip", "--strip-debug", "--preserve-dates", library],
+            ["strip", "--strip-unneeded", "--preserve-dates", library],
             check=True,
             timeout=_STRIP_TIMEOUT_S,
         )

@@ -27,7 +27,7 @@ import headrace_kv.pool.mooncake.child
 import headrace_kv.receive.transfer
 import headrace_prefill.main
 import headrace_prefill.prefix_receiver
-import headrace_prefill.puller
+import headrace_prefill.pull.puller
 from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import ProtocolViolation, WorkerGone
@@ -43,7 +43,7 @@ from headrace_kv.receive.service import HandoffServicer, unpacked
 from headrace_kv.send.write_scheduler import WriteScheduler
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
-from headrace_prefill.pull_session import PullSession
+from headrace_prefill.pull.session import PullSession
 from tests.chaos import pool_process, tiers
 from tests.chaos.plan import WireFaults
 from tests.chaos.tiers import TierHolds, held_file, put
@@ -289,7 +289,7 @@ def main() -> None:
         headrace_decode.main.main()
     else:
         slow_down(faults, dice)
-        put(headrace_prefill.puller, "PullSession", lossy_pulls(dice))
+        put(headrace_prefill.pull.puller, "PullSession", lossy_pulls(dice))
         put(headrace_prefill.prefix_receiver, "HandoffServicer", lossy_handoffs(dice))
         headrace_prefill.main.main()
 

@@ -22,6 +22,7 @@ from headrace_common.rpc.channel import open_channel
 from tests.clients.commands import run
 from tests.clients.router import KEY, full_at_first, secured_listen
 from tests.component.router.fakes import FakeDecode, Rig, finished, reserved, tokens
+from tests.documented import blocks_of
 from tests.suite.certificates import Authority
 from tests.suite.secured import deployed, joined
 from tests.waiting import until
@@ -54,12 +55,9 @@ def language(request: pytest.FixtureRequest) -> str:
 
 
 def commands_of(language: str) -> list[str]:
-    """The commands of the page in the section of a language."""
-    section = re.search(
-        rf"<!-- run: {language} -->\n```console\n(.*?)```", PAGE.read_text(), re.DOTALL
-    )
-    assert section, f"{PAGE.name} has no commands for {language}"
-    return [line.removeprefix("$ ") for line in section[1].splitlines()]
+    """The commands of the page for a language."""
+    (block,) = (block for block in blocks_of(PAGE) if block.runs == f"{language} client")
+    return list(block.commands)
 
 
 async def answer_of(endpoint: str, tls: TlsFiles) -> tuple[str, inference_pb2.Usage]:

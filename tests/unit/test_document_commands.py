@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import typer
 
+from build_clients import LANGUAGES
 from headrace_cli.app import app
 from headrace_common.config import ServiceConfig
 from headrace_common.process.settings import flag_of
@@ -28,12 +29,12 @@ MARKED_PAGES = (
     ROOT / "docs" / "quickstart-gpu.md",
 )
 # tests/suite/test_documented_commands.py, tests/suite/quickstart_gpu.py, tests/component/registry/store/test_backup.py,
-# tests/clients
+# tests/clients/test_chat_clients.py
 RUNNERS = {
-    *("cpp", "go", "java", "node", "rust"),
     *("sim", "shell"),
     *("first host", "second host", "both hosts", "second host, beside the next"),
     "etcd",
+    *(f"{language} client" for language in LANGUAGES),
 }
 SERVICES: dict[str, type[ServiceConfig]] = {
     "headrace-registry": RegistryConfig,

@@ -24,7 +24,7 @@ from headrace_prefill.bandwidths import LinkBandwidths
 from headrace_prefill.config import PrefillConfig
 from headrace_prefill.link_spans import LinkSpans
 from headrace_prefill.prefix_receiver import PrefixReceiver
-from headrace_prefill.puller import TaskPuller
+from headrace_prefill.pull.puller import TaskPuller
 from headrace_prefill.worker import PrefillWorker
 
 PROG: Final = "headrace-prefill"

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillWorker:
-    """Owns the worker's slots. Tasks wait for a slot only when there are more routers than slots.
+    """Owns the worker's slots. A task waits for a slot when its router was idle and others use all slots.
 
     `on_received` is called when a task has come. `on_ended` gets the decode worker's id of every task, the error's
     reason, or "", the payload bytes, and the reports of its ranks. `prefixes` may have prefixes fetched.

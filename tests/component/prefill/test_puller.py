@@ -16,7 +16,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_kv.layout.layout import WorkerRef
-from headrace_prefill.puller import TaskPuller
+from headrace_prefill.pull.puller import TaskPuller
 from tests.waiting import until
 
 REF = WorkerRef("prefill-0", "00112233445566ff")

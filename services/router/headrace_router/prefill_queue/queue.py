@@ -232,6 +232,14 @@ class PrefillQueue:
         """A worker can take more tasks. Raises ProtocolViolation beyond CREDITS_MAX."""
         self._group_of(stream).add_credits(stream, task_count)
 
+    def recall_credits(self, stream: PrefillWorkerStream, task_count: int) -> None:
+        """A worker takes back credits that it gave, to give them to another router. The answer has their number."""
+        self._group_of(stream).return_credits(stream, task_count)
+
+    def set_wants_demand(self, stream: PrefillWorkerStream, wanted: bool) -> None:
+        """Whether a worker gets reports of what waits here, because it pulls from several routers."""
+        self._group_of(stream).set_wants_demand(stream, wanted)
+
     def task_started(self, stream: PrefillWorkerStream, transfer_id: str) -> None:
         """A worker is about to open a task's transfer. From now on no other worker can compute the task."""
         queued = stream.tasks.get(transfer_id)

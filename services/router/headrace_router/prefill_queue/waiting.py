@@ -1,6 +1,9 @@
-"""Tasks of one group that wait, in the order in which they are handed out. Pure."""
+"""Tasks of one group that wait, in the order in which they are handed out. Pure but for the clock."""
 
 from __future__ import annotations
+
+import time
+from collections import OrderedDict
 
 from sortedcontainers import SortedDict
 
@@ -110,3 +113,32 @@ class AffinityWaits:
             for priority in Priority
             for queued in self._by_worker.get((ref, priority), {}).values()
         )
+
+
+class ClassTasks:
+    """The tasks of one class that wait: in the lanes, or for workers that have their prefix."""
+
+    def __init__(self) -> None:
+        self.tasks: OrderedDict[int, QueuedTask] = OrderedDict()
+        """All of them by number, oldest first."""
+        self.tokens = 0
+        self.lanes = TaskLanes()
+
+    @property
+    def oldest_age_s(self) -> float:
+        """How long the oldest task has waited; 0 without tasks."""
+        oldest = next(iter(self.tasks.values()), None)
+        return time.monotonic() - oldest.queued_s if oldest is not None else 0.0
+
+    def add(self, queued: QueuedTask) -> None:
+        """Counts a task that waits from now on."""
+        self.tasks[queued.number] = queued
+        if queued.at_front:
+            # These tasks have waited longest, or nearly so.
+            self.tasks.move_to_end(queued.number, last=False)
+        self.tokens += queued.tokens
+
+    def remove(self, queued: QueuedTask) -> None:
+        """A task waits no more. It is in no lane."""
+        del self.tasks[queued.number]
+        self.tokens -= queued.tokens

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import Draining, QueueFull
 from headrace_common.queues import BoundedQueue
+from headrace_prefill.pull.slot_shares import RouterDemand
 from headrace_prefill.worker import PrefillWorker
 
 log = logging.getLogger(__name__)
@@ -29,15 +31,20 @@ class _Report:
 class PullSession:
     """Owns the tasks of one stream. When the stream ends, they are stopped: the router requeues them.
 
-    Credit is the number of tasks that the router may still send. `_granted` counts the credit that
-    was given and not returned by the end of a task; the session keeps it at its share.
+    Credit is the number of tasks that the router may still send. `granted` counts the credit that was given and not
+    returned, by the end of a task or by the router. `on_change` is called when `granted` or `demand` has changed.
     """
 
-    def __init__(self, worker: PrefillWorker, hello: prefill_pb2.Hello, credit_share: int) -> None:
+    def __init__(
+        self, worker: PrefillWorker, hello: prefill_pb2.Hello, on_change: Callable[[], None]
+    ) -> None:
         self._worker = worker
+        self._on_change = on_change
         self._answered = False
-        self._share = credit_share
-        self._granted = 0
+        self.granted = 0
+        self._waiting: Mapping[Priority, int] | None = None
+        self._wants_demand = False
+        self._recalls = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._outgoing: BoundedQueue[_Report] = BoundedQueue("pull reports", REPORTS_MAX)
         self._draining = False
@@ -45,12 +52,16 @@ class PullSession:
         self._idle = asyncio.Event()
         self._idle.set()
         self._hello = prefill_pb2.PullRequest(hello=hello)
-        self.set_credit_share(credit_share)
 
     @property
     def was_answered(self) -> bool:
         """Whether the router has sent a message."""
         return self._answered
+
+    @property
+    def demand(self) -> RouterDemand:
+        """What waits at the router, as it reported last, and what runs here."""
+        return RouterDemand(self._waiting, len(self._tasks))
 
     async def run(self, stub: prefill_pb2_grpc.PrefillQueueServiceAsyncStub) -> None:
         """Serves the stream until it ends.
@@ -66,20 +77,40 @@ class PullSession:
                         self._start_task(response.task)
                     case "cancel":
                         self._cancel_task(response.cancel.transfer_id)
+                    case "demand":
+                        self._set_waiting(response.demand)
+                    case "returned":
+                        self._take_back(response.returned.task_count)
                     case unknown:
                         log.warning("the router sent an unknown message %s", unknown)
         finally:
             call.cancel()
             await self._stop_all()
 
-    def set_credit_share(self, credit_share: int) -> None:
-        """Sets how many tasks the router may have here, and grants the credit that is missing."""
-        self._share = credit_share
-        if self._draining or self._granted >= self._share:
+    def grant(self, task_count: int) -> None:
+        """Lets the router send so many more tasks."""
+        if self._draining or task_count < 1:
             return
-        missing = self._share - self._granted
-        self._granted = self._share
-        self._send(prefill_pb2.PullRequest(credit=prefill_pb2.Credit(task_count=missing)))
+        self.granted += task_count
+        self._send_credit(prefill_pb2.Credit(task_count=task_count))
+
+    def ask_for_demand(self, wanted: bool) -> None:
+        """Whether the router reports what waits there."""
+        if wanted is not self._wants_demand and not self._draining:
+            self._wants_demand = wanted
+            self._send_credit(prefill_pb2.Credit())
+            if not wanted:
+                self._waiting = None
+
+    def recall(self, task_count: int) -> None:
+        """Asks the router for unused credit. Does nothing before it has answered the last time.
+
+        Routers of older versions report no demand, and keep their credit.
+        """
+        unused = min(task_count, self.granted - len(self._tasks))
+        if unused > 0 and not self._recalls and self._waiting is not None and not self._draining:
+            self._recalls = True
+            self._send_credit(prefill_pb2.Credit(recall_count=unused))
 
     async def drain(self) -> None:
         """Refuses new tasks, and returns when all running tasks have been reported."""
@@ -98,7 +129,7 @@ class PullSession:
             return
         if self._draining:
             self._refuse(transfer_id, Draining(f"{self._worker.ref.worker_id} is shutting down"))
-        elif len(self._tasks) >= max(self._share, self._granted):
+        elif len(self._tasks) >= self.granted:
             self._refuse(transfer_id, QueueFull("the router sent more tasks than it had credit"))
         else:
             self._idle.clear()
@@ -126,9 +157,24 @@ class PullSession:
             self._send(prefill_pb2.PullRequest(done=done))
         finally:
             self._tasks.pop(task.transfer_id, None)
-            self._granted -= 1
-            self.set_credit_share(self._share)
+            self.granted -= 1
+            self._on_change()
             self._update_idle()
+
+    def _set_waiting(self, demand: prefill_pb2.QueueDemand) -> None:
+        # A report may have been on its way when the worker stopped asking.
+        if self._wants_demand:
+            self._waiting = {
+                Priority.HIGH: demand.high_count,
+                Priority.NORMAL: demand.normal_count,
+                Priority.LOW: demand.low_count,
+            }
+            self._on_change()
+
+    def _take_back(self, task_count: int) -> None:
+        self._recalls = False
+        self.granted -= min(task_count, self.granted - len(self._tasks))
+        self._on_change()
 
     def _cancel_task(self, transfer_id: str) -> None:
         running = self._tasks.get(transfer_id)
@@ -139,6 +185,10 @@ class PullSession:
         self._draining = True
         self.cancel_tasks()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _send_credit(self, credit: prefill_pb2.Credit) -> None:
+        credit.wants_demand = self._wants_demand
+        self._send(prefill_pb2.PullRequest(credit=credit))
 
     def _send(self, message: prefill_pb2.PullRequest) -> asyncio.Event:
         """Queues a message. The event is set once gRPC has taken it."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Iterable
+from typing import TypeAlias
 
 import grpc.aio
 
@@ -18,7 +19,8 @@ from headrace_common.errors import QueueFull
 from headrace_common.registry.adapters import Adapter, adapter_to_proto
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_prefill.pull_session import PullSession
+from headrace_prefill.pull.session import PullSession
+from headrace_prefill.pull.slot_shares import RouterDemand, divide_slots
 from headrace_prefill.worker import PrefillWorker
 
 log = logging.getLogger(__name__)
@@ -26,9 +28,12 @@ log = logging.getLogger(__name__)
 RETRY_S_MIN = 0.1
 RETRY_S_MAX = 3.0
 
+RouterKey: TypeAlias = tuple[str, str, str]
+"""Id, incarnation and endpoint of a router."""
+
 
 class TaskPuller:
-    """Keeps one Pull stream to each router incarnation, and divides the worker's slots among them."""
+    """Keeps one Pull stream to each router incarnation, and divides the worker's slots among them by their demand."""
 
     def __init__(
         self,
@@ -48,14 +53,9 @@ class TaskPuller:
             layout=layout,
             adapters=map(adapter_to_proto, adapters),
         )
-        self._streams: dict[tuple[str, str, str], asyncio.Task[None]] = {}
-        self._sessions: set[PullSession] = set()
+        self._streams: dict[RouterKey, asyncio.Task[None]] = {}
+        self._sessions: dict[RouterKey, PullSession] = {}
         self._draining = False
-
-    @property
-    def credit_share(self) -> int:
-        """Tasks that each router may have on this worker, waiting or running."""
-        return max(1, self._worker.slot_count // max(1, len(self._streams)))
 
     def set_routers(self, routers: Iterable[registry_pb2.Member]) -> None:
         """Opens streams to new routers, and ends those to routers that have left."""
@@ -65,11 +65,8 @@ class TaskPuller:
         for left in self._streams.keys() - wanted:
             self._streams.pop(left).cancel()
         for key in wanted - self._streams.keys():
-            self._streams[key] = asyncio.create_task(
-                self._pull(key[0], key[2]), name=f"pull from {key[0]}"
-            )
-        for session in self._sessions:
-            session.set_credit_share(self.credit_share)
+            self._streams[key] = asyncio.create_task(self._pull(key), name=f"pull from {key[0]}")
+        self._divide()
 
     async def drain(self, deadline: Deadline) -> None:
         """Refuses new tasks, and returns when every task has ended and been reported.
@@ -79,7 +76,7 @@ class TaskPuller:
         """
         self._draining = True
         self._worker.start_drain()
-        sessions = set(self._sessions)
+        sessions = tuple(self._sessions.values())
         drains = asyncio.gather(*(session.drain() for session in sessions))
         try:
             async with asyncio.timeout(deadline.remaining_s()):
@@ -97,12 +94,36 @@ class TaskPuller:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
 
-    async def _pull(self, router_id: str, endpoint: str) -> None:
+    def _divide(self) -> None:
+        """Gives each router the credit of its share. Recalls unused credit beyond it."""
+        demands = {
+            key: self._sessions[key].demand if key in self._sessions else RouterDemand()
+            for key in self._streams
+        }
+        shares = divide_slots(self._worker.slot_count, demands)
+        sessions = {key: one for key, one in self._sessions.items() if key in shares}
+        free = sum(shares.values()) - sum(one.granted for one in self._sessions.values())
+        for session in sessions.values():
+            session.ask_for_demand(len(self._streams) > 1)
+        missing = {key: shares[key] - one.granted for key, one in sessions.items()}
+        # The router that lacks most is first. One that has nothing always gets one.
+        for key in sorted(missing, key=missing.__getitem__, reverse=True):
+            session = sessions[key]
+            if missing[key] < 0:
+                session.recall(-missing[key])
+                continue
+            granted = min(missing[key], max(free, 0 if session.granted else 1))
+            session.grant(granted)
+            free -= max(0, granted)
+
+    async def _pull(self, key: RouterKey) -> None:
+        router_id, _, endpoint = key
         retry_s = RETRY_S_MIN
         async with open_channel(endpoint, self._config) as channel:
             while not self._draining:
-                session = PullSession(self._worker, self._hello, self.credit_share)
-                self._sessions.add(session)
+                session = PullSession(self._worker, self._hello, self._divide)
+                self._sessions[key] = session
+                self._divide()
                 try:
                     await session.run(prefill_pb2_grpc.PrefillQueueServiceStub(channel))
                     log.info("router %s ended the pull stream", router_id)
@@ -111,6 +132,8 @@ class TaskPuller:
                 except QueueFull as error:
                     log.warning("pull from %s: %s", router_id, error.detail)
                 finally:
-                    self._sessions.discard(session)
+                    if self._sessions.get(key) is session:
+                        del self._sessions[key]
+                    self._divide()
                 retry_s = RETRY_S_MIN if session.was_answered else min(RETRY_S_MAX, 2 * retry_s)
                 await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))

@@ -1,0 +1,1 @@
+"""Pulls tasks from routers: streams, credits, and the shares of several routers."""
