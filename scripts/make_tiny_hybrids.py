@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +162,8 @@ def qwen3_next() -> PreTrainedConfig:
     )
 
 
-def mamba2() -> PreTrainedConfig:
-    """State spaces without attention."""
+def mamba2(groups: int = 1) -> PreTrainedConfig:
+    """State spaces without attention. Heads of a group share inputs."""
     values = {name: value for name, value in COMMON.items() if name != "intermediate_size"}
     return Mamba2Config(
         **values,
@@ -171,11 +172,11 @@ def mamba2() -> PreTrainedConfig:
         head_dim=32,
         expand=2,
         state_size=32,
-        n_groups=1,
+        n_groups=groups,
     )
 
 
-ARCHITECTURES = {
+ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "tiny-deepseek-v2": deepseek_v2,
     # Two ranks have two heads each: with one, vLLM's decode step fails.
     "tiny-deepseek-wide": lambda: deepseek_v2(heads=4),
@@ -186,6 +187,7 @@ ARCHITECTURES = {
     "tiny-lfm2": lfm2,
     "tiny-qwen3-next": qwen3_next,
     "tiny-mamba2": mamba2,
+    "tiny-mamba2-groups": lambda: mamba2(groups=2),
 }
 
 

@@ -17,8 +17,9 @@ POLL_S = 0.05
 class FakeNode(threading.Thread):
     """Binds every pod, makes it ready, and removes it after its deletion.
 
-    Pods in `held` stay as they are: they neither become ready nor end. `log` has what happened, in order. `serves` and
-    `has_ended` are asked again and again for a pod that starts or ends, and delay it while they return False.
+    Pods in `held` stay as they are: they neither become ready nor end. `log` has what happened, in order. `rounds`
+    counts the looks at all pods. `serves` and `has_ended` are asked again and again for a pod that starts or ends, and
+    delay it while they return False.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class FakeNode(threading.Thread):
         self._addresses = 0
         self.held: set[str] = set()
         self.log: list[str] = []
+        self.rounds = 0
         self.failure: Exception | None = None
 
     def run(self) -> None:
@@ -46,6 +48,7 @@ class FakeNode(threading.Thread):
             while not self._ending.wait(POLL_S):
                 for pod in self._api.get(self._pods).json()["items"]:
                     self._follow(pod)
+                self.rounds += 1
         except Exception as error:  # noqa: BLE001 - the test reads it.
             self.failure = error
 

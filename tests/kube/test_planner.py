@@ -88,6 +88,9 @@ async def test_workers_are_added_and_removed(planner: PlannerConfig, node: FakeN
         node.held = {f"{DECODE}-2"}
         change = asyncio.create_task(scaler.apply(WorkerCounts(2, 3), WorkerCounts(3, 1)))
         await until(lambda: f"{DECODE}-1 ends" in node.log, LIMIT_S)
+        # Long enough for a pod that is added too early to serve.
+        rounds = node.rounds
+        await until(lambda: node.rounds >= rounds + 20, LIMIT_S)
         assert not change.done()
         assert f"{PREFILL}-2" not in serving(node)
         node.held = set()

@@ -312,7 +312,7 @@ async def running_pair(
             tickets=NoTickets(),
             lease_ttl_s=LEASE_TTL_S,
             on_released=pair.release,
-            features=() if checks is None else (checks,),
+            features=tuple(filter(None, (decode.broadcast, checks))),
         )
         server = grpc.aio.server()
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(

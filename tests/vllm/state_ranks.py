@@ -9,31 +9,35 @@ from tests.vllm.hybrids import mend_rotation
 from tests.vllm.pair import GREEDY, Answer, prompt_of, reset, running_pair
 
 LENGTHS = (33, 170, 500)
-SAMPLING = replace(GREEDY, max_tokens=8, logprobs=1)
+SAMPLING = replace(GREEDY, max_tokens=8, logprobs=2)
+
+
+@dataclass(slots=True)
+class Compared:
+    """A prompt's tokens by the decode engine alone, and by both engines.
+
+    By token: `differences` of its log probability, and by how much it was more probable than the next one (`leads`).
+    """
+
+    plain: list[int]
+    split: list[int]
+    differences: list[float]
+    leads: list[float]
 
 
 @dataclass(slots=True)
 class StateResult:
-    """By prompt: tokens of the decode engine alone, and of both.
+    """By prompt. `together`: the tokens of both engines side by side. `heads`: of the layout's states."""
 
-    `together`: the same side by side. `heads`: of the layout's states. `differences`: the largest one of log
-    probabilities, by prompt.
-    """
-
-    plain: list[list[int]] = field(default_factory=list)
-    split: list[list[int]] = field(default_factory=list)
+    prompts: list[Compared] = field(default_factory=list)
     together: list[list[int]] = field(default_factory=list)
-    differences: list[float] = field(default_factory=list)
     heads: list[int] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
 
 
-async def measure(
-    model: str, prefill_ranks: int, decode_ranks: int, dtype: str, max_tokens: int
-) -> StateResult:
+async def measure(model: str, prefill_ranks: int, decode_ranks: int, dtype: str) -> StateResult:
     """Answers prompts alone, and then on both engines. Decode checks the digests of all that it receives."""
     mend_rotation()
-    sampling = replace(SAMPLING, max_tokens=max_tokens)
     changes: dict[str, dict[str, object]] = {
         role: {
             "model": model,
@@ -50,20 +54,25 @@ async def measure(
         result.heads = [group.head_count for group in layout.groups if group.kind == "state"]
         prompts = [prompt_of(length, seed=12) for length in LENGTHS]
         for prompt in prompts:
-            plain = await pair.plain(prompt, sampling)
+            plain = await pair.plain(prompt, SAMPLING)
             await reset(pair.decode)
-            split = await pair.split(prompt, sampling)
+            split = await pair.split(prompt, SAMPLING)
             await pair.reset()
-            result.plain.append(plain.token_ids)
-            result.split.append(split.token_ids)
-            result.differences.append(_difference(plain, split))
+            result.prompts.append(_compared(plain, split))
             assert split.summary is not None
             result.received.append(split.summary.payload_bytes)
-        together = await asyncio.gather(*(pair.split(one, sampling) for one in prompts))
+        together = await asyncio.gather(*(pair.split(one, SAMPLING) for one in prompts))
         result.together = [answer.token_ids for answer in together]
     return result
 
 
-def _difference(plain: Answer, split: Answer) -> float:
-    pairs = zip(plain.logprobs, split.logprobs, strict=False)
-    return max(abs(one.logprob - other.logprob) for one, other in pairs)
+def _compared(plain: Answer, split: Answer) -> Compared:
+    leads = []
+    for one in plain.logprobs:
+        (_, first), (_, second) = sorted(one.alternatives, key=lambda found: -found[1])[:2]
+        leads.append(first - second)
+    differences = [
+        abs(one.logprob - other.logprob)
+        for one, other in zip(plain.logprobs, split.logprobs, strict=True)
+    ]
+    return Compared(plain.token_ids, split.token_ids, differences, leads)

@@ -24,6 +24,7 @@ class Transferred:
     cached_tokens: int
     start_token: int
     payload_bytes: int = 0
+    local_bytes: int = 0
     acknowledgement_count: int = 0
     sent: list[list[int]] = field(default_factory=list)
 
@@ -58,6 +59,7 @@ def transferred(answer: Answer) -> Transferred:
     found = Transferred(answer.token_ids, answer.end.cached_tokens, answer.reservation.start_token)
     if answer.summary is not None and answer.prefill is not None:
         found.payload_bytes = answer.summary.payload_bytes
+        found.local_bytes = answer.summary.local_bytes
         found.acknowledgement_count = answer.summary.acknowledgement_count
         found.sent = [
             [rank, sent.destination_rank, sent.layer, sent.start_token]
@@ -66,7 +68,9 @@ def transferred(answer: Answer) -> Transferred:
     return found
 
 
-async def measure(model: str, prefill_ranks: int, decode_ranks: int) -> CellResult:
+async def measure(
+    model: str, prefill_ranks: int, decode_ranks: int, local_broadcast: bool = True
+) -> CellResult:
     """Starts a pair of the model's engines and generates on both. Decode checks the digests of all that it receives."""
     # Latent attention rotates with the kernel that it corrects.
     mend_rotation()
@@ -76,6 +80,7 @@ async def measure(model: str, prefill_ranks: int, decode_ranks: int) -> CellResu
             "model": model,
             "tensor_parallel_size": ranks,
             "max_num_batched_tokens": CHUNK_TOKENS,
+            "local_broadcast": local_broadcast,
         }
         for role, ranks in (("prefill", prefill_ranks), ("decode", decode_ranks))
     }

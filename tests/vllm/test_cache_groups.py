@@ -18,9 +18,12 @@ from tests.vllm.conftest import IMPORTS_VLLM
 pytestmark = IMPORTS_VLLM
 
 ATTENTION = {"block_size": 32, "num_kv_heads": 2, "head_size": 32}
+BEFORE_AFTER = ("before", "after")
 
 
-def groups_of(*found: tuple[list[str], Any], ranks: int = 2) -> tuple[LayerGroup, ...]:
+def groups_of(
+    *found: tuple[list[str], Any], ranks: int = 2, state_groups: int = 0
+) -> tuple[LayerGroup, ...]:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
     from headrace_engine.vllm.cache_groups import read_groups
@@ -30,7 +33,9 @@ def groups_of(*found: tuple[list[str], Any], ranks: int = 2) -> tuple[LayerGroup
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec(names, spec) for names, spec in found],
     )
-    return read_groups(config, kv_head_count=4, tensor_parallel_size=ranks)
+    return read_groups(
+        config, kv_head_count=4, tensor_parallel_size=ranks, state_group_count=state_groups
+    )
 
 
 def state_spec(**changes: Any) -> Any:
@@ -68,32 +73,66 @@ def test_groups_with_tokens_come_first_and_layers_keep_the_models_order() -> Non
     assert found[1].block_format == "vllm-mamba2-3x8:bfloat16+2x4x4:float32"
 
 
-def test_a_short_convolution_has_heads() -> None:
+def states_of(
+    kind: str, shapes: tuple[tuple[int, ...], ...], ranks: int, groups: int = 0
+) -> tuple[LayerGroup, ...]:
     import torch
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    def convolution(ranks: int) -> LayerGroup:
-        (group,) = groups_of(
-            (
-                ["m.0.conv"],
-                MambaSpec(
-                    block_size=32,
-                    shapes=((2, 128 // ranks),),
-                    dtypes=(torch.bfloat16,),
-                    mamba_type=MambaAttentionBackendEnum.SHORT_CONV,
-                ),
-            ),
-            ranks=ranks,
-        )
-        return group
+    found = MambaSpec(
+        block_size=32,
+        shapes=shapes,
+        dtypes=(torch.bfloat16, torch.float32)[: len(shapes)],
+        mamba_type=MambaAttentionBackendEnum[kind],
+    )
+    return groups_of((["m.0.state", "m.1.state"], found), ranks=ranks, state_groups=groups)
 
-    one, two = convolution(1), convolution(2)
+
+def units(group: LayerGroup) -> list[tuple[str, int]]:
+    return [(part.name, part.unit_bytes) for part in group.state_parts]
+
+
+def test_a_short_convolution_has_heads() -> None:
+    (one,), (two,) = (
+        states_of("SHORT_CONV", ((2, 128 // ranks),), ranks=ranks) for ranks in (1, 2)
+    )
     assert one.head_count == two.head_count == 64
-    units = [[(part.name, part.unit_bytes) for part in group.state_parts] for group in (one, two)]
-    assert units[0] == units[1] == [("input.0", 4), ("input.1", 4)]
+    assert units(one) == units(two) == [("input.0", 4), ("input.1", 4)]
     assert one.block_format == two.block_format == "vllm-short_conv-heads"
     assert 32 * sum(part.unit_bytes for part in two.state_parts) == two.page_bytes
+
+
+def test_a_delta_net_has_heads() -> None:
+    # 2 key heads and 4 value heads of 64 channels over all ranks.
+    (one,), (two,) = (
+        states_of("GDN_ATTN", ((3, 512 // ranks), (4 // ranks, 64, 64)), ranks=ranks)
+        for ranks in (1, 2)
+    )
+    assert one.head_count == two.head_count == 2
+    assert units(one) == units(two)
+    assert one.block_format == two.block_format == "vllm-gdn_attn-heads"
+    assert sum(part.unit_bytes for part in two.state_parts) == two.page_bytes
+
+
+def test_a_mamba_state_counts_as_two_caches() -> None:
+    """The inputs of the only group are on every rank, and those of 8 heads of 32 channels are divided."""
+    one, two = (
+        states_of(
+            "MAMBA2", ((3, 256 // ranks + 2 * 32), (8 // ranks, 32, 32)), ranks=ranks, groups=1
+        )
+        for ranks in (1, 2)
+    )
+    for heads, shared in (one, two):
+        assert (heads.name, heads.index, heads.head_count) == ("state", 0, 8)
+        assert (shared.name, shared.index, shared.head_count) == ("state.1", 0, 1)
+        assert heads.layers == ((0, "m.0.state"), (2, "m.1.state"))
+        assert shared.layers == ((1, "m.0.state"), (3, "m.1.state"))
+    assert [units(group) for group in one] == [units(group) for group in two]
+    assert units(one[1]) == [(f"{name}.{tap}", 64) for tap in range(3) for name in BEFORE_AFTER]
+    # A model with unknown groups has pages of one piece.
+    (whole,) = states_of("MAMBA2", ((3, 256 + 2 * 32), (8, 32, 32)), ranks=1)
+    assert not whole.state_parts
 
 
 def test_tokens_of_latent_attention_are_separate_except_beside_states() -> None:

@@ -37,18 +37,19 @@ MODELS = {
 }
 
 # (model, prefill's ranks, decode's ranks, writes per layer): a write carries heads that only one source sends and one
-# destination keeps. With one KV head every rank holds a copy of it, and only one of prefill's sends.
+# destination keeps. With one KV head every rank holds a copy of it. Only one of prefill's sends. Only one of decode's
+# receives, and copies to the others.
 PAIRS = [
     (GROUPED, 2, 1, 2),
-    (SINGLE, 2, 2, 2),
+    (SINGLE, 2, 2, 1),
     (LATENT, 2, 1, 1),
     pytest.param(GROUPED, 1, 1, 1, marks=pytest.mark.long),
     pytest.param(GROUPED, 1, 2, 2, marks=pytest.mark.long),
     pytest.param(GROUPED, 2, 2, 2, marks=pytest.mark.long),
     pytest.param(SINGLE, 1, 1, 1, marks=pytest.mark.long),
-    pytest.param(SINGLE, 1, 2, 2, marks=pytest.mark.long),
+    pytest.param(SINGLE, 1, 2, 1, marks=pytest.mark.long),
     pytest.param(SINGLE, 2, 1, 1, marks=pytest.mark.long),
-    pytest.param(LATENT_WIDE, 1, 2, 2, marks=pytest.mark.long),
+    pytest.param(LATENT_WIDE, 1, 2, 1, marks=pytest.mark.long),
     pytest.param(MANY, 3, 1, 3, marks=pytest.mark.long),
     # Ranks of 4 heads to ranks of 6: the middle one's heads are divided.
     pytest.param(MANY, 3, 2, 4, marks=pytest.mark.long),
@@ -59,12 +60,15 @@ PAIRS = [
 ]
 
 
-def result_of(run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int) -> CellResult:
+def result_of(
+    run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int, **changes: bool
+) -> CellResult:
     result = run_job(
         "tests.vllm.tensor_parallel:measure",
         model=model,
         prefill_ranks=prefill_ranks,
         decode_ranks=decode_ranks,
+        **changes,
     )
     for name in ("split", "together"):
         result[name] = [Transferred(**values) for values in result[name]]
@@ -90,7 +94,8 @@ def test_tokens_equal_plain_vllm_and_only_effective_writes_are_made(
 
     shape = MODELS[model]
     starts = [0, 0, 0, 0 if shape.computes_whole else 512]
-    heads = sum(shard.copies * len(shard.heads) for shard in shards(decode_ranks, shape.kv_heads))
+    held = shards(decode_ranks, shape.kv_heads)
+    copied = sum((shard.copies - 1) * len(shard.heads) for shard in held)
     for prompt, answer, start in zip(prompts(), result.split, starts, strict=True):
         end = len(prompt) - 1
         step = end if shape.computes_whole else CHUNK_TOKENS
@@ -99,7 +104,9 @@ def test_tokens_equal_plain_vllm_and_only_effective_writes_are_made(
         unit_bytes = result.head_block_bytes
         if shape.computes_whole:
             unit_bytes //= result.block_tokens
-        assert answer.payload_bytes == tokens * result.layer_count * heads * unit_bytes
+        head_bytes = tokens * result.layer_count * unit_bytes
+        assert answer.payload_bytes == shape.kv_heads * head_bytes
+        assert answer.local_bytes == copied * head_bytes
 
 
 def check_writes(answer: Transferred, starts: range, writes: int, result: CellResult) -> None:
@@ -113,3 +120,13 @@ def check_writes(answer: Transferred, starts: range, writes: int, result: CellRe
     assert len({tuple(write) for write in answer.sent}) == len(answer.sent)
     destinations = {destination for _, destination, _ in keys}
     assert destinations == set(range(len(result.decode_sessions)))
+
+
+@pytest.mark.long
+def test_without_local_broadcast_each_rank_receives_its_own_bytes(run_job: RunJob) -> None:
+    result = result_of(run_job, SINGLE, 1, 2, local_broadcast=False)
+    assert [answer.token_ids for answer in result.split] == result.plain
+    assert {answer.local_bytes for answer in result.split} == {0}
+    for answer in result.split:
+        destinations = {(destination, layer) for _, destination, layer, _ in answer.sent}
+        assert len(destinations) == 2 * result.layer_count

@@ -38,6 +38,9 @@ def test_evicted_prompts_return_with_equal_answers(
     assert found["received"] == [HALF] * PROMPT_COUNT
     # A prefill computes its last block, because it needs the last token's output.
     assert found["prefill_cached"] == [WHOLE - 32] * PROMPT_COUNT
+    if not disk_blocks:
+        # What main memory had was sent from there, and then what was computed.
+        assert found["sent"] == [[HALF, WHOLE - 32]] * PROMPT_COUNT
     together, alone = found["preempted"]
     assert together == alone
     if disk_blocks:

@@ -26,7 +26,8 @@ class Result:
     """By prompt: the answer on an empty cache, and those after the prompt was evicted from KV memory.
 
     `cached`: prompt tokens that decode did not compute. `received`: those that it did not receive from prefill.
-    `prefill_cached`: those that prefill did not compute. `load_times`: announced seconds a block, by tier.
+    `prefill_cached`: those that prefill did not compute. `sent`: the first tokens of what prefill sent.
+    `load_times`: announced seconds a block, by tier.
     `preempted`: long answers side by side, and one by one.
     `storm`: see tier_storm, on engines with a disk.
     """
@@ -37,6 +38,7 @@ class Result:
     split: list[list[int]] = field(default_factory=list)
     received: list[int] = field(default_factory=list)
     prefill_cached: list[int] = field(default_factory=list)
+    sent: list[list[int]] = field(default_factory=list)
     blocks: dict[str, int] = field(default_factory=dict)
     load_times: dict[str, float] = field(default_factory=dict)
     after_reset: int = 0
@@ -81,7 +83,7 @@ async def _conversations(pair: Pair) -> Result:
     await until(pair.decode.reset_prefix_cache)
     result.after_reset = _cached(await pair.plain(prompts[-1]))
     for _ in range(2):
-        result.split, result.received, result.prefill_cached = [], [], []
+        result.split, result.received, result.prefill_cached, result.sent = [], [], [], []
         await until(pair.decode.reset_prefix_cache)
         for prompt in prompts:
             await _split(pair, prompt, result)
@@ -98,6 +100,7 @@ async def _split(pair: Pair, prompt: list[int], result: Result) -> None:
     result.split.append(answer.token_ids)
     result.received.append(answer.reservation.start_token)
     result.prefill_cached.append(answer.prefill.cached_tokens)
+    result.sent.append(sorted({one.start_token for _, one in answer.prefill.layers}))
 
 
 async def _preempted(pair: Pair) -> list[list[list[int]]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
@@ -18,12 +20,22 @@ from vllm.v1.kv_cache_interface import (
 
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.compat import in_model_order
-from headrace_engine.vllm.state_parts import DIVIDED_KINDS, StateArray, StateHeads, state_heads
+from headrace_engine.vllm.state_parts import StateArray, StateHeads, StatePart, state_heads
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, GroupKind
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+@dataclass(frozen=True, slots=True)
+class _Cache:
+    """A cache of a group's layers. A page of a state may count as two, when ranks divide parts of it differently."""
+
+    kind: GroupKind
+    head_count: int
+    block_format: str
+    state_parts: tuple[StatePart, ...] = ()
 
 
 def read_groups(
@@ -37,60 +49,86 @@ def read_groups(
 
     `state_group_count`: see state_heads. Raises ConfigError for layers with a cache that Headrace cannot transfer.
     """
-    specs = [_one_spec(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups]
+    groups = kv_cache_config.kv_cache_groups
+    specs = [_one_spec(group.kv_cache_spec) for group in groups]
     has_states = any(isinstance(spec, MambaSpec) for spec in specs)
-    numbers = _layer_numbers(kv_cache_config)
+    caches = [
+        _state_caches(spec, tensor_parallel_size, state_group_count)
+        if isinstance(spec, MambaSpec)
+        else (_token_cache(spec, kv_head_count, tensor_parallel_size, has_states),)
+        for spec in specs
+    ]
+    numbers = _layer_numbers(
+        {
+            name: len(found)
+            for group, found in zip(groups, caches, strict=True)
+            for name in group.layer_names
+        }
+    )
     found: list[LayerGroup] = []
-    for index, (group, spec) in enumerate(zip(kv_cache_config.kv_cache_groups, specs, strict=True)):
-        kind: GroupKind = TOKENS
-        head_count, block_format = kv_head_count, ""
+    for index, (group, spec) in enumerate(zip(groups, specs, strict=True)):
         window_tokens, chunk_tokens = _window(spec)
-        state: StateHeads | None = None
-        if isinstance(spec, MambaSpec):
-            kind = STATE
-            state = _heads_of(spec, tensor_parallel_size, state_group_count)
-            block_format = _state_block_format(spec, divided=state is not None)
-            # Otherwise a page is one piece, which ranks of another number cannot hold.
-            head_count = 1 if spec.tp_replicated else tensor_parallel_size
-            if state is not None:
-                head_count = state.head_count
-        elif type(spec) is MLAAttentionSpec:
-            # Beside states, blocks are transferred whole: unused bytes of a block may hold an old state.
-            head_count, block_format = 1, "vllm-latent" if has_states else TOKEN_OUTER
-        elif not window_tokens and not chunk_tokens and type(spec) is not FullAttentionSpec:
-            raise _refusal(f"layers that keep a {type(spec).__name__}")
-        if chunk_tokens and kv_head_count < tensor_parallel_size:
-            # At the end of a chunk nothing of these layers is sent, and a rank must have something to send.
-            raise _refusal(
-                f"chunked local attention with {kv_head_count} KV heads, fewer than ranks"
+        for place, cache in enumerate(caches[index]):
+            found.append(
+                LayerGroup(
+                    index=index,
+                    name=_name(cache.kind, bool(window_tokens or chunk_tokens), found),
+                    kind=cache.kind,
+                    head_count=cache.head_count,
+                    block_tokens=spec.block_size,
+                    block_format=cache.block_format,
+                    layers=tuple(
+                        sorted((numbers[name] + place, name) for name in group.layer_names)
+                    ),
+                    page_bytes=spec.page_size_bytes,
+                    window_tokens=window_tokens,
+                    chunk_tokens=chunk_tokens,
+                    state_parts=cache.state_parts,
+                )
             )
-        name = (
-            "state" if kind == STATE else "window" if window_tokens or chunk_tokens else "attention"
-        )
-        before = sum(other.name.partition(".")[0] == name for other in found)
-        found.append(
-            LayerGroup(
-                index=index,
-                name=f"{name}.{before}" if before else name,
-                kind=kind,
-                head_count=head_count,
-                block_tokens=spec.block_size,
-                block_format=block_format,
-                layers=tuple(
-                    sorted((numbers[layer_name], layer_name) for layer_name in group.layer_names)
-                ),
-                page_bytes=spec.page_size_bytes,
-                window_tokens=window_tokens,
-                chunk_tokens=chunk_tokens,
-                state_parts=state.parts if state is not None else (),
-            )
-        )
     if all(group.chunk_tokens for group in found):
         raise _refusal("chunked local attention alone")
     if has_states and any(group.is_windowed for group in found):
         # Decode's other groups may have cached more than its windows, see supports_divergent_local_hybrid_hits.
         raise _refusal("windows beside states")
     return tuple(sorted(found, key=lambda group: (group.kind == STATE, group.is_windowed)))
+
+
+def _name(kind: GroupKind, is_windowed: bool, others: Sequence[LayerGroup]) -> str:
+    name = "state" if kind == STATE else "window" if is_windowed else "attention"
+    before = sum(other.name.partition(".")[0] == name for other in others)
+    return f"{name}.{before}" if before else name
+
+
+def _token_cache(
+    spec: KVCacheSpec, kv_head_count: int, tensor_parallel_size: int, has_states: bool
+) -> _Cache:
+    window_tokens, chunk_tokens = _window(spec)
+    if chunk_tokens and kv_head_count < tensor_parallel_size:
+        # At the end of a chunk nothing of these layers is sent, and a rank must have something to send.
+        raise _refusal(f"chunked local attention with {kv_head_count} KV heads, fewer than ranks")
+    if type(spec) is MLAAttentionSpec:
+        # Beside states, blocks are transferred whole: unused bytes of a block may hold an old state.
+        return _Cache(TOKENS, 1, "vllm-latent" if has_states else TOKEN_OUTER)
+    if not window_tokens and not chunk_tokens and type(spec) is not FullAttentionSpec:
+        raise _refusal(f"layers that keep a {type(spec).__name__}")
+    return _Cache(TOKENS, kv_head_count, "")
+
+
+def _state_caches(spec: MambaSpec, ranks: int, group_count: int) -> tuple[_Cache, ...]:
+    kind = spec.mamba_type.name.lower()
+    divided = _heads_of(spec, kind, ranks, group_count)
+    if divided:
+        # The parts have the sizes.
+        return tuple(
+            _Cache(STATE, heads.head_count, f"vllm-{kind}-heads", heads.parts) for heads in divided
+        )
+    arrays = "+".join(
+        f"{'x'.join(map(str, shape))}:{str(dtype).removeprefix('torch.')}"
+        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+    # A page is one piece, which ranks of another number cannot hold.
+    return (_Cache(STATE, 1 if spec.tp_replicated else ranks, f"vllm-{kind}-{arrays}"),)
 
 
 def _window(spec: KVCacheSpec) -> tuple[int, int]:
@@ -102,10 +140,11 @@ def _window(spec: KVCacheSpec) -> tuple[int, int]:
     return 0, 0
 
 
-def _layer_numbers(kv_cache_config: KVCacheConfig) -> Mapping[str, int]:
-    """Numbers of the layers of all groups, in model order. A layer with two caches has two numbers."""
-    names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
-    return {name: number for number, name in enumerate(in_model_order(names))}
+def _layer_numbers(cache_counts: Mapping[str, int]) -> Mapping[str, int]:
+    """The first number of each layer, in model order. A layer with two caches has two numbers."""
+    names = in_model_order(cache_counts)
+    firsts = accumulate((cache_counts[name] for name in names), initial=0)
+    return dict(zip(names, firsts, strict=False))
 
 
 def _one_spec(spec: KVCacheSpec) -> KVCacheSpec:
@@ -118,10 +157,9 @@ def _one_spec(spec: KVCacheSpec) -> KVCacheSpec:
     return of_layers[0]
 
 
-def _heads_of(spec: MambaSpec, ranks: int, group_count: int) -> StateHeads | None:
-    kind = spec.mamba_type.name.lower()
-    if spec.tp_replicated or kind not in DIVIDED_KINDS:
-        return None
+def _heads_of(spec: MambaSpec, kind: str, ranks: int, group_count: int) -> tuple[StateHeads, ...]:
+    if spec.tp_replicated:
+        return ()
     arrays = [
         StateArray(tuple(shape), str(dtype).removeprefix("torch."), dtype.itemsize)
         for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
@@ -133,17 +171,6 @@ def _heads_of(spec: MambaSpec, ranks: int, group_count: int) -> StateHeads | Non
         group_count=group_count,
         channels_first=is_conv_state_dim_first(),
     )
-
-
-def _state_block_format(spec: MambaSpec, *, divided: bool) -> str:
-    if divided:
-        # The parts have the sizes.
-        return f"vllm-{spec.mamba_type.name.lower()}-heads"
-    arrays = "+".join(
-        f"{'x'.join(map(str, shape))}:{str(dtype).removeprefix('torch.')}"
-        for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
-    )
-    return f"vllm-{spec.mamba_type.name.lower()}-{arrays}"
 
 
 def _refusal(what: str) -> ConfigError:

@@ -52,14 +52,18 @@ class HeadraceMetadata(KVConnectorMetadata):
 
 @dataclass
 class EndedMoves(KVConnectorWorkerMetadata):
-    """Carries the ends of moves from and to the remote pool from the ranks to the scheduler."""
+    """Carries from the ranks to the scheduler what has ended.
+
+    These are moves from and to the remote pool, and sends from main memory.
+    """
 
     moves: list[tuple[int, int]]
+    host_sends: list[int]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> EndedMoves:
         """The ends on both ranks."""
         assert isinstance(other, EndedMoves)
-        return EndedMoves(self.moves + other.moves)
+        return EndedMoves(self.moves + other.moves, self.host_sends + other.host_sends)
 
 
 class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
@@ -148,8 +152,8 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker().get_block_ids_with_load_errors()
 
     def build_connector_worker_meta(self) -> EndedMoves | None:
-        moves = self._worker().take_moves()
-        return EndedMoves(moves) if moves else None
+        moves, host_sends = self._worker().take_moves(), self._worker().take_ended_host_sends()
+        return EndedMoves(moves, host_sends) if moves or host_sends else None
 
     # Hooks of the scheduler.
 
@@ -191,6 +195,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, EndedMoves):
             self._scheduler().moves_ended(meta.moves)
+            self._scheduler().host_sends_ended(meta.host_sends)
         self._scheduler().update_connector_output(connector_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:

@@ -61,6 +61,7 @@ class ServiceDeployment:
                 self.settings.overlap_layers,
                 groups,
                 tensor_parallel_size(vllm_config),
+                sends_from_host=self.settings.sends_from_host,
             ),
             self.settings,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -37,6 +38,7 @@ from headrace_engine.vllm.link.messages import EngineLoad
 from headrace_engine.vllm.service.adapters import LoadedAdapter, load_adapters
 from headrace_engine.vllm.service.decode_request import DecodeRequest
 from headrace_engine.vllm.service.launch import check_config, launch
+from headrace_engine.vllm.service.local_broadcast import open_broadcast
 from headrace_engine.vllm.service.prefill_request import PrefillRequest
 from headrace_engine.vllm.service.prefix_request import PrefixRequest
 from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
@@ -130,6 +132,8 @@ class VllmEngine(Engine):
         self.descriptor = await self._link.wait_attached(
             self._config.tensor_parallel_size, ATTACH_TIMEOUT_S
         )
+        if self._config.role == "decode" and self._config.local_broadcast:
+            self.descriptor, self.broadcast = open_broadcast(self.descriptor, self._link.process_of)
         await load_adapters(self._llm, tuple(self._adapters.values()))
         self.adapters = tuple(adapter.identity for adapter in self._adapters.values())
         self.max_model_len = max_model_len(self._llm)
@@ -282,6 +286,8 @@ class VllmEngine(Engine):
         if self._kv_events is not None:
             await self._kv_events.close()
             self._kv_events = None
+        if self.broadcast is not None:
+            await asyncio.to_thread(self.broadcast.close)
         if self._llm is not None:
             await end_llm(self._llm)
             self._llm = None

@@ -56,6 +56,11 @@ class ConnectorSettings:
         """The worker that the connectors belong to."""
         return WorkerRef(self.worker_id, self.incarnation)
 
+    @property
+    def sends_from_host(self) -> bool:
+        """Whether transfers may read blocks of main memory."""
+        return self.role == "prefill" and bool(self.tiers.names) and self.tiers.sends_from_host
+
     def pool_opener(self) -> PoolOpener:
         """Opens the remote pool that `tiers` name."""
         networks = None if self.admitted is None else parse_networks(self.admitted)

@@ -1,7 +1,8 @@
 """Divides a rank's page of a state into arrays with heads, so that ranks of another number can hold them. Pure.
 
 A page has the last inputs of a convolution, then a recurrent state for each head. The inputs are channels of several
-kinds, such as queries, keys and values. Each rank has its heads of each kind, in this order.
+kinds, such as queries, keys and values. Each rank has its heads of each kind, in this order. In Mamba2, some kinds
+belong to groups of heads instead; ranks of which there are more than groups have copies of a group.
 """
 
 from __future__ import annotations
@@ -9,18 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Final, TypeAlias
+from typing import Final
 
 GATED_DELTA_NET: Final = "gdn_attn"
 MAMBA2: Final = "mamba2"
 SHORT_CONVOLUTION: Final = "short_conv"
-DIVIDED_KINDS: Final = (SHORT_CONVOLUTION,)
-"""Kinds that were run with vLLM between different numbers of ranks. Pages of others stay whole."""
 # More would make more runs of fewer bytes.
 _CONVOLUTION_HEADS_MAX: Final = 64
-
-_Channels: TypeAlias = tuple[tuple[str, int], ...]
-"""Kinds of channels in the order of the memory, with the number of each on a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +44,20 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class StateHeads:
-    """The parts of a page. `head_count` counts the heads of all ranks."""
+    """The parts of a page that are divided alike. `head_count` counts the heads of all ranks."""
 
     head_count: int
     parts: tuple[StatePart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Channels:
+    """Channels of a rank's convolution, of one kind. `held` of the `head_count` heads of all ranks are the rank's."""
+
+    name: str
+    count: int
+    held: int
+    head_count: int
 
 
 def state_heads(
@@ -61,75 +67,78 @@ def state_heads(
     ranks: int,
     group_count: int,
     channels_first: bool,
-) -> StateHeads | None:
-    """The heads of a state of `kind`, or None for a page that cannot be divided.
+) -> tuple[StateHeads, ...]:
+    """The heads of a state of `kind`, and then its groups of heads. Empty for a page that cannot be divided.
 
     `group_count`: heads of the model share the inputs of so many groups; 0 where that is unknown. `channels_first`: the
     inputs of one channel lie together, not those of one token.
     """
-    found = _channels(kind, arrays, ranks, group_count, channels_first=channels_first)
-    if found is None:
-        return None
-    heads, channels = found
+    if any(len(array.shape) < 2 for array in arrays):
+        return ()
     convolution, *recurrent = arrays
-    if not heads or any(count % heads for _, count in channels):
-        return None
-    total = sum(count for _, count in channels)
+    total = convolution.shape[0 if channels_first else 1]
+    channels = _channels(kind, total, recurrent, ranks, group_count)
+    if not channels or any(one.count % one.held for one in channels):
+        return ()
+    heads = channels[0]
     taps = prod(convolution.shape) // total
-    parts = list(_convolution_parts(convolution, channels, heads, taps, channels_first))
+    parts = _convolution_parts(convolution, channels, taps, channels_first)
     offset = convolution.size_bytes
     for array in recurrent:
-        if array.shape[0] % heads:
-            return None
-        parts.append(StatePart("recurrent", array.dtype, offset, array.size_bytes // heads))
+        if array.shape[0] % heads.held:
+            return ()
+        part = StatePart("recurrent", array.dtype, offset, array.size_bytes // heads.held)
+        parts[heads.head_count, heads.held].append(part)
         offset += array.size_bytes
-    return StateHeads(heads * ranks, tuple(parts))
+    return tuple(StateHeads(head_count, tuple(found)) for (head_count, _), found in parts.items())
 
 
 def _convolution_parts(
-    array: StateArray, channels: _Channels, heads: int, taps: int, channels_first: bool
-) -> list[StatePart]:
-    parts: list[StatePart] = []
+    array: StateArray, channels: Sequence[_Channels], taps: int, channels_first: bool
+) -> dict[tuple[int, int], list[StatePart]]:
+    """By (heads of all ranks, heads of a rank), in the order of the channels."""
+    parts: dict[tuple[int, int], list[StatePart]] = {}
     offset = 0
     repeats, together = (1, taps) if channels_first else (taps, 1)
     for tap in range(repeats):
-        for name, count in channels:
-            size = count * together * array.element_bytes
-            parts.append(StatePart(f"{name}.{tap}", array.dtype, offset, size // heads))
+        for one in channels:
+            size = one.count * together * array.element_bytes
+            part = StatePart(f"{one.name}.{tap}", array.dtype, offset, size // one.held)
+            parts.setdefault((one.head_count, one.held), []).append(part)
             offset += size
     return parts
 
 
 def _channels(
-    kind: str, arrays: Sequence[StateArray], ranks: int, group_count: int, *, channels_first: bool
-) -> tuple[int, _Channels] | None:
-    """The heads of a rank, and the channels of its convolution. None for unknown shapes."""
-    if any(len(array.shape) < 2 for array in arrays):
-        return None
-    total = arrays[0].shape[0 if channels_first else 1]
-    if kind == SHORT_CONVOLUTION and len(arrays) == 1:
+    kind: str, total: int, recurrent: Sequence[StateArray], ranks: int, group_count: int
+) -> tuple[_Channels, ...]:
+    """The `total` channels of a rank's convolution, in the order of the memory. Empty for unknown shapes."""
+    if kind == SHORT_CONVOLUTION and not recurrent:
         # A channel depends on no other one.
-        heads = _most_heads(total * ranks)
-        return (heads // ranks, (("input", total),)) if heads % ranks == 0 else None
-    if len(arrays) != 2 or len(arrays[1].shape) != 3:
-        return None
-    heads, height, width = arrays[1].shape
+        head_count = _most_heads(total * ranks)
+        held, odd = divmod(head_count, ranks)
+        return () if odd else (_Channels("input", total, held, head_count),)
+    if len(recurrent) != 1 or len(recurrent[0].shape) != 3:
+        return ()
+    heads, height, width = recurrent[0].shape
+    inputs = heads * height
+    shared, odd = divmod(total - inputs, 2)
+    if odd or shared <= 0 or shared % width:
+        return ()
+    held = shared // width
     if kind == GATED_DELTA_NET:
-        values = heads * height
-        keys, odd = divmod(total - values, 2)
-        if odd or keys <= 0 or keys % width:
-            return None
         # Each key has one value or several.
-        return keys // width, (("query", keys), ("key", keys), ("value", values))
-    if kind == MAMBA2:
-        inputs = heads * height
-        grouped, odd = divmod(total - inputs, 2)
-        groups = grouped // width
-        # Otherwise, ranks have copies of groups.
-        if odd or grouped % width or groups * ranks != group_count:
-            return None
-        return groups, (("input", inputs), ("before", grouped), ("after", grouped))
-    return None
+        return tuple(
+            _Channels(name, count, held, held * ranks)
+            for name, count in (("query", shared), ("key", shared), ("value", inputs))
+        )
+    if kind == MAMBA2 and group_count and held == max(1, group_count // ranks):
+        return (
+            _Channels("input", inputs, heads, heads * ranks),
+            _Channels("before", shared, held, group_count),
+            _Channels("after", shared, held, group_count),
+        )
+    return ()
 
 
 def _most_heads(channels: int) -> int:

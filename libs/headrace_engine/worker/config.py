@@ -149,7 +149,7 @@ class WorkerConfig(ServiceConfig):
     local_broadcast: bool = Field(
         True,
         description="Whether, of decode ranks that need the same KV bytes, one receives them and passes them on "
-        "locally. Engine sim does so; vllm does not yet, because its ranks are processes of their own.",
+        "locally. Not on devices.",
     )
     gpu_direct: bool = Field(
         True,
@@ -190,7 +190,7 @@ class WorkerConfig(ServiceConfig):
     kv_send_from_host: bool = Field(
         True,
         description="Whether a prefill worker sends cached blocks of this main memory straight from there, without "
-        "waiting until they are in KV memory. Engine sim.",
+        "waiting until they are in KV memory.",
     )
     kv_pool_timeout_s: PositiveSeconds = Field(
         1.0,

@@ -117,7 +117,9 @@ class ConnectorWorker:
         )
         if self._settings.tiers.names:
             self._copier = self._open_tiers(layout, memory, next(iter(kv_caches.values())))
-            self._tiers = TierExecutor(self._copier, self._send_load, self._pool)
+            self._tiers = TierExecutor(
+                self._copier, self._send_load, self._pool, self._executor.send_from_host
+            )
         overlap = self._settings.overlap_layers
         if overlap.layer_count:
             self._layer_wait = LayerWait(len(self._layer_numbers), overlap.wait_s, order.fence)
@@ -164,6 +166,10 @@ class ConnectorWorker:
         layout: KvLayout,
         memory: RankMemory,
     ) -> None:
+        host_memory = None
+        if self._copier is not None and self._settings.sends_from_host:
+            host_memory = self._copier.host_memory
+            transport.register(host_memory.base_address, host_memory.arena_bytes)
         context = SenderContext(
             ref=self._settings.ref,
             rank=self._rank,
@@ -175,6 +181,7 @@ class ConnectorWorker:
             on_quiet=self._executor.transfer_quiet,
             credentials=self._settings.credentials,
             kill_timer=KillTimer(),
+            host_memory=host_memory,
         )
         self._sender = RankSender(context)
         self._ordered_sender = order_sender(self._sender, order)
@@ -195,11 +202,12 @@ class ConnectorWorker:
         """Before the forward pass of a step."""
         if self._layer_wait is not None:
             self._layer_wait.begin_step(plan.overlapped)
-        if self._tiers is not None:
-            self._tiers.begin_step(plan)
         if plan.prefixes and self._start_sending_later is not None:
             self._send_from_now_on(self._start_sending_later)
+        # Opens the transfers that the tiers send blocks of.
         self._executor.begin_step(plan)
+        if self._tiers is not None:
+            self._tiers.begin_step(plan)
 
     def _send_from_now_on(self, start_sending: Callable[[], None]) -> None:
         self._start_sending_later = None
@@ -233,6 +241,10 @@ class ConnectorWorker:
     def take_moves(self) -> list[tuple[int, int]]:
         """After the forward pass: moves from and to the remote pool that have ended. See PoolExecutor.take_ended."""
         return [] if self._tiers is None else self._tiers.take_moves()
+
+    def take_ended_host_sends(self) -> list[int]:
+        """After the forward pass: sends from main memory that have ended."""
+        return self._executor.take_ended_host_sends()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks that the forward pass has read although they were not whole."""

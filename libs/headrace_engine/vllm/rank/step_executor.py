@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace_common.errors import Cancelled, HeadraceError, NotFound, TransferFailed
-from headrace_engine.vllm.step.plan import StepPlan, TokenRange
+from headrace_engine.vllm.step.plan import HostSend, StepPlan, TokenRange
 from headrace_kv.handoff.messages import LayerRange, SendReport, TransferTarget
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class LayerKind:
 
 
 class StepExecutor:
-    """The rank's compute thread calls it. Any thread may call `stop` and `transfer_quiet`.
+    """The rank's compute thread calls it. Any thread may call `stop`, `send_from_host` and `transfer_quiet`.
 
     `on_report` gets one report per transfer that was opened or stopped, once it has no write under way.
     """
@@ -49,6 +49,8 @@ class StepExecutor:
         self._plan = StepPlan()
         self._fence: Callable[[], None] = lambda: None
         self._final: set[str] = set()
+        self._host_sends: dict[str, list[int]] = {}
+        self._ended_host_sends: list[int] = []
 
     def start(
         self,
@@ -68,6 +70,7 @@ class StepExecutor:
         """The sender's callback: a transfer has no write under way any more."""
         with self._changed:
             self._active.discard(report.transfer_id)
+            self._ended_host_sends += self._host_sends.pop(report.transfer_id, ())
             self._changed.notify_all()
         self._on_report(report)
 
@@ -159,6 +162,24 @@ class StepExecutor:
         for tokens in self._plan.computed:
             self._push(tokens, layer, ready_ns)
 
+    def send_from_host(self, send: HostSend) -> None:
+        """Blocks of main memory have their content, and the transfer of an earlier plan may read them."""
+        tokens = send.tokens
+        with self._changed:
+            if tokens.transfer_id not in self._active:
+                self._ended_host_sends.append(send.number)
+                return
+            self._host_sends.setdefault(tokens.transfer_id, []).append(send.number)
+        ready_ns = time.monotonic_ns()
+        for layer in range(len(self._layers)):
+            self._push(tokens, layer, ready_ns, in_host_memory=True)
+
+    def take_ended_host_sends(self) -> list[int]:
+        """The numbers of sends from main memory that have ended since the last call."""
+        with self._changed:
+            ended, self._ended_host_sends = self._ended_host_sends, []
+        return ended
+
     def logits_computed(self, transfer_id: str, read_logits: Callable[[], bytes]) -> None:
         """The step has logits of a request. Called after `end_step`, and before the next step."""
         if self._sender is not None and transfer_id in self._final & self._active:
@@ -173,7 +194,9 @@ class StepExecutor:
                     if tokens.block_ids[kind.group_index]:
                         self._push(tokens, layer, ready_ns)
 
-    def _push(self, tokens: TokenRange, layer: int, ready_ns: int) -> None:
+    def _push(
+        self, tokens: TokenRange, layer: int, ready_ns: int, *, in_host_memory: bool = False
+    ) -> None:
         if self._sender is not None and tokens.transfer_id in self._active:
             self._sender.push(
                 LayerRange(
@@ -183,6 +206,7 @@ class StepExecutor:
                     tokens.end_token,
                     tokens.block_ids[self._layers[layer].group_index],
                     ready_ns,
+                    in_host_memory,
                 )
             )
 

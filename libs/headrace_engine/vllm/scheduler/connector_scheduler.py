@@ -38,7 +38,8 @@ class ConnectorScheduler(ABC):
         """`idle_step_s`: the longest that a step without tokens waits for an event."""
         self._tiers = tiers
         self._planner = StepPlanner(groups, on_reserved)
-        self._group_ids = tuple(sorted(group.index for group in groups))
+        # One group of vLLM may count as two.
+        self._group_ids = tuple(sorted({group.index for group in groups}))
         self._idle_step_s = idle_step_s
         self._flush_requested = False
 
@@ -99,6 +100,11 @@ class ConnectorScheduler(ABC):
             partial(continuation.add_first_token, request),
             loaded,
         )
+        # A request that also waits for a prefix may have to leave its blocks.
+        if loaded and loaded == num_external_tokens:
+            self._planner.send_before_running(
+                request.request_id, partial(self._tiers.send_from_host, request.request_id)
+            )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
         self._flush_requested = False
@@ -130,6 +136,10 @@ class ConnectorScheduler(ABC):
     def moves_ended(self, moves: Iterable[tuple[int, int]]) -> None:
         """Ranks have ended moves from and to the remote pool."""
         self._tiers.pool.moves_ended(moves)
+
+    def host_sends_ended(self, numbers: Iterable[int]) -> None:
+        """Ranks have ended sends from main memory."""
+        self._tiers.host_sends.ended(numbers)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         received = connector_output.finished_recving

@@ -61,6 +61,7 @@ class StepPlanner:
         self._first_tokens: deque[tuple[str, int]] = deque()
         self._late: deque[str] = deque()
         self._finished_sends: dict[str, str] = {}
+        self._opening: list[TransferTarget] = []
         self._step = 0
         self._event = threading.Event()
         self._announced_until_s = -math.inf
@@ -135,6 +136,21 @@ class StepPlanner:
         )
         return CachedPrefix(cached, end_token, self._step)
 
+    def send_before_running(self, request_id: str, send: Callable[[str, int], int]) -> None:
+        """Opens a request's transfer with the next step, if `send` has something to send then.
+
+        `send` gets the transfer and its first token. It returns one past the last token that it sends.
+        """
+        found = self._sends.get(request_id)
+        if found is None or found.opened:
+            return
+        target, start = found.target, found.planned_tokens
+        end = send(target.transfer_id, start)
+        if end > start:
+            found.open()
+            found.plan_until(end)
+            self._opening.append(target)
+
     def in_layout_order(self, block_ids: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """A request's blocks by group of the layout, from those by group of vLLM."""
         return tuple(tuple(block_ids[group.index]) for group in self._groups)
@@ -188,8 +204,8 @@ class StepPlanner:
     ) -> StepPlan:
         """The plan that the ranks need before the step."""
         self._event.clear()
-        plan = StepPlan(finished_sends=self._finished_sends)
-        self._finished_sends = {}
+        plan = StepPlan(opened=self._opening, finished_sends=self._finished_sends)
+        self._opening, self._finished_sends = [], {}
         for request_id in preempted_request_ids:
             send = self._sends.pop(request_id, None)
             if send is not None and send.opened:
@@ -261,8 +277,10 @@ class StepPlanner:
 
     def _plan_send(self, plan: StepPlan, send: Send, request: ScheduledRequest) -> None:
         send.update_blocks(request)
+        if not send.runs:
+            send.run(request.computed_tokens)
         if not send.opened:
-            send.open(request.computed_tokens)
+            send.open()
             plan.opened.append(send.target)
         known_tokens = request.computed_tokens + request.step_tokens
         if self._overruns(send.target.end_token, request.computed_tokens, known_tokens):
@@ -307,9 +325,10 @@ class StepPlanner:
         return group.blocks_between(block_ids, end - 1, end) if is_last else ()
 
     def request_finished(self, request_id: str) -> PrefillTimes | None:
-        """The request has ended. Returns its times when it has sent.
+        """The request has ended. Returns its times when it has run and sent.
 
-        The blocks of such a request must stay until the ranks report that they are quiet.
+        The blocks of such a request must stay until the ranks report that they are quiet. If it has never run,
+        its transfer reads none of them, and the service ends the transfer.
         """
         for transfer_id, receive in self._receives.items():
             if receive.request_id == request_id:
@@ -317,7 +336,7 @@ class StepPlanner:
                 if receive.whole:
                     self._settled.append((transfer_id, True))
         send = self._sends.pop(request_id, None)
-        if send is None or not send.opened:
+        if send is None or not send.runs:
             return None
         self._finished_sends[request_id] = send.target.transfer_id
         return PrefillTimes(

@@ -90,11 +90,13 @@ class Receive:
 class Send:
     """An outgoing transfer. `planned_tokens`: one past the last token that was handed to the ranks.
 
-    Of the tokens that its request did not compute, `fetched_tokens` came by another transfer.
+    Of the tokens that its request did not compute, `fetched_tokens` came by another transfer. It may open before its
+    request runs.
     """
 
     target: TransferTarget
     planned_tokens: int
+    opened: bool = False
     cached_tokens: int = 0
     fetched_tokens: int = 0
     start_unix_ns: int = 0
@@ -102,13 +104,17 @@ class Send:
     block_ids: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
 
     @property
-    def opened(self) -> bool:
+    def runs(self) -> bool:
+        """Whether a step has computed for the request."""
         return self.start_unix_ns > 0
 
     def prefix_fetched(self, token_count: int) -> None:
         self.fetched_tokens = token_count
 
-    def open(self, known_tokens: int) -> None:
+    def open(self) -> None:
+        self.opened = True
+
+    def run(self, known_tokens: int) -> None:
         """The first step with the request begins. It has the KV of so many tokens."""
         self.start_unix_ns = time.time_ns()
         self.cached_tokens = known_tokens - self.fetched_tokens

@@ -44,6 +44,19 @@ class RequestCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class HostSend:
+    """Tokens of a transfer that every rank sends from its main memory. The ids of `tokens` are blocks there.
+
+    The first `copies_before` copies of the plan are made before. Each rank reports the `number` once when nothing reads
+    the blocks any more.
+    """
+
+    number: int
+    tokens: TokenRange
+    copies_before: int
+
+
+@dataclass(frozen=True, slots=True)
 class PoolMove:
     """Blocks of the fastest lower tier that every rank fetches from a remote pool (`fetches`), or stores there.
 
@@ -84,6 +97,7 @@ class StepPlan:
     a transfer is quiet.
     `preempted_stores`: requests with blocks that the step overwrites, and that copies may still read.
     `moves`: blocks that go to a remote pool or come from it, once the copies before are made.
+    `host_sends`: blocks in main memory that transfers send, which `opened` has or had. In the order of `copies_before`.
     `prefixes`: cached KV that is sent to prefill workers. `refused_prefixes`: transfers of such KV that no request
     holds.
     """
@@ -103,6 +117,7 @@ class StepPlan:
     finished_stores: dict[str, bool] = field(default_factory=dict)
     preempted_stores: list[str] = field(default_factory=list)
     moves: list[PoolMove] = field(default_factory=list)
+    host_sends: list[HostSend] = field(default_factory=list)
     prefixes: list[PrefixSend] = field(default_factory=list)
     refused_prefixes: list[str] = field(default_factory=list)
 
@@ -119,6 +134,10 @@ class StepPlan:
     def plan_moves(self, moves: list[PoolMove]) -> None:
         """Adds moves of blocks between the fastest lower tier and a remote pool."""
         self.moves = moves
+
+    def plan_host_sends(self, sends: list[HostSend]) -> None:
+        """Adds blocks in main memory that transfers send from there."""
+        self.host_sends = sends
 
     def send_prefix(self, target: TransferTarget, tokens: TokenRange) -> None:
         """Sends cached KV of a request that waits for the rest of its KV."""

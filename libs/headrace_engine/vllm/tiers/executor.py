@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from headrace_common.errors import HeadraceError
-from headrace_engine.vllm.step.plan import StepPlan
+from headrace_engine.vllm.step.plan import HostSend, StepPlan
 from headrace_engine.vllm.tiers.pool_executor import PoolExecutor
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 class TierExecutor:
     """The rank's compute thread calls it. One thread makes all copies, in the order of the plans.
 
-    It calls `on_load` after each load.
+    It calls `on_load` after each load, and `send` with blocks of main memory that a transfer may read from then on.
     """
 
     def __init__(
@@ -29,10 +30,12 @@ class TierExecutor:
         copier: TierCopier,
         on_load: Callable[[TierLoad], None],
         pool: PoolExecutor | None = None,
+        send: Callable[[HostSend], None] = lambda send: None,
     ) -> None:
         self._copier = copier
         self._on_load = on_load
         self._pool = pool
+        self._send = send
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-tiers")
         self._copies: dict[str, list[Future[bool]]] = {}
         self._loads: dict[str, bool] = {}
@@ -42,9 +45,14 @@ class TierExecutor:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward pass: starts the copies of the plan."""
-        for one in plan.copies:
+        sends = deque(plan.host_sends)
+        for count, one in enumerate(plan.copies):
+            while sends and sends[0].copies_before <= count:
+                self._thread.submit(self._send, sends.popleft())
             copying = self._thread.submit(self._copy, one.copy)
             self._copies.setdefault(one.request_id, []).append(copying)
+        for send in sends:
+            self._thread.submit(self._send, send)
         if self._pool is not None:
             for move in plan.moves:
                 self._thread.submit(self._pool.begin, move)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import RequestCopy, StepPlan
+from headrace_engine.vllm.tiers.host_sends import HostSends
 from headrace_engine.vllm.tiers.pool_planner import PoolPlanner, PoolUse
 from headrace_kv.manager.lower_tiers import LowerTiers, TierChange, TierHit, TierPlan
 from headrace_kv.manager.settings import TierSettings
@@ -31,7 +32,8 @@ class _Request:
     """`block_hashes` is vLLM's own list, which grows. Its first `stored` blocks were offered to the tiers.
 
     `computed_tokens`: tokens with KV at the end of the last step. `hit`: blocks from its block `hit_start` on.
-    They are held until it has blocks of its own.
+    They are held until it has blocks of its own. The load of its `loaded_until` first blocks is copy number
+    `load_copy` of the next step.
     """
 
     block_hashes: Sequence[bytes]
@@ -40,6 +42,8 @@ class _Request:
     stored: int = 0
     hit: TierHit = _NO_HIT
     hit_start: int = 0
+    loaded_until: int = 0
+    load_copy: int = 0
     has_copies: bool = False
 
     def prefixes(self, start: int, end: int) -> list[int]:
@@ -49,9 +53,10 @@ class _Request:
     def hold(self, hit: TierHit, start: int = 0) -> None:
         self.hit, self.hit_start = hit, start
 
-    def load(self) -> TierHit:
-        """The held blocks are loaded from now on."""
+    def load(self, copy_count: int) -> TierHit:
+        """The held blocks are loaded from now on, after `copy_count` other copies of the next step."""
         loaded, self.hit = self.hit, _NO_HIT
+        self.loaded_until, self.load_copy = self.hit_start + len(loaded), copy_count
         self.has_copies = True
         return loaded
 
@@ -88,10 +93,20 @@ class TierPlanner:
     tiers, it knows no request.
     """
 
-    def __init__(self, tiers: LowerTiers, block_tokens: int, use: PoolUse | None = None) -> None:
+    def __init__(
+        self,
+        tiers: LowerTiers,
+        block_tokens: int,
+        use: PoolUse | None = None,
+        *,
+        sends_from_host: bool = False,
+    ) -> None:
         self._tiers = tiers
-        self.pool = PoolPlanner(tiers, use or PoolUse(), self._carry_out)
+        use = use or PoolUse()
+        self.pool = PoolPlanner(tiers, use, self._carry_out)
         """What goes to a remote pool, and comes from it."""
+        self.host_sends = HostSends(tiers, use.rank_count, enabled=sends_from_host)
+        """What transfers read straight from main memory."""
         self._block_tokens = block_tokens
         self._hash_bytes = 0
         self._requests: dict[str, _Request] = {}
@@ -150,12 +165,31 @@ class TierPlanner:
             request.hold(_NO_HIT)
             return 0
         first = request.hit_start
-        hit = request.load()
+        hit = request.load(len(self._copies))
         self._plan(request_id, self._tiers.load(hit, block_ids[first : first + len(hit)]))
         self._loading[request_id] = hit
         loaded_tokens = len(hit) * self._block_tokens
         self._loads[request_id] = external_tokens > loaded_tokens
         return loaded_tokens
+
+    def send_from_host(self, request_id: str, transfer_id: str, start_token: int) -> int:
+        """Sends those tokens of a request straight from main memory that it loads, from `start_token` on.
+
+        Also sends those before them that main memory has too. Call it after `blocks_allocated`. Returns one past the
+        last token that is sent, `start_token` for none.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return start_token
+        first = start_token // self._block_tokens
+        return self.host_sends.send(
+            transfer_id,
+            start_token,
+            first,
+            request.prefixes(first, request.loaded_until),
+            self._block_tokens,
+            request.load_copy,
+        )
 
     def loads_ended(self, request_ids: Iterable[str], failed_ids: Iterable[str]) -> None:
         """These requests wait for no KV any more. Those that failed may have found a broken block.
@@ -213,6 +247,7 @@ class TierPlanner:
     def clear(self) -> None:
         """Forgets every block. The remote pool keeps its own, which are announced no longer."""
         self._changes += self._tiers.clear().changes
+        self._changes += self.host_sends.clear()
         self.pool.lost()
 
     def take_changes(self) -> list[BlockChange]:
@@ -230,6 +265,7 @@ class TierPlanner:
     def add_to(self, plan: StepPlan) -> None:
         """Adds all that was planned since the last step."""
         self.pool.add_to(plan)
+        self.host_sends.add_to(plan)
         plan.plan_copies(self._copies, self._loads, self._finished)
         self._copies, self._loads, self._finished = [], {}, {}
 
@@ -257,6 +293,8 @@ def plan_tiers(
     overlap: OverlapSettings,
     groups: Sequence[LayerGroup],
     rank_count: int = 1,
+    *,
+    sends_from_host: bool = False,
 ) -> TierPlanner:
     """The planner of an engine. Raises ConfigError for a model or settings that tiers cannot be used with."""
     if not settings.names:
@@ -277,4 +315,4 @@ def plan_tiers(
     (group,) = groups
     tiers = LowerTiers(settings.block_counts(group.block_bytes), settings.min_uses)
     use = PoolUse(rank_count, settings.publishes, settings.pool_timeout_s)
-    return TierPlanner(tiers, group.block_tokens, use)
+    return TierPlanner(tiers, group.block_tokens, use, sends_from_host=sends_from_host)

@@ -16,13 +16,15 @@ from headrace_engine.vllm.state_parts import (
     StateHeads,
     state_heads,
 )
+from headrace_kv.plan.shard_map import heads_held
 
 TAPS = 3
 Bytes = NDArray[np.uint8]
+Kinds = Sequence[tuple[int, int]]
 
 
 def pages(
-    kinds: Sequence[int],
+    kinds: Kinds,
     recurrent: tuple[int, int, int] | None,
     ranks: int,
     *,
@@ -30,90 +32,96 @@ def pages(
 ) -> tuple[list[StateArray], list[Bytes]]:
     """The arrays of a rank, and the page of each rank, with different numbers in all elements of the model.
 
-    `kinds`: channels of each kind over all ranks. `recurrent`: heads over all ranks, and the shape of one.
+    `kinds`: channels of each kind over all ranks, and the heads that divide them. `recurrent`: heads over all ranks,
+    and the shape of one.
     """
-    count = TAPS * sum(kinds)
-    taps = np.arange(count, dtype=np.float32).reshape(TAPS, -1)
+    total = sum(channels for channels, _ in kinds)
+    taps = np.arange(TAPS * total, dtype=np.float32).reshape(TAPS, -1)
     found: list[Bytes] = []
-    shape: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
     for rank in range(ranks):
         mine = []
         first = 0
-        for channels in kinds:
-            share = channels // ranks
-            mine.append(taps[:, first + rank * share : first + (rank + 1) * share])
+        for channels, head_count in kinds:
+            held = heads_held(rank, ranks, head_count)
+            unit = channels // head_count
+            mine.append(taps[:, first + held.start * unit : first + held.stop * unit])
             first += channels
         rows = np.concatenate(mine, axis=1)
-        convolution = np.ascontiguousarray(rows.T if channels_first else rows)
-        shape = convolution.shape
-        page = convolution.tobytes()
+        arrays = [rows.T if channels_first else rows]
         if recurrent is not None:
-            heads = np.arange(count, count + np.prod(recurrent), dtype=np.float32)
+            heads = np.arange(taps.size, taps.size + np.prod(recurrent), dtype=np.float32)
             share = recurrent[0] // ranks
-            mine_too = heads.reshape(recurrent)[rank * share : (rank + 1) * share]
-            page += np.ascontiguousarray(mine_too).tobytes()
+            arrays.append(heads.reshape(recurrent)[rank * share : (rank + 1) * share])
+        shapes = tuple(array.shape for array in arrays)
+        page = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)
         found.append(np.frombuffer(page, np.uint8))
-    arrays = [StateArray(shape, "float32", 4)]
-    if recurrent is not None:
-        arrays.append(StateArray((recurrent[0] // ranks, *recurrent[1:]), "float32", 4))
-    return arrays, found
+    return [StateArray(shape, "float32", 4) for shape in shapes], found
 
 
-def heads_of(page: Bytes, heads: StateHeads, ranks: int) -> list[dict[str, bytes]]:
-    """The bytes of each head of a rank, by part."""
-    return [
-        {
-            part.name: page[start : start + part.unit_bytes].tobytes()
-            for part in heads.parts
-            for start in [part.offset_bytes + head * part.unit_bytes]
-        }
-        for head in range(heads.head_count // ranks)
-    ]
+def bytes_by_head(
+    found: Sequence[Bytes], divided: Sequence[StateHeads]
+) -> dict[tuple[int, str, int], bytes]:
+    """The bytes of each head in each part, by the position of its StateHeads. Every copy of a head is the same."""
+    by_head: dict[tuple[int, str, int], bytes] = {}
+    for rank, page in enumerate(found):
+        read = 0
+        for place, heads in enumerate(divided):
+            for part in heads.parts:
+                start = part.offset_bytes
+                for head in heads_held(rank, len(found), heads.head_count):
+                    content = page[start : start + part.unit_bytes].tobytes()
+                    assert by_head.setdefault((place, part.name, head), content) == content
+                    start += part.unit_bytes
+                    read += part.unit_bytes
+        # No byte is left out.
+        assert read == len(page)
+    return by_head
 
 
 @pytest.mark.parametrize("channels_first", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("kind", "kinds", "recurrent", "groups", "head_count"),
+    ("kind", "kinds", "recurrent", "groups", "head_counts"),
     [
         # Queries and keys of 4 heads of 8 channels, values of 8 heads of 16.
-        (GATED_DELTA_NET, (32, 32, 128), (8, 16, 8), 0, 4),
+        (GATED_DELTA_NET, ((32, 4), (32, 4), (128, 4)), (8, 16, 8), 0, [4]),
         # 8 heads of 16 channels, in 4 groups with states of 8 channels.
-        (MAMBA2, (128, 32, 32), (8, 16, 8), 4, 4),
-        (SHORT_CONVOLUTION, (96,), None, 0, 48),
+        (MAMBA2, ((128, 8), (32, 4), (32, 4)), (8, 16, 8), 4, [8, 4]),
+        # One group, of which each rank has a copy.
+        (MAMBA2, ((128, 8), (8, 1), (8, 1)), (8, 16, 8), 1, [8, 1]),
+        (SHORT_CONVOLUTION, ((96, 48),), None, 0, [48]),
     ],
 )
 def test_ranks_hold_the_same_heads_as_one_rank(
     kind: str,
-    kinds: tuple[int, ...],
+    kinds: Kinds,
     recurrent: tuple[int, int, int] | None,
     groups: int,
-    head_count: int,
+    head_counts: list[int],
     ranks: int,
     channels_first: bool,
 ) -> None:
-    divided: list[list[dict[str, bytes]]] = []
+    by_head = []
     for count in (1, ranks):
         arrays, found = pages(kinds, recurrent, count, channels_first=channels_first)
-        heads = state_heads(
+        divided = state_heads(
             kind, arrays, ranks=count, group_count=groups, channels_first=channels_first
         )
-        assert heads is not None
-        assert heads.head_count == head_count
-        divided.append([one for page in found for one in heads_of(page, heads, count)])
-        # No byte is left out.
-        assert sum(map(len, divided[-1][0].values())) * head_count // count == len(found[0])
-    assert divided[0] == divided[1]
-    assert len({tuple(sorted(one.items())) for one in divided[0]}) == head_count
+        assert [heads.head_count for heads in divided] == head_counts
+        by_head.append(bytes_by_head(found, divided))
+    assert by_head[0] == by_head[1]
+    assert len(set(by_head[0].values())) == len(by_head[0])
 
 
 @pytest.mark.parametrize(
     ("kind", "shapes", "groups"),
     [
-        # One group, of which each rank has a copy.
-        (MAMBA2, ((3, 80), (4, 16, 8)), 1),
         # The model does not state its groups.
         (MAMBA2, ((3, 96), (4, 16, 8)), 0),
+        # Two ranks of a model with 4 groups have 2 each, and not 1 or 4.
+        (MAMBA2, ((3, 80), (4, 16, 8)), 4),
+        (MAMBA2, ((3, 128), (4, 16, 8)), 4),
         # An odd number of channels beside the values.
         (GATED_DELTA_NET, ((3, 81), (4, 16, 8)), 0),
         # A third array, and another kind.
@@ -129,4 +137,4 @@ def test_other_pages_are_not_divided(
     arrays = [StateArray(shape, "float32", 4) for shape in shapes]
     ranks = 5 if kind == SHORT_CONVOLUTION else 2
     found = state_heads(kind, arrays, ranks=ranks, group_count=groups, channels_first=False)
-    assert found is None
+    assert found == ()

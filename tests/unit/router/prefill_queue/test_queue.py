@@ -321,10 +321,10 @@ async def test_waiting_tasks_fail_when_the_last_worker_drains() -> None:
 
 
 def complete_one(queue: PrefillQueue, stream: PrefillWorkerStream) -> None:
-    """Completes a task of 100 tokens, which took 0.1 s."""
+    """Completes a task of 100 tokens, which took 10 s."""
     queue.add_credits(stream, 1)
     add(queue, "complete", tokens=100)
-    stream.tasks["complete"].pulled_s -= 0.1
+    stream.tasks["complete"].pulled_s -= 10.0
     end(queue, stream, "complete")
 
 
@@ -337,8 +337,8 @@ async def test_expected_tasks_count_as_queued() -> None:
         for _ in range(5):
             waits_s.append(queue.estimate("sim").wait_s)
             expected.enter_context(queue.expect_task(LAYOUT, 100))
-        # The first has a credit. Each of the others waits for one more task of 0.1 s.
-        assert waits_s == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4], rel=0.05)
+        # The first has a credit. Each of the others waits for one more task of 10 s.
+        assert waits_s == pytest.approx([0.0, 10.0, 20.0, 30.0, 40.0], rel=0.05)
         assert queue.estimate().depth == 0
     assert queue.estimate("sim").wait_s == 0.0
 
@@ -351,9 +351,9 @@ async def test_an_expected_task_counts_like_the_task_that_follows() -> None:
     with queue.expect_task(LAYOUT, 100):
         before_s = queue.estimate().wait_s
     waiting = add(queue, "waiting", tokens=100)
-    assert queue.estimate().wait_s == pytest.approx(before_s, abs=0.045)
+    assert queue.estimate().wait_s == pytest.approx(before_s, abs=4.5)
     waiting.cancel()
-    assert queue.estimate().wait_s == pytest.approx(before_s / 2, abs=0.045)
+    assert queue.estimate().wait_s == pytest.approx(before_s / 2, abs=4.5)
 
 
 async def test_expected_tasks_fill_the_queue_and_remain_when_its_workers_leave() -> None:

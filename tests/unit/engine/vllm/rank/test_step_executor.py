@@ -9,7 +9,7 @@ import pytest
 
 from headrace_common.errors import TransferFailed
 from headrace_engine.vllm.rank.step_executor import LayerKind, StepExecutor
-from headrace_engine.vllm.step.plan import PrefixSend, StepPlan, TokenRange
+from headrace_engine.vllm.step.plan import HostSend, PrefixSend, StepPlan, TokenRange
 from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from tests.unit.engine.torch_memory.test_event_ordered_sender import Recorder
@@ -187,6 +187,38 @@ def test_logits_of_a_stopped_transfer_are_not_read() -> None:
     quiet(executor)
     executor.logits_computed("x1", lambda: b"row")
     assert not any(event.startswith("logits") for event in sender.events)
+
+
+def test_blocks_of_main_memory_are_reported_once_nothing_reads_them() -> None:
+    executor, sender, _ = started()
+    send = HostSend(7, TokenRange("x1", 0, 64, ((4, 5),)), 0)
+    executor.begin_step(StepPlan(opened=[TARGET]))
+    executor.send_from_host(send)
+    assert [(p.layer, p.end_token, p.block_ids, p.in_host_memory) for p in sender.pieces] == [
+        (0, 64, (4, 5), True),
+        (1, 64, (4, 5), True),
+    ]
+    executor.begin_step(StepPlan(computed=[TAIL]))
+    executor.layer_written(0)
+    assert not sender.pieces[-1].in_host_memory
+    assert executor.take_ended_host_sends() == []
+    quiet(executor, "other")
+    assert executor.take_ended_host_sends() == []
+    quiet(executor)
+    assert executor.take_ended_host_sends() == [7]
+    assert executor.take_ended_host_sends() == []
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_transfer_that_is_not_open_reads_no_main_memory(full: bool) -> None:
+    """It was stopped before, or could not be opened."""
+    executor, sender, _ = started(full)
+    if not full:
+        executor.stop("x1")
+    executor.begin_step(StepPlan(opened=[TARGET]))
+    executor.send_from_host(HostSend(7, FIRST, 0))
+    assert sender.pieces == []
+    assert executor.take_ended_host_sends() == [7]
 
 
 PREFIX = PrefixSend(TARGET, TokenRange("x1", 0, 96, ((1, 2, 3), ())))

@@ -375,3 +375,43 @@ def test_planned_tokens_fill_whole_blocks_of_every_group() -> None:
         [ScheduledRequest("r", 0, 200, (tuple(range(7)), tuple(range(5))), True)], ()
     )
     assert computed(plan) == [(0, 192)]
+
+
+def test_a_transfer_opens_before_its_request_runs_and_continues_with_it() -> None:
+    planner, _ = new_planner()
+    admit_send(planner, target_of(32, 150))
+    asked: list[tuple[str, int]] = []
+
+    def send(transfer_id: str, start_token: int) -> int:
+        asked.append((transfer_id, start_token))
+        return 128
+
+    for request_id in ("r", "unknown", "r"):
+        planner.send_before_running(request_id, send)
+    assert asked == [("x1", 32)]
+    plan = planner.plan_step([], ())
+    assert ([target.transfer_id for target in plan.opened], plan.computed) == (["x1"], [])
+    plan = planner.plan_step([step("r", 128, 22, (1, 2, 3, 4, 5), new=True)], ())
+    assert (plan.opened, computed(plan)) == ([], [(128, 150)])
+    times = planner.request_finished("r")
+    assert times is not None
+    assert times.cached_tokens == 128
+
+
+def test_a_transfer_with_nothing_to_send_opens_when_its_request_runs() -> None:
+    planner, _ = new_planner()
+    admit_send(planner, target_of(32, 150))
+    planner.send_before_running("r", lambda transfer_id, start_token: start_token)
+    assert planner.plan_step([], ()).opened == []
+    plan = planner.plan_step([step("r", 128, 22, (1, 2, 3, 4, 5), new=True)], ())
+    assert (len(plan.opened), computed(plan)) == (1, [(32, 150)])
+
+
+def test_a_request_that_ends_before_it_runs_frees_its_blocks_without_its_transfer() -> None:
+    """vLLM frees them when their load ends. The service ends the transfer, which reads none of them."""
+    planner, _ = new_planner()
+    admit_send(planner, target_of(0, 150))
+    planner.send_before_running("r", lambda transfer_id, start_token: 128)
+    planner.plan_step([], ())
+    assert planner.request_finished("r") is None
+    assert planner.plan_step([], ()).finished_sends == {}

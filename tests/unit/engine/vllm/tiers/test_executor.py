@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.vllm.step.plan import RequestCopy, StepPlan
+from headrace_engine.vllm.step.plan import HostSend, RequestCopy, StepPlan, TokenRange
 from headrace_engine.vllm.tiers.executor import TierExecutor
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy
@@ -177,3 +177,18 @@ def test_copies_are_made_in_the_order_of_the_plans(tiers: TierExecutor, copier: 
         step(tiers, copying(LOAD))
     asyncio.run(until(lambda: len(copier.made) == 10))
     assert copier.made == [STORE, LOAD] * 5
+
+
+def test_main_memory_is_sent_between_the_copies_that_it_was_planned_between(
+    copier: Copier,
+) -> None:
+    sends = [HostSend(number, TokenRange("x1", 0, 4, ((1,),)), number) for number in range(3)]
+    order: list[object] = []
+    executor = TierExecutor(copier, lambda load: None, send=order.append)  # type: ignore[arg-type]
+    copier.copy = lambda copy, on_layer=None: order.append(copy)  # type: ignore[method-assign]
+    copies = [RequestCopy("r", copy) for copy in (STORE, LOAD)]
+    executor.begin_step(StepPlan(copies=copies, host_sends=sends))
+    executor.begin_step(StepPlan(host_sends=sends[:1]))
+    asyncio.run(until(lambda: len(order) == 6))
+    assert order == [sends[0], STORE, sends[1], LOAD, sends[2], sends[0]]
+    executor.close()

@@ -6,8 +6,9 @@ import pytest
 
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.step.groups import LayerGroup
-from headrace_engine.vllm.step.plan import StepPlan
+from headrace_engine.vllm.step.plan import HostSend, StepPlan, TokenRange
 from headrace_engine.vllm.tiers.planner import TierPlanner, plan_tiers
+from headrace_engine.vllm.tiers.pool_planner import PoolUse
 from headrace_kv.layout.layout import STATE, TOKENS, GroupKind
 from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy
 from headrace_kv.manager.settings import TierSettings
@@ -184,3 +185,96 @@ def test_models_and_settings_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         plan_tiers(TierSettings(host_gib=1), OverlapSettings(overlap), groups)
+
+
+def stored(names: list[bytes], host: int = 8, ranks: int = 1) -> TierPlanner:
+    """A planner that sends from main memory, which has the blocks `names`."""
+    tiers = TierPlanner(LowerTiers({Tier.HOST: host}), BLOCK, PoolUse(ranks), sends_from_host=True)
+    answered(tiers, "first", names, list(range(len(names))))
+    plan_of(tiers)
+    return tiers
+
+
+def loading(
+    tiers: TierPlanner, names: list[bytes], computed_tokens: int = 0, request_id: str = "b"
+) -> None:
+    """A request loads all that it lacks of its blocks."""
+    tiers.request_added(request_id, names)
+    end = len(names) * BLOCK
+    assert tiers.find(request_id, computed_tokens, end) == end - computed_tokens
+    tiers.blocks_allocated(request_id, list(range(20, 20 + len(names))), end - computed_tokens)
+
+
+def test_blocks_that_are_loaded_are_sent_from_main_memory_before_the_load() -> None:
+    names = hashes(1, 2, 3)
+    tiers = stored(names)
+    # Another request's store is planned before, and may write these blocks.
+    answered(tiers, "other", hashes(9), [7])
+    loading(tiers, names, computed_tokens=BLOCK)
+    # Main memory also has the block that KV memory has.
+    assert tiers.send_from_host("b", "x1", 0) == 3 * BLOCK
+    plan = plan_of(tiers)
+    assert plan.host_sends == [HostSend(1, TokenRange("x1", 0, 12, ((0, 1, 2),)), 1)]
+    assert [one.request_id for one in plan.copies] == ["other", "b"]
+    assert plan_of(tiers).host_sends == []
+
+
+def test_blocks_that_decode_has_are_not_sent_from_main_memory() -> None:
+    names = hashes(1, 2, 3)
+    tiers = stored(names)
+    loading(tiers, names)
+    assert tiers.send_from_host("b", "x1", 2 * BLOCK) == 3 * BLOCK
+    (send,) = plan_of(tiers).host_sends
+    assert send.tokens == TokenRange("x1", 8, 12, ((0, 0, 2),))
+    assert tiers.send_from_host("b", "x1", 3 * BLOCK) == 3 * BLOCK
+    assert plan_of(tiers).host_sends == []
+
+
+def test_only_the_first_blocks_that_main_memory_has_are_sent_from_there() -> None:
+    names = hashes(1, 2, 3)
+    tiers = TierPlanner(
+        LowerTiers({Tier.HOST: 2, Tier.DISK: 8}), BLOCK, PoolUse(), sends_from_host=True
+    )
+    answered(tiers, "first", names[:2], [1, 2])
+    # The second block goes to the disk.
+    answered(tiers, "second", hashes(8), [3])
+    loading(tiers, names[:2])
+    assert tiers.send_from_host("b", "x1", 0) == BLOCK
+    assert tiers.send_from_host("unknown", "x2", 0) == 0
+    answered(tiers, "third", hashes(1, 9), [5, 6])
+    loading(tiers, names[:1], request_id="c")
+    assert planner().send_from_host("c", "x3", 0) == 0
+
+
+def test_sent_blocks_stay_in_main_memory_until_no_rank_reads_them() -> None:
+    names = hashes(1, 2)
+    tiers = stored(names, host=2, ranks=2)
+    loading(tiers, names)
+    assert tiers.send_from_host("b", "x1", 0) == 2 * BLOCK
+    plan_of(tiers)
+    for ended in ([], [1], [7]):
+        tiers.host_sends.ended(ended)
+        answered(tiers, f"other{ended}", hashes(8, 9), [3, 4])
+        assert plan_of(tiers).copies == []
+    tiers.host_sends.ended([1])
+    answered(tiers, "last", hashes(8, 9), [3, 4])
+    assert len(plan_of(tiers).copies) == 1
+
+
+def test_a_reset_forgets_blocks_that_are_being_sent() -> None:
+    names = hashes(1, 2)
+    tiers = stored(names, host=2)
+    loading(tiers, names)
+    tiers.send_from_host("b", "x1", 0)
+    tiers.take_changes()
+    tiers.clear()
+    (change,) = tiers.take_changes()
+    assert (change.tier, change.stored, change.block_hashes) == (Tier.HOST, False, names)
+    tiers.request_added("c", names)
+    assert tiers.find("c", 0, 2 * BLOCK) == 0
+    # They are not overwritten before they are sent.
+    answered(tiers, "d", hashes(8), [3])
+    assert plan_of(tiers).copies[1:] == []
+    tiers.host_sends.ended([1])
+    answered(tiers, "e", hashes(8), [3])
+    assert [one.request_id for one in plan_of(tiers).copies] == ["e"]
