@@ -15,6 +15,8 @@ from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
+from headrace_common.errors import Draining, HeadraceError, QueueFull
+from headrace_common.rpc.status import ErrorInterceptor
 from headrace_kv.layout.layout import WorkerRef
 from headrace_prefill.pull.puller import TaskPuller
 from tests.waiting import until
@@ -176,7 +178,7 @@ async def test_the_start_of_a_task_is_reported_and_its_end_returns_the_credit(
     queue: RouterQueue, worker: ScriptedWorker
 ) -> None:
     await start_task(queue, worker)
-    await until(lambda: queue.started == ["x1"], 1.0, "the report of its start")
+    await until(lambda: queue.started == ["x1"], what="the report of its start")
     assert queue.credit == 3
     worker.running["x1"].set()
     await until(lambda: len(queue.done) == 1 and queue.credit == 4, what="its end")
@@ -255,3 +257,40 @@ async def test_a_task_beyond_the_credit_is_refused(
     await until(lambda: len(queue.done) == 1, what="the refusal")
     assert queue.done[0].reason == "QUEUE_FULL"
     assert len(worker.running) == 4
+
+
+class RefusingQueue(prefill_pb2_grpc.PrefillQueueServiceServicer):
+    """Refuses every stream with an error."""
+
+    def __init__(self, error: HeadraceError) -> None:
+        self.error = error
+
+    async def Pull(
+        self, request_iterator: AsyncIterator[prefill_pb2.PullRequest], context: object
+    ) -> AsyncIterator[prefill_pb2.PullResponse]:
+        raise self.error
+        yield prefill_pb2.PullResponse()
+
+
+@pytest.mark.parametrize(
+    ("error", "level"), [(Draining("it ends"), "INFO"), (QueueFull("it is full"), "WARNING")]
+)
+async def test_a_router_that_drains_is_no_reason_for_a_warning(
+    puller: TaskPuller, caplog: pytest.LogCaptureFixture, error: HeadraceError, level: str
+) -> None:
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
+    prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(RefusingQueue(error), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    caplog.set_level("INFO")
+    endpoint = f"127.0.0.1:{port}"
+    puller.set_routers(
+        [registry_pb2.Member(worker_id="r0", incarnation=REF.incarnation, endpoint=endpoint)]
+    )
+
+    def levels() -> set[str]:
+        return {one.levelname for one in caplog.records if error.detail in one.getMessage()}
+
+    await until(lambda: bool(levels()), what="the line")
+    assert levels() == {level}
+    await server.stop(None)

@@ -82,7 +82,7 @@ async def test_members_of_one_process_share_one_stream_of_renewals(registry: Reg
         ]
         tasks = len([task for task in asyncio.all_tasks() if task.get_name() == "lease renewals"])
         await asyncio.gather(*(member.start() for member in members))
-        await until(lambda: len(view.members) == 8, 2, "the members in the view")
+        await until(lambda: len(view.members) == 8, what="the members in the view")
         # Well beyond their TTL.
         await asyncio.sleep(2.5)
         assert len(view.members) == 8
@@ -103,14 +103,14 @@ async def test_a_member_is_in_the_view_from_start_to_stop(registry: Registry) ->
     async with viewing(registry.endpoint, lambda view: changes.append(len(view.members))) as view:
         async with joined(registry.endpoint, worker(), 1.0, kv_descriptor()) as membership:
             assert membership.registered
-            await until(lambda: "decode-0" in view.members, 2, "the member in the view")
+            await until(lambda: "decode-0" in view.members, what="the member in the view")
             # Well beyond its TTL.
             await asyncio.sleep(2.5)
             assert list(view.members) == ["decode-0"]
             assert [member.worker_id for member in view.of_role(worker().role)] == ["decode-0"]
             assert view.of_role(registry_pb2.Member.ROLE_ROUTER) == ()
             before = view.members
-        await until(lambda: changes[-1] == 0, 1, "a notification of the empty view")
+        await until(lambda: changes[-1] == 0, what="a notification of the empty view")
         assert not view.members
         assert list(before) == ["decode-0"]
         assert changes == [0, 1, 0]
@@ -126,7 +126,7 @@ async def test_a_view_keeps_its_members_when_the_registry_returns_empty(
     ):
         assert len(view.members) == 2
         await registry.stop()
-        await until(lambda: not view.connected, 2, "the lost connection")
+        await until(lambda: not view.connected, what="the lost connection")
         assert leaves._keeper is not None
         leaves._keeper.cancel()
         await asyncio.sleep(1)
@@ -155,7 +155,7 @@ async def test_a_view_continues_after_a_broken_connection(
         viewing(registry.endpoint, grace_s=60.0) as view,
     ):
         await view._link._channel.close()
-        await until(lambda: not view.connected, 2, "the lost connection")
+        await until(lambda: not view.connected, what="the lost connection")
         assert list(view.members) == ["decode-0"]
         assert view._follower is not None
         assert not view._follower.done()
@@ -170,7 +170,7 @@ async def test_policies_reach_the_view(
     async with viewing(registry.endpoint) as view:
         policy = registry_pb2.Policy(local_prefill_max_tokens=9, retry_budget=0)
         await stub.SetPolicy(registry_pb2.SetPolicyRequest(policy=policy))
-        await until(lambda: view.policy == policy, 2, "the policy")
+        await until(lambda: view.policy == policy, what="the policy")
 
 
 async def test_a_callback_that_fails_does_not_end_the_view(
@@ -180,7 +180,7 @@ async def test_a_callback_that_fails_does_not_end_the_view(
         raise ValueError("broken callback")
 
     async with viewing(registry.endpoint, broken) as view, joined(registry.endpoint):
-        await until(lambda: "decode-0" in view.members, 2, "the member")
+        await until(lambda: "decode-0" in view.members, what="the member")
         assert view.connected
         assert "broken callback" in caplog.text
 
@@ -203,7 +203,7 @@ async def test_start_waits_for_a_registry(registry: Registry) -> None:
     await asyncio.sleep(0.7)
     await registry.start()
     await starting
-    await until(lambda: "decode-0" in view.members, 2, "the member")
+    await until(lambda: "decode-0" in view.members, what="the member")
     await membership.stop()
     await view.stop()
 
@@ -323,9 +323,9 @@ async def test_a_fetch_that_fails_after_its_caller_has_ended_logs_nothing(
         async with running_registry() as registry:
             cache = DescriptorCache(registry.endpoint)
             caller = asyncio.ensure_future(cache.get(*UNKNOWN, Deadline.after(5)))
-            await until(lambda: bool(cache._fetches), 2, "the start of the fetch")
+            await until(lambda: bool(cache._fetches), what="the start of the fetch")
             caller.cancel()
-            await until(lambda: not cache._fetches, 2, "the end of the fetch")
+            await until(lambda: not cache._fetches, what="the end of the fetch")
             await cache.close()
 
     await abandon_fetch()

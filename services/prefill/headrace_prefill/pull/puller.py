@@ -15,7 +15,7 @@ from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import QueueFull
+from headrace_common.errors import Draining, QueueFull
 from headrace_common.registry.adapters import Adapter, adapter_to_proto
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
@@ -128,7 +128,9 @@ class TaskPuller:
                     await session.run(prefill_pb2_grpc.PrefillQueueServiceStub(channel))
                     log.info("router %s ended the pull stream", router_id)
                 except grpc.aio.AioRpcError as rpc_error:
-                    log.warning("pull from %s: %s", router_id, error_from_rpc(rpc_error).detail)
+                    failure = error_from_rpc(rpc_error)
+                    level = logging.INFO if isinstance(failure, Draining) else logging.WARNING
+                    log.log(level, "pull from %s: %s", router_id, failure.detail)
                 except QueueFull as error:
                     log.warning("pull from %s: %s", router_id, error.detail)
                 finally:

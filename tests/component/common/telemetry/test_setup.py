@@ -231,7 +231,7 @@ async def test_an_otlp_endpoint_gets_every_span(receiver: tuple[Receiver, str]) 
     kept = InMemorySpanExporter()
     telemetry.add_exporter(kept)
     telemetry.tracer.start_span("both").end()
-    await until(lambda: "both" in receiving.spans and len(kept.get_finished_spans()) == 1, 2.0)
+    await until(lambda: "both" in receiving.spans and len(kept.get_finished_spans()) == 1)
     assert await stop(telemetry) < 2
 
 

@@ -43,16 +43,16 @@ async def test_registries_over_one_etcd_agree(shared_etcd: EtcdServer, etcd_pref
     await one.put_descriptor(registration.lease_id, reference(member), kv_descriptor())
     assert await two.get_descriptor(reference(member)) == kv_descriptor()
     assert await two.keep_alive(registration.lease_id) is not None
-    await until(lambda: two.revision >= registration.revision, 2, "the registration")
+    await until(lambda: two.revision >= registration.revision, what="the registration")
     assert dict(two.members) == {"decode-0": ordered(member, registration.order)}
     revision = await two.set_policy(registry_pb2.Policy(retry_budget=5), 0)
-    await until(lambda: one.revision >= revision, 2, "the policy")
+    await until(lambda: one.revision >= revision, what="the policy")
     assert one.policy == two.policy
     # A watcher of one registry resumes at the other from the same revision.
     resumed = two.watch(registration.revision)
     assert (await anext(resumed)).changes[-1].policy_put.retry_budget == 5
     await two.deregister(registration.lease_id)
-    await until(lambda: not one.members, 2, "the removal of the member")
+    await until(lambda: not one.members, what="the removal of the member")
     await one.close()
     await two.close()
 
@@ -165,7 +165,7 @@ async def test_changes_during_a_broken_watch_are_found(etcd: EtcdServer) -> None
     await here.start()
     await there.start()
     gone = await here.register(worker("decode-0"), 30)
-    await until(lambda: there.revision >= gone.revision, 2, "the registration")
+    await until(lambda: there.revision >= gone.revision, what="the registration")
     watch = here.watch(0)
     await anext(watch)
     # The follower of one store ends as after an error, and restarts later.

@@ -225,7 +225,7 @@ async def test_the_deadline_error_names_the_awaited_event(
     error = await rig.error_of(timeout_s=6.0)
     assert isinstance(error, DeadlineExceeded)
     assert waited_for in error.detail
-    await until(lambda: len(decode.cancelled) == 1, 1.0)
+    await until(lambda: len(decode.cancelled) == 1)
     assert rig.router.queue.depth == 0
 
 
@@ -271,7 +271,7 @@ async def test_a_stop_string_ends_decode_and_is_not_sent(rig: Rig) -> None:
     assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_STOP
     assert responses[-1].usage.completion_tokens == 7
     assert not decode.requests[0].sampling.stop
-    await until(lambda: len(decode.cancelled) == 1, 1.0)
+    await until(lambda: len(decode.cancelled) == 1)
 
 
 async def test_placed_requests_count_before_workers_report_them(rig: Rig) -> None:
@@ -293,7 +293,7 @@ async def test_a_full_prefill_queue_rejects_only_requests_that_ask_for_remote_pr
     await until(lambda: rig.router.queue.depth == 1)
     remote = inference_pb2.PREFILL_PLACEMENT_REMOTE
     assert isinstance(await rig.error_of(prefill_placement=remote), QueueFull)
-    await until(lambda: len(decode.cancelled) == 1, 1.0)
+    await until(lambda: len(decode.cancelled) == 1)
     decode.script = reply("ok")
     assert text_of(await rig.ask()) == "ok"
     assert [request.remote_prefill for request in decode.requests] == [True, True, False]

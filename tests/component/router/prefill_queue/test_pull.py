@@ -46,7 +46,7 @@ async def test_cancelling_a_task_stops_it_on_its_worker(rig: Rig) -> None:
     await until(lambda: _names(worker) == ["a"])
     waiting.cancel()
     running.cancel()
-    await until(lambda: worker.cancels == ["a"], 1.0)
+    await until(lambda: worker.cancels == ["a"])
     await worker.done("a", "CANCELLED", "as asked")
     await worker.give_credit(1)
     _enqueue(rig, "c")

@@ -199,7 +199,7 @@ async def test_a_disconnect_of_the_client_ends_both_requests() -> None:
         await until(lambda: bool(it.prefill.bodies and it.decode.bodies))
         request.cancel()
         await asyncio.gather(request, return_exceptions=True)
-        await until(lambda: bool(it.prefill.disconnects and it.decode.disconnects), 1)
+        await until(lambda: bool(it.prefill.disconnects and it.decode.disconnects))
 
 
 @pytest.mark.parametrize(
