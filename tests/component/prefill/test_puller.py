@@ -259,16 +259,18 @@ async def test_a_task_beyond_the_credit_is_refused(
     assert len(worker.running) == 4
 
 
-class RefusingQueue(prefill_pb2_grpc.PrefillQueueServiceServicer):
+class RefusingQueue(RouterQueue):
     """Refuses every stream with an error."""
 
     def __init__(self, error: HeadraceError) -> None:
+        super().__init__()
         self.error = error
 
     async def Pull(
         self, request_iterator: AsyncIterator[prefill_pb2.PullRequest], context: object
     ) -> AsyncIterator[prefill_pb2.PullResponse]:
-        raise self.error
+        async for _ in request_iterator:
+            raise self.error
         yield prefill_pb2.PullResponse()
 
 
