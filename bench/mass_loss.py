@@ -25,7 +25,7 @@ import grpc.aio
 import uvloop
 
 from bench.support.processes import cpu_seconds
-from bench.support.services import Services
+from bench.support.services import Services, until_listed
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.status import error_from_rpc
@@ -122,18 +122,6 @@ async def deployed(
             *(endpoint, router.pid, tuple(victims), prefills, decodes),
             *(lost["prefill"], lost["decode"]),
         )
-
-
-async def until_listed(endpoint: str, prefills: int, decodes: int, limit_s: float) -> None:
-    """Waits until the router lists so many workers."""
-    async with asyncio.timeout(limit_s), grpc.aio.insecure_channel(endpoint) as channel:
-        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        while True:
-            listed = await stub.ListModels(inference_pb2.ListModelsRequest(), wait_for_ready=True)
-            for model in listed.models:
-                if (model.prefill_worker_count, model.decode_worker_count) == (prefills, decodes):
-                    return
-            await asyncio.sleep(0.1)
 
 
 def _prompt(number: int) -> list[int]:

@@ -24,7 +24,7 @@ import grpc.aio
 import uvloop
 
 from bench.support.processes import cpu_seconds, resident_kib
-from bench.support.services import Services
+from bench.support.services import Services, until_listed
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from headrace_common.process.free_port import free_port
 from headrace_engine.sim.model.model import SimModel
@@ -116,7 +116,7 @@ async def deployed(folder: Path, workers: int) -> AsyncIterator[Deployment]:
                 *("--internal-listen=127.0.0.1:0", "--transport=same_host"),
                 *(("--listen=",) if service == "decode" else ()),
             )
-        await _until_found(endpoint, prefills, workers - prefills)
+        await until_listed(endpoint, prefills, workers - prefills, _JOIN_S)
         ids = {service: child.pid for service, child in children.items()}
         yield Deployment(
             workers,
@@ -127,17 +127,6 @@ async def deployed(folder: Path, workers: int) -> AsyncIterator[Deployment]:
             sum(map(cpu_seconds, ids.values())),
             relay.passed_bytes,
         )
-
-
-async def _until_found(endpoint: str, prefills: int, decodes: int) -> None:
-    async with asyncio.timeout(_JOIN_S), grpc.aio.insecure_channel(endpoint) as channel:
-        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        while True:
-            listed = await stub.ListModels(inference_pb2.ListModelsRequest(), wait_for_ready=True)
-            for model in listed.models:
-                if (model.prefill_worker_count, model.decode_worker_count) == (prefills, decodes):
-                    return
-            await asyncio.sleep(0.2)
 
 
 def _prompt(number: int) -> list[int]:

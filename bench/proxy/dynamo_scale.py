@@ -17,9 +17,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Final
 
-import grpc.aio
 import uvloop
 
 from bench.proxy.dynamo import (
@@ -37,8 +36,7 @@ from bench.proxy.dynamo import (
 )
 from bench.proxy.load import connected, grpc_chats
 from bench.support.processes import cpu_seconds, resident_kib, until_listening
-from bench.support.services import Services
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from bench.support.services import Services, until_listed
 from headrace_common.process.free_port import free_port
 
 _GAP_MS: Final = 5
@@ -110,7 +108,7 @@ async def headrace_fleet(folder: Path, prefills: int, decodes: int) -> AsyncIter
             )
             for role, count in (("prefill", prefills), ("decode", decodes))
         ]
-        await _until_listed(endpoint, prefills, decodes)
+        await until_listed(endpoint, prefills, decodes, _READY_S)
         pids = tuple(worker.pid for worker in workers)
         yield [
             Side(
@@ -122,17 +120,6 @@ async def headrace_fleet(folder: Path, prefills: int, decodes: int) -> AsyncIter
                 *(ours.pid, pids),
             ),
         ]
-
-
-async def _until_listed(endpoint: str, prefills: int, decodes: int) -> None:
-    async with asyncio.timeout(_READY_S), grpc.aio.insecure_channel(endpoint) as channel:
-        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        while True:
-            listed = await stub.ListModels(inference_pb2.ListModelsRequest(), wait_for_ready=True)
-            for model in listed.models:
-                if (model.prefill_worker_count, model.decode_worker_count) == (prefills, decodes):
-                    return
-            await asyncio.sleep(0.2)
 
 
 async def _idle_percent(side: Side) -> tuple[float, float]:

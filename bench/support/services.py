@@ -6,8 +6,12 @@ import asyncio
 import sys
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Any
+
+import grpc.aio
 
 from bench.support.processes import process, until_listening
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_cli.client import list_members
 from headrace_common.errors import WorkerGone
 from headrace_common.process.free_port import free_port
@@ -72,5 +76,17 @@ async def until_joined(registry: str, members: int, limit_s: float) -> None:
             # The registry may not answer in time while all processes start.
             with suppress(WorkerGone):
                 if len(await list_members(registry)) >= members:
+                    return
+            await asyncio.sleep(0.1)
+
+
+async def until_listed(endpoint: str, prefills: int, decodes: int, limit_s: float) -> None:
+    """Waits until the router lists so many workers."""
+    async with asyncio.timeout(limit_s), grpc.aio.insecure_channel(endpoint) as channel:
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        while True:
+            listed = await stub.ListModels(inference_pb2.ListModelsRequest(), wait_for_ready=True)
+            for model in listed.models:
+                if (model.prefill_worker_count, model.decode_worker_count) == (prefills, decodes):
                     return
             await asyncio.sleep(0.1)
