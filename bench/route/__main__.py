@@ -113,7 +113,7 @@ def look_up(
     listed, words, hashes = tokens.tolist(), array("I", tokens.tobytes()), HASHER.hashes(tokens)
     ready: dict[str, Callable[[], object]] = {
         "ours": lambda: index.blocks(index.find(hashes)),
-        "ours, by worker": lambda: index.scores(index.find(hashes)),
+        "ours, by worker": lambda: index.by_worker(index.blocks(index.find(hashes))),
     }
     whole: dict[str, Callable[[], object]] = {
         "ours, list": lambda: index.blocks(index.find_prompt(HASHER.lazy(listed))),
@@ -130,11 +130,11 @@ def look_up(
         theirs = {worker_ref(key[0]): depth for key, depth in ready["Dynamo"]().items()}  # type: ignore[attr-defined]
         if theirs != ready["ours, by worker"]():
             raise SystemExit("the two indexes disagree")
-    everyone = index.mask(map(worker_ref, range(worker_count)))
-    by_worker = index.scores(index.find(hashes))
+    everyone = index.slots(index.mask(map(worker_ref, range(worker_count))))
+    by_worker = index.by_worker(index.blocks(index.find(hashes)))
     expected = [by_worker.get(ref, 0) for ref in index.refs(everyone)]
     for way in (ready["ours"], whole["ours, list"], whole["ours, array"]):
-        if way()[index.slots(everyone)].tolist() != expected:  # type: ignore[index]
+        if way()[everyone].tolist() != expected:  # type: ignore[index]
             raise SystemExit("our own ways disagree")
     return in_turns(ready, rounds), in_turns(whole, rounds)
 

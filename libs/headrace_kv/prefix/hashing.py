@@ -89,7 +89,7 @@ class PrefixHasher:
     def hashes_at(
         self,
         words: memoryview | array[int],
-        positions: slice | list[int],
+        positions: slice,
         parents: Iterable[int],
     ) -> list[int]:
         """Hashes of the blocks at these positions of `words`, given those of the blocks before. For no checkpoint."""
@@ -162,10 +162,14 @@ class PromptHashes:
         self.compute_checkpoints(segment)
         return self.checkpoints[segment - 1]
 
-    def hashes_at(self, positions: list[int], parents: Iterable[int]) -> list[int]:
-        """The hashes at these rising positions, given those of the blocks before. No position is a checkpoint."""
-        words = self._words_to((positions[-1] + 1) * self._hasher.block_tokens)
-        return self._hasher.hashes_at(words, positions, parents)
+    def between(self, start: int, stop: int) -> list[int]:
+        """The hashes of the blocks from `start` to before `stop`. Cheapest for the first blocks of a segment."""
+        segment, offset = divmod(start, CHECKPOINT_BLOCKS)
+        if offset or stop - start >= CHECKPOINT_BLOCKS:
+            return self.first(stop)[start:]
+        size = self._hasher.block_tokens
+        words = self._words_to(stop * size)[start * size : stop * size]
+        return self._hasher.block_hashes(words, self.checkpoint_before(segment))
 
     def _words_to(self, count: int) -> memoryview | array[int]:
         """At least the first `count` words."""

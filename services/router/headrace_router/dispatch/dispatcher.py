@@ -162,7 +162,7 @@ class RequestDispatcher:
 
         Workers named in `avoid` are chosen only when no other is left.
         """
-        workers = self._workers.table(request.model).workers
+        workers = self._workers.table(request.model).workers if avoid else ()
         avoided = {worker.ref for worker in workers if worker.ref.worker_id in avoid}
         retries = RetryState(self._budget, self._migration_wait_s, avoided=avoided)
         token_ids = request.token_ids + request.generated

@@ -13,12 +13,8 @@ from itertools import repeat
 from typing import Final
 
 from headrace_kv.prefix.hashing import PromptHashes
-from headrace_router.prefix_cache.lookup import (
-    Depths,
-    depths_of_hashes,
-    depths_of_prompt,
-    linear_lookup,
-)
+from headrace_router.prefix_cache.depths import Depths
+from headrace_router.prefix_cache.lookup import depths_of_hashes, depths_of_prompt, linear_lookup
 
 # The size of one hash as a key: an integer of three digits, rounded up to the allocator's step.
 _KEY_BYTES: Final = 48
@@ -82,18 +78,18 @@ class PrefixTable:
     def find(self, hashes: Sequence[int], among: int) -> Depths:
         """How many blocks of this chain each worker of the mask `among` holds."""
         if not hashes:
-            return []
+            return Depths()
         mask_of = self._mask_of.get
         known = mask_of(hashes[0], 0)
         first = known & among
         if not first:
-            return []
+            return Depths()
         end = mask_of(hashes[-1], 0) & first
         # Each lookup probes a different block, so that a hole is detected soon.
         self._probe = probe = self._probe + 7919 & 0xFFFF_FFFF
         if mask_of(hashes[probe % len(hashes)], 0) & end == end:
             if end == first:
-                return [(len(hashes), first)]
+                return Depths.of([(len(hashes), first)])
             found = depths_of_hashes(mask_of, hashes, known, first, end)
             if found is not None:
                 return found
@@ -103,22 +99,21 @@ class PrefixTable:
     def find_prompt(self, prompt: PromptHashes, among: int) -> Depths:
         """The same for a prompt. It hashes about twice as many blocks as the deepest holder has, at most."""
         if not prompt.block_count or not self._mask_of:
-            return []
+            return Depths()
         mask_of = self._mask_of.get
         known = mask_of(prompt[0], 0)
         first = known & among
         if not first:
-            return []
-        found, searched = depths_of_prompt(mask_of, prompt, known, first)
-        if found is not None:
-            end = found[-1][1] if found[-1][0] == searched else 0
-            if not end:
-                return found
+            return Depths()
+        found = depths_of_prompt(mask_of, prompt, known, first)
+        if found.depths is not None:
+            if not found.end:
+                return found.depths
             self._probe = probe = self._probe + 7919 & 0xFFFF_FFFF
-            if mask_of(prompt[probe % searched], 0) & end == end:
-                return found
+            if mask_of(prompt[probe % found.block_count], 0) & found.end == found.end:
+                return found.depths
         self.hole_count += 1
-        return linear_lookup(mask_of, prompt.first(searched), first)
+        return linear_lookup(mask_of, prompt.first(found.block_count), first)
 
     def start_sweep(self) -> None:
         """Lists all current blocks for `sweep`."""

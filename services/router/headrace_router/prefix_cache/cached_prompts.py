@@ -13,7 +13,6 @@ import numpy as np
 
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.hashing import PromptHashes, TokenIds
-from headrace_router.prefix_cache.lookup import Depths
 from headrace_router.prefix_cache.model_index import ModelIndex
 from headrace_router.prefix_cache.tier_prices import TierPrices
 from headrace_router.workers.table import LoadTable, Numbers
@@ -76,8 +75,7 @@ class CachedPrompts:
                 blocks = _credited_blocks(tiers, [share[known.rows] for share in shares])
                 reached = np.maximum.reduce(tiers)
             if pooled:
-                remote = max(depth for depth, _ in pooled)
-                blocks = blocks + REMOTE_SHARE * np.maximum(remote - reached, 0.0)
+                blocks = blocks + REMOTE_SHARE * np.maximum(pooled.deepest - reached, 0.0)
             found[known.rows] = blocks * block_tokens
         return found
 
@@ -97,15 +95,17 @@ class CachedPrompts:
             index, block_tokens = model_index.index, model_index.block_tokens
             among = model_index.mask_of(refs)
             *own, _ = model_index.depths(prompt)
-            device, *slower = (_masked(depths, among) for depths in own)
-            if not any(slower):
-                found |= index.scores([(blocks * block_tokens, mask) for blocks, mask in device])
-                continue
-            scores = [index.scores(depths) for depths in (device, *slower)]
-            for ref in set().union(*scores):
-                tiers = [np.array(one.get(ref, 0.0)) for one in scores]
-                shares = self._prices.shares_of(model, block_tokens, ref)
-                found[ref] = int(_credited_blocks(tiers, shares) * block_tokens)
+            tiers = [index.blocks(depths.among(among)) for depths in own]
+            blocks = tiers[0]
+            if any(own[1:]):
+                slots = np.maximum.reduce(tiers).nonzero()[0]
+                shares = [
+                    self._prices.shares_of(model, block_tokens, ref) for ref in index.refs(slots)
+                ]
+                blocks[slots] = _credited_blocks(
+                    [tier[slots] for tier in tiers], list(np.transpose(shares))
+                )
+            found |= index.by_worker(blocks * block_tokens)
         return found
 
     def _prompts(
@@ -129,7 +129,3 @@ def _credited_blocks(tiers: Sequence[Numbers], shares: Sequence[Numbers | float]
         total = total + share * (deeper - reached)
         reached = deeper
     return total
-
-
-def _masked(depths: Depths, among: int) -> Depths:
-    return [(blocks, common) for blocks, mask in depths if (common := mask & among)]

@@ -19,7 +19,7 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier, unpack_hashes
 from headrace_kv.prefix.hashing import PromptHashes
 from headrace_router.prefix_cache.block_table import PrefixTable
-from headrace_router.prefix_cache.lookup import Depths
+from headrace_router.prefix_cache.depths import Depths
 from headrace_router.prefix_cache.worker_bits import SlotPool
 from headrace_router.prefix_cache.worker_state import SnapshotBuffer, TierDigest, WorkerCacheState
 
@@ -116,18 +116,18 @@ class PrefixIndex:
         states = (self._states.get(ref) for ref in refs)
         return sum({state.current.bit for state in states if state is not None})
 
-    def refs(self, mask: int) -> tuple[WorkerRef, ...]:
-        """The workers of a mask that `find` returned."""
-        return self._slots.refs(mask)
+    def refs(self, slots: NDArray[np.intp]) -> list[WorkerRef]:
+        """The workers of these slots."""
+        return self._slots.refs(slots)
 
     def slots(self, mask: int) -> NDArray[np.intp]:
-        """The positions of these workers in `blocks`, in the order of `refs`."""
+        """The positions in `blocks` of the workers of a mask, in rising order."""
         return self._slots.slots(mask)
 
     def find(self, hashes: Sequence[int], candidates: int = -1, tier: Tier = Tier.DEVICE) -> Depths:
         """How many of these blocks, from the first on, each worker of the mask holds.
 
-        Workers without the first block are left out. Depths are in no order.
+        Workers without the first block hold none.
         """
         return self._tables[tier].find(hashes, candidates & self._live)
 
@@ -137,13 +137,13 @@ class PrefixIndex:
         """The same for a prompt. It hashes about twice as many blocks as the deepest holder has, at most."""
         return self._tables[tier].find_prompt(prompt, candidates & self._live)
 
-    def scores(self, depths: Depths) -> dict[WorkerRef, int]:
-        """The depths by worker."""
-        return self._slots.scores(depths)
-
     def blocks(self, depths: Depths) -> NDArray[np.float64]:
-        """The depths by slot, 0 for workers that `depths` lacks. Shape [slot]. `slots` maps workers to slots."""
+        """The depths by slot, 0 for workers without a block. Shape [slot]."""
         return self._slots.blocks(depths)
+
+    def by_worker(self, numbers: NDArray[np.float64]) -> dict[WorkerRef, int]:
+        """Whole numbers by worker, from those by slot. Workers without any are left out."""
+        return self._slots.by_worker(numbers)
 
     def apply(self, ref: WorkerRef, event: KvEvent) -> ApplyResult:
         """Applies one event of the worker's stream. Events may arrive in any order."""

@@ -1,21 +1,21 @@
 """How deep every worker holds a chain of blocks. Pure.
 
 Sets are prefix-closed, so the masks of holders only shrink along a chain. The first and the last block decide most
-lookups. A bisection decides those where all holders end together, or where few depths differ. Otherwise the lookup
-reads the mask of each checkpoint, and of blocks in between only where the masks of two checkpoints differ.
+lookups. A bisection of the checkpoints decides those where all holders end together, or where few depths differ.
+Otherwise the lookup reads the mask of each checkpoint. It reads the blocks in between where the masks of two
+checkpoints differ, or all blocks where many do. Then its time depends on the blocks, and hardly on the workers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import compress, count, repeat
-from operator import and_, itemgetter, ne, xor
+from operator import and_, ne, xor
 from typing import Final
 
 from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS, PromptHashes
-
-Depths = list[tuple[int, int]]
-"""(blocks, mask): workers of `mask` hold exactly the first `blocks` blocks. Depths and workers are distinct."""
+from headrace_router.prefix_cache.depths import Depths
 
 MaskOf = Callable[[int, int], int]
 """The holders of a block, or the second argument for an unknown block."""
@@ -23,14 +23,26 @@ MaskOf = Callable[[int, int], int]
 _Change = tuple[int, int, int]
 """(position, before, after): the mask changes from `before` to `after` at this position."""
 
-_HashesAt = Callable[[list[int], Iterable[int]], list[int]]
-"""Returns the hashes at rising positions, given those of the blocks before."""
+_HashesBetween = Callable[[int, int], list[int]]
+"""Returns the hashes of the blocks from one position to before another."""
 
 # A sequential lookup of so many blocks takes as long as one step of a bisection.
 _PROBE_COST_BLOCKS: Final = 64
-# With more holders than this that end in a segment, it is faster to look up every block.
-_DENSE_HOLDERS: Final = 2
+# A lookup of so many blocks, with all others, takes as long as that of the blocks of one segment alone.
+_SEGMENT_COST_BLOCKS: Final = 32
 _FIRST_CHECKPOINTS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PromptDepths:
+    """What a lookup found in the first `block_count` blocks. The workers of the mask `end` hold the last of them.
+
+    `depths` is None when some set has a hole.
+    """
+
+    depths: Depths | None
+    block_count: int
+    end: int
 
 
 def depths_of_hashes(
@@ -43,33 +55,21 @@ def depths_of_hashes(
     """
     changes = _bisect_changes(mask_of, hashes, first, end)
     if changes is not None:
-        depths = [(position, before ^ after) for position, before, after in changes]
-        return _checked(depths, first, len(hashes), end)
-    among = _needed_filter(known, first)
+        lost = [(position, before ^ after) for position, before, after in changes]
+        return _depths_of_lost(lost, first, end, len(hashes))
     checkpoints = [*hashes[CHECKPOINT_BLOCKS - 1 : -1 : CHECKPOINT_BLOCKS], hashes[-1]]
-    segments = _changes(mask_of, among, checkpoints, first)
-    if (first ^ end).bit_count() > _DENSE_HOLDERS * len(segments):
-        masks = _masks(mask_of, among, hashes)
-        lost = list(map(xor, [first, *masks], masks))
-        depths = list(zip(compress(count(), lost), filter(None, lost), strict=False))
-    else:
-        depths = _depths_in_segments(
-            mask_of,
-            among,
-            segments,
-            repeat(0),
-            lambda positions, _: list(map(hashes.__getitem__, positions)),
-            len(hashes),
-        )
-    return _checked(depths, first, len(hashes), end)
+    among = _needed_filter(known, first)
+    changes = _changes(_masks(mask_of, among, checkpoints), first)
+    return _depths_in_segments(
+        *(mask_of, among, changes, first, end),
+        *(lambda start, stop: list(hashes[start:stop]), len(hashes)),
+    )
 
 
-def depths_of_prompt(
-    mask_of: MaskOf, prompt: PromptHashes, known: int, first: int
-) -> tuple[Depths | None, int]:
-    """Looks up a prompt, and returns the depths and the number of blocks searched.
+def depths_of_prompt(mask_of: MaskOf, prompt: PromptHashes, known: int, first: int) -> PromptDepths:
+    """Looks up a prompt. It hashes about twice as many blocks as the deepest holder has, at most.
 
-    It hashes about twice as many blocks as the deepest holder has, at most. None like `depths_of_hashes`.
+    `known` and `first` like `depths_of_hashes`.
     """
     checkpoints = _checkpoints_to_search(mask_of, prompt, first)
     block_count = len(checkpoints) * CHECKPOINT_BLOCKS
@@ -79,20 +79,18 @@ def depths_of_prompt(
         checkpoints = [*checkpoints, prompt[block_count - 1]]
         end = mask_of(checkpoints[-1], 0) & first
     if end == first:
-        return [(block_count, first)], block_count
+        return PromptDepths(Depths.of([(block_count, first)]), block_count, end)
     among = _needed_filter(known, first)
     changes = _bisect_changes(mask_of, checkpoints, first, end)
     if changes is None:
-        changes = _changes(mask_of, among, checkpoints, first)
-    changes.sort()
-    parents = [prompt.checkpoint_before(segment) for segment, _, _ in changes]
-    depths = _depths_in_segments(mask_of, among, changes, parents, prompt.hashes_at, block_count)
-    return _checked(depths, first, block_count, end), block_count
+        changes = _changes(_masks(mask_of, among, checkpoints), first)
+    depths = _depths_in_segments(mask_of, among, changes, first, end, prompt.between, block_count)
+    return PromptDepths(depths, block_count, end)
 
 
 def linear_lookup(mask_of: MaskOf, hashes: Sequence[int], holders: int) -> Depths:
     """Looks up every block, from the `holders` of the first. Correct for sets with holes too."""
-    depths: Depths = []
+    lost: list[tuple[int, int]] = []
     last = -1
     for depth, mask in enumerate(map(mask_of, hashes, repeat(0))):
         if mask is last:
@@ -100,12 +98,11 @@ def linear_lookup(mask_of: MaskOf, hashes: Sequence[int], holders: int) -> Depth
         last = mask
         still = mask & holders
         if still != holders:
-            depths.append((depth, holders ^ still))
+            lost.append((depth, holders ^ still))
             holders = still
             if not still:
-                return depths
-    depths.append((len(hashes), holders))
-    return depths
+                break
+    return Depths.of([*lost, (len(hashes), holders)])
 
 
 def _checkpoints_to_search(mask_of: MaskOf, prompt: PromptHashes, holders: int) -> list[int]:
@@ -163,54 +160,47 @@ def _masks(mask_of: MaskOf, among: int, hashes: Iterable[int]) -> list[int]:
     return list(masks if among < 0 else map(and_, masks, repeat(among)))
 
 
-def _changes(mask_of: MaskOf, among: int, hashes: Iterable[int], first: int) -> list[_Change]:
-    """All changes of the mask along these blocks. `first` is the mask before them."""
-    afters = _masks(mask_of, among, hashes)
-    befores = [first, *afters]
-    return list(compress(zip(count(), befores, afters), map(ne, befores, afters)))
+def _changes(masks: list[int], first: int) -> list[_Change]:
+    """All changes along these masks. `first` is the mask before them."""
+    befores = [first, *masks]
+    return list(compress(zip(count(), befores, masks), map(ne, befores, masks)))
 
 
 def _depths_in_segments(
     mask_of: MaskOf,
     among: int,
     changes: list[_Change],
-    parents: Iterable[int],
-    hashes_at: _HashesAt,
+    first: int,
+    end: int,
+    hashes_between: _HashesBetween,
     block_count: int,
-) -> Depths:
-    """The depths within segments. `changes` gives the masks before and at the end of each segment.
-
-    `parents` are the hashes of the blocks before the segments. No Python statement runs once for each block. Returns no
-    depth when the masks of the last segment contradict `changes`, as they do for a set with a hole.
-    """
-    segments, befores, afters = map(list, zip(*changes, strict=True))
-    positions = [segment * CHECKPOINT_BLOCKS for segment in segments]
-    depths: Depths = []
-    for _ in range(CHECKPOINT_BLOCKS - 1):
-        blocks = hashes_at(positions, parents)
-        masks = _masks(mask_of, among, blocks)
-        lost = list(map(xor, befores, masks))
-        depths += zip(compress(positions, lost), filter(None, lost), strict=True)
-        unfinished = list(map(ne, masks, afters))
-        if not all(unfinished):
-            positions = list(compress(positions, unfinished))
-            afters = list(compress(afters, unfinished))
-            masks = list(compress(masks, unfinished))
-            blocks = list(compress(blocks, unfinished))
-        if not positions:
-            return depths
-        befores, parents = masks, blocks
-        positions = [position + 1 for position in positions]
-        if positions[-1] >= block_count:
-            return []
-    depths += zip(positions, map(xor, befores, afters), strict=True)
-    return depths
+) -> Depths | None:
+    """The depths, where `changes` gives the masks before and at the end of each segment. None when a set has a hole."""
+    if len(changes) * _SEGMENT_COST_BLOCKS > block_count:
+        masks = _masks(mask_of, among, hashes_between(0, block_count))
+        losses = sum(map(int.bit_count, map(xor, [first, *masks], masks)))
+        return _checked(Depths.counted(masks), losses, first, end)
+    lost: list[tuple[int, int]] = []
+    for segment, before, after in changes:
+        start = segment * CHECKPOINT_BLOCKS
+        last = min(start + CHECKPOINT_BLOCKS, block_count) - 1
+        masks = [*_masks(mask_of, among, hashes_between(start, last)), after]
+        lost += [
+            (position, old ^ new)
+            for position, old, new in zip(count(start), [before, *masks], masks)
+            if old != new
+        ]
+    return _depths_of_lost(lost, first, end, block_count)
 
 
-def _checked(depths: Depths, first: int, block_count: int, end: int) -> Depths | None:
-    """Adds the workers that hold all blocks. None when the depths show a hole in some set."""
-    if end:
-        depths.append((block_count, end))
-    if sum(map(int.bit_count, map(itemgetter(1), depths))) != first.bit_count():
-        return None
-    return depths
+def _depths_of_lost(
+    lost: list[tuple[int, int]], first: int, end: int, block_count: int
+) -> Depths | None:
+    """The depths, from the workers that lack the block at each position but hold the one before."""
+    losses = sum(mask.bit_count() for _, mask in lost)
+    return _checked(Depths.of([*lost, (block_count, end)]), losses, first, end)
+
+
+def _checked(depths: Depths, losses: int, first: int, end: int) -> Depths | None:
+    """None when not exactly one bit changed for each worker that ends before `end`: some set has a hole."""
+    return depths if losses == (first ^ end).bit_count() else None

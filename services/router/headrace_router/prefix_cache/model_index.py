@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import PrefixHasher, PromptHashes, TokenIds, prefix_hasher
+from headrace_router.prefix_cache.depths import Depths
 from headrace_router.prefix_cache.index import PrefixIndex
-from headrace_router.prefix_cache.lookup import Depths
 from headrace_router.workers.table import LoadTable
 
 # Between two slices of a sweep, so that requests are served first.
@@ -109,10 +109,10 @@ class ModelIndex:
 
     def _find_slots(self, table: LoadTable) -> TableSlots:
         row_of = {worker.ref: row for row, worker in enumerate(table.workers)}
-        mask = self.index.mask(row_of)
+        slots = self.index.slots(self.index.mask(row_of))
         return TableSlots(
             table=table,
             generation=self.index.generation,
-            slots=self.index.slots(mask),
-            rows=np.array([row_of[ref] for ref in self.index.refs(mask)], np.intp),
+            slots=slots,
+            rows=np.array([row_of[ref] for ref in self.index.refs(slots)], np.intp),
         )

@@ -9,13 +9,10 @@ from numpy.typing import NDArray
 
 from headrace_common.errors import InternalError
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.prefix_cache.lookup import Depths
+from headrace_router.prefix_cache.depths import Depths
 
-_CACHED_MASKS_MAX: Final = 4_096
-# Masks with at most so many bits are split into slots bit by bit.
-_SPARSE_BITS_MAX: Final = 3
-# With at most so many masks, splitting does not pay.
-_FEW_MASKS_MAX: Final = 3
+# Of the binary digits of a number of blocks.
+_PLACE_VALUES: Final = 2.0 ** np.arange(53)
 
 
 class SlotPool:
@@ -26,8 +23,6 @@ class SlotPool:
         self.retired = 0
         self._used = 0
         self._ref_of: dict[int, WorkerRef] = {}
-        self._refs_of_mask: dict[int, dict[WorkerRef, int]] = {}
-        self._slots_of_mask: dict[int, NDArray[np.intp]] = {}
 
     @property
     def exhausted(self) -> bool:
@@ -46,7 +41,6 @@ class SlotPool:
     def retire(self, slot: int) -> None:
         """Takes the slot from its worker. Blocks may still carry its bit."""
         del self._ref_of[slot]
-        self._refs_of_mask.clear()
         self.retired |= 1 << slot
 
     def reclaim(self, mask: int) -> None:
@@ -54,67 +48,32 @@ class SlotPool:
         self.retired &= ~mask
         self._used &= ~mask
 
-    def refs(self, mask: int) -> tuple[WorkerRef, ...]:
-        """The workers of a mask, in the order of their slots."""
-        return tuple(self._cached_refs(mask))
-
-    def scores(self, depths: Depths) -> dict[WorkerRef, int]:
-        """The depths by worker."""
-        if len(depths) == 1:
-            ((blocks, mask),) = depths
-            return dict.fromkeys(self._cached_refs(mask), blocks)
-        ref_of = self._ref_of
-        scores: dict[WorkerRef, int] = {}
-        for blocks, mask in depths:
-            if mask.bit_count() > 1:
-                scores.update(dict.fromkeys(self._cached_refs(mask), blocks))
-            else:
-                scores[ref_of[mask.bit_length() - 1]] = blocks
-        return scores
+    def refs(self, slots: NDArray[np.intp]) -> list[WorkerRef]:
+        """The workers of these slots."""
+        return list(map(self._ref_of.__getitem__, slots.tolist()))
 
     def blocks(self, depths: Depths) -> NDArray[np.float64]:
         """The depths by slot. Shape [slot], up to the last slot in use."""
-        found = np.zeros(self._used.bit_length())
-        widths: list[int] = []
-        counts: list[int] = []
-        for blocks, mask in depths:
-            holders = mask.bit_count()
-            if holders > _SPARSE_BITS_MAX or len(depths) <= _FEW_MASKS_MAX:
-                found[self._cached_slots(mask)] = blocks
-                continue
-            widths.append(width := mask.bit_length())
-            counts.append(blocks)
-            if holders > 1:
-                others = mask ^ 1 << width - 1
-                while others:
-                    widths.append(width := others.bit_length())
-                    counts.append(blocks)
-                    others ^= 1 << width - 1
-        if widths:
-            found[np.fromiter(widths, np.intp, len(widths)) - 1] = np.fromiter(
-                counts, np.float64, len(counts)
-            )
-        return found
+        width = self._used.bit_length()
+        places = [place for place, digit in enumerate(depths.digits) if digit]
+        if not places:
+            return np.zeros(width)
+        size = -(-width // 8)
+        packed = b"".join([depths.digits[place].to_bytes(size, "little") for place in places])
+        bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+        # Unlike a product of matrices, einsum uses no threads.
+        found: NDArray[np.float64] = np.einsum(
+            "n,ns->s", _PLACE_VALUES[places], bits.reshape(len(places), 8 * size)
+        )
+        return found[:width]
+
+    def by_worker(self, numbers: NDArray[np.float64]) -> dict[WorkerRef, int]:
+        """Whole numbers by worker, from those by slot. Workers without any are left out."""
+        slots = numbers.nonzero()[0]
+        whole = numbers[slots].astype(np.int64)
+        return dict(zip(self.refs(slots), whole.tolist(), strict=True))
 
     def slots(self, mask: int) -> NDArray[np.intp]:
         """The slots of a mask, in rising order."""
         packed = np.frombuffer(mask.to_bytes(-(-mask.bit_length() // 8), "little"), np.uint8)
         return np.flatnonzero(np.unpackbits(packed, bitorder="little"))
-
-    def _cached_slots(self, mask: int) -> NDArray[np.intp]:
-        found = self._slots_of_mask.get(mask)
-        if found is None:
-            if len(self._slots_of_mask) >= _CACHED_MASKS_MAX:
-                self._slots_of_mask.clear()
-            found = self._slots_of_mask[mask] = self.slots(mask)
-        return found
-
-    def _cached_refs(self, mask: int) -> dict[WorkerRef, int]:
-        """Cached because lookups repeat masks. A copy of the dictionary does not hash the workers again."""
-        found = self._refs_of_mask.get(mask)
-        if found is None:
-            if len(self._refs_of_mask) >= _CACHED_MASKS_MAX:
-                self._refs_of_mask.clear()
-            found = {ref: 0 for slot, ref in sorted(self._ref_of.items()) if mask >> slot & 1}
-            self._refs_of_mask[mask] = found
-        return found

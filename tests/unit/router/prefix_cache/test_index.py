@@ -16,8 +16,8 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier, pack_hashes
 from headrace_kv.prefix.hashing import PrefixHasher
 from headrace_router.prefix_cache.block_table import PrefixTable
+from headrace_router.prefix_cache.depths import Depths
 from headrace_router.prefix_cache.index import ApplyResult, PrefixIndex
-from headrace_router.prefix_cache.lookup import Depths
 
 A, B, C = (WorkerRef(name, "1") for name in "abc")
 HASHER = PrefixHasher(3, 1)
@@ -45,6 +45,10 @@ def sweep(index: PrefixIndex, budget: int = 100) -> None:
     raise AssertionError("the sweep does not end")
 
 
+def credit(index: PrefixIndex, found: Depths) -> dict[WorkerRef, int]:
+    return index.by_worker(index.blocks(found))
+
+
 def naive_depths(table: dict[int, int], hashes: Sequence[int], among: int) -> dict[int, int]:
     depths: dict[int, int] = {}
     for slot in range(among.bit_length()):
@@ -57,13 +61,14 @@ def naive_depths(table: dict[int, int], hashes: Sequence[int], among: int) -> di
 
 
 def by_slot(depths: Depths) -> dict[int, int]:
-    assert len({blocks for blocks, _ in depths}) == len(depths)
-    return {
-        slot: blocks
-        for blocks, mask in depths
-        for slot in range(mask.bit_length())
-        if mask >> slot & 1
-    }
+    found: dict[int, int] = {}
+    for place, digit in enumerate(depths.digits):
+        for slot in range(digit.bit_length()):
+            if digit >> slot & 1:
+                found[slot] = found.get(slot, 0) + 2**place
+    assert depths.deepest == max(found.values(), default=0)
+    assert bool(depths) == bool(found)
+    return found
 
 
 @given(
@@ -72,6 +77,7 @@ def by_slot(depths: Depths) -> dict[int, int]:
     count=st.integers(0, 300),
     among=st.integers(0, 2**40 - 1) | st.just(-1),
 )
+@example(held=list(range(300)), count=300, among=-1)
 def test_every_lookup_equals_a_linear_scan(held: list[int], count: int, among: int) -> None:
     table = PrefixTable(1_000)
     tokens = np.arange(300, dtype=np.uint32)
@@ -81,10 +87,26 @@ def test_every_lookup_equals_a_linear_scan(held: list[int], count: int, among: i
         assert table.add(1 << slot, chain[:depth]) == (depth, 0)
         for block in chain[:depth]:
             naive[block] = naive.get(block, 0) | 1 << slot
-    expected = naive_depths(naive, chain[:count], 2**40 - 1 & among)
+    expected = naive_depths(naive, chain[:count], (1 << len(held)) - 1 & among)
     assert by_slot(table.find(chain[:count], among)) == expected
     assert by_slot(table.find_prompt(HASHER.lazy(tokens[:count]), among)) == expected
     assert table.hole_count == 0
+
+
+@given(held=st.lists(st.integers(0, 40), min_size=1, max_size=80))
+def test_digits_count_the_masks_of_each_worker(held: list[int]) -> None:
+    masks = [
+        sum(1 << slot for slot, depth in enumerate(held) if depth > position)
+        for position in range(max(held))
+    ]
+    counted = Depths.counted(masks)
+    expected = {slot: depth for slot, depth in enumerate(held) if depth}
+    assert by_slot(counted) == expected
+    by_depth = [(one, sum(1 << n for n, d in enumerate(held) if d == one)) for one in set(held)]
+    assert Depths.of(by_depth) == counted
+    assert by_slot(counted.among(0b1011)) == {
+        slot: d for slot, d in expected.items() if slot in (0, 1, 3)
+    }
 
 
 @given(
@@ -122,22 +144,20 @@ def test_holes_never_hide_a_worker_or_stop_a_lookup(
     start=st.integers(0, 3),
     among=st.sets(st.integers(0, 69)),
 )
-def test_depths_by_slot_are_those_by_worker(held: list[int], start: int, among: set[int]) -> None:
+def test_every_worker_has_the_depth_of_its_slot(
+    held: list[int], start: int, among: set[int]
+) -> None:
     index = PrefixIndex()
     refs = [WorkerRef("w", str(number)) for number in range(len(held))]
     for ref, depth in zip(refs, held, strict=True):
         join(index, ref, CHAIN[:depth])
     prompt = CHAIN[start:]
     found = index.find(prompt)
-    slots = index.slots(index.mask(refs)).tolist()
-    assert index.blocks(found)[slots].tolist() == [
-        index.scores(found).get(ref, 0) for ref in index.refs(index.mask(refs))
-    ]
     depths = {r: d - start for r, d in zip(refs, held, strict=True) if d > start}
-    assert index.scores(found) == depths
+    assert credit(index, found) == depths
     candidates = [ref for number, ref in enumerate(refs) if number in among]
     found = index.find(prompt, index.mask([*candidates, A]))
-    assert index.scores(found) == {ref: depths[ref] for ref in candidates if ref in depths}
+    assert credit(index, found) == {ref: depths[ref] for ref in candidates if ref in depths}
 
 
 def test_probes_detect_a_hole_and_the_lookup_becomes_linear() -> None:
@@ -154,14 +174,14 @@ def test_a_suspended_worker_gets_credit_again_once_its_set_is_known() -> None:
     index = PrefixIndex()
     publisher = join(index, A, CHAIN[:100])
     index.suspend(A)
-    assert index.find(CHAIN) == []
+    assert not index.find(CHAIN)
     (lost,) = publisher.removed(CHAIN[90:100])
     (beat,) = publisher.heartbeats()
     assert index.apply(A, beat) is ApplyResult.NEEDS_RESYNC
-    assert index.find(CHAIN) == []
+    assert not index.find(CHAIN)
     assert publisher.replay(index.resume_after(A)) == [lost]
     feed(index, A, [lost, beat])
-    assert index.scores(index.find(CHAIN)) == {A: 90}
+    assert credit(index, index.find(CHAIN)) == {A: 90}
 
 
 def test_a_prompt_is_hashed_little_further_than_workers_hold_it() -> None:
@@ -170,12 +190,12 @@ def test_a_prompt_is_hashed_little_further_than_workers_hold_it() -> None:
     index = PrefixIndex()
     join(index, A, hasher.hashes(tokens)[:40])
     prompt = hasher.lazy(tokens)
-    assert index.scores(index.find_prompt(prompt)) == {A: 40}
+    assert credit(index, index.find_prompt(prompt)) == {A: 40}
     assert len(prompt.checkpoints) == 8
     missed = hasher.lazy([9, *tokens])
-    assert index.find_prompt(missed) == []
+    assert not index.find_prompt(missed)
     assert len(missed.checkpoints) == 0
-    assert index.find_prompt(hasher.lazy(tokens[:3])) == []
+    assert not index.find_prompt(hasher.lazy(tokens[:3]))
 
 
 def test_a_removed_worker_gets_no_credit_and_its_slot_is_free_after_the_sweep() -> None:
@@ -186,7 +206,7 @@ def test_a_removed_worker_gets_no_credit_and_its_slot_is_free_after_the_sweep() 
     index.remove_worker(A)
     index.remove_worker(A)
     assert index.generation > generation
-    assert index.scores(index.find(CHAIN)) == {B: 300}
+    assert credit(index, index.find(CHAIN)) == {B: 300}
     assert index.block_count == 1_500
     assert index.mask([A]) == 0
     # Blocks still carry the old bit, so no worker may get it.
@@ -196,7 +216,7 @@ def test_a_removed_worker_gets_no_credit_and_its_slot_is_free_after_the_sweep() 
     assert index.block_count == 300
     assert not index.sweep()
     join(index, A, CHAIN[300:])
-    assert index.scores(index.find(CHAIN)) == {B: 300}
+    assert credit(index, index.find(CHAIN)) == {B: 300}
 
 
 def test_slots_are_reused_after_many_joins_and_removals() -> None:
@@ -204,7 +224,7 @@ def test_slots_are_reused_after_many_joins_and_removals() -> None:
     for number in range(100):
         ref = WorkerRef("w", str(number))
         join(index, ref, CHAIN[: number + 1])
-        assert index.scores(index.find(CHAIN)) == {ref: number + 1}
+        assert credit(index, index.find(CHAIN)) == {ref: number + 1}
         index.remove_worker(ref)
     sweep(index)
     assert index.block_count == 0
@@ -225,7 +245,7 @@ def test_incomplete_snapshots_do_not_use_up_the_slots() -> None:
         publisher.stored(None, [CHAIN[number]])
         assert index.apply(A, publisher.snapshot()[0]) is ApplyResult.APPLIED
     feed(index, A, publisher.snapshot())
-    assert index.scores(index.find(CHAIN[9:])) == {A: 1}
+    assert credit(index, index.find(CHAIN[9:])) == {A: 1}
 
 
 def test_a_sweep_in_small_slices_between_changes_clears_all_retired_bits() -> None:
@@ -237,7 +257,7 @@ def test_a_sweep_in_small_slices_between_changes_clears_all_retired_bits() -> No
         feed(index, B, publisher.removed([CHAIN[999]]))
         feed(index, B, publisher.stored(CHAIN[998], [CHAIN[999]]))
     assert index.block_count == 1_000
-    assert index.scores(index.find(CHAIN)) == {B: 1_000}
+    assert credit(index, index.find(CHAIN)) == {B: 1_000}
 
 
 def test_a_full_index_credits_the_blocks_that_fit_and_recovers_with_room() -> None:
@@ -247,12 +267,12 @@ def test_a_full_index_credits_the_blocks_that_fit_and_recovers_with_room() -> No
     assert index.block_count == 1_000
     assert index.refused_count == 100
     full = [*CHAIN[:50], *CHAIN[1_000:1_200]]
-    assert index.scores(index.find(full)) == {A: 50, B: 150}
+    assert credit(index, index.find(full)) == {A: 50, B: 150}
     # The index now ignores stored events of this worker and still applies removals.
     feed(index, B, publisher.stored(None, CHAIN[1_500:1_510]))
-    assert index.find(CHAIN[1_500:]) == []
+    assert not index.find(CHAIN[1_500:])
     feed(index, B, publisher.removed([CHAIN[1_050]]))
-    assert index.scores(index.find(full)) == {A: 50, B: 100}
+    assert credit(index, index.find(full)) == {A: 50, B: 100}
     feed(index, B, publisher.heartbeats())
     assert index.memory_bytes() < 1_000 * 200
     index.remove_worker(A)
@@ -261,7 +281,7 @@ def test_a_full_index_credits_the_blocks_that_fit_and_recovers_with_room() -> No
     assert index.apply(B, beat) is ApplyResult.NEEDS_RESYNC
     assert index.resume_after(B) == 0
     feed(index, B, publisher.snapshot())
-    assert index.scores(index.find(CHAIN[1_500:])) == {B: 10}
+    assert credit(index, index.find(CHAIN[1_500:])) == {B: 10}
 
 
 def test_each_tier_has_its_own_depths() -> None:
@@ -272,13 +292,13 @@ def test_each_tier_has_its_own_depths() -> None:
     feed(index, A, publisher.stored(None, CHAIN[:100]))
     feed(index, A, publisher.stored(None, CHAIN[:80], Tier.HOST))
     feed(index, A, publisher.removed(CHAIN[60:100]))
-    assert index.scores(index.find(CHAIN)) == {A: 60}
-    assert index.scores(index.find(CHAIN, tier=Tier.HOST)) == {A: 80}
+    assert credit(index, index.find(CHAIN)) == {A: 60}
+    assert credit(index, index.find(CHAIN, tier=Tier.HOST)) == {A: 80}
     feed(index, A, publisher.heartbeats())
     feed(index, A, publisher.snapshot())
-    assert index.scores(index.find(CHAIN, tier=Tier.HOST)) == {A: 80}
+    assert credit(index, index.find(CHAIN, tier=Tier.HOST)) == {A: 80}
     feed(index, A, publisher.cleared())
-    assert index.find(CHAIN, tier=Tier.HOST) == []
+    assert not index.find(CHAIN, tier=Tier.HOST)
 
 
 def test_a_snapshot_counts_only_when_complete() -> None:
@@ -289,11 +309,11 @@ def test_a_snapshot_counts_only_when_complete() -> None:
     publisher.stored(None, chain)
     first, last = publisher.snapshot()
     assert index.apply(A, last) is ApplyResult.NEEDS_RESYNC
-    assert index.find(chain) == []
+    assert not index.find(chain)
     assert index.apply(A, first) is ApplyResult.APPLIED
-    assert index.find(chain) == []
+    assert not index.find(chain)
     assert index.apply(A, last) is ApplyResult.APPLIED
-    assert index.scores(index.find(chain)) == {A: len(chain)}
+    assert credit(index, index.find(chain)) == {A: len(chain)}
 
 
 def test_a_wrong_digest_removes_the_credit_at_the_next_heartbeat() -> None:
@@ -302,13 +322,13 @@ def test_a_wrong_digest_removes_the_credit_at_the_next_heartbeat() -> None:
     (event,) = publisher.stored(CHAIN[99], [CHAIN[100]])
     # The count is right but the block is another one: only the exclusive or differs.
     feed(index, A, [event._replace(packed=pack_hashes([12_345]))])
-    assert index.scores(index.find(CHAIN)) == {A: 100}
+    assert credit(index, index.find(CHAIN)) == {A: 100}
     (beat,) = publisher.heartbeats()
     assert index.apply(A, beat) is ApplyResult.NEEDS_RESYNC
-    assert index.find(CHAIN) == []
+    assert not index.find(CHAIN)
     assert index.resume_after(A) == 0
     feed(index, A, publisher.snapshot())
-    assert index.scores(index.find(CHAIN)) == {A: 101}
+    assert credit(index, index.find(CHAIN)) == {A: 101}
 
 
 def test_events_of_other_incarnations_and_unknown_workers_are_ignored() -> None:
@@ -318,7 +338,7 @@ def test_events_of_other_incarnations_and_unknown_workers_are_ignored() -> None:
     for event in stranger.stored(None, CHAIN[:20]) + stranger.snapshot() + stranger.cleared():
         assert index.apply(A, event) is ApplyResult.IGNORED
         assert index.apply(B, event) is ApplyResult.IGNORED
-    assert index.scores(index.find(CHAIN)) == {A: 10}
+    assert credit(index, index.find(CHAIN)) == {A: 10}
 
 
 def test_the_garbage_collector_does_not_track_the_blocks() -> None:

@@ -101,7 +101,7 @@ class Deployment:
         everyone = self.index.mask(worker.ref for worker in self.workers)
         for prompt in PROMPTS:
             expected = {worker.ref: worker.depth(prompt) for worker in self.workers}
-            found = self.index.scores(self.index.find(prompt, everyone))
+            found = self.index.by_worker(self.index.blocks(self.index.find(prompt, everyone)))
             assert found == {ref: depth for ref, depth in expected.items() if depth}
         assert self.index.hole_count == 0
 

@@ -1,0 +1,131 @@
+"""The credit of every worker, and the worker that it makes cheapest, against plain loops over the workers."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Final
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from headrace.inference.v1 import inference_pb2
+from headrace_engine.prefix.event_log import PrefixEventLog
+from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.prefix.events import Tier
+from headrace_kv.prefix.hashing import prefix_hasher
+from headrace_router.placement import Candidates, KvAware, PlacementRequest, RoutePolicy
+from headrace_router.prefix_cache.cached_prompts import REMOTE_SHARE, CachedPrompts
+from headrace_router.prefix_cache.index import ApplyResult
+from headrace_router.prefix_cache.tier_prices import TierPrices
+from headrace_router.workers.table import Load, LoadTable, Worker
+
+KEY: Final = 5
+BLOCK_TOKENS: Final = 4
+PROMPT_BLOCKS: Final = 90
+PROMPT: Final = tuple(range(BLOCK_TOKENS * PROMPT_BLOCKS + 3))
+LAYOUT = KvLayout.attention(
+    model="m",
+    dtype="float32",
+    layer_count=2,
+    kv_head_count=2,
+    block_tokens=BLOCK_TOKENS,
+    parts={"kv": 16},
+)
+Depths = tuple[int, ...]
+"""Blocks that a worker holds in KV memory, and further ones in each slower tier."""
+
+
+def ref_of(number: int) -> WorkerRef:
+    return WorkerRef(f"w{number:03}", "i")
+
+
+def filled(held: list[Depths], prices: TierPrices) -> CachedPrompts:
+    """Every worker announces its part of the prompt, tier by tier."""
+    cached = CachedPrompts(lambda: KEY, prices)
+    index = cached.model_index("m", BLOCK_TOKENS).index
+    hashes = prefix_hasher(KEY, "m", BLOCK_TOKENS).hashes(PROMPT)
+    for number, blocks in enumerate(held):
+        # The set of a tier has the blocks of faster ones as well.
+        tiers = [tier for tier in Tier if tier is not Tier.REMOTE or blocks[-1]]
+        log = PrefixEventLog("i", tuple(tiers))
+        events = log.snapshot()
+        for tier, count in zip(Tier, blocks, strict=True):
+            if count:
+                events += log.stored(None, hashes[: sum(blocks[: tier - 1]) + count], tier)
+        index.add_worker(ref_of(number))
+        assert all(index.apply(ref_of(number), one) is ApplyResult.APPLIED for one in events)
+    return cached
+
+
+def credit_of(depths: Depths, deepest_remote: int, shares: list[float], *, pooled: bool) -> float:
+    """The tokens of one worker, block by block."""
+    device, host, disk, _ = depths
+    tokens = float(device * BLOCK_TOKENS)
+    tokens += shares[0] * host * BLOCK_TOKENS + shares[1] * disk * BLOCK_TOKENS
+    if pooled:
+        beyond = max(0, deepest_remote - device - host - disk)
+        tokens += REMOTE_SHARE * beyond * BLOCK_TOKENS
+    return tokens
+
+
+def reaching(depths: Depths) -> Depths:
+    """No worker holds more blocks than the prompt has."""
+    left, found = PROMPT_BLOCKS, []
+    for blocks in depths:
+        found.append(min(left, blocks))
+        left -= found[-1]
+    return tuple(found)
+
+
+device_only = st.tuples(st.integers(0, PROMPT_BLOCKS), st.just(0), st.just(0), st.just(0))
+in_tiers = st.tuples(*[st.integers(0, PROMPT_BLOCKS // 2)] * 4).map(reaching)
+
+
+@example(held=[(depth, 0, 0, 0) for depth in range(PROMPT_BLOCKS)], loads=[0] * 100, seed=1)
+@given(
+    held=st.lists(device_only, min_size=1, max_size=60) | st.lists(in_tiers, min_size=1),
+    loads=st.lists(st.sampled_from([0, 16, 64, 500]), min_size=100, max_size=100),
+    seed=st.integers(0, 3),
+)
+def test_the_choice_is_that_of_a_loop_over_the_workers(
+    held: list[Depths], loads: list[int], seed: int
+) -> None:
+    prices = TierPrices(lambda model: 1 / 64)
+    for number in range(0, len(held), 3):
+        prices.measured(ref_of(number), Tier.HOST, number % 5 / 64)
+    cached = filled(held, prices)
+    # The last worker of the table is in no index.
+    refs = [ref_of(number) for number in range(len(held) + 1)]
+    table = LoadTable(Worker(ref, "a:1", "m", 4_096, 9, LAYOUT) for ref in refs)
+    for number, ref in enumerate(refs):
+        table.set(ref, Load(requests=loads[number] % 3, held_tokens=loads[number]))
+    depths = [*held, (0, 0, 0, 0)]
+    remote = max(sum(blocks) if blocks[3] else 0 for blocks in depths)
+    shares = [prices.shares_of("m", BLOCK_TOKENS, ref) for ref in refs]
+    credit = [
+        credit_of(blocks, remote, share, pooled=number < len(held))
+        for number, (blocks, share) in enumerate(zip(depths, shares, strict=True))
+    ]
+    tokens = cached.cached_tokens(table, PROMPT, "")
+    assert tokens.tolist() == credit
+    own = [
+        int(credit_of(blocks, 0, share, pooled=False))
+        for blocks, share in zip(depths, shares, strict=True)
+    ]
+    asked = frozenset(refs[::2])
+    assert cached.cached_refs("m", PROMPT, "", asked) == {
+        ref: one for ref, one in zip(refs, own, strict=True) if ref in asked and one
+    }
+    request = PlacementRequest(
+        "m", len(PROMPT), inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED, RoutePolicy(), 30.0
+    )
+    chosen = KvAware(Random(seed)).choose(request, Candidates(table, tokens)).worker.ref
+
+    def rank(ref: WorkerRef) -> tuple[float, float]:
+        row = refs.index(ref)
+        needed = len(PROMPT) - 1
+        cost = request.policy.overlap_weight * (needed - min(needed, credit[row])) + loads[row]
+        return cost, loads[row] % 3
+
+    best = [ref for ref in refs if rank(ref) == min(map(rank, refs))]
+    assert chosen == (best[Random(seed).randrange(len(best))] if len(best) > 1 else best[0])
