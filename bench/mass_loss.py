@@ -26,18 +26,14 @@ import uvloop
 
 from bench.support.processes import cpu_seconds
 from bench.support.services import Services, until_listed
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from bench.support.sim_fleet import SERVED_MODEL, SimRequests, start_workers
+from headrace.inference.v1 import inference_pb2_grpc
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.status import error_from_rpc
-from headrace_engine.sim.model.model import SimModel
-from headrace_engine.sim.model.settings import parse_settings
 
-_MODEL: Final = "sim:decode_step_s=0.005,verify=off"
-_PROMPT_TOKENS: Final = 200
 _ANSWER_TOKENS: Final = 64
 _PROMPTS: Final = 64
 _JOIN_S: Final = 120.0
-_REQUEST_S: Final = 60.0
 _NOTICE_S: Final = 60.0
 # Requests that began less than this after the loss count as disturbed by it.
 _AFTER_S: Final = 10.0
@@ -99,19 +95,16 @@ async def deployed(
     async with AsyncExitStack() as stack:
         services = Services(stack, folder)
         _, here = await services.start_registry()
-        router, endpoint = await services.start_router(f"--registry={here}", "--model=sim")
+        router, endpoint = await services.start_router(
+            f"--registry={here}", f"--model={SERVED_MODEL}"
+        )
         victims: list[asyncio.subprocess.Process] = []
         for service, count in of_role.items():
             for number in range(processes):
                 name = f"{service}-{number}"
-                child = await services.start(
-                    *(service, f"--worker-id={name}", f"--registry={here}"),
-                    f"--workers-per-process={count // processes}",
-                    f"--member-ttl-s={ttl_s}",
-                    *("--engine=sim", f"--model={_MODEL}", "--served-model=sim"),
-                    *("--internal-listen=127.0.0.1:0", "--transport=same_host"),
-                    *(("--listen=",) if service == "decode" else ()),
-                    name=name,
+                flag = f"--member-ttl-s={ttl_s}"
+                child = await start_workers(
+                    services, service, count // processes, here, flag, name=name
                 )
                 if number == 0:
                     victims.append(child)
@@ -124,25 +117,11 @@ async def deployed(
         )
 
 
-def _prompt(number: int) -> list[int]:
-    return [number % _PROMPTS + 1, *range(1, _PROMPT_TOKENS)]
-
-
-async def _ask(stub: Any, number: int, expected: tuple[int, ...]) -> Answer:
-    request = inference_pb2.GenerateRequest(
-        model="sim",
-        tokens=inference_pb2.TokenIds(ids=_prompt(number)),
-        sampling=sampling_pb2.SamplingParams(
-            max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True
-        ),
-        prefill_placement=inference_pb2.PREFILL_PLACEMENT_REMOTE,
-    )
-    begin_s, tokens, attempts, failure = time.perf_counter(), [], 0, ""
+async def _ask(stub: Any, requests: SimRequests, number: int) -> Answer:
+    begin_s, attempts, failure = time.perf_counter(), 0, ""
     try:
-        async for response in stub.Generate(request, timeout=_REQUEST_S):
-            tokens += response.token_ids
-            attempts = max(attempts, response.timing.attempts)
-        if tuple(tokens) != expected:
+        right, attempts = await requests.ask(stub, number)
+        if not right:
             failure = "wrong answer"
     except grpc.aio.AioRpcError as error:
         failure = _reason(error)
@@ -156,18 +135,14 @@ def _reason(error: grpc.aio.AioRpcError) -> str:
 
 async def run_round(fleet: Fleet, requests: int, streams: int) -> Seen:
     """Sends all requests, and kills the victims after a third of them."""
-    closed_form = SimModel(parse_settings(_MODEL))
-    expected = {
-        number: closed_form.expected_tokens(_prompt(number), _ANSWER_TOKENS)
-        for number in range(_PROMPTS)
-    }
+    known = SimRequests(_PROMPTS, _ANSWER_TOKENS)
     seen, numbers, third = Seen(), iter(range(requests)), asyncio.Event()
     async with grpc.aio.insecure_channel(fleet.endpoint) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
 
         async def stream() -> None:
             for number in numbers:
-                seen.answers.append(await _ask(stub, number, expected[number % _PROMPTS]))
+                seen.answers.append(await _ask(stub, known, number))
                 if len(seen.answers) * 3 >= requests:
                     third.set()
 
@@ -239,7 +214,7 @@ async def main(arguments: argparse.Namespace) -> None:
             processes=arguments.processes,
             requests=arguments.requests,
             streams=arguments.streams,
-            prompt=_PROMPT_TOKENS,
+            prompt=SimRequests.prompt_tokens,
             answer=_ANSWER_TOKENS,
             after_s=_AFTER_S,
             table=table,

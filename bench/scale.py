@@ -25,18 +25,14 @@ import uvloop
 
 from bench.support.processes import cpu_seconds, resident_kib
 from bench.support.services import Services, until_listed
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from bench.support.sim_fleet import SERVED_MODEL, SimRequests, start_workers
+from headrace.inference.v1 import inference_pb2_grpc
 from headrace_common.process.free_port import free_port
-from headrace_engine.sim.model.model import SimModel
-from headrace_engine.sim.model.settings import parse_settings
 
-_MODEL: Final = "sim:decode_step_s=0.005,verify=off"
-_PROMPT_TOKENS: Final = 200
 _ANSWER_TOKENS: Final = 16
 _PROMPTS: Final = 32
 _STREAMS: Final = 16
 _JOIN_S: Final = 120.0
-_REQUEST_S: Final = 60.0
 _SETTLE_S: Final = 15.0
 _TITLES: Final = (
     *("workers", "start, s", "start, CPU s", "requests/s", "router, CPU ms/request", "against"),
@@ -105,17 +101,13 @@ async def deployed(folder: Path, workers: int) -> AsyncIterator[Deployment]:
         registry, registry_endpoint = await services.start_registry()
         server = await relay.start(registry_endpoint)
         stack.callback(server.close)
-        here = f"--registry=127.0.0.1:{relay.port}"
-        router, endpoint = await services.start_router(here, "--model=sim")
+        here = f"127.0.0.1:{relay.port}"
+        flags = (f"--registry={here}", f"--model={SERVED_MODEL}")
+        router, endpoint = await services.start_router(*flags)
         children = {"registry": registry, "router": router}
         for service, count in (("prefill", prefills), ("decode", workers - prefills)):
             # One worker of a process has no index in its name.
-            children[service] = await services.start(
-                *(service, f"--worker-id={service}", f"--workers-per-process={count}", here),
-                *("--engine=sim", f"--model={_MODEL}", "--served-model=sim"),
-                *("--internal-listen=127.0.0.1:0", "--transport=same_host"),
-                *(("--listen=",) if service == "decode" else ()),
-            )
+            children[service] = await start_workers(services, service, count, here)
         await until_listed(endpoint, prefills, workers - prefills, _JOIN_S)
         ids = {service: child.pid for service, child in children.items()}
         yield Deployment(
@@ -129,17 +121,9 @@ async def deployed(folder: Path, workers: int) -> AsyncIterator[Deployment]:
         )
 
 
-def _prompt(number: int) -> list[int]:
-    return [number % _PROMPTS + 1, *range(1, _PROMPT_TOKENS)]
-
-
 async def run_requests(found: Deployment, count: int, load: Load | None) -> None:
     """Sends `count` requests, some at a time. Raises ValueError for a wrong answer."""
-    closed_form = SimModel(parse_settings(_MODEL))
-    expected = {
-        number: closed_form.expected_tokens(_prompt(number), _ANSWER_TOKENS)
-        for number in range(_PROMPTS)
-    }
+    requests = SimRequests(_PROMPTS, _ANSWER_TOKENS)
     numbers = iter(range(count))
     before = {name: cpu_seconds(pid) for name, pid in found.process_ids.items()}
     begin_s = time.perf_counter()
@@ -148,18 +132,8 @@ async def run_requests(found: Deployment, count: int, load: Load | None) -> None
 
         async def stream() -> None:
             for number in numbers:
-                request = inference_pb2.GenerateRequest(
-                    model="sim",
-                    tokens=inference_pb2.TokenIds(ids=_prompt(number)),
-                    sampling=sampling_pb2.SamplingParams(
-                        max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True
-                    ),
-                    prefill_placement=inference_pb2.PREFILL_PLACEMENT_REMOTE,
-                )
-                tokens: list[int] = []
-                async for response in stub.Generate(request, timeout=_REQUEST_S):
-                    tokens += response.token_ids
-                if tuple(tokens) != expected[number % _PROMPTS]:
+                right, _ = await requests.ask(stub, number)
+                if not right:
                     raise ValueError(f"the answer of request {number} is wrong")
 
         await asyncio.gather(*(stream() for _ in range(_STREAMS)))
@@ -236,7 +210,7 @@ async def main(arguments: argparse.Namespace) -> None:
             requests=arguments.requests,
             rounds=arguments.rounds,
             streams=_STREAMS,
-            prompt=_PROMPT_TOKENS,
+            prompt=SimRequests.prompt_tokens,
             answer=_ANSWER_TOKENS,
             table=table,
         )

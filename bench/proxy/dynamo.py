@@ -18,12 +18,12 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Final
+from typing import Final, NamedTuple
 
 import grpc.aio
 import numpy as np
@@ -93,6 +93,40 @@ class Cell:
     worker_ms: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
     per_s: list[float] = field(default_factory=list)
+
+    def summary(self, theirs: Cell) -> Summary:
+        """Medians. `theirs` are the rounds of Dynamo's frontend that took turns with these."""
+        ratios = (a / b for a, b in zip(self.router_ms, theirs.router_ms, strict=True))
+        first_ms = sorted(1e3 * value for value in self.first_s)
+        return Summary(
+            f"{statistics.median(self.router_ms):.2f}",
+            f"{statistics.median(ratios):.2f}",
+            f"{statistics.median(self.worker_ms):.1f}",
+            f"{statistics.median(first_ms):.0f}",
+            f"{first_ms[int(0.99 * len(first_ms))]:.0f}",
+            f"{statistics.median(self.per_s):.0f}",
+        )
+
+
+class Summary(NamedTuple):
+    """A cell as text: CPU of the router, relative to Dynamo's frontend, of the workers; first token; rate."""
+
+    router_ms: str
+    ratio: str
+    worker_ms: str
+    first_p50_ms: str
+    first_p99_ms: str
+    per_s: str
+
+
+def row(columns: Iterable[object]) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(map(str, columns))} |"
+
+
+def head(titles: Sequence[str]) -> list[str]:
+    """The first lines of a table."""
+    return [row(titles), "|---" * len(titles) + "|"]
 
 
 async def until_answering(side: Side) -> None:
@@ -231,19 +265,10 @@ async def measure_once(side: Side, cell: Cell, chats: Chats, streams: int, reque
 
 def table(gap_ms: int, cells: dict[tuple[int, int, str], Cell]) -> list[str]:
     """A line for each cell."""
-    lines: list[str] = []
-    for (tokens, streams, name), cell in cells.items():
-        theirs = cells[tokens, streams, DYNAMO].router_ms
-        ratio = statistics.median(a / b for a, b in zip(cell.router_ms, theirs, strict=True))
-        first_ms = sorted(1e3 * value for value in cell.first_s)
-        columns = (
-            *(gap_ms, tokens, streams, name, f"{statistics.median(cell.router_ms):.2f}"),
-            *(f"{ratio:.2f}", f"{statistics.median(cell.worker_ms):.1f}"),
-            *(f"{statistics.median(first_ms):.0f}", f"{first_ms[int(0.99 * len(first_ms))]:.0f}"),
-            f"{statistics.median(cell.per_s):.0f}",
-        )
-        lines.append(f"| {' | '.join(map(str, columns))} |")
-    return lines
+    return [
+        row((gap_ms, tokens, streams, name, *cell.summary(cells[tokens, streams, DYNAMO])))
+        for (tokens, streams, name), cell in cells.items()
+    ]
 
 
 async def main(arguments: argparse.Namespace) -> str:
@@ -252,7 +277,7 @@ async def main(arguments: argparse.Namespace) -> str:
         *("gap, ms", "prompt", "streams", "router", "router, ms/request", "ratio"),
         *("workers, ms/request", "first token p50, ms", "p99, ms", "requests/s"),
     )
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines = head(titles)
     for gap_ms in map(int, arguments.gaps.split(",")):
         cells: dict[tuple[int, int, str], Cell] = {}
         async with AsyncExitStack() as stack:

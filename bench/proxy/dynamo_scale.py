@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import socket
-import statistics
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
@@ -30,7 +29,9 @@ from bench.proxy.dynamo import (
     Chats,
     Side,
     dynamo_commands,
+    head,
     measure_once,
+    row,
     until_answering,
     write_step_times,
 )
@@ -156,21 +157,20 @@ async def measure(python: str, workers: int, streams: int, rounds: int) -> list[
                 await measure_once(side, cell, chats, streams, _REQUESTS)
         lines = []
         for side in sides:
-            cell, theirs = cells[side.name], cells[DYNAMO]
-            ratio = statistics.median(
-                ours / other for ours, other in zip(cell.router_ms, theirs.router_ms, strict=True)
-            )
+            found = cells[side.name].summary(cells[DYNAMO])
             router_percent, worker_percent = await _idle_percent(side)
-            first_ms = sorted(1e3 * value for value in cell.first_s)
             columns = (
-                *(workers, side.name, f"{statistics.median(cell.router_ms):.2f}", f"{ratio:.2f}"),
-                *(f"{statistics.median(cell.worker_ms):.1f}", f"{statistics.median(first_ms):.0f}"),
-                f"{statistics.median(cell.per_s):.0f}",
-                *(f"{router_percent:.1f}", f"{worker_percent:.1f}"),
+                *(workers, side.name, found.router_ms, found.ratio, found.worker_ms),
+                *(
+                    found.first_p50_ms,
+                    found.per_s,
+                    f"{router_percent:.1f}",
+                    f"{worker_percent:.1f}",
+                ),
                 f"{resident_kib(side.router_pid) / 1024:.0f}",
                 f"{sum(map(resident_kib, side.worker_pids)) / 1024:.0f}",
             )
-            lines.append(f"| {' | '.join(map(str, columns))} |")
+            lines.append(row(columns))
     return lines
 
 
@@ -181,7 +181,7 @@ async def main(arguments: argparse.Namespace) -> str:
         *("first token p50, ms", "requests/s", "idle router, % of a core", "idle workers, %"),
         *("router, MiB", "workers, MiB"),
     )
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    lines = head(titles)
     for workers in map(int, arguments.workers.split(",")):
         lines += await measure(arguments.dynamo, workers, arguments.streams, arguments.rounds)
         print("\n".join(lines[-3:]), flush=True)
