@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import statistics
 import time
 from collections.abc import AsyncIterator
@@ -27,6 +28,7 @@ import uvloop
 from bench.support.processes import cpu_seconds, resident_kib
 from bench.support.services import Services, until_joined
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from headrace_cli.up.supervisor import ChildProcess
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 
@@ -55,7 +57,7 @@ class Deployment:
 
     endpoint: str
     router_pid: int
-    victim: asyncio.subprocess.Process
+    victim: ChildProcess
 
 
 @asynccontextmanager
@@ -137,7 +139,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> str:
         async with asyncio.timeout(_ANSWER_S):
             await _until_share(answers, tokens // 3)
             during_kib = resident_kib(found.router_pid)
-            found.victim.kill()
+            found.victim.send_signal(signal.SIGKILL)
             await streams
         cpu_s = cpu_seconds(found.router_pid) - before_s
     expected = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import signal
 import statistics
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ from bench.support.processes import cpu_seconds
 from bench.support.services import Services, until_listed
 from bench.support.sim_fleet import SERVED_MODEL, SimRequests, start_workers
 from headrace.inference.v1 import inference_pb2_grpc
+from headrace_cli.up.supervisor import ChildProcess
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.status import error_from_rpc
 
@@ -58,7 +60,7 @@ class Fleet:
 
     endpoint: str
     router_pid: int
-    victims: tuple[asyncio.subprocess.Process, ...]
+    victims: tuple[ChildProcess, ...]
     prefills: int
     decodes: int
     lost_prefills: int
@@ -98,7 +100,7 @@ async def deployed(
         router, endpoint = await services.start_router(
             f"--registry={here}", f"--model={SERVED_MODEL}"
         )
-        victims: list[asyncio.subprocess.Process] = []
+        victims: list[ChildProcess] = []
         for service, count in of_role.items():
             for number in range(processes):
                 name = f"{service}-{number}"
@@ -150,7 +152,7 @@ async def run_round(fleet: Fleet, requests: int, streams: int) -> Seen:
             await third.wait()
             used_s = cpu_seconds(fleet.router_pid)
             for victim in fleet.victims:
-                victim.kill()
+                victim.send_signal(signal.SIGKILL)
             seen.killed_s = time.perf_counter()
             await until_listed(
                 fleet.endpoint,

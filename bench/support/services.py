@@ -13,6 +13,7 @@ import grpc.aio
 from bench.support.processes import process, until_listening
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_cli.client import list_members
+from headrace_cli.up.supervisor import ChildProcess
 from headrace_common.errors import WorkerGone
 from headrace_common.process.free_port import free_port
 
@@ -38,16 +39,14 @@ class Services:
         self._log_level = log_level
         self._suffix = suffix
 
-    async def start(
-        self, service: str, *flags: str, name: str = "", port: int = 0
-    ) -> asyncio.subprocess.Process:
+    async def start(self, service: str, *flags: str, name: str = "", port: int = 0) -> ChildProcess:
         """Starts a service, and waits until it listens on `port`, if one is given. Its log has `name`."""
         command = (self._python, "-m", f"headrace_{service}", *flags)
         return await self.run(
             *(*command, f"--log-level={self._log_level}"), name=name or service, port=port
         )
 
-    async def run(self, *command: str, name: str, port: int = 0) -> asyncio.subprocess.Process:
+    async def run(self, *command: str, name: str, port: int = 0) -> ChildProcess:
         """Starts another program in the same way."""
         log = self._folder / f"{name}{self._suffix}.log"
         child = await self._stack.enter_async_context(process(*command, log=log))
@@ -55,14 +54,14 @@ class Services:
             await until_listening(port, child, log)
         return child
 
-    async def start_registry(self) -> tuple[asyncio.subprocess.Process, str]:
+    async def start_registry(self) -> tuple[ChildProcess, str]:
         """The registry's process and endpoint."""
         port = free_port()
         endpoint = f"127.0.0.1:{port}"
         flags = (f"--internal-listen={endpoint}",)
         return await self.start("registry", *flags, port=port), endpoint
 
-    async def start_router(self, *flags: str) -> tuple[asyncio.subprocess.Process, str]:
+    async def start_router(self, *flags: str) -> tuple[ChildProcess, str]:
         """The router's process and the endpoint of its gRPC clients."""
         port = free_port()
         endpoint = f"127.0.0.1:{port}"

@@ -18,7 +18,7 @@ _REQUEST_S: Final = 60.0
 
 async def start_workers(
     services: Services, role: str, count: int, registry: str, *flags: str, name: str = ""
-) -> asyncio.subprocess.Process:
+) -> ChildProcess:
     """Starts a process with `count` workers of a role. `name` is that of the process, or the role."""
     return await services.start(
         *(role, f"--worker-id={name or role}", f"--workers-per-process={count}"),
