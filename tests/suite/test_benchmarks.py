@@ -231,7 +231,7 @@ def test_tenant_caches(tmp_path: Path) -> None:
 
 
 def test_prefix_fetch(tmp_path: Path) -> None:
-    size = ("--conversations=1", "--turns=2", "--prefill-tokens-per-s=2000")
+    size = ("--conversations=1", "--turns=2", "--answer-tokens=32", "--prefill-tokens-per-s=2000")
     [table] = tables(run("prefix_fetch", *size, f"--output={tmp_path}"))
     assert [row["turn"] for row in table] == ["1", "2"]
     assert_columns_positive(table, "computed, ms", "fetched, ms", "fetched / computed")
@@ -301,7 +301,10 @@ def test_security(tmp_path: Path) -> None:
 
 
 def test_simulated_placements(tmp_path: Path) -> None:
-    run("simulation.placements", f"--output={tmp_path}")
+    whole = (ROOT / "bench/simulation/conversation.jsonl").read_text().splitlines(keepends=True)
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("".join(whole[:100]))
+    run("simulation.placements", f"--trace={trace}", f"--output={tmp_path}")
     (table,) = tables((tmp_path / "simulation.md").read_text())
     assert len({row["placement"] for row in table}) == 4
     assert_columns_positive(table, "TTFT p50, p90, p99 s", "ITL p50, p99 ms", "worker-hours")
