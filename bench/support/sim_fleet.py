@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Final
 
 from bench.support.services import Services
 from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_cli.up.supervisor import ChildProcess
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 
