@@ -23,6 +23,8 @@ HEAD_OUTER: Final[tuple[Dimension, ...]] = ("layer", "part", "block", "head", "t
 """[layer][K|V][block][head][token]: consecutive heads are one slice of a block ("HND")."""
 TOKENS_OUTER: Final[tuple[Dimension, ...]] = ("layer", "part", "block", "token", "head")
 """[layer][K|V][block][token][head]: the heads of a token are adjacent ("NHD")."""
+WHOLE_BLOCKS: Final[tuple[Dimension, ...]] = ("block", "layer", "part", "head", "token")
+"""[block][layer][K|V][head][token]: each block with all its layers is in one piece."""
 
 
 @dataclass(frozen=True, slots=True)

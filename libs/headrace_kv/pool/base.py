@@ -8,21 +8,37 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
+from headrace_kv.plan.saved_shards import StridedCopy
+
 BATCH_BLOCKS_MAX: Final = 1_024
 """Most blocks of one call."""
+
+
+OWN_SHARD: Final = 0
+"""The shard of a block that a rank stores, and reads straight into its slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSource:
+    """Blocks of another shard: their size in the store, and what a rank copies out of one into a slot."""
+
+    object_bytes: int
+    copies: tuple[StridedCopy, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
     """One rank's slots for blocks, in shared memory. Slot i starts at i * `slot_bytes`.
 
-    The first `object_bytes` of a slot are stored. The last SEAL_BYTES of these belong to the pool.
+    The first `object_bytes` of a slot are stored. The last SEAL_BYTES of these belong to the pool. `others`: further
+    shards that the rank reads. Shard i is the i-th of them, from 1 on.
     """
 
     descriptor: int
     slot_bytes: int
     slot_count: int
     object_bytes: int
+    others: tuple[ShardSource, ...] = ()
 
 
 class RemotePool(ABC):
@@ -44,9 +60,17 @@ class RemotePool(ABC):
 
     @abstractmethod
     def get(
-        self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
+        self,
+        memory: int,
+        keys: Sequence[str],
+        slots: Sequence[int],
+        timeout_s: float,
+        shard: int = OWN_SHARD,
     ) -> Future[list[bool]]:
-        """Reads blocks into slots of a memory. True for those with the bytes that were stored for exactly that key."""
+        """Reads blocks into slots of a memory. True for those with the bytes that were stored for exactly that key.
+
+        Of another shard than OWN_SHARD, it writes those bytes of the slots that this shard has.
+        """
 
     @abstractmethod
     def put(
@@ -57,6 +81,11 @@ class RemotePool(ABC):
     @abstractmethod
     def close(self) -> None:
         """Ends all calls. Returns when no slot is in use any more."""
+
+
+def leading(values: Sequence[bool]) -> int:
+    """How many values before the first False."""
+    return next((position for position, value in enumerate(values) if not value), len(values))
 
 
 def refused(count: int) -> Future[list[bool]]:

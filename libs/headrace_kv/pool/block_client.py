@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from headrace_common.errors import TransferFailed
-from headrace_kv.pool.seal import SEAL_BYTES, is_sealed, seal_of
+from headrace_kv.pool.base import OWN_SHARD
+from headrace_kv.pool.seal import is_sealed, seal_of
+from headrace_kv.pool.shard_memory import STEP_BYTES, ShardMemory, copy_heads
+from headrace_kv.pool.slots import Slots
 
 STORED: Final = 0
 ABSENT: Final = -704
@@ -17,11 +18,13 @@ PRESENT: Final = -705
 _LOST: Final = range(-999, -799)
 """Transfers and calls that failed: the store itself is lost, not a block."""
 _STEP_BLOCKS: Final = 64
-_STEP_BYTES: Final = 32 << 20
 
 
 class BlockStore(Protocol):
     """A shared store of bytes by key. It reads and writes memory by address, which was registered before."""
+
+    def register(self, memories: Sequence[Slots]) -> None:
+        """Lets calls use this memory. Raises TransferFailed."""
 
     def exist(self, keys: list[str]) -> list[int]:
         """1 for a key that is there, 0 for one that is not, else a status code."""
@@ -36,36 +39,8 @@ class BlockStore(Protocol):
         """Removes objects, if they are there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """Memory at `address`, cut in slots. See PoolMemory."""
-
-    address: int
-    slot_bytes: int
-    slot_count: int
-    object_bytes: int
-
-    def object_at(self, slot: int) -> int:
-        """The address of a slot. Raises TransferFailed for a number that no slot has."""
-        if not 0 <= slot < self.slot_count:
-            raise TransferFailed(f"there is no slot {slot} among {self.slot_count}")
-        return self.address + slot * self.slot_bytes
-
-    def content_of(self, slot: int) -> memoryview:
-        """The bytes of a slot before the seal."""
-        return self._view(slot)[:-SEAL_BYTES]
-
-    def seal_of(self, slot: int) -> memoryview:
-        """The seal of a slot."""
-        return self._view(slot)[-SEAL_BYTES:]
-
-    def _view(self, slot: int) -> memoryview:
-        array = (ctypes.c_uint8 * self.object_bytes).from_address(self.object_at(slot))
-        return memoryview(array).cast("B")
-
-
 class BlockClient:
-    """Seals what it stores, and checks what it reads. Several threads may call it, with different slots.
+    """Seals what it stores, and checks what it reads. One thread reads; others may store from other slots meanwhile.
 
     Every call raises TransferFailed when the store is lost.
     """
@@ -74,6 +49,7 @@ class BlockClient:
         self._store = store
         self._memories = memories
         self._secret = secret
+        self._shard_memory: ShardMemory | None = None
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Whether the store has each key."""
@@ -84,24 +60,21 @@ class BlockClient:
             raise TransferFailed(f"the store cannot be asked (code {min(found)})")
         return [code == 1 for code in found]
 
-    def get(self, memory: int, keys: Sequence[str], slots: Sequence[int]) -> list[bool]:
+    def get(
+        self, memory: int, keys: Sequence[str], slots: Sequence[int], shard: int = OWN_SHARD
+    ) -> list[bool]:
         """Reads blocks. Blocks after the first one that is missing are not read: a prefix needs all before it."""
         target = self._memories[memory]
+        source = target if shard == OWN_SHARD else self._memory_of(target, shard)
         read: list[bool] = []
-        for part, places in self._steps(target, keys, slots):
-            codes = self._call(self._store.get, target, part, places)
-            whole = [
-                code == target.object_bytes and self._has_seal(target, key, slot)
-                for code, key, slot in zip(codes, part, places, strict=True)
-            ]
-            refused = [
-                key
-                for key, code, good in zip(part, codes, whole, strict=True)
-                if code >= 0 and not good
-            ]
-            if refused:
-                # Another worker can store the right block then.
-                self._store.remove(refused)
+        for part, places in self._steps(source, keys, slots):
+            landed = places if shard == OWN_SHARD else list(range(len(part)))
+            whole = self._read(source, part, landed)
+            if shard != OWN_SHARD:
+                copies = target.others[shard - 1].copies
+                for slot, place, good in zip(landed, places, whole, strict=True):
+                    if good:
+                        copy_heads(source.object_at(slot), target.object_at(place), copies)
             read += whole
             if not all(whole):
                 break
@@ -127,6 +100,31 @@ class BlockClient:
             )
         return [is_known or key in stored for key, is_known in zip(keys, known, strict=True)]
 
+    def _read(self, memory: Slots, keys: list[str], slots: list[int]) -> list[bool]:
+        """Whether each slot has its block. Removes objects that are not what was stored."""
+        codes = self._call(self._store.get, memory, keys, slots)
+        whole = [
+            code == memory.object_bytes and self._has_seal(memory, key, slot)
+            for code, key, slot in zip(codes, keys, slots, strict=True)
+        ]
+        refused = [
+            key
+            for key, code, good in zip(keys, codes, whole, strict=True)
+            if code >= 0 and not good
+        ]
+        if refused:
+            # Another worker can store the right block then.
+            self._store.remove(refused)
+        return whole
+
+    def _memory_of(self, target: Slots, shard: int) -> Slots:
+        """Slots for blocks of another shard. The memory is made when it is needed first."""
+        if self._shard_memory is None:
+            sources = [source for memory in self._memories for source in memory.others]
+            self._shard_memory = ShardMemory(sources)
+            self._store.register([self._shard_memory.whole()])
+        return self._shard_memory.slots_of(target.others[shard - 1])
+
     def _has_seal(self, memory: Slots, key: str, slot: int) -> bool:
         return is_sealed(self._secret, key, memory.content_of(slot), bytes(memory.seal_of(slot)))
 
@@ -134,7 +132,7 @@ class BlockClient:
     def _steps(
         memory: Slots, keys: Sequence[str], slots: Sequence[int]
     ) -> Iterator[tuple[list[str], list[int]]]:
-        step = max(1, min(_STEP_BLOCKS, _STEP_BYTES // memory.object_bytes))
+        step = max(1, min(_STEP_BLOCKS, STEP_BYTES // memory.object_bytes))
         for start in range(0, len(keys), step):
             yield list(keys[start : start + step]), list(slots[start : start + step])
 

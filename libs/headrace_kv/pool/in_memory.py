@@ -9,9 +9,10 @@ from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from functools import partial
 
 from headrace_common.errors import TransferFailed
-from headrace_kv.pool.base import PoolMemory, RemotePool, refused
+from headrace_kv.pool.base import OWN_SHARD, PoolMemory, RemotePool, refused
 from headrace_kv.pool.block_client import ABSENT, PRESENT, STORED, BlockClient
 from headrace_kv.pool.mapping import Mapping
+from headrace_kv.pool.slots import Slots
 
 _RPC_FAILED = -900
 _STALL_MAX_S = 60.0
@@ -50,6 +51,9 @@ class MemoryStore:
     def change_reads(self, change: Callable[[str, bytes], bytes]) -> None:
         """Replaces what is read, by key and content. A shorter content is a part of the block."""
         self._changes = change
+
+    def register(self, memories: Sequence[Slots]) -> None:
+        return
 
     def exist(self, keys: list[str]) -> list[int]:
         if not self._answers():
@@ -123,9 +127,15 @@ class InMemoryPool(RemotePool):
         return self._begin(partial(self._client.exists, keys), len(keys), timeout_s)
 
     def get(
-        self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
+        self,
+        memory: int,
+        keys: Sequence[str],
+        slots: Sequence[int],
+        timeout_s: float,
+        shard: int = OWN_SHARD,
     ) -> Future[list[bool]]:
-        return self._begin(partial(self._client.get, memory, keys, slots), len(keys), timeout_s)
+        call = partial(self._client.get, memory, keys, slots, shard)
+        return self._begin(call, len(keys), timeout_s)
 
     def put(
         self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float

@@ -6,7 +6,7 @@ import ctypes
 import mmap
 
 from headrace_kv.pool.base import PoolMemory
-from headrace_kv.pool.block_client import Slots
+from headrace_kv.pool.slots import Slots
 
 
 class Mapping:
@@ -20,4 +20,5 @@ class Mapping:
             memory.slot_bytes,
             memory.slot_count,
             memory.object_bytes,
+            memory.others,
         )

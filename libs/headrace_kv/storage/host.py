@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Final
 
 from headrace_common.errors import ConfigError
 from headrace_kv.layout.arena import PAGE_BYTES, allocate_arena, suited_alignment_bytes
 from headrace_kv.layout.layout import TOKENS, KvLayout, RankMemory
-from headrace_kv.plan.regions import Dimension, PlacedRegions, place_regions
-from headrace_kv.pool.base import PoolMemory
+from headrace_kv.plan.regions import WHOLE_BLOCKS, PlacedRegions, place_regions
+from headrace_kv.plan.saved_shards import plan_shard_read, readable_shards, shard_block_bytes
+from headrace_kv.pool.base import PoolMemory, ShardSource
 from headrace_kv.pool.seal import SEAL_BYTES
 from headrace_kv.pool.shared_arena import SharedArena
 from headrace_kv.transport.packing import Bytes
-
-_WHOLE_BLOCKS: Final[tuple[Dimension, ...]] = ("block", "layer", "part", "head", "token")
 
 
 def block_bytes_of(layout: KvLayout, rank: int, *, pooled: bool = False) -> int:
@@ -48,6 +46,7 @@ class HostStorage:
                 self.block_bytes,
                 block_count,
                 _sealed_bytes(one.arena_bytes),
+                _other_shards(layout, rank),
             )
         # Padding is written to disk too. It must not be what this process had in that memory.
         self._arena.reshape(block_count, self.block_bytes)[:, one.arena_bytes :] = 0
@@ -74,6 +73,17 @@ class HostStorage:
             self._shared.close()
 
 
+def _other_shards(layout: KvLayout, rank: int) -> tuple[ShardSource, ...]:
+    """What the rank may read besides blocks of its own shard, in the order of `readable_shards`."""
+    return tuple(
+        ShardSource(
+            _sealed_bytes(shard_block_bytes(layout, rank, heads)),
+            plan_shard_read(layout, rank, heads),
+        )
+        for heads in readable_shards(layout, rank)[1:]
+    )
+
+
 def _sealed_bytes(content_bytes: int) -> int:
     return _rounded(content_bytes, SEAL_BYTES) + SEAL_BYTES
 
@@ -89,4 +99,4 @@ def _place_block(layout: KvLayout, rank: int) -> PlacedRegions:
             "only KV of attention layers that are all alike can be kept in main memory or on disk",
             metadata={"field": "host_blocks"},
         )
-    return place_regions(layout, rank, (1,), _WHOLE_BLOCKS)
+    return place_regions(layout, rank, (1,), WHOLE_BLOCKS)

@@ -80,7 +80,6 @@ class SimLowerTiers:
             self._tiers,
             pool,
             PoolKeys(secret, layout),
-            layout.rank_count,
             self._settings.pool_timeout_s,
             lambda plan: self._carry_out(plan, reporter),
             partial(self._loaded, reporter=reporter),

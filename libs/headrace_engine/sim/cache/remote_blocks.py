@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Final
 
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import LowerTiers, PoolBlocks, TierPlan
-from headrace_kv.pool.base import BATCH_BLOCKS_MAX, RemotePool
+from headrace_kv.pool.base import RemotePool, leading
 from headrace_kv.pool.keys import PoolKeys
+from headrace_kv.pool.lookup import BlockLookup
+from headrace_kv.pool.rank_blocks import RankBlocks
 from headrace_kv.prefix.events import Tier
 
 PUBLISH_TIMEOUT_S: Final = 10.0
 UNPUBLISHED_MAX: Final = 256
 """Blocks that are being stored in the pool. Further ones are not stored."""
 ANNOUNCED_MAX: Final = 65_536
+FETCH_BLOCKS_MAX: Final = 512
 _BATCH_BLOCKS: Final = 32
 
 Report = Callable[[Sequence[int]], None]
@@ -36,15 +39,16 @@ class SimRemoteBlocks:
         tiers: LowerTiers,
         pool: RemotePool,
         keys: PoolKeys,
-        rank_count: int,
         timeout_s: float,
         carry_out: Callable[[TierPlan], None],
         on_load: Callable[[TierLoad], None],
     ) -> None:
         self._tiers = tiers
         self._pool = pool
-        self._keys = keys
-        self._ranks = range(rank_count)
+        self._lookup = BlockLookup(pool, keys)
+        # Memory i of the pool is that of rank i.
+        ranks = range(keys.layout.rank_count)
+        self._ranks = [RankBlocks(pool, keys, rank, memory=rank) for rank in ranks]
         self._timeout_s = timeout_s
         self._carry_out = carry_out
         self._on_load = on_load
@@ -87,44 +91,35 @@ class SimRemoteBlocks:
         hit = self._tiers.hold(prefixes)
         task = asyncio.current_task()
         assert task is not None
-        wanted = prefixes[len(hit) :][: BATCH_BLOCKS_MAX // len(self._ranks)]
+        wanted = prefixes[len(hit) :][:FETCH_BLOCKS_MAX]
         mine = [prefix for prefix in wanted if prefix not in self._fetches]
         self._fetches.update(dict.fromkeys(mine, task))
         try:
-            count = await self._present(wanted, due_s - loop.time())
-            if count:
-                await self._move(wanted[:count], due_s, on_fetched)
+            found = self._lookup.find(wanted, due_s - loop.time())
+            shard_counts = await asyncio.wrap_future(found) if found is not None else ()
+            if shard_counts:
+                saved = dict(zip(wanted, shard_counts, strict=False))
+                await self._move(saved, due_s, on_fetched)
         finally:
             self._tiers.release(hit)
             for prefix in mine:
                 del self._fetches[prefix]
 
-    async def _present(self, prefixes: Sequence[int], timeout_s: float) -> int:
-        """How many of the first prefixes every rank can fetch."""
-        found = await _result(self._pool.exists(self._keys.of_all_ranks(prefixes), timeout_s))
-        by_rank = (
-            _leading(found[rank * len(prefixes) : (rank + 1) * len(prefixes)])
-            for rank in self._ranks
-        )
-        return min(by_rank)
-
-    async def _move(self, prefixes: Sequence[int], due_s: float, on_fetched: Report) -> None:
-        blocks, plan = self._tiers.reserve(prefixes)
+    async def _move(self, saved: Mapping[int, int], due_s: float, on_fetched: Report) -> None:
+        """Fetches consecutive prefixes. `saved`: in how many shards each was saved."""
+        blocks, plan = self._tiers.reserve(saved)
         self._carry_out(plan)
+        shard_counts = [saved[prefix] for prefix in blocks.prefixes]
         whole = 0
         loop = asyncio.get_running_loop()
         start_s = loop.time()
         try:
             left_s = due_s - start_s
             reads = [
-                _result(
-                    self._pool.get(
-                        rank, self._keys.of_rank(rank, blocks.prefixes), blocks.block_ids, left_s
-                    )
-                )
+                _result(rank.fetch(blocks.prefixes, blocks.block_ids, shard_counts, left_s))
                 for rank in self._ranks
             ]
-            whole = min(_leading(read) for read in await asyncio.gather(*reads))
+            whole = min(leading(read) for read in await asyncio.gather(*reads))
         finally:
             fetched = self._tiers.fetched(blocks, whole)
             self._on_load(TierLoad(Tier.REMOTE, whole, loop.time() - start_s))
@@ -147,14 +142,7 @@ class SimRemoteBlocks:
         self._unpublished += len(blocks)
         try:
             writes = [
-                _result(
-                    self._pool.put(
-                        rank,
-                        self._keys.of_rank(rank, blocks.prefixes),
-                        blocks.block_ids,
-                        PUBLISH_TIMEOUT_S,
-                    )
-                )
+                _result(rank.store(blocks.prefixes, blocks.block_ids, PUBLISH_TIMEOUT_S))
                 for rank in self._ranks
             ]
             done = await asyncio.gather(*writes)
@@ -186,8 +174,3 @@ class SimRemoteBlocks:
 
 async def _result(future: Future[list[bool]]) -> list[bool]:
     return await asyncio.wrap_future(future)
-
-
-def _leading(values: Sequence[bool]) -> int:
-    """How many values before the first False."""
-    return next((position for position, value in enumerate(values) if not value), len(values))

@@ -28,11 +28,11 @@ from headrace_engine.vllm.settings import STEP_KEY, ConnectorSettings
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import StepPlan
 from headrace_engine.vllm.tiers.planner import TierPlanner
-from headrace_engine.vllm.tiers.pool_lookup import StoreLookup
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.proto import layout_from_proto
 from headrace_kv.pool.base import RemotePool
 from headrace_kv.pool.keys import PoolKeys, pool_secret
+from headrace_kv.pool.lookup import BlockLookup
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -108,9 +108,7 @@ class ServiceConnectorScheduler(ConnectorScheduler):
     def _open_pool(self, opened: link_pb2.OpenPool) -> None:
         secret, layout = pool_secret(opened.prefix_hash_key), layout_from_proto(opened.layout)
         self._pool = self._settings.pool_opener()((), secret, self._tiers.pool.lost)
-        self._tiers.pool.attach(
-            StoreLookup(self._pool, PoolKeys(secret, layout), self._settings.tiers.pool_timeout_s)
-        )
+        self._tiers.pool.attach(BlockLookup(self._pool, PoolKeys(secret, layout)))
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)

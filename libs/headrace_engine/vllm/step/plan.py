@@ -60,7 +60,8 @@ class HostSend:
 class PoolMove:
     """Blocks of the fastest lower tier that every rank fetches from a remote pool (`fetches`), or stores there.
 
-    What a rank has not moved in `timeout_s` counts as missing.
+    What a rank has not moved in `timeout_s` counts as missing. `shard_counts`: in how many shards each fetched block
+    was saved.
     """
 
     number: int
@@ -68,6 +69,7 @@ class PoolMove:
     prefixes: tuple[int, ...]
     block_ids: tuple[int, ...]
     timeout_s: float
+    shard_counts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

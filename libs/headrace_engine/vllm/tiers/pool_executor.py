@@ -5,11 +5,15 @@ from __future__ import annotations
 import queue
 from concurrent.futures import Future
 from functools import partial
+from typing import Final
 
 from headrace_engine.vllm.step.plan import PoolMove
-from headrace_engine.vllm.tiers.pool_lookup import leading
-from headrace_kv.pool.base import RemotePool
+from headrace_kv.pool.base import RemotePool, leading
 from headrace_kv.pool.keys import PoolKeys
+from headrace_kv.pool.rank_blocks import RankBlocks
+
+_MEMORY: Final = 0
+"""A rank opens the pool over its own memory alone."""
 
 
 class PoolExecutor:
@@ -17,22 +21,24 @@ class PoolExecutor:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._opened: tuple[RemotePool, PoolKeys] | None = None
+        self._opened: tuple[RemotePool, RankBlocks] | None = None
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
 
     def attach(self, pool: RemotePool, keys: PoolKeys) -> None:
         """Uses a pool from now on. Without one, moves end at once."""
-        self._opened = (pool, keys)
+        self._opened = (pool, RankBlocks(pool, keys, self._rank, _MEMORY))
 
     def begin(self, move: PoolMove) -> None:
         """Begins a move. The copies before it are made."""
         if self._opened is None:
             self._ended.put((move.number, 0))
             return
-        pool, keys = self._opened
-        names = keys.of_rank(self._rank, move.prefixes)
-        call = pool.get if move.fetches else pool.put
-        moved = call(0, names, move.block_ids, move.timeout_s)
+        _, blocks = self._opened
+        moved = (
+            blocks.fetch(move.prefixes, move.block_ids, move.shard_counts, move.timeout_s)
+            if move.fetches
+            else blocks.store(move.prefixes, move.block_ids, move.timeout_s)
+        )
         moved.add_done_callback(partial(self._end, move.number))
 
     def take_ended(self) -> list[tuple[int, int]]:

@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from headrace_kv.pool.base import PoolMemory
+from headrace_kv.plan.saved_shards import StridedCopy
+from headrace_kv.pool.base import OWN_SHARD, PoolMemory, ShardSource
 
 PACKET_BYTES_MAX: Final = 192 * 1024
 """Fits the socket's default buffer."""
@@ -39,6 +40,7 @@ class PoolCall:
     keys: tuple[str, ...]
     memory: int = 0
     slots: tuple[int, ...] = ()
+    shard: int = OWN_SHARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +58,24 @@ READY: Final = PoolReply(0)
 
 def setup_to_packet(setup: PoolSetup) -> bytes:
     values = {**asdict(setup), "secret": setup.secret.hex()}
-    return json.dumps(values).encode()
+    return json.dumps(values, separators=(",", ":")).encode()
 
 
 def setup_from_packet(packet: bytes) -> PoolSetup:
     values = json.loads(packet)
     values["secret"] = bytes.fromhex(values["secret"])
-    values["memories"] = tuple(PoolMemory(**one) for one in values["memories"])
+    values["memories"] = tuple(_memory(one) for one in values["memories"])
     if values["admitted"] is not None:
         values["admitted"] = tuple(values["admitted"])
     return PoolSetup(**values)
+
+
+def _memory(values: dict[str, Any]) -> PoolMemory:
+    others = (
+        ShardSource(other["object_bytes"], tuple(StridedCopy(**one) for one in other["copies"]))
+        for other in values["others"]
+    )
+    return PoolMemory(**{**values, "others": tuple(others)})
 
 
 def call_to_packet(call: PoolCall) -> bytes:

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
-from headrace_kv.pool.base import BATCH_BLOCKS_MAX, RemotePool, refused
+from headrace_kv.pool.base import BATCH_BLOCKS_MAX, OWN_SHARD, RemotePool, refused
 from headrace_kv.pool.mooncake.child import PoolChild
 from headrace_kv.pool.mooncake.messages import Operation, PoolCall, PoolReply, PoolSetup
 
@@ -73,9 +73,14 @@ class MooncakePool(RemotePool):
         return self._begin("exists", keys, timeout_s)
 
     def get(
-        self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
+        self,
+        memory: int,
+        keys: Sequence[str],
+        slots: Sequence[int],
+        timeout_s: float,
+        shard: int = OWN_SHARD,
     ) -> Future[list[bool]]:
-        return self._begin("get", keys, timeout_s, memory, slots)
+        return self._begin("get", keys, timeout_s, memory, slots, shard)
 
     def put(
         self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
@@ -98,13 +103,14 @@ class MooncakePool(RemotePool):
         timeout_s: float,
         memory: int = 0,
         slots: Sequence[int] = (),
+        shard: int = OWN_SHARD,
     ) -> Future[list[bool]]:
         if len(keys) > BATCH_BLOCKS_MAX:
             return refused(len(keys))
         with self._lock:
             if self._child is None or self._closing.is_set() or len(self._calls) >= CALLS_MAX:
                 return refused(len(keys))
-            call = PoolCall(self._next_id, operation, tuple(keys), memory, tuple(slots))
+            call = PoolCall(self._next_id, operation, tuple(keys), memory, tuple(slots), shard)
             if not self._child.send(call):
                 return refused(len(keys))
             future: Future[list[bool]] = Future()

@@ -76,7 +76,7 @@ class PoolProcess:
         if call.operation == "exists":
             return self._client.exists(call.keys)
         if call.operation == "get":
-            return self._client.get(call.memory, call.keys, call.slots)
+            return self._client.get(call.memory, call.keys, call.slots, call.shard)
         return self._client.put(call.memory, call.keys, call.slots)
 
     def _send(self, reply: PoolReply) -> None:

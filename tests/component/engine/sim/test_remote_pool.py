@@ -85,15 +85,14 @@ async def cached_by_another(
 
 
 async def publish(
-    store: MemoryStore, prompt: list[int], cache_salt: str = "", *, ranks: int = 1, **changes: Any
+    store: MemoryStore, prompt: list[int], cache_salt: str = "", *, shards: int = 1, **changes: Any
 ) -> None:
-    """Lets a worker of some ranks compute a prompt, and waits until its blocks are in the store."""
+    """Lets a worker compute a prompt, and waits until its blocks are in the store, each in some shards."""
     async with decode_engine(pools=opener(store), tiers=tiers(), **changes) as engine:
         open_pool_of(engine)
         before = len(store.objects)
         await answer(engine, prompt, cache_salt=cache_salt)
-        blocks = ranks * (PROMPT_TOKENS // 8)
-        await until(lambda: len(store.objects) >= before + blocks)
+        await until(lambda: len(store.objects) == before + shards * (len(prompt) // 8))
 
 
 @pytest.fixture
@@ -109,16 +108,73 @@ def prompt() -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "changes"),
-    [(1, {}), (2, {"tensor_parallel_size": 2}), (2, {"model": "sim:stages=2,context=512"})],
+    ("shards", "changes"),
+    [
+        (1, {}),
+        (2, {"tensor_parallel_size": 2}),
+        (2, {"model": "sim:stages=2,context=512"}),
+        # Ranks with the same heads save each block once.
+        (2, {"model": "sim:heads=2,context=512", "tensor_parallel_size": 4}),
+    ],
 )
 async def test_a_worker_loads_what_another_one_has_computed(
-    store: MemoryStore, prompt: list[int], ranks: int, changes: dict[str, Any]
+    store: MemoryStore, prompt: list[int], shards: int, changes: dict[str, Any]
 ) -> None:
-    await publish(store, prompt, ranks=ranks, **changes)
+    await publish(store, prompt, shards=shards, **changes)
     assert await cached_by_another(store, prompt, **changes) == REUSED_TOKENS
     beginning = prompt[:40] + random_prompt(Random(6), 40)
     assert await cached_by_another(store, beginning, **changes) == 40
+
+
+@pytest.mark.parametrize(
+    ("model", "shards"),
+    [
+        ("sim:heads=4,context=512", 2),
+        # As in MLA, every rank has the same head, and one of them saves it.
+        ("sim:heads=1,context=512", 1),
+        ("sim:heads=4,stages=2,context=512", 4),
+        ("sim:heads=4,parts=k:16:int8/v:12:int8/scale:4:float32,order=nhd,context=512", 2),
+    ],
+)
+async def test_workers_of_other_tensor_parallel_sizes_load_it_too(
+    store: MemoryStore, prompt: list[int], model: str, shards: int
+) -> None:
+    await publish(store, prompt, shards=shards, model=model, tensor_parallel_size=2)
+    saved = set(store.objects)
+    for size in (1, 3, 4):
+        found = await cached_by_another(store, prompt, model=model, tensor_parallel_size=size)
+        assert found == REUSED_TOKENS
+    assert set(store.objects) == saved
+
+
+async def test_a_prompt_that_workers_of_two_sizes_have_saved_is_loaded_whole(
+    store: MemoryStore, prompt: list[int]
+) -> None:
+    model = "sim:heads=4,context=512"
+    await publish(store, prompt[:40], shards=2, model=model, tensor_parallel_size=2)
+    async with decode_engine(
+        pools=opener(store), tiers=tiers(), model=model, tensor_parallel_size=4
+    ) as engine:
+        open_pool_of(engine)
+        assert await answer(engine, prompt) == 40
+        # It stores those blocks that it has computed.
+        await until(lambda: len(store.objects) == 2 * 5 + 4 * 5)
+    assert await cached_by_another(store, prompt, model=model) == REUSED_TOKENS
+
+
+async def test_a_changed_byte_of_another_size_is_computed_again(
+    store: MemoryStore, prompt: list[int]
+) -> None:
+    model = "sim:heads=4,context=512"
+    await publish(store, prompt, shards=2, model=model, tensor_parallel_size=2)
+    # The fifth block of the second rank.
+    broken = [key for key in store.objects if ".2.4-" in key][4]
+    store.change_reads(
+        lambda key, content: content[:20] + b"\xa5" + content[21:] if key == broken else content
+    )
+    found = await cached_by_another(store, prompt, model=model, tensor_parallel_size=4)
+    assert found == 4 * 8
+    assert broken not in store.objects
 
 
 async def test_the_tokens_of_each_tier_and_the_time_of_a_fetch_are_reported(
@@ -159,7 +215,8 @@ async def test_only_workers_of_the_same_tenant_layout_and_deployment_find_a_bloc
     assert await cached_by_another(store, prompt, cache_salt="aa") == REUSED_TOKENS
     assert await cached_by_another(store, prompt, cache_salt="bb") == 0
     assert await cached_by_another(store, prompt) == 0
-    assert await cached_by_another(store, prompt, cache_salt="aa", tensor_parallel_size=2) == 0
+    other = "sim:layers=6,context=512"
+    assert await cached_by_another(store, prompt, cache_salt="aa", model=other) == 0
     assert await cached_by_another(store, prompt, cache_salt="aa", hash_key=HASH_KEY + 1) == 0
 
 

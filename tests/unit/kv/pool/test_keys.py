@@ -19,8 +19,17 @@ LAYOUT = KvLayout.attention(
 )
 
 
-def name(layout: KvLayout = LAYOUT, rank: int = 0, prefix: int = 7, secret: bytes = SECRET) -> str:
-    (found,) = PoolKeys(secret, layout).of_rank(rank, [prefix])
+HEADS = range(2)
+
+
+def name(
+    layout: KvLayout = LAYOUT,
+    heads: range = HEADS,
+    prefix: int = 7,
+    secret: bytes = SECRET,
+    stage: int = 0,
+) -> str:
+    (found,) = PoolKeys(secret, layout).of_shard(stage, heads, [prefix])
     return found
 
 
@@ -28,11 +37,12 @@ def test_whatever_changes_the_bytes_of_a_block_changes_its_name() -> None:
     group = LAYOUT.groups[0]
     others = [
         name(replace(LAYOUT, model="other")),
-        name(replace(LAYOUT, tensor_parallel_size=1)),
         name(replace(LAYOUT, stage_starts=(0, 1))),
         name(replace(LAYOUT, groups=(replace(group, block_tokens=32),))),
         name(replace(LAYOUT, groups=(replace(group, head_count=8),))),
-        name(rank=1),
+        name(heads=range(2, 4)),
+        name(heads=range(4)),
+        name(stage=1),
         name(prefix=8),
         name(secret=pool_secret(1)),
     ]
@@ -44,10 +54,17 @@ def test_prefill_and_decode_use_the_same_names() -> None:
     assert name(replace(LAYOUT, broadcast_width=2)) == name()
 
 
-def test_the_names_of_all_ranks_are_those_of_each() -> None:
-    keys = PoolKeys(SECRET, LAYOUT)
+def test_workers_of_all_sizes_use_the_same_names_for_the_same_heads() -> None:
+    assert name(replace(LAYOUT, tensor_parallel_size=4)) == name()
+
+
+def test_the_names_of_blocks_are_those_of_each_shard_in_each_stage() -> None:
+    keys = PoolKeys(SECRET, replace(LAYOUT, stage_starts=(0, 1)))
     prefixes = [1, 2**255]
-    assert keys.of_all_ranks(prefixes) == keys.of_rank(0, prefixes) + keys.of_rank(1, prefixes)
+    shards = [(stage, heads) for stage in range(2) for heads in (range(2), range(2, 4))]
+    expected = [one for stage, heads in shards for one in keys.of_shard(stage, heads, prefixes)]
+    assert keys.of_blocks(2, prefixes) == expected
+    assert keys.objects_of(2) == len(shards)
 
 
 def test_a_name_does_not_show_the_hash_of_the_prefix() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from headrace_kv.pool.base import BATCH_BLOCKS_MAX, PoolMemory
+from headrace_kv.layout.layout import KvLayout
+from headrace_kv.plan.saved_shards import StridedCopy
+from headrace_kv.pool.base import BATCH_BLOCKS_MAX, PoolMemory, ShardSource
 from headrace_kv.pool.keys import PoolKeys
 from headrace_kv.pool.mooncake.messages import (
     PACKET_BYTES_MAX,
@@ -16,22 +18,41 @@ from headrace_kv.pool.mooncake.messages import (
     setup_from_packet,
     setup_to_packet,
 )
+from headrace_kv.storage.host import HostStorage
 from tests.unit.kv.pool.test_keys import LAYOUT, SECRET
 
 
 def test_every_message_arrives_as_it_was_sent() -> None:
+    others = (ShardSource(128, (StridedCopy(1, 2, 3, 4, 5, 6),)), ShardSource(64, ()))
+    memories = (PoolMemory(3, 4096, 8, 100), PoolMemory(4, 4096, 8, 100, others))
     for admitted in (None, (), ("10.0.0.0/8",)):
-        setup = PoolSetup(
-            "127.0.0.1:1", "127.0.0.1", b"\0\xff", (PoolMemory(3, 4096, 8, 100),), admitted=admitted
-        )
+        setup = PoolSetup("127.0.0.1:1", "127.0.0.1", b"\0\xff", memories, admitted=admitted)
         assert setup_from_packet(setup_to_packet(setup)) == setup
-    call = PoolCall(7, "get", ("a", "b"), 1, (2, 3))
+    call = PoolCall(7, "get", ("a", "b"), 1, (2, 3), 4)
     assert call_from_packet(call_to_packet(call)) == call
     reply = PoolReply(7, (True, False), "the store has failed")
     assert reply_from_packet(reply_to_packet(reply)) == reply
 
 
 def test_the_largest_call_fits_into_a_packet() -> None:
-    keys = PoolKeys(SECRET, LAYOUT).of_rank(1, range(BATCH_BLOCKS_MAX))
-    call = PoolCall(2**53, "put", tuple(keys), 99, tuple(range(10**8, 10**8 + BATCH_BLOCKS_MAX)))
+    keys = PoolKeys(SECRET, LAYOUT).of_shard(10, range(64, 96), range(BATCH_BLOCKS_MAX))
+    call = PoolCall(
+        2**53, "put", tuple(keys), 99, tuple(range(10**8, 10**8 + BATCH_BLOCKS_MAX)), 99
+    )
     assert len(call_to_packet(call)) < PACKET_BYTES_MAX
+
+
+def test_the_setup_of_many_heads_and_layers_fits_into_a_packet() -> None:
+    layout = KvLayout.attention(
+        model="m",
+        dtype="float16",
+        layer_count=126,
+        kv_head_count=96,
+        block_tokens=128,
+        parts={"k": 256, "k_scale": 4, "v": 256, "v_scale": 4},
+    )
+    storage = HostStorage(layout, 0, 1, pooled=True)
+    assert storage.pool_memory is not None
+    setup = PoolSetup("127.0.0.1:1", "127.0.0.1", SECRET, (storage.pool_memory,))
+    assert len(setup_to_packet(setup)) < PACKET_BYTES_MAX
+    storage.close()

@@ -7,8 +7,7 @@ from concurrent.futures import Future
 
 from headrace_engine.vllm.step.plan import PoolMove
 from headrace_engine.vllm.tiers.pool_executor import PoolExecutor
-from headrace_engine.vllm.tiers.pool_lookup import StoreLookup
-from headrace_kv.pool.base import RemotePool
+from headrace_kv.pool.base import OWN_SHARD, RemotePool
 from headrace_kv.pool.keys import PoolKeys
 from tests.unit.kv.pool.test_keys import LAYOUT, SECRET
 
@@ -21,6 +20,7 @@ class Pool(RemotePool):
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[str], list[int], Future[list[bool]]]] = []
         self.timeouts: list[float] = []
+        self.shards: list[int] = []
         self.opened = True
 
     @property
@@ -31,8 +31,14 @@ class Pool(RemotePool):
         return self._call("exists", keys, (), timeout_s)
 
     def get(
-        self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
+        self,
+        memory: int,
+        keys: Sequence[str],
+        slots: Sequence[int],
+        timeout_s: float,
+        shard: int = OWN_SHARD,
     ) -> Future[list[bool]]:
+        self.shards.append(shard)
         return self._call("get", keys, slots, timeout_s)
 
     def put(
@@ -55,12 +61,12 @@ class Pool(RemotePool):
 def test_moves_end_with_the_number_of_whole_blocks() -> None:
     pool, executor = Pool(), PoolExecutor(1)
     executor.attach(pool, KEYS)
-    executor.begin(PoolMove(7, True, (1, 2, 3), (4, 5, 6), 3.0))
+    executor.begin(PoolMove(7, True, (1, 2, 3), (4, 5, 6), 3.0, (2, 2, 2)))
     executor.begin(PoolMove(8, False, (1,), (4,), 9.0))
     assert executor.take_ended() == []
     (get, keys, slots, read), (put, _, _, written) = pool.calls
     assert (get, put) == ("get", "put")
-    assert (keys, slots) == (KEYS.of_rank(1, [1, 2, 3]), [4, 5, 6])
+    assert (keys, slots) == (KEYS.of_shard(0, range(2, 4), [1, 2, 3]), [4, 5, 6])
     assert pool.timeouts == [3.0, 9.0]
     read.set_result([True, False, True])
     written.set_result([True])
@@ -76,14 +82,23 @@ def test_without_a_pool_moves_end_at_once() -> None:
     executor.close()
 
 
-def test_a_lookup_counts_first_blocks_that_every_rank_has() -> None:
-    pool = Pool()
-    lookup = StoreLookup(pool, KEYS, 5.0)
-    found = lookup.find([1, 2, 3])
-    assert found is not None
-    _, keys, _, asked = pool.calls[0]
-    assert keys == KEYS.of_all_ranks([1, 2, 3])
-    asked.set_result([True, True, True, True, True, False])
-    assert found.result() == 2
-    pool.opened = False
-    assert lookup.find([1]) is None
+def test_a_fetch_ends_when_every_shard_has_come() -> None:
+    pool, executor = Pool(), PoolExecutor(1)
+    executor.attach(pool, KEYS)
+    # The rank has heads 2 and 3 of four: in one shard of its own, in another one of all heads, or in one each.
+    executor.begin(PoolMove(7, True, (1, 2, 3), (4, 5, 6), 3.0, (2, 1, 4)))
+    _, keys, slots, calls = zip(*pool.calls, strict=True)
+    assert list(keys) == [
+        KEYS.of_shard(0, range(2, 4), [1]),
+        KEYS.of_shard(0, range(4), [2]),
+        KEYS.of_shard(0, range(2, 3), [3]),
+        KEYS.of_shard(0, range(3, 4), [3]),
+    ]
+    assert slots == ([4], [5], [6], [6])
+    assert pool.shards[0] == OWN_SHARD
+    assert len(set(pool.shards)) == len(calls)
+    for call in calls[:3]:
+        call.set_result([True])
+        assert executor.take_ended() == []
+    calls[3].set_result([False])
+    assert executor.take_ended() == [(7, 2)]

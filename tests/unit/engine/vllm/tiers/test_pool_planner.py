@@ -18,15 +18,21 @@ BLOCK = 4
 LONG_S = 1e6
 
 
+OWN = (4,)
+"""Of a block that was saved in as many shards as this worker saves it in."""
+
+
 class Lookup:
-    """A store that has the first `count` blocks of every prompt, once the test lets it answer."""
+    """A store that has the first blocks of every prompt, once the test lets it answer."""
+
+    own_shard_count = OWN[0]
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, ...]] = []
-        self.answers: list[Future[int]] = []
+        self.answers: list[Future[tuple[int, ...]]] = []
         self.is_open = True
 
-    def find(self, prefixes: Sequence[int]) -> Future[int] | None:
+    def find(self, prefixes: Sequence[int], timeout_s: float) -> Future[tuple[int, ...]] | None:
         if not self.is_open:
             return None
         self.asked.append(tuple(prefixes))
@@ -79,7 +85,7 @@ def test_a_request_waits_for_its_blocks_and_finds_them_then(lookup: Lookup) -> N
     waits = tiers.is_loading
     assert waits
     assert moves_of(tiers) == []
-    lookup.answers[0].set_result(2)
+    lookup.answers[0].set_result(2 * OWN)
     assert tiers.find("r", 0, 12) is None
     (move,) = moves_of(tiers)
     assert (move.fetches, move.prefixes) == (True, (1, 2))
@@ -98,7 +104,7 @@ def test_a_fetch_counts_what_every_rank_has(lookup: Lookup) -> None:
     tiers = planner(lookup, ranks=2)
     tiers.request_added("r", hashes(1, 2, 3))
     assert tiers.find("r", 0, 12) is None
-    lookup.answers[0].set_result(3)
+    lookup.answers[0].set_result(3 * OWN)
     assert tiers.find("r", 0, 12) is None
     (move,) = moves_of(tiers)
     tiers.pool.moves_ended([(move.number, 3)])
@@ -112,7 +118,7 @@ def test_a_request_runs_without_blocks_that_do_not_come(lookup: Lookup, found: i
     tiers = planner(lookup)
     tiers.request_added("r", hashes(1, 2))
     assert tiers.find("r", 0, 8) is None
-    lookup.answers[0].set_result(found)
+    lookup.answers[0].set_result(found * OWN)
     if found:
         assert tiers.find("r", 0, 8) is None
         tiers.pool.moves_ended([(move.number, 0) for move in moves_of(tiers)])
@@ -144,7 +150,7 @@ def test_a_request_that_ends_during_its_fetch_leaves_the_blocks(lookup: Lookup) 
     tiers = planner(lookup)
     tiers.request_added("r", hashes(1))
     assert tiers.find("r", 0, 4) is None
-    lookup.answers[0].set_result(1)
+    lookup.answers[0].set_result(1 * OWN)
     assert tiers.find("r", 0, 4) is None
     (move,) = moves_of(tiers)
     assert not tiers.request_finished("r", sends=False)
@@ -187,6 +193,26 @@ def test_blocks_from_before_the_pool_was_opened_are_published_when_used_again(
     assert [one.prefixes for one in moves_of(tiers)] == [(2,)]
 
 
+def test_blocks_of_another_tensor_parallel_size_are_fetched_and_not_stored_a_second_time(
+    lookup: Lookup,
+) -> None:
+    tiers = planner(lookup, publishes=True)
+    tiers.request_added("r", hashes(1, 2, 3))
+    assert tiers.find("r", 0, 12) is None
+    lookup.answers[0].set_result((2, 2, *OWN))
+    assert tiers.find("r", 0, 12) is None
+    (fetch,) = moves_of(tiers)
+    assert (fetch.prefixes, fetch.shard_counts) == ((1, 2, 3), (2, 2, *OWN))
+    tiers.pool.moves_ended([(fetch.number, 3)])
+    computed(tiers, "a", hashes(1, 2, 3, 4))
+    assert [one.prefixes for one in moves_of(tiers)] == [(3, 4)]
+    # A store that was lost may not have them any more.
+    tiers.pool.lost()
+    moves_of(tiers)
+    computed(tiers, "b", hashes(1, 2))
+    assert [one.prefixes for one in moves_of(tiers)] == [(1, 2)]
+
+
 def test_a_published_block_that_is_computed_again_is_published_again(lookup: Lookup) -> None:
     tiers = planner(lookup, host=1, publishes=True)
     for name in (1, 2, 1):
@@ -217,7 +243,7 @@ def test_an_answer_after_the_time_of_its_request_moves_nothing(lookup: Lookup) -
     tiers = planner(lookup, timeout_s=0.0)
     tiers.request_added("r", hashes(1))
     assert tiers.find("r", 0, 4) is None
-    lookup.answers[0].set_result(1)
+    lookup.answers[0].set_result(1 * OWN)
     assert tiers.find("r", 0, 4) == 0
     assert moves_of(tiers) == []
 

@@ -1,0 +1,116 @@
+"""Blocks that workers of one tensor-parallel size have saved are read by those of another one, byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from headrace_kv.pool.base import BATCH_BLOCKS_MAX
+from headrace_kv.pool.in_memory import MemoryStore
+from headrace_kv.pool.lookup import BlockLookup
+from tests.unit.kv.pool.shard_workers import LONG_S, Worker, layout_of
+
+SIZES = (1, 2, 3, 4, 6)
+PREFIXES = (11, 12, 13)
+
+
+class CountingStore(MemoryStore):
+    """Records the queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries: list[int] = []
+
+    def exist(self, keys: list[str]) -> list[int]:
+        self.queries.append(len(keys))
+        return super().exist(keys)
+
+
+@pytest.fixture
+def store() -> Iterator[CountingStore]:
+    store = CountingStore()
+    yield store
+    store.thaw()
+
+
+@pytest.mark.parametrize("read_size", SIZES)
+@pytest.mark.parametrize("saved_size", SIZES)
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("stage_starts", [(0,), (0, 1)])
+def test_every_size_reads_what_every_other_one_has_saved(
+    store: CountingStore,
+    saved_size: int,
+    read_size: int,
+    heads: int,
+    stage_starts: tuple[int, ...],
+) -> None:
+    shards = min(saved_size, heads)
+    with Worker(store, layout_of(saved_size, heads, stage_starts)) as saver:
+        saver.save(*PREFIXES)
+    # Ranks with the same heads have one object.
+    assert len(store.objects) == len(PREFIXES) * shards * len(stage_starts)
+    with Worker(store, layout_of(read_size, heads, stage_starts)) as reader:
+        found = reader.find(*PREFIXES, 14)
+        assert found == (shards,) * len(PREFIXES)
+        assert reader.load(PREFIXES, found) == len(PREFIXES)
+
+
+def test_blocks_of_one_prompt_come_from_workers_of_several_sizes(store: CountingStore) -> None:
+    for size, prefixes in ((1, (1, 2)), (2, (3,)), (4, (4, 5)), (3, (6,))):
+        with Worker(store, layout_of(size)) as saver:
+            saver.save(*prefixes)
+    with Worker(store, layout_of(2)) as reader:
+        prompt = (1, 2, 3, 4, 5)
+        found = reader.find(*prompt)
+        assert found == (1, 1, 2, 4, 4)
+        assert reader.load(prompt, found) == len(prompt)
+
+
+def test_a_block_with_a_missing_shard_is_not_found(store: CountingStore) -> None:
+    with Worker(store, layout_of(2)) as saver:
+        saver.save(*PREFIXES)
+    store.remove([list(store.objects)[-1]])
+    for size in (1, 2, 4):
+        with Worker(store, layout_of(size)) as reader:
+            assert reader.find(*PREFIXES) == (2, 2)
+
+
+def test_a_changed_byte_in_any_shard_is_refused(store: CountingStore) -> None:
+    with Worker(store, layout_of(2)) as saver:
+        saver.save(*PREFIXES)
+    # The second block, on the second rank.
+    broken = list(store.objects)[4]
+    store.change_reads(lambda key, content: b"\xff" + content[1:] if key == broken else content)
+    with Worker(store, layout_of(1)) as reader:
+        found = reader.find(*PREFIXES)
+        assert reader.load(PREFIXES, found) == 1
+    assert broken not in store.objects
+
+
+def test_a_hit_in_own_shards_and_a_miss_take_one_query(store: CountingStore) -> None:
+    with Worker(store, layout_of(2)) as worker:
+        worker.save(*PREFIXES)
+        for prompt, found in ((PREFIXES, (2, 2, 2)), ((91, 92), ())):
+            store.queries.clear()
+            assert worker.find(*prompt) == found
+            assert len(store.queries) == 1
+
+
+@pytest.mark.parametrize("saved_size", [1, 2])
+def test_more_blocks_than_a_query_can_hold_are_found(store: CountingStore, saved_size: int) -> None:
+    prompt = range(1, BATCH_BLOCKS_MAX + 10)
+    with Worker(store, layout_of(saved_size)) as saver:
+        names = saver.keys.of_blocks(saved_size, prompt)
+    store.objects.update(dict.fromkeys(names, b""))
+    with Worker(store, layout_of(2)) as reader:
+        assert reader.find(*prompt) == (saved_size,) * len(prompt)
+    assert max(store.queries) <= BATCH_BLOCKS_MAX
+
+
+def test_a_lost_store_has_no_blocks_and_is_not_asked_again(store: CountingStore) -> None:
+    with Worker(store, layout_of(1)) as worker:
+        store.lose()
+        assert worker.find(*PREFIXES) == ()
+        assert BlockLookup(worker.pool, worker.keys).find(PREFIXES, LONG_S) is None
+        assert worker.load(PREFIXES, (2, 2, 2)) == 0
