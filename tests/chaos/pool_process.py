@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_kv.pool import block_client
+from headrace_kv.pool.base import OWN_SHARD
 from headrace_kv.pool.block_client import BlockClient
 from headrace_kv.pool.mooncake import process
 from headrace_kv.pool.mooncake.store import MooncakeStore
@@ -47,9 +48,13 @@ class Blocks:
             return codes
 
         def counted_get(
-            client: BlockClient, memory: int, keys: Sequence[str], slots: Sequence[int]
+            client: BlockClient,
+            memory: int,
+            keys: Sequence[str],
+            slots: Sequence[int],
+            shard: int = OWN_SHARD,
         ) -> list[bool]:
-            done = get(client, memory, keys, slots)
+            done = get(client, memory, keys, slots, shard)
             self._count("blocks from the pool", sum(done))
             return done
 

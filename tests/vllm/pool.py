@@ -48,20 +48,22 @@ class Result:
     cached_without: list[int] = field(default_factory=list)
 
 
-async def shared(model: str, tensor_parallel_size: int, block_bytes: int) -> Result:
+async def shared(model: str, prefill_size: int, decode_size: int, block_bytes: int) -> Result:
     """Prefill stores prompts in a pool, and both engines load them from there. Then the store is killed.
 
-    `block_bytes`: of one block on one rank.
+    `prefill_size`, `decode_size`: tensor-parallel sizes. `block_bytes`: of one block on all ranks.
     """
 
-    def settings(address: str, host_blocks: int, *, publishes: bool) -> dict[str, object]:
+    def settings(
+        address: str, size: int, host_blocks: int, *, publishes: bool
+    ) -> dict[str, object]:
         return {
             "model": model,
-            "tensor_parallel_size": tensor_parallel_size,
+            "tensor_parallel_size": size,
             "num_gpu_blocks_override": KV_MEMORY_BLOCKS,
             "max_model_len": 512,
             "tiers": TierSettings(
-                host_gib=(host_blocks + 0.5) * block_bytes / _GIB,
+                host_gib=(host_blocks + 0.5) * block_bytes / size / _GIB,
                 pool_address=address,
                 pool_timeout_s=TIMEOUT_S,
                 publishes=publishes,
@@ -73,8 +75,8 @@ async def shared(model: str, tensor_parallel_size: int, block_bytes: int) -> Res
         try:
             await store.wait()
             async with running_pair(
-                prefill=settings(store.address, PREFILL_HOST_BLOCKS, publishes=True),
-                decode=settings(store.address, DECODE_HOST_BLOCKS, publishes=False),
+                prefill=settings(store.address, prefill_size, PREFILL_HOST_BLOCKS, publishes=True),
+                decode=settings(store.address, decode_size, DECODE_HOST_BLOCKS, publishes=False),
             ) as pair:
                 return await _shared(pair, store)
         finally:

@@ -13,16 +13,21 @@ WHOLE = PROMPT_TOKENS - 1
 
 
 @pytest.mark.parametrize(
-    ("model", "tensor_parallel_size", "block_bytes"),
-    [("tiny-llama-deep", 1, 393_216), ("tiny-llama", 2, 65_536)],
+    ("model", "prefill_size", "decode_size", "block_bytes"),
+    [
+        ("tiny-llama-deep", 1, 1, 393_216),
+        ("tiny-llama", 2, 2, 131_072),
+        ("tiny-llama", 1, 2, 131_072),
+    ],
 )
 def test_evicted_prompts_return_from_the_pool_and_a_killed_store_costs_no_answer(
-    run_job: RunJob, model: str, tensor_parallel_size: int, block_bytes: int
+    run_job: RunJob, model: str, prefill_size: int, decode_size: int, block_bytes: int
 ) -> None:
     found = run_job(
         "tests.vllm.pool:shared",
         model=model,
-        tensor_parallel_size=tensor_parallel_size,
+        prefill_size=prefill_size,
+        decode_size=decode_size,
         block_bytes=block_bytes,
     )
     assert found["again"] == found["without"] == found["first"]

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
-from headrace_kv.plan.saved_shards import StridedCopy
+from headrace_kv.plan.block_copy import StridedCopy
 
 BATCH_BLOCKS_MAX: Final = 1_024
 """Most blocks of one call."""

@@ -155,7 +155,12 @@ class InMemoryPool(RemotePool):
         end = partial(self._end, future, [False] * count, lost=True)
         timer = threading.Timer(timeout_s, end)
         timer.start()
-        self._thread.submit(self._run, call, future, timer, count)
+        try:
+            self._thread.submit(self._run, call, future, timer, count)
+        except RuntimeError:
+            # Another thread closes the pool.
+            timer.cancel()
+            return refused(count)
         return future
 
     def _run(

@@ -46,7 +46,7 @@ class _Search:
         self._keys = keys
         self._prefixes = prefixes
         self._due_s = due_s
-        self._known = shard_counts(keys.layout)
+        self._known = _asked_counts(keys)
         self._queries = 0
         self._counts: list[int] = []
         self.found: Future[tuple[int, ...]] = Future()
@@ -60,7 +60,7 @@ class _Search:
         """Asks for all further blocks in `shard_count` shards, and for the next one in each count of `probed`."""
         rest = self._prefixes[len(self._counts) :]
         room = BATCH_BLOCKS_MAX - sum(map(self._keys.objects_of, probed))
-        asked = rest[: room // self._keys.objects_of(shard_count)]
+        asked = rest[: max(1, room // self._keys.objects_of(shard_count))]
         names = self._keys.of_blocks(shard_count, asked)
         self._query(
             names + self._probe_names(probed),
@@ -112,3 +112,13 @@ class _Search:
 
     def _end(self) -> None:
         self.found.set_result(tuple(self._counts))
+
+
+def _asked_counts(keys: PoolKeys) -> list[int]:
+    """The shard counts of the layout, its own first, as far as half a query holds a block of each."""
+    own, *others = shard_counts(keys.layout)
+    found = [own]
+    for count in others:
+        if sum(map(keys.objects_of, (*found, count))) <= BATCH_BLOCKS_MAX // 2:
+            found.append(count)
+    return found

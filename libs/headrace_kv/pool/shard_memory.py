@@ -7,11 +7,7 @@ import mmap
 from collections.abc import Iterable
 from typing import Final
 
-import numpy as np
-from numpy.lib.stride_tricks import as_strided
-from numpy.typing import NDArray
-
-from headrace_kv.plan.saved_shards import StridedCopy
+from headrace_kv.plan.block_copy import StridedCopy
 from headrace_kv.pool.base import ShardSource
 from headrace_kv.pool.slots import Slots
 
@@ -41,14 +37,10 @@ def copy_heads(
 ) -> None:
     """Makes the copies between two blocks in this process."""
     for one in copies:
-        pieces = _pieces(source_address + one.source, one.count, one.nbytes, one.source_stride)
-        _pieces(
-            destination_address + one.destination, one.count, one.nbytes, one.destination_stride
-        )[...] = pieces
-
-
-def _pieces(address: int, count: int, nbytes: int, stride: int) -> NDArray[np.uint8]:
-    """A view of pieces of memory, of shape [count, nbytes]."""
-    span = (count - 1) * stride + nbytes
-    flat = np.ctypeslib.as_array((ctypes.c_uint8 * span).from_address(address))
-    return as_strided(flat, (count, nbytes), (stride, 1))
+        source, destination = source_address + one.source, destination_address + one.destination
+        for piece in range(one.count):
+            ctypes.memmove(
+                destination + piece * one.destination_stride,
+                source + piece * one.source_stride,
+                one.nbytes,
+            )

@@ -16,12 +16,15 @@ import psutil
 import pytest
 
 from headrace_common.errors import ConfigError
+from headrace_kv.pool.base import PoolMemory
 from headrace_kv.pool.keys import pool_secret
 from headrace_kv.pool.mooncake.messages import PoolSetup
 from headrace_kv.pool.mooncake.pool import MooncakePool
 from headrace_kv.pool.mooncake.serve import StoreServer
 from tests.pool_store import LONG_S, Store
 from tests.unit.kv.pool.memories import Memory
+from tests.unit.kv.pool.shard_workers import SECRET as SHARD_SECRET
+from tests.unit.kv.pool.shard_workers import SLOTS, Worker, layout_of
 from tests.waiting import until
 
 SECRET = pool_secret(3)
@@ -80,6 +83,25 @@ async def test_blocks_of_one_worker_are_read_by_another(store: Store) -> None:
         assert await stored(second, theirs, keys[0], 3, 99)
         assert await result(first.get(0, [keys[0]], [5], CALL_S)) == [True]
         assert ours.value(5) == 1
+
+
+@pytest.mark.parametrize(("saved_size", "read_size"), [(1, 4), (2, 3), (4, 1)])
+async def test_blocks_are_read_by_workers_of_another_tensor_parallel_size(
+    store: Store, saved_size: int, read_size: int
+) -> None:
+    def open_pool(memories: list[PoolMemory]) -> MooncakePool:
+        return MooncakePool(PoolSetup(store.address, "127.0.0.1", SHARD_SECRET, tuple(memories)))
+
+    prefixes = tuple(range(1, SLOTS + 1))
+    with (
+        Worker(open_pool, layout_of(saved_size)) as saver,
+        Worker(open_pool, layout_of(read_size)) as reader,
+    ):
+        await until(lambda: saver.pool.is_open and reader.pool.is_open, LONG_S)
+        saver.save(*prefixes)
+        found = reader.find(*prefixes, SLOTS + 1)
+        assert found == (saved_size,) * SLOTS
+        assert reader.load(prefixes, found) == SLOTS
 
 
 async def test_blocks_of_another_key_are_refused(store: Store) -> None:

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_kv.layout.layout import TOKEN_OUTER, TOKENS, CacheGroup, KvLayout, Part
+from headrace_kv.plan.block_copy import StridedCopy
 from headrace_kv.plan.regions import WHOLE_BLOCKS, place_regions
 from headrace_kv.plan.runs import Runs
 from headrace_kv.plan.saved_shards import (
-    StridedCopy,
     copies_of_rank,
     heads_of_rank,
     plan_shard_read,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from headrace_kv.layout.layout import KvLayout
 from headrace_kv.plan.saved_shards import heads_of_rank
-from headrace_kv.pool.base import leading
-from headrace_kv.pool.in_memory import InMemoryPool, MemoryStore
+from headrace_kv.pool.base import PoolMemory, RemotePool, leading
 from headrace_kv.pool.keys import PoolKeys, pool_secret
 from headrace_kv.pool.lookup import BlockLookup
 from headrace_kv.pool.rank_blocks import RankBlocks
@@ -42,13 +41,15 @@ def layout_of(size: int, heads: int = 4, stage_starts: tuple[int, ...] = (0,)) -
 class Worker:
     """Its ranks' blocks in main memory, and a pool over them. Block `prefix` has bytes of its own."""
 
-    def __init__(self, store: MemoryStore, layout: KvLayout) -> None:
+    def __init__(
+        self, open_pool: Callable[[list[PoolMemory]], RemotePool], layout: KvLayout
+    ) -> None:
         self._layout = layout
         self._storages = [
             HostStorage(layout, rank, SLOTS, pooled=True) for rank in range(layout.rank_count)
         ]
         memories = [one.pool_memory for one in self._storages if one.pool_memory is not None]
-        self.pool = InMemoryPool(store, memories, SECRET)
+        self.pool = open_pool(memories)
         self.keys = PoolKeys(SECRET, layout)
         ranks = range(layout.rank_count)
         self._ranks = [RankBlocks(self.pool, self.keys, rank, rank) for rank in ranks]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_kv.layout.layout import KvLayout
-from headrace_kv.plan.saved_shards import StridedCopy
+from headrace_kv.plan.block_copy import StridedCopy
 from headrace_kv.pool.base import BATCH_BLOCKS_MAX, PoolMemory, ShardSource
 from headrace_kv.pool.keys import PoolKeys
 from headrace_kv.pool.mooncake.messages import (
@@ -46,7 +46,7 @@ def test_the_setup_of_many_heads_and_layers_fits_into_a_packet() -> None:
     layout = KvLayout.attention(
         model="m",
         dtype="float16",
-        layer_count=126,
+        layer_count=40,
         kv_head_count=96,
         block_tokens=128,
         parts={"k": 256, "k_scale": 4, "v": 256, "v_scale": 4},

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from headrace_kv.layout.layout import KvLayout
 from headrace_kv.pool.base import BATCH_BLOCKS_MAX
-from headrace_kv.pool.in_memory import MemoryStore
+from headrace_kv.pool.in_memory import InMemoryPool, MemoryStore
+from headrace_kv.pool.keys import PoolKeys
 from headrace_kv.pool.lookup import BlockLookup
-from tests.unit.kv.pool.shard_workers import LONG_S, Worker, layout_of
+from tests.unit.kv.pool.shard_workers import LAYERS, LONG_S, SECRET, Worker, layout_of
 
 SIZES = (1, 2, 3, 4, 6)
 PREFIXES = (11, 12, 13)
@@ -25,6 +27,10 @@ class CountingStore(MemoryStore):
     def exist(self, keys: list[str]) -> list[int]:
         self.queries.append(len(keys))
         return super().exist(keys)
+
+
+def worker_of(store: MemoryStore, layout: KvLayout) -> Worker:
+    return Worker(lambda memories: InMemoryPool(store, memories, SECRET), layout)
 
 
 @pytest.fixture
@@ -46,11 +52,11 @@ def test_every_size_reads_what_every_other_one_has_saved(
     stage_starts: tuple[int, ...],
 ) -> None:
     shards = min(saved_size, heads)
-    with Worker(store, layout_of(saved_size, heads, stage_starts)) as saver:
+    with worker_of(store, layout_of(saved_size, heads, stage_starts)) as saver:
         saver.save(*PREFIXES)
     # Ranks with the same heads have one object.
     assert len(store.objects) == len(PREFIXES) * shards * len(stage_starts)
-    with Worker(store, layout_of(read_size, heads, stage_starts)) as reader:
+    with worker_of(store, layout_of(read_size, heads, stage_starts)) as reader:
         found = reader.find(*PREFIXES, 14)
         assert found == (shards,) * len(PREFIXES)
         assert reader.load(PREFIXES, found) == len(PREFIXES)
@@ -58,9 +64,9 @@ def test_every_size_reads_what_every_other_one_has_saved(
 
 def test_blocks_of_one_prompt_come_from_workers_of_several_sizes(store: CountingStore) -> None:
     for size, prefixes in ((1, (1, 2)), (2, (3,)), (4, (4, 5)), (3, (6,))):
-        with Worker(store, layout_of(size)) as saver:
+        with worker_of(store, layout_of(size)) as saver:
             saver.save(*prefixes)
-    with Worker(store, layout_of(2)) as reader:
+    with worker_of(store, layout_of(2)) as reader:
         prompt = (1, 2, 3, 4, 5)
         found = reader.find(*prompt)
         assert found == (1, 1, 2, 4, 4)
@@ -68,28 +74,28 @@ def test_blocks_of_one_prompt_come_from_workers_of_several_sizes(store: Counting
 
 
 def test_a_block_with_a_missing_shard_is_not_found(store: CountingStore) -> None:
-    with Worker(store, layout_of(2)) as saver:
+    with worker_of(store, layout_of(2)) as saver:
         saver.save(*PREFIXES)
     store.remove([list(store.objects)[-1]])
     for size in (1, 2, 4):
-        with Worker(store, layout_of(size)) as reader:
+        with worker_of(store, layout_of(size)) as reader:
             assert reader.find(*PREFIXES) == (2, 2)
 
 
 def test_a_changed_byte_in_any_shard_is_refused(store: CountingStore) -> None:
-    with Worker(store, layout_of(2)) as saver:
+    with worker_of(store, layout_of(2)) as saver:
         saver.save(*PREFIXES)
     # The second block, on the second rank.
     broken = list(store.objects)[4]
     store.change_reads(lambda key, content: b"\xff" + content[1:] if key == broken else content)
-    with Worker(store, layout_of(1)) as reader:
+    with worker_of(store, layout_of(1)) as reader:
         found = reader.find(*PREFIXES)
         assert reader.load(PREFIXES, found) == 1
     assert broken not in store.objects
 
 
 def test_a_hit_in_own_shards_and_a_miss_take_one_query(store: CountingStore) -> None:
-    with Worker(store, layout_of(2)) as worker:
+    with worker_of(store, layout_of(2)) as worker:
         worker.save(*PREFIXES)
         for prompt, found in ((PREFIXES, (2, 2, 2)), ((91, 92), ())):
             store.queries.clear()
@@ -97,19 +103,33 @@ def test_a_hit_in_own_shards_and_a_miss_take_one_query(store: CountingStore) -> 
             assert len(store.queries) == 1
 
 
+def test_a_query_stays_small_with_many_stages_and_heads(store: CountingStore) -> None:
+    layout = layout_of(2, heads=96, stage_starts=tuple(range(LAYERS)))
+    keys = PoolKeys(SECRET, layout)
+    prompt = range(1, BATCH_BLOCKS_MAX)
+    pool = InMemoryPool(store, (), SECRET)
+    store.objects.update(dict.fromkeys(keys.of_blocks(2, prompt), b""))
+    found = BlockLookup(pool, keys).find(prompt, LONG_S)
+    assert found is not None
+    # It looks up no more than a request is worth.
+    assert 0 < len(found.result(LONG_S)) <= len(prompt)
+    assert max(store.queries) <= BATCH_BLOCKS_MAX
+    pool.close()
+
+
 @pytest.mark.parametrize("saved_size", [1, 2])
 def test_more_blocks_than_a_query_can_hold_are_found(store: CountingStore, saved_size: int) -> None:
     prompt = range(1, BATCH_BLOCKS_MAX + 10)
-    with Worker(store, layout_of(saved_size)) as saver:
+    with worker_of(store, layout_of(saved_size)) as saver:
         names = saver.keys.of_blocks(saved_size, prompt)
     store.objects.update(dict.fromkeys(names, b""))
-    with Worker(store, layout_of(2)) as reader:
+    with worker_of(store, layout_of(2)) as reader:
         assert reader.find(*prompt) == (saved_size,) * len(prompt)
     assert max(store.queries) <= BATCH_BLOCKS_MAX
 
 
 def test_a_lost_store_has_no_blocks_and_is_not_asked_again(store: CountingStore) -> None:
-    with Worker(store, layout_of(1)) as worker:
+    with worker_of(store, layout_of(1)) as worker:
         store.lose()
         assert worker.find(*PREFIXES) == ()
         assert BlockLookup(worker.pool, worker.keys).find(PREFIXES, LONG_S) is None
