@@ -69,6 +69,9 @@ class _Search:
 
     def _probe(self, probed: Sequence[int]) -> None:
         """Asks for the next block in each count of `probed`."""
+        if not probed:
+            self._end()
+            return
         self._query(self._probe_names(probed), partial(self._probes_answered, probed))
 
     def _answered(

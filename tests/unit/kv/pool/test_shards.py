@@ -94,13 +94,22 @@ def test_a_changed_byte_in_any_shard_is_refused(store: CountingStore) -> None:
     assert broken not in store.objects
 
 
-def test_a_hit_in_own_shards_and_a_miss_take_one_query(store: CountingStore) -> None:
-    with worker_of(store, layout_of(2)) as worker:
+@pytest.mark.parametrize(("heads", "beginning_queries"), [(1, 1), (4, 2)])
+def test_a_hit_in_own_shards_and_a_miss_take_one_query(
+    store: CountingStore, heads: int, beginning_queries: int
+) -> None:
+    shards = min(2, heads)
+    with worker_of(store, layout_of(2, heads)) as worker:
         worker.save(*PREFIXES)
-        for prompt, found in ((PREFIXES, (2, 2, 2)), ((91, 92), ())):
+        for prompt, found, queries in (
+            (PREFIXES, 3, 1),
+            ((91, 92), 0, 1),
+            # With several heads, another worker may have saved the rest.
+            ((*PREFIXES, 91), 3, beginning_queries),
+        ):
             store.queries.clear()
-            assert worker.find(*prompt) == found
-            assert len(store.queries) == 1
+            assert worker.find(*prompt) == (shards,) * found
+            assert len(store.queries) == queries
 
 
 def test_a_query_stays_small_with_many_stages_and_heads(store: CountingStore) -> None:
