@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
 
 from headrace_engine.vllm.step.plan import PoolMove
 from headrace_engine.vllm.tiers.pool_executor import PoolExecutor
@@ -73,6 +76,26 @@ def test_moves_end_with_the_number_of_whole_blocks() -> None:
     assert executor.take_ended() == [(7, 1), (8, 1)]
     executor.close()
     assert not pool.is_open
+
+
+@pytest.mark.parametrize("prefixes", [(1, 2, 3, 4, 6), (1, 3), (2,)])
+def test_ranks_with_the_same_heads_store_each_block_once(prefixes: tuple[int, ...]) -> None:
+    # Two ranks for each of four heads.
+    pool, keys = Pool(), PoolKeys(SECRET, replace(LAYOUT, tensor_parallel_size=8))
+    executors = [PoolExecutor(rank) for rank in range(8)]
+    slots = tuple(range(len(prefixes)))
+    for executor in executors:
+        executor.attach(pool, keys)
+        executor.begin(PoolMove(7, False, prefixes, slots, 3.0))
+    stored = [
+        (name, slot)
+        for _, names, places, _ in pool.calls
+        for name, slot in zip(names, places, strict=True)
+    ]
+    assert sorted(stored) == sorted(zip(keys.of_blocks(4, prefixes), 4 * slots, strict=True))
+    for _, names, _, future in pool.calls:
+        future.set_result([True] * len(names))
+    assert all(executor.take_ended() == [(7, len(prefixes))] for executor in executors)
 
 
 def test_without_a_pool_moves_end_at_once() -> None:
