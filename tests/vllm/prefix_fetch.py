@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -96,7 +96,19 @@ async def conversation(
 ) -> Result:
     """Ten turns. In one of them, decode's engine freezes while it sends."""
     shared: dict[str, object] = {"model": model, "engine_args": engine_args}
-    ranks = {"prefill": prefill_ranks, "decode": decode_ranks}
+    async with fetching_engines(
+        shared | {"tensor_parallel_size": prefill_ranks},
+        shared | {"tensor_parallel_size": decode_ranks},
+    ) as workers:
+        return await _converse(workers)
+
+
+@asynccontextmanager
+async def fetching_engines(
+    prefill: dict[str, object], decode: dict[str, object]
+) -> AsyncIterator[VllmWorkers]:
+    """Both workers. Prefill fetches all that it lacks."""
+    changes = {"prefill": prefill, "decode": decode}
     refs = {"prefill": PREFILL, "decode": DECODE}
     engines: dict[WorkerRef, VllmEngine] = {}
 
@@ -104,7 +116,7 @@ async def conversation(
         return engines[ref].descriptor
 
     for role, ref in refs.items():
-        config = engine_config(role, ref=ref, tensor_parallel_size=ranks[role], **shared)
+        config = engine_config(role, ref=ref, **changes[role])
         engines[ref] = VllmEngine(config, descriptors)
     async with AsyncExitStack() as stack:
         # They are forked, which must happen before this process uses gRPC.
@@ -120,7 +132,7 @@ async def conversation(
             *(telemetry, AlwaysFetch(1), LONG_S),
             lease_s=LEASE_TTL_S,
         )
-        return await _converse(workers)
+        yield workers
 
 
 async def _converse(workers: VllmWorkers) -> Result:
@@ -136,15 +148,15 @@ async def _converse(workers: VllmWorkers) -> Result:
     result.reasons = [fetch.reason for fetch in workers.fetches]
     result.fetched_tokens = [fetch.token_count for fetch in workers.fetches]
     for engine in (workers.prefill, workers.decode):
-        await until(partial(_is_free, engine), LONG_S)
+        await until(partial(is_free, engine), LONG_S)
         result.left_blocks.append(engine.load.used_blocks)
     for prompt in prompts:
         await reset(workers.decode)
-        result.plain.append(await _plain(workers.decode, prompt))
+        result.plain.append(await plain_answer(workers.decode, prompt))
     return result
 
 
-def _is_free(engine: VllmEngine) -> bool:
+def is_free(engine: VllmEngine) -> bool:
     return engine.load.used_blocks == 0
 
 
@@ -194,7 +206,7 @@ def _process_ids(engine: VllmEngine) -> list[int]:
     return [engine._link.process_of(rank.rank) for rank in engine.descriptor.ranks]
 
 
-async def _plain(engine: VllmEngine, prompt: list[int]) -> list[int]:
+async def plain_answer(engine: VllmEngine, prompt: list[int]) -> list[int]:
     """The answer of one engine alone."""
     sampling = Sampling(temperature=0.0, max_tokens=ANSWER_TOKENS)
     work = DecodeWork(f"plain{len(prompt)}", tuple(prompt), sampling, remote_kv=False)

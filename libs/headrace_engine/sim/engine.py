@@ -262,7 +262,7 @@ class SimEngine(Engine):
         )
 
     async def send_prefix(self, target: TransferTarget) -> tuple[SendReport, ...]:
-        await self._requests.wait_loaded(target.transfer_id)
+        await self._requests.wait_loaded(target.transfer_id, target.deadline_s)
         sequence = self._requests.find(target.transfer_id)
         holds = sequence is not None and not sequence.ended and bool(sequence.block_ids_by_group)
         sent = sequence is not None and sequence.outgoing is not None

@@ -25,6 +25,7 @@ from headrace_decode.admission.admission import Admission, Capacity
 from headrace_decode.prefix_service import PrefixServicer
 from headrace_decode.service import DecodeService
 from headrace_engine.interface import Engine
+from headrace_engine.sim.clock import SimClock
 from headrace_engine.sim.engine import SimEngine
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import Receiver, ReceiverLimits
@@ -185,6 +186,7 @@ async def fetching_workers(
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
     decode_transports: Callable[[], KvTransport] | None = None,
+    decode_clock: SimClock | None = None,
     min_tokens: int = 8,
     timeout_s: float = 10.0,
     telemetry: Telemetry | None = None,
@@ -201,6 +203,7 @@ async def fetching_workers(
         engine_config("decode", **(common | (decode or {}))),
         descriptors,
         transports=decode_transports,
+        clock=decode_clock,
     )
     prefill_side = found[PREFILL] = SimEngine(
         engine_config("prefill", **(common | (prefill or {}))), descriptors

@@ -7,7 +7,14 @@ import logging
 from collections import deque
 from functools import partial
 
-from headrace_common.errors import Draining, DuplicateTransfer, HeadraceError, InternalError
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import (
+    Draining,
+    DuplicateTransfer,
+    HeadraceError,
+    InternalError,
+    TransferTimeout,
+)
 from headrace_engine.interface import PrefixSource
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.clock import SimClock
@@ -176,11 +183,17 @@ class Scheduler:
         self._pools.free_blocks(self._detached.pop(transfer_id, ()))
         self._work.set()
 
-    async def wait_loaded(self, transfer_id: str) -> None:
-        """Returns when blocks from main memory may be used."""
+    async def wait_loaded(self, transfer_id: str, deadline_s: float) -> None:
+        """Returns when blocks from main memory may be used. Raises TransferTimeout when that takes too long."""
         load = self._loads.get(transfer_id)
-        if load is not None:
-            await asyncio.wait({load})
+        if load is None:
+            return
+        _, late = await asyncio.wait({load}, timeout=Deadline(deadline_s).remaining_s())
+        if late:
+            raise TransferTimeout(
+                f"the prefix of transfer {transfer_id} was not loaded in time",
+                metadata={"transfer_id": transfer_id},
+            )
 
     def _fetch_ended(self, sequence: Sequence) -> None:
         """The remote pool has given what it could."""

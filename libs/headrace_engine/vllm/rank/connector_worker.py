@@ -118,7 +118,11 @@ class ConnectorWorker:
         if self._settings.tiers.names:
             self._copier = self._open_tiers(layout, memory, next(iter(kv_caches.values())))
             self._tiers = TierExecutor(
-                self._copier, self._send_load, self._pool, self._executor.send_from_host
+                self._copier,
+                self._send_load,
+                self._pool,
+                self._executor.send_from_host,
+                self._executor.prefix_loaded,
             )
         overlap = self._settings.overlap_layers
         if overlap.layer_count:

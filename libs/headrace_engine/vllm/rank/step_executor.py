@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headrace_common.errors import Cancelled, HeadraceError, NotFound, TransferFailed
-from headrace_engine.vllm.step.plan import HostSend, StepPlan, TokenRange
+from headrace_engine.vllm.step.plan import HostSend, PrefixSend, StepPlan, TokenRange
 from headrace_kv.handoff.messages import LayerRange, SendReport, TransferTarget
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class LayerKind:
 
 
 class StepExecutor:
-    """The rank's compute thread calls it. Any thread may call `stop`, `send_from_host` and `transfer_quiet`.
+    """The rank's compute thread calls it. Any thread may call `stop`, `send_from_host`, `prefix_loaded` and
+    `transfer_quiet`.
 
     `on_report` gets one report per transfer that was opened or stopped, once it has no write under way.
     """
@@ -131,13 +132,32 @@ class StepExecutor:
                     self._open(self._sender, target)
         self._stop_and_wait(plan.overrun, "prefill computed tokens beyond the state to be sent")
         ready_ns = time.monotonic_ns()
-        for tokens in (*plan.ready, *(one.tokens for one in plan.prefixes)):
-            for layer, kind in enumerate(self._layers):
-                if not kind.is_state:
-                    self._push(tokens, layer, ready_ns)
+        for tokens in plan.ready:
+            self._push_tokens(tokens, ready_ns)
         for one in plan.prefixes:
-            if one.target.transfer_id in self._active:
-                self._sender.finish(one.target.transfer_id)
+            if not one.loading_request:
+                self._send_prefix(self._sender, one, ready_ns)
+
+    def prefix_loaded(self, prefix: PrefixSend, whole: bool) -> None:
+        """The copies have ended that a prefix of an earlier plan waits for. Some have failed unless `whole`."""
+        name = prefix.target.transfer_id
+        if self._sender is None or name not in self._active:
+            return
+        if whole:
+            self._send_prefix(self._sender, prefix, time.monotonic_ns())
+        else:
+            detail = "some of the KV could not be loaded from a lower tier"
+            self._sender.stop(name, TransferFailed.reason, detail)
+
+    def _send_prefix(self, sender: Sender, prefix: PrefixSend, ready_ns: int) -> None:
+        self._push_tokens(prefix.tokens, ready_ns)
+        if prefix.target.transfer_id in self._active:
+            sender.finish(prefix.target.transfer_id)
+
+    def _push_tokens(self, tokens: TokenRange, ready_ns: int) -> None:
+        for layer, kind in enumerate(self._layers):
+            if not kind.is_state:
+                self._push(tokens, layer, ready_ns)
 
     def _refuse(self, transfer_id: str, reason: str, detail: str) -> None:
         """Reports a transfer that is not opened, unless a stop has reported it."""

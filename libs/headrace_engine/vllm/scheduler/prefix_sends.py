@@ -14,6 +14,7 @@ from headrace_kv.handoff.messages import TransferTarget
 class PrefixSends:
     """Sends for requests that wait for their KV. The blocks are held until the ranks are quiet (I2).
 
+    What a request loads from lower tiers, the ranks send after its copies.
     The scheduling thread calls `plan_step`. Any thread may call the other methods.
     """
 
@@ -66,12 +67,11 @@ class PrefixSends:
             receive.prefix_sent()
             held = [one for block_ids in cached.block_ids for one in block_ids]
             self._holds.hold(_hold_of(target.transfer_id), held)
-            plan.send_prefix(
-                target,
-                TokenRange(
-                    target.transfer_id, target.start_token, target.end_token, cached.block_ids
-                ),
+            tokens = TokenRange(
+                target.transfer_id, target.start_token, target.end_token, cached.block_ids
             )
+            loads = target.end_token > cached.loaded_token
+            plan.send_prefix(target, tokens, receive.request_id if loads else "")
 
     def _covers(self, cached: CachedPrefix, target: TransferTarget) -> bool:
         if self._has_windows and target.end_token != cached.end_token:

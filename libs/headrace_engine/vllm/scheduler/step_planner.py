@@ -110,7 +110,7 @@ class StepPlanner:
                     request_id,
                     reservation,
                     add_token if parsed.awaits_first_token else None,
-                    self._cached(block_ids, reservation.start_token - loading_tokens),
+                    self._cached(block_ids, reservation.start_token, loading_tokens),
                 )
             self._on_reserved(reservation)
 
@@ -128,13 +128,15 @@ class StepPlanner:
         )
         return Reservation(transfer_id, first, start, end_token, tuple(further))
 
-    def _cached(self, block_ids: Sequence[Sequence[int]], end_token: int) -> CachedPrefix | None:
+    def _cached(
+        self, block_ids: Sequence[Sequence[int]], end_token: int, loading_tokens: int
+    ) -> CachedPrefix | None:
         if end_token <= 0 or self._has_states:
             return None
         cached = tuple(
             group.blocks_between(block_ids[group.index], 0, end_token) for group in self._groups
         )
-        return CachedPrefix(cached, end_token, self._step)
+        return CachedPrefix(cached, end_token, self._step, end_token - loading_tokens)
 
     def send_before_running(self, request_id: str, send: Callable[[str, int], int]) -> None:
         """Opens a request's transfer with the next step, if `send` has something to send then.

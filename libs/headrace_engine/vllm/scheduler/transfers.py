@@ -29,12 +29,14 @@ class ScheduledRequest:
 class CachedPrefix:
     """The KV of a request's tokens below `end_token`, which was cached. `block_ids` are by group of the layout.
 
-    `step` is the number of the step in which the request got these blocks.
+    `step` is the number of the step in which the request got these blocks. The tokens from `loaded_token` on are on
+    their way from lower tiers.
     """
 
     block_ids: tuple[tuple[int, ...], ...]
     end_token: int
     step: int
+    loaded_token: int
 
 
 @dataclass(slots=True)

@@ -74,10 +74,15 @@ class PoolMove:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSend:
-    """Cached KV of a decode request, which is sent to its prefill worker."""
+    """Cached KV of a decode request, which is sent to its prefill worker.
+
+    `loading_request`: the request that loads some of it from lower tiers, so that it is sent after these copies. "" when
+    all of it is there.
+    """
 
     target: TransferTarget
     tokens: TokenRange
+    loading_request: str = ""
 
 
 @dataclass(slots=True)
@@ -141,9 +146,11 @@ class StepPlan:
         """Adds blocks in main memory that transfers send from there."""
         self.host_sends = sends
 
-    def send_prefix(self, target: TransferTarget, tokens: TokenRange) -> None:
-        """Sends cached KV of a request that waits for the rest of its KV."""
-        self.prefixes.append(PrefixSend(target, tokens))
+    def send_prefix(
+        self, target: TransferTarget, tokens: TokenRange, loading_request: str = ""
+    ) -> None:
+        """Sends cached KV of a request that waits for the rest of its KV. See PrefixSend."""
+        self.prefixes.append(PrefixSend(target, tokens, loading_request))
 
     def send_computed(self, target: TransferTarget, tokens: TokenRange) -> None:
         """Opens a transfer of tokens that an earlier step has computed."""

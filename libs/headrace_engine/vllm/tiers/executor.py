@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from headrace_common.errors import HeadraceError
-from headrace_engine.vllm.step.plan import HostSend, StepPlan
+from headrace_engine.vllm.step.plan import HostSend, PrefixSend, StepPlan
 from headrace_engine.vllm.tiers.pool_executor import PoolExecutor
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy
@@ -23,6 +23,7 @@ class TierExecutor:
     """The rank's compute thread calls it. One thread makes all copies, in the order of the plans.
 
     It calls `on_load` after each load, and `send` with blocks of main memory that a transfer may read from then on.
+    It calls `on_prefix_loaded` with each prefix that waits for copies, and whether all of them were made.
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class TierExecutor:
         on_load: Callable[[TierLoad], None],
         pool: PoolExecutor | None = None,
         send: Callable[[HostSend], None] = lambda send: None,
+        on_prefix_loaded: Callable[[PrefixSend, bool], None] = lambda prefix, whole: None,
     ) -> None:
         self._copier = copier
         self._on_load = on_load
         self._pool = pool
         self._send = send
+        self._on_prefix_loaded = on_prefix_loaded
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-tiers")
         self._copies: dict[str, list[Future[bool]]] = {}
         self._loads: dict[str, bool] = {}
@@ -53,6 +56,10 @@ class TierExecutor:
             self._copies.setdefault(one.request_id, []).append(copying)
         for send in sends:
             self._thread.submit(self._send, send)
+        for prefix in plan.prefixes:
+            if prefix.loading_request:
+                copies = tuple(self._copies.get(prefix.loading_request, ()))
+                self._thread.submit(self._end_loading, prefix, copies)
         if self._pool is not None:
             for move in plan.moves:
                 self._thread.submit(self._pool.begin, move)
@@ -115,6 +122,10 @@ class TierExecutor:
             load_s = time.monotonic() - start_s
             self._on_load(TierLoad(copy.source, len(copy.source_ids), load_s))
         return True
+
+    def _end_loading(self, prefix: PrefixSend, copies: Sequence[Future[bool]]) -> None:
+        """Runs after these copies, on the same thread."""
+        self._on_prefix_loaded(prefix, all(copying.result() for copying in copies))
 
     def _has_ended(self, request_id: str) -> bool:
         return all(copying.done() for copying in self._copies.get(request_id, ()))

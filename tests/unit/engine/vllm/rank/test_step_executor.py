@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -235,6 +236,45 @@ def test_a_cached_prefix_is_sent_in_every_layer_before_the_forward_pass() -> Non
     quiet(executor)
     assert executor.end_step() == (set(), set(), set())
     assert [report.reason for report in reports] == [""]
+
+
+LOADING_PREFIX = replace(PREFIX, loading_request="r")
+
+
+def test_a_prefix_that_is_being_loaded_is_opened_at_once_and_pushed_when_it_is_there() -> None:
+    executor, sender, reports = started(layers=(TOKENS, STATE, TOKENS))
+    executor.begin_step(StepPlan(prefixes=[LOADING_PREFIX]))
+    executor.end_step()
+    assert sender.events == ["open x1"]
+    executor.prefix_loaded(LOADING_PREFIX, True)
+    assert sender.events == ["open x1", "push x1 0", "push x1 2", "finish x1"]
+    assert reports == []
+
+
+def test_a_prefix_with_a_failed_load_is_stopped() -> None:
+    executor, sender, reports = started()
+    executor.begin_step(StepPlan(prefixes=[LOADING_PREFIX]))
+    executor.prefix_loaded(LOADING_PREFIX, False)
+    assert sender.events == ["open x1", "stop x1"]
+    assert [stop[:2] for stop in sender.stops] == [("x1", TransferFailed.reason)]
+    assert reports == []
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_prefix_that_is_quiet_before_its_load_ends_is_neither_pushed_nor_stopped(
+    whole: bool,
+) -> None:
+    """As after its deadline."""
+    executor, sender, reports = started()
+    executor.begin_step(StepPlan(prefixes=[LOADING_PREFIX]))
+    executor.stop("x1")
+    quiet(executor, reason="CANCELLED")
+    executor.prefix_loaded(LOADING_PREFIX, whole)
+    assert sender.events == ["open x1", "stop x1"]
+    assert len(reports) == 1
+    other = StepExecutor(3, reports.append)
+    other.prefix_loaded(LOADING_PREFIX, whole)
+    assert len(reports) == 1
 
 
 def test_a_prefix_that_was_stopped_or_cannot_be_opened_is_not_pushed() -> None:

@@ -222,6 +222,19 @@ def test_a_cached_prefix_is_sent_once_and_held_until_the_ranks_are_quiet() -> No
     assert pool.held() == []
 
 
+@pytest.mark.parametrize(("end_token", "waits"), [(64, False), (65, True), (96, True)])
+def test_the_ranks_send_a_prefix_after_the_load_of_its_blocks(end_token: int, waits: bool) -> None:
+    planner, pool, _ = new_planner()
+    wait_for_kv(planner, cached=96, loading=32)
+    planner.prefix_requested(wanted(end_token))
+    plan = planner.plan_step((), ())
+    (send,) = plan.prefixes
+    assert send.tokens == TokenRange("x1", 32, end_token, (BLOCK_IDS[:3],))
+    assert send.loading_request == ("r" if waits else "")
+    # I2, also while a copy still writes them.
+    assert pool.held() == list(BLOCK_IDS[:3])
+
+
 def test_a_prefix_is_not_sent_in_the_step_that_may_compute_it() -> None:
     """vLLM takes blocks for cached when it plans to fill them."""
     planner, pool, _ = new_planner()
@@ -257,21 +270,17 @@ def test_a_prefix_that_is_stopped_before_it_is_planned_holds_no_blocks() -> None
 
 
 @pytest.mark.parametrize(
-    ("cached", "loading", "target"),
+    ("cached", "target"),
     [
-        (96, 0, wanted(97)),
-        (96, 0, wanted(96, start_token=96)),
-        (0, 0, wanted(32, start_token=0)),
-        # They are on their way from main memory.
-        (96, 32, wanted(96)),
-        (96, 0, replace(wanted(96), transfer_id="x2")),
+        (96, wanted(97)),
+        (96, wanted(96, start_token=96)),
+        (0, wanted(32, start_token=0)),
+        (96, replace(wanted(96), transfer_id="x2")),
     ],
 )
-def test_a_prefix_that_no_request_has_is_refused(
-    cached: int, loading: int, target: TransferTarget
-) -> None:
+def test_a_prefix_that_no_request_has_is_refused(cached: int, target: TransferTarget) -> None:
     planner, pool, _ = new_planner()
-    wait_for_kv(planner, cached=cached, loading=loading)
+    wait_for_kv(planner, cached=cached)
     planner.prefix_requested(target)
     plan = planner.plan_step((), ())
     assert (plan.refused_prefixes, plan.prefixes) == ([target.transfer_id], [])

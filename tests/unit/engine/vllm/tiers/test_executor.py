@@ -9,14 +9,23 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.vllm.step.plan import HostSend, RequestCopy, StepPlan, TokenRange
+from headrace_engine.vllm.step.plan import (
+    HostSend,
+    PrefixSend,
+    RequestCopy,
+    StepPlan,
+    TokenRange,
+)
 from headrace_engine.vllm.tiers.executor import TierExecutor
+from headrace_kv.handoff.messages import TransferTarget
+from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.prefix.events import Tier
 from tests.waiting import until
 
 STORE = TierCopy(Tier.DEVICE, Tier.HOST, (1,), (2,))
+TARGET = TransferTarget("x1", WorkerRef("p0", "1"), "127.0.0.1:1", 0, 4, 1e12)
 LOAD = TierCopy(Tier.DISK, Tier.DEVICE, (1,), (2,))
 NONE: tuple[set[str], set[str], set[str]] = (set(), set(), set())
 
@@ -191,4 +200,28 @@ def test_main_memory_is_sent_between_the_copies_that_it_was_planned_between(
     executor.begin_step(StepPlan(host_sends=sends[:1]))
     asyncio.run(until(lambda: len(order) == 6))
     assert order == [sends[0], STORE, sends[1], LOAD, sends[2], sends[0]]
+    executor.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_prefix_is_sent_after_the_load_of_its_request(copier: Copier, fails: bool) -> None:
+    sent: list[tuple[PrefixSend, bool]] = []
+    executor = TierExecutor(
+        copier,  # type: ignore[arg-type]
+        lambda load: None,
+        on_prefix_loaded=lambda prefix, whole: sent.append((prefix, whole)),
+    )
+    tokens = TokenRange("x1", 0, 4, ((1,),))
+    ready, loading = PrefixSend(TARGET, tokens), PrefixSend(TARGET, tokens, "r")
+    executor.begin_step(copying(LOAD, loads={"r": True}))
+    executor.begin_step(StepPlan(prefixes=[ready, loading]))
+    other = RequestCopy("other", STORE)
+    executor.begin_step(StepPlan(copies=[other]))
+    assert sent == []
+    copier.fails = fails
+    copier.turn.release()
+    asyncio.run(until(lambda: bool(sent)))
+    assert sent == [(loading, not fails)]
+    assert copier.made == [LOAD]
+    copier.turn.release()
     executor.close()
