@@ -49,3 +49,31 @@ def test_evicted_prompts_return_with_equal_answers(
         assert storm["right"] > 24
         # A turn that finds changed blocks on the disk succeeds without them.
         assert storm["blocks changed"] > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "at_once"),
+    [("truncated", False), pytest.param("changed", True, marks=pytest.mark.long)],
+)
+def test_what_prefill_cannot_load_is_computed_with_equal_answers(
+    run_job: RunJob, fault: str, at_once: bool
+) -> None:
+    found = run_job(
+        "tests.vllm.tier_faults:lost_disk",
+        model="tiny-llama-deep",
+        fault=fault,
+        at_once=at_once,
+    )
+    assert found["answers"] == [found["plain"]] * 4
+    assert found["changed"] > 0
+    before, whole, broken, after = found["cached"]
+    assert before == [0] * PROMPT_COUNT
+    assert whole == [WHOLE - 32] * PROMPT_COUNT
+    # A prompt with a block that cannot be loaded is computed from its first token on.
+    assert 0 in broken
+    assert after == [WHOLE - 32] * PROMPT_COUNT
+    no_failure, still_none, failed, no_more = found["failed_blocks"]
+    assert no_failure == still_none == 0
+    assert failed > 0
+    assert no_more == failed
+    assert found["left_blocks"] == [0, 0]

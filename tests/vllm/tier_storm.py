@@ -70,7 +70,7 @@ async def storm(pair: Pair, disk_folder: Path, seed: int = 1) -> Counter[str]:
         if number and number % (TURNS // 3) == 0:
             await asyncio.gather(*turns)
             turns = []
-            counts["blocks changed"] += _change_every_page(disk_folder)
+            counts["blocks changed"] += change_every_page(disk_folder)
     await asyncio.gather(*turns)
     engines = (pair.decode, pair.prefill)
     await until(lambda: not any(one.usage().used_blocks for one in engines), QUIET_S)
@@ -94,7 +94,7 @@ async def _answer(
     raise TransferFailed(f"{TRIES_MAX} attempts have failed")
 
 
-def _change_every_page(folder: Path) -> int:
+def change_every_page(folder: Path) -> int:
     """Inverts a byte in each page of the files in `folder` that engine processes have open. Returns how many."""
     changed = 0
     for path in _open_files(folder):
@@ -104,6 +104,14 @@ def _change_every_page(folder: Path) -> int:
                 os.pwrite(file.fileno(), bytes((byte ^ 0xFF,)), start)
                 changed += 1
     return changed
+
+
+def truncate_files(folder: Path) -> int:
+    """Empties the files in `folder` that engine processes have open. Returns how many."""
+    files = list(_open_files(folder))
+    for path in files:
+        os.truncate(path, 0)
+    return len(files)
 
 
 def _open_files(folder: Path) -> Iterator[Path]:

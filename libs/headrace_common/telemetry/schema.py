@@ -384,6 +384,9 @@ METRIC_PREFIX_FETCHED_TOKENS: Final = "headrace.prefix.fetched_tokens"
 # the remote pool are fetched into main memory first, and count there too when they are loaded. Hits in decode's KV
 # memory and below are the source "decode_cache" of headrace.prompt.tokens.
 METRIC_TIER_LOADED_BLOCKS: Final = "headrace.tier.loaded_blocks"
+# Blocks in a tier below KV memory that a worker tried to load, and that were not whole there. It forgets them. With
+# vLLM, prefill computes them, and the request of a decode worker is tried elsewhere.
+METRIC_TIER_FAILED_BLOCKS: Final = "headrace.tier.failed_blocks"
 # Blocks of prefixes that a worker has stored in a tier below KV memory, the remote pool included.
 METRIC_TIER_STORED_BLOCKS: Final = "headrace.tier.stored_blocks"
 # Bytes of KV transferred, by prefill worker, decode worker, kind of link and transport. Failed transfers count what

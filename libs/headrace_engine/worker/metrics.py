@@ -93,6 +93,9 @@ class WorkerMetrics:
         self._tier_blocks = store.counter(
             schema.METRIC_TIER_LOADED_BLOCKS, worker, schema.ATTRIBUTE_TIER
         )
+        self._tier_failed = store.counter(
+            schema.METRIC_TIER_FAILED_BLOCKS, worker, schema.ATTRIBUTE_TIER
+        )
         self._tier_stored = store.counter(
             schema.METRIC_TIER_STORED_BLOCKS, worker, schema.ATTRIBUTE_TIER
         )
@@ -131,6 +134,7 @@ class WorkerMetrics:
         counts = self._tier_counts[worker_id] = []
         if tier_loads is not None:
             counts.append(_TierCount(self._tier_blocks, tier_loads.loaded_blocks))
+            counts.append(_TierCount(self._tier_failed, tier_loads.failed_blocks))
         if prefixes is not None:
             counts.append(_TierCount(self._tier_stored, prefixes.stored_blocks))
         if self._task is None and self._has_readers:

@@ -163,7 +163,8 @@ class SimLowerTiers:
         """Makes the copies of a plan. Returns those that failed. `on_load` gets the loads into KV memory."""
         failed: list[TierCopy] = []
         for copy in plan.copies:
-            start_s = time.monotonic()
+            start_s, count = time.monotonic(), len(copy.source_ids)
+            is_load = copy.destination == Tier.DEVICE
             try:
                 for copier in self._copiers:
                     copier.copy(copy)
@@ -174,9 +175,10 @@ class SimLowerTiers:
                     *(copy.source.name, copy.destination.name, error.detail),
                 )
                 failed.append(copy)
+                if is_load:
+                    on_load(TierLoad(copy.source, count, 0.0, failed=True))
                 continue
-            if copy.destination == Tier.DEVICE:
-                count = len(copy.source_ids)
+            if is_load:
                 on_load(TierLoad(copy.source, count, copy_s + count * self._load_s_per_block))
         return failed
 

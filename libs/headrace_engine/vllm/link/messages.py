@@ -54,12 +54,16 @@ def report_from_proto(message: link_pb2.SendReport) -> SendReport:
 
 def tier_load_to_proto(load: TierLoad) -> link_pb2.TierLoaded:
     return link_pb2.TierLoaded(
-        tier=load.tier, block_count=load.block_count, time=duration_from_seconds(load.seconds)
+        tier=load.tier,
+        block_count=load.block_count,
+        time=duration_from_seconds(load.seconds),
+        failed=load.failed,
     )
 
 
 def tier_load_from_proto(message: link_pb2.TierLoaded) -> TierLoad:
-    return TierLoad(Tier(message.tier), message.block_count, seconds_from_duration(message.time))
+    load_s = seconds_from_duration(message.time)
+    return TierLoad(Tier(message.tier), message.block_count, load_s, message.failed)
 
 
 def prefix_target_to_proto(target: TransferTarget) -> link_pb2.SendPrefix:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 class TierExecutor:
     """The rank's compute thread calls it. One thread makes all copies, in the order of the plans.
 
-    It calls `on_load` after each load, and `send` with blocks of main memory that a transfer may read from then on.
+    It calls `on_load` after each load, also after one that failed, and `send` with blocks of main memory that a transfer may read from then on.
     It calls `on_prefix_loaded` with each prefix that waits for copies, and whether all of them were made.
     """
 
@@ -113,15 +113,16 @@ class TierExecutor:
 
     def _copy(self, copy: TierCopy) -> bool:
         start_s = time.monotonic()
+        failed = False
         try:
             self._copier.copy(copy)
         except HeadraceError as error:
             log.error("a copy from %s to %s: %s", copy.source.name, copy.destination.name, error)
-            return False
+            failed = True
         if copy.destination == Tier.DEVICE:
             load_s = time.monotonic() - start_s
-            self._on_load(TierLoad(copy.source, len(copy.source_ids), load_s))
-        return True
+            self._on_load(TierLoad(copy.source, len(copy.source_ids), load_s, failed))
+        return not failed
 
     def _end_loading(self, prefix: PrefixSend, copies: Sequence[Future[bool]]) -> None:
         """Runs after these copies, on the same thread."""

@@ -98,6 +98,21 @@ def test_loads_from_lower_tiers_are_counted_once_for_all_ranks() -> None:
     assert loaded() == {("prefill-0", "host"): 4, ("prefill-0", "disk"): 2}
 
 
+def test_blocks_that_could_not_be_loaded_are_counted_apart() -> None:
+    metrics = Metrics(Resource.create(), "")
+    workers = WorkerMetrics(metrics)
+    loads = LoadTimes()
+    with workers.reporting(
+        *("prefill-0", worker_pb2.WatchStatusResponse), reserves_blocks=False, tier_loads=loads
+    ):
+        for rank in range(2):
+            loads.record(TierLoad(Tier.DISK, 3, 0.1, failed=True), rank)
+        workers.sample()
+    points = {one.name: one.points for one in metrics.store.collect()}
+    assert points[schema.METRIC_TIER_FAILED_BLOCKS] == {("prefill-0", "disk"): 3}
+    assert schema.METRIC_TIER_LOADED_BLOCKS not in points
+
+
 async def test_blocks_stored_below_kv_memory_are_counted_by_tier() -> None:
     metrics = Metrics(Resource.create(), "")
     workers = WorkerMetrics(metrics)

@@ -47,7 +47,7 @@ LAYOUT = KvLayout.attention(
 )
 SENT = link_sent(strategy="direct+gather_scatter")
 REPORT = SendReport("x1", 1, "QUEUE_FULL", "too many", (SENT,), 240, "10.0.0.1", "device")
-LOADED = TierLoad(Tier.DISK, 3, 0.25)
+LOADED = TierLoad(Tier.DISK, 3, 0.25, failed=True)
 RESERVATION = Reservation("x1", (4, 2), 32, 70, ((3,), (7, 8)))
 TARGET = TransferTarget(
     *("x1", WorkerRef("p0", "1"), "127.0.0.1:9", 32, 96),

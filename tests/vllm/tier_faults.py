@@ -1,0 +1,87 @@
+"""A job: what prefill workers have on disk is lost, and vLLM computes it again (kv_load_failure_policy)."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from headrace_kv.manager.settings import TierSettings
+from headrace_kv.prefix.events import Tier
+from tests.vllm.pair import Answer, Pair, prompt_of, running_pair
+from tests.vllm.tier_storm import change_every_page, truncate_files
+from tests.vllm.tiers import GIB_PER_BLOCK, KV_MEMORY_BLOCKS, PROMPT_COUNT, PROMPT_TOKENS
+from tests.waiting import until
+
+# A prompt has 10 blocks, so that main memory holds the last prompt and a part of another.
+HOST_BLOCKS: Final = 15
+DISK_BLOCKS: Final = 100
+FAULTS: Final[dict[str, Callable[[Path], int]]] = {
+    "changed": change_every_page,
+    "truncated": truncate_files,
+}
+QUIET_S: Final = 60.0
+
+
+@dataclass(slots=True)
+class Result:
+    """By prompt: the answer of decode alone, and those of the rounds before, with and after the fault.
+
+    `cached`: prompt tokens that prefill did not compute, by round. `failed_blocks`: what prefill had tried to load from
+    its disk at the end of each round. `changed`: the extent of the fault. `left_blocks`: of both engines, at the end.
+    """
+
+    plain: list[list[int]] = field(default_factory=list)
+    answers: list[list[list[int]]] = field(default_factory=list)
+    cached: list[list[int]] = field(default_factory=list)
+    failed_blocks: list[int] = field(default_factory=list)
+    changed: int = 0
+    left_blocks: list[int] = field(default_factory=list)
+
+
+async def lost_disk(model: str, fault: str, at_once: bool) -> Result:
+    """Hands over the same prompts in each round. `at_once`: the loads of a round fail side by side."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiers = TierSettings(
+            HOST_BLOCKS * GIB_PER_BLOCK, DISK_BLOCKS * GIB_PER_BLOCK, disk_folder=folder
+        )
+        prefill: dict[str, object] = {
+            "num_gpu_blocks_override": KV_MEMORY_BLOCKS,
+            "max_model_len": 512,
+            "tiers": tiers,
+        }
+        async with running_pair(
+            prefill={"model": model, **prefill}, decode={"model": model}
+        ) as pair:
+            result = Result()
+            prompts = [prompt_of(PROMPT_TOKENS, seed) for seed in range(PROMPT_COUNT)]
+            for prompt in prompts:
+                result.plain.append((await pair.plain(prompt)).token_ids)
+            # The first round fills the tiers, and the second loads from all of them.
+            for number in range(4):
+                if number == 2:
+                    result.changed = FAULTS[fault](Path(folder))
+                await _round(pair, prompts, result, at_once=at_once and number == 2)
+            for engine in (pair.prefill, pair.decode):
+                await until(lambda: not engine.usage().used_blocks, QUIET_S)  # noqa: B023
+                result.left_blocks.append(engine.usage().used_blocks)
+    return result
+
+
+async def _round(pair: Pair, prompts: list[list[int]], result: Result, *, at_once: bool) -> None:
+    await until(pair.decode.reset_prefix_cache)
+    if at_once:
+        answers = await asyncio.gather(*(pair.split(prompt) for prompt in prompts))
+    else:
+        answers = [await pair.split(prompt) for prompt in prompts]
+    result.answers.append([answer.token_ids for answer in answers])
+    result.cached.append([_cached(answer) for answer in answers])
+    result.failed_blocks.append(pair.prefill.tier_loads.failed_blocks().get(Tier.DISK, 0))
+
+
+def _cached(answer: Answer) -> int:
+    assert answer.prefill is not None
+    return answer.prefill.cached_tokens
