@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -13,12 +13,11 @@ from headrace_kv.manager.settings import TierSettings
 from headrace_kv.prefix.events import Tier
 from tests.vllm.pair import Answer, Pair, prompt_of, running_pair
 from tests.vllm.tier_storm import change_every_page, truncate_files
-from tests.vllm.tiers import GIB_PER_BLOCK, KV_MEMORY_BLOCKS, PROMPT_COUNT, PROMPT_TOKENS
+from tests.vllm.tiers import KV_MEMORY_BLOCKS, PROMPT_COUNT, PROMPT_TOKENS
 from tests.waiting import until
 
-# A prompt has 10 blocks, so that main memory holds the last prompt and a part of another.
-HOST_BLOCKS: Final = 15
-DISK_BLOCKS: Final = 100
+# A block of the model has 384 KiB, and a prompt 10 blocks: main memory holds the last prompt and a part of another.
+TIERS: Final = TierSettings(host_gib=5 / 1024, disk_gib=100 / 1024)
 FAULTS: Final[dict[str, Callable[[Path], int]]] = {
     "changed": change_every_page,
     "truncated": truncate_files,
@@ -45,13 +44,10 @@ class Result:
 async def lost_disk(model: str, fault: str, at_once: bool) -> Result:
     """Hands over the same prompts in each round. `at_once`: the loads of a round fail side by side."""
     with tempfile.TemporaryDirectory() as folder:
-        tiers = TierSettings(
-            HOST_BLOCKS * GIB_PER_BLOCK, DISK_BLOCKS * GIB_PER_BLOCK, disk_folder=folder
-        )
         prefill: dict[str, object] = {
             "num_gpu_blocks_override": KV_MEMORY_BLOCKS,
             "max_model_len": 512,
-            "tiers": tiers,
+            "tiers": replace(TIERS, disk_folder=folder),
         }
         async with running_pair(
             prefill={"model": model, **prefill}, decode={"model": model}

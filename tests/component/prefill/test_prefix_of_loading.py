@@ -29,7 +29,7 @@ GAP_S = 0.2
 
 @dataclass(slots=True)
 class LoadingFetch:
-    """A second turn whose prefix prefill wants, while decode loads it. `clock` is that of the load."""
+    """A second turn, of which prefill wants a prefix that decode loads. `clock` is that of the load."""
 
     workers: Workers
     clock: ManualClock

@@ -76,8 +76,8 @@ class PoolMove:
 class PrefixSend:
     """Cached KV of a decode request, which is sent to its prefill worker.
 
-    `loading_request`: the request that loads some of it from lower tiers, so that it is sent after these copies. "" when
-    all of it is there.
+    `loading_request`: the request that loads some of it from lower tiers. It is sent after these copies. "" when all of
+    it is there.
     """
 
     target: TransferTarget

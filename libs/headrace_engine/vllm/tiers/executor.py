@@ -22,7 +22,8 @@ log = logging.getLogger(__name__)
 class TierExecutor:
     """The rank's compute thread calls it. One thread makes all copies, in the order of the plans.
 
-    It calls `on_load` after each load, also after one that failed, and `send` with blocks of main memory that a transfer may read from then on.
+    It calls `on_load` after each load, also after one that failed. It calls `send` with blocks of main memory that a
+    transfer may read from then on.
     It calls `on_prefix_loaded` with each prefix that waits for copies, and whether all of them were made.
     """
 

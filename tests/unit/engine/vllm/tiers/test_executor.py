@@ -100,9 +100,7 @@ def test_a_request_runs_when_its_load_has_ended(tiers: TierExecutor, copier: Cop
     until_reported(tiers, (set(), {"r"}, set()))
 
 
-def test_loads_are_measured(
-    tiers: TierExecutor, copier: Copier, loads: list[TierLoad]
-) -> None:
+def test_loads_are_measured(tiers: TierExecutor, copier: Copier, loads: list[TierLoad]) -> None:
     step(tiers, copying(STORE))
     step(tiers, copying(LOAD, loads={"r": False}))
     copier.turn.release(2)
