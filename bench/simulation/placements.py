@@ -1,37 +1,61 @@
 """Replays an hour of conversations with each placement, in virtual time.
 
     python -m bench.simulation.placements [--trace FILE] [--profile FILE] [--prefill 6] [--decode 4] [--output FOLDER]
+    python -m bench.simulation.placements --published conversation_trace.jsonl
 
 The default trace is that of `python -m bench.simulation.make_trace conversation --seed 1`. Every placement is replayed
-twice, and the results must be equal. "Took" is the real time of one replay.
+twice, and the results must be equal. "Took" is the real time of one replay. `--published` adds a second table: a trace
+that Mooncake published, with a profile for its long prompts. docs/simulator.md says where it is.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from headrace_planner.files import read_profile
+from headrace_planner.profile import WorkerProfile
 from headrace_simulator.replay import simulate
 from headrace_simulator.result import SimulationResult
 from headrace_simulator.settings import SimulationSettings, Way
 from headrace_simulator.trace import TraceRequest, read_trace
 
 FOLDER: Final = Path("bench/simulation")
+LARGE_PROFILE: Final = FOLDER / "example-large-profile.json"
+_SOURCE: Final = (
+    'Source: R. Qin et al., "Mooncake: Trading More Storage for Less Computation", FAST 2025. Its traces are in the '
+    "folder `FAST25-release/traces` of <https://github.com/kvcache-ai/Mooncake>. They have times, lengths and numbers "
+    "of blocks, and no text."
+)
 _HEAD: Final = (
     *("placement", "TTFT p50, p90, p99 s", "ITL p50, p99 ms", "E2E p99 s", "reached both goals"),
     *("goodput/s", "cached prompt tokens", "worker-hours", "took s"),
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A trace and a deployment. `source` names the trace in the report."""
+
+    trace: Path
+    source: str
+    profile: Path
+    prefill: int
+    decode: int
+    ttft_s: float
+    itl_s: float
+    seed: int
+    seconds: float = math.inf
+
+
 def replayed(
-    settings: SimulationSettings, profile: Path, trace: list[TraceRequest]
+    settings: SimulationSettings, worker: WorkerProfile, trace: list[TraceRequest]
 ) -> tuple[SimulationResult, float]:
     """The result, and the real time of one replay. Fails when a second replay has another result."""
-    worker = read_profile(profile)
-    assert worker is not None
     start_s = time.perf_counter()
     result = simulate(settings, worker, trace)
     took_s = time.perf_counter() - start_s
@@ -57,6 +81,38 @@ def row(result: SimulationResult, took_s: float) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def table(options: Replay) -> list[str]:
+    """A paragraph on what is replayed, and the table with a row for each placement."""
+    worker = read_profile(options.profile)
+    assert worker is not None
+    with options.trace.open(encoding="utf-8") as lines:
+        trace = read_trace(lines, seconds_max=options.seconds)
+    text = [
+        (
+            f"{len(trace)} requests of {options.source} on {options.prefill} prefill and {options.decode} decode "
+            f"workers with the profile `{options.profile.name}`. Goals: {options.ttft_s:g} s to the first token, "
+            f"{options.itl_s * 1e3:g} ms between tokens."
+        ),
+        "",
+        "| " + " | ".join(_HEAD) + " |",
+        "|---" * len(_HEAD) + "|",
+    ]
+    print("\n".join(text), flush=True)
+    for way in Way:
+        settings = SimulationSettings(
+            prefill_workers=options.prefill,
+            decode_workers=options.decode,
+            way=way,
+            host_tokens=4 * worker.kv_tokens,
+            ttft_s=options.ttft_s,
+            itl_s=options.itl_s,
+            seed=options.seed,
+        )
+        text.append(row(*replayed(settings, worker, trace)))
+        print(text[-1], flush=True)
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", type=Path, default=FOLDER / "conversation.jsonl")
@@ -65,42 +121,42 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=4)
     parser.add_argument("--ttft", type=float, default=5.0)
     parser.add_argument("--itl", type=float, default=0.1)
+    parser.add_argument("--published", type=Path, help="a trace that Mooncake published")
+    parser.add_argument("--published-prefill", type=int, default=6)
+    parser.add_argument("--published-decode", type=int, default=6)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of the published trace")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="folder for the table")
+    parser.add_argument("--output", type=Path, help="folder for the tables")
     options = parser.parse_args()
-    with options.trace.open(encoding="utf-8") as lines:
-        trace = read_trace(lines)
     text = [
         "# Placement in a simulated hour",
         "",
         "`python -m bench.simulation.placements`: what it does is in its docstring.",
         "",
-        (
-            f"{len(trace)} requests of `{options.trace}` on {options.prefill} prefill and {options.decode} decode "
-            f"workers with the profile `{options.profile.name}`. Goals: {options.ttft:g} s to the first token, "
-            f"{options.itl * 1e3:g} ms between tokens."
+        *table(
+            Replay(
+                *(options.trace, f"`{options.trace}`", options.profile),
+                *(options.prefill, options.decode, options.ttft, options.itl, options.seed),
+            )
         ),
-        "",
-        "| " + " | ".join(_HEAD) + " |",
-        "|---" * len(_HEAD) + "|",
     ]
-    for way in Way:
-        worker = read_profile(options.profile)
-        assert worker is not None
-        settings = SimulationSettings(
-            prefill_workers=options.prefill,
-            decode_workers=options.decode,
-            way=way,
-            host_tokens=4 * worker.kv_tokens,
-            ttft_s=options.ttft,
-            itl_s=options.itl,
-            seed=options.seed,
-        )
-        text.append(row(*replayed(settings, options.profile, trace)))
-        print(text[-1], flush=True)
-    page = "\n".join([*text, ""])
+    if options.published:
+        text += [
+            "",
+            "## A published trace",
+            "",
+            *table(
+                Replay(
+                    *(options.published, f"Mooncake's `{options.published.name}`", LARGE_PROFILE),
+                    *(options.published_prefill, options.published_decode),
+                    *(options.ttft, options.itl, options.seed, options.seconds),
+                )
+            ),
+            "",
+            _SOURCE,
+        ]
     if options.output:
-        (options.output / "simulation.md").write_text(page)
+        (options.output / "simulation.md").write_text("\n".join([*text, ""]))
 
 
 if __name__ == "__main__":

@@ -382,6 +382,19 @@ class ChangeRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class SimulationClassRecord:
+    """The requests of one class in a replay. Times as in SimulationRunRecord."""
+
+    priority: str
+    requests: int
+    failed: int
+    ttft_ms: Mapping[str, float]
+    itl_ms: Mapping[str, float]
+    attainment: float
+    goodput: float
+
+
+@dataclass(frozen=True, slots=True)
 class SimulationRunRecord:
     """One replay of a trace. Times are in milliseconds, by "mean", "p50", "p90", "p95" and "p99"."""
 
@@ -401,6 +414,7 @@ class SimulationRunRecord:
     prefill_worker_hours: float
     decode_worker_hours: float
     changes: list[ChangeRecord]
+    classes: list[SimulationClassRecord] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

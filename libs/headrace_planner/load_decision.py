@@ -44,8 +44,11 @@ def apply_reasons(counts: WorkerCounts, reasons: tuple[Reason, ...]) -> WorkerCo
 
 
 def _prefill_rule(settings: LoadSettings, interval: Interval) -> Reason | None:
-    queues = [sample.queue_per_worker for sample in interval.samples]
+    weight = settings.low_prompt_weight
+    queues = [sample.queue_per_worker(weight) for sample in interval.samples]
     mean = sum(queues) / len(queues)
+    classes = _mean_counts(interval)
+    note = f" Low prompts count {weight:g}." if weight < 1 and classes["low_prompts"] else ""
     expected = max(0.0, queues[-1] + (queues[-1] - queues[0]) * settings.trend_intervals)
     count = interval.counts.prefill
     if mean > settings.prefill_up_queue and (
@@ -55,9 +58,14 @@ def _prefill_rule(settings: LoadSettings, interval: Interval) -> Reason | None:
             PlannedRole.PREFILL,
             "queue above threshold",
             count + 1,
-            {"queue": mean, "expected_queue": expected, "threshold": settings.prefill_up_queue},
+            {
+                "queue": mean,
+                "expected_queue": expected,
+                "threshold": settings.prefill_up_queue,
+                **classes,
+            },
             f"{mean:.2f} prompts wait for each prefill worker, more than {settings.prefill_up_queue:g}, "
-            f"and the trend leads to {expected:.2f}.",
+            f"and the trend leads to {expected:.2f}.{note}",
         )
     after = _load_without_one(mean, count)
     if count > 1 and mean < settings.prefill_down_queue and after < settings.prefill_up_queue:
@@ -65,11 +73,25 @@ def _prefill_rule(settings: LoadSettings, interval: Interval) -> Reason | None:
             PlannedRole.PREFILL,
             "queue below threshold",
             count - 1,
-            {"queue": mean, "queue_after": after, "threshold": settings.prefill_down_queue},
+            {
+                "queue": mean,
+                "queue_after": after,
+                "threshold": settings.prefill_down_queue,
+                **classes,
+            },
             f"{mean:.2f} prompts wait for each prefill worker, fewer than {settings.prefill_down_queue:g}. "
-            f"With one worker less it is {after:.2f}.",
+            f"With one worker less it is {after:.2f}.{note}",
         )
     return None
+
+
+def _mean_counts(interval: Interval) -> dict[str, float]:
+    """The mean numbers of queued prompts of the classes high and low."""
+    counts = [sample.queued_by_class for sample in interval.samples]
+    return {
+        "high_prompts": sum(one.high for one in counts) / len(counts),
+        "low_prompts": sum(one.low for one in counts) / len(counts),
+    }
 
 
 def _decode_rule(settings: LoadSettings, interval: Interval, state: LoadState) -> Reason | None:

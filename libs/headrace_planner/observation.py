@@ -56,22 +56,39 @@ class DecodeLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassCounts:
+    """Prompts of each class of requests."""
+
+    high: int = 0
+    normal: int = 0
+    low: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class LoadSample:
-    """The load at one moment. `queued_prompts` wait in the prefill queues of all routers, or on prefill workers."""
+    """The load at one moment. `queued_prompts` wait in the prefill queues of all routers, or on prefill workers.
+
+    `queued_by_class` has those in the queues of routers.
+    """
 
     prefill_workers: int
     queued_prompts: int
     decode: tuple[DecodeLoad, ...]
+    queued_by_class: ClassCounts = ClassCounts()
 
     @property
     def counts(self) -> WorkerCounts:
         """Workers that serve at this moment."""
         return WorkerCounts(self.prefill_workers, len(self.decode))
 
-    @property
-    def queue_per_worker(self) -> float:
-        """Queued prompts for each prefill worker. Without a worker, all of them."""
-        return self.queued_prompts / max(1, self.prefill_workers)
+    def queue_per_worker(self, low_prompt_weight: float = 1.0) -> float:
+        """Queued prompts for each prefill worker. Without a worker, all of them.
+
+        A low prompt counts as `low_prompt_weight` prompts.
+        """
+        low = min(self.queued_prompts, self.queued_by_class.low)
+        counted = self.queued_prompts - (1 - low_prompt_weight) * low
+        return counted / max(1, self.prefill_workers)
 
     @property
     def decode_load(self) -> float:

@@ -14,7 +14,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from headrace_common.config import NonNegativeCount, NonNegativeSeconds, PositiveSeconds
 from headrace_common.errors import ConfigError
-from headrace_planner.observation import DecodeLoad, Interval, LoadSample, RequestStatistics
+from headrace_planner.observation import (
+    ClassCounts,
+    DecodeLoad,
+    Interval,
+    LoadSample,
+    RequestStatistics,
+)
 
 LINE_BYTES_MAX = 1 << 20
 INTERVALS_MAX = 1_000_000
@@ -33,10 +39,17 @@ class _DecodeWorker(_Line):
     slot_usage: Annotated[float, Field(ge=0, le=1)] = 0.0
 
 
+class _ClassCounts(_Line):
+    high: NonNegativeCount = 0
+    normal: NonNegativeCount = 0
+    low: NonNegativeCount = 0
+
+
 class _Sample(_Line):
     prefill_workers: NonNegativeCount
     queued_prompts: NonNegativeCount
     decode: Annotated[tuple[_DecodeWorker, ...], Field(max_length=_WORKERS_MAX)]
+    queued_by_class: _ClassCounts = _ClassCounts()
 
 
 class _Requests(_Line):
@@ -98,6 +111,7 @@ def _interval(parsed: _Interval) -> Interval:
             sample.prefill_workers,
             sample.queued_prompts,
             tuple(DecodeLoad(**dict(worker)) for worker in sample.decode),
+            ClassCounts(**dict(sample.queued_by_class)),
         )
         for sample in parsed.samples
     )

@@ -25,6 +25,10 @@ class LoadSettings(_Settings):
     prefill_down_queue: _Load = Field(
         default=0.2, description="Queued prompts per prefill worker below which one is removed."
     )
+    low_prompt_weight: Annotated[float, Field(ge=0, le=1)] = Field(
+        default=1.0,
+        description="What a queued prompt of class low counts for in these: 0 adds no worker for low requests.",
+    )
     decode_up_load: _Load = Field(
         default=0.9, description="Mean load of decode workers above which one is added."
     )

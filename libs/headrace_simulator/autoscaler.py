@@ -14,6 +14,7 @@ from headrace_planner.forecast import Forecast
 from headrace_planner.goal_decision import Corrections, Demand, decide_by_goals
 from headrace_planner.load_decision import apply_reasons
 from headrace_planner.observation import (
+    ClassCounts,
     DecodeLoad,
     Interval,
     LoadSample,
@@ -156,6 +157,7 @@ class Autoscaler:
                 DecodeLoad(worker.kv_usage, each + (number < more), worker.slot_usage)
                 for number, worker in enumerate(decode)
             ),
+            ClassCounts(**self._router.queue.depths()),
         )
 
 

@@ -45,6 +45,7 @@ class Job:
         self.hashes = hashes
         self.prompt_tokens = request.prompt_tokens
         self.answer_tokens = request.answer_tokens
+        self.priority = request.priority
         loop = asyncio.get_running_loop()
         self.arrival_s = loop.time()
         self.first_token_s = 0.0

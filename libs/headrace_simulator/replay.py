@@ -17,7 +17,9 @@ from headrace_simulator.result import (
     ChangeRow,
     SimulationResult,
     attainment,
+    classes_of,
     failures_of,
+    itl_times,
     times_of,
 )
 from headrace_simulator.router import SimulatedRouter
@@ -108,7 +110,7 @@ class _Replay:
             failures=failures_of(outcomes),
             duration_s=duration_s,
             ttft=times_of([one.ttft_s for one in complete]),
-            itl=times_of([one.itl_s for one in complete if one.request.answer_tokens > 1]),
+            itl=itl_times(complete),
             e2e=times_of([one.e2e_s for one in complete]),
             attainment=met,
             ttft_attainment=attainment(outcomes, ttft_s, math.inf),
@@ -121,4 +123,5 @@ class _Replay:
                 ChangeRow(change.time_s, change.after.prefill, change.after.decode)
                 for change in changes
             ],
+            classes=classes_of(outcomes, ttft_s, itl_s, duration_s),
         )

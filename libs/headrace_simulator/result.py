@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from headrace_common.callers.priority import Priority
 from headrace_simulator.job import RequestOutcome
 
 PERCENTILES: Final = (50, 90, 95, 99)
@@ -32,10 +33,24 @@ class ChangeRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassResult:
+    """The requests of one class. `attainment` is its own share, and `goodput` its part of the whole."""
+
+    priority: str
+    requests: int
+    failed: int
+    ttft: Times
+    itl: Times
+    attainment: float
+    goodput: float
+
+
+@dataclass(frozen=True, slots=True)
 class SimulationResult:
     """`attainment`: the share of all requests that reached both goals. `goodput`: those a second.
 
     `cached_share`: the share of prompt tokens that no worker computed. `duration_s` is until the last answer ended.
+    `classes` is empty when all requests have one class.
     """
 
     way: str
@@ -54,6 +69,7 @@ class SimulationResult:
     prefill_worker_hours: float
     decode_worker_hours: float
     changes: Sequence[ChangeRow]
+    classes: Sequence[ClassResult] = ()
 
     @property
     def worker_hours(self) -> float:
@@ -83,6 +99,49 @@ def times_of(seconds: Sequence[float]) -> Times:
 def attainment(outcomes: Sequence[RequestOutcome], ttft_s: float, itl_s: float) -> float:
     """The share of requests that reached both goals. Failed requests count as missed."""
     return sum(one.meets(ttft_s, itl_s) for one in outcomes) / max(1, len(outcomes))
+
+
+def itl_times(outcomes: Sequence[RequestOutcome]) -> Times:
+    """Times between tokens of complete answers with several."""
+    return times_of(
+        [one.itl_s for one in outcomes if not one.failure and one.request.answer_tokens > 1]
+    )
+
+
+def classes_of(
+    outcomes: Sequence[RequestOutcome], ttft_s: float, itl_s: float, duration_s: float
+) -> list[ClassResult]:
+    """The result of each class, the highest first. Empty when all requests have one class."""
+    present = sorted({one.request.priority for one in outcomes})
+    if len(present) < 2:
+        return []
+    return [
+        _class_result(
+            priority,
+            [one for one in outcomes if one.request.priority is priority],
+            (ttft_s, itl_s),
+            duration_s,
+        )
+        for priority in present
+    ]
+
+
+def _class_result(
+    priority: Priority,
+    outcomes: Sequence[RequestOutcome],
+    goals: tuple[float, float],
+    duration_s: float,
+) -> ClassResult:
+    met = attainment(outcomes, *goals)
+    return ClassResult(
+        priority=priority.label,
+        requests=len(outcomes),
+        failed=sum(bool(one.failure) for one in outcomes),
+        ttft=times_of([one.ttft_s for one in outcomes if not one.failure]),
+        itl=itl_times(outcomes),
+        attainment=met,
+        goodput=met * len(outcomes) / max(1e-9, duration_s),
+    )
 
 
 def failures_of(outcomes: Sequence[RequestOutcome]) -> dict[str, int]:

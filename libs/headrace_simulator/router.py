@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from random import Random
@@ -34,6 +33,7 @@ from headrace_simulator.cost import CostModel
 from headrace_simulator.decode_worker import SimulatedDecodeWorker
 from headrace_simulator.job import Job
 from headrace_simulator.prefill_worker import computed
+from headrace_simulator.room import DecodeSlots, RoomQueue
 from headrace_simulator.settings import SimulationSettings, Way
 from headrace_simulator.trace import BLOCK_TOKENS, TraceRequest
 
@@ -90,8 +90,8 @@ class SimulatedRouter:
         self._hasher = prefix_hasher(_HASH_KEY, MODEL, BLOCK_TOKENS)
         self._workers: dict[WorkerRef, SimulatedDecodeWorker] = {}
         self._table = LoadTable(())
-        # Requests that no decode worker has room for, the oldest first.
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._slots = DecodeSlots()
+        self._room = RoomQueue()
 
     @property
     def index(self) -> PrefixIndex:
@@ -101,7 +101,7 @@ class SimulatedRouter:
     @property
     def waiting_requests(self) -> int:
         """Requests that no decode worker has room for."""
-        return len(self._waiting)
+        return self._slots.waiting + self._room.waiting
 
     def new_job(self, request: TraceRequest) -> Job:
         """The job of a request that arrives now."""
@@ -114,47 +114,37 @@ class SimulatedRouter:
         self._table = LoadTable(one.worker for one in self._workers.values())
         for ref, one in self._workers.items():
             self._table.set(ref, one.load())
-        self._wake()
+        self._slots.resize(sum(one.worker.max_num_seqs for one in self._workers.values()))
+        self._room.wake()
 
     def update_load(self, worker: SimulatedDecodeWorker) -> None:
         """The load of a decode worker has changed."""
         if worker.worker.ref in self._table:
             self._table.set(worker.worker.ref, worker.load())
-        self._wake()
+        self._room.wake()
 
     async def serve(self, job: Job) -> None:
         """Runs a request to its end. Raises HeadraceError when it can never fit."""
         self.jobs[job.transfer_id] = job
         try:
-            decision, worker, cached_tokens = await self._reserve(job)
-            try:
-                await self._prefill(job, decision, worker, cached_tokens)
-            except HeadraceError:
-                worker.release(job)
-                raise
-            worker.run(job)
-            await job.finished
+            async with self._slots.holding(job.priority):
+                await self._serve(job)
         finally:
             del self.jobs[job.transfer_id]
 
+    async def _serve(self, job: Job) -> None:
+        decision, worker, cached_tokens = await self._reserve(job)
+        try:
+            await self._prefill(job, decision, worker, cached_tokens)
+        except HeadraceError:
+            worker.release(job)
+            raise
+        worker.run(job)
+        await job.finished
+
     async def _reserve(self, job: Job) -> tuple[Decision, SimulatedDecodeWorker, int]:
         """The decision, its worker, and the prompt tokens that the worker has cached. Waits for room."""
-        is_first = not self._waiting
-        while True:
-            if is_first:
-                reserved = self._try_workers(job)
-                if reserved is not None:
-                    # One release may have made room for several requests.
-                    self._wake()
-                    return reserved
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            if is_first:
-                # It has waited longest.
-                self._waiting.appendleft(turn)
-            else:
-                self._waiting.append(turn)
-            await turn
-            is_first = True
+        return await self._room.first(job.priority, lambda: self._try_workers(job))
 
     def _try_workers(self, job: Job) -> tuple[Decision, SimulatedDecodeWorker, int] | None:
         refused: frozenset[WorkerRef] = frozenset()
@@ -192,7 +182,7 @@ class SimulatedRouter:
             decode=self._table,
             cached_tokens=cached,
             prefill=self.queue.pulling_workers(),
-            queue_wait_s=self.queue.wait_s(MODEL),
+            queue_wait_s=self.queue.wait_s(MODEL, job.priority),
         )
 
     async def _prefill(
@@ -211,7 +201,10 @@ class SimulatedRouter:
             start_token=cached_tokens,
         )
         terms = TaskTerms(
-            deadline_s=job.arrival_s + _REMAINING_S, cached=self._prefixes(job), returns_max=1_000
+            deadline_s=job.arrival_s + _REMAINING_S,
+            cached=self._prefixes(job),
+            returns_max=1_000,
+            priority=job.priority,
         )
         queued = self.queue.enqueue(task, layout=LAYOUT, terms=terms)
         outcome = await queued.outcome
@@ -227,11 +220,3 @@ class SimulatedRouter:
             return {}
         refs = self.queue.pulling_workers().get(fingerprint(LAYOUT), frozenset())
         return self._cached.cached_refs(MODEL, job.token_words, "", refs)
-
-    def _wake(self) -> None:
-        """Lets the oldest waiting request try again."""
-        while self._waiting:
-            turn = self._waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return

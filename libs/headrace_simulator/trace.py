@@ -6,8 +6,9 @@ import json
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import ConfigError
 
 BLOCK_TOKENS: Final = 512
@@ -19,6 +20,11 @@ _TIMESTAMP_MS_MAX: Final = 31 * 86_400_000
 _HASH_ID_MAX: Final = 1 << 62
 _WORDS_PER_ID: Final = 2
 _UNIQUE: Final = 1 << 63
+_CLASSES: Final = {priority.label: priority for priority in Priority}
+
+
+_Parsed: TypeAlias = tuple[float, int, int, tuple[int, ...], Priority]
+"""The fields of a TraceRequest after its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,7 @@ class TraceRequest:
     prompt_tokens: int
     answer_tokens: int
     hash_ids: tuple[int, ...] = ()
+    priority: Priority = Priority.NORMAL
 
     def token_words(self) -> bytes:
         """Stand-ins for the token ids of all whole blocks, as little-endian u32. Blocks with equal ids are equal.
@@ -52,7 +59,7 @@ def read_trace(lines: Iterable[str], *, seconds_max: float = float("inf")) -> li
 
     Raises ConfigError, which names the line and the field.
     """
-    found: list[tuple[float, int, int, tuple[int, ...]]] = []
+    found: list[_Parsed] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -73,7 +80,7 @@ def read_trace(lines: Iterable[str], *, seconds_max: float = float("inf")) -> li
     return [TraceRequest(number, *one) for number, one in enumerate(found)]
 
 
-def _parse(number: int, line: str) -> tuple[float, int, int, tuple[int, ...]]:
+def _parse(number: int, line: str) -> _Parsed:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
@@ -99,6 +106,7 @@ def _parse(number: int, line: str) -> tuple[float, int, int, tuple[int, ...]]:
         prompt_tokens,
         _count(number, entry, "output_length"),
         tuple(hash_ids),
+        _priority(number, entry),
     )
 
 
@@ -107,6 +115,13 @@ def _count(number: int, entry: Mapping[str, Any], name: str) -> int:
     if not isinstance(value, int) or not 1 <= value <= TOKENS_MAX:
         raise _wrong(number, f"{name} must be an integer from 1 to {TOKENS_MAX}")
     return value
+
+
+def _priority(number: int, entry: Mapping[str, Any]) -> Priority:
+    label = entry.get("priority", Priority.NORMAL.label)
+    if not isinstance(label, str) or label not in _CLASSES:
+        raise _wrong(number, f"priority must be one of {', '.join(_CLASSES)}")
+    return _CLASSES[label]
 
 
 def _wrong(number: int, detail: str) -> ConfigError:

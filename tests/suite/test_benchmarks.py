@@ -304,10 +304,13 @@ def test_simulated_placements(tmp_path: Path) -> None:
     whole = (ROOT / "bench/simulation/conversation.jsonl").read_text().splitlines(keepends=True)
     trace = tmp_path / "trace.jsonl"
     trace.write_text("".join(whole[:100]))
-    run("simulation.placements", f"--trace={trace}", f"--output={tmp_path}")
-    (table,) = tables((tmp_path / "simulation.md").read_text())
-    assert len({row["placement"] for row in table}) == 4
-    assert_columns_positive(table, "TTFT p50, p90, p99 s", "ITL p50, p99 ms", "worker-hours")
+    published = (f"--published={trace}", "--seconds=600")
+    run("simulation.placements", f"--trace={trace}", *published, f"--output={tmp_path}")
+    both = tables((tmp_path / "simulation.md").read_text())
+    assert len(both) == 2
+    for table in both:
+        assert len({row["placement"] for row in table}) == 4
+        assert_columns_positive(table, "TTFT p50, p90, p99 s", "ITL p50, p99 ms", "worker-hours")
 
 
 def test_simulated_day(tmp_path: Path) -> None:

@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from rich.console import Console
 
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import failures_as_exit
 from headrace_cli.json_output import Json, print_record
-from headrace_cli.records import ChangeRecord, SimulationRecord, SimulationRunRecord
+from headrace_cli.records import (
+    ChangeRecord,
+    SimulationClassRecord,
+    SimulationRecord,
+    SimulationRunRecord,
+)
 from headrace_cli.tables import Column, fitted_table
 from headrace_common.errors import ConfigError, DeadlineExceeded, InternalError
 from headrace_common.extras import require_extra
@@ -41,6 +47,17 @@ _COLUMNS: Final = (
     Column("Cached", rank=1, right=True),
     Column("Worker-hours", right=True),
     Column("Changes", rank=5, right=True),
+)
+
+_CLASS_COLUMNS: Final = (
+    Column("Placement"),
+    Column("Class"),
+    Column("Requests", rank=1, right=True),
+    Column("TTFT p50", right=True),
+    Column("p99", right=True),
+    Column("ITL p50", rank=2, right=True),
+    Column("Reached goals", right=True),
+    Column("Goodput/s", right=True),
 )
 
 
@@ -160,20 +177,15 @@ def run_spec(spec: SimulationSpec) -> list[dict[str, Any]]:
 
 
 def _run_record(run: dict[str, Any]) -> SimulationRunRecord:
-    def milliseconds(name: str) -> dict[str, float]:
-        times = run[name]
-        seconds = {"mean": times["mean_s"], **times["percentiles"]}
-        return {key: round(1e3 * value, 3) for key, value in seconds.items()}
-
     return SimulationRunRecord(
         placement=run["way"],
         scaling=run["scaling"],
         requests=run["requests"],
         failures=run["failures"],
         duration_s=round(run["duration_s"], 3),
-        ttft_ms=milliseconds("ttft"),
-        itl_ms=milliseconds("itl"),
-        e2e_ms=milliseconds("e2e"),
+        ttft_ms=_milliseconds(run["ttft"]),
+        itl_ms=_milliseconds(run["itl"]),
+        e2e_ms=_milliseconds(run["e2e"]),
         attainment=run["attainment"],
         ttft_attainment=run["ttft_attainment"],
         itl_attainment=run["itl_attainment"],
@@ -182,7 +194,24 @@ def _run_record(run: dict[str, Any]) -> SimulationRunRecord:
         prefill_worker_hours=run["prefill_worker_hours"],
         decode_worker_hours=run["decode_worker_hours"],
         changes=[ChangeRecord(**change) for change in run["changes"]],
+        classes=[
+            SimulationClassRecord(
+                priority=one["priority"],
+                requests=one["requests"],
+                failed=one["failed"],
+                ttft_ms=_milliseconds(one["ttft"]),
+                itl_ms=_milliseconds(one["itl"]),
+                attainment=one["attainment"],
+                goodput=one["goodput"],
+            )
+            for one in run["classes"]
+        ],
     )
+
+
+def _milliseconds(times: dict[str, Any]) -> dict[str, float]:
+    seconds = {"mean": times["mean_s"], **times["percentiles"]}
+    return {key: round(1e3 * value, 3) for key, value in seconds.items()}
 
 
 def _show(record: SimulationRecord) -> None:
@@ -205,11 +234,33 @@ def _show(record: SimulationRecord) -> None:
     ]
     table, _ = fitted_table(console, _COLUMNS, rows)
     console.print(table)
+    _show_classes(console, record)
     first = record.runs[0]
     console.print(
         f"{first.requests} requests in {first.duration_s:.0f} s of the trace's time, "
         f"{sum(first.failures.values())} failed."
     )
+
+
+def _show_classes(console: Console, record: SimulationRecord) -> None:
+    """A row for each class of each placement, where the trace has several classes."""
+    rows = [
+        (
+            run.placement,
+            one.priority,
+            str(one.requests),
+            _seconds(one.ttft_ms["p50"]),
+            _seconds(one.ttft_ms["p99"]),
+            _seconds(one.itl_ms["p50"]),
+            f"{one.attainment:.1%}",
+            f"{one.goodput:.3g}",
+        )
+        for run in record.runs
+        for one in run.classes
+    ]
+    if rows:
+        table, _ = fitted_table(console, _CLASS_COLUMNS, rows)
+        console.print(table)
 
 
 def _seconds(milliseconds: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headrace.inference.v1 import load_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_planner.observation import DecodeLoad, LoadSample, RequestStatistics
+from headrace_planner.observation import ClassCounts, DecodeLoad, LoadSample, RequestStatistics
 
 _US = 1e-6
 _SUMS = tuple(field.name for field in load_pb2.RequestTotals.DESCRIPTOR.fields)
@@ -41,6 +41,11 @@ def load_sample(
         decode=_decode_loads(
             [reading for reading in decode if _serves(reading.status)],
             sum(load.waiting_requests for load in loads),
+        ),
+        queued_by_class=ClassCounts(
+            high=sum(load.queued_by_class.high for load in loads),
+            normal=sum(load.queued_by_class.normal for load in loads),
+            low=sum(load.queued_by_class.low for load in loads),
         ),
     )
 

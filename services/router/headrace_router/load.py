@@ -73,4 +73,5 @@ class LoadReader(load_pb2_grpc.LoadServiceServicer):
             queued_prompts=self._queue.estimate(model).depth,
             waiting_requests=self._admission.waiting_for_slot(model),
             answered=self._totals.of(model),
+            queued_by_class=load_pb2.ClassCounts(**self._queue.depths(model)),
         )

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_planner.load_decision import LoadState, apply_reasons, decide_by_load
-from headrace_planner.observation import Interval, LoadSample, PlannedRole, WorkerCounts
+from headrace_planner.observation import (
+    ClassCounts,
+    Interval,
+    LoadSample,
+    PlannedRole,
+    WorkerCounts,
+)
 from headrace_planner.settings import LoadSettings
 from tests.unit.planner.samples import interval, sample
 
@@ -34,6 +42,30 @@ def test_the_queue_and_its_trend_decide_about_prefill(
 ) -> None:
     observed = interval(*(sample(queued=queued) for queued in queues))
     assert wanted(observed).prefill == prefill
+
+
+@pytest.mark.parametrize(
+    ("weight", "classes", "prefill"),
+    [
+        (1.0, ClassCounts(low=4), 3),
+        (0.25, ClassCounts(low=4), 2),  # 0.5 for each worker: exactly the threshold
+        (0.0, ClassCounts(low=4), 1),
+        (0.0, ClassCounts(high=2, low=2), 3),
+        (0.0, ClassCounts(), 3),  # an older router does not report classes
+    ],
+)
+def test_queued_prompts_of_class_low_count_by_their_weight(
+    weight: float, classes: ClassCounts, prefill: int
+) -> None:
+    observed = interval(replace(sample(queued=4), queued_by_class=classes))
+    settings = SETTINGS.model_copy(update={"low_prompt_weight": weight})
+    reasons, _ = decide_by_load(settings, observed, LoadState())
+    assert apply_reasons(observed.counts, reasons).prefill == prefill
+    for reason in reasons:
+        if reason.role is PlannedRole.PREFILL:
+            assert reason.inputs["low_prompts"] == classes.low
+            assert reason.inputs["high_prompts"] == classes.high
+            assert ("Low prompts count" in reason.sentence) == (weight < 1 and classes.low > 0)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from headrace_common.errors import ConfigError
+from headrace_planner.observation import ClassCounts
 from headrace_planner.recording import LINE_BYTES_MAX, interval_line, read_intervals
 
 LINE = {
@@ -19,7 +20,7 @@ LINE = {
 def test_a_line_becomes_an_interval() -> None:
     (read,) = read_intervals(["\n", json.dumps(LINE) + "\n"])
     assert read.start_unix_s == 10
-    assert read.samples[0].queue_per_worker == 3
+    assert read.samples[0].queue_per_worker() == 3
     assert read.samples[0].decode_load == 0.5
     assert read.requests is None
 
@@ -28,12 +29,18 @@ def test_every_wrong_field_of_a_line_is_named() -> None:
     wrong = json.loads(json.dumps(LINE))
     wrong["samples"][0]["queued_prompts"] = -1
     wrong["samples"][0]["decode"][0]["kv_usage"] = 2
+    wrong["samples"][0]["queued_by_class"] = {"low": -1}
     wrong["speed"] = 1
     with pytest.raises(ConfigError) as caught:
         list(read_intervals([json.dumps(LINE), json.dumps(wrong)]))
     detail = caught.value.detail
     assert detail.startswith("line 2: ")
-    for field in ("samples.0.queued_prompts", "samples.0.decode.0.kv_usage", "speed"):
+    for field in (
+        "samples.0.queued_prompts",
+        "samples.0.decode.0.kv_usage",
+        "queued_by_class.low",
+        "speed",
+    ):
         assert field in detail
 
 
@@ -60,8 +67,10 @@ def test_a_written_interval_is_read_again(requests: dict[str, float] | None) -> 
     line["samples"][0]["decode"].append(
         {"kv_usage": 0.1, "waiting_requests": 4, "slot_usage": 0.75}
     )
+    line["samples"][0]["queued_by_class"] = {"high": 1, "low": 2}
     if requests is not None:
         line["requests"] = requests
     (interval,) = read_intervals([json.dumps(line)])
     assert interval.samples[0].decode[1].load == pytest.approx(0.75 + 4 * 0.02)
+    assert interval.samples[0].queued_by_class == ClassCounts(high=1, low=2)
     assert list(read_intervals([interval_line(interval)])) == [interval]

@@ -6,6 +6,7 @@ import pytest
 
 from headrace.inference.v1 import load_pb2
 from headrace.worker.v1 import worker_pb2
+from headrace_planner.observation import ClassCounts
 from headrace_planner_service.sampling import DecodeReading, load_sample, request_statistics
 
 STATES = worker_pb2.WatchStatusResponse
@@ -37,6 +38,20 @@ def test_prompts_wait_on_routers_and_on_prefill_workers() -> None:
     assert sample.prefill_workers == 2
     assert sample.queued_prompts == 6
     assert sample.decode_load == 0
+
+
+def test_queued_prompts_of_each_class_are_those_of_all_routers() -> None:
+    routers = [
+        load_pb2.ModelLoad(
+            queued_prompts=6, queued_by_class=load_pb2.ClassCounts(high=1, normal=2, low=3)
+        ),
+        load_pb2.ModelLoad(queued_prompts=4, queued_by_class=load_pb2.ClassCounts(low=4)),
+        # A router of an older version does not report classes.
+        load_pb2.ModelLoad(queued_prompts=5),
+    ]
+    sample = load_sample(routers, [], [])
+    assert sample.queued_prompts == 15
+    assert sample.queued_by_class == ClassCounts(high=1, normal=2, low=7)
 
 
 def test_the_load_of_a_decode_worker_is_that_of_its_scarcer_resource() -> None:

@@ -62,7 +62,10 @@ def test_no_sum_shrinks_when_figures_contradict_each_other() -> None:
 
 async def test_every_served_model_has_an_entry_of_its_own() -> None:
     depths = {"m": 3, "other": 1}
-    queue = SimpleNamespace(estimate=lambda model: SimpleNamespace(depth=depths[model]))
+    queue = SimpleNamespace(
+        estimate=lambda model: SimpleNamespace(depth=depths[model]),
+        depths=lambda model: {"high": 0, "normal": 1, "low": depths[model] - 1},
+    )
     admission = SimpleNamespace(waiting_for_slot=lambda model: 10 * depths[model])
     reader = LoadReader(
         ["other", "m"], cast("PrefillQueue", queue), cast("Admission", admission), totals()
@@ -73,3 +76,6 @@ async def test_every_served_model_has_an_entry_of_its_own() -> None:
         for one in answer.models
     ]
     assert found == [("m", 3, 30, 2), ("other", 1, 10, 0)]
+    first, second = (one.queued_by_class for one in answer.models)
+    assert (first.high, first.normal, first.low) == (0, 1, 2)
+    assert (second.normal, second.low) == (1, 0)

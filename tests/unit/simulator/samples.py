@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from headrace_common.callers.priority import Priority
 from headrace_planner.profile import DecodePoint, PrefillPoint, TransferTime, WorkerProfile
 from headrace_simulator.trace import TraceRequest
 
@@ -28,5 +29,6 @@ def request(
     prompt_tokens: int = 1000,
     answer_tokens: int = 10,
     ids: tuple[int, ...] = (),
+    priority: Priority = Priority.NORMAL,
 ) -> TraceRequest:
-    return TraceRequest(number, arrival_s, prompt_tokens, answer_tokens, ids)
+    return TraceRequest(number, arrival_s, prompt_tokens, answer_tokens, ids, priority)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench.simulation.make_trace import Conversations, conversation_entries
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import ConfigError
 from headrace_simulator.trace import BLOCK_TOKENS, read_trace
 from tests.unit.simulator.samples import request
@@ -27,6 +28,11 @@ def test_requests_come_in_the_order_of_arrival() -> None:
     assert (second.number, second.arrival_s, second.prompt_tokens) == (1, 2.5, 600)
 
 
+def test_a_line_may_name_a_class() -> None:
+    found = read_trace([line(), line(priority="low"), line(priority="high")])
+    assert [one.priority for one in found] == [Priority.NORMAL, Priority.LOW, Priority.HIGH]
+
+
 def test_a_trace_can_be_cut() -> None:
     found = read_trace([line(), line(timestamp=10_000)], seconds_max=10.0)
     assert [one.arrival_s for one in found] == [0.0]
@@ -41,6 +47,8 @@ def test_a_trace_can_be_cut() -> None:
         (line(input_length=0), "input_length"),
         (line(output_length="5"), "output_length"),
         (line(hash_ids=[1, -2]), "hash_ids"),
+        (line(priority="urgent"), "priority must be one of high, normal, low"),
+        (line(priority=1), "priority must be one of"),
         (line(hash_ids=[1, 2, 3]), "3 hash_ids are more than the blocks"),
     ],
 )

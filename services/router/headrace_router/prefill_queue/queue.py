@@ -97,9 +97,9 @@ class PrefillQueue:
             return math.inf
         return min((group.wait_s(priority) for group in self._groups_of(model)), default=0.0)
 
-    def depths(self) -> dict[str, int]:
-        """The number of tasks of each class that wait, by its name."""
-        groups = self._groups.values()
+    def depths(self, model: str = "") -> dict[str, int]:
+        """The number of tasks of each class that wait, by its name: of one served model, or of all."""
+        groups = self._groups_of(model)
         return {one.label: sum(group.depth_of(one) for group in groups) for one in Priority}
 
     def oldest_ages_s(self) -> dict[str, float]:

@@ -1,0 +1,112 @@
+"""Replays of traces with several classes: shares of the queue, of slots and of blocks, and each class's result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headrace_common.callers.priority import Priority
+from headrace_planner.profile import WorkerProfile
+from headrace_simulator.replay import simulate
+from headrace_simulator.result import ClassResult, SimulationResult
+from headrace_simulator.settings import SimulationSettings
+from headrace_simulator.trace import TraceRequest
+from tests.unit.simulator.samples import PROFILE, request
+
+HIGH, NORMAL, LOW = Priority.HIGH, Priority.NORMAL, Priority.LOW
+FEW_SLOTS = PROFILE.model_copy(update={"max_num_seqs": 12})
+FEW_BLOCKS = PROFILE.model_copy(update={"kv_tokens": 4_400})
+
+
+def replay(
+    trace: list[TraceRequest], profile: WorkerProfile = PROFILE, **settings: Any
+) -> SimulationResult:
+    return simulate(SimulationSettings(**settings), profile, trace)
+
+
+def at_once(each: int, **fields: Any) -> list[TraceRequest]:
+    """So many requests of each class at the same moment, the low ones first."""
+    classes = [LOW, NORMAL, HIGH] * each
+    return [request(number, priority=priority, **fields) for number, priority in enumerate(classes)]
+
+
+def by_class(result: SimulationResult) -> dict[str, ClassResult]:
+    return {one.priority: one for one in result.classes}
+
+
+def median_ttft_s(result: SimulationResult) -> list[float]:
+    return [one.ttft.percentiles["p50"] for one in result.classes]
+
+
+@pytest.mark.parametrize(
+    ("profile", "settings"),
+    [
+        (PROFILE.model_copy(update={"max_num_seqs": 128, "kv_tokens": 1_000_000}), {}),
+        (FEW_SLOTS, {"prefill_workers": 12}),
+        (FEW_BLOCKS, {"prefill_workers": 4}),
+    ],
+    ids=["queue", "slots", "blocks"],
+)
+def test_higher_classes_are_served_earlier_and_none_starves(
+    profile: WorkerProfile, settings: dict[str, Any]
+) -> None:
+    result = replay(at_once(20, answer_tokens=40), profile, **settings)
+    assert not result.failures
+    assert [one.priority for one in result.classes] == ["high", "normal", "low"]
+    assert median_ttft_s(result) == sorted(median_ttft_s(result))
+    assert median_ttft_s(result)[0] < 0.8 * median_ttft_s(result)[2]
+    # The first low request is served while nearly all others wait.
+    low = by_class(result)["low"]
+    whole_s = result.ttft.percentiles["p99"]
+    assert replay_first_s(profile, settings) < whole_s / 4
+    assert low.requests == 20
+    assert low.failed == 0
+
+
+def replay_first_s(profile: WorkerProfile, settings: dict[str, Any]) -> float:
+    """The time to first token of a single low request among requests of the other classes."""
+    trace = [
+        one for one in at_once(20, answer_tokens=40) if one.priority is not LOW or not one.number
+    ]
+    (low,) = (one for one in replay(trace, profile, **settings).classes if one.priority == "low")
+    return low.ttft.mean_s
+
+
+def test_low_requests_get_their_share_of_a_queue_that_high_ones_fill() -> None:
+    wide = PROFILE.model_copy(update={"max_num_seqs": 128, "kv_tokens": 1_000_000})
+    trace = [request(number, priority=HIGH, prompt_tokens=100) for number in range(100)]
+    trace += [request(100 + number, priority=LOW, prompt_tokens=100) for number in range(4)]
+    result = by_class(replay(trace, wide))
+    # One low prompt for each 16 high ones: the fourth is the 52nd or so of 104.
+    assert result["low"].ttft.percentiles["p99"] < 0.6 * result["high"].ttft.percentiles["p99"]
+
+
+def test_classes_add_up_to_the_whole() -> None:
+    result = replay(at_once(5), ttft_s=4.0, itl_s=0.05)
+    assert sum(one.requests for one in result.classes) == result.requests
+    assert sum(one.goodput for one in result.classes) == pytest.approx(result.goodput)
+    assert 0 < result.attainment < 1
+    met = sum(one.attainment * one.requests for one in result.classes)
+    assert met == pytest.approx(result.attainment * result.requests)
+
+
+def test_a_trace_of_one_class_has_no_rows_by_class() -> None:
+    assert replay([request(0), request(1)]).classes == []
+    # All in one class are equal, whatever the class.
+    low = replay([request(number, priority=LOW) for number in range(6)])
+    assert low.ttft == replay([request(number) for number in range(6)]).ttft
+
+
+def test_equal_runs_with_classes_have_equal_results() -> None:
+    trace = at_once(10, answer_tokens=30)
+    first, again = (replay(trace, FEW_BLOCKS, decode_workers=2, seed=3) for _ in range(2))
+    assert first == again
+
+
+def test_a_request_that_never_fits_does_not_hold_up_the_others_of_its_class() -> None:
+    # One request has room at a time.
+    trace = [request(0), request(1), request(2, prompt_tokens=40_000), request(3)]
+    result = replay(trace, PROFILE.model_copy(update={"kv_tokens": 1_200}))
+    assert result.failures == {"INVALID_FIELD": 1}
+    assert result.requests == len(trace)
