@@ -148,14 +148,19 @@ async def open_router_internally(endpoint: str) -> AsyncIterator[RouterOperator]
 
 
 async def list_members(registry: str) -> list[registry_pb2.Member]:
-    """The registered members, by worker id, up to one page."""
+    """The registered members, by worker id."""
+    members: list[registry_pb2.Member] = []
+    page_token = ""
     async with call_channel(registry) as channel:
+        stub = registry_pb2_grpc.RegistryServiceStub(channel)
         with rpc_errors(f"the registry on {registry}"):
-            response = await registry_pb2_grpc.RegistryServiceStub(channel).ListMembers(
-                registry_pb2.ListMembersRequest(),
-                timeout=CALL_TIMEOUT_S,
-            )
-    return list(response.members)
+            while True:
+                request = registry_pb2.ListMembersRequest(page_token=page_token)
+                page = await stub.ListMembers(request, timeout=CALL_TIMEOUT_S)
+                members += page.members
+                page_token = page.next_page_token
+                if not page_token:
+                    return members
 
 
 async def worker_status(

@@ -151,3 +151,6 @@ def require_limits(layout: layout_pb2.KvLayout) -> None:
 
 LEASES_PER_RENEWAL_MAX: Final = 4_096
 """Leases that one message to the registry may renew."""
+
+DEFAULT_KV_CACHE_GIB: Final = 1.0
+"""KV memory of a rank where neither a setting nor a GPU's share decides it."""

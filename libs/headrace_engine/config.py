@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Literal
 
 from headrace_common.access.credentials import Credentials
 from headrace_common.limits import write_quiet_s
@@ -11,9 +11,6 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.settings import TierSettings
 from headrace_kv.receive.layer_overlap import OverlapSettings
 from headrace_kv.transport.networks import Networks
-
-DEFAULT_KV_CACHE_GIB: Final = 1.0
-"""KV memory of a rank where neither a setting nor a GPU's share decides it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace_common import ports
 from headrace_common.errors import ConfigError
+from headrace_common.limits import DEFAULT_KV_CACHE_GIB
 
 SERVICES = ("registry", "router", "prefill", "decode", "planner")
+WORKER_SERVICES = ("prefill", "decode")
 SIM = "sim"
 VLLM = "vllm"
 # Fits small machines. The models allow contexts several times longer.
@@ -21,6 +23,8 @@ POOLED_HOST_GIB = 0.5
 _MODULES = {"planner": "headrace_planner_service"}
 # With more sim workers of a role than this, one process holds all of them.
 SIM_PROCESSES = 8
+# The workers of a process share these settings evenly.
+_MEMORY = ("kv_cache_gib", "kv_host_gib", "kv_disk_gib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,10 @@ class Topology:
     planner: bool = False
     """Whether a planner decides on the numbers of workers from then on."""
 
+    def count_of(self, service: str) -> int:
+        """The workers of a service at the start."""
+        return self.prefill_count if service == "prefill" else self.decode_count
+
     @property
     def http_listen(self) -> str:
         """host:port of the OpenAI HTTP API. Empty: no HTTP."""
@@ -62,7 +70,7 @@ class Topology:
 class ProcessSpec:
     """How to start one process. Once it serves, `port_file` has a line with the addresses of each worker.
 
-    `keeps_log`: whether the log of an earlier process is continued.
+    `keeps_log`: whether the log of an earlier process is continued. `worker_count`: workers that the process has.
     """
 
     name: str
@@ -72,6 +80,14 @@ class ProcessSpec:
     log_file: Path
     environment: Mapping[str, str]
     keeps_log: bool = False
+    worker_count: int = 1
+
+    @property
+    def worker_names(self) -> tuple[str, ...]:
+        """The ids of its workers."""
+        if self.worker_count == 1:
+            return (self.name,)
+        return tuple(f"{self.name}-{number}" for number in range(self.worker_count))
 
 
 def check_topology(topology: Topology) -> None:
@@ -91,10 +107,6 @@ def check_topology(topology: Topology) -> None:
     if topology.pool_gib and max(topology.prefill_count, topology.decode_count) > SIM_PROCESSES:
         raise ConfigError(
             f"--store-pool needs a process for each worker: give at most {SIM_PROCESSES} of each role, or leave it out"
-        )
-    if topology.planner and max(topology.prefill_count, topology.decode_count) > SIM_PROCESSES:
-        raise ConfigError(
-            f"--planner needs a process for each worker: give at most {SIM_PROCESSES} of each role, or leave it out"
         )
     if topology.decode_count < 1 or topology.prefill_count < 0:
         raise ConfigError("at least one decode worker is needed: give --decode 1 or more")
@@ -175,18 +187,10 @@ def worker_specs(
     topology: Topology, folder: Path, registry: str, pool: str = ""
 ) -> list[ProcessSpec]:
     """The processes of all prefill and decode workers, on any free ports. `pool`: the address of their store."""
-    counts = {"prefill": topology.prefill_count, "decode": topology.decode_count}
-    flags: list[str] = []
-    if topology.engine == SIM and max(counts.values()) > SIM_PROCESSES:
-        # With Mooncake each worker would have its own threads. All workers need the same transport.
-        flags.append("--transport=same_host")
     return [
-        worker_spec(
-            *(topology, folder, (registry, pool), service, name),
-            [*flags, *([f"--workers-per-process={members}"] if members > 1 else ())],
-        )
-        for service, count in counts.items()
-        for name, members in _processes(topology, service, count)
+        worker_spec(topology, folder, (registry, pool), service, name, worker_count)
+        for service in WORKER_SERVICES
+        for name, worker_count in _processes(topology, service)
     ]
 
 
@@ -196,9 +200,12 @@ def worker_spec(
     addresses: tuple[str, str],
     service: str,
     name: str,
-    more: Sequence[str] = (),
+    worker_count: int = 1,
 ) -> ProcessSpec:
-    """One process of workers, on any free port. `addresses` are those of the registry and of the store of KV blocks."""
+    """One process of workers, on any free ports. `addresses` are those of the registry and of the store of KV blocks.
+
+    Each worker has as much memory as one of those that the deployment starts with.
+    """
     registry, pool = addresses
     ranks = {
         "prefill": topology.prefill_tensor_parallel,
@@ -219,7 +226,14 @@ def worker_spec(
         flags += [f"--kv-pool-address={pool}", f"--kv-host-gib={POOLED_HOST_GIB}"]
     if topology.engine == VLLM:
         flags.append(f"--max-model-len={VLLM_CONTEXT_TOKENS}")
-    return _spec(topology, folder, name, service, [*flags, *more])
+    if any(shares_processes(topology, one) for one in WORKER_SERVICES):
+        # With Mooncake each worker would have its own threads. All workers need the same transport.
+        flags.append("--transport=same_host")
+    if worker_count > 1:
+        flags.append(f"--workers-per-process={worker_count}")
+    if shares_processes(topology, service):
+        topology = _with_memory(topology, service, worker_count / topology.count_of(service))
+    return replace(_spec(topology, folder, name, service, flags), worker_count=worker_count)
 
 
 def planner_spec(topology: Topology, folder: Path, registry: str, address: str) -> ProcessSpec:
@@ -233,11 +247,33 @@ def planner_spec(topology: Topology, folder: Path, registry: str, address: str) 
     return _spec(topology, folder, "planner", "planner", flags)
 
 
-def _processes(topology: Topology, service: str, count: int) -> list[tuple[str, int]]:
+def shares_processes(topology: Topology, service: str) -> bool:
+    """Whether the workers of a service share processes."""
+    return topology.engine == SIM and topology.count_of(service) > SIM_PROCESSES
+
+
+def _processes(topology: Topology, service: str) -> list[tuple[str, int]]:
     """Name and number of workers of each process of a service."""
-    if topology.engine != SIM or count <= SIM_PROCESSES:
-        return [(f"{service}-{index}", 1) for index in range(count)]
-    return [(service, count)]
+    count = topology.count_of(service)
+    if shares_processes(topology, service):
+        return [(service, count)]
+    return [(f"{service}-{index}", 1) for index in range(count)]
+
+
+def _with_memory(topology: Topology, service: str, share: float) -> Topology:
+    """The topology with this share of the memory that a service's first process has."""
+    if share == 1:
+        return topology
+    memory = {_MEMORY[0]: DEFAULT_KV_CACHE_GIB}
+    others = []
+    for target, setting, value in topology.settings:
+        field_name = setting.replace("-", "_")
+        if target == service and field_name in _MEMORY:
+            memory[field_name] = float(value) or memory.get(field_name, 0.0)
+        else:
+            others.append((target, setting, value))
+    scaled = [(service, name, f"{share * gib!r}") for name, gib in memory.items()]
+    return replace(topology, settings=(*others, *scaled))
 
 
 def _spec(

@@ -20,11 +20,16 @@ from headrace_common.config import (
     split_list,
 )
 from headrace_common.identity import is_worker_id
-from headrace_common.limits import WRITE_LEASE_S, WRITE_QUARANTINE_S, write_quiet_s
+from headrace_common.limits import (
+    DEFAULT_KV_CACHE_GIB,
+    WRITE_LEASE_S,
+    WRITE_QUARANTINE_S,
+    write_quiet_s,
+)
 from headrace_common.registry.adapters import adapter_to_proto
 from headrace_common.registry.place import LABEL_REMEDY, Place, is_label, place_to_proto
 from headrace_common.version import version
-from headrace_engine.config import DEFAULT_KV_CACHE_GIB, EngineConfig
+from headrace_engine.config import EngineConfig
 from headrace_engine.interface import Engine
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto

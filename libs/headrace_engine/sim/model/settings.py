@@ -10,8 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.errors import ConfigError
+from headrace_common.limits import DEFAULT_KV_CACHE_GIB
 from headrace_common.registry.adapters import Adapter, adapter_to_proto, announced_violations
-from headrace_engine.config import DEFAULT_KV_CACHE_GIB
 from headrace_engine.sim.model.caches import TOKEN_INNER, SimCache, SimPart, spread_caches
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
 from headrace_kv.plan.regions import HEAD_OUTER, TOKENS_OUTER, Dimension

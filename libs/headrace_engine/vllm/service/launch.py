@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.errors import ConfigError
-from headrace_engine.config import DEFAULT_KV_CACHE_GIB, EngineConfig
+from headrace_common.limits import DEFAULT_KV_CACHE_GIB
+from headrace_engine.config import EngineConfig
 from headrace_engine.vllm.compat import (
     import_vllm,
     require_vllm,
