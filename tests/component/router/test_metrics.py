@@ -9,6 +9,7 @@ import grpc.aio
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from headrace.prefill.v1 import prefill_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_common.telemetry import schema
@@ -16,6 +17,7 @@ from headrace_router.tracing.batches import SpanBatch, read_span
 from headrace_router.tracing.store import DROPPED_SPAN
 from tests.collector import Collector, collecting
 from tests.component.router.fakes import Rig, hand_over, reply
+from tests.component.router.fakes.prefill import FakePrefill
 from tests.waiting import until
 
 
@@ -92,6 +94,38 @@ async def test_depth_limit_and_age_of_the_queues_are_exported(
     await waiting
     await _export(rig)
     assert collector.value(schema.METRIC_QUEUE_DEPTH, **prefill) == 0
+
+
+async def test_slots_of_prefill_workers_are_exported_by_state(
+    collected: tuple[Rig, Collector],
+) -> None:
+    rig, collector = collected
+    ends = asyncio.Event()
+
+    async def computes(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+        await ends.wait()
+        await hand_over(worker, task)
+
+    await rig.add_decode(reply("ok"))
+    await rig.add_prefill(computes, credit=3)
+    worker = await rig.add_prefill(computes, credit=0)
+    await worker.give_credit(2)
+
+    async def slots() -> tuple[float | None, float | None]:
+        await _export(rig)
+        busy, free = (
+            collector.value(schema.METRIC_PREFILL_SLOTS, **{schema.ATTRIBUTE_SLOT_STATE: state})
+            for state in ("busy", "free")
+        )
+        return busy, free
+
+    await until(lambda: rig.router.queue.slots() == {"busy": 0, "free": 5})
+    assert await slots() == (0, 5)
+    asking = asyncio.create_task(rig.ask())
+    await until(lambda: rig.router.queue.slots() == {"busy": 1, "free": 4})
+    assert await slots() == (1, 4)
+    ends.set()
+    await asking
 
 
 async def test_dropped_spans_are_counted_by_bound(collected: tuple[Rig, Collector]) -> None:

@@ -110,6 +110,14 @@ class PrefillQueue:
             for one in Priority
         }
 
+    def slots(self) -> dict[str, int]:
+        """The slots of prefill workers that this router may use: those with a task, and unused credits."""
+        streams = self._worker_streams.values()
+        return {
+            "busy": sum(len(stream.tasks) for stream in streams),
+            "free": sum(stream.credits for stream in streams),
+        }
+
     def compute_s_per_token(self, model: str) -> float:
         """How long a prefill worker of a served model computes a token of a prompt; 0 before the first task."""
         sums = [group.computed for group in self._groups_of(model)]
