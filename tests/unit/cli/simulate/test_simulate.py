@@ -53,6 +53,26 @@ def test_every_placement_has_a_row_and_the_document_has_the_same(profile: Path) 
         assert run["requests"] > 10
 
 
+def test_a_trace_with_several_classes_has_a_row_for_each(profile: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    fields = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": []}
+    lines = [{**fields, "priority": name} for name in ("low", "high") * 5]
+    trace.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    given = ("--trace", trace, "--profile", profile, "--placement", "KV-aware")
+    table = simulate(*given)
+    assert table.exit_code == 0, table.output
+    (run,) = json.loads(simulate(*given, "--json").stdout)["runs"]
+    assert [(one["priority"], one["requests"]) for one in run["classes"]] == [
+        *(("high", 5), ("low", 5)),
+    ]
+    high, low = run["classes"]
+    assert high["ttft_ms"]["p50"] < low["ttft_ms"]["p50"]
+    for one in run["classes"]:
+        (row,) = [line for line in table.stdout.splitlines() if f" {one['priority']} " in line]
+        assert f"{one['attainment']:.1%}" in row
+        assert f"{one['ttft_ms']['p50']:.0f} ms" in row
+
+
 def test_the_planner_changes_the_workers(profile: Path) -> None:
     result = simulate(
         *("--trace", TRACE, "--profile", profile, "--seconds", 300, "--planner", "--json"),
