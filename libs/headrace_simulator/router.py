@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from random import Random
-from typing import Final
+from typing import Final, TypeVar
 
 from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker
+from headrace_frontend.admission.fair_share import CapacityRequest, FairPool, Grant
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.prefix.hashing import prefix_hasher
@@ -33,7 +37,6 @@ from headrace_simulator.cost import CostModel
 from headrace_simulator.decode_worker import SimulatedDecodeWorker
 from headrace_simulator.job import Job
 from headrace_simulator.prefill_worker import computed
-from headrace_simulator.room import DecodeSlots, RoomQueue
 from headrace_simulator.settings import SimulationSettings, Way
 from headrace_simulator.trace import BLOCK_TOKENS, TraceRequest
 
@@ -47,10 +50,12 @@ LAYOUT: Final = KvLayout.attention(
     parts={"kv": 2},
 )
 _HASH_KEY: Final = 1
+_TENANT: Final = ""
 _QUEUED_TASKS_MAX: Final = 1_000_000
 # No request has a deadline in a simulation.
 _REMAINING_S: Final = 1e9
 _AWARE: Final = (Way.KV_AWARE, Way.KV_AWARE_TIERS)
+_T = TypeVar("_T")
 
 
 class RoundRobin(Placement):
@@ -75,6 +80,85 @@ class RoundRobin(Placement):
         return self._inner.choose(replace(request, failed=request.failed | others), candidates)
 
 
+class _DecodeSlots:
+    """The slots of all decode workers, in the pool that a router has for them."""
+
+    def __init__(self) -> None:
+        self._pool = FairPool(1, dict, queue_above_share=True)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return self._pool.waiting
+
+    def resize(self, slots: int) -> None:
+        """The decode workers have so many slots now."""
+        self._pool.resize(max(1, slots))
+
+    @asynccontextmanager
+    async def holding(self, priority: Priority) -> AsyncIterator[None]:
+        """A slot over the block, after a wait for it."""
+        granted = asyncio.Event()
+        grant = self._pool.acquire(CapacityRequest(_TENANT, 1, granted.set, priority))
+        if grant is Grant.WAITING:
+            await granted.wait()
+        try:
+            yield
+        finally:
+            self._pool.release(_TENANT, 1, priority)
+
+
+class _RoomQueue:
+    """Requests with a slot that no decode worker has blocks for. In each class, the oldest is first.
+
+    The first of every class may try. Admission of the decode workers decides between classes.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Priority, deque[asyncio.Future[None]]] = {
+            priority: deque() for priority in Priority
+        }
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait."""
+        return sum(map(len, self._waiting.values()))
+
+    async def first(self, priority: Priority, attempt: Callable[[], _T | None]) -> _T:
+        """What `attempt` returns, once it is not None. It is called whenever it may succeed."""
+        try:
+            return await self._first(priority, attempt)
+        finally:
+            # One release may have made room for several requests.
+            self.wake()
+
+    def wake(self) -> None:
+        """Lets the oldest request of each class try again."""
+        for waiting in self._waiting.values():
+            while waiting:
+                turn = waiting.popleft()
+                if not turn.done():
+                    turn.set_result(None)
+                    break
+
+    async def _first(self, priority: Priority, attempt: Callable[[], _T | None]) -> _T:
+        waiting = self._waiting[priority]
+        is_first = not waiting
+        while True:
+            if is_first:
+                result = attempt()
+                if result is not None:
+                    return result
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            if is_first:
+                # It has waited longest.
+                waiting.appendleft(turn)
+            else:
+                waiting.append(turn)
+            await turn
+            is_first = True
+
+
 class SimulatedRouter:
     """Serves one model. `jobs` has the jobs that are under way, by transfer id."""
 
@@ -90,8 +174,8 @@ class SimulatedRouter:
         self._hasher = prefix_hasher(_HASH_KEY, MODEL, BLOCK_TOKENS)
         self._workers: dict[WorkerRef, SimulatedDecodeWorker] = {}
         self._table = LoadTable(())
-        self._slots = DecodeSlots()
-        self._room = RoomQueue()
+        self._slots = _DecodeSlots()
+        self._room = _RoomQueue()
 
     @property
     def index(self) -> PrefixIndex:
