@@ -289,7 +289,7 @@ def main() -> None:
         os.dup2(nothing.fileno(), 0)
     import_services()
     if engine == "vllm":
-        set_vllm_environment(host="127.0.0.1", kv_cache_gib=1, tensor_parallel_size=1)
+        set_vllm_environment(host="127.0.0.1", kv_cache_gib=1, rank_count=1)
         import_vllm()
     with socket.socket(fileno=int(listening)) as listener:
         ForkServer().serve_all(listener, until_closed)

@@ -19,7 +19,8 @@ class EngineConfig:
 
     `engine`: "vllm" or "sim". `model`: a path, or "sim" with settings as in "sim:layers=4,heads=4".
     `host`: the address under which other workers reach this one's memory. `tensor_parallel_size`:
-    ranks. `max_model_len`: most tokens of prompt and answer together; 0 takes the model's own.
+    ranks of a pipeline stage. `pipeline_parallel_size`: stages. `max_model_len`: most tokens of prompt
+    and answer together; 0 takes the model's own.
     `max_num_seqs`: requests held at a time. `dtype`: type of the weights, "auto" for the model's
     own. `num_gpu_blocks_override`: KV blocks per rank; 0 takes what `kv_cache_gib` holds. `kv_cache_gib`: memory for KV
     blocks per rank; 0 takes what a GPU's share leaves, and 1 GiB elsewhere. `max_num_batched_tokens`:
@@ -43,6 +44,7 @@ class EngineConfig:
     host: str = "127.0.0.1"
     transport: Literal["auto", "mooncake", "same_host", "in_memory"] = "mooncake"
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     max_model_len: int = 0
     max_num_seqs: int = 64
     dtype: str = "auto"
@@ -63,3 +65,8 @@ class EngineConfig:
     admitted: Networks | None = None
     write_quiet_s: float = write_quiet_s()
     tiers: TierSettings = field(default_factory=TierSettings)
+
+    @property
+    def rank_count(self) -> int:
+        """Ranks of all stages."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -39,6 +39,9 @@ FOREIGN = {
     ("libs/headrace_engine/vllm/continuation.py", "add_request.__wrapped__"): "the patch of vLLM's InputBatch",
     ("libs/headrace_engine/vllm/continuation.py", "InputBatch.add_request"): "the patch of vLLM's InputBatch",
     ("libs/headrace_engine/vllm/continuation.py", "state.generator"): "vLLM's CachedRequestState",
+    ("libs/headrace_engine/vllm/stages.py", "synchronize.__wrapped__"): "the patch of vLLM's GPUModelRunner",
+    ("libs/headrace_engine/vllm/stages.py", "GPUModelRunner.sync_and_gather_intermediate_tensors"): "the same",
+    ("libs/headrace_engine/vllm/stages.py", "runner.intermediate_tensors"): "vLLM's GPUModelRunner",
     ("libs/headrace_engine/vllm/service/sampling.py", "params._bad_words_token_ids"): "vLLM sets it from texts only",
     ("libs/headrace_text/chat_encoder.py", "self._plain.encode_special_tokens"): "tokenizers has no other switch",
     # The object is Jinja's environment, which is configured by its dictionaries.

@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="package")
 def vllm_environment() -> None:
     """Torch and vLLM read it on their import."""
-    set_vllm_environment(host="127.0.0.1", kv_cache_gib=1, tensor_parallel_size=1)
+    set_vllm_environment(host="127.0.0.1", kv_cache_gib=1, rank_count=1)
 
 
 @pytest.fixture(scope="package")

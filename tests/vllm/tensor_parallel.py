@@ -1,4 +1,4 @@
-"""A job: one prefill and one decode engine of any tensor parallelism."""
+"""A job: one prefill and one decode engine of any tensor parallelism and any number of pipeline stages."""
 
 from __future__ import annotations
 
@@ -34,11 +34,14 @@ class CellResult:
     """`plain` are the tokens of vLLM alone, `split` the same prompts over both engines, one after the other.
 
     `together` are the same once more, side by side, when decode has forgotten them and prefill has not.
+    `prefill_starts` and `decode_starts`: the first layer of each stage.
     """
 
     layer_count: int
     block_tokens: int
     head_block_bytes: int
+    prefill_starts: list[int]
+    decode_starts: list[int]
     decode_sessions: list[str]
     stream_ranks: list[int]
     plain: list[list[int]]
@@ -69,9 +72,17 @@ def transferred(answer: Answer) -> Transferred:
 
 
 async def measure(
-    model: str, prefill_ranks: int, decode_ranks: int, local_broadcast: bool = True
+    model: str,
+    prefill_ranks: int,
+    decode_ranks: int,
+    local_broadcast: bool = True,
+    prefill_stages: int = 1,
+    decode_stages: int = 1,
 ) -> CellResult:
-    """Starts a pair of the model's engines and generates on both. Decode checks the digests of all that it receives."""
+    """Starts a pair of the model's engines and generates on both. Decode checks the digests of all that it receives.
+
+    The ranks are those of each stage.
+    """
     # Latent attention rotates with the kernel that it corrects.
     mend_rotation()
     stream_ranks: list[int] = []
@@ -79,10 +90,14 @@ async def measure(
         role: {
             "model": model,
             "tensor_parallel_size": ranks,
+            "pipeline_parallel_size": stages,
             "max_num_batched_tokens": CHUNK_TOKENS,
             "local_broadcast": local_broadcast,
         }
-        for role, ranks in (("prefill", prefill_ranks), ("decode", decode_ranks))
+        for role, ranks, stages in (
+            ("prefill", prefill_ranks, prefill_stages),
+            ("decode", decode_ranks, decode_stages),
+        )
     }
     async with running_pair(digests=True, **changes) as pair:
         record_streams(pair, stream_ranks)
@@ -98,6 +113,8 @@ async def measure(
             layer_count=len(group.layers),
             block_tokens=group.block_tokens,
             head_block_bytes=group.bytes_between(0, descriptor.layout.block_tokens, 1),
+            prefill_starts=list(pair.prefill.descriptor.layout.stage_starts),
+            decode_starts=list(descriptor.layout.stage_starts),
             decode_sessions=[rank.session for rank in descriptor.ranks],
             stream_ranks=stream_ranks,
             plain=plain,

@@ -78,6 +78,14 @@ CALLS = {
     "vllm.engine.arg_utils.AsyncEngineArgs.create_engine_config": (),
     "vllm.config.model.ModelConfig.get_total_num_kv_heads": (),
     "vllm.model_executor.layers.mamba.mamba_utils.is_conv_state_dim_first": (),
+    "vllm.distributed.utils.get_pp_indices": ("num_hidden_layers", "pp_rank", "pp_size"),
+    "vllm.distributed.parallel_state.get_pp_group": (),
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner.sync_and_gather_intermediate_tensors": (
+        "num_tokens",
+        "intermediate_tensors",
+        "sync_self",
+    ),
+    "vllm.config.model.ModelConfig.get_total_num_hidden_layers": (),
     "vllm.v1.core.block_pool.BlockPool.get_new_blocks": ("num_blocks",),
     "vllm.v1.core.block_pool.BlockPool.get_num_free_blocks": (),
     "vllm.v1.core.block_pool.BlockPool.touch": ("blocks",),
@@ -233,7 +241,16 @@ FIELDS = {
         "parallel_config",
         "scheduler_config",
         "kv_transfer_config",
+        # With stages: the steps that vLLM plans before it handles the results of the first.
+        "max_concurrent_batches",
     ),
+    "vllm.distributed.parallel_state.GroupCoordinator": (
+        "cpu_group",
+        "rank_in_group",
+        "world_size",
+    ),
+    # With stages, vLLM keeps back the blocks of a cancelled request that a step still writes to.
+    "vllm.v1.core.sched.scheduler.Scheduler": ("defer_block_free",),
     "vllm.config.ModelConfig": (
         "max_model_len",
         "model",
@@ -264,6 +281,7 @@ FIELDS = {
         "seed",
         "max_model_len",
         "tensor_parallel_size",
+        "pipeline_parallel_size",
         "block_size",
         "num_gpu_blocks_override",
         "max_num_seqs",

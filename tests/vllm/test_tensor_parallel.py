@@ -61,7 +61,7 @@ PAIRS = [
 
 
 def result_of(
-    run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int, **changes: bool
+    run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int, **changes: int
 ) -> CellResult:
     result = run_job(
         "tests.vllm.tensor_parallel:measure",
@@ -80,17 +80,25 @@ def test_tokens_equal_plain_vllm_and_only_effective_writes_are_made(
     run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int, writes: int
 ) -> None:
     result = result_of(run_job, model, prefill_ranks, decode_ranks)
+    check(result, model, prefill_ranks, decode_ranks, writes)
+
+
+def check(
+    result: CellResult, model: str, prefill_ranks: int, decode_ranks: int, writes: int
+) -> None:
+    """Answers equal those of vLLM alone, and every layer crossed in `writes` parts. The ranks are those of a stage."""
     assert all(len(token_ids) == SAMPLING.max_tokens for token_ids in result.plain)
     assert len({tuple(token_ids) for token_ids in result.plain}) == len(result.plain)
     assert [answer.token_ids for answer in result.split] == result.plain
     assert [answer.token_ids for answer in result.together] == result.plain
 
     # Every decode rank has an engine of its own, and every prefill rank that sends at all one stream.
-    assert len(set(result.decode_sessions)) == decode_ranks
-    assert sorted(result.stream_ranks) == list(range(prefill_ranks))
+    assert len(set(result.decode_sessions)) == decode_ranks * len(result.decode_starts)
+    every_prefill_rank = range(prefill_ranks * len(result.prefill_starts))
+    assert sorted(result.stream_ranks) == list(every_prefill_rank)
     # Ranks that hold the same heads take turns.
     senders = {source for answer in result.split for source, *_ in answer.sent}
-    assert senders == set(range(prefill_ranks))
+    assert senders == set(every_prefill_rank)
 
     shape = MODELS[model]
     starts = [0, 0, 0, 0 if shape.computes_whole else 512]

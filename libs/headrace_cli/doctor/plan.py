@@ -41,12 +41,18 @@ class PlannedWorker:
     served_model: str
     transport: str
     tensor_parallel_size: int
+    stage_count: int
     cache_dtype: str
 
     @property
     def name(self) -> str:
         """The name that clients use."""
         return self.served_model or (_SIM if self.engine == _SIM else Path(self.model).name)
+
+    @property
+    def rank_count(self) -> int:
+        """Ranks of all stages. Those of the simulated engine's model are not counted."""
+        return self.tensor_parallel_size * self.stage_count
 
 
 def check_plan(prefill: Path, decode: Path) -> list[Finding]:
@@ -67,7 +73,7 @@ def check_plan(prefill: Path, decode: Path) -> list[Finding]:
     if findings:
         return findings
     layout = _side(workers[0]).layout
-    ranks = " to ".join(str(worker.tensor_parallel_size) for worker in workers)
+    ranks = " to ".join(str(worker.rank_count) for worker in workers)
     detail = f"{layout.layer_count} layers of {layout.dtype} fit each other, from ranks {ranks}"
     return [Finding(Verdict.OK, SUBJECT, f"{workers[0].name}: {detail}")]
 
@@ -82,9 +88,6 @@ def read_worker(path: Path) -> PlannedWorker:
         raise ConfigError(f"cannot read {path}: {error.strerror}; name a worker's file") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    ranks = values.get("tensor_parallel_size", 1)
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
-        raise ConfigError(f"{path}: tensor_parallel_size must be a whole number above 0")
     return PlannedWorker(
         path=path,
         worker_id=_text(path, values, "worker_id", ""),
@@ -92,9 +95,17 @@ def read_worker(path: Path) -> PlannedWorker:
         model=_text(path, values, "model", _SIM),
         served_model=_text(path, values, "served_model", ""),
         transport=_text(path, values, "transport", "mooncake"),
-        tensor_parallel_size=ranks,
+        tensor_parallel_size=_count(path, values, "tensor_parallel_size"),
+        stage_count=_count(path, values, "pipeline_parallel_size"),
         cache_dtype=_cache_dtype(path, values),
     )
+
+
+def _count(path: Path, values: dict[str, Any], field: str) -> int:
+    value = values.get(field, 1)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{path}: {field} must be a whole number above 0")
+    return value
 
 
 def _text(path: Path, values: dict[str, Any], field: str, default: str) -> str:

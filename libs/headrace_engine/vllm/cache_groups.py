@@ -44,10 +44,12 @@ def read_groups(
     kv_head_count: int,
     tensor_parallel_size: int,
     state_group_count: int = 0,
+    stage_layers_max: int = 0,
 ) -> tuple[LayerGroup, ...]:
     """The groups of a model: first those with all tokens, then those with windows, then states.
 
-    `state_group_count`: see state_heads. Raises ConfigError for layers with a cache that Headrace cannot transfer.
+    `state_group_count`: see state_heads. `stage_layers_max`: see LayerGroup. Raises ConfigError for layers with a cache
+    that Headrace cannot transfer.
     """
     groups = kv_cache_config.kv_cache_groups
     specs = [_one_spec(group.kv_cache_spec) for group in groups]
@@ -84,6 +86,7 @@ def read_groups(
                     window_tokens=window_tokens,
                     chunk_tokens=chunk_tokens,
                     state_parts=cache.state_parts,
+                    stage_layers_max=stage_layers_max,
                 )
             )
     if all(group.chunk_tokens for group in found):

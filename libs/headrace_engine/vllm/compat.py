@@ -1,6 +1,6 @@
 """Functions that depend on vLLM's internals rather than on its connector interface or its documented API.
 
-cache_groups.py, continuation.py, grammar_state.py, scheduler/block_holds.py, scheduler/block_order.py and
+cache_groups.py, continuation.py, grammar_state.py, stages.py, scheduler/block_holds.py, scheduler/block_order.py and
 service/first_token_grammar.py depend on them as well. tests/vllm/test_contract.py checks all that these modules and
 connector.py use against the installed version. Importing this module imports neither vllm nor torch.
 """
@@ -63,13 +63,13 @@ def require_vllm() -> str:
     )
 
 
-def set_vllm_environment(*, host: str, kv_cache_gib: float, tensor_parallel_size: int) -> None:
+def set_vllm_environment(*, host: str, kv_cache_gib: float, rank_count: int) -> None:
     """Sets the variables that vLLM reads when it is imported. Keeps the user's choice of threads and runner."""
     cores = len(os.sched_getaffinity(0))
     os.environ.update(
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",
-        VLLM_HOST_IP=host if tensor_parallel_size > 1 else "127.0.0.1",
+        VLLM_HOST_IP=host if rank_count > 1 else "127.0.0.1",
         VLLM_CPU_KVCACHE_SPACE=str(max(1, round(kv_cache_gib))),
         # Otherwise, several engines on one machine would be pinned to the same cores.
         VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -84,7 +84,7 @@ def set_vllm_environment(*, host: str, kv_cache_gib: float, tensor_parallel_size
     level = os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(level)
     # Half of the cores at most: OpenMP threads spin, and prefill and decode often share a machine.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (2 * tensor_parallel_size))))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // (2 * rank_count))))
 
 
 def built_for_cpu() -> bool:
@@ -179,7 +179,7 @@ def tier_event(change: BlockChange) -> KVCacheEvent:
 
 
 def tensor_parallel_size(vllm_config: VllmConfig) -> int:
-    """Ranks of the engine."""
+    """Ranks of a stage."""
     found: int = vllm_config.parallel_config.tensor_parallel_size
     return found
 
@@ -212,12 +212,6 @@ def replica_count(vllm_config: VllmConfig) -> int:
     return found
 
 
-def stage_count(vllm_config: VllmConfig) -> int:
-    """Pipeline stages of the engine."""
-    found: int = vllm_config.parallel_config.pipeline_parallel_size
-    return found
-
-
 def model_of(vllm_config: VllmConfig) -> tuple[str, dict[str, Any]]:
     """The model's folder or its name in the hub, and the fields of its config.json."""
     model = vllm_config.model_config
@@ -239,7 +233,7 @@ def state_group_count(vllm_config: VllmConfig) -> int:
 
 
 def tensor_parallel_rank() -> int:
-    """This process's rank."""
+    """This process's rank in its stage."""
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     found: int = get_tensor_model_parallel_rank()

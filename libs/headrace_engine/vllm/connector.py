@@ -27,6 +27,7 @@ from headrace_engine.vllm.compat import (
 from headrace_engine.vllm.deployment import deployment_of
 from headrace_engine.vllm.rank.connector_worker import ConnectorWorker
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
+from headrace_engine.vllm.stages import stage_layers_max
 from headrace_engine.vllm.step.groups import check_overlap_layers
 from headrace_engine.vllm.step.plan import StepPlan
 
@@ -84,6 +85,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_head_count=kv_head_count(vllm_config),
                 tensor_parallel_size=tensor_parallel_size(vllm_config),
                 state_group_count=state_group_count(vllm_config),
+                stage_layers_max=stage_layers_max(vllm_config),
             )
             check_overlap_layers(groups, settings.overlap_layers)
             if role == KVConnectorRole.SCHEDULER:

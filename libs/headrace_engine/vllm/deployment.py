@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from headrace_common.errors import HeadraceError
-from headrace_engine.vllm import continuation
-from headrace_engine.vllm.compat import extra_config, tensor_parallel_size
+from headrace_engine.vllm import continuation, stages
+from headrace_engine.vllm.compat import extra_config
 from headrace_engine.vllm.link.startup_error import write_startup_error
 from headrace_engine.vllm.rank.connector_worker import ConnectorWorker
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
@@ -60,16 +60,18 @@ class ServiceDeployment:
                 self.settings.tiers,
                 self.settings.overlap_layers,
                 groups,
-                tensor_parallel_size(vllm_config),
+                stages.rank_count(vllm_config),
                 sends_from_host=self.settings.sends_from_host,
             ),
             self.settings,
+            stages.stage_count(vllm_config),
         )
 
     def open_worker(
         self, vllm_config: VllmConfig, groups: tuple[LayerGroup, ...]
     ) -> ConnectorWorker:
         continuation.install(vllm_config)
+        stages.install(vllm_config)
         return ConnectorWorker(self.settings, vllm_config, groups)
 
     def report_startup_error(self, error: HeadraceError) -> None:
@@ -88,7 +90,7 @@ class StandaloneDeployment:
         self, vllm_config: VllmConfig, groups: tuple[LayerGroup, ...]
     ) -> ConnectorScheduler:
         return StandaloneConnectorScheduler(
-            groups, self.settings, self.standalone, tensor_parallel_size(vllm_config)
+            groups, self.settings, self.standalone, stages.rank_count(vllm_config)
         )
 
     def open_worker(

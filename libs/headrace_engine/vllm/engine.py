@@ -129,9 +129,7 @@ class VllmEngine(Engine):
             self._descriptors,
         )
         await self._link.start()
-        self.descriptor = await self._link.wait_attached(
-            self._config.tensor_parallel_size, ATTACH_TIMEOUT_S
-        )
+        self.descriptor = await self._link.wait_attached(self._config.rank_count, ATTACH_TIMEOUT_S)
         if self._config.role == "decode" and self._config.local_broadcast:
             self.descriptor, self.broadcast = open_broadcast(self.descriptor, self._link.process_of)
         await load_adapters(self._llm, tuple(self._adapters.values()))
@@ -182,7 +180,7 @@ class VllmEngine(Engine):
         transfer_id = work.target.transfer_id
         self._require_new(transfer_id)
         request = PrefillRequest(
-            *(llm, link, work, self._config.tensor_parallel_size, on_first_token),
+            *(llm, link, work, self._config.rank_count, on_first_token),
             lora_request=self._lora_request(work.adapter),
         )
         self._prefills[transfer_id] = request
@@ -220,7 +218,7 @@ class VllmEngine(Engine):
             self._require_started()[1],
             overlap_layers=overlap_layers,
             layer_count=self.descriptor.layout.layer_count,
-            rank_count=self._config.tensor_parallel_size,
+            rank_count=self._config.rank_count,
         )
 
     def first_token(self, transfer_id: str, token_id: int) -> None:
@@ -249,7 +247,7 @@ class VllmEngine(Engine):
         assert request is not None
         request.prefix_sending_started()
         sending = PrefixRequest(
-            *(link, target, self._config.tensor_parallel_size),
+            *(link, target, self._config.rank_count),
             on_quiet=partial(self._prefix_quiet, name),
         )
         self._prefixes[name] = sending

@@ -118,7 +118,14 @@ class WorkerConfig(ServiceConfig):
         "transfers. A decode worker also admits the hosts of prefill workers with an open handoff stream, so this is "
         "for address translation between them. 0.0.0.0/0 admits every host.",
     )
-    tensor_parallel_size: PositiveCount = Field(1, description="Ranks the model is spread over.")
+    tensor_parallel_size: PositiveCount = Field(
+        1, description="Ranks that share the heads of each layer."
+    )
+    pipeline_parallel_size: PositiveCount = Field(
+        1,
+        description="Pipeline stages that share the layers; each has tensor_parallel_size ranks. Engine sim has them "
+        "in model.",
+    )
     max_model_len: NonNegativeCount = Field(
         0, description="Most tokens of prompt and answer together; 0 means the model's own."
     )
@@ -334,6 +341,7 @@ def engine_config(
         host=host,
         transport=config.transport,
         tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
         dtype=config.dtype,

@@ -10,10 +10,14 @@ from xxhash import xxh3_64_intdigest
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import KvCorrupt, ProtocolViolation
+from headrace_kv.layout.layout import KvLayout
 
-LOGITS_RANK: Final = 0
-"""The prefill rank that sends the logits. Every rank has all of them."""
 PART_BYTES: Final = 256 * 1024
+
+
+def logits_rank(prefill: KvLayout) -> int:
+    """The prefill rank that sends the logits: the first of the last stage. All ranks of that stage have all of them."""
+    return prefill.rank_count - prefill.tensor_parallel_size
 
 
 def logits_parts(

@@ -19,7 +19,7 @@ from headrace_common.errors import (
 from headrace_common.tickets.keys import TicketKey
 from headrace_kv.handoff.clock import TimerHandle, Timers
 from headrace_kv.handoff.leases import Quarantine, QuarantinePolicy
-from headrace_kv.handoff.logits import LOGITS_RANK, IncomingLogits
+from headrace_kv.handoff.logits import IncomingLogits, logits_rank
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.handoff.proto import reservation_fields
 from headrace_kv.handoff.tickets import digest_seed
@@ -41,6 +41,11 @@ class PrefillPeer:
 
     def __str__(self) -> str:
         return f"rank {self.rank} of {self.ref}"
+
+    @property
+    def sends_logits(self) -> bool:
+        """Whether this rank sends the logits of its worker's transfers."""
+        return self.rank == logits_rank(self.layout)
 
     def refuse(self, transfer_id: str, reason: str, detail: str, claim: str = "") -> None:
         """Sends a Cancel: the rank must stop writing for the transfer. `claim`: see Cancel.refused_claim."""
@@ -305,7 +310,7 @@ class IncomingTransfer:
 
     def land_logits(self, peer: PrefillPeer, part: handoff_pb2.LogitsPart) -> None:
         """Adds a part. Raises as IncomingLogits.take, and ProtocolViolation for a rank that must not send them."""
-        if peer.rank != LOGITS_RANK:
+        if not peer.sends_logits:
             raise ProtocolViolation(f"{peer} is not the one to send logits of {self.transfer_id}")
         self._logits.receive_part(part, self.digest_seed)
 
@@ -366,7 +371,7 @@ class IncomingTransfer:
             self._on_free(self)
 
     def _owes_logits(self, peer: PrefillPeer) -> bool:
-        return peer.rank == LOGITS_RANK and not self._logits.complete
+        return peer.sends_logits and not self._logits.complete
 
     def _end(self) -> None:
         if self._timer is not None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import InternalError
+from headrace_kv.handoff.logits import logits_rank
 from headrace_kv.handoff.messages import LayerRange
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory
 from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
@@ -65,6 +66,11 @@ class SenderPeer:
         self._observers: tuple[WriteObserver, ...] = ()
         # By decode rank, and whether the source is main memory.
         self._planners: dict[tuple[int, bool], CopyPlanner] = {}
+
+    @property
+    def sends_logits(self) -> bool:
+        """Whether this rank sends the logits of its worker's transfers."""
+        return self._context.rank == logits_rank(self._context.layout)
 
     def stream_ready(
         self, descriptor: KvDescriptor, observers: tuple[WriteObserver, ...] = ()

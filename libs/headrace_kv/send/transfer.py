@@ -7,7 +7,7 @@ from collections import deque
 from enum import Enum
 
 from headrace_common.errors import InternalError, TransferTimeout
-from headrace_kv.handoff.logits import LOGITS_RANK, OutgoingLogits
+from headrace_kv.handoff.logits import OutgoingLogits
 from headrace_kv.handoff.messages import (
     LayerRange,
     Reservation,
@@ -55,7 +55,7 @@ class OutgoingTransfer:
         self.deadline_s = deadline_s
         self.digest_seed = digest_seed(target.ticket)
         """The seed of its digests."""
-        with_logits = target.with_logits and rank == LOGITS_RANK
+        with_logits = target.with_logits and peer.sends_logits
         self.logits = OutgoingLogits(target.transfer_id, self.digest_seed) if with_logits else None
         self._rank = rank
         self._phase = _CONNECTING

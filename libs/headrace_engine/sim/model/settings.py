@@ -325,6 +325,11 @@ def plan_shape(config: EngineConfig) -> SimShape:
         )
         if getattr(config, field) < least
     ]
+    if config.pipeline_parallel_size != 1:
+        remedy = (
+            f'the sim engine takes it in model, as in "sim:stages={config.pipeline_parallel_size}"'
+        )
+        faults.append(("pipeline_parallel_size", config.pipeline_parallel_size, remedy))
     if faults:
         raise _config_error(faults)
     config = replace(config, block_size=config.block_size or BLOCK_TOKENS)

@@ -15,7 +15,7 @@ from headrace_common.errors import (
     TransferTimeout,
     from_reason,
 )
-from headrace_kv.handoff.logits import LOGITS_RANK
+from headrace_kv.handoff.logits import logits_rank
 from headrace_kv.handoff.messages import LayerRange, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvLayout
 
@@ -124,7 +124,8 @@ class Handover:
     def push_logits(self, logits: bytes) -> None:
         """Sends the last token's logits."""
         if not self.failed:
-            self._senders[LOGITS_RANK].push_logits(self.target.transfer_id, logits)
+            sender = self._senders[logits_rank(self._layout)]
+            sender.push_logits(self.target.transfer_id, logits)
 
     def finish(self) -> None:
         """Nothing more will be pushed."""

@@ -26,13 +26,15 @@ from headrace_engine.vllm.link.messages import report_to_proto, tier_load_to_pro
 from headrace_engine.vllm.rank.layer_wait import LayerWait
 from headrace_engine.vllm.rank.logits_tap import LogitsTap
 from headrace_engine.vllm.rank.memory import describe_arena, layout_of, rank_memory
+from headrace_engine.vllm.rank.stage_layers import join_stages
 from headrace_engine.vllm.rank.step_executor import LayerKind, StepExecutor
 from headrace_engine.vllm.settings import ConnectorSettings
+from headrace_engine.vllm.stages import gather_from_stages, stage_of_this_rank
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import StepPlan
 from headrace_engine.vllm.tiers.executor import TierExecutor
 from headrace_engine.vllm.tiers.pool_executor import PoolExecutor
-from headrace_kv.handoff.logits import LOGITS_RANK
+from headrace_kv.handoff.logits import logits_rank
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import STATE, KvLayout, RankMemory
 from headrace_kv.layout.proto import layout_from_proto, layout_to_proto, rank_memory_to_proto
@@ -65,9 +67,11 @@ class ConnectorWorker:
     ) -> None:
         self._settings = settings
         self._groups = groups
-        self._rank = tensor_parallel_rank()
         self._tensor_parallel_size = tensor_parallel_size(vllm_config)
+        self._stage, self._rank_in_stage = stage_of_this_rank(), tensor_parallel_rank()
+        self._rank = self._stage * self._tensor_parallel_size + self._rank_in_stage
         self._block_format_of = block_interior(vllm_config)
+        # Numbers in the stage until `register_kv_caches`, then in the layout.
         self._layer_numbers = {name: number for group in groups for number, name in group.layers}
         self._transport: KvTransport | None = None
         self._sender: RankSender | None = None
@@ -90,15 +94,20 @@ class ConnectorWorker:
         arena = describe_arena(
             kv_caches,
             self._groups,
-            rank=self._rank,
+            rank=self._rank_in_stage,
             tensor_parallel_size=self._tensor_parallel_size,
             block_format_of=self._block_format_of,
         )
+        stages = join_stages(gather_from_stages(arena.groups))
+        arena = stages.in_model(arena, self._stage)
         layout = layout_of(
             arena,
             fingerprint=self._settings.fingerprint,
             tensor_parallel_size=self._tensor_parallel_size,
+            stage_starts=stages.stage_starts,
         )
+        first = stages.stage_starts[self._stage]
+        self._layer_numbers = {name: first + number for name, number in self._layer_numbers.items()}
         admitted = self._settings.admitted
         self._transport, order = open_tensor_transport(
             next(iter(kv_caches.values())),
@@ -189,12 +198,12 @@ class ConnectorWorker:
         )
         self._sender = RankSender(context)
         self._ordered_sender = order_sender(self._sender, order)
-        layers = [
-            LayerKind(layout.group_index(layer), layout.group_of(layer).kind == STATE)
-            for layer in range(layout.layer_count)
-        ]
+        layers = {
+            layer: LayerKind(layout.group_index(layer), layout.group_of(layer).kind == STATE)
+            for layer in layout.layers_of(self._rank)
+        }
         self._executor.start(order.fence, self._ordered_sender or self._sender, layers)
-        if self._rank == LOGITS_RANK and self._settings.role != "decode":
+        if self._rank == logits_rank(layout) and self._settings.role != "decode":
             LogitsTap.listen(self._executor.logits_computed)
 
     def handle_preemptions(self, plan: StepPlan) -> None:

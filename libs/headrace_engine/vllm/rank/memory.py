@@ -32,7 +32,7 @@ BlockInterior = Callable[["Tensor", int], str]
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """One allocation that holds every layer's cache, in regions by layer."""
+    """One allocation that holds the caches of a stage's layers, in regions by layer."""
 
     base_address: int
     arena_bytes: int
@@ -52,8 +52,14 @@ def describe_arena(
 
     Where single tokens can be copied, heads and tokens may lie in either order. A model with states needs heads outside
     tokens, because its blocks are transferred whole: unused bytes of a block may hold an old state.
+    `rank` is that in the stage. A group without layers in the stage has no parts.
     Raises ConfigError for other tensors, for tensors that differ within a group, or for several allocations.
     """
+    if not kv_caches:
+        raise ConfigError(
+            "a pipeline stage has no layer with a cache: lower pipeline_parallel_size",
+            metadata={"field": "pipeline_parallel_size"},
+        )
     storages = {tensor.untyped_storage().data_ptr() for tensor in kv_caches.values()}
     if len(storages) != 1:
         raise _refusal("layers in separate allocations")
@@ -73,16 +79,15 @@ def describe_arena(
             _part(group, name, kv_caches[name], block_format_of, has_states)
             for _, name in group.layers
         }
-        if len(parts) != 1 or len({tensor.shape for tensor in tensors}) != 1:
+        if len(parts) > 1 or len({tensor.shape for tensor in tensors}) > 1:
             raise _refusal(f"layers of group {group.name} with caches of different sizes")
         held = heads_held(rank, tensor_parallel_size, group.head_count)
-        part = parts.pop()
         for (number, name), tensor in zip(group.layers, tensors, strict=True):
             if tensor.shape[1] != len(held):
                 raise _refusal(
                     f"{tensor.shape[1]} heads on rank {rank} in {name} instead of {len(held)}"
                 )
-            regions.append(_region(number, part, group, tensor, base))
+            regions.extend(_region(number, part, group, tensor, base) for part in parts)
         cache_groups.append(
             CacheGroup(
                 name=group.name,
@@ -90,7 +95,7 @@ def describe_arena(
                 kind=group.kind,
                 head_count=group.head_count,
                 block_tokens=group.block_tokens if group.kind == TOKENS else 0,
-                parts=(part,),
+                parts=tuple(parts),
                 window_tokens=group.window_tokens,
                 chunk_tokens=group.chunk_tokens,
             )
@@ -201,9 +206,15 @@ def _region(number: int, part: Part, group: LayerGroup, tensor: Tensor, base: in
     )
 
 
-def layout_of(arena: Arena, *, fingerprint: str, tensor_parallel_size: int) -> KvLayout:
-    """The worker's layout, which is the same on every rank."""
-    return KvLayout(fingerprint, tensor_parallel_size, arena.groups)
+def layout_of(
+    arena: Arena,
+    *,
+    fingerprint: str,
+    tensor_parallel_size: int,
+    stage_starts: tuple[int, ...] = (0,),
+) -> KvLayout:
+    """The worker's layout, which is the same on every rank. The arena's groups have the layers of all stages."""
+    return KvLayout(fingerprint, tensor_parallel_size, arena.groups, stage_starts)
 
 
 def rank_memory(arena: Arena, *, rank: int, transport: str, session: str) -> RankMemory:

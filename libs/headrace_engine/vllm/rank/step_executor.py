@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ class StepExecutor:
         self._rank = rank
         self._on_report = on_report
         self._sender: Sender | None = None
-        self._layers: tuple[LayerKind, ...] = ()
+        self._layers: Mapping[int, LayerKind] = {}
         self._changed = threading.Condition()
         self._active: set[str] = set()
         self._known_ids: OrderedDict[str, None] = OrderedDict()
@@ -57,15 +57,16 @@ class StepExecutor:
         self,
         fence: Callable[[], None],
         sender: Sender | None = None,
-        layers: Sequence[LayerKind] = (),
+        layers: Mapping[int, LayerKind] | None = None,
     ) -> None:
         """Before the first step, and again with a sender once the rank is to send. Without one it needs no `layers`.
 
-        `fence` orders the steps after it behind the peers' writes, see DeviceOrder.
+        `layers` are those of the rank's stage, by their number in the layout. `fence` orders the steps after it behind
+        the peers' writes, see DeviceOrder.
         """
         self._fence = fence
         self._sender = sender
-        self._layers = tuple(layers)
+        self._layers = layers or {}
 
     def transfer_quiet(self, report: SendReport) -> None:
         """The sender's callback: a transfer has no write under way any more."""
@@ -155,7 +156,7 @@ class StepExecutor:
             sender.finish(prefix.target.transfer_id)
 
     def _push_tokens(self, tokens: TokenRange, ready_ns: int) -> None:
-        for layer, kind in enumerate(self._layers):
+        for layer, kind in self._layers.items():
             if not kind.is_state:
                 self._push(tokens, layer, ready_ns)
 
@@ -191,7 +192,7 @@ class StepExecutor:
                 return
             self._host_sends.setdefault(tokens.transfer_id, []).append(send.number)
         ready_ns = time.monotonic_ns()
-        for layer in range(len(self._layers)):
+        for layer in self._layers:
             self._push(tokens, layer, ready_ns, in_host_memory=True)
 
     def take_ended_host_sends(self) -> list[int]:
@@ -208,7 +209,7 @@ class StepExecutor:
     def states_written(self) -> None:
         """The forward pass has ended. vLLM has no hook for states, which are final with a transfer's last token."""
         ready_ns = time.monotonic_ns()
-        for layer, kind in enumerate(self._layers):
+        for layer, kind in self._layers.items():
             if kind.is_state:
                 for tokens in self._plan.computed:
                     if tokens.block_ids[kind.group_index]:

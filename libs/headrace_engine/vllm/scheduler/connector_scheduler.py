@@ -11,6 +11,7 @@ from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import tier_event
 from headrace_engine.vllm.scheduler.block_order import sort_new_blocks
 from headrace_engine.vllm.scheduler.step_planner import SHORT_STEP_S, StepPlanner
+from headrace_engine.vllm.scheduler.steps_under_way import StepsUnderWay
 from headrace_engine.vllm.scheduler.transfers import ScheduledRequest
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import StepPlan
@@ -34,13 +35,15 @@ class ConnectorScheduler(ABC):
         on_reserved: Callable[[Reservation], None],
         idle_step_s: float,
         tiers: TierPlanner,
+        stages: int = 1,
     ) -> None:
-        """`idle_step_s`: the longest that a step without tokens waits for an event."""
+        """`idle_step_s`: the longest that a step without tokens waits for an event. `stages`: pipeline stages."""
         self._tiers = tiers
         self._planner = StepPlanner(groups, on_reserved)
         # One group of vLLM may count as two.
         self._group_ids = tuple(sorted({group.index for group in groups}))
         self._idle_step_s = idle_step_s
+        self._steps_under_way = StepsUnderWay(stages)
         self._flush_requested = False
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -108,7 +111,8 @@ class ConnectorScheduler(ABC):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
         self._flush_requested = False
-        if not scheduler_output.total_num_scheduled_tokens:
+        computes = scheduler_output.total_num_scheduled_tokens > 0
+        if not computes and not self._steps_under_way.may_have_results:
             # The engine learns of the end of a load with a step's results.
             idle_s = SHORT_STEP_S if self._tiers.is_loading else self._idle_step_s
             self._planner.wait_for_event(idle_s)
@@ -116,6 +120,7 @@ class ConnectorScheduler(ABC):
         preempted_ids = scheduler_output.preempted_req_ids or ()
         plan = self._planner.plan_step(scheduled, preempted_ids)
         self._plan_tiers(plan, scheduled, preempted_ids)
+        self._steps_under_way.add(has_results=computes or plan != StepPlan())
         return plan
 
     def _plan_tiers(

@@ -51,8 +51,9 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         link_path: Path,
         tiers: TierPlanner,
         settings: ConnectorSettings,
+        stages: int = 1,
     ) -> None:
-        super().__init__(groups, self._send_reserved, LONG_STEP_S, tiers)
+        super().__init__(groups, self._send_reserved, LONG_STEP_S, tiers, stages)
         self._settings = settings
         self._pool: RemotePool | None = None
         self._load = LoadMeter()

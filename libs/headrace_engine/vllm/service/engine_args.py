@@ -19,6 +19,7 @@ SETTINGS: Final[Mapping[str, str]] = {
     "seed": "seed",
     "max_model_len": "max_model_len",
     "tensor_parallel_size": "tensor_parallel_size",
+    "pipeline_parallel_size": "pipeline_parallel_size",
     "block_size": "block_size",
     "num_gpu_blocks_override": "num_gpu_blocks_override",
     "max_num_seqs": "max_num_seqs",
@@ -32,8 +33,7 @@ SETTINGS: Final[Mapping[str, str]] = {
 _CONNECTOR = "Headrace's connector is the engine's only one"
 _TOKENIZER = "the router tokenizes, with the tokenizer of the folder in its models"
 _ONE_ENGINE = "a worker is one engine: start more workers"
-_RANKS = "a KV transfer knows tensor-parallel ranks of one host only: set tensor_parallel_size"
-_STAGES = "with several stages, vLLM plans steps before it has the results of the step before: set tensor_parallel_size"
+_RANKS = "a KV transfer has ranks and stages of one host: set tensor_parallel_size or pipeline_parallel_size"
 _DRAFT = "a KV transfer carries the target model's cache only: on decode, give --speculative-config with method ngram"
 _LORA = "routers select adapters by name: give --enable-lora and --lora-modules"
 _HOOKS = "the connector's hooks depend on vLLM's own class"
@@ -62,7 +62,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "logits_processors": "the first token may be sampled outside the engine, without them",
     "disable_log_stats": "the worker's own metrics replace vLLM's",
     "use_tqdm_on_load": "logs have no progress bars",
-    "pipeline_parallel_size": _STAGES,
     "prefill_context_parallel_size": _RANKS,
     "decode_context_parallel_size": _RANKS,
     "nnodes": _RANKS,

@@ -28,6 +28,7 @@ from headrace_engine.vllm.service.adapters import (
     read_adapters,
 )
 from headrace_engine.vllm.service.engine_args import (
+    SPECULATION,
     fingerprint_with,
     parse_engine_args,
     split_engine_args,
@@ -68,6 +69,17 @@ def check_config(config: EngineConfig) -> ModelFolder:
             f"({config.max_num_seqs}): raise it, or lower max_num_seqs",
             metadata={"field": "max_num_batched_tokens"},
         )
+    if config.overlap_layers.layer_count and config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "overlap_layers lets a request begin before its last layers have arrived, and a later pipeline stage has "
+            "no first layers: set overlap_layers to 0, or pipeline_parallel_size to 1",
+            metadata={"field": "overlap_layers"},
+        )
+    if config.tiers.names and config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "kv_host_gib is not tested with pipeline stages: set it to 0, or pipeline_parallel_size to 1",
+            metadata={"field": "kv_host_gib"},
+        )
     _require_room(config)
     split_engine_args(config.engine_args, config.role)
     return read_model_folder(config.model, config.max_model_len)
@@ -105,7 +117,7 @@ def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launch
     set_vllm_environment(
         host=config.host,
         kv_cache_gib=config.kv_cache_gib or DEFAULT_KV_CACHE_GIB,
-        tensor_parallel_size=config.tensor_parallel_size,
+        rank_count=config.rank_count,
     )
     with warnings.catch_warnings():
         # vLLM and torch warn of deprecated names, here and in the forked processes.
@@ -157,6 +169,14 @@ def _device_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
     }
 
 
+def _kv_role(config: EngineConfig) -> str:
+    if config.role == "decode":
+        return "kv_consumer"
+    # Prefill workers receive prefixes. With stages, steps may be under way that still write to the blocks of a request
+    # that was cancelled. vLLM keeps such blocks back (I1) for consumers only.
+    return "kv_both" if config.pipeline_parallel_size > 1 else "kv_producer"
+
+
 def _engine_args(
     config: EngineConfig, folder: ModelFolder, link_path: Path
 ) -> tuple[AsyncEngineArgs, tuple[LoadedAdapter, ...]]:
@@ -166,6 +186,12 @@ def _engine_args(
     from headrace_engine.vllm.service.kv_events import events_endpoint
 
     given = parse_engine_args(split_engine_args(config.engine_args, config.role), config.role)
+    if SPECULATION in given and config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            "engine_args: with speculative_config, vLLM asks for drafts while other stages compute, and this is not "
+            "tested: leave it out, or set pipeline_parallel_size to 1",
+            metadata={"field": "engine_args"},
+        )
     adapters = read_adapters(given.pop(LORA_MODULES, ()), given)
     settings = ConnectorSettings(
         role=config.role,
@@ -189,6 +215,7 @@ def _engine_args(
         seed=config.seed,
         max_model_len=config.max_model_len or FIT_TO_MEMORY,
         tensor_parallel_size=config.tensor_parallel_size,
+        pipeline_parallel_size=config.pipeline_parallel_size,
         # None: vLLM chooses it for platform and model.
         block_size=config.block_size or None,
         num_gpu_blocks_override=config.num_gpu_blocks_override or None,
@@ -211,7 +238,7 @@ def _engine_args(
         kv_transfer_config={
             "kv_connector": "HeadraceConnector",
             "kv_connector_module_path": "headrace_engine.vllm.connector",
-            "kv_role": "kv_producer" if config.role == "prefill" else "kv_consumer",
+            "kv_role": _kv_role(config),
             # When a prefix does not come, its prompt is computed. Decode fails, and the router tries again.
             "kv_load_failure_policy": "recompute" if config.role == "prefill" else "fail",
             "kv_connector_extra_config": settings.to_extra_config(),

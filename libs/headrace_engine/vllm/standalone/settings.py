@@ -25,10 +25,10 @@ from headrace_engine.vllm.compat import (
     recomputes_failed_loads,
     replica_count,
     schedules_ahead,
-    stage_count,
 )
 from headrace_engine.vllm.model_folder import digest_of, read_model_folder
 from headrace_engine.vllm.settings import ConnectorSettings
+from headrace_engine.vllm.stages import stage_count
 from headrace_kv.receive.layer_overlap import OverlapSettings
 
 if TYPE_CHECKING:
@@ -162,7 +162,9 @@ def _require_supported(vllm_config: VllmConfig) -> None:
             "must be 1: start a server for each replica, because only one of them holds a prompt"
         )
     if stage_count(vllm_config) > 1:
-        problems["pipeline_parallel_size"] = "must be 1"
+        problems["pipeline_parallel_size"] = (
+            "must be 1: use tensor_parallel_size here, or a worker of Headrace, which has stages"
+        )
     if problems:
         listed = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
         raise ConfigError(listed, metadata=problems)

@@ -21,7 +21,8 @@ class LayerGroup:
     `block_format` names how a block is packed. It is empty where the attention kernels decide that. `page_bytes`: one
     block of one layer on a rank. `window_tokens` and `chunk_tokens` are those of CacheGroup. vLLM frees the blocks of
     such a group that no later token attends to, and has its null block in their place. A state with `state_parts` has
-    heads; without them, its page is one piece for each rank.
+    heads; without them, its page is one piece for each rank. With pipeline stages, `layers` are those of one stage,
+    numbered from 0, and no stage has more layers of all groups than `stage_layers_max`.
     """
 
     index: int
@@ -35,6 +36,7 @@ class LayerGroup:
     window_tokens: int = 0
     chunk_tokens: int = 0
     state_parts: tuple[StatePart, ...] = ()
+    stage_layers_max: int = 0
 
     @property
     def is_windowed(self) -> bool:
@@ -48,8 +50,8 @@ class LayerGroup:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in all layers of a rank."""
-        return self.page_bytes * len(self.layers)
+        """Bytes of one block in all layers of the rank with the most layers: the same in every process."""
+        return self.page_bytes * (self.stage_layers_max or len(self.layers))
 
     def blocks_between(
         self, block_ids: Sequence[int], start_token: int, end_token: int

@@ -163,15 +163,15 @@ async def test_the_answer_after_a_first_token_equals_the_closed_form(
 
 
 @pytest.mark.parametrize("source", ["prefill", "logits"])
-@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (4, 1)])
+@pytest.mark.parametrize(("ranks", "stages"), [((2, 1), 1), ((1, 2), 1), ((4, 1), 1), ((2, 1), 3)])
 @pytest.mark.parametrize("model", MODELS)
 async def test_first_tokens_come_from_one_of_several_ranks(
-    model: str, ranks: tuple[int, int], source: str
+    model: str, ranks: tuple[int, int], stages: int, source: str
 ) -> None:
-    """Of four ranks with two heads, some copies send no KV at all."""
+    """Of four ranks with two heads, some copies send no KV at all. Only the last stage has logits."""
     async with pair(
         model=model,
-        prefill={"tensor_parallel_size": ranks[0]},
+        prefill={"tensor_parallel_size": ranks[0], "model": f"{model},stages={stages}"},
         decode={"tensor_parallel_size": ranks[1]},
     ) as both:
         for number in range(4):

@@ -43,7 +43,12 @@ def test_workers_that_differ_in_ranks_only_fit(tmp_path: Path) -> None:
     path = model(tmp_path, "m")
     (finding,) = planned(
         tmp_path,
-        {"model": path, "tensor_parallel_size": 4, "transport": "auto"},
+        {
+            "model": path,
+            "transport": "auto",
+            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 2,
+        },
         {"model": path, "tensor_parallel_size": 1, "engine_args": "--kv-cache-dtype auto"},
     )
     assert finding.verdict is Verdict.OK
@@ -108,6 +113,7 @@ def test_simulated_workers_fit_by_the_settings_that_both_need(tmp_path: Path) ->
         ("model = [", "not TOML"),
         ("model = 3", "model must be text"),
         ("tensor_parallel_size = 0", "tensor_parallel_size"),
+        ("pipeline_parallel_size = 1.5", "pipeline_parallel_size"),
         ('model = "/absent"', "/absent"),
     ],
 )

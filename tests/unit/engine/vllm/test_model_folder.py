@@ -14,6 +14,8 @@ from headrace_engine.config import EngineConfig
 from headrace_engine.vllm.model_folder import read_model_folder
 from headrace_engine.vllm.service import launch
 from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.manager.settings import TierSettings
+from headrace_kv.receive.layer_overlap import OverlapSettings
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -115,6 +117,11 @@ def test_wrong_folders_are_rejected_in_one_line(tmp_path: Path) -> None:
         ({"dtype": "int4"}, "dtype"),
         ({"max_num_batched_tokens": 4}, "max_num_batched_tokens"),
         ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override"),
+        (
+            {"overlap_layers": OverlapSettings(1), "pipeline_parallel_size": 2},
+            "set overlap_layers to 0",
+        ),
+        ({"tiers": TierSettings(1.0), "pipeline_parallel_size": 2}, "kv_host_gib"),
         ({"num_gpu_blocks_override": 5, "block_size": 32, "max_model_len": 129}, "max_model_len"),
     ],
 )
@@ -131,7 +138,14 @@ def test_settings_that_cannot_work_are_rejected(
         "max_model_len": 128,
     }
     # Four blocks of 32 hold 128 tokens. Without block_size, vLLM has not chosen it yet.
-    for allowed in ({}, {"block_size": 32}, {"max_model_len": 2048}):
+    for allowed in (
+        {},
+        {"block_size": 32},
+        {"max_model_len": 2048},
+        {"overlap_layers": OverlapSettings(1)},
+        {"tiers": TierSettings(1.0)},
+        {"pipeline_parallel_size": 2},
+    ):
         launch.check_config(EngineConfig(**(values | allowed)))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=word):
         launch.check_config(EngineConfig(**(values | changes)))  # type: ignore[arg-type]

@@ -10,7 +10,8 @@ import pytest
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import HeadraceError, KvCorrupt, ProtocolViolation
-from headrace_kv.handoff.logits import PART_BYTES, IncomingLogits, logits_parts
+from headrace_kv.handoff.logits import PART_BYTES, IncomingLogits, logits_parts, logits_rank
+from headrace_kv.layout.layout import KvLayout
 
 SEED = 7
 SIZES = (1, 8, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES + 5)
@@ -19,6 +20,14 @@ SIZES = (1, 8, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 3 * PART_BYTES + 5)
 def parts_of(size: int) -> tuple[bytes, list[handoff_pb2.LogitsPart]]:
     logits = Random(size).randbytes(size)
     return logits, [request.logits for request in logits_parts("x1", logits, SEED)]
+
+
+@pytest.mark.parametrize("stages, ranks, expected", [(1, 1, 0), (1, 4, 0), (3, 2, 4)])
+def test_the_first_rank_of_the_last_stage_sends_logits(
+    stages: int, ranks: int, expected: int
+) -> None:
+    layout = KvLayout("m", ranks, (), tuple(range(stages)))
+    assert logits_rank(layout) == expected
 
 
 @pytest.mark.parametrize("size", SIZES)

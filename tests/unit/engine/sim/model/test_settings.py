@@ -84,6 +84,7 @@ def test_wrong_settings_are_named(model: str, field: str) -> None:
     "changes, field",
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
         ({"block_size": -1}, "block_size"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens"),

@@ -29,7 +29,7 @@ def started(
     reports: list[SendReport] = []
     executor = StepExecutor(0, reports.append)
     sender = Recorder(full)
-    executor.start(fence, sender, layers or (TOKENS, TOKENS))
+    executor.start(fence, sender, dict(enumerate(layers or (TOKENS, TOKENS))))
     return executor, sender, reports
 
 

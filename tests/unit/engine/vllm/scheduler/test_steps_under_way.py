@@ -1,0 +1,88 @@
+"""Whether an idle step may wait while vLLM has planned steps ahead."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
+from headrace_engine.vllm.scheduler.step_planner import StepPlanner
+from headrace_engine.vllm.settings import receive_params
+from headrace_engine.vllm.tiers.planner import TierPlanner
+from headrace_kv.manager.lower_tiers import LowerTiers
+from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION, never
+
+
+class Scheduler(ConnectorScheduler):
+    """One request waits for its KV."""
+
+    def __init__(self, stages: int, waits: list[float]) -> None:
+        super().__init__(ATTENTION, lambda one: None, 1.0, TierPlanner(LowerTiers({}), 1), stages)
+        self._waits = waits
+        params = receive_params("x1")
+        self._planner.blocks_allocated("r", params, (tuple(range(4)),), 100, 99, never)
+
+    def arrive(self) -> None:
+        self._planner.transfer_settled("x1", whole=True)
+
+    def on_new_request(self, request: Any) -> None: ...
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:
+        return False, None
+
+    def shutdown(self) -> None: ...
+
+    def waits(self, tokens: int = 0) -> bool:
+        """Plans a step. Whether it would wait for an event."""
+        running = ["other"] if tokens else []
+        cached = SimpleNamespace(
+            req_ids=running,
+            num_computed_tokens=[0 for _ in running],
+            new_block_ids=[None for _ in running],
+            resumed_req_ids=set(),
+        )
+        output: Any = SimpleNamespace(
+            total_num_scheduled_tokens=tokens,
+            num_scheduled_tokens=dict.fromkeys(running, tokens),
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=cached,
+            preempted_req_ids=None,
+        )
+        self._waits.clear()
+        self.build_connector_meta(output)
+        return bool(self._waits)
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of each wait, instead of the wait."""
+    found: list[float] = []
+
+    def wait_for_event(planner: StepPlanner, timeout_s: float) -> None:
+        found.append(timeout_s)
+
+    monkeypatch.setattr(StepPlanner, "wait_for_event", wait_for_event)
+    return found
+
+
+@pytest.mark.parametrize("stages", [1, 2, 3])
+def test_an_idle_step_does_not_wait_while_a_step_before_it_computes(
+    waits: list[float], stages: int
+) -> None:
+    scheduler = Scheduler(stages, waits)
+    assert not scheduler.waits(tokens=1)
+    # vLLM handles a step's results once it has planned as many steps as there are stages.
+    assert [scheduler.waits() for _ in range(stages + 1)] == [*[False] * (stages - 1), True, True]
+
+
+def test_an_idle_step_does_not_wait_while_a_request_is_let_run(waits: list[float]) -> None:
+    scheduler = Scheduler(2, waits)
+    assert scheduler.waits()
+    assert scheduler.waits()
+    scheduler.arrive()
+    # This step has the request, and the next one must not delay its result.
+    assert scheduler.waits()
+    assert not scheduler.waits()
+    assert scheduler.waits()

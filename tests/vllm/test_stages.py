@@ -1,0 +1,54 @@
+"""Prefill and decode with pipeline stages, compared with vLLM alone."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import pytest
+
+from tests.vllm.conftest import RunJob
+from tests.vllm.tensor_parallel import CellResult
+from tests.vllm.test_tensor_parallel import GROUPED, MANY, SINGLE, check, result_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+
+# (model, prefill's stages and ranks of each, decode's, writes per layer)
+SHAPES = [
+    (GROUPED, (2, 1), (1, 1), 1),
+    pytest.param(GROUPED, (2, 1), (1, 2), 2, marks=pytest.mark.long),
+    pytest.param(GROUPED, (1, 1), (2, 1), 1, marks=pytest.mark.long),
+    pytest.param(GROUPED, (1, 2), (2, 1), 2, marks=pytest.mark.long),
+    pytest.param(GROUPED, (2, 1), (2, 1), 1, marks=pytest.mark.long),
+    pytest.param(GROUPED, (2, 2), (1, 1), 2, marks=pytest.mark.long),
+    # Stages of one, one and two layers to stages of two.
+    pytest.param(MANY, (3, 1), (2, 1), 1, marks=pytest.mark.long),
+    # The ranks of each stage of decode copy the one head to each other.
+    pytest.param(SINGLE, (1, 1), (2, 2), 1, marks=pytest.mark.long),
+]
+
+
+@pytest.mark.parametrize(("model", "prefill", "decode", "writes"), SHAPES)
+def test_tokens_equal_plain_vllm_and_each_rank_sends_its_own_layers(
+    run_job: RunJob, model: str, prefill: tuple[int, int], decode: tuple[int, int], writes: int
+) -> None:
+    (prefill_stages, prefill_ranks), (decode_stages, decode_ranks) = prefill, decode
+    result = result_of(
+        run_job,
+        model,
+        prefill_ranks,
+        decode_ranks,
+        prefill_stages=prefill_stages,
+        decode_stages=decode_stages,
+    )
+    assert len(result.prefill_starts) == prefill_stages
+    assert len(result.decode_starts) == decode_stages
+    check(result, model, prefill_ranks, decode_ranks, writes)
+    check_stages(result, prefill_ranks, decode_ranks)
+
+
+def check_stages(result: CellResult, prefill_ranks: int, decode_ranks: int) -> None:
+    """Each layer goes from a rank of the stage that has it to one of decode's stage that has it."""
+    for answer in (*result.split, *result.together):
+        for source, destination, layer, _ in answer.sent:
+            assert source // prefill_ranks == bisect_right(result.prefill_starts, layer) - 1
+            assert destination // decode_ranks == bisect_right(result.decode_starts, layer) - 1
