@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.kube.cluster import Cluster, require_programs, running_cluster
+from tests.component.chart.custom import DEFINITIONS
+from tests.kube.cluster import Cluster, as_list, require_programs, running_cluster
 from tests.kube.node import FakeNode
 
 _NUMBERS = itertools.count()
@@ -17,7 +18,16 @@ _NUMBERS = itertools.count()
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     require_programs()
     with running_cluster(tmp_path_factory.mktemp("cluster")) as found:
+        define_custom_resources(found)
         yield found
+
+
+def define_custom_resources(cluster: Cluster) -> None:
+    """Adds the definitions, and returns when the server has accepted them."""
+    items = [definition.manifest() for definition in DEFINITIONS]
+    cluster.kubectl("create", "--filename", "-", text=as_list(items))
+    names = [f"customresourcedefinition/{definition.name}" for definition in DEFINITIONS]
+    cluster.kubectl("wait", "--for=condition=Established", "--timeout=50s", *names)
 
 
 @pytest.fixture

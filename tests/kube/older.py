@@ -1,7 +1,6 @@
 """The chart for the API server of the tests, which is older than the chart supports.
 
 Debian's source is Kubernetes 1.20. It lacks four things that the chart uses. They are replaced in a copy of the chart.
-Built with Debian's Go, it also crashes when it reads a custom resource. So the tests leave these out.
 """
 
 from __future__ import annotations

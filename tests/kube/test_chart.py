@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.component.chart.charts import CUSTOM, EXAMPLES
+from tests.component.chart.charts import EXAMPLES
 from tests.kube.cluster import Cluster, as_list
 from tests.kube.node import FakeNode
 from tests.kube.older import older_chart
@@ -48,9 +48,8 @@ def test_the_api_accepts_every_manifest_of_an_example(
         "template", "headrace", str(chart), "--namespace", namespace, *values(name)
     )
     found = [item for item in yaml.safe_load_all(rendered.stdout) if item]
-    own = [item for item in found if (item["apiVersion"], item["kind"]) not in CUSTOM]
-    done = cluster.kubectl("apply", "--dry-run=server", "--filename", "-", text=as_list(own))
-    assert len(done.stdout.splitlines()) == len(own)
+    done = cluster.kubectl("apply", "--dry-run=server", "--filename", "-", text=as_list(found))
+    assert len(done.stdout.splitlines()) == len(found)
     assert "statefulset.apps/headrace-decode created (server dry run)" in done.stdout
     # A server-side dry run stores nothing.
     stored = cluster.kubectl("--namespace", namespace, "get", "statefulsets", "--output=name")
@@ -72,12 +71,13 @@ async def test_a_release_is_installed_upgraded_rolled_back_and_removed(
     cluster: Cluster, namespace: str, node: FakeNode, chart: Path
 ) -> None:
     base = ("headrace", str(chart), "--namespace", namespace, *values("tokens"))
-    base += ("--set", "metrics.serviceMonitor=false,metrics.prometheusRule=false")
     legacy = ("--server-side=false",)
     cluster.helm("install", *base, *legacy, "--set", "decode.replicas=2")
     await until(lambda: ready(cluster, namespace, "headrace-decode") == 2, LIMIT_S, interval_s=0.2)
     first = state(cluster, namespace, "configmap", "headrace-decode")["data"]["settings.toml"]
     assert "max_num_seqs" not in first
+    watch = ("servicemonitor", "prometheusrule")
+    assert all(state(cluster, namespace, kind, "headrace")["spec"] for kind in watch)
 
     changes = "decode.replicas=3,decode.settings.max_num_seqs=7"
     cluster.helm("upgrade", *base, "--set", changes)
@@ -123,6 +123,7 @@ async def test_a_release_is_installed_upgraded_rolled_back_and_removed(
 
     def left() -> str:
         kinds = "all,configmap,serviceaccount,networkpolicy,poddisruptionbudget,role,rolebinding"
+        kinds += ",servicemonitor,prometheusrule"
         words = ("--namespace", namespace, "get", kinds, "--selector", INSTANCE, "--output=name")
         return cluster.kubectl(*words).stdout
 

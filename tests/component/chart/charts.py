@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from kube_tools import HELM, KUBERNETES_VERSIONS
+from tests.component.chart.custom import DEFINITIONS
 from tests.unit.test_architecture import ROOT
 
 CHART = ROOT / "docker" / "helm" / "headrace"
@@ -19,14 +20,7 @@ EXAMPLES = sorted((ROOT / "docker" / "helm" / "examples").glob("*.yaml"))
 RELEASE, NAMESPACE = "headrace", "models"
 COMPONENTS = ("registry", "router", "prefill", "decode", "planner")
 LIMIT_S = 60.0
-# Their schemas are those of their own projects.
-CUSTOM = {
-    ("monitoring.coreos.com/v1", "ServiceMonitor"),
-    ("monitoring.coreos.com/v1", "PrometheusRule"),
-    ("keda.sh/v1alpha1", "ScaledObject"),
-    ("inference.networking.k8s.io/v1", "InferencePool"),
-    ("cert-manager.io/v1", "Certificate"),
-}
+CUSTOM = {definition.resource for definition in DEFINITIONS}
 
 Manifest = dict[str, Any]
 
