@@ -2,7 +2,8 @@
 
 A mark is a comment on the line before a block:
 
-    run: sim                  in order, on a simulated deployment
+    run: sim                  in order, on a simulated deployment, whose addresses replace those of the examples
+    run: up                   in order, in a network of its own; the page's first such command starts the deployment
     run: sim, status 0 or 1   the same; the command may report what it found by its exit status
     run: shell                in order, in an empty folder without a deployment
     run: NAME                 by a test of its own, which asks for NAME
@@ -22,6 +23,12 @@ _BLOCK = re.compile(
 )
 _RUN = re.compile(r"run: (?P<name>[\w, -]+?)(?P<either>, status 0 or 1)?")
 _NOT_RUN = re.compile(r"not run: \S.*")
+# Commands in a block without a language, which no test finds.
+_INDENTED = re.compile(
+    r"^    (?:\$ |(?:sudo )?(?:[\w./-]*/)?(?:headrace|make|pip|helm|kubectl|docker|nft|curl|node|python3?)\b(?!:))"
+)
+_FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_PATH = re.compile(r"\b[\w./-]+\.(?:py|sh)\b")
 _SEPARATORS = frozenset({"|", "&&", "||", ";", "&"})
 
 
@@ -51,6 +58,11 @@ class Block:
         """Whether it has a mark in one of the forms above."""
         return bool(_RUN.fullmatch(self.mark) or _NOT_RUN.fullmatch(self.mark))
 
+    @property
+    def named_files(self) -> list[str]:
+        """Files of the checkout that the reason names, such as a test that does the same."""
+        return [] if self.runs else _PATH.findall(self.mark)
+
 
 def blocks_of(page: Path) -> Iterator[Block]:
     """The console blocks of a page."""
@@ -58,6 +70,12 @@ def blocks_of(page: Path) -> Iterator[Block]:
     for found in _BLOCK.finditer(text):
         line = text.count("\n", 0, found.start("body")) + 1
         yield Block(page, line, found["mark"] or "", tuple(commands_of(found["body"])))
+
+
+def indented_commands(text: str) -> list[str]:
+    """The lines of a page that are commands in blocks without fences."""
+    plain = _FENCED.sub("", text)
+    return [line for line in plain.splitlines() if _INDENTED.match(line)]
 
 
 def commands_of(body: str) -> Iterator[str]:

@@ -12,13 +12,15 @@ from typing import Any
 import openai
 import pytest
 
-from build_clients import SOURCES
+from build_clients import ROOT, SOURCES
 from headrace_frontend.openai.server import HttpServer
 from tests.clients.commands import run
 from tests.clients.router import KEY, full_at_first, secured_listen
 from tests.component.router.fakes import FakeDecode, Rig
+from tests.documented import blocks_of
 from tests.suite.certificates import Authority
 
+PAGE = ROOT / "docs" / "clients.md"
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
 NODE_FOLDER = SOURCES / "node"
 
@@ -58,6 +60,13 @@ async def test_openais_python_client_retries(tmp_path: Path) -> None:
         assert len(decode.requests) == 2
 
 
+def command_of_page() -> str:
+    """The command of the page on clients."""
+    (block,) = (block for block in blocks_of(PAGE) if block.runs == "openai client")
+    (command,) = block.commands
+    return command
+
+
 @pytest.mark.node
 @pytest.mark.skipif(
     not (NODE_FOLDER / "node_modules/openai").is_dir() or shutil.which("node") is None,
@@ -65,11 +74,10 @@ async def test_openais_python_client_retries(tmp_path: Path) -> None:
 )
 async def test_openais_node_client_retries(tmp_path: Path) -> None:
     async with served(tmp_path) as (url, authority, decode):
+        command = command_of_page().replace("http://127.0.0.1:7056/v1", url)
+        command = command.replace("OPENAI_API_KEY=none ", "")
         status, out, err = await run(
-            "node",
-            str(NODE_FOLDER / "openai_chat.mjs"),
-            url,
-            "Hello",
+            *("bash", "-c", f"cd {ROOT} && {command}"),
             OPENAI_API_KEY=KEY,
             NODE_EXTRA_CA_CERTS=authority,
         )

@@ -20,21 +20,22 @@ from headrace_planner_service.config import PlannerConfig
 from headrace_prefill.config import PrefillConfig
 from headrace_registry.config import RegistryConfig
 from headrace_router.config import RouterConfig
-from tests.documented import Block, blocks_of, commands_of, words_of
+from tests.documented import Block, blocks_of, commands_of, indented_commands, words_of
 from tests.unit.test_architecture import ROOT
 from tests.unit.test_documents import PAGES
 
-MARKED_PAGES = (
+OPERATIONS_PAGES = (
     *sorted((ROOT / "docs" / "operations").glob("*.md")),
     ROOT / "docs" / "quickstart-gpu.md",
 )
+COMMAND_PAGES = tuple(page for page in PAGES if any(blocks_of(page)))
 # tests/suite/test_documented_commands.py, tests/suite/quickstart_gpu.py, tests/component/registry/store/test_backup.py,
-# tests/clients/test_chat_clients.py
+# tests/clients/test_chat_clients.py, tests/clients/test_openai_clients.py
 RUNNERS = {
-    *("sim", "shell"),
+    *("sim", "shell", "up"),
     *("first host", "second host", "both hosts", "second host, beside the next"),
     "etcd",
-    *(f"{language} client" for language in LANGUAGES),
+    *(f"{language} client" for language in (*LANGUAGES, "openai")),
 }
 SERVICES: dict[str, type[ServiceConfig]] = {
     "headrace-registry": RegistryConfig,
@@ -109,13 +110,20 @@ def test_marks_are_of_known_forms() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("page", MARKED_PAGES, ids=lambda page: page.name)
-def test_every_block_of_an_operations_page_has_a_mark(page: Path) -> None:
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_block_has_a_mark(page: Path) -> None:
     unmarked = [block.line for block in blocks_of(page) if not block.is_marked]
-    assert not unmarked
-    # Other languages than console hide commands from the test.
-    assert "```sh" not in page.read_text(encoding="utf-8")
-    assert "```bash" not in page.read_text(encoding="utf-8")
+    assert not unmarked, 'write "run: NAME" or "not run: REASON": tests/documented.py'
+    # Other forms than console hide commands from the test.
+    text = page.read_text(encoding="utf-8")
+    assert not re.findall(r"^```(?:ba|z|k)?sh(?:ell)?$|^```$(?=\n\$ )", text, re.MULTILINE)
+    assert not indented_commands(text)
+
+
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_files_in_reasons_exist(page: Path) -> None:
+    named = {name for block in blocks_of(page) for name in block.named_files}
+    assert not [name for name in named if not (ROOT / name).is_file()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -130,7 +138,7 @@ def test_commands_exist(page: Path) -> None:
     assert not found
 
 
-@pytest.mark.parametrize("page", MARKED_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", OPERATIONS_PAGES, ids=lambda page: page.name)
 def test_metrics_of_an_operations_page_are_in_the_schema(page: Path) -> None:
     named = set(METRIC.findall(page.read_text(encoding="utf-8")))
     assert named <= METRICS.keys()
@@ -175,3 +183,17 @@ def test_blocks_have_marks_commands_and_continued_lines(tmp_path: Path) -> None:
         ["h"],
     ]
     assert list(commands_of("no command\n")) == []
+
+
+def test_indented_commands_and_files_of_reasons_are_found(tmp_path: Path) -> None:
+    text = (
+        "    headrace workers\n\n```console\n    $ make x\n```\n    $ ls\n    chat HOST:PORT\n"
+        "    .venv/bin/headrace trace\n    make: its output\n"
+    )
+    assert indented_commands(text) == [
+        "    headrace workers",
+        "    $ ls",
+        "    .venv/bin/headrace trace",
+    ]
+    block = Block(tmp_path, 1, "not run: needs x; tests/a/b.py and docker/try.sh run it", ("x",))
+    assert block.named_files == ["tests/a/b.py", "docker/try.sh"]
