@@ -2,7 +2,7 @@
 
 A mark is a comment on the line before a block:
 
-    run: sim                  in order, on a simulated deployment, whose addresses replace those of the examples
+    run: sim                  in order, on a simulated deployment; its addresses replace those of the examples
     run: up                   in order, in a network of its own; the page's first such command starts the deployment
     run: sim, status 0 or 1   the same; the command may report what it found by its exit status
     run: shell                in order, in an empty folder without a deployment
