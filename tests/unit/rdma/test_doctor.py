@@ -9,18 +9,18 @@ import pytest
 from tests.rdma.doctor import check_down, check_found, check_host
 
 ADDRESS = "10.99.0.1"
-PORT = {
+PORT: dict[str, Any] = {
     "verdict": "ok",
     "subject": "RDMA rxe0/1",
     "detail": f"active, Ethernet, 2.5 Gb/sec (1X SDR); GID 1 is RoCE v2 for {ADDRESS}",
     "remedy": None,
 }
-READY = [
+READY: list[dict[str, Any]] = [
     PORT,
     {"verdict": "ok", "subject": "RDMA device files", "detail": "", "remedy": None},
     {"verdict": "ok", "subject": "locked memory", "detail": "", "remedy": None},
 ]
-ABSENT = {
+ABSENT: dict[str, Any] = {
     "verdict": "warning",
     "subject": "RDMA",
     "detail": "this host has no RDMA adapter, so KV moves over TCP",
