@@ -2,7 +2,8 @@
 
 They state the fields of each spec with its type, whether it is required, its values and its pattern, as the projects
 define them. Fields that the chart has no use for are left out, and are therefore refused. To use another one, add it
-from the definition that `source` names. Rules in CEL are left out: the API server of the tests is older than they are.
+from the definition that `source` names. Rules in CEL and empty defaults are left out: the API server of the tests is
+older than the former, and refuses the latter.
 """
 
 from __future__ import annotations
@@ -235,7 +236,7 @@ _INFERENCE_POOL = Definition(
         targetPorts=_list(_PORT, minItems=1, maxItems=8),
         endpointPickerRef=_fields(
             "name",
-            group=_text(maxLength=253, default=""),
+            group=_text(maxLength=253),
             kind=_text(minLength=1, maxLength=63, default="Service"),
             name=_text(minLength=1, maxLength=253),
             port=_PORT,
