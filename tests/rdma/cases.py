@@ -93,7 +93,7 @@ LANES: Mapping[str, tuple[Group, ...]] = {
 }
 """Groups by machine in order. Neighbours with one layout share their decode workers."""
 DOCTOR_LANE = "arrangements"
-"""The lane whose machine runs `headrace doctor` after its groups."""
+"""The machine of this lane runs `headrace doctor` after its groups."""
 BETWEEN_HOSTS = (Group("gqa", 2, (4,), True), Group("mla", 4, (2,), True))
 
 WRITES_ROLE = "writes"
