@@ -28,7 +28,7 @@ BUILT: Final = ROOT / "build/clients"
 PROTOS: Final = ROOT / "protos"
 GOOGLE_PROTOS: Final = ("google/rpc/status.proto", "google/rpc/error_details.proto")
 LANGUAGES: Final = tuple(sorted(path.parent.name for path in SOURCES.glob("*/packages.txt")))
-BUILD_TIMEOUT_S: Final = 400.0
+BUILD_TIMEOUT_S: Final = 900.0
 INSTALL_TIMEOUT_S: Final = 500.0
 _LOG_CHARACTERS: Final = 3_000
 
