@@ -99,12 +99,15 @@ class CachedPrompts:
             blocks = tiers[0]
             if any(own[1:]):
                 slots = np.maximum.reduce(tiers).nonzero()[0]
-                shares = [
-                    self._prices.shares_of(model, block_tokens, ref) for ref in index.refs(slots)
-                ]
-                blocks[slots] = _credited_blocks(
-                    [tier[slots] for tier in tiers], list(np.transpose(shares))
-                )
+                # Perhaps only other workers have blocks.
+                if len(slots):
+                    shares = [
+                        self._prices.shares_of(model, block_tokens, ref)
+                        for ref in index.refs(slots)
+                    ]
+                    blocks[slots] = _credited_blocks(
+                        [tier[slots] for tier in tiers], list(np.transpose(shares))
+                    )
             found |= index.by_worker(blocks * block_tokens)
         return found
 

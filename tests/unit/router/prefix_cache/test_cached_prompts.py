@@ -129,3 +129,9 @@ def test_the_choice_is_that_of_a_loop_over_the_workers(
 
     best = [ref for ref in refs if rank(ref) == min(map(rank, refs))]
     assert chosen == (best[Random(seed).randrange(len(best))] if len(best) > 1 else best[0])
+
+
+def test_workers_without_blocks_have_none_while_others_have_some_in_slower_tiers() -> None:
+    cached = filled([(0, 2, 0, 0), (0, 0, 0, 0)], TierPrices(lambda model: 0.0))
+    assert cached.cached_refs("m", PROMPT, "", {ref_of(1)}) == {}
+    assert cached.cached_refs("m", PROMPT, "", {ref_of(0)}) == {ref_of(0): 6}
