@@ -169,11 +169,14 @@ def _device_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
     }
 
 
-def _kv_role(config: EngineConfig) -> str:
+def kv_role(config: EngineConfig) -> str:
+    """The role that vLLM gets. To vLLM, a prefill worker with stages consumes KV too.
+
+    With stages, steps may be under way that still write to the blocks of a cancelled request. For consumers, vLLM keeps
+    such blocks back (I1), and a prefill worker receives prefixes into free blocks.
+    """
     if config.role == "decode":
         return "kv_consumer"
-    # Prefill workers receive prefixes. With stages, steps may be under way that still write to the blocks of a request
-    # that was cancelled. vLLM keeps such blocks back (I1) for consumers only.
     return "kv_both" if config.pipeline_parallel_size > 1 else "kv_producer"
 
 
@@ -238,7 +241,7 @@ def _engine_args(
         kv_transfer_config={
             "kv_connector": "HeadraceConnector",
             "kv_connector_module_path": "headrace_engine.vllm.connector",
-            "kv_role": _kv_role(config),
+            "kv_role": kv_role(config),
             # When a prefix does not come, its prompt is computed. Decode fails, and the router tries again.
             "kv_load_failure_policy": "recompute" if config.role == "prefill" else "fail",
             "kv_connector_extra_config": settings.to_extra_config(),

@@ -6,6 +6,7 @@ import json
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -149,6 +150,29 @@ def test_settings_that_cannot_work_are_rejected(
         launch.check_config(EngineConfig(**(values | allowed)))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=word):
         launch.check_config(EngineConfig(**(values | changes)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("role", "stages", "expected"),
+    [
+        ("prefill", 1, "kv_producer"),
+        ("prefill", 2, "kv_both"),
+        ("decode", 1, "kv_consumer"),
+        ("decode", 2, "kv_consumer"),
+    ],
+)
+def test_vllm_keeps_back_blocks_that_a_step_may_write_wherever_kv_is_received(
+    role: Literal["prefill", "decode"], stages: int, expected: str
+) -> None:
+    """Only for a consumer, vLLM does so, and only with stages several steps are under way."""
+    config = EngineConfig(
+        engine="vllm",
+        model="m",
+        role=role,
+        ref=WorkerRef("w", "1"),
+        pipeline_parallel_size=stages,
+    )
+    assert launch.kv_role(config) == expected
 
 
 def test_a_gpu_gets_a_fixed_cache_size_and_graphs(tmp_path: Path) -> None:
