@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -160,7 +161,7 @@ def main() -> None:
                 )
             ),
             "",
-            _SOURCE,
+            f"Replayed on {datetime.now(UTC):%-d %B %Y}. {_SOURCE}",
         ]
     if options.output:
         (options.output / "simulation.md").write_text("\n".join([*text, ""]))
