@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from headrace_common.access.recheck import rechecked
+from headrace_common.callers.rates import RateByCaller
 from headrace_common.callers.turns import FairTurns
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.errors import (
@@ -25,7 +26,6 @@ from headrace_common.errors import (
     QueueFull,
     Unauthenticated,
 )
-from headrace_common.process.rates import RateByCaller
 
 REFUSED_CALLS: Final = "calls in flight"
 REFUSED_REJECTIONS: Final = "rejected calls"

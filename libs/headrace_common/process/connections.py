@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from headrace_common.callers.rates import RateByCaller
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.process.host_blocks import HostBlocks, block_hosts
 from headrace_common.process.open_connections import (
@@ -30,7 +31,6 @@ from headrace_common.process.open_connections import (
     names_of,
     open_descriptors,
 )
-from headrace_common.process.rates import RateByCaller
 
 _LOG = logging.getLogger(__name__)
 

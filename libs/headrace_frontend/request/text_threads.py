@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+from headrace_common.process.niceness import lower_priority
+
 # The event loop itself prepares a request of this size. That takes less time than a thread's turn.
 _INLINE_BYTES = 2_048
 # A text of this size takes some 50 ms. Shorter ones do not wait for longer ones.
 _SHORT_BYTES = 64 * 1_024
-# Streams go first where processors are scarce.
-_NICENESS = 10
 Result = TypeVar("Result")
 
 
@@ -25,7 +23,7 @@ def _ignore_time(seconds: float) -> None:
 
 
 class TextThreads:
-    """One thread for short texts and one for long ones, both of low priority.
+    """One thread for short texts and one for long ones, both of low priority. Streams go first.
 
     In the queue of each thread a tenant has at most one text, so tenants take turns. A text that is cancelled before
     its turn is never encoded. The admission of requests bounds the waiting ones.
@@ -53,7 +51,7 @@ class TextThreads:
 class _TextThread:
     def __init__(self, name: str, count_cpu_s: Callable[[float], None]) -> None:
         self._count_cpu_s = count_cpu_s
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_lower_priority)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=lower_priority)
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
         """The lock of each tenant with texts here, and the number of requests that use it."""
 
@@ -89,10 +87,3 @@ class _TextThread:
                 self._turns[tenant] = (lock, users - 1)
             else:
                 del self._turns[tenant]
-
-
-def _lower_priority() -> None:
-    # Linux has a priority for each thread. Raising it again would need a permission.
-    thread_id = threading.get_native_id()
-    niceness = max(_NICENESS, os.getpriority(os.PRIO_PROCESS, thread_id))
-    os.setpriority(os.PRIO_PROCESS, thread_id, niceness)

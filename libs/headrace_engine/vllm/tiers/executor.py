@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from headrace_common.errors import HeadraceError
+from headrace_common.process.niceness import lower_priority
 from headrace_engine.vllm.step.plan import HostSend, PrefixSend, StepPlan
 from headrace_engine.vllm.tiers.pool_executor import PoolExecutor
 from headrace_kv.manager.load_times import TierLoad
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class TierExecutor:
-    """The rank's compute thread calls it. One thread makes all copies, in the order of the plans.
+    """The rank's compute thread calls it. One thread of low priority makes all copies, in the order of the plans.
 
     It calls `on_load` after each load, also after one that failed. It calls `send` with blocks of main memory that a
     transfer may read from then on.
@@ -40,7 +41,8 @@ class TierExecutor:
         self._pool = pool
         self._send = send
         self._on_prefix_loaded = on_prefix_loaded
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-tiers")
+        # The forward pass goes first where processors are scarce.
+        self._thread = ThreadPoolExecutor(1, "kv-tiers", initializer=lower_priority)
         self._copies: dict[str, list[Future[bool]]] = {}
         self._loads: dict[str, bool] = {}
         self._received: dict[str, bool] = {}

@@ -15,6 +15,7 @@ import threading
 from typing import Final
 
 from headrace_common.errors import ConfigError, TransferFailed
+from headrace_common.process.niceness import lower_priority
 from headrace_kv.pool.block_client import BlockClient
 from headrace_kv.pool.mapping import Mapping
 from headrace_kv.pool.mooncake.messages import (
@@ -52,8 +53,8 @@ class PoolProcess:
         self._client = BlockClient(store, memories, setup.secret)
         self._reads: queue.SimpleQueue[PoolCall] = queue.SimpleQueue()
         self._stores: queue.SimpleQueue[PoolCall] = queue.SimpleQueue()
-        for calls, name in ((self._reads, "reads"), (self._stores, "stores")):
-            threading.Thread(target=self._work, args=(calls,), name=name, daemon=True).start()
+        for work, name in ((self._read, "reads"), (self._store, "stores")):
+            threading.Thread(target=work, name=name, daemon=True).start()
 
     def run(self) -> None:
         """Returns when the worker has ended or closed the channel."""
@@ -61,6 +62,14 @@ class PoolProcess:
         while packet := self._channel.recv(PACKET_BYTES_MAX):
             call = call_from_packet(packet)
             (self._stores if call.operation == "put" else self._reads).put(call)
+
+    def _read(self) -> None:
+        self._work(self._reads)
+
+    def _store(self) -> None:
+        # Requests wait for reads, and for no store.
+        lower_priority()
+        self._work(self._stores)
 
     def _work(self, calls: queue.SimpleQueue[PoolCall]) -> None:
         while True:

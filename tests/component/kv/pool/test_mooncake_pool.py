@@ -124,6 +124,17 @@ async def test_blocks_of_another_key_are_refused(store: Store) -> None:
         foreign.close()
 
 
+async def test_storing_has_a_low_priority_and_reading_has_not(store: Store) -> None:
+    memory = Memory()
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    with pool_of(store.address, memory) as pool:
+        await opened(pool)
+        assert await stored(pool, memory, "a", 0, 7)
+        threads = psutil.Process(pool.process_id).threads()
+        found = [os.getpriority(os.PRIO_PROCESS, thread.id) for thread in threads]
+    assert set(found) == {here, max(10, here)}
+
+
 async def test_a_killed_store_ends_calls_and_is_found_again(store: Store, tmp_path: Path) -> None:
     address, memory = store.address, Memory()
     with pool_of(address, memory) as pool:

@@ -18,6 +18,7 @@ from headrace_common.callers.bounds import (
     CallerBounds,
     CallerLimits,
 )
+from headrace_common.callers.rates import CALLERS_MAX, RateByCaller
 from headrace_common.errors import (
     HeadraceError,
     InvalidRequest,
@@ -25,7 +26,6 @@ from headrace_common.errors import (
     QueueFull,
     Unauthenticated,
 )
-from headrace_common.process.rates import CALLERS_MAX, RateByCaller
 
 HOST = "10.0.0.7"
 WAIT_S = 0.05

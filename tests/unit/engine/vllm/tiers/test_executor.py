@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -35,12 +36,14 @@ class Copier:
 
     def __init__(self) -> None:
         self.made: list[TierCopy] = []
+        self.niceness = 0
         self.turn = threading.Semaphore(0)
         self.fails = False
 
     def copy(self, copy: TierCopy, on_layer: Callable[[int], None] = lambda _: None) -> None:
         assert self.turn.acquire(timeout=10)
         self.made.append(copy)
+        self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         if self.fails:
             raise TransferFailed("the disk is broken")
 
@@ -186,6 +189,14 @@ def test_copies_are_made_in_the_order_of_the_plans(tiers: TierExecutor, copier: 
         step(tiers, copying(LOAD))
     asyncio.run(until(lambda: len(copier.made) == 10))
     assert copier.made == [STORE, LOAD] * 5
+
+
+def test_the_forward_pass_goes_before_copies(tiers: TierExecutor, copier: Copier) -> None:
+    assert step(tiers, copying(LOAD, loads={"r": False})) == NONE
+    copier.turn.release()
+    until_reported(tiers, (set(), {"r"}, set()))
+    here = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert copier.niceness == max(10, here)
 
 
 def test_main_memory_is_sent_between_the_copies_that_it_was_planned_between(
