@@ -101,3 +101,14 @@ def concatenate(parts: Sequence[Runs]) -> Runs:
         np.concatenate([part.destination_addresses for part in parts]),
         np.concatenate([part.lengths for part in parts]),
     )
+
+
+def interleave(parts: Sequence[Runs]) -> Runs:
+    """The first runs of all parts, then the second ones, and so on. Parts of unequal sizes are concatenated."""
+    every = concatenate(parts)
+    if len({len(part) for part in parts}) > 1:
+        return every
+    order = np.arange(len(every)).reshape(len(parts), -1).T.ravel()
+    return Runs(
+        every.source_addresses[order], every.destination_addresses[order], every.lengths[order]
+    )

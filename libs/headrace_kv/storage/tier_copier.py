@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +12,7 @@ from headrace_common.errors import InternalError
 from headrace_kv.layout.layout import KvLayout, RankMemory
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
+from headrace_kv.plan.runs import interleave
 from headrace_kv.plan.shard_map import Edge, heads_held
 from headrace_kv.pool.base import PoolMemory
 from headrace_kv.prefix.events import Tier
@@ -19,7 +20,7 @@ from headrace_kv.storage.disk import DiskStorage
 from headrace_kv.storage.host import HostStorage, block_bytes_of
 from headrace_kv.transport.packing import copy_runs
 
-# Blocks that are read from disk before they are copied on together, with one plan for each layer.
+# Blocks that are read from disk before they are copied on together.
 _BOUNCE_BLOCKS_MAX: Final = 16
 _BOUNCE_BYTES_MAX: Final = 32 << 20
 
@@ -78,16 +79,13 @@ class TierCopier:
             raise InternalError("the blocks in main memory are not shared with a remote pool")
         return self._host.pool_memory
 
-    def copy(self, copy: TierCopy, on_layer: Callable[[int], None] = lambda _: None) -> None:
-        """Makes a copy. Calls `on_layer` with each layer of KV memory that is complete.
-
-        Raises TransferFailed when the disk fails. Then some of the blocks are not copied.
-        """
+    def copy(self, copy: TierCopy) -> None:
+        """Makes a copy. Raises TransferFailed when the disk fails. Then some of the blocks are not copied."""
         kinds = (copy.source, copy.destination)
         if kinds == (Tier.DEVICE, Tier.HOST):
-            self._copy_layers(self._to_host, copy.source_ids, copy.destination_ids, lambda _: None)
+            self._copy_blocks(self._to_host, copy.source_ids, copy.destination_ids)
         elif kinds == (Tier.HOST, Tier.DEVICE):
-            self._copy_layers(self._to_device, copy.source_ids, copy.destination_ids, on_layer)
+            self._copy_blocks(self._to_device, copy.source_ids, copy.destination_ids)
         elif kinds == (Tier.HOST, Tier.DISK):
             for source, destination in zip(copy.source_ids, copy.destination_ids, strict=True):
                 self._disk_storage().write(destination, self._host.block(source))
@@ -95,8 +93,6 @@ class TierCopier:
             for start in range(0, len(copy.source_ids), len(self._bounce)):
                 end = start + len(self._bounce)
                 self._load_disk(copy.source_ids[start:end], copy.destination_ids[start:end])
-            for layer in self._layers:
-                on_layer(layer)
         else:
             raise InternalError(f"no copy from {copy.source.name} to {copy.destination.name}")
 
@@ -110,14 +106,10 @@ class TierCopier:
         bounce = self._bounce[: len(source_ids)]
         for source, between in zip(source_ids, bounce, strict=True):
             self._disk_storage().read(source, self._host.block(between))
-        self._copy_layers(self._to_device, bounce, destination_ids, lambda _: None)
+        self._copy_blocks(self._to_device, bounce, destination_ids)
 
-    def _copy_layers(
-        self,
-        planner: CopyPlanner,
-        source_ids: Sequence[int],
-        destination_ids: Sequence[int],
-        on_layer: Callable[[int], None],
+    def _copy_blocks(
+        self, planner: CopyPlanner, source_ids: Sequence[int], destination_ids: Sequence[int]
     ) -> None:
         span = BlockSpan(
             0,
@@ -127,9 +119,8 @@ class TierCopier:
             np.asarray(destination_ids, np.int64),
             0,
         )
-        for layer in self._layers:
-            copy_runs(planner.plan(self._edge, layer, span))
-            on_layer(layer)
+        # Layers mostly have equal distances, and blocks have not.
+        copy_runs(interleave([planner.plan(self._edge, layer, span) for layer in self._layers]))
 
     def _disk_storage(self) -> DiskStorage:
         if self._disk is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -15,14 +16,52 @@ Bytes = NDArray[np.uint8]
 
 
 def copy_runs(runs: Runs) -> None:
-    """Copies runs within this process, one after the other. Other threads run during long ones."""
-    for source, destination, length in zip(
-        runs.source_addresses.tolist(),
-        runs.destination_addresses.tolist(),
-        runs.lengths.tolist(),
-        strict=True,
-    ):
-        ctypes.memmove(destination, source, length)
+    """Copies runs within this process, one after the other. Other threads run meanwhile.
+
+    Adjacent runs at equal distances are one copy, such as the runs of a block in all layers. Each copy takes Python's
+    lock once.
+    """
+    sources, destinations = runs.source_addresses, runs.destination_addresses
+    for first, stop in _equal_distances(runs):
+        length = int(runs.lengths[first])
+        if stop - first == 1:
+            ctypes.memmove(int(destinations[first]), int(sources[first]), length)
+        else:
+            shape = (stop - first, length)
+            np.copyto(_view(destinations[first:], shape), _view(sources[first:], shape))
+
+
+def _equal_distances(runs: Runs) -> Iterator[tuple[int, int]]:
+    """(first run, one past the last) of sequences of runs with equal lengths and distances, on both sides."""
+    count = len(runs)
+    equal = np.diff(runs.lengths) == 0
+    # Whether runs i, i + 1 and i + 2 are such a sequence.
+    alike = equal[1:] & equal[:-1]
+    for addresses in (runs.source_addresses, runs.destination_addresses):
+        alike &= np.diff(addresses, 2) == 0
+    first = 0
+    for last in (*np.flatnonzero(~alike).tolist(), count - 2):
+        if last >= first:
+            stop = last + 2 if last > first else first + 1
+            yield first, stop
+            first = stop
+    for single in range(first, count):
+        yield single, single + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Memory of this process, in the form that numpy makes arrays of."""
+
+    __array_interface__: dict[str, object]
+
+
+def _view(addresses: Int64Array, shape: tuple[int, int]) -> Bytes:
+    """Rows of bytes, not a copy. The first two start at the first two addresses."""
+    first = int(addresses[0])
+    strides = (int(addresses[1]) - first, 1)
+    place = {"data": (first, False), "shape": shape, "strides": strides, "typestr": "|u1"}
+    return np.asarray(_Memory({**place, "version": 3}))
 
 
 def by_length(lengths: Int64Array) -> Int64Array | None:

@@ -1,4 +1,4 @@
-"""Gather and scatter against plain slices; ranges and sessions."""
+"""Copies, gather and scatter against plain slices; ranges and sessions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_kv.plan.copy_plan import Int64Array
-from headrace_kv.transport.packing import by_length, gather, scatter
+from headrace_kv.plan.runs import Runs
+from headrace_kv.transport import packing
+from headrace_kv.transport.packing import Bytes, by_length, copy_runs, gather, scatter
 from headrace_kv.transport.ranges import MemoryRanges
 from headrace_kv.transport.sessions import join_sessions, session_of
 
@@ -42,6 +44,65 @@ def test_gather_then_scatter(found: tuple[list[int], list[int]]) -> None:
     for offset, length in zip(offsets, lengths, strict=True):
         mask[offset : offset + length] = True
     assert np.array_equal(target, np.where(mask, source, 0))
+
+
+@st.composite
+def sequences(draw: st.DrawFn) -> list[tuple[int, int, int]]:
+    """(source, target, length) of runs, in sequences of equal distances. No targets overlap."""
+    found: list[tuple[int, int, int]] = []
+    target = 0
+    for _ in range(draw(st.integers(0, 5))):
+        length, count = draw(st.integers(1, 9)), draw(st.integers(1, 6))
+        source_step, step = draw(st.integers(-20, 20)), length + draw(st.integers(0, 5))
+        source = draw(st.integers(0, 30)) + 20 * count
+        places = [target + step * index for index in range(count)]
+        if draw(st.booleans()):
+            places.reverse()
+        found += [(source + source_step * index, at, length) for index, at in enumerate(places)]
+        target = max(places) + length + draw(st.integers(0, 3))
+    return found
+
+
+def runs_of(source: Bytes, target: Bytes, places: list[tuple[int, int, int]]) -> Runs:
+    starts, stops, lengths = np.array(places, np.int64).reshape(-1, 3).T
+    return Runs(starts + source.ctypes.data, stops + target.ctypes.data, lengths)
+
+
+@given(sequences())
+def test_runs_are_copied_as_slices(places: list[tuple[int, int, int]]) -> None:
+    source = np.random.default_rng(1).integers(1, 256, 300, np.uint8)
+    target = np.zeros(600, np.uint8)
+    expected = target.copy()
+    for start, stop, length in places:
+        expected[stop : stop + length] = source[start : start + length]
+    runs = runs_of(source, target, places)
+    copy_runs(runs)
+    assert np.array_equal(target, expected)
+    # Every run is copied once.
+    parts = list(packing._equal_distances(runs))
+    assert [0, *(stop for _, stop in parts)] == [*(first for first, _ in parts), len(places)]
+
+
+@pytest.mark.parametrize(
+    "starts, lengths, expected",
+    [
+        ([], [], []),
+        ([5], [1], [1]),
+        ([5, 9], [1, 1], [1, 1]),
+        ([0, 10, 20, 30], [4, 4, 4, 4], [4]),
+        ([0, 10, 20, 30], [4, 4, 4, 5], [3, 1]),
+        # Three layers of two blocks.
+        ([0, 100, 200, 10, 110, 210], [4] * 6, [3, 3]),
+        ([0, 1, 50, 60, 70], [1] * 5, [1, 1, 3]),
+    ],
+)
+def test_runs_at_equal_distances_are_one_copy(
+    starts: list[int], lengths: list[int], expected: list[int]
+) -> None:
+    addresses = np.array(starts, np.int64)
+    for one, other in ((addresses, 7 * addresses), (np.arange(len(starts)), addresses)):
+        runs = Runs(one, other, np.array(lengths, np.int64))
+        assert [stop - first for first, stop in packing._equal_distances(runs)] == expected
 
 
 def test_equal_lengths_become_adjacent() -> None:
