@@ -49,7 +49,7 @@ REFUSED: Final[Mapping[str, str]] = {
     "kv_offloading_backend": _CONNECTOR,
     "ec_transfer_config": _CONNECTOR,
     "kv_events_config": "routers need the events of each worker's prefix cache",
-    "async_scheduling": "a step's plan needs the results of the step before it",
+    "async_scheduling": "a step that is under way may write to blocks that prefill gives to a transfer",
     "enable_chunked_prefill": "prompts are computed in chunks: set max_num_batched_tokens",
     "skip_tokenizer_init": _TOKENIZER,
     "tokenizer": _TOKENIZER,

@@ -230,7 +230,7 @@ def _engine_args(
         ),
         enable_chunked_prefill=True,
         **_device_args(config, on_cpu=runs_on_cpu()),
-        # A step's plan needs the results of the step before it.
+        # A step that is under way may write to blocks that a transfer gets.
         async_scheduling=False,
         # vLLM needs the tokenizer for structured outputs only.
         skip_tokenizer_init=not folder.has_tokenizer,
