@@ -187,10 +187,11 @@ STATES: dict[str, dict[str, Step]] = {
 }
 
 
-async def measure(model: str) -> AbortResult:
+async def measure(model: str, stages: int) -> AbortResult:
     """Aborts a request in every state."""
     changes: dict[str, object] = {
         "model": model,
+        "pipeline_parallel_size": stages,
         "num_gpu_blocks_override": BLOCK_COUNT,
         "max_model_len": CONTEXT_TOKENS,
         "max_num_seqs": 4,
@@ -210,6 +211,9 @@ async def measure(model: str) -> AbortResult:
             ("prefill", pair.prefill, result.prefill),
         ):
             for state, abort in STATES[role].items():
+                if stages > 1 and abort is prefill_preempted:
+                    # vLLM resets nothing while steps are under way.
+                    continue
                 rig.seen = EngineLoad()
                 await abort(rig)
                 outcomes[state] = Outcome(asdict(rig.seen), asdict(await settled(engine)))

@@ -30,10 +30,12 @@ async def compare(
     decode_blocks: int,
     lengths: list[int],
     answer_tokens: int,
+    stages: int,
 ) -> Compared:
     """Generates each answer on decode alone, and then in every way all at once."""
     changes: dict[str, object] = {
         "model": model,
+        "pipeline_parallel_size": stages,
         "max_model_len": min(1024, BLOCK_TOKENS * (decode_blocks - 1)),
         "max_num_batched_tokens": 256,
     }

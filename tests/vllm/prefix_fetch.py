@@ -92,10 +92,14 @@ class Cut:
 
 
 async def conversation(
-    model: str, prefill_ranks: int, decode_ranks: int, engine_args: str = ""
+    model: str, prefill_ranks: int, decode_ranks: int, engine_args: str = "", stages: int = 1
 ) -> Result:
-    """Ten turns. In one of them, decode's engine freezes while it sends."""
-    shared: dict[str, object] = {"model": model, "engine_args": engine_args}
+    """Ten turns. In one of them, decode's engine freezes while it sends. Both engines have `stages`."""
+    shared: dict[str, object] = {
+        "model": model,
+        "engine_args": engine_args,
+        "pipeline_parallel_size": stages,
+    }
     async with fetching_engines(
         shared | {"tensor_parallel_size": prefill_ranks},
         shared | {"tensor_parallel_size": decode_ranks},

@@ -11,13 +11,15 @@ from tests.vllm.conftest import RunJob
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 
 
-def test_aborts_in_every_state_free_all_blocks(run_job: RunJob) -> None:
-    result = run_job("tests.vllm.aborts:measure", model="tiny-llama")
+@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_aborts_in_every_state_free_all_blocks(run_job: RunJob, stages: int) -> None:
+    result = run_job("tests.vllm.aborts:measure", model="tiny-llama", stages=stages)
     start = EngineLoad(**result["start"])
     assert start == EngineLoad(0, 0, 0, BLOCK_COUNT - 1)
     seen: dict[str, EngineLoad] = {}
     for role, states in STATES.items():
-        assert result[role].keys() == states.keys()
+        left_out = {"preempted"} if role == "prefill" and stages > 1 else set()
+        assert result[role].keys() == states.keys() - left_out
         for state, outcome in result[role].items():
             assert EngineLoad(**outcome["after"]) == start, (role, state)
             seen[f"{role} {state}"] = EngineLoad(**outcome["seen"])
@@ -32,5 +34,6 @@ def test_aborts_in_every_state_free_all_blocks(run_job: RunJob) -> None:
     assert seen["decode preempted"].waiting_requests == 1
     assert seen["prefill waiting"] == EngineLoad(0, 1, 16, BLOCK_COUNT - 1)
     assert seen["prefill running"].running_requests == 1
-    assert seen["prefill preempted"].running_requests == 1
+    if stages == 1:
+        assert seen["prefill preempted"].running_requests == 1
     assert seen["prefill sending"] == EngineLoad(0, 0, 16, BLOCK_COUNT - 1)

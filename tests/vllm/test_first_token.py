@@ -215,17 +215,26 @@ async def test_logits_of_another_vocabulary_are_rejected(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "prefill_ranks", "decode_ranks", "decode_blocks", "lengths", "answer_tokens"),
+    (
+        "model",
+        "prefill_ranks",
+        "decode_ranks",
+        "stages",
+        "decode_blocks",
+        "lengths",
+        "answer_tokens",
+    ),
     [
         # These blocks hold at most four of the six whole answers.
-        pytest.param("tiny-llama", 1, 1, 24, [60], 100, id="preempted"),
-        pytest.param("tiny-llama", 1, 2, 64, [60], 40, id="two-ranks", marks=pytest.mark.long),
+        pytest.param("tiny-llama", 1, 1, 1, 24, [60], 100, id="preempted"),
+        pytest.param("tiny-llama", 1, 2, 1, 64, [60], 40, id="two-ranks", marks=pytest.mark.long),
         pytest.param(
-            "tiny-llama", 2, 1, 64, [60], 40, id="two-prefill-ranks", marks=pytest.mark.long
+            "tiny-llama", 2, 1, 1, 64, [60], 40, id="two-prefill-ranks", marks=pytest.mark.long
         ),
+        pytest.param("tiny-llama", 1, 1, 2, 24, [60], 100, id="two-stages", marks=pytest.mark.long),
         pytest.param(
             "SmolLM2-135M-Instruct",
-            *(1, 1, 128, [33, 600], 16),
+            *(1, 1, 1, 128, [33, 600], 16),
             id="trained",
             marks=[pytest.mark.long, pytest.mark.timeout(300)],
         ),
@@ -236,6 +245,7 @@ async def test_answers_continue_with_preemption_ranks_and_trained_weights(
     model: str,
     prefill_ranks: int,
     decode_ranks: int,
+    stages: int,
     decode_blocks: int,
     lengths: list[int],
     answer_tokens: int,
@@ -246,6 +256,7 @@ async def test_answers_continue_with_preemption_ranks_and_trained_weights(
         model=model,
         prefill_ranks=prefill_ranks,
         decode_ranks=decode_ranks,
+        stages=stages,
         decode_blocks=decode_blocks,
         lengths=lengths,
         answer_tokens=answer_tokens,

@@ -113,20 +113,22 @@ async def test_turns_are_fetched_with_equal_tokens_and_a_killed_source_costs_no_
 
 
 @pytest.mark.parametrize(
-    ("model", "prefill_ranks", "decode_ranks"),
+    ("model", "prefill_ranks", "decode_ranks", "stages"),
     [
-        ("tiny-llama-deep", 1, 1),
-        pytest.param("tiny-llama", 2, 1, marks=pytest.mark.long),
+        ("tiny-llama-deep", 1, 1, 1),
+        pytest.param("tiny-llama", 2, 1, 1, marks=pytest.mark.long),
+        pytest.param("tiny-llama", 1, 1, 2, marks=pytest.mark.long),
     ],
 )
 def test_every_turn_fetches_what_decode_has_and_a_frozen_source_costs_no_answer(
-    run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int
+    run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int, stages: int
 ) -> None:
     found = run_job(
         "tests.vllm.prefix_fetch:conversation",
         model=model,
         prefill_ranks=prefill_ranks,
         decode_ranks=decode_ranks,
+        stages=stages,
     )
     assert found["answers"] == found["plain"]
     assert len(found["answers"]) == TURNS
