@@ -6,8 +6,8 @@ ARG DEBIAN_IMAGE=docker.io/library/debian:bookworm-slim
 FROM ${DEBIAN_IMAGE} AS base
 # Of the standard library, only modules that services import stay compiled.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends ca-certificates python3 \
-    && rm -rf /usr/lib/python3.11/pydoc_data /usr/lib/python3.11/test \
+    && apt-get install -y --no-install-recommends ca-certificates python3 tini \
+    && rm -rf /usr/bin/tini-static /usr/lib/python3.11/pydoc_data /usr/lib/python3.11/test \
     && find /usr/lib/python3.11 -name __pycache__ -prune -exec rm -r {} + \
     && python3 -c "import argparse, asyncio, concurrent.futures, ctypes, dataclasses, email.message, http.client, \
 importlib.metadata, inspect, json, logging.handlers, multiprocessing, platform, ssl, tempfile, tomllib, urllib.request, \
@@ -35,7 +35,9 @@ RUN /opt/tools/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist . 
     && /opt/tools/bin/pip --python /opt/headrace/bin/python install --no-cache-dir --no-compile --no-deps --no-index \
       /dist/*.whl
 COPY scripts/shrink_environment.py scripts/image_sbom.py scripts/
-RUN /opt/headrace/bin/headrace-decode --help >/dev/null && /opt/headrace/bin/headrace-probe --help >/dev/null \
+# This stage is the same for both workers, so their images share what it installs.
+RUN for program in headrace-prefill headrace-decode headrace-probe; do \
+         /opt/headrace/bin/$program --help >/dev/null || exit 1; done \
     && install -D scripts/image_sbom.py /opt/headrace/share/image_sbom.py
 
 FROM base
@@ -65,4 +67,6 @@ ENV PATH=/opt/headrace/bin:/usr/bin:/bin \
 EXPOSE 7053 7055 7056 7059
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=15s --timeout=5s --start-period=600s --retries=3 CMD ["/opt/headrace/bin/headrace-probe"]
-ENTRYPOINT ["/opt/headrace/bin/headrace-decode"]
+# tini passes signals to the service, returns its exit status, and reaps orphans. A process that is not process 1 can be
+# ended by its own kill timer.
+ENTRYPOINT ["/usr/bin/tini", "-s", "--", "/opt/headrace/bin/headrace-decode"]

@@ -5,8 +5,8 @@ ARG DEBIAN_IMAGE=docker.io/library/debian:bookworm-slim
 FROM ${DEBIAN_IMAGE} AS base
 # Of the standard library, only modules that services import stay compiled.
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends ca-certificates python3 \
-    && rm -rf /usr/lib/python3.11/pydoc_data /usr/lib/python3.11/test \
+    && apt-get install -y --no-install-recommends ca-certificates python3 tini \
+    && rm -rf /usr/bin/tini-static /usr/lib/python3.11/pydoc_data /usr/lib/python3.11/test \
     && find /usr/lib/python3.11 -name __pycache__ -prune -exec rm -r {} + \
     && python3 -c "import argparse, asyncio, concurrent.futures, ctypes, dataclasses, email.message, http.client, \
 importlib.metadata, inspect, json, logging.handlers, multiprocessing, platform, ssl, tempfile, tomllib, urllib.request, \
@@ -63,4 +63,5 @@ ENV PATH=/opt/headrace/bin:/usr/bin:/bin \
 EXPOSE 7058 7059
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=15s --timeout=5s --start-period=30s --retries=3 CMD ["/opt/headrace/bin/headrace-probe"]
-ENTRYPOINT ["/opt/headrace/bin/headrace-planner"]
+# tini passes signals to the service, returns its exit status, and reaps orphans.
+ENTRYPOINT ["/usr/bin/tini", "-s", "--", "/opt/headrace/bin/headrace-planner"]

@@ -8,8 +8,8 @@ PACKAGES="buildah podman runc mmdebstrap netavark aardvark-dns catatonit uidmap 
 # Limits of single steps in seconds, of which the environment may change some. The longest are for slow networks and machines.
 ASK_TIMEOUT_S=${ASK_TIMEOUT_S:-10}
 CALL_TIMEOUT_S=${CALL_TIMEOUT_S:-60}
-INSTALL_TIMEOUT_S=900
-FETCH_TIMEOUT_S=1800
+INSTALL_TIMEOUT_S=${INSTALL_TIMEOUT_S:-900}
+FETCH_TIMEOUT_S=${FETCH_TIMEOUT_S:-1800}
 BUILD_TIMEOUT_S=${BUILD_TIMEOUT_S:-1800}
 mkdir -p "$CACHE/wheels" "$CACHE/run"
 
@@ -17,7 +17,7 @@ say() { printf '%s\n' "$*" >&2; }
 
 # Prints the end of the step's log and exits.
 fail() {
-  tail -n 20 "$2" >&2 || true
+  [ ! -e "$2" ] || tail -n 20 "$2" >&2
   say "$1: see $2"
   exit 1
 }
@@ -77,7 +77,7 @@ require_podman() {
     # shellcheck disable=SC2086
     timeout "$INSTALL_TIMEOUT_S" sh -c "apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
       apt-get install -y -qq --no-install-recommends $PACKAGES" </dev/null >"$CACHE/apt.log" 2>&1 \
-      || fail "apt-get failed" "$CACHE/apt.log"
+      || fail "apt-get failed, or took more than $INSTALL_TIMEOUT_S s" "$CACHE/apt.log"
   else
     say "not installed:$missing. Run: sudo apt-get install -y --no-install-recommends $PACKAGES"
     exit 2
@@ -87,11 +87,11 @@ require_podman() {
 # Pulls the base image, or makes a stand-in with the packages of this machine's Debian mirror and without their documents,
 # as debian:bookworm-slim is made.
 ensure_base_image() {
-  if engine "$CALL_TIMEOUT_S" pull --quiet "$DEBIAN_IMAGE" >/dev/null 2>&1; then
+  if engine "$CALL_TIMEOUT_S" pull --quiet "$DEBIAN_IMAGE" >"$CACHE/pull.log" 2>&1; then
     [[ $DEBIAN_IMAGE == *@sha256:* ]] || say "$DEBIAN_IMAGE is not pinned: docker/pin.sh writes its digest into the Dockerfiles"
     return
   fi
-  say "$DEBIAN_IMAGE cannot be pulled: using a stand-in from this machine's Debian mirror"
+  say "$DEBIAN_IMAGE cannot be pulled ($CACHE/pull.log): using a stand-in from this machine's Debian mirror"
   DEBIAN_IMAGE=$STAND_IN_IMAGE
   engine "$CALL_TIMEOUT_S" image inspect "$STAND_IN_IMAGE" >/dev/null 2>&1 && return
   command -v mmdebstrap >/dev/null || { say "mmdebstrap is not installed: apt-get install mmdebstrap"; exit 2; }
@@ -107,7 +107,7 @@ ensure_base_image() {
       --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/info/*' \
       --dpkgopt='path-exclude=/usr/share/locale/*' \
       bookworm "$CACHE/rootfs.part.tar" "$sources" </dev/null >"$CACHE/rootfs.log" 2>&1 \
-      || fail "mmdebstrap failed" "$CACHE/rootfs.log"
+      || fail "mmdebstrap failed, or took more than $INSTALL_TIMEOUT_S s" "$CACHE/rootfs.log"
     mv "$CACHE/rootfs.part.tar" "$CACHE/rootfs.tar"
   fi
   engine "$BUILD_TIMEOUT_S" import "$CACHE/rootfs.tar" "$STAND_IN_IMAGE" >"$CACHE/import.log" 2>&1 \
@@ -141,6 +141,6 @@ fetch_wheels() {
   say "fetching the wheels of $requirements"
   timeout "$FETCH_TIMEOUT_S" "${PYTHON:-.venv/bin/python}" -m pip download --quiet --no-deps --require-hashes --no-build-isolation \
     --dest "$CACHE/wheels" -r "$requirements" -r requirements/build.txt </dev/null >"$CACHE/wheels.log" 2>&1 \
-    || fail "pip could not fetch the wheels" "$CACHE/wheels.log"
+    || fail "pip could not fetch the wheels within $FETCH_TIMEOUT_S s" "$CACHE/wheels.log"
   touch "$stamp"
 }

@@ -7,9 +7,12 @@ cd "$(dirname "$0")/.."
 
 export HEADRACE_MODELS=${HEADRACE_MODELS:-$PWD/models}
 export HEADRACE_MODEL=${HEADRACE_MODEL:-/models/SmolLM2-135M-Instruct}
-UP_TIMEOUT_S=180
-READY_TIMEOUT_S=300
-DOWN_TIMEOUT_S=90
+# Limits in seconds, which the environment may change.
+UP_TIMEOUT_S=${UP_TIMEOUT_S:-180}
+READY_TIMEOUT_S=${READY_TIMEOUT_S:-300}
+DOWN_TIMEOUT_S=${DOWN_TIMEOUT_S:-90}
+# A service that cannot start ends and is restarted, again and again.
+RESTARTS_MAX=5
 SERVICES=(registry router prefill decode etcd)
 
 choose_engine
@@ -21,9 +24,11 @@ fi
 stamp=$CACHE/venv/.$(sha256sum requirements/compose.txt | cut -c1-16)
 if [ "$ENGINE" = podman ] && [ ! -e "$stamp" ]; then
   mkdir -p "$CACHE/venv"
-  timeout "$INSTALL_TIMEOUT_S" python3 -m venv "$CACHE/venv"
+  timeout "$INSTALL_TIMEOUT_S" "${PYTHON:-.venv/bin/python}" -m venv "$CACHE/venv" >"$CACHE/venv.log" 2>&1 \
+    || fail "no environment for podman-compose" "$CACHE/venv.log"
   timeout "$INSTALL_TIMEOUT_S" "$CACHE/venv/bin/pip" install --quiet --no-deps --require-hashes \
-    -r requirements/compose.txt >"$CACHE/venv.log" 2>&1 || fail "pip could not install podman-compose" "$CACHE/venv.log"
+    -r requirements/compose.txt </dev/null >"$CACHE/venv.log" 2>&1 \
+    || fail "pip could not install podman-compose within $INSTALL_TIMEOUT_S s" "$CACHE/venv.log"
   touch "$stamp"
 fi
 # The first argument is the limit in seconds.
@@ -32,13 +37,24 @@ compose() {
 }
 # The `headrace` command inside the deployment, with the operator's token.
 operator() { compose "$CALL_TIMEOUT_S" --profile operator run --rm -T operator "$@"; }
-inside() { engine "$CALL_TIMEOUT_S" exec "headrace${separator}${1}${separator}1" "${@:2}"; }
+container_of() { echo "headrace${separator}${1}${separator}1"; }
+inside() { engine "$CALL_TIMEOUT_S" exec "$(container_of "$1")" "${@:2}"; }
+
+# Exits when a service was restarted too often.
+check_restarts() {
+  local name count
+  for name in "${SERVICES[@]}"; do
+    count=$(engine "$CALL_TIMEOUT_S" inspect --format '{{.RestartCount}}' "$(container_of "$name")" 2>"$CACHE/inspect.log") \
+      || fail "there is no container of $name" "$CACHE/inspect.log"
+    ((count <= RESTARTS_MAX)) || { say "$name ended $count times, see its log"; exit 1; }
+  done
+}
 
 finish() {
   status=$?
   [ $status = 0 ] || for name in credentials "${SERVICES[@]}"; do
     say "--- $name"
-    engine "$CALL_TIMEOUT_S" logs --tail 15 "headrace${separator}${name}${separator}1" >&2 || true
+    engine "$CALL_TIMEOUT_S" logs --tail 15 "$(container_of "$name")" >&2 || true
   done
   compose "$DOWN_TIMEOUT_S" down --volumes --timeout 30 >"$CACHE/down.log" 2>&1 || say "compose down failed: see $CACHE/down.log"
   exit $status
@@ -51,22 +67,23 @@ give_up_s=$((SECONDS + READY_TIMEOUT_S))
 until workers=$(operator workers --registry registry:7051 2>"$CACHE/operator.log") \
   && [[ $workers == *prefill-0* && $workers == *decode-0* ]]; do
   ((SECONDS < give_up_s)) || fail "the workers did not register within $READY_TIMEOUT_S s" "$CACHE/operator.log"
+  check_restarts
   sleep 1
 done
 printf '%s\n' "$workers"
 timeout "$CALL_TIMEOUT_S" .venv/bin/headrace chat --router 127.0.0.1:7050 --temperature 0 --max-tokens 24 \
-  "What is the capital of France?"
-operator trace --registry registry:7051 --no-layers
+  "What is the capital of France?" || { say "no answer within $CALL_TIMEOUT_S s"; exit 1; }
+operator trace --registry registry:7051 --no-layers || { say "no trace of the answer"; exit 1; }
 
 # Without a token of this deployment, a caller reaches nothing of its own but InferenceService.
 ! timeout "$CALL_TIMEOUT_S" .venv/bin/headrace workers --registry 127.0.0.1:7051 >"$CACHE/stranger.log" 2>&1 \
   && grep -q "credential\|token" "$CACHE/stranger.log" || fail "the registry answers a caller without a token" "$CACHE/stranger.log"
 for name in "${SERVICES[@]}"; do
-  user=$(inside "$name" id -u)
-  [ "$user" = 10001 ] || { say "$name runs as user $user, not 10001"; exit 1; }
-  status=$(inside "$name" cat /proc/1/status)
-  for line in CapPrm:$'\t'0000000000000000 CapBnd:$'\t'0000000000000000 NoNewPrivs:$'\t'1; do
-    [[ $status == *"$line"* ]] || { say "$name is not confined: no $line in /proc/1/status"; exit 1; }
+  # Of all processes. Some may end meanwhile.
+  status=$(inside "$name" sh -c 'cat /proc/[0-9]*/status 2>/dev/null | sort -u')
+  for line in Uid:$'\t'10001$'\t'10001$'\t'10001$'\t'10001 {CapPrm,CapBnd}:$'\t'0000000000000000 NoNewPrivs:$'\t'1; do
+    found=$(grep "^${line%%:*}:" <<<"$status" || true)
+    [ "$found" = "$line" ] || { say "$name is not confined: /proc/PID/status has $found, not $line"; exit 1; }
   done
   written=$(inside "$name" sh -c 'echo x >/opt/x' 2>&1) || true
   [[ $written == *Read-only* ]] || { say "the root file system of $name can be written: $written"; exit 1; }

@@ -1,15 +1,16 @@
-"""Chats through containers of the images, with mutual TLS and roles: python -m tests.images
+"""Chats through containers of the images, with mutual TLS and roles: python -m tests.images [--workers KIND]
 
 docker/build.sh builds the images before. Every wait has a limit, and a failure prints the containers' logs.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,15 +20,17 @@ from tests.images.checks import (
     check_bill,
     check_confined,
     check_contents,
+    check_failed_start,
     check_image,
     check_roles,
     check_stops,
 )
-from tests.images.deployment import SERVICES, Deployment, deployed, engine_of
+from tests.images.deployment import REQUIRED, SERVICES, Deployment, deployed, engine_of
 from tests.images.engine import ContainerError
+from tests.images.workers import WORKERS
 from tests.suite.deployment import greedy, prompt_of
+from tests.unit.test_architecture import ROOT
 
-ROOT: Final = Path(__file__).resolve().parents[2]
 PROMPT_TOKENS: Final = 100
 TOKENS: Final = 8
 # About three seconds: the router gets SIGTERM in the middle.
@@ -60,6 +63,8 @@ async def chat(deployment: Deployment) -> None:
         assert count == TOKENS, last
         assert last.usage.transferred_tokens > 0, last.usage
         print(f"{count} tokens, {last.usage.transferred_tokens} prompt tokens from prefill")
+        if not deployment.workers.streams_slowly:
+            return
 
         stream = stub.Generate(
             greedy(prompt_of(PROMPT_TOKENS, 2), STREAM_TOKENS), timeout=CHAT_TIMEOUT_S
@@ -89,28 +94,43 @@ async def answered(
     return count, last
 
 
+def check(kind: str, services: Sequence[str]) -> None:
+    """Raises AssertionError or ContainerError when a check does not hold."""
+    engine = engine_of(ROOT)
+    workers = WORKERS[kind]
+    sizes = {service: check_image(engine, service, workers) for service in services}
+    check_failed_start(engine, workers)
+    with (
+        tempfile.TemporaryDirectory(prefix="headrace-images-") as folder,
+        deployed(engine, Path(folder), workers, services) as deployment,
+    ):
+        for service in services:
+            check_confined(deployment, service)
+            check_contents(deployment, service)
+            components = check_bill(deployment, service)
+            print(f"{service}: {sizes[service] / 1e6:.0f} MB, {components} components")
+        check_roles(deployment)
+        asyncio.run(chat(deployment))
+        for service in reversed(services):
+            check_stops(deployment, service)
+
+
 def main() -> int:
     """Returns 0 when all checks hold."""
+    parser = argparse.ArgumentParser(prog="python -m tests.images")
+    parser.add_argument("--workers", choices=WORKERS, default="sim", help="the engine of workers")
+    parser.add_argument("--no-planner", action="store_true", help="four containers instead of five")
+    arguments = parser.parse_args()
+    started = time.monotonic()
     try:
-        engine = engine_of(ROOT)
-        sizes = {service: check_image(engine, service) for service in SERVICES}
-        with (
-            tempfile.TemporaryDirectory(prefix="headrace-images-") as folder,
-            deployed(engine, Path(folder)) as deployment,
-        ):
-            for service in SERVICES:
-                check_confined(deployment, service)
-                check_contents(deployment, service)
-                components = check_bill(deployment, service)
-                print(f"{service}: {sizes[service] / 1e6:.0f} MB, {components} components")
-            check_roles(deployment)
-            asyncio.run(chat(deployment))
-            for service in ("decode", "prefill", "planner", "registry"):
-                check_stops(deployment, service)
+        check(arguments.workers, REQUIRED if arguments.no_planner else SERVICES)
     except (AssertionError, ContainerError) as error:
         print(f"test-images: {error}", file=sys.stderr)
         return 1
-    print("all containers answer over mutual TLS, are confined, and end by SIGTERM")
+    seconds = time.monotonic() - started
+    print(
+        f"all containers answer over mutual TLS, are confined, and end by SIGTERM ({seconds:.0f} s)"
+    )
     return 0
 
 

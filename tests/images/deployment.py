@@ -1,4 +1,4 @@
-"""Five containers with mutual TLS: registry, router, planner, and one simulated worker of each role."""
+"""Containers with mutual TLS: registry, router, one worker of each role, and the planner unless it is left out."""
 
 from __future__ import annotations
 
@@ -14,53 +14,18 @@ from typing import Final
 from headrace_common import ports
 from headrace_common.access.credentials import TlsFiles
 from tests.images.engine import ContainerError, Engine
+from tests.images.workers import Workers
 from tests.suite.certificates import Authority
 
-SERVICES: Final = ("registry", "router", "prefill", "decode", "planner")
-IMAGES: Final = {
-    "registry": "headrace/registry:dev",
-    "router": "headrace/router:dev",
-    "planner": "headrace/planner:dev",
-    "prefill": "headrace/prefill:sim",
-    "decode": "headrace/decode:sim",
-}
-MODEL: Final = "sim"
-DECODE_STEP_S: Final = 0.05
-READY_TIMEOUT_S: Final = 120.0
+REQUIRED: Final = ("registry", "router", "prefill", "decode")
+SERVICES: Final = (*REQUIRED, "planner")
+_WORKERS: Final = ("prefill", "decode")
 # Longer than drain_grace_s and what comes after it.
 STOP_GRACE_S: Final = 30
-_CONFINED: Final = (
-    "--read-only",
-    "--cap-drop=ALL",
-    "--security-opt=no-new-privileges",
-    "--tmpfs=/tmp:rw,noexec,nosuid,nodev,size=64m,mode=1777",
-)
+_CONFINED: Final = ("--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges")
+_TEMPORARY_MIB: Final = 64
 _POLL_S: Final = 0.2
 _FOLDER: Final = "/credentials"
-_SETTINGS: Final[dict[str, tuple[str, ...]]] = {
-    "registry": (f"--internal-listen=0.0.0.0:{ports.REGISTRY}",),
-    "router": (
-        f"--listen=0.0.0.0:{ports.ROUTER}",
-        f"--advertise=router:{ports.ROUTER}",
-        f"--internal-listen=0.0.0.0:{ports.ROUTER_INTERNAL}",
-        f"--model={MODEL}",
-    ),
-    "prefill": (
-        "--worker-id=prefill-0",
-        f"--internal-listen=0.0.0.0:{ports.PREFILL}",
-        "--engine=sim",
-        f"--model=sim:decode_step_s={DECODE_STEP_S}",
-        f"--served-model={MODEL}",
-    ),
-    "decode": (
-        "--worker-id=decode-0",
-        f"--internal-listen=0.0.0.0:{ports.DECODE}",
-        "--engine=sim",
-        f"--model=sim:decode_step_s={DECODE_STEP_S}",
-        f"--served-model={MODEL}",
-    ),
-    "planner": (f"--internal-listen=0.0.0.0:{ports.PLANNER}", f"--model={MODEL}"),
-}
 _INTERNAL: Final = {
     "registry": ports.REGISTRY,
     "router": ports.ROUTER_INTERNAL,
@@ -70,11 +35,17 @@ _INTERNAL: Final = {
 }
 
 
+def image_of(service: str, workers: Workers) -> str:
+    """The image's name, as docker/build.sh gives it."""
+    return f"headrace/{service}:{workers.tag if service in _WORKERS else 'dev'}"
+
+
 @dataclass(frozen=True, slots=True)
 class Deployment:
     """The containers, by service, and the router's address on this host with a client's certificate."""
 
     engine: Engine
+    workers: Workers
     network: str
     folder: Path
     containers: dict[str, str]
@@ -86,13 +57,17 @@ class Deployment:
 
         Returns its exit status and what it prints.
         """
-        options = ["run", "--rm", f"--network={self.network}", *_CONFINED]
+        options = ["run", "--rm", f"--network={self.network}", *_confined(_TEMPORARY_MIB)]
         if role:
             options += [f"--volume={self.folder / role}:{_FOLDER}:ro", *_variables()]
         done = self.engine.attempt(
-            *(*options, "--entrypoint=headrace", IMAGES["registry"], *arguments)
+            *(*options, "--entrypoint=headrace", image_of("registry", self.workers), *arguments)
         )
         return done.returncode, done.stdout + done.stderr
+
+
+def _confined(temporary_mib: int) -> list[str]:
+    return [*_CONFINED, f"--tmpfs=/tmp:rw,noexec,nosuid,nodev,size={temporary_mib}m,mode=1777"]
 
 
 def _variables() -> list[str]:
@@ -101,19 +76,21 @@ def _variables() -> list[str]:
 
 
 @contextmanager
-def deployed(engine: Engine, folder: Path) -> Iterator[Deployment]:
+def deployed(
+    engine: Engine, folder: Path, workers: Workers, services: Sequence[str]
+) -> Iterator[Deployment]:
     """Starts the containers and waits until all are healthy. Removes them, and prints their logs after a failure."""
     prefix = f"headrace-test-{secrets.token_hex(3)}"
-    containers = {service: f"{prefix}-{service}" for service in SERVICES}
-    client = _create_credentials(folder)
+    containers = {service: f"{prefix}-{service}" for service in services}
+    client = _create_credentials(folder, services)
     try:
         engine.call("network", "create", prefix)
-        for service in SERVICES:
-            _start(engine, prefix, folder, service)
-        for service in SERVICES:
-            _wait_healthy(engine, containers[service])
+        for service in services:
+            _start(engine, prefix, folder, service, workers)
+        for container in containers.values():
+            wait_healthy(engine, container, workers.ready_timeout_s)
         published = engine.call("port", containers["router"], f"{ports.ROUTER}/tcp").split()[0]
-        yield Deployment(engine, prefix, folder, containers, published, client)
+        yield Deployment(engine, workers, prefix, folder, containers, published, client)
     except BaseException:
         for service, container in containers.items():
             print(f"--- {service}\n{engine.logs(container)}", flush=True)
@@ -122,10 +99,10 @@ def deployed(engine: Engine, folder: Path) -> Iterator[Deployment]:
         engine.remove(list(containers.values()), prefix)
 
 
-def _create_credentials(folder: Path) -> TlsFiles:
+def _create_credentials(folder: Path, services: Sequence[str]) -> TlsFiles:
     """A folder for each role, which its container mounts. Returns the files of a client."""
     authority = Authority(folder / "authority")
-    for role in (*SERVICES, "operator"):
+    for role in (*services, "operator"):
         files = authority.sign(role, role, hosts=(role,))
         own = folder / role
         own.mkdir(mode=0o755)
@@ -140,9 +117,19 @@ def _create_credentials(folder: Path) -> TlsFiles:
     return authority.sign("client")
 
 
-def _start(engine: Engine, network: str, folder: Path, service: str) -> None:
+def _settings(service: str, workers: Workers) -> tuple[str, ...]:
+    if service in _WORKERS:
+        return (f"--worker-id={service}-0", *workers.flags)
+    if service == "router":
+        listen = (f"--listen=0.0.0.0:{ports.ROUTER}", f"--advertise=router:{ports.ROUTER}")
+        return (*listen, f"--model={workers.model}")
+    return ("--model=sim",) if service == "planner" else ()
+
+
+def _start(engine: Engine, network: str, folder: Path, service: str, workers: Workers) -> None:
     flags = [
-        *_SETTINGS[service],
+        *_settings(service, workers),
+        f"--internal-listen=0.0.0.0:{_INTERNAL[service]}",
         f"--internal-advertise={service}:{_INTERNAL[service]}",
         f"--tls-certificate-file={_FOLDER}/certificate.pem",
         f"--tls-key-file={_FOLDER}/key.pem",
@@ -151,21 +138,28 @@ def _start(engine: Engine, network: str, folder: Path, service: str) -> None:
     if service != "registry":
         flags.append(f"--registry=registry:{ports.REGISTRY}")
     published = (f"--publish=127.0.0.1::{ports.ROUTER}",) if service == "router" else ()
+    volumes = {folder / service: _FOLDER}
+    temporary_mib = _TEMPORARY_MIB
+    if service in _WORKERS:
+        temporary_mib = workers.temporary_mib
+    if service in (*_WORKERS, "router"):
+        volumes |= workers.volumes
     engine.call(
         *("run", "--detach", f"--name={network}-{service}", f"--network={network}"),
-        *(f"--network-alias={service}", *_CONFINED, *published),
-        f"--volume={folder / service}:{_FOLDER}:ro",
-        *(IMAGES[service], *flags),
+        *(f"--network-alias={service}", *_confined(temporary_mib), *published),
+        *(f"--volume={source}:{target}:ro" for source, target in volumes.items()),
+        *(f"--env={variable}" for variable in workers.environment),
+        *(image_of(service, workers), *flags),
     )
 
 
-def _wait_healthy(engine: Engine, container: str) -> None:
+def wait_healthy(engine: Engine, container: str, timeout_s: float) -> None:
     """Returns when the image's own health check succeeds. Raises ContainerError when the container ends first."""
     image = engine.inspect("container", container)["Config"]
     check: Sequence[str] = image["Healthcheck"]["Test"]
     if check[0] != "CMD":
         raise ContainerError(f"the health check of {container} needs a shell: {check}")
-    give_up = time.monotonic() + READY_TIMEOUT_S
+    give_up = time.monotonic() + timeout_s
     answer = ""
     while time.monotonic() < give_up:
         state = engine.inspect("container", container)["State"]
@@ -176,7 +170,7 @@ def _wait_healthy(engine: Engine, container: str) -> None:
             return
         answer = done.stderr.strip()
         time.sleep(_POLL_S)
-    raise ContainerError(f"{container} was not healthy within {READY_TIMEOUT_S:g} s: {answer}")
+    raise ContainerError(f"{container} was not healthy within {timeout_s:g} s: {answer}")
 
 
 def engine_of(root: Path) -> Engine:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 CALL_TIMEOUT_S: Final = 60.0
+SETTLE_TIMEOUT_S: Final = 10.0
+REMOVE_TIMEOUT_S: Final = 60.0
+_SETTLE_POLL_S: Final = 0.1
 
 
 class ContainerError(Exception):
@@ -53,16 +57,36 @@ class Engine:
         found: list[dict[str, Any]] = json.loads(self.call(kind, "inspect", name))
         return found[0]
 
+    def status(self, container: str) -> str:
+        """The engine's word for the container's state, such as running or exited."""
+        return str(self.inspect("container", container)["State"]["Status"])
+
     def logs(self, container: str, lines: int = 30) -> str:
         """The last lines of a container's log, or why there is none."""
         try:
+            self._settle(container)
             done = self.attempt("logs", "--tail", str(lines), container)
         except ContainerError as error:
             return str(error)
         return (done.stdout + done.stderr).rstrip()
 
-    def remove(self, containers: Sequence[str], network: str) -> None:
-        """Ends and removes them, as far as they exist."""
-        for container in containers:
-            self.attempt("rm", "--force", "--volumes", container)
-        self.attempt("network", "rm", network)
+    def _settle(self, container: str) -> None:
+        """Waits until the log of a container that has ended is complete.
+
+        podman calls a container `stopped` when its process has ended, and `exited` when its output is written too.
+        """
+        give_up = time.monotonic() + SETTLE_TIMEOUT_S
+        while self.status(container) == "stopped" and time.monotonic() < give_up:
+            time.sleep(_SETTLE_POLL_S)
+
+    def remove(self, containers: Sequence[str], *networks: str) -> None:
+        """Ends and removes them, as far as they exist. What the engine does not remove in time is printed."""
+        commands: list[tuple[str, ...]] = [
+            ("rm", "--force", "--volumes", container) for container in containers
+        ]
+        commands += [("network", "rm", network) for network in networks]
+        for command in commands:
+            try:
+                self.attempt(*command, timeout_s=REMOVE_TIMEOUT_S)
+            except ContainerError as error:
+                print(error, flush=True)

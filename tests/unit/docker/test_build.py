@@ -4,44 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.unit.test_architecture import ROOT
+from tests.unit.docker.checkout import SLEEPS_S, Checkout
 
-# Far beyond the limits that the tests set, and below the limit of a test.
-RUN_TIMEOUT_S = 60
-SLEEPS_S = 50
-
-
-class Checkout:
-    """A folder with docker/ and requirements/, and programs that replace those of the machine."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder / "checkout"
-        self._programs = folder / "programs"
-        self._programs.mkdir()
-        shutil.copytree(ROOT / "docker", self.folder / "docker")
-        shutil.copytree(ROOT / "requirements", self.folder / "requirements")
-
-    def program(self, name: str, *lines: str) -> None:
-        """A shell script that stands for a program."""
-        path = self._programs / name
-        path.write_text("\n".join(["#!/bin/sh", *lines, ""]))
-        path.chmod(0o755)
-
-    def build(self, *images: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [self.folder / "docker" / "build.sh", *images],
-            env={"PATH": f"{self._programs}:{os.environ['PATH']}", **variables},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=RUN_TIMEOUT_S,
-        )
+# Hides what Debian has in /usr/sbin, iptables among it.
+NO_SBIN = (
+    *("unshare", "--map-root-user", "--mount", "sh", "-c"),
+    'mount -t tmpfs none /usr/sbin && exec "$@"',
+    "sh",
+)
 
 
 @pytest.fixture
@@ -52,7 +26,7 @@ def checkout(tmp_path: Path) -> Checkout:
 def test_docker_builds_where_its_daemon_answers(checkout: Checkout) -> None:
     calls = checkout.folder.parent / "calls"
     checkout.program("docker", f'echo "$*" >>{calls}', 'echo "headrace/router:dev  200MB"')
-    done = checkout.build("router", "decode-sim")
+    done = checkout.run("build.sh", "router", "decode-sim")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "headrace/router:dev  200MB\n"
     built = [line for line in calls.read_text().splitlines() if line.startswith("build ")]
@@ -67,7 +41,7 @@ def test_a_failed_build_prints_the_end_of_its_log(checkout: Checkout) -> None:
     checkout.program(
         "docker", 'case $1 in build) echo "the cause of the failure" >&2; exit 3;; esac'
     )
-    done = checkout.build("router")
+    done = checkout.run("build.sh", "router")
     assert done.returncode == 1
     assert "the cause of the failure" in done.stderr
     assert "headrace/router:dev failed" in done.stderr
@@ -77,7 +51,7 @@ def test_a_build_without_an_end_is_ended(checkout: Checkout) -> None:
     checkout.program(
         "docker", f'case $1 in build) echo "the last words"; exec sleep {SLEEPS_S};; esac'
     )
-    done = checkout.build("router", BUILD_TIMEOUT_S="1")
+    done = checkout.run("build.sh", "router", BUILD_TIMEOUT_S="1")
     assert done.returncode == 1
     assert "the last words" in done.stderr
     assert "took more than 1 s" in done.stderr
@@ -88,10 +62,60 @@ def test_a_daemon_that_never_answers_is_not_used(checkout: Checkout) -> None:
     # The other engine fails at once.
     for name in ("podman", "mmdebstrap", "iptables", "runc", "buildah"):
         checkout.program(name, "exit 1")
-    done = checkout.build("router", ASK_TIMEOUT_S="1", CALL_TIMEOUT_S="5")
+    done = checkout.run("build.sh", "router", ASK_TIMEOUT_S="1", CALL_TIMEOUT_S="5")
     assert done.returncode == 1
     assert "cannot be pulled" in done.stderr
     assert "mmdebstrap failed" in done.stderr
+
+
+def podman_without_iptables(checkout: Checkout) -> None:
+    """Programs with which only iptables is missing. Skips the test where it cannot be hidden."""
+    if not shutil.which("unshare") or os.getuid() != 0:
+        pytest.skip("needs root")
+    for name in ("podman", "mmdebstrap", "runc", "buildah"):
+        checkout.program(name, "exit 1")
+
+
+def test_without_iptables_it_is_named_with_the_command_that_installs_it(
+    checkout: Checkout,
+) -> None:
+    podman_without_iptables(checkout)
+    checkout.program("id", "echo 1000")
+    done = checkout.run("build.sh", "router", before=NO_SBIN, HEADRACE_CONTAINER_ENGINE="podman")
+    assert done.returncode == 2, done.stderr
+    assert "not installed: iptables. Run: sudo apt-get install" in done.stderr
+    assert " iptables" in done.stderr.partition("apt-get install")[2]
+
+
+@pytest.mark.parametrize("last", ["exit 100", f"exec sleep {SLEEPS_S}"])
+def test_an_installation_that_fails_or_never_ends_prints_its_log(
+    checkout: Checkout, last: str
+) -> None:
+    podman_without_iptables(checkout)
+    checkout.program("apt-get", 'echo "Err: the mirror is gone" >&2', last)
+    variables = {"HEADRACE_CONTAINER_ENGINE": "podman", "INSTALL_TIMEOUT_S": "2"}
+    done = checkout.run("build.sh", "router", before=NO_SBIN, **variables)
+    assert done.returncode == 1, done.stderr
+    assert "not installed: iptables. Installing" in done.stderr
+    assert "the mirror is gone" in done.stderr
+    assert "apt-get failed, or took more than 2 s" in done.stderr
+
+
+def test_wheels_that_never_come_are_not_waited_for(checkout: Checkout) -> None:
+    checkout.program("podman")
+    for name in ("mmdebstrap", "iptables", "runc", "buildah"):
+        checkout.program(name, "exit 1")
+    checkout.program("index", 'echo "the index is silent"', f"exec sleep {SLEEPS_S}")
+    done = checkout.run(
+        "build.sh",
+        "router",
+        HEADRACE_CONTAINER_ENGINE="podman",
+        PYTHON=str(checkout.folder.parent / "programs" / "index"),
+        FETCH_TIMEOUT_S="1",
+    )
+    assert done.returncode == 1, done.stderr
+    assert "the index is silent" in done.stderr
+    assert "pip could not fetch the wheels within 1 s" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -104,6 +128,6 @@ def test_a_daemon_that_never_answers_is_not_used(checkout: Checkout) -> None:
 def test_a_wrong_name_is_refused(
     checkout: Checkout, images: tuple[str, ...], variables: dict[str, str], problem: str
 ) -> None:
-    done = checkout.build(*images, **variables)
+    done = checkout.run("build.sh", *images, **variables)
     assert done.returncode == 2
     assert problem in done.stderr

@@ -1,0 +1,67 @@
+"""The images of the workers, and how workers of each kind start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tests.unit.test_architecture import ROOT
+
+DECODE_STEP_S: Final = 0.05
+TINY_MODEL: Final = ROOT / "models" / "tiny-llama"
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Both workers have the same image but for their program.
+
+    `lock` is the file in requirements/ that the image installs. `model` is the router's `--model`. `volumes` maps a
+    folder of this host to its path in the containers. `temporary_mib` is the size of /tmp. `streams_slowly`: an answer
+    takes so long that a service can be stopped in the middle.
+    """
+
+    tag: str
+    lock: str
+    flags: tuple[str, ...]
+    model: str
+    volumes: Mapping[Path, str]
+    environment: tuple[str, ...]
+    temporary_mib: int
+    ready_timeout_s: float
+    absent: tuple[str, ...]
+    streams_slowly: bool
+
+
+WORKERS: Final = {
+    "sim": Workers(
+        tag="sim",
+        lock="sim",
+        flags=(
+            "--engine=sim",
+            f"--model=sim:decode_step_s={DECODE_STEP_S}",
+            "--served-model=sim",
+        ),
+        model="sim",
+        volumes={},
+        environment=(),
+        temporary_mib=64,
+        ready_timeout_s=120.0,
+        absent=("torch", "vllm", "transformers", "pip"),
+        streams_slowly=True,
+    ),
+    # As compose.yaml starts them.
+    "vllm": Workers(
+        tag="dev",
+        lock="worker",
+        flags=("--engine=vllm", "--model=/models/tiny-llama", "--kv-cache-gib=0.25"),
+        model="/models/tiny-llama",
+        volumes={TINY_MODEL: "/models/tiny-llama"},
+        environment=("OMP_NUM_THREADS=1", "VLLM_CPU_OMP_THREADS_BIND=nobind"),
+        temporary_mib=1024,
+        ready_timeout_s=300.0,
+        absent=("pip",),
+        streams_slowly=False,
+    ),
+}
