@@ -14,15 +14,17 @@ uuid, zipfile" \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log
 
 FROM base AS build
-ARG PIP_ARGS=""
-ARG REQUIREMENTS=registry
+# Up to the lock file, this stage is the same in all images.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends binutils python3-venv \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 RUN python3 -m venv /opt/tools && python3 -m venv --without-pip /opt/headrace
-COPY requirements/build.txt requirements/${REQUIREMENTS}.txt requirements/
+ARG PIP_ARGS=""
+COPY requirements/build.txt requirements/
 RUN /opt/tools/bin/pip install --no-cache-dir --no-deps --require-hashes ${PIP_ARGS} -r requirements/build.txt
+ARG REQUIREMENTS=registry
+COPY requirements/${REQUIREMENTS}.txt requirements/
 # A package without a wheel is built with the setuptools of build.txt: pip's isolated builds fetch one without a hash.
 RUN /opt/tools/bin/pip wheel --no-cache-dir --no-deps --require-hashes --no-build-isolation ${PIP_ARGS} \
       --wheel-dir /wheelhouse -r requirements/${REQUIREMENTS}.txt \

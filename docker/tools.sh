@@ -139,8 +139,12 @@ fetch_wheels() {
   local stamp="$CACHE/wheels/.$1.$(cat "$requirements" requirements/build.txt | sha256sum | cut -c1-16)"
   [ -e "$stamp" ] && return
   say "fetching the wheels of $requirements"
-  timeout "$FETCH_TIMEOUT_S" "${PYTHON:-.venv/bin/python}" -m pip download --quiet --no-deps --require-hashes --no-build-isolation \
-    --dest "$CACHE/wheels" -r "$requirements" -r requirements/build.txt </dev/null >"$CACHE/wheels.log" 2>&1 \
-    || fail "pip could not fetch the wheels within $FETCH_TIMEOUT_S s" "$CACHE/wheels.log"
+  # One call for each file: worker-cuda.txt has another setuptools than build.txt.
+  local file
+  for file in "$requirements" requirements/build.txt; do
+    timeout "$FETCH_TIMEOUT_S" "${PYTHON:-.venv/bin/python}" -m pip download --quiet --no-deps --require-hashes \
+      --no-build-isolation --dest "$CACHE/wheels" -r "$file" </dev/null >"$CACHE/wheels.log" 2>&1 \
+      || fail "pip could not fetch the wheels of $file within $FETCH_TIMEOUT_S s" "$CACHE/wheels.log"
+  done
   touch "$stamp"
 }

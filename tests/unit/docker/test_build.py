@@ -1,4 +1,4 @@
-"""docker/build.sh with stand-ins for the container engines: choice of the engine, limits, and what a failure prints."""
+"""docker/build.sh and available.sh with stand-ins for the container engines: choice of the engine, limits, and what a failure prints."""
 
 from __future__ import annotations
 
@@ -101,6 +101,17 @@ def test_an_installation_that_fails_or_never_ends_prints_its_log(
     assert "apt-get failed, or took more than 2 s" in done.stderr
 
 
+def test_files_with_different_versions_of_a_package_are_fetched_apart(checkout: Checkout) -> None:
+    calls = checkout.folder.parent / "calls"
+    for name in ("podman", "mmdebstrap", "iptables", "runc", "buildah"):
+        checkout.program(name)
+    checkout.program(".venv/bin/python", f'echo "$*" >>{calls}')
+    done = checkout.run("build.sh", "prefill-cuda", HEADRACE_CONTAINER_ENGINE="podman")
+    assert "fetching the wheels of requirements/worker-cuda.txt" in done.stderr
+    fetched = [line.partition(" -r ")[2] for line in calls.read_text().splitlines()]
+    assert fetched == ["requirements/worker-cuda.txt", "requirements/build.txt"]
+
+
 def test_wheels_that_never_come_are_not_waited_for(checkout: Checkout) -> None:
     checkout.program("podman")
     for name in ("mmdebstrap", "iptables", "runc", "buildah"):
@@ -115,7 +126,7 @@ def test_wheels_that_never_come_are_not_waited_for(checkout: Checkout) -> None:
     )
     assert done.returncode == 1, done.stderr
     assert "the index is silent" in done.stderr
-    assert "pip could not fetch the wheels within 1 s" in done.stderr
+    assert "pip could not fetch the wheels of requirements/router.txt within 1 s" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -131,3 +142,18 @@ def test_a_wrong_name_is_refused(
     done = checkout.run("build.sh", *images, **variables)
     assert done.returncode == 2
     assert problem in done.stderr
+
+
+def test_images_can_be_built_where_docker_answers(checkout: Checkout) -> None:
+    checkout.program("docker")
+    done = checkout.run("available.sh")
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_a_base_image_none_can_be_built(checkout: Checkout) -> None:
+    for name in ("podman", "iptables", "runc"):
+        checkout.program(name, "exit 1")
+    checkout.program("mmdebstrap", "echo 'the mirror is gone'; exit 1")
+    done = checkout.run("available.sh", HEADRACE_CONTAINER_ENGINE="podman")
+    assert done.returncode == 1, done.stderr
+    assert "the mirror is gone" in done.stderr
