@@ -1,4 +1,4 @@
-"""docker/build.sh and available.sh with stand-ins for the container engines: choice of the engine, limits, and what a failure prints."""
+"""build.sh and available.sh with stand-ins for engines: choice of the engine, limits, and what a failure prints."""
 
 from __future__ import annotations
 
