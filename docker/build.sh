@@ -25,9 +25,6 @@ elif command -v buildah >/dev/null; then
 else
   build=(podman "${STORAGE[@]}" build --format docker --layers --pull=never --network host)
 fi
-if [ "$ENGINE" = podman ]; then
-  build+=(--volume "$CACHE/wheels:/wheels:ro" --build-arg "PIP_ARGS=--no-index --find-links /wheels")
-fi
 revision=$(git rev-parse --short=12 HEAD 2>/dev/null || true)
 
 for image in "${images[@]}"; do
@@ -36,7 +33,10 @@ for image in "${images[@]}"; do
   say "building $tag with ${build[0]}"
   arguments=(--build-arg "DEBIAN_IMAGE=$DEBIAN_IMAGE")
   if [ "$image" != etcd ]; then
-    [ "$ENGINE" = docker ] || fetch_wheels "$requirements"
+    if [ "$ENGINE" = podman ]; then
+      fetch_wheels "$requirements"
+      arguments+=(--volume "$CACHE/wheels/$requirements:/wheels:ro" --build-arg "PIP_ARGS=--no-index --find-links /wheels")
+    fi
     arguments+=(--build-arg "REQUIREMENTS=$requirements" --build-arg "REVISION=$revision")
   fi
   started=$SECONDS

@@ -11,7 +11,7 @@ CALL_TIMEOUT_S=${CALL_TIMEOUT_S:-60}
 INSTALL_TIMEOUT_S=${INSTALL_TIMEOUT_S:-900}
 FETCH_TIMEOUT_S=${FETCH_TIMEOUT_S:-1800}
 BUILD_TIMEOUT_S=${BUILD_TIMEOUT_S:-1800}
-mkdir -p "$CACHE/wheels" "$CACHE/run"
+mkdir -p "$CACHE/run"
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -132,18 +132,19 @@ tag_of() {
   esac
 }
 
-# The files that an image installs, as this machine's pip finds them. pip accepts only the files whose hashes are in
-# requirements/, here and in the build. Source is not built here, so setuptools of .venv only reads its metadata.
+# The files that an image installs, as this machine's pip finds them: in wheels/$1, because pip would take torch+cpu of another
+# folder for torch. pip accepts only the files whose hashes are in requirements/, here and in the build. Source is not built here,
+# so setuptools of .venv only reads its metadata.
 fetch_wheels() {
-  local requirements="requirements/$1.txt"
-  local stamp="$CACHE/wheels/.$1.$(cat "$requirements" requirements/build.txt | sha256sum | cut -c1-16)"
+  local requirements="requirements/$1.txt" folder="$CACHE/wheels/$1" file stamp
+  stamp="$folder/.$(cat "$requirements" requirements/build.txt | sha256sum | cut -c1-16)"
   [ -e "$stamp" ] && return
   say "fetching the wheels of $requirements"
+  mkdir -p "$folder"
   # One call for each file: worker-cuda.txt has another setuptools than build.txt.
-  local file
   for file in "$requirements" requirements/build.txt; do
     timeout "$FETCH_TIMEOUT_S" "${PYTHON:-.venv/bin/python}" -m pip download --quiet --no-deps --require-hashes \
-      --no-build-isolation --dest "$CACHE/wheels" -r "$file" </dev/null >"$CACHE/wheels.log" 2>&1 \
+      --no-build-isolation --dest "$folder" -r "$file" </dev/null >"$CACHE/wheels.log" 2>&1 \
       || fail "pip could not fetch the wheels of $file within $FETCH_TIMEOUT_S s" "$CACHE/wheels.log"
   done
   touch "$stamp"

@@ -108,8 +108,11 @@ def test_files_with_different_versions_of_a_package_are_fetched_apart(checkout: 
     checkout.program(".venv/bin/python", f'echo "$*" >>{calls}')
     done = checkout.run("build.sh", "prefill-cuda", HEADRACE_CONTAINER_ENGINE="podman")
     assert "fetching the wheels of requirements/worker-cuda.txt" in done.stderr
-    fetched = [line.partition(" -r ")[2] for line in calls.read_text().splitlines()]
+    lines = calls.read_text().splitlines()
+    fetched = [line.partition(" -r ")[2] for line in lines]
     assert fetched == ["requirements/worker-cuda.txt", "requirements/build.txt"]
+    # Another lock file has torch+cpu, which pip would take for torch.
+    assert all("/wheels/worker-cuda -r " in line for line in lines)
 
 
 def test_wheels_that_never_come_are_not_waited_for(checkout: Checkout) -> None:
