@@ -54,7 +54,8 @@ finish() {
   status=$?
   [ $status = 0 ] || for name in credentials "${SERVICES[@]}"; do
     say "--- $name"
-    engine "$CALL_TIMEOUT_S" logs --tail 15 "$(container_of "$name")" >&2 || true
+    # Not --tail: with it podman 4.3 leaves out a line that was written in parts.
+    engine "$CALL_TIMEOUT_S" logs "$(container_of "$name")" 2>&1 | tail -n 15 >&2 || true
   done
   compose "$DOWN_TIMEOUT_S" down --volumes --timeout 30 >"$CACHE/down.log" 2>&1 || say "compose down failed: see $CACHE/down.log"
   exit $status
