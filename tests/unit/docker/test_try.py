@@ -40,7 +40,7 @@ class Deployment:
             f"*' up -d') {self.up} ;;",
             f"*' operator workers '*) {self.workers} ;;",
             f"inspect*) {self.restarts} ;;",
-            'logs*) echo "the log of $4" ;;',
+            'logs*) echo "the log of $2" >&2 ;;',
             f"*/proc/*) printf '{status}' ;;",
             "*/opt/x*) echo 'Read-only file system' >&2; exit 1 ;;",
             "*'ls /credentials/key') exit 1 ;;",
