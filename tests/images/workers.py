@@ -18,7 +18,7 @@ class Workers:
     """Both workers have the same image but for their program.
 
     `lock` is the file in requirements/ that the image installs. `model` is the router's `--model`. `volumes` maps a
-    folder of this host to its path in the containers. `temporary_mib` is the size of /tmp. `streams_slowly`: an answer
+    folder of this host to its path in the containers. `temporary_mib` is the size of /tmp. `absent` are modules that the image must not have. `streams_slowly`: an answer
     takes so long that a service can be stopped in the middle.
     """
 
@@ -31,6 +31,7 @@ class Workers:
     temporary_mib: int
     ready_timeout_s: float
     absent: tuple[str, ...]
+    compilers: bool
     streams_slowly: bool
 
 
@@ -49,6 +50,7 @@ WORKERS: Final = {
         temporary_mib=64,
         ready_timeout_s=120.0,
         absent=("torch", "vllm", "transformers", "pip"),
+        compilers=False,
         streams_slowly=True,
     ),
     # As compose.yaml starts them.
@@ -62,6 +64,7 @@ WORKERS: Final = {
         temporary_mib=1024,
         ready_timeout_s=300.0,
         absent=("pip",),
+        compilers=True,
         streams_slowly=False,
     ),
 }
