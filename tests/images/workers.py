@@ -18,8 +18,8 @@ class Workers:
     """Both workers have the same image but for their program.
 
     `lock` is the file in requirements/ that the image installs. `model` is the router's `--model`. `volumes` maps a
-    folder of this host to its path in the containers. `temporary_mib` is the size of /tmp. `absent` are modules that the
-    image must not have. `streams_slowly`: an answer takes so long that a service can be stopped in the middle.
+    folder of this host to its path in the containers. `temporary_mib` is the size of /tmp. `absent` are modules that
+    the image must not have. `streams_slowly`: an answer takes so long that a service can be stopped in the middle.
     """
 
     tag: str
