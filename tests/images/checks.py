@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from typing import Any, Final
+from urllib.parse import unquote
 
 from lock_requirements import FOLDER, parse
 from tests.images.deployment import STOP_GRACE_S, Deployment, image_of, wait_healthy
@@ -72,7 +73,7 @@ def check_confined(deployed: Deployment, service: str) -> None:
         assert fields["Uid"].split() == [str(_USER)] * 4, fields["Uid"]
         for name in ("CapPrm", "CapEff", "CapBnd", "CapAmb"):
             assert int(fields[name], 16) == 0, (service, name, fields[name])
-        assert fields["NoNewPrivs"] == "1"
+        assert fields["NoNewPrivs"] == "1", fields
     done = deployed.engine.attempt(
         "exec", deployed.containers[service], "sh", "-c", "echo x >/opt/headrace/x"
     )
@@ -108,13 +109,17 @@ def check_bill(deployed: Deployment, service: str) -> int:
     assert bill["metadata"]["component"]["name"] == f"headrace-{service}"
     python = "pkg:pypi/"
     purls = [
-        each["purl"].removeprefix(python) for each in bill["components"] if python in each["purl"]
+        unquote(each["purl"].removeprefix(python))
+        for each in bill["components"]
+        if python in each["purl"]
     ]
     found = {name: version for name, _, version in (purl.partition("@") for purl in purls)}
     lock = service if service in CONTROL else deployed.workers.lock
     locked = parse((FOLDER / f"{lock}.txt").read_text(encoding="utf-8"))
     found.pop("headrace")
-    assert found == {name: pin.version for name, pin in locked.items()}
+    expected = {name: pin.version for name, pin in locked.items()}
+    differing = {name for name, _ in found.items() ^ expected.items()}
+    assert not differing, f"the bill of {service} and its lock file differ: {sorted(differing)}"
     debian = {each["name"] for each in bill["components"] if each["purl"].startswith("pkg:deb/")}
     assert {"libc6", "python3.11-minimal"} <= debian
     return len(bill["components"])
