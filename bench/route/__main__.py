@@ -110,10 +110,13 @@ def look_up(
     tokens: Tokens, worker_count: int, index: PrefixIndex, tree: Any, rounds: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Medians of lookups with hashes ready, and from tokens, after a check that all ways agree."""
+    everyone = index.slots(index.mask(map(worker_ref, range(worker_count))))
     listed, words, hashes = tokens.tolist(), array("I", tokens.tobytes()), HASHER.hashes(tokens)
     ready: dict[str, Callable[[], object]] = {
         "ours": lambda: index.blocks(index.find(hashes)),
-        "ours, by worker": lambda: index.by_worker(index.blocks(index.find(hashes))),
+        "ours, by worker": lambda: index.by_worker(
+            everyone, index.blocks(index.find(hashes))[everyone]
+        ),
     }
     whole: dict[str, Callable[[], object]] = {
         "ours, list": lambda: index.blocks(index.find_prompt(HASHER.lazy(listed))),
@@ -130,9 +133,8 @@ def look_up(
         theirs = {worker_ref(key[0]): depth for key, depth in ready["Dynamo"]().items()}  # type: ignore[attr-defined]
         if theirs != ready["ours, by worker"]():
             raise SystemExit("the two indexes disagree")
-    everyone = index.slots(index.mask(map(worker_ref, range(worker_count))))
-    by_worker = index.by_worker(index.blocks(index.find(hashes)))
-    expected = [by_worker.get(ref, 0) for ref in index.refs(everyone)]
+    by_worker = ready["ours, by worker"]()
+    expected = [by_worker.get(ref, 0) for ref in index.refs(everyone)]  # type: ignore[attr-defined]
     for way in (ready["ours"], whole["ours, list"], whole["ours, array"]):
         if way()[everyone].tolist() != expected:  # type: ignore[index]
             raise SystemExit("our own ways disagree")

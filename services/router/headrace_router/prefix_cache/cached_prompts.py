@@ -14,7 +14,7 @@ import numpy as np
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.hashing import PromptHashes, TokenIds
 from headrace_router.prefix_cache.model_index import ModelIndex
-from headrace_router.prefix_cache.tier_prices import TierPrices
+from headrace_router.prefix_cache.tier_prices import SLOWER_TIERS, TierPrices
 from headrace_router.workers.table import LoadTable, Numbers
 
 REMOTE_SHARE: Final = 0.25
@@ -66,16 +66,16 @@ class CachedPrompts:
             known = model_index.table_slots(table)
             if not len(known.rows):
                 continue
-            index, block_tokens = model_index.index, model_index.block_tokens
-            *depths, pooled = model_index.depths(prompt)
-            blocks = reached = index.blocks(depths[0])[known.slots]
-            if any(depths[1:]):
-                tiers = [blocks, *(index.blocks(one)[known.slots] for one in depths[1:])]
+            block_tokens = model_index.block_tokens
+            *own, pooled = model_index.blocks(prompt)
+            tiers = [blocks[known.slots] for blocks in own]
+            blocks = reached = tiers[0]
+            if any(np.any(one) for one in own[1:]):
                 shares = self._prices.shares(model, block_tokens, table)
                 blocks = _credited_blocks(tiers, [share[known.rows] for share in shares])
                 reached = np.maximum.reduce(tiers)
-            if pooled:
-                blocks = blocks + REMOTE_SHARE * np.maximum(pooled.deepest - reached, 0.0)
+            if np.any(pooled):
+                blocks = blocks + REMOTE_SHARE * np.maximum(pooled.max() - reached, 0.0)
             found[known.rows] = blocks * block_tokens
         return found
 
@@ -93,22 +93,19 @@ class CachedPrompts:
         found: dict[WorkerRef, int] = {}
         for model_index, prompt in self._prompts(model, token_ids, cache_salt):
             index, block_tokens = model_index.index, model_index.block_tokens
-            among = model_index.mask_of(refs)
-            *own, _ = model_index.depths(prompt)
-            tiers = [index.blocks(depths.among(among)) for depths in own]
-            blocks = tiers[0]
-            if any(own[1:]):
-                slots = np.maximum.reduce(tiers).nonzero()[0]
+            slots = model_index.slots_of(refs)
+            *own, _ = model_index.blocks(prompt)
+            if any(np.any(one) for one in own[1:]):
+                slots = slots[np.maximum.reduce(own)[slots] > 0]
+                shares = [
+                    self._prices.shares_of(model, block_tokens, ref) for ref in index.refs(slots)
+                ]
                 # Perhaps only other workers have blocks.
-                if len(slots):
-                    shares = [
-                        self._prices.shares_of(model, block_tokens, ref)
-                        for ref in index.refs(slots)
-                    ]
-                    blocks[slots] = _credited_blocks(
-                        [tier[slots] for tier in tiers], list(np.transpose(shares))
-                    )
-            found |= index.by_worker(blocks * block_tokens)
+                by_tier = np.reshape(shares, (len(slots), len(SLOWER_TIERS))).T
+                blocks = _credited_blocks([one[slots] for one in own], list(by_tier))
+            else:
+                blocks = own[0][slots]
+            found |= index.by_worker(slots, blocks * block_tokens)
         return found
 
     def _prompts(

@@ -39,17 +39,3 @@ class Depths:
 
     def __bool__(self) -> bool:
         return any(self.digits)
-
-    @property
-    def deepest(self) -> int:
-        """The largest number of blocks that a worker holds."""
-        blocks, deepest = 0, -1
-        for place in reversed(range(len(self.digits))):
-            if common := self.digits[place] & deepest:
-                deepest = common
-                blocks |= 1 << place
-        return blocks
-
-    def among(self, mask: int) -> Depths:
-        """The same without workers outside the mask."""
-        return Depths(tuple(digit & mask for digit in self.digits))

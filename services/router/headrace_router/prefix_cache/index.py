@@ -141,9 +141,11 @@ class PrefixIndex:
         """The depths by slot, 0 for workers without a block. Shape [slot]."""
         return self._slots.blocks(depths)
 
-    def by_worker(self, numbers: NDArray[np.float64]) -> dict[WorkerRef, int]:
-        """Whole numbers by worker, from those by slot. Workers without any are left out."""
-        return self._slots.by_worker(numbers)
+    def by_worker(
+        self, slots: NDArray[np.intp], numbers: NDArray[np.float64]
+    ) -> dict[WorkerRef, int]:
+        """The whole part of each number by the worker of its slot. Workers without any are left out."""
+        return self._slots.by_worker(slots, numbers)
 
     def apply(self, ref: WorkerRef, event: KvEvent) -> ApplyResult:
         """Applies one event of the worker's stream. Events may arrive in any order."""

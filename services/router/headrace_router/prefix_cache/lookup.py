@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress, count, repeat
-from operator import and_, ne, xor
+from itertools import accumulate, compress, count, repeat
+from operator import and_, ne
 from typing import Final
 
 from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS, PromptHashes
@@ -178,8 +178,9 @@ def _depths_in_segments(
     """The depths, where `changes` gives the masks before and at the end of each segment. None when a set has a hole."""
     if len(changes) * _SEGMENT_COST_BLOCKS > block_count:
         masks = _masks(mask_of, among, hashes_between(0, block_count))
-        losses = sum(map(int.bit_count, map(xor, [first, *masks], masks)))
-        return _checked(Depths.counted(masks), losses, first, end)
+        # In a set with a hole, a mask is no subset of those before.
+        closed = accumulate([first, *masks], and_)
+        return Depths.counted(masks) if list(closed)[1:] == masks else None
     lost: list[tuple[int, int]] = []
     for segment, before, after in changes:
         start = segment * CHECKPOINT_BLOCKS
@@ -196,11 +197,11 @@ def _depths_in_segments(
 def _depths_of_lost(
     lost: list[tuple[int, int]], first: int, end: int, block_count: int
 ) -> Depths | None:
-    """The depths, from the workers that lack the block at each position but hold the one before."""
+    """The depths, from the workers that lack the block at each position but hold the one before.
+
+    None when they are not exactly the workers that end before `end`, once each: some set has a hole.
+    """
     losses = sum(mask.bit_count() for _, mask in lost)
-    return _checked(Depths.of([*lost, (block_count, end)]), losses, first, end)
-
-
-def _checked(depths: Depths, losses: int, first: int, end: int) -> Depths | None:
-    """None when not exactly one bit changed for each worker that ends before `end`: some set has a hole."""
-    return depths if losses == (first ^ end).bit_count() else None
+    if losses != (first ^ end).bit_count():
+        return None
+    return Depths.of([*lost, (block_count, end)])

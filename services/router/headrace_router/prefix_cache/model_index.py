@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import PrefixHasher, PromptHashes, TokenIds, prefix_hasher
-from headrace_router.prefix_cache.depths import Depths
 from headrace_router.prefix_cache.index import PrefixIndex
-from headrace_router.workers.table import LoadTable
+from headrace_router.workers.table import LoadTable, Numbers
 
 # Between two slices of a sweep, so that requests are served first.
 _SWEEP_PAUSE_S: Final = 0.002
@@ -43,12 +42,12 @@ class ModelIndex:
         self._tokens: object = None
         self._cache_salt = ""
         self._prompt: PromptHashes | None = None
-        self._depths: list[Depths] = []
-        self._depths_prompt: PromptHashes | None = None
-        self._depths_change_count = 0
+        self._blocks: list[Numbers] = []
+        self._blocks_prompt: PromptHashes | None = None
+        self._blocks_state = (0, 0)
         self._refs: object = None
         self._refs_generation = 0
-        self._refs_mask = 0
+        self._refs_slots: NDArray[np.intp] = np.array([], np.intp)
 
     def prompt(self, key: int, token_ids: TokenIds, cache_salt: str) -> PromptHashes:
         """The hashes of a prompt. Cached for a tuple, because a request looks up its prompt several times."""
@@ -60,28 +59,28 @@ class ModelIndex:
             self._tokens, self._cache_salt, self._prompt = token_ids, cache_salt, prompt
         return self._prompt
 
-    def mask_of(self, refs: Collection[WorkerRef]) -> int:
-        """The bits of these workers. Cached for a frozenset, while no worker changes its slot."""
+    def slots_of(self, refs: Collection[WorkerRef]) -> NDArray[np.intp]:
+        """The slots of these workers. Cached for a frozenset, while no worker changes its slot."""
         if self._refs is not refs or self._refs_generation != self.index.generation:
-            mask = self.index.mask(refs)
+            slots = self.index.slots(self.index.mask(refs))
             if not isinstance(refs, frozenset):
-                return mask
+                return slots
             self._refs, self._refs_generation = refs, self.index.generation
-            self._refs_mask = mask
-        return self._refs_mask
+            self._refs_slots = slots
+        return self._refs_slots
 
-    def depths(self, prompt: PromptHashes) -> list[Depths]:
-        """By tier, fastest first, how many blocks of the prompt each worker holds.
+    def blocks(self, prompt: PromptHashes) -> list[Numbers]:
+        """By tier, fastest first, how many blocks of the prompt each worker holds. Shape [slot].
 
         Cached while the index is unchanged: a request looks up its decode workers, then its prefill workers.
         """
-        if (
-            self._depths_prompt is not prompt
-            or self._depths_change_count != self.index.change_count
-        ):
-            self._depths = [self.index.find_prompt(prompt, tier=tier) for tier in Tier]
-            self._depths_prompt, self._depths_change_count = prompt, self.index.change_count
-        return self._depths
+        index = self.index
+        # A new worker may have a slot beyond the last one.
+        state = index.change_count, index.generation
+        if self._blocks_prompt is not prompt or self._blocks_state != state:
+            self._blocks = [index.blocks(index.find_prompt(prompt, tier=tier)) for tier in Tier]
+            self._blocks_prompt, self._blocks_state = prompt, state
+        return self._blocks
 
     def table_slots(self, table: LoadTable) -> TableSlots:
         """The slots of a table's workers. Cached for one table, while no worker changes its slot."""

@@ -67,11 +67,13 @@ class SlotPool:
         )
         return found[:width]
 
-    def by_worker(self, numbers: NDArray[np.float64]) -> dict[WorkerRef, int]:
-        """Whole numbers by worker, from those by slot. Workers without any are left out."""
-        slots = numbers.nonzero()[0]
-        whole = numbers[slots].astype(np.int64)
-        return dict(zip(self.refs(slots), whole.tolist(), strict=True))
+    def by_worker(
+        self, slots: NDArray[np.intp], numbers: NDArray[np.float64]
+    ) -> dict[WorkerRef, int]:
+        """The whole part of each number by the worker of its slot. Workers without any are left out."""
+        rows = numbers.nonzero()[0]
+        whole = numbers[rows].astype(np.int64)
+        return dict(zip(self.refs(slots[rows]), whole.tolist(), strict=True))
 
     def slots(self, mask: int) -> NDArray[np.intp]:
         """The slots of a mask, in rising order."""

@@ -135,3 +135,15 @@ def test_workers_without_blocks_have_none_while_others_have_some_in_slower_tiers
     cached = filled([(0, 2, 0, 0), (0, 0, 0, 0)], TierPrices(lambda model: 0.0))
     assert cached.cached_refs("m", PROMPT, "", {ref_of(1)}) == {}
     assert cached.cached_refs("m", PROMPT, "", {ref_of(0)}) == {ref_of(0): 6}
+
+
+def test_a_worker_that_joins_between_two_lookups_of_a_prompt_holds_nothing() -> None:
+    cached = filled([(5, 0, 0, 0)], TierPrices(lambda model: 0.0))
+    index = cached.model_index("m", BLOCK_TOKENS).index
+    held = {ref_of(0): 5 * BLOCK_TOKENS}
+    assert cached.cached_refs("m", PROMPT, "", frozenset({ref_of(0)})) == held
+    index.add_worker(ref_of(1))
+    both = frozenset({ref_of(0), ref_of(1)})
+    assert cached.cached_refs("m", PROMPT, "", both) == held
+    table = LoadTable(Worker(ref, "a:1", "m", 4_096, 9, LAYOUT) for ref in sorted(both))
+    assert cached.cached_tokens(table, PROMPT, "").tolist() == [5 * BLOCK_TOKENS, 0]

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -101,7 +102,8 @@ class Deployment:
         everyone = self.index.mask(worker.ref for worker in self.workers)
         for prompt in PROMPTS:
             expected = {worker.ref: worker.depth(prompt) for worker in self.workers}
-            found = self.index.by_worker(self.index.blocks(self.index.find(prompt, everyone)))
+            blocks = self.index.blocks(self.index.find(prompt, everyone))
+            found = self.index.by_worker(np.arange(len(blocks)), blocks)
             assert found == {ref: depth for ref, depth in expected.items() if depth}
         assert self.index.hole_count == 0
 
