@@ -26,7 +26,7 @@ import grpc.aio
 import uvloop
 
 from bench.scale import Relay
-from bench.support.processes import cpu_seconds, process, resident_kib, until_listening
+from bench.support.processes import cpu_seconds, resident_kib
 from bench.support.services import Services
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.access.credentials import Credentials
@@ -90,9 +90,8 @@ async def served(folder: Path, store: str) -> AsyncIterator[Site]:
     async with AsyncExitStack() as stack:
         services, etcd_pid, url = Services(stack, folder), 0, "memory"
         if store == "etcd":
-            port = free_port()
-            url = f"etcd://127.0.0.1:{port}"
-            etcd_pid = await _start_etcd(stack, folder, port)
+            etcd, endpoint = await services.start_etcd()
+            url, etcd_pid = f"etcd://{endpoint}", etcd.pid
         port = free_port()
         child = await services.start(
             *("registry", f"--internal-listen=127.0.0.1:{port}", f"--store={url}"),
@@ -103,22 +102,6 @@ async def served(folder: Path, store: str) -> AsyncIterator[Site]:
         server = await relay.start(f"127.0.0.1:{port}")
         stack.callback(server.close)
         yield Site(f"127.0.0.1:{port}", child.pid, etcd_pid, relay)
-
-
-async def _start_etcd(stack: AsyncExitStack, folder: Path, port: int) -> int:
-    client, peer = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{free_port()}"
-    log = folder / "etcd.log"
-    child = await stack.enter_async_context(
-        process(
-            *("/usr/bin/etcd", "--data-dir", str(folder / "etcd"), "--log-level", "error"),
-            *("--listen-client-urls", client, "--advertise-client-urls", client),
-            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
-            *("--initial-cluster", f"default={peer}", "--logger", "zap"),
-            log=log,
-        )
-    )
-    await until_listening(port, child, log)
-    return child.pid
 
 
 class Members:

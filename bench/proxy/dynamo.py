@@ -156,13 +156,18 @@ def write_step_times(folder: Path, gap_ms: int) -> Path:
 
 
 def dynamo_commands(
-    folder: Path, python: str, times: Path, port: int
+    folder: Path, python: str, times: Path, port: int, etcd: str = "", *variables: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The frontend's command, without etcd and NATS, and that of mockers, which lacks the role."""
-    store = folder / "store"
-    store.mkdir()
-    planes = ("--discovery-backend", "file", "--request-plane", "tcp", "--event-plane", "zmq")
-    prefix = ("env", f"DYN_FILE_KV={store}", "HF_HUB_OFFLINE=1", "DYN_LOG=warn", python, "-m")
+    """The frontend's command, without NATS, and that of mockers, which lacks the role.
+
+    They find each other by files, or in `etcd` if an endpoint is given. `variables` are for their environment.
+    """
+    backend, where = "etcd", f"ETCD_ENDPOINTS=http://{etcd}"
+    if not etcd:
+        backend, where = "file", f"DYN_FILE_KV={folder / 'store'}"
+        (folder / "store").mkdir()
+    planes = ("--discovery-backend", backend, "--request-plane", "tcp", "--event-plane", "zmq")
+    prefix = ("env", where, *variables, "HF_HUB_OFFLINE=1", "DYN_LOG=warn", python, "-m")
     http = ("--http-host", "127.0.0.1", "--http-port", str(port))
     frontend = (*prefix, "dynamo.frontend", *http, "--router-mode", "kv", *planes)
     mocker = (

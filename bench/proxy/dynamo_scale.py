@@ -1,19 +1,24 @@
 """The router beside Dynamo's frontend by the number of simulated workers.
 
-    python -m bench.proxy.dynamo_scale --dynamo PYTHON [--workers 8,64,250] [--streams 16] [--rounds 3] [--output DIR]
+    python -m bench.proxy.dynamo_scale --dynamo PYTHON [--workers 8,64,250,500,1000] [--streams 16] [--rounds 3]
+        [--output DIR]
 
-PYTHON and the load are those of bench.proxy.dynamo, with prompts of 200 tokens. One worker in five prefills, and the
-workers of a role share a process on both sides. Both sides are up at the same time and take turns.
+PYTHON and the load are those of bench.proxy.dynamo, with prompts of 200 tokens. One worker in five prefills. Our
+workers of a role share a process. At most 100 mockers share one, because a process with 400 of them runs out of ZeroMQ
+sockets. Dynamo uses etcd. Both sides are up at the same time and take turns.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import socket
 import time
+import urllib.request
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
@@ -46,36 +51,82 @@ _REQUESTS: Final = 96
 _READY_S: Final = 180.0
 _IDLE_S: Final = 6.0
 _SETTLE_S: Final = 10.0
+_FIRST_PORT: Final = 10_000
+# libzmq allows 1,023 sockets in a process. A mocker opens three, and a frontend three for each group of workers.
+_MOCKERS_PER_PROCESS: Final = 100
+_EVENT_SOURCES_PER_SOCKET: Final = 16
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports that were free together."""
+def bootstrap_ports(count: int) -> list[int]:
+    """Free ports that the kernel gives to no other socket: mockers bind them late, after hundreds of others."""
+    first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
+        ports: list[int] = []
+        for port in range(int(first) - 1, _FIRST_PORT, -1):
+            one = stack.enter_context(socket.socket())
+            with suppress(OSError):
+                one.bind(("0.0.0.0", port))
+                ports.append(port)
+            if len(ports) == count:
+                return ports
+    raise RuntimeError(f"only {len(ports)} ports below {first} are free, not {count}")
+
+
+def parts(count: int) -> list[int]:
+    """The workers of each process of a role."""
+    processes = -(-count // _MOCKERS_PER_PROCESS)
+    return [count // processes + (number < count % processes) for number in range(processes)]
+
+
+def _generating(port: int) -> Counter[str]:
+    """How many mockers of each component the frontend has found."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=10) as answer:
+        found = json.load(answer)["instances"]
+    return Counter(one["component"] for one in found if one["endpoint"] == "generate")
+
+
+async def until_found(port: int, wanted: Counter[str]) -> None:
+    """Waits until the frontend has found so many mockers of each component."""
+    async with asyncio.timeout(_READY_S):
+        while True:
+            # An overloaded frontend may not answer in time.
+            with suppress(OSError):
+                if await asyncio.to_thread(_generating, port) == wanted:
+                    return
+            await asyncio.sleep(1)
 
 
 @asynccontextmanager
 async def dynamo_fleet(
     folder: Path, python: str, prefills: int, decodes: int
 ) -> AsyncIterator[list[Side]]:
-    """Dynamo's frontend and one process of mockers for each role."""
-    frontend_command, mocker = dynamo_commands(
-        folder, python, write_step_times(folder, _GAP_MS), port := free_port()
-    )
+    """Dynamo's frontend, etcd, and processes of mockers for each role.
+
+    They start one after the other, because etcd and the frontend need time to register hundreds of workers.
+    """
     async with AsyncExitStack() as stack:
         services = Services(stack, folder)
+        _, etcd = await services.start_etcd("--unsafe-no-fsync")
+        frontend_command, mocker = dynamo_commands(
+            *(folder, python, write_step_times(folder, _GAP_MS), port := free_port(), etcd),
+            f"DYN_ROUTER_ZMQ_ENDPOINTS_PER_SUB={_EVENT_SOURCES_PER_SOCKET}",
+        )
         frontend = await services.run(*frontend_command, name="frontend", port=port)
-        ports = ",".join(map(str, free_ports(prefills)))
-        workers = [
-            await services.run(*mocker, *role, f"--num-workers={count}", name=f"mocker-{role[0]}")
-            for role, count in (
-                (("prefill", "--bootstrap-ports", ports), prefills),
-                (("decode",), decodes),
-            )
-        ]
+        ports = bootstrap_ports(prefills)
+        workers, wanted = [], Counter[str]()
+        for role, component, count in (
+            ("prefill", "prefill", prefills),
+            ("decode", "backend", decodes),
+        ):
+            for number, part in enumerate(parts(count)):
+                flags = [f"--num-workers={part}", "--stagger-delay=-1"]
+                if role == "prefill":
+                    flags += ["--bootstrap-ports", ",".join(map(str, ports[:part]))]
+                    del ports[:part]
+                name = f"mocker-{role}-{number}"
+                workers.append(await services.run(*mocker, role, *flags, name=name))
+                wanted[component] += part
+                await until_found(port, wanted)
         side = Side(
             *(DYNAMO, lambda n, chats: connected(port, n, lambda: chats.next_post("sim"))),
             *(frontend.pid, tuple(worker.pid for worker in workers)),
@@ -190,8 +241,9 @@ async def main(arguments: argparse.Namespace) -> str:
 
 _NOTES: Final = """# The router beside Dynamo's frontend, by number of workers
 
-Made by `python -m bench.proxy.dynamo_scale`: Dynamo 1.6.1 with its KV router and mockers, without etcd and NATS, beside
-our router with simulated workers (verify=off). One worker in five prefills, and the workers of a role share a process.
+Made by `python -m bench.proxy.dynamo_scale`: Dynamo 1.6.1 with its KV router and mockers, with etcd and without NATS,
+beside our router with simulated workers (verify=off). One worker in five prefills. The workers of a role share a
+process, and at most 100 mockers do.
 Chats have 200 prompt tokens and answers of 64 tokens, 5 ms apart. Both sides are up at the same time and take turns on
 two CPUs, which the load uses too. Dynamo's mockers move no KV.
 
@@ -203,7 +255,7 @@ two CPUs, which the load uses too. Dynamo's mockers move no KV.
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="See the module's text.")
     parser.add_argument("--dynamo", required=True)
-    parser.add_argument("--workers", default="8,64,250")
+    parser.add_argument("--workers", default="8,64,250,500,1000")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", default="")

@@ -67,6 +67,20 @@ class Services:
         endpoint = f"127.0.0.1:{port}"
         return await self.start("router", f"--listen={endpoint}", *flags, port=port), endpoint
 
+    async def start_etcd(self, *flags: str) -> tuple[ChildProcess, str]:
+        """The process and endpoint of an etcd that is empty."""
+        port = free_port()
+        client, peer = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{free_port()}"
+        child = await self.run(
+            *("/usr/bin/etcd", "--data-dir", str(self._folder / "etcd"), "--log-level", "error"),
+            *("--listen-client-urls", client, "--advertise-client-urls", client),
+            *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+            *("--initial-cluster", f"default={peer}", "--logger", "zap", *flags),
+            name="etcd",
+            port=port,
+        )
+        return child, f"127.0.0.1:{port}"
+
 
 async def until_joined(registry: str, members: int, limit_s: float) -> None:
     """Waits until so many members are registered."""
