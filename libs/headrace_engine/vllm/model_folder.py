@@ -27,6 +27,7 @@ class ModelFolder:
     A model of a hub has the commit in its name. For another folder, a digest of the weights follows, after a dot.
     `max_model_len`: the longest context that the model was made for, 0 when config.json does not state it.
     `model_type`: as in config.json. `has_tokenizer`: whether it has a tokenizer, which structured outputs need.
+    `has_latent_attention`: whether its attention is multi-head latent attention (MLA).
     """
 
     path: Path
@@ -34,6 +35,7 @@ class ModelFolder:
     max_model_len: int
     model_type: str
     has_tokenizer: bool = True
+    has_latent_attention: bool = False
 
 
 def read_model_folder(model: str, max_model_len: int) -> ModelFolder:
@@ -78,7 +80,14 @@ def read_model_folder(model: str, max_model_len: int) -> ModelFolder:
     else:
         fingerprint = f"{hub_model.name}@{path.name}:{digest_of(config)}"
     model_type = str(config.get("model_type", ""))
-    return ModelFolder(path, fingerprint, longest, model_type, (path / "tokenizer.json").is_file())
+    return ModelFolder(
+        path,
+        fingerprint,
+        longest,
+        model_type,
+        has_tokenizer=(path / "tokenizer.json").is_file(),
+        has_latent_attention=bool(config.get("kv_lora_rank")),
+    )
 
 
 def _weights_digest(path: Path) -> str:

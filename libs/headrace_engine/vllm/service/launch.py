@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 _GIB = 1 << 30
 _LEAST_FREE_SHARE = 0.02
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DTYPES_OF_AMX = ("auto", "bfloat16")
 FIT_TO_MEMORY = -1
 LOGITS_TAP = "headrace_engine.vllm.rank.logits_tap:LogitsTap"
 MAMBA2_MODEL_TYPES = frozenset({"falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
@@ -152,10 +153,13 @@ def _caches_prefixes(folder: ModelFolder) -> bool:
     return not (runs_on_cpu() and folder.model_type in MAMBA2_MODEL_TYPES)
 
 
-def _device_args(config: EngineConfig, *, on_cpu: bool) -> dict[str, Any]:
+def _device_args(config: EngineConfig, folder: ModelFolder, *, on_cpu: bool) -> dict[str, Any]:
     """The settings of vLLM that depend on the device."""
     if on_cpu:
         # Compiling takes minutes on a CPU. The environment has the size of the KV cache.
+        if folder.has_latent_attention and config.dtype not in _DTYPES_OF_AMX:
+            # On a CPU with AMX, vLLM would choose a backend that has bfloat16 only, and fail.
+            return {"enforce_eager": True, "attention_backend": "CPU_MLA"}
         return {"enforce_eager": True}
     # Graphs are captured around the layer hooks, see HeadraceConnector.requires_piecewise_for_cudagraph.
     args: dict[str, Any] = {"enforce_eager": config.enforce_eager}
@@ -229,7 +233,7 @@ def _engine_args(
             enable_kv_cache_events=True, publisher="zmq", endpoint=events_endpoint(link_path)
         ),
         enable_chunked_prefill=True,
-        **_device_args(config, on_cpu=runs_on_cpu()),
+        **_device_args(config, folder, on_cpu=runs_on_cpu()),
         # A step that is under way may write to blocks that a transfer gets.
         async_scheduling=False,
         # vLLM needs the tokenizer for structured outputs only.

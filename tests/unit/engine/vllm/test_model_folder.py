@@ -183,12 +183,34 @@ def test_a_gpu_gets_a_fixed_cache_size_and_graphs(tmp_path: Path) -> None:
         ref=WorkerRef("d", "1"),
         kv_cache_gib=2.5,
     )
-    assert launch._device_args(config, on_cpu=True) == {"enforce_eager": True}
-    on_gpu = launch._device_args(config, on_cpu=False)
+    model = read_model_folder(config.model, 0)
+    assert launch._device_args(config, model, on_cpu=True) == {"enforce_eager": True}
+    on_gpu = launch._device_args(config, model, on_cpu=False)
     assert on_gpu["enforce_eager"] is False
     assert on_gpu["kv_cache_memory_bytes"] == 5 << 29
     assert 0.0 < on_gpu["gpu_memory_utilization"] < 0.1
+    eager = launch._device_args(replace(config, enforce_eager=True), model, on_cpu=False)
+    assert eager["enforce_eager"] is True
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_cpu", "chosen"),
+    [
+        ("float32", True, "CPU_MLA"),
+        ("float16", True, "CPU_MLA"),
+        ("bfloat16", True, None),
+        ("auto", True, None),
+        ("float32", False, None),
+    ],
+)
+def test_latent_attention_runs_in_every_dtype_on_processors_with_amx(
+    tmp_path: Path, dtype: str, on_cpu: bool, chosen: str | None
+) -> None:
+    path = folder(tmp_path / "m", kv_lora_rank=512)
+    config = EngineConfig(
+        engine="vllm", model=str(path), role="decode", ref=WorkerRef("d", "1"), dtype=dtype
+    )
+    model = read_model_folder(config.model, 0)
     assert (
-        launch._device_args(replace(config, enforce_eager=True), on_cpu=False)["enforce_eager"]
-        is True
+        launch._device_args(config, model, on_cpu=on_cpu).get("attention_backend", None) == chosen
     )
