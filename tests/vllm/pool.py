@@ -48,10 +48,13 @@ class Result:
     cached_without: list[int] = field(default_factory=list)
 
 
-async def shared(model: str, prefill_size: int, decode_size: int, block_bytes: int) -> Result:
+async def shared(
+    model: str, prefill_size: int, decode_size: int, block_bytes: int, stages: int
+) -> Result:
     """Prefill stores prompts in a pool, and both engines load them from there. Then the store is killed.
 
-    `prefill_size`, `decode_size`: tensor-parallel sizes. `block_bytes`: of one block on all ranks.
+    `prefill_size`, `decode_size`: tensor-parallel sizes. `block_bytes`: of one block on all ranks. Both engines have
+    `stages`.
     """
 
     def settings(
@@ -60,10 +63,11 @@ async def shared(model: str, prefill_size: int, decode_size: int, block_bytes: i
         return {
             "model": model,
             "tensor_parallel_size": size,
+            "pipeline_parallel_size": stages,
             "num_gpu_blocks_override": KV_MEMORY_BLOCKS,
             "max_model_len": 512,
             "tiers": TierSettings(
-                host_gib=(host_blocks + 0.5) * block_bytes / size / _GIB,
+                host_gib=(host_blocks + 0.5) * block_bytes / (size * stages) / _GIB,
                 pool_address=address,
                 pool_timeout_s=TIMEOUT_S,
                 publishes=publishes,

@@ -13,15 +13,21 @@ WHOLE = PROMPT_TOKENS - 1
 
 
 @pytest.mark.parametrize(
-    ("model", "prefill_size", "decode_size", "block_bytes"),
+    ("model", "prefill_size", "decode_size", "block_bytes", "stages"),
     [
-        ("tiny-llama-deep", 1, 1, 393_216),
-        ("tiny-llama", 2, 2, 131_072),
-        ("tiny-llama", 1, 2, 131_072),
+        ("tiny-llama-deep", 1, 1, 393_216, 1),
+        ("tiny-llama", 2, 2, 131_072, 1),
+        ("tiny-llama", 1, 2, 131_072, 1),
+        pytest.param("tiny-llama", 1, 1, 131_072, 2, marks=pytest.mark.long),
     ],
 )
 def test_evicted_prompts_return_from_the_pool_and_a_killed_store_costs_no_answer(
-    run_job: RunJob, model: str, prefill_size: int, decode_size: int, block_bytes: int
+    run_job: RunJob,
+    model: str,
+    prefill_size: int,
+    decode_size: int,
+    block_bytes: int,
+    stages: int,
 ) -> None:
     found = run_job(
         "tests.vllm.pool:shared",
@@ -29,6 +35,7 @@ def test_evicted_prompts_return_from_the_pool_and_a_killed_store_costs_no_answer
         prefill_size=prefill_size,
         decode_size=decode_size,
         block_bytes=block_bytes,
+        stages=stages,
     )
     assert found["again"] == found["without"] == found["first"]
     assert found["cached"] == [WHOLE] * PROMPT_COUNT

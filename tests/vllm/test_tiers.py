@@ -14,16 +14,26 @@ HALF = 160
 
 
 @pytest.mark.parametrize(
-    ("model", "tensor_parallel_size", "host_blocks", "disk_blocks"),
-    [("tiny-llama-deep", 1, 20, 100), ("tiny-llama", 2, 120, 0)],
+    ("model", "tensor_parallel_size", "stages", "host_blocks", "disk_blocks"),
+    [
+        ("tiny-llama-deep", 1, 1, 20, 100),
+        ("tiny-llama", 2, 1, 120, 0),
+        pytest.param("tiny-llama", 1, 2, 120, 0, marks=pytest.mark.long),
+    ],
 )
 def test_evicted_prompts_return_with_equal_answers(
-    run_job: RunJob, model: str, tensor_parallel_size: int, host_blocks: int, disk_blocks: int
+    run_job: RunJob,
+    model: str,
+    tensor_parallel_size: int,
+    stages: int,
+    host_blocks: int,
+    disk_blocks: int,
 ) -> None:
     found = run_job(
         "tests.vllm.tiers:conversations",
         model=model,
         tensor_parallel_size=tensor_parallel_size,
+        stages=stages,
         host_blocks=host_blocks,
         disk_blocks=disk_blocks,
     )

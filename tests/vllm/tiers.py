@@ -47,7 +47,7 @@ class Result:
 
 
 async def conversations(
-    model: str, tensor_parallel_size: int, host_blocks: int, disk_blocks: int
+    model: str, tensor_parallel_size: int, stages: int, host_blocks: int, disk_blocks: int
 ) -> Result:
     """Answers prompts in turn, so that each is evicted before it comes again. Then a storm."""
     with tempfile.TemporaryDirectory() as folder:
@@ -55,6 +55,7 @@ async def conversations(
         changes: dict[str, object] = {
             "model": model,
             "tensor_parallel_size": tensor_parallel_size,
+            "pipeline_parallel_size": stages,
             "num_gpu_blocks_override": KV_MEMORY_BLOCKS,
             "max_model_len": 512,
             "tiers": tiers,

@@ -76,11 +76,6 @@ def check_config(config: EngineConfig) -> ModelFolder:
             "no first layers: set overlap_layers to 0, or pipeline_parallel_size to 1",
             metadata={"field": "overlap_layers"},
         )
-    if config.tiers.names and config.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "kv_host_gib is not tested with pipeline stages: set it to 0, or pipeline_parallel_size to 1",
-            metadata={"field": "kv_host_gib"},
-        )
     _require_room(config)
     split_engine_args(config.engine_args, config.role)
     return read_model_folder(config.model, config.max_model_len)

@@ -122,7 +122,6 @@ def test_wrong_folders_are_rejected_in_one_line(tmp_path: Path) -> None:
             {"overlap_layers": OverlapSettings(1), "pipeline_parallel_size": 2},
             "set overlap_layers to 0",
         ),
-        ({"tiers": TierSettings(1.0), "pipeline_parallel_size": 2}, "kv_host_gib"),
         ({"num_gpu_blocks_override": 5, "block_size": 32, "max_model_len": 129}, "max_model_len"),
     ],
 )
@@ -144,7 +143,7 @@ def test_settings_that_cannot_work_are_rejected(
         {"block_size": 32},
         {"max_model_len": 2048},
         {"overlap_layers": OverlapSettings(1)},
-        {"tiers": TierSettings(1.0)},
+        {"tiers": TierSettings(1.0), "pipeline_parallel_size": 2},
         {"pipeline_parallel_size": 2},
     ):
         launch.check_config(EngineConfig(**(values | allowed)))  # type: ignore[arg-type]
