@@ -19,7 +19,9 @@ from tests.fork_server import SOCKET_VARIABLE, fork_server
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 100.0
-WITH_ENGINES: Final = {"goodput", "handover", "interference", "layer_wise", "tiers"}
+WITH_ENGINES: Final = {
+    *("goodput", "handover", "interference", "layer_wise", "sent_from_host", "tiers"),
+}
 WITH_PEERS: Final = {"proxy.dynamo", "proxy.dynamo_scale"}
 PARTS: Final = {"data_plane.ways", "proxy.workers", "support.vllm_child"}
 """Modules that a benchmark starts as a process."""
