@@ -162,7 +162,7 @@ test-images: setup ## the images of router, registry, planner and simulated work
 	@docker/build.sh registry router planner prefill-sim decode-sim
 	@PYTHONPATH=scripts $(BIN)/python -m tests.images
 
-test-containers: setup ## the part of test-images that CI runs, on four containers: skipped where none can be built
+test-containers: setup ## the short part of test-images, on four containers: skipped where none can be built
 	@docker/available.sh || { echo "SKIPPED: images cannot be built here, see above"; exit 0; }; \
 	docker/build.sh registry router prefill-sim decode-sim; \
 	PYTHONPATH=scripts $(BIN)/python -m tests.images --no-planner
