@@ -150,6 +150,11 @@ class Processes:
         one = self._all[name]
         return one.child is not None and one.child.running and not one.frozen
 
+    def killed(self, name: str) -> bool:
+        """Whether the process has ended by SIGKILL."""
+        child = self._all[name].child
+        return child is not None and child.process.returncode == -signal.SIGKILL
+
     def serving(self, name: str) -> bool:
         """Whether the process runs, is not frozen, does not drain, and has served for so long that clients know."""
         one = self._all[name]

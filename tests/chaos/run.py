@@ -208,6 +208,9 @@ async def left_behind(processes: Processes, timeout_s: float = QUIESCE_S) -> lis
     left: dict[str, str] = {}
     while True:
         for name in processes.workers:
+            # The kill timer of a sender that was frozen may have ended it after the repairs.
+            if processes.killed(name):
+                await processes.begin(name)
             try:
                 held = _held(
                     await worker_status(processes.endpoint(name), processes.identities.operator)
