@@ -315,6 +315,20 @@ def runs_on_cpu() -> bool:
     return found
 
 
+def request_tile_registers() -> None:
+    """On a rank, before its first step. Requests the tile registers of AMX from the kernel, on CPUs that have them.
+
+    vLLM's attention kernel uses them in bfloat16 and relies on oneDNN to have requested them. oneDNN does so for large
+    matrices only. Without it, the first step of a small model ends the process by SIGILL.
+    """
+    if not runs_on_cpu():
+        return
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():  # noqa: SLF001 - it has no public name
+        torch.cpu._init_amx()  # noqa: SLF001
+
+
 def block_interior(vllm_config: VllmConfig) -> Callable[[Tensor, int], str]:
     """A function of a layer's tensor and its block size: how the attention kernels pack a block.
 

@@ -18,6 +18,7 @@ from headrace_engine.torch_memory.opening import open_tensor_transport, order_se
 from headrace_engine.torch_memory.order import DeviceOrder
 from headrace_engine.vllm.compat import (
     block_interior,
+    request_tile_registers,
     tensor_parallel_rank,
     tensor_parallel_size,
 )
@@ -65,6 +66,7 @@ class ConnectorWorker:
     def __init__(
         self, settings: ConnectorSettings, vllm_config: VllmConfig, groups: tuple[LayerGroup, ...]
     ) -> None:
+        request_tile_registers()
         self._settings = settings
         self._groups = groups
         self._tensor_parallel_size = tensor_parallel_size(vllm_config)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -134,3 +135,19 @@ def _without_type_checking(path: Path) -> ast.Module:
         if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     ]
     return module
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "has_tiles", "requests"), [(True, True, 1), (True, False, 0), (False, True, 0)]
+)
+def test_ranks_request_tile_registers_where_a_cpu_has_them(
+    monkeypatch: pytest.MonkeyPatch, on_cpu: bool, has_tiles: bool, requests: int
+) -> None:
+    requested: list[bool] = []
+    cpu = SimpleNamespace(
+        _is_amx_tile_supported=lambda: has_tiles, _init_amx=lambda: requested.append(True)
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cpu=cpu))
+    monkeypatch.setattr(compat, "runs_on_cpu", lambda: on_cpu)
+    compat.request_tile_registers()
+    assert len(requested) == requests
