@@ -24,7 +24,6 @@ _BLOCK_BYTES: Final = 16
 _PREFIX_BYTES: Final = 32
 # BLAKE2's personalization: no two digests of the deployment's key are equal.
 _NAMES: Final = b"poolname"
-_SEALS: Final = b"poolseal"
 
 
 def pool_secret(prefix_hash_key: int) -> bytes:
@@ -76,8 +75,3 @@ class PoolKeys:
             ).hexdigest()
             for prefix in prefixes
         ]
-
-
-def seal_secret(secret: bytes) -> bytes:
-    """The key of seals, which differs from that of names."""
-    return hashlib.blake2s(key=secret, person=_SEALS).digest()
