@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,8 +14,12 @@ import pytest
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import WriteResult
-from headrace_kv.transport.mooncake import write_worker
+from headrace_kv.transport.mooncake import write_job, write_worker
 from headrace_kv.transport.mooncake.write_worker import WriteWorker
+
+STALL_S = 60.0
+REST_S = 30.0
+STUCK_PEERS = (("bad", 40.0), ("worse", 90.0))
 
 
 @dataclass
@@ -34,7 +39,7 @@ class FakeEngine:
     ) -> int:
         if length == 0:
             if session in self.silent:
-                self.answer.wait(10.0)
+                self.answer.wait(60.0)
             return 1
         number = len(self.batches) + 10
         self.batches[number] = session
@@ -42,6 +47,13 @@ class FakeEngine:
         pending = sum(1 for peer in self.batches.values() if peer)
         self.most_pending = max(self.most_pending, pending)
         return -1 if length == 666 else number
+
+    def await_entry(self, session: str) -> None:
+        """Returns once an entry to a peer is in flight."""
+        end_s = time.monotonic() + 20.0
+        while session not in list(self.batches.values()):
+            assert time.monotonic() < end_s, f"no entry to {session}"
+            time.sleep(0.001)
 
     @property
     def first_write_entry_count(self) -> int:
@@ -57,15 +69,38 @@ class FakeEngine:
         return -1 if session in self.failing else 1
 
 
+class JumpClock:
+    """A clock that runs as the real one, and jumps on request."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+    @staticmethod
+    def sleep(duration_s: float) -> None:
+        time.sleep(duration_s)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> JumpClock:
+    """The clock of the worker and its writes. A deadline passes on request, not when this process stands still."""
+    clock = JumpClock()
+    monkeypatch.setattr(write_worker, "time", clock)
+    monkeypatch.setattr(write_job, "time", clock)
+    return clock
+
+
 class Rig:
     """A worker, and the engines that it has opened."""
 
-    def __init__(self, stall_s: float = 0.3) -> None:
+    def __init__(self) -> None:
         self.engines: list[FakeEngine] = []
         self.next = FakeEngine()
         self.dropped = 0
         self.fault: ConfigError | None = None
-        self.worker = WriteWorker(self.open, self.drop, "fake", stall_s=stall_s, rest_s=0.2)
+        self.worker = WriteWorker(self.open, self.drop, "fake", stall_s=STALL_S, rest_s=REST_S)
 
     def open(self) -> FakeEngine:
         if self.fault is not None:
@@ -79,8 +114,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    made = Rig(*getattr(request, "param", ()))
+def rig() -> Iterator[Rig]:
+    made = Rig()
     yield made
     made.worker.close()
 
@@ -90,102 +125,123 @@ def runs(count: int = 4, length: int = 100) -> Runs:
     return Runs(starts, starts, np.full(count, length, np.int64))
 
 
+def submit_stuck(
+    rig: Rig, session: str, timeout_s: float, *, entry_count: int = 4
+) -> Future[WriteResult]:
+    """Submits a write to a peer that makes no progress, and returns once an entry is in flight."""
+    engine = rig.engines[-1] if rig.engines else rig.next
+    engine.stuck.add(session)
+    future = rig.worker.submit(session, runs(entry_count), timeout_s)
+    engine.await_entry(session)
+    return future
+
+
 def test_results_count_the_entries(rig: Rig) -> None:
-    futures = [rig.worker.submit("peer", runs(1000), 5.0) for _ in range(3)]
-    assert {future.result(5.0) for future in futures} == {WriteResult("fake", "direct", 1000)}
+    futures = [rig.worker.submit("peer", runs(1000), 20.0) for _ in range(3)]
+    assert {future.result(20.0) for future in futures} == {WriteResult("fake", "direct", 1000)}
     assert rig.engines[0].most_pending <= 256
     assert rig.dropped == 0
 
 
 def test_an_empty_write_ends_at_once_and_one_without_time_fails(rig: Rig) -> None:
-    assert rig.worker.submit("peer", runs(0), 5.0).result(0.0).entry_count == 0
+    assert rig.worker.submit("peer", runs(0), 20.0).result(0.0).entry_count == 0
     with pytest.raises(TransferFailed, match="no time"):
         rig.worker.submit("peer", runs(), 0.0).result(0.0)
 
 
 @pytest.mark.parametrize("how", ["failing", "stuck", "refused"])
-def test_a_failure_costs_the_engine_and_all_writes_to_that_peer(rig: Rig, how: str) -> None:
+def test_a_failure_costs_the_engine_and_all_writes_to_that_peer(
+    rig: Rig, clock: JumpClock, how: str
+) -> None:
+    engine = rig.next
     if how != "refused":
-        getattr(rig.next, how).add("bad")
-    good = rig.worker.submit("good", runs(), 5.0)
+        getattr(engine, how).add("bad")
+    good = rig.worker.submit("good", runs(), 90.0)
     length = 666 if how == "refused" else 100
-    bad = [rig.worker.submit("bad", runs(length=length), 5.0) for _ in range(3)]
+    bad = [rig.worker.submit("bad", runs(length=length), 90.0) for _ in range(3)]
+    assert good.result(20.0).entry_count == 4
+    if how == "stuck":
+        engine.await_entry("bad")
+        clock.ahead_s += STALL_S
     for future in bad:
         with pytest.raises(TransferFailed):
-            future.result(5.0)
-    assert good.result(5.0).entry_count == 4
+            future.result(20.0)
     with pytest.raises(TransferFailed, match="nothing was written"):
-        rig.worker.submit("bad", runs(), 5.0).result(5.0)
-    assert rig.worker.submit("good", runs(), 5.0).result(5.0).entry_count == 4
-    time.sleep(0.25)
-    assert rig.worker.submit("bad", runs(), 5.0).result(5.0).entry_count == 4
+        rig.worker.submit("bad", runs(), 90.0).result(20.0)
+    assert rig.worker.submit("good", runs(), 90.0).result(20.0).entry_count == 4
+    clock.ahead_s += REST_S
+    assert rig.worker.submit("bad", runs(), 90.0).result(20.0).entry_count == 4
     assert len(rig.engines) == 2
     assert rig.dropped == 1
 
 
-def test_a_stalled_write_fails_after_its_deadline(rig: Rig) -> None:
-    rig.next.stuck.add("bad")
-    start_s = time.monotonic()
+def test_a_write_that_does_not_move_fails(rig: Rig, clock: JumpClock) -> None:
+    late = submit_stuck(rig, "bad", 90.0)
+    clock.ahead_s += STALL_S
     with pytest.raises(TransferFailed, match="has not moved"):
-        rig.worker.submit("bad", runs(), 0.1).result(5.0)
-    assert time.monotonic() - start_s < 3.0
+        late.result(20.0)
 
 
-@pytest.mark.parametrize("rig", [(60.0,)], indirect=True)
 def test_a_late_write_that_makes_progress_fails_alone(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+    rig: Rig, clock: JumpClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # However long this process stands still, the peer is late but not stalled.
     monkeypatch.setattr(write_worker, "_LATE_STALL_S", 60.0)
     monkeypatch.setattr(write_worker, "_LATE_MAX_S", 60.0)
     engine = rig.next
-    engine.stuck.add("slow")
-    late = rig.worker.submit("slow", runs(600), 0.5)
-    other = rig.worker.submit("slow", runs(), 30.0)
-    time.sleep(0.6)
+    late = submit_stuck(rig, "slow", 30.0, entry_count=600)
+    other = rig.worker.submit("slow", runs(), 90.0)
+    clock.ahead_s += 30.0
+    time.sleep(0.2)
     assert not late.done()
     engine.stuck.clear()
     with pytest.raises(TransferFailed, match="longer than its time"):
         late.result(20.0)
     assert other.result(20.0).entry_count == 4
-    assert rig.worker.submit("slow", runs(), 30.0).result(20.0).entry_count == 4
+    assert rig.worker.submit("slow", runs(), 90.0).result(20.0).entry_count == 4
     assert rig.dropped == 0
     assert 0 < engine.first_write_entry_count < 600
 
 
-@pytest.mark.parametrize("rig", [(60.0,)], indirect=True)
-def test_a_late_write_that_makes_slow_progress_costs_the_engine(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("late_stall_s", "detail"), [(60.0, "much longer than its time"), (1.0, "stands still")]
+)
+def test_a_late_write_that_makes_slow_or_no_progress_costs_the_engine(
+    rig: Rig,
+    clock: JumpClock,
+    monkeypatch: pytest.MonkeyPatch,
+    late_stall_s: float,
+    detail: str,
 ) -> None:
-    # However long this process stands still, the peer is late but not stalled.
-    monkeypatch.setattr(write_worker, "_LATE_STALL_S", 60.0)
-    monkeypatch.setattr(write_worker, "_LATE_MAX_S", 0.2)
-    rig.next.stuck.add("slow")
-    with pytest.raises(TransferFailed, match="much longer than its time"):
-        rig.worker.submit("slow", runs(), 0.1).result(20.0)
+    monkeypatch.setattr(write_worker, "_LATE_STALL_S", late_stall_s)
+    late = submit_stuck(rig, "slow", 30.0)
+    clock.ahead_s += 32.0
+    with pytest.raises(TransferFailed, match=detail):
+        late.result(20.0)
     assert rig.dropped == 1
 
 
-def test_two_stuck_peers_fail_together(rig: Rig) -> None:
+def test_two_stuck_peers_fail_together(rig: Rig, clock: JumpClock) -> None:
     """The engine that is dropped for the first peer carried the writes of the other."""
-    rig.next.stuck |= {"bad", "worse"}
-    futures = [rig.worker.submit(peer, runs(), t) for peer, t in (("bad", 0.1), ("worse", 4.0))]
+    futures = [submit_stuck(rig, peer, timeout_s) for peer, timeout_s in STUCK_PEERS]
+    clock.ahead_s += STALL_S
     for future in futures:
         with pytest.raises(TransferFailed):
-            future.result(2.0)
+            future.result(20.0)
+    assert rig.dropped == 1
 
 
-def test_a_peer_that_never_answers_does_not_delay_others(rig: Rig) -> None:
+def test_a_peer_that_never_answers_does_not_delay_others(rig: Rig, clock: JumpClock) -> None:
     engine = rig.next
     engine.silent.add("bad")
-    bad = rig.worker.submit("bad", runs(), 5.0)
-    assert rig.worker.submit("good", runs(), 5.0).result(0.25).entry_count == 4
+    bad = rig.worker.submit("bad", runs(), 90.0)
+    assert rig.worker.submit("good", runs(), 90.0).result(20.0).entry_count == 4
+    clock.ahead_s += STALL_S
     with pytest.raises(TransferFailed, match="does not answer"):
-        bad.result(2.0)
+        bad.result(20.0)
     assert rig.dropped == 0
-    time.sleep(0.25)
+    clock.ahead_s += REST_S
     engine.answer.set()
-    assert rig.worker.submit("bad", runs(), 5.0).result(2.0).entry_count == 4
+    assert rig.worker.submit("bad", runs(), 90.0).result(20.0).entry_count == 4
 
 
 def test_errors_show_the_peers_host_and_no_port(rig: Rig) -> None:
@@ -194,7 +250,7 @@ def test_errors_show_the_peers_host_and_no_port(rig: Rig) -> None:
     for _ in range(2):
         # The second write fails because the first has.
         with pytest.raises(TransferFailed) as raised:
-            rig.worker.submit(session, runs(), 5.0).result(5.0)
+            rig.worker.submit(session, runs(), 90.0).result(20.0)
         assert "10.0.0.7" in raised.value.detail
         assert "15123" not in f"{raised.value.detail} {raised.value.metadata}"
 
@@ -202,14 +258,14 @@ def test_errors_show_the_peers_host_and_no_port(rig: Rig) -> None:
 def test_an_engine_that_does_not_start_fails_the_write(rig: Rig) -> None:
     rig.fault = ConfigError("no device")
     with pytest.raises(TransferFailed, match="no device"):
-        rig.worker.submit("peer", runs(), 5.0).result(5.0)
+        rig.worker.submit("peer", runs(), 90.0).result(20.0)
 
 
 def test_closing_fails_pending_writes(rig: Rig) -> None:
     rig.next.stuck.add("bad")
     engine = rig.next
-    futures = [rig.worker.submit("bad", runs(), 5.0) for _ in range(3)]
-    assert engine.submitted.wait(5.0)
+    futures = [rig.worker.submit("bad", runs(), 20.0) for _ in range(3)]
+    assert engine.submitted.wait(20.0)
     rig.worker.close()
     for future in futures:
         with pytest.raises(TransferFailed, match="closed"):
