@@ -108,12 +108,12 @@ async def crowd(endpoint: str, count: int, kind: str) -> AsyncIterator[None]:
 
 
 async def gaps_of(endpoint: str, fast: int, seconds: float) -> list[float]:
-    """Seconds between messages with tokens, of `fast` readers."""
+    """Seconds between messages with tokens, of `fast` readers, for `seconds` and until there is one."""
     found: list[float] = []
     end_s = time.perf_counter() + seconds
 
     async def read(stub: inference_pb2_grpc.InferenceServiceStub, number: int) -> None:
-        while time.perf_counter() < end_s:
+        while time.perf_counter() < end_s or not found:
             call: Any = stub.Generate(_request(number), timeout=_ANSWER_S)
             last_s = 0.0
             async for response in call:
@@ -121,7 +121,7 @@ async def gaps_of(endpoint: str, fast: int, seconds: float) -> list[float]:
                 if response.token_ids and last_s:
                     found.append(now_s - last_s)
                 last_s = now_s if response.token_ids else last_s
-                if now_s >= end_s:
+                if now_s >= end_s and found:
                     break
             call.cancel()
 
