@@ -1,4 +1,4 @@
-"""The response to one request: converts tokens to text, finds stop strings and coalesces tokens into messages.
+"""The response to one request: coalesces tokens and their text into messages.
 
 The dispatcher adds tokens, and the RPC handler reads messages. Tokens that arrive while a message is written, or
 within the stream's minimum gap between two messages, share the next message.
@@ -15,10 +15,9 @@ from typing import Protocol, TypeAlias
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.process.pacing import FlushPace, LoopLoad
 from headrace_common.telemetry.metrics.instruments import BucketCounts
+from headrace_frontend.request.completion_text import CompletionText
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout.layout import WorkerRef
-from headrace_text.detokenizer import IncrementalDetokenizer
-from headrace_text.stop_strings import StopStringScanner
 
 PENDING_TOKENS_MAX = 1_024
 
@@ -80,12 +79,8 @@ class ResponseStream:
         """`paced`: see FlushPace."""
         self._request = request
         self._trace_id = trace_id
-        self._detokenizer = IncrementalDetokenizer(
-            *(request.codec, request.token_ids), skip_special_tokens=request.skips_special_tokens
-        )
-        self._stop_scanner = StopStringScanner(request.stop_strings, keeps_stop=request.keeps_stop)
-        self._stop_token_ids = frozenset(() if request.keeps_stop else request.stop_token_ids)
-        self._has_stop_strings = bool(request.stop_strings)
+        self._text = CompletionText(request)
+        self._text.replay(request.generated)
         self._generated = list(request.generated)
         self._pending = _Pending()
         self._last_message: inference_pb2.GenerateResponse | None = None
@@ -122,7 +117,6 @@ class ResponseStream:
         """Counts the seconds between two batches of tokens, where `count_gaps` was called."""
         self.first_message_unix_ns = 0
         """When the message with the first token was made; 0 before it."""
-        self._replay(request.generated)
 
     @property
     def model(self) -> str:
@@ -169,7 +163,7 @@ class ResponseStream:
     @property
     def stopped(self) -> bool:
         """Whether a stop string is complete. Tokens added after that are ignored."""
-        return self._has_stop_strings and self._stop_scanner.stopped
+        return self._text.stopped
 
     @property
     def ended_by(self) -> sampling_pb2.FinishReason.ValueType:
@@ -263,7 +257,7 @@ class ResponseStream:
         if self.gaps is not None and self.last_token_unix_ns:
             self.gaps.record(1e-9 * (now_unix_ns - self.last_token_unix_ns))
         self.last_token_unix_ns = now_unix_ns
-        if self._has_stop_strings:
+        if self._text.has_stop_strings:
             self._append_until_stop(token_ids, logprobs)
         else:
             pending = self._pending
@@ -288,12 +282,8 @@ class ResponseStream:
         """Ends the response. The next message is the last."""
         self.usage = usage
         self._detokenize_pending()
-        if not self.stopped:
-            may_stop = len(self._generated) > self._request.sampling.min_tokens
-            rest = self._stop_scanner.scan(self._detokenizer.flush(), may_stop=may_stop)
-            self._pending.text.append(rest)
-        self._pending.text.append(self._stop_scanner.flush())
-        # The flushed characters can complete a stop string.
+        self._pending.text.append(self._text.finish(len(self._generated)))
+        # The last characters can complete a stop string.
         self.finish_reason = sampling_pb2.FINISH_REASON_STOP if self.stopped else reason
         self._last_message = inference_pb2.GenerateResponse(
             finish_reason=self.finish_reason, usage=usage, timing=timing
@@ -398,36 +388,14 @@ class ResponseStream:
             self._generated.append(token_id)
             self._pending.token_ids.append(token_id)
             self._pending.logprobs.extend(logprobs[index : index + 1])
-            # A stop token ends the completion and is not part of its text.
-            if token_id not in self._stop_token_ids:
-                self._pending.text.append(self._scan(token_id, len(self._generated)))
-
-    def _replay(self, token_ids: Sequence[int]) -> None:
-        """Advances the detokenizer and the stop scanner over tokens that the client already has."""
-        with_text = self._without_stop_tokens(token_ids)
-        if self._has_stop_strings:
-            for number, token_id in enumerate(with_text, start=1):
-                self._scan(token_id, number)
-        else:
-            self._detokenizer.extend(with_text)
-
-    def _scan(self, token_id: int, number: int) -> str:
-        """The text after the completion's token number `number`, from 1."""
-        may_stop = number > self._request.sampling.min_tokens
-        return self._stop_scanner.scan(self._detokenizer.append(token_id), may_stop=may_stop)
+            self._pending.text.append(self._text.append(token_id, len(self._generated)))
 
     def _detokenize_pending(self) -> None:
         """Converts the pending tokens to text in one call. With stop strings, `add_tokens` has done so."""
         pending = self._pending
-        if self._has_stop_strings or pending.tokens_with_text == len(pending.token_ids):
+        if self._text.has_stop_strings or pending.tokens_with_text == len(pending.token_ids):
             return
-        token_ids = self._without_stop_tokens(pending.token_ids[pending.tokens_with_text :])
-        pending.add_text(self._detokenizer.extend(token_ids))
-
-    def _without_stop_tokens(self, token_ids: Sequence[int]) -> Sequence[int]:
-        if self._stop_token_ids.isdisjoint(token_ids):
-            return token_ids
-        return [token_id for token_id in token_ids if token_id not in self._stop_token_ids]
+        pending.add_text(self._text.extend(pending.token_ids[pending.tokens_with_text :]))
 
     def _build_message(self) -> inference_pb2.GenerateResponse:
         self._detokenize_pending()
