@@ -45,6 +45,26 @@ def test_ran():
     runs["ran"] += 1
     assert runs["ran"] == 2
 """
+FIXTURES = """
+from tests.first_failure import FirstFailure
+import pytest
+
+start = FirstFailure()
+runs = []
+
+@pytest.fixture(scope="session")
+def cluster():
+    with start.repeated():
+        runs.append("start")
+        raise AssertionError(f"cause {len(runs)}")
+
+@pytest.mark.parametrize("number", range(3))
+def test_needs(cluster, number):
+    pass
+
+def test_starts():
+    assert len(runs) == 1
+"""
 
 
 @pytest.fixture
@@ -64,14 +84,14 @@ def test_a_watch_that_woke_late_reports_the_delay(watch: MachineWatch) -> None:
     assert lost_s > STILL_S / 2
 
 
-def test_only_tests_during_a_standstill_are_rerun(tmp_path: Path) -> None:
-    (tmp_path / "test_both.py").write_text(TESTS, encoding="utf-8")
+def run_tests(folder: Path, tests: str) -> str:
+    """What pytest prints of these tests with the rule."""
+    (folder / "test_both.py").write_text(tests, encoding="utf-8")
     plugin = 'pytest_plugins = ["tests.standstill"]\n'
-    (tmp_path / "conftest.py").write_text(plugin, encoding="utf-8")
-    command = (sys.executable, "-m", "pytest", "-q", "--rootdir", tmp_path, tmp_path)
+    (folder / "conftest.py").write_text(plugin, encoding="utf-8")
     run = subprocess.run(
-        command,
-        cwd=tmp_path,
+        (sys.executable, "-m", "pytest", "-q", "--rootdir", folder, folder),
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -79,5 +99,17 @@ def test_only_tests_during_a_standstill_are_rerun(tmp_path: Path) -> None:
         timeout=50,
         check=False,
     )
-    assert "test_both.py::test_ran" in run.stdout, run.stdout + run.stderr
-    assert "1 failed, 2 passed, 1 rerun" in run.stdout, run.stdout
+    return run.stdout + run.stderr
+
+
+def test_only_tests_during_a_standstill_are_rerun(tmp_path: Path) -> None:
+    output = run_tests(tmp_path, TESTS)
+    assert "test_both.py::test_ran" in output
+    assert "1 failed, 2 passed, 1 rerun" in output
+
+
+def test_a_session_fixture_that_failed_starts_no_second_time(tmp_path: Path) -> None:
+    output = run_tests(tmp_path, FIXTURES)
+    for number in range(3):
+        assert f"ERROR test_both.py::test_needs[{number}] - AssertionError: cause 1" in output
+    assert "1 passed, 3 errors" in output

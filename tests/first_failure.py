@@ -1,0 +1,29 @@
+"""A session fixture that fails at its start does not start again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+
+class FirstFailure:
+    """Repeats the first error at the start of a fixture. pytest records it, but pytest-rerunfailures deletes the record
+    after each test which it may rerun (tests/standstill.py). The fixture would then start again for each test.
+    """
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+
+    @contextmanager
+    def repeated(self) -> Iterator[None]:
+        """Raises the first error of this block, at once when there is one."""
+        if self._error is not None:
+            raise self._error
+        try:
+            yield
+        # pytest.fail.Exception is raised by the time limit of a test.
+        except (Exception, pytest.fail.Exception) as error:
+            self._error = error
+            raise
