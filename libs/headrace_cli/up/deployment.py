@@ -157,7 +157,7 @@ def ready_text(topology: Topology, deployment: Deployment) -> str:
             f"{topology.model_name} is served on {deployment.router}",
             *([f"OpenAI HTTP on http://{http}/v1"] if http else []),
             f"registry on {deployment.registry}, logs in {deployment.folder}",
-            f'  headrace chat{port} "What is the capital of France?"',
+            f'  headrace chat{port} --temperature 0 "What is the capital of France?"',
             f"  headrace workers{port}",
             f"  headrace trace{port}",
             *([f"  headrace planner explain{port}"] if deployment.planner else []),
