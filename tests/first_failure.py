@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
 
 import pytest
 
@@ -15,15 +16,16 @@ class FirstFailure:
 
     def __init__(self) -> None:
         self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
         """Raises the first error of this block, at once when there is one."""
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(self._traceback)
         try:
             yield
         # pytest.fail.Exception is raised by the time limit of a test.
         except (Exception, pytest.fail.Exception) as error:
-            self._error = error
+            self._error, self._traceback = error, error.__traceback__
             raise

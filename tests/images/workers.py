@@ -62,7 +62,8 @@ WORKERS: Final = {
         volumes={TINY_MODEL: "/models/tiny-llama"},
         environment=("OMP_NUM_THREADS=1", "VLLM_CPU_OMP_THREADS_BIND=nobind"),
         temporary_mib=1024,
-        ready_timeout_s=300.0,
+        # With cgroupfs, podman's containers are one group, which gets one thread's share of a busy processor.
+        ready_timeout_s=420.0,
         absent=("pip",),
         compilers=True,
         streams_slowly=False,
