@@ -40,8 +40,7 @@ class VllmWorkers(FetchingWorkers[VllmEngine]):
 class Result:
     """By turn: the answers, those of the decode engine alone, and the tokens and reason of each fetch.
 
-    `expected_tokens`: what decode had more than prefill. `held_blocks`: blocks of prefill while a late fetch may still
-    be written. `whole_blocks`: those of that turn's prompt. `left_blocks`: of both engines, at the end.
+    `expected_tokens`: what decode had more than prefill. `left_blocks`: of both engines, at the end.
     """
 
     answers: list[list[int]] = field(default_factory=list)
@@ -49,9 +48,28 @@ class Result:
     fetched_tokens: list[int] = field(default_factory=list)
     expected_tokens: list[int] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    left_blocks: list[int] = field(default_factory=list)
+
+    async def end(self, workers: VllmWorkers, prompts: list[list[int]]) -> None:
+        """Adds what was fetched, what is left when all has ended, and the answers of the decode engine alone."""
+        self.reasons = [fetch.reason for fetch in workers.fetches]
+        self.fetched_tokens = [fetch.token_count for fetch in workers.fetches]
+        for engine in (workers.prefill, workers.decode):
+            await until(partial(_is_free, engine), LONG_S)
+            self.left_blocks.append(engine.load.used_blocks)
+        for prompt in prompts:
+            await reset(workers.decode)
+            self.plain.append(await plain_answer(workers.decode, prompt))
+
+
+@dataclass(slots=True)
+class FrozenResult(Result):
+    """`held_blocks`: blocks of prefill while a late fetch may still be written. `whole_blocks`: those of that turn's
+    prompt.
+    """
+
     held_blocks: int = 0
     whole_blocks: int = 0
-    left_blocks: list[int] = field(default_factory=list)
 
 
 class AlwaysFetch(FetchPolicy):
@@ -93,7 +111,7 @@ class Cut:
 
 async def conversation(
     model: str, prefill_ranks: int, decode_ranks: int, engine_args: str = "", stages: int = 1
-) -> Result:
+) -> FrozenResult:
     """Ten turns. In one of them, decode's engine freezes while it sends. Both engines have `stages`."""
     shared: dict[str, object] = {
         "model": model,
@@ -139,8 +157,8 @@ async def fetching_engines(
         yield workers
 
 
-async def _converse(workers: VllmWorkers) -> Result:
-    result = Result()
+async def _converse(workers: VllmWorkers) -> FrozenResult:
+    result = FrozenResult()
     prompts: list[list[int]] = []
     prompt: list[int] = []
     for turn in range(TURNS):
@@ -149,22 +167,15 @@ async def _converse(workers: VllmWorkers) -> Result:
         run = _frozen_turn if turn == FROZEN_TURN else _turn
         result.answers.append(await run(workers, prompt, result))
         prompt = [*prompt, *result.answers[-1]]
-    result.reasons = [fetch.reason for fetch in workers.fetches]
-    result.fetched_tokens = [fetch.token_count for fetch in workers.fetches]
-    for engine in (workers.prefill, workers.decode):
-        await until(partial(is_free, engine), LONG_S)
-        result.left_blocks.append(engine.load.used_blocks)
-    for prompt in prompts:
-        await reset(workers.decode)
-        result.plain.append(await plain_answer(workers.decode, prompt))
+    await result.end(workers, prompts)
     return result
 
 
-def is_free(engine: VllmEngine) -> bool:
+def _is_free(engine: VllmEngine) -> bool:
     return engine.load.used_blocks == 0
 
 
-async def _turn(workers: VllmWorkers, prompt: list[int], result: Result) -> list[int]:
+async def _turn(workers: VllmWorkers, prompt: list[int], result: FrozenResult) -> list[int]:
     turn = await workers.run(prompt, ANSWER_TOKENS)
     expected = turn.start_token - turn.done.cached_tokens
     if turn.start_token:
@@ -172,7 +183,7 @@ async def _turn(workers: VllmWorkers, prompt: list[int], result: Result) -> list
     return list(turn.tokens)
 
 
-async def _frozen_turn(workers: VllmWorkers, prompt: list[int], result: Result) -> list[int]:
+async def _frozen_turn(workers: VllmWorkers, prompt: list[int], result: FrozenResult) -> list[int]:
     """Decode's engine freezes after the first layer. Prefill gives up the fetch, and the rest comes later."""
     receiver = workers.prefill_receiver
     process_ids = _process_ids(workers.decode)

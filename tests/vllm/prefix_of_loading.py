@@ -3,45 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 from headrace_kv.manager.settings import TierSettings
 from headrace_kv.prefix.events import Tier
-from tests.vllm.pair import prompt_of, reset
+from tests.vllm.pair import prompt_of
 from tests.vllm.prefix_fetch import (
     ANSWER_TOKENS,
-    LONG_S,
     TURN_TOKENS,
+    Result,
     VllmWorkers,
     fetching_engines,
-    is_free,
     plain_answer,
 )
 from tests.vllm.tiers import GIB_PER_BLOCK, KV_MEMORY_BLOCKS, PROMPT_COUNT, PROMPT_TOKENS
-from tests.waiting import until
 
 TURNS = 4
 HOST_BLOCKS = 200
 
 
 @dataclass(slots=True)
-class Result:
-    """By turn: the answers, those of the decode engine alone, and the tokens and reason of each fetch.
+class LoadingResult(Result):
+    """`loaded_blocks`: those that decode loaded for each turn."""
 
-    `expected_tokens`: what decode had more than prefill. `loaded_blocks`: those that decode loaded for the turn.
-    `left_blocks`: of both engines, at the end.
-    """
-
-    answers: list[list[int]] = field(default_factory=list)
-    plain: list[list[int]] = field(default_factory=list)
-    fetched_tokens: list[int] = field(default_factory=list)
-    expected_tokens: list[int] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
     loaded_blocks: list[int] = field(default_factory=list)
-    left_blocks: list[int] = field(default_factory=list)
 
 
-async def conversation(model: str) -> Result:
+async def conversation(model: str) -> LoadingResult:
     """Before each turn, other prompts evict the conversation from decode's KV memory."""
     tiers = TierSettings(HOST_BLOCKS * GIB_PER_BLOCK)
     shared: dict[str, object] = {"model": model, "max_model_len": 512}
@@ -50,8 +37,8 @@ async def conversation(model: str) -> Result:
         return await _converse(workers)
 
 
-async def _converse(workers: VllmWorkers) -> Result:
-    result = Result()
+async def _converse(workers: VllmWorkers) -> LoadingResult:
+    result = LoadingResult()
     prompts: list[list[int]] = []
     prompt: list[int] = []
     for number in range(TURNS):
@@ -66,14 +53,7 @@ async def _converse(workers: VllmWorkers) -> Result:
         prompt = [*prompt, *turn.tokens]
         for other in range(PROMPT_COUNT):
             await plain_answer(workers.decode, prompt_of(PROMPT_TOKENS, 10 * number + other))
-    result.reasons = [fetch.reason for fetch in workers.fetches]
-    result.fetched_tokens = [fetch.token_count for fetch in workers.fetches]
-    for engine in (workers.prefill, workers.decode):
-        await until(partial(is_free, engine), LONG_S)
-        result.left_blocks.append(engine.load.used_blocks)
-    for prompt in prompts:
-        await reset(workers.decode)
-        result.plain.append(await plain_answer(workers.decode, prompt))
+    await result.end(workers, prompts)
     return result
 
 
