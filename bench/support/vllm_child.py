@@ -30,11 +30,15 @@ _LINE_BYTES_MAX: Final = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens that came together: when the engine's process had them, and when this process did."""
+    """Tokens that came together: when the engine's process had them, and when this process did.
+
+    The last one has the `params` that the engine's connector returns.
+    """
 
     token_ids: tuple[int, ...]
     made_unix_ns: int
     heard_unix_ns: int
+    params: Mapping[str, Any] | None = None
 
 
 class Child:
@@ -64,7 +68,8 @@ class Child:
                     raise RuntimeError(reply["error"])
                 ended = reply["ended"]
                 if reply["token_ids"]:
-                    yield Piece(tuple(reply["token_ids"]), reply["unix_ns"], time.time_ns())
+                    token_ids, made_unix_ns = tuple(reply["token_ids"]), reply["unix_ns"]
+                    yield Piece(token_ids, made_unix_ns, time.time_ns(), reply["params"])
         finally:
             del self._answers[name]
             if not ended:
@@ -174,7 +179,11 @@ async def _serve(arguments: dict[str, Any], answers: int) -> None:
             async for output in llm.generate(prompt, sampling, name):
                 token_ids = list(output.outputs[0].token_ids)
                 send_reply(
-                    id=name, token_ids=token_ids, unix_ns=time.time_ns(), ended=output.finished
+                    id=name,
+                    token_ids=token_ids,
+                    unix_ns=time.time_ns(),
+                    ended=output.finished,
+                    params=output.kv_transfer_params,
                 )
         except Exception as error:  # noqa: BLE001
             # The client receives any error.
