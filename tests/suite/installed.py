@@ -177,35 +177,44 @@ def _version_options(versions: str, folder: Path) -> list[str | Path]:
     return ["--constraint", lowest]
 
 
+def _interpreter(name: str) -> str | None:
+    """The program of this name, if it runs."""
+    path = shutil.which(name)
+    if path is None or (
+        # A program of pyenv may stand for a version that is not chosen.
+        subprocess.run([path, "-c", ""], check=False, timeout=CALL_TIMEOUT_S).returncode
+    ):
+        print(f"{name}: not on this machine")
+        return None
+    return path
+
+
 def main() -> int:
-    """Entry point."""
+    """Returns 0 when at least one Python was tested, and all answers were as expected."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("pythons", nargs="*", default=PYTHONS)
     parser.add_argument(
         "--versions", choices=("constraints", "lowest", "newest"), default="constraints"
     )
     options = parser.parse_args()
+    found = [path for name in options.pythons if (path := _interpreter(name))]
+    if not found:
+        print("no Python was tested", file=sys.stderr)
+        return 1
     failed = False
     with tempfile.TemporaryDirectory(prefix="headrace-installed-") as name:
         archive, wheel = build(Path(name) / "dist")
         chosen = _version_options(options.versions, Path(name))
-        for python in options.pythons:
-            found = shutil.which(python)
-            if (
-                found is None
-                or subprocess.run([found, "-c", ""], check=False, timeout=CALL_TIMEOUT_S).returncode
-            ):
-                print(f"{python}: not on this machine")
-                continue
+        for python in found:
             folder = Path(name) / Path(python).name
             # From the source archive, so pip builds with the requirements that pyproject.toml states.
-            client = install(folder / "client", archive, CLIENT, chosen, found)
-            services = install(folder / "services", wheel, SERVICES, chosen, found)
+            client = install(folder / "client", archive, CLIENT, chosen, python)
+            services = install(folder / "services", wheel, SERVICES, chosen, python)
             with deployed(services, folder / "logs") as address:
                 done = chat(client, address)
             print(f"{python}, {options.versions}: {done.stdout.strip() or done.stderr.strip()}")
             failed = failed or done.returncode != 0
-            worker = install(folder / "worker", wheel, WORKER, chosen, found)
+            worker = install(folder / "worker", wheel, WORKER, chosen, python)
             reason = ask_worker(worker, folder / "worker-logs")
             print(f"{python}, {options.versions}, a worker's HTTP: {reason}")
             failed = failed or reason != "length"
