@@ -34,7 +34,7 @@ CLIENT = ("client",)
 SERVICES = ("router", "sim")
 WORKER = ("registry", "http", "sim")
 """For a decode worker with HTTP of its own, without a router."""
-INSTALL_TIMEOUT_S = 150.0
+INSTALL_TIMEOUT_S = 600.0
 CALL_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 45.0
 _CHAT = """
