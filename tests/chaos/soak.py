@@ -1,7 +1,7 @@
 """`python -m tests.chaos.soak`: mixed load for a while, and a check that no process grows.
 
-After a third of the time every cache is warm. From then on memory may grow by 5 %. Open files and threads may not
-grow, except for connections that come and go.
+Workers remember few of their last requests, so every cache is warm after a third of the time. From then on memory may
+grow by 5 %. Open files and threads may not grow, except for connections that come and go.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.table import Table
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 from tests.chaos.load import Clients, Outcomes
-from tests.chaos.plan import ChaosPlan, requests, with_tiers
+from tests.chaos.plan import ChaosPlan, WireFaults, requests, with_tiers
 from tests.chaos.processes import Processes
 from tests.chaos.run import left_behind, until_served
 
@@ -100,7 +100,9 @@ def _median(samples: Sequence[Sample]) -> Sample:
 async def soak(seconds: float, seed: int, folder: Path, *, tiers: bool = False) -> SoakReport:
     """Runs a soak. Raises only when a process does not start, or has ended. `tiers`: see `with_tiers`."""
     report = SoakReport(seconds)
-    plan = ChaosPlan(seed, requests=sys.maxsize, kinds=frozenset())
+    plan = ChaosPlan(
+        seed, requests=sys.maxsize, wire=WireFaults(short_histories=True), kinds=frozenset()
+    )
     if tiers:
         plan = with_tiers(plan)
     processes = Processes(plan, folder)

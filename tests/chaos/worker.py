@@ -16,14 +16,19 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc.aio
 
+import headrace_common.logs
+import headrace_decode.attempts
 import headrace_decode.main
+import headrace_engine.prefix.event_log
 import headrace_engine.sim.engine
 import headrace_kv.pool.mooncake.child
+import headrace_kv.receive.receiver
 import headrace_kv.receive.transfer
 import headrace_prefill.main
 import headrace_prefill.prefix_receiver
@@ -32,6 +37,7 @@ from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import ProtocolViolation, WorkerGone
 from headrace_common.process.kill_timer import KillTimer
+from headrace_decode.admission.admission import SeenTransfers
 from headrace_engine.sim.engine import SimEngine
 from headrace_kv.handoff.leases import QuarantinePolicy, WriteLease
 from headrace_kv.handoff.messages import Reservation
@@ -39,6 +45,7 @@ from headrace_kv.layout.layout import KvLayout
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.plan.shard_map import Key
 from headrace_kv.receive.ledger import Ledger
+from headrace_kv.receive.receiver import ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer, unpacked
 from headrace_kv.send.write_scheduler import WriteScheduler
 from headrace_kv.transport.base import KvTransport, WriteResult
@@ -50,6 +57,7 @@ from tests.chaos.tiers import TierHolds, held_file, put
 
 # Without these messages a stream does not start or a credit is lost forever. No real fault loses only them.
 NEVER_LOST = frozenset({"hello", "welcome", "credit"})
+_HISTORY_MAX = 512
 
 
 class Dice:
@@ -236,6 +244,18 @@ def break_part(name: str) -> None:
             raise SystemExit(f"there is no safeguard named {name}")
 
 
+def shorten_histories() -> None:
+    """Bounds each memory of the last requests, transfers or events to few of them."""
+    put(headrace_common.logs, "NAMES_MAX", _HISTORY_MAX)
+    put(headrace_engine.prefix.event_log, "REPLAY_EVENTS_MAX", _HISTORY_MAX)
+    put(headrace_decode.attempts, "SeenTransfers", partial(SeenTransfers, _HISTORY_MAX))
+    put(
+        headrace_kv.receive.receiver,
+        "ReceiverLimits",
+        partial(ReceiverLimits, remembered=_HISTORY_MAX),
+    )
+
+
 def report_on(folder: Path, service: str, dice: Dice, holds: TierHolds, interval_s: float) -> None:
     """Makes every engine that starts check its blocks, and records the fates of messages and copies between tiers."""
     start: Callable[[SimEngine], Awaitable[None]] = SimEngine.start
@@ -281,6 +301,8 @@ def main() -> None:
     holds = TierHolds()
     holds.install()
     break_part(faults.break_part)
+    if faults.short_histories:
+        shorten_histories()
     put(headrace_kv.pool.mooncake.child, "_MODULE", pool_process.MODULE)
     reports = Path(os.environ["HEADRACE_CHAOS_REPORTS"])
     report_on(reports, service, dice, holds, faults.watch_interval_s)
