@@ -59,8 +59,8 @@ class WireFaults:
     `slow_turn_max_s`: how long a sender may pause before it checks its lease. `break_part` names the safeguard that a
     worker switches off. `watch_interval_s`: how often a worker checks its blocks. `disk_changed`: share of the blocks
     read from disk that have another byte than was written. `pool_changed`: the same for blocks that are read from the
-    remote pool. `short_histories`: a worker remembers few of its last requests and events, so that these memories are
-    full within minutes.
+    remote pool. `small_memories`: a worker remembers few of its last requests and events, and has little staging
+    memory. So it soon has all memory that it may ever need.
     """
 
     seed: int = 0
@@ -76,7 +76,7 @@ class WireFaults:
     watch_interval_s: float = 0.5
     disk_changed: float = 0.0
     pool_changed: float = 0.0
-    short_histories: bool = False
+    small_memories: bool = False
 
 
 _PREFILL, _DECODE, _ROUTER, _REGISTRY, _ETCD = "prefill", "decode", "router", "registry", "etcd"

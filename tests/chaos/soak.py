@@ -1,6 +1,6 @@
 """`python -m tests.chaos.soak`: mixed load for a while, and a check that no process grows.
 
-Workers remember few of their last requests, so every cache is warm after a third of the time. From then on memory may
+Workers have small memories of what is over, so every cache is warm after a third of the time. From then on memory may
 grow by 5 %. Open files and threads may not grow, except for connections that come and go.
 """
 
@@ -101,7 +101,7 @@ async def soak(seconds: float, seed: int, folder: Path, *, tiers: bool = False) 
     """Runs a soak. Raises only when a process does not start, or has ended. `tiers`: see `with_tiers`."""
     report = SoakReport(seconds)
     plan = ChaosPlan(
-        seed, requests=sys.maxsize, wire=WireFaults(short_histories=True), kinds=frozenset()
+        seed, requests=sys.maxsize, wire=WireFaults(small_memories=True), kinds=frozenset()
     )
     if tiers:
         plan = with_tiers(plan)

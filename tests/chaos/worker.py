@@ -30,6 +30,7 @@ import headrace_engine.sim.engine
 import headrace_kv.pool.mooncake.child
 import headrace_kv.receive.receiver
 import headrace_kv.receive.transfer
+import headrace_kv.transport.factory
 import headrace_prefill.main
 import headrace_prefill.prefix_receiver
 import headrace_prefill.pull.puller
@@ -50,6 +51,8 @@ from headrace_kv.receive.service import HandoffServicer, unpacked
 from headrace_kv.send.write_scheduler import WriteScheduler
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
+from headrace_kv.transport.staging.scatter_server import LandingLimits
+from headrace_kv.transport.staging.transport import StagingLimits
 from headrace_prefill.pull.session import PullSession
 from tests.chaos import pool_process, tiers
 from tests.chaos.plan import WireFaults
@@ -58,6 +61,7 @@ from tests.chaos.tiers import TierHolds, held_file, put
 # Without these messages a stream does not start or a credit is lost forever. No real fault loses only them.
 NEVER_LOST = frozenset({"hello", "welcome", "credit"})
 _HISTORY_MAX = 512
+_SLOT_BYTES = 128 * 1024
 
 
 class Dice:
@@ -244,8 +248,11 @@ def break_part(name: str) -> None:
             raise SystemExit(f"there is no safeguard named {name}")
 
 
-def shorten_histories() -> None:
-    """Bounds each memory of the last requests, transfers or events to few of them."""
+def shrink_memories() -> None:
+    """Bounds each memory of the last requests, transfers or events to few of them, and staging memory to few bytes.
+
+    A rank allocates staging memory with its first staged write, perhaps late in a run.
+    """
     put(headrace_common.logs, "NAMES_MAX", _HISTORY_MAX)
     put(headrace_engine.prefix.event_log, "REPLAY_EVENTS_MAX", _HISTORY_MAX)
     put(headrace_decode.attempts, "SeenTransfers", partial(SeenTransfers, _HISTORY_MAX))
@@ -254,6 +261,8 @@ def shorten_histories() -> None:
         "ReceiverLimits",
         partial(ReceiverLimits, remembered=_HISTORY_MAX),
     )
+    landing = LandingLimits(slot_bytes=_SLOT_BYTES)
+    put(headrace_kv.transport.factory, "StagingLimits", partial(StagingLimits, landing))
 
 
 def report_on(folder: Path, service: str, dice: Dice, holds: TierHolds, interval_s: float) -> None:
@@ -301,8 +310,8 @@ def main() -> None:
     holds = TierHolds()
     holds.install()
     break_part(faults.break_part)
-    if faults.short_histories:
-        shorten_histories()
+    if faults.small_memories:
+        shrink_memories()
     put(headrace_kv.pool.mooncake.child, "_MODULE", pool_process.MODULE)
     reports = Path(os.environ["HEADRACE_CHAOS_REPORTS"])
     report_on(reports, service, dice, holds, faults.watch_interval_s)
