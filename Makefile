@@ -75,7 +75,7 @@ test: VLLM_TESTS := vllm and not long
 test: test-vllm test-fast ## all tests but the long ones with vLLM
 
 test-fast: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## the tests that need no vLLM
-	@$(PYTEST) -m 'not vllm and not kube' --numprocesses 6 --dist worksteal $(ARGS)
+	@$(PYTEST) -m 'not vllm and not kube' --numprocesses 4 --dist worksteal $(ARGS)
 
 VLLM_TESTS := vllm
 test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(DEEP_MODEL)/config.json $(MANY_HEADS_MODEL)/config.json $(TINY_ADAPTERS)/poet/adapter_config.json $(addsuffix /config.json,$(HYBRID_MODELS)) ## the tests with vLLM, the long ones too

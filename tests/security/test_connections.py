@@ -29,9 +29,10 @@ _BOUNDS = (
 )
 _WATCH = "/grpc.health.v1.Health/Watch"
 _GENERATE = "/headrace.inference.v1.InferenceService/Generate"
-_ANSWERS = 8
-# An attempt to connect that meets a full listener is repeated after up to two seconds.
-_ANSWER_S = 30.0
+_ANSWERS = 4
+# An attempt to connect that meets a full listener is repeated after up to two seconds. The attacker competes with the
+# services for this machine's processors, so answers are slow.
+_ANSWER_S = 45.0
 
 
 @asynccontextmanager
@@ -65,6 +66,7 @@ def connections_of(process_id: int, endpoint: str) -> list[str]:
 
 
 # The streams are as many as one host may hold: 90 connections of 100 streams.
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("kind", "count"), [("silent", 1_000), ("http2", 1_000), (_WATCH, 90), (_GENERATE, 90)]
 )
@@ -102,7 +104,7 @@ async def test_a_flood_of_streams_that_are_opened_again_and_again_blocks_its_hos
         router = it.child("router")
         assert await joined(it.channel)
         async with attacking(router.client_endpoint, _GENERATE, 1_000):
-            for seed in range(4 * _ANSWERS):
+            for seed in range(8 * _ANSWERS):
                 prompt = prompt_of(40, seed)
                 begin_s = time.monotonic()
                 answer = await it.generate(prompt, 4, timeout_s=_ANSWER_S)
@@ -123,9 +125,10 @@ async def joined(channel: grpc.aio.Channel) -> bool:
 
 async def ask_in_turns(it: Suite) -> None:
     """A client with an open connection keeps it."""
-    for seed in range(100, 100 + 4 * _ANSWERS):
+    for seed in range(100, 100 + 8 * _ANSWERS):
         prompt = prompt_of(40, seed)
-        assert (await it.generate(prompt, 4)).token_ids == it.expected(prompt, 4)
+        answer = await it.generate(prompt, 4, timeout_s=_ANSWER_S)
+        assert answer.token_ids == it.expected(prompt, 4)
         await asyncio.sleep(0.1)
 
 

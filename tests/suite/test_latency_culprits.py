@@ -170,7 +170,9 @@ async def test_the_trace_of_a_worker_with_a_wrong_clock_is_in_order(deployed: Sl
     error_ms = float(compute.attributes[schema.ATTRIBUTE_CLOCK_ERROR_MS])
     ahead_ms = float(compute.attributes[schema.ATTRIBUTE_CLOCK_AHEAD_MS])
     assert abs(ahead_ms - 1e3 * AHEAD_S) <= error_ms + 0.1
-    assert abs(float(wait.attributes[schema.ATTRIBUTE_CLOCK_AHEAD_MS])) <= error_ms + 0.1
+    # Each worker's clock is measured on its own stream.
+    decode_error_ms = float(wait.attributes[schema.ATTRIBUTE_CLOCK_ERROR_MS])
+    assert abs(float(wait.attributes[schema.ATTRIBUTE_CLOCK_AHEAD_MS])) <= decode_error_ms + 0.1
     # The root has the same, for readers of spans that the router has not moved.
     root = named[schema.SPAN_REQUEST].attributes
     workers = root[schema.ATTRIBUTE_CLOCK_WORKER_IDS].split(", ")
@@ -181,7 +183,7 @@ async def test_the_trace_of_a_worker_with_a_wrong_clock_is_in_order(deployed: Sl
     assert set(known) == {"prefill-0", "decode-0"}
     assert abs(float(known["prefill-0"]) - ahead_ms) <= 0.1
     assert error_ms in [pytest.approx(float(text), abs=0.1) for text in errors]
-    margin_ns = round(2e6 * error_ms)
+    margin_ns = round(1e6 * (error_ms + decode_error_ms))
     start_ns, ready_ns = compute.start_time.ToNanoseconds(), wait.start_time.ToNanoseconds()
     assert ready_ns - margin_ns <= start_ns
     end_ns = start_ns + compute.duration.ToNanoseconds()
