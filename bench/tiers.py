@@ -349,7 +349,8 @@ def tables(found: Results) -> str:
     titles = ("steps after the prompt", "first, p50, ms", "later, p50, ms", "first / later, p50")
     lines += ["", *_head(*titles)]
     for row, what in ((NOWHERE, "ours, storing the prompt"), (VLLM_NOWHERE, "plain vLLM")):
-        turns = found.turns[row]
+        # Where the client got all tokens at once, it saw no steps.
+        turns = [one for one in found.turns[row] if one.later_gap_s]
         columns = (
             [1e3 * one.first_gap_s for one in turns],
             [1e3 * one.later_gap_s for one in turns],
