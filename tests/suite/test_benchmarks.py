@@ -18,7 +18,7 @@ import pytest
 from tests.fork_server import SOCKET_VARIABLE, fork_server
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-LIMIT_S: Final = 100.0
+LIMIT_S: Final = 150.0
 WITH_ENGINES: Final = {
     *("goodput", "handover", "interference", "layer_wise", "sent_from_host", "tiers"),
 }
