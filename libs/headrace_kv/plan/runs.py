@@ -29,6 +29,10 @@ class Runs:
         """Bytes of all runs."""
         return int(self.lengths.sum())
 
+    def reverse(self) -> Runs:
+        """The copies back."""
+        return Runs(self.destination_addresses, self.source_addresses, self.lengths)
+
     def batches(self, entry_limit: int, byte_limit: int) -> Iterator[Runs]:
         """Yields parts of at most `entry_limit` runs and `byte_limit` bytes. Longer runs are split."""
         if len(self) <= entry_limit and self.payload_bytes <= byte_limit:

@@ -12,7 +12,7 @@ from headrace_common.errors import InternalError
 from headrace_kv.layout.layout import KvLayout, RankMemory
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
-from headrace_kv.plan.runs import interleave
+from headrace_kv.plan.runs import Runs, interleave
 from headrace_kv.plan.shard_map import Edge, heads_held
 from headrace_kv.pool.base import PoolMemory
 from headrace_kv.prefix.events import Tier
@@ -56,8 +56,7 @@ class TierCopier:
             layout.groups[0].head_count,
         )
         self._edge = Edge(device.rank, device.rank, 0, 0, len(heads))
-        self._to_host = CopyPlanner(device, self._host.memory)
-        self._to_device = CopyPlanner(self._host.memory, device)
+        self._planner = CopyPlanner(device, self._host.memory)
         self._disk = (
             DiskStorage(disk_folder, self._host.block_bytes, disk_blocks) if disk_blocks else None
         )
@@ -83,9 +82,9 @@ class TierCopier:
         """Makes a copy. Raises TransferFailed when the disk fails. Then some of the blocks are not copied."""
         kinds = (copy.source, copy.destination)
         if kinds == (Tier.DEVICE, Tier.HOST):
-            self._copy_blocks(self._to_host, copy.source_ids, copy.destination_ids)
+            copy_runs(self._plan_blocks(copy.source_ids, copy.destination_ids))
         elif kinds == (Tier.HOST, Tier.DEVICE):
-            self._copy_blocks(self._to_device, copy.source_ids, copy.destination_ids)
+            copy_runs(self._plan_blocks(copy.destination_ids, copy.source_ids).reverse())
         elif kinds == (Tier.HOST, Tier.DISK):
             for source, destination in zip(copy.source_ids, copy.destination_ids, strict=True):
                 self._disk_storage().write(destination, self._host.block(source))
@@ -106,21 +105,20 @@ class TierCopier:
         bounce = self._bounce[: len(source_ids)]
         for source, between in zip(source_ids, bounce, strict=True):
             self._disk_storage().read(source, self._host.block(between))
-        self._copy_blocks(self._to_device, bounce, destination_ids)
+        copy_runs(self._plan_blocks(destination_ids, bounce).reverse())
 
-    def _copy_blocks(
-        self, planner: CopyPlanner, source_ids: Sequence[int], destination_ids: Sequence[int]
-    ) -> None:
+    def _plan_blocks(self, device_ids: Sequence[int], host_ids: Sequence[int]) -> Runs:
+        """Runs from KV memory to main memory."""
         span = BlockSpan(
             0,
-            len(source_ids) * self._block_tokens,
-            np.asarray(source_ids, np.int64),
+            len(device_ids) * self._block_tokens,
+            np.asarray(device_ids, np.int64),
             0,
-            np.asarray(destination_ids, np.int64),
+            np.asarray(host_ids, np.int64),
             0,
         )
         # Layers mostly have equal distances, and blocks have not.
-        copy_runs(interleave([planner.plan(self._edge, layer, span) for layer in self._layers]))
+        return interleave([self._planner.plan(self._edge, layer, span) for layer in self._layers])
 
     def _disk_storage(self) -> DiskStorage:
         if self._disk is None:

@@ -79,30 +79,37 @@ def test_runs_are_copied_as_slices(places: list[tuple[int, int, int]]) -> None:
     copy_runs(runs)
     assert np.array_equal(target, expected)
     # Every run is copied once.
-    parts = list(packing._equal_distances(runs))
-    assert [0, *(stop for _, stop in parts)] == [*(first for first, _ in parts), len(places)]
+    assert sum(source.shape[0] * source.shape[1] for source, _ in packing._pairs(runs)) == len(runs)
 
 
 @pytest.mark.parametrize(
     "starts, lengths, expected",
     [
         ([], [], []),
-        ([5], [1], [1]),
-        ([5, 9], [1, 1], [1, 1]),
-        ([0, 10, 20, 30], [4, 4, 4, 4], [4]),
-        ([0, 10, 20, 30], [4, 4, 4, 5], [3, 1]),
-        # Three layers of two blocks.
-        ([0, 100, 200, 10, 110, 210], [4] * 6, [3, 3]),
-        ([0, 1, 50, 60, 70], [1] * 5, [1, 1, 3]),
+        ([5], [1], [(1, 1, 1)]),
+        ([5, 9], [1, 1], [(1, 2, 1)]),
+        ([0, 10, 20, 30], [4, 4, 4, 4], [(1, 4, 4)]),
+        ([0, 10, 20, 30], [4, 4, 4, 5], [(1, 3, 4), (1, 1, 5)]),
+        # Three layers of two, three and four blocks.
+        ([0, 100, 200, 10, 110, 210], [4] * 6, [(2, 3, 4)]),
+        ([0, 100, 200, 10, 110, 210, 30, 130, 230], [4] * 9, [(1, 3, 4), (2, 3, 4)]),
+        ([20, 120, 220, 10, 110, 210, 0, 100, 200], [4] * 9, [(3, 3, 4)]),
+        ([0, 1, 50, 60, 70], [1] * 5, [(1, 1, 1), (1, 1, 1), (1, 3, 1)]),
     ],
 )
 def test_runs_at_equal_distances_are_one_copy(
-    starts: list[int], lengths: list[int], expected: list[int]
+    starts: list[int], lengths: list[int], expected: list[tuple[int, int, int]]
 ) -> None:
-    addresses = np.array(starts, np.int64)
-    for one, other in ((addresses, 7 * addresses), (np.arange(len(starts)), addresses)):
-        runs = Runs(one, other, np.array(lengths, np.int64))
-        assert [stop - first for first, stop in packing._equal_distances(runs)] == expected
+    source, target = np.zeros(300, np.uint8), np.zeros(2_100, np.uint8)
+    for factors in ((1, 7), (0, 1)):
+        places = [
+            (factors[0] * one, factors[1] * one, size)
+            for one, size in zip(starts, lengths, strict=True)
+        ]
+        pairs = list(packing._pairs(runs_of(source, target, places)))
+        assert [one.shape for pair in pairs for one in pair] == [
+            one for one in expected for _ in "ab"
+        ]
 
 
 def test_equal_lengths_become_adjacent() -> None:
