@@ -346,10 +346,13 @@ def tables(found: Results) -> str:
         if found.copy_s[tier]:
             copy = percentile(found.copy_s[tier], 0.5)
             lines.append(f"| from {name} | {1e3 * copy:.3f} | {copy / memcpy:.2f} |")
-    titles = ("steps after the prompt", "first, p50, ms", "later, p50, ms", "first / later, p50")
+    titles = (
+        *("steps after the prompt", "turns", "first, p50, ms", "later, p50, ms"),
+        "first / later, p50",
+    )
     lines += ["", *_head(*titles)]
     for row, what in ((NOWHERE, "ours, storing the prompt"), (VLLM_NOWHERE, "plain vLLM")):
-        # Where the client got all tokens at once, it saw no steps.
+        # Where the client got all tokens at once, it saw no steps. Such turns have no row.
         turns = [one for one in found.turns[row] if one.later_gap_s]
         columns = (
             [1e3 * one.first_gap_s for one in turns],
@@ -357,7 +360,7 @@ def tables(found: Results) -> str:
             [one.first_gap_s / one.later_gap_s for one in turns],
         )
         figures = " | ".join(f"{percentile(column, 0.5):.2f}" for column in columns)
-        lines.append(f"| {what} | {figures} |")
+        lines.append(f"| {what} | {len(turns)} of {len(found.turns[row])} | {figures} |")
     return "\n".join(lines)
 
 
