@@ -17,7 +17,7 @@ from tests.vllm.pair import MODEL
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 
 SERVICE = """
-import asyncio
+import asyncio, sys
 from tests.vllm.pair import engine_config
 from headrace_engine.vllm.engine import VllmEngine
 
@@ -28,7 +28,8 @@ async def main():
     engine = VllmEngine(engine_config("decode", num_gpu_blocks_override=16), no_descriptor)
     await engine.start()
     print("started", flush=True)
-    await asyncio.sleep(100)
+    await asyncio.to_thread(sys.stdin.read)
+    await engine.close()
 
 asyncio.run(main())
 """
@@ -36,7 +37,7 @@ asyncio.run(main())
 
 @pytest.fixture
 def service(tmp_path: Path) -> subprocess.Popen[str]:
-    """A process with an engine, once that has started."""
+    """A process with an engine, once that has started. It ends when its standard input does."""
     if not MODEL.is_dir():
         pytest.skip(f"the model folder {MODEL} is missing: make model")
     environment = os.environ | {
@@ -45,6 +46,7 @@ def service(tmp_path: Path) -> subprocess.Popen[str]:
     }
     process = subprocess.Popen(
         [sys.executable, "-c", SERVICE],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env=environment,
@@ -89,3 +91,15 @@ def test_a_service_terminates_when_its_engine_dies(service: subprocess.Popen[str
             assert service.wait(20) == -signal.SIGTERM
         finally:
             service.kill()
+
+
+def test_an_engine_leaves_no_files(service: subprocess.Popen[str], tmp_path: Path) -> None:
+    with service:
+        assert list(tmp_path.rglob("*"))
+        try:
+            service.communicate(timeout=60)
+        finally:
+            service.kill()
+    assert service.returncode == 0
+    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
+    assert list(tmp_path.glob("headrace-*")) == []

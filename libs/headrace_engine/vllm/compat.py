@@ -11,8 +11,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterable
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace_common.errors import ConfigError
@@ -65,13 +67,19 @@ def require_vllm() -> str:
     )
 
 
-def set_vllm_environment(*, host: str, kv_cache_gib: float, rank_count: int) -> None:
-    """Sets the variables that vLLM reads when it is imported. Keeps the user's choice of threads and runner."""
+def set_vllm_environment(
+    *, host: str, kv_cache_gib: float, rank_count: int, socket_folder: Path | None = None
+) -> None:
+    """Sets the variables that vLLM reads when it is imported. Keeps the user's choice of threads and runner.
+
+    vLLM makes sockets in `socket_folder` (the folder of temporary files), and never removes them.
+    """
     cores = len(os.sched_getaffinity(0))
     os.environ.update(
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",
         VLLM_HOST_IP=host if rank_count > 1 else "127.0.0.1",
+        VLLM_RPC_BASE_PATH=str(socket_folder or tempfile.gettempdir()),
         VLLM_CPU_KVCACHE_SPACE=str(max(1, round(kv_cache_gib))),
         # Otherwise, several engines on one machine would be pinned to the same cores.
         VLLM_CPU_OMP_THREADS_BIND="nobind",

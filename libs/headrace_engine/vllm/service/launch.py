@@ -114,6 +114,7 @@ def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launch
         host=config.host,
         kv_cache_gib=config.kv_cache_gib or DEFAULT_KV_CACHE_GIB,
         rank_count=config.rank_count,
+        socket_folder=link_path.parent,
     )
     with warnings.catch_warnings():
         # vLLM and torch warn of deprecated names, here and in the forked processes.
