@@ -1,6 +1,6 @@
 """Times the fifth turn of conversations with KV in each tier, beside vLLM, which computes it again.
 
-    python -m bench.tiers [--rounds 6] [--output bench/results]
+    python -m bench.tiers [--rounds 6] [--no-pool] [--output bench/results]
 
 Our engine has KV memory for two conversations, main memory for four, a disk, and a remote pool on loopback. Beside it
 runs an engine of plain vLLM. In a round, our engine answers the first four turns of new conversations. Then the oldest
@@ -20,7 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -182,21 +182,22 @@ class Conversation:
 async def measure(arguments: argparse.Namespace) -> Results:
     """All rounds, after one that is not counted."""
     found = Results()
-    with tempfile.TemporaryDirectory() as folder:
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model = Path(arguments.model)
-        async with (
-            running_store(Path(folder)) as pool,
-            engines(model, arguments.dtype, Path(folder), pool) as (ours, child, block_bytes),
-        ):
-            for number in range(arguments.rounds + 1):
-                into = found if number else Results()
-                await measure_round(ours, child, number, into)
-                into.memcpy_s.append(memcpy_s(block_bytes, len_of_history() // BLOCK_TOKENS))
-                print(
-                    f"round {number}: "
-                    + ", ".join(f"{row} {1e3 * into.turns[row][-1].ttft_s:.0f} ms" for row in ROWS),
-                    file=sys.stderr,
-                )
+        pool = await stack.enter_async_context(running_store(folder)) if arguments.pool else ""
+        started = engines(model, arguments.dtype, folder, pool)
+        ours, child, block_bytes = await stack.enter_async_context(started)
+        for number in range(arguments.rounds + 1):
+            into = found if number else Results()
+            await measure_round(ours, child, number, into, with_pool=arguments.pool)
+            into.memcpy_s.append(memcpy_s(block_bytes, len_of_history() // BLOCK_TOKENS))
+            last = ", ".join(
+                f"{row} {1e3 * turns[-1].ttft_s:.0f} ms"
+                for row, turns in into.turns.items()
+                if turns
+            )
+            print(f"round {number}: {last}", file=sys.stderr)
     return found
 
 
@@ -235,7 +236,7 @@ async def engines(
             (DISK_BLOCKS + 0.5) * block_bytes / _GIB,
             pool_address=pool,
             pool_timeout_s=POOL_TIMEOUT_S,
-            publishes=True,
+            publishes=bool(pool),
         ),
     )
 
@@ -273,7 +274,9 @@ def bytes_of_block(model: Path, dtype: str) -> int:
     return int(head_tokens * head_channels * np.dtype(dtype).itemsize)
 
 
-async def measure_round(ours: Ours, child: Child, number: int, found: Results) -> None:
+async def measure_round(
+    ours: Ours, child: Child, number: int, found: Results, *, with_pool: bool
+) -> None:
     """One turn for each row."""
     await ours.forget()
     seeds = itertools.count(1_000 * number)
@@ -298,6 +301,8 @@ async def measure_round(ours: Ours, child: Child, number: int, found: Results) -
     found.turns[VLLM_DEVICE].append(cached)
     found.turns[NOWHERE].append(computed)
     found.different += cached.token_ids != computed.token_ids
+    if not with_pool:
+        return
     await ours.forget()
     prompt = conversations[ASKED_LAST].ask()
     turn = await ours.answer(prompt)
@@ -329,7 +334,7 @@ def tables(found: Results) -> str:
         *("KV of the first four turns in", "TTFT p50, ms", "p90, ms"),
         *("p50 / plain vLLM that computes", "cached tokens p50"),
     )
-    for row in ROWS:
+    for row in filter(found.turns.get, ROWS):
         times = [one.ttft_s for one in found.turns[row]]
         cached = percentile([float(one.cached_tokens) for one in found.turns[row]], 0.5)
         cells = (
@@ -380,8 +385,7 @@ this host. A turn computes the tokens that are in no whole block of the first fo
 pool, our engine has emptied its own tiers before. It asks the pool before every turn that it has no KV for. Plain vLLM
 has room for all its conversations. Its allocator keeps freed memory, as ours does. Each row has a turn in each of
 {rounds} rounds. {different} of {compared} answers differ from those of plain vLLM in the same round. The last table has
-the steps of turns without cached KV: our engine stores the prompt's blocks in main memory and in the pool beside the
-first one.
+the steps of turns without cached KV: our engine stores the prompt's blocks in main memory{also} beside the first one.
 {remark}"""
 
 
@@ -390,6 +394,7 @@ def main() -> None:
     parser.add_argument("--model", default="models/SmolLM2-135M-Instruct")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--no-pool", dest="pool", action="store_false", help="without a pool")
     parser.add_argument("--remark", default="", help="what else is to be said of the figures")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
@@ -413,7 +418,8 @@ def main() -> None:
             tail=TURN_TOKENS + len_of_history() % BLOCK_TOKENS,
             rounds=arguments.rounds,
             different=found.different,
-            compared=(len(ASKED) + 2) * arguments.rounds,
+            compared=(len(ASKED) + 1 + arguments.pool) * arguments.rounds,
+            also=" and in the pool" * arguments.pool,
             remark=f"\n{arguments.remark}\n" if arguments.remark else "",
         )
         (arguments.output / "tiers.md").write_text(text)
