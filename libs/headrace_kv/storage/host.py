@@ -48,8 +48,9 @@ class HostStorage:
                 _sealed_bytes(one.arena_bytes),
                 _other_shards(layout, rank),
             )
-        # Padding is written to disk too. It must not be what this process had in that memory.
-        self._arena.reshape(block_count, self.block_bytes)[:, one.arena_bytes :] = 0
+        # Memory gets its pages here, and not beside a forward pass. Padding is written to disk too. It must not be what
+        # this process had in that memory.
+        self._arena[:] = 0
         self.memory = RankMemory(
             rank=rank,
             transport="",

@@ -24,6 +24,7 @@ from headrace_common.config import split_host_port
 from headrace_common.errors import ConfigError, HeadraceError, TransferFailed
 from headrace_common.process.free_port import free_port
 from headrace_kv.pool.mooncake.store import MooncakeStore
+from headrace_kv.pool.shared_arena import SharedArena
 from headrace_kv.transport.mooncake.transport import configure_environment
 from headrace_kv.transport.networks import parse_networks
 
@@ -63,20 +64,20 @@ class StoreServer:
         configure_environment("tcp")
         self.address = f"{host}:{port or free_port(host)}"
         self._host = host
+        self._memory = SharedArena(round(memory_gib * _GIB), "memory_gib")
         self._master = _start_master(self.address)
         try:
             self._wait_for_master()
-            self._memory = MooncakeStore(
-                host,
-                self.address,
-                protocol="tcp",
-                segment_bytes=round(memory_gib * _GIB),
-                sources=parse_networks(["127.0.0.0/8"]),
+            self._store = MooncakeStore(
+                *(host, self.address), protocol="tcp", sources=parse_networks(["127.0.0.0/8"])
             )
+            self._store.offer(self._memory)
         except HeadraceError:
             self._master.kill()
             self._master.wait()
             raise
+        # The store serves meanwhile.
+        threading.Thread(target=self._memory.populate_library_mappings, daemon=True).start()
 
     @property
     def master_process_id(self) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final, cast
 
 from headrace_common.errors import TransferFailed
+from headrace_kv.pool.shared_arena import SharedArena
 from headrace_kv.pool.slots import Slots
 from headrace_kv.transport.mooncake.known_lines import without_known_lines
 from headrace_kv.transport.mooncake.listen_filter import (
@@ -26,7 +27,7 @@ _SETTLED_S: Final = 0.05
 
 
 class MooncakeStore:
-    """A client of the master at `master`, which offers `segment_bytes` of its own memory to all clients.
+    """A client of the master at `master`.
 
     Packets to its ports are admitted from `sources` only, and to `host` only. None admits every source. Raises
     TransferFailed when the master does not answer or refuses.
@@ -38,7 +39,6 @@ class MooncakeStore:
         master: str,
         *,
         protocol: str,
-        segment_bytes: int = 0,
         rdma_devices: str = "",
         sources: Networks | None = None,
     ) -> None:
@@ -46,13 +46,21 @@ class MooncakeStore:
 
         known = open_listeners()
         self._store: Any = MooncakeDistributedStore()
+        self._protocol = protocol
         with without_known_lines():
             code = self._store.setup(
-                host, _METADATA, segment_bytes, _OWN_BUFFER_BYTES, protocol, rdma_devices, master
+                host, _METADATA, 0, _OWN_BUFFER_BYTES, protocol, rdma_devices, master
             )
         self._restrict(known, host, sources)
         if code != 0:
             raise TransferFailed(f"the store at {master} cannot be used (code {code})")
+
+    def offer(self, memory: SharedArena) -> None:
+        """Lets all clients of the master store objects there. Raises TransferFailed."""
+        path, nbytes = f"/proc/self/fd/{memory.descriptor}", len(memory.bytes)
+        code = self._store.mount_segment(path, nbytes, 0, self._protocol)["ret"]
+        if code != 0:
+            raise TransferFailed(f"Mooncake cannot offer {nbytes} bytes (code {code})")
 
     def register(self, memories: Sequence[Slots]) -> None:
         """Lets calls use this memory. Raises TransferFailed."""
@@ -78,7 +86,7 @@ class MooncakeStore:
         self._store.batch_remove(keys, True)
 
     def close(self) -> None:
-        """Leaves the store. Its own segment is gone then."""
+        """Leaves the store. The memory that it has offered is gone then."""
         self._store.close()
 
     @staticmethod
