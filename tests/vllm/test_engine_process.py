@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -36,13 +38,20 @@ asyncio.run(main())
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> subprocess.Popen[str]:
+def folder() -> Iterator[Path]:
+    """For temporary files, with a path that is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="h") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+def service(folder: Path) -> subprocess.Popen[str]:
     """A process with an engine, once that has started. It ends when its standard input does."""
     if not MODEL.is_dir():
         pytest.skip(f"the model folder {MODEL} is missing: make model")
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "TMPDIR": str(tmp_path),
+        "TMPDIR": str(folder),
     }
     process = subprocess.Popen(
         [sys.executable, "-c", SERVICE],
@@ -93,13 +102,13 @@ def test_a_service_terminates_when_its_engine_dies(service: subprocess.Popen[str
             service.kill()
 
 
-def test_an_engine_leaves_no_files(service: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_an_engine_leaves_no_files(service: subprocess.Popen[str], folder: Path) -> None:
     with service:
-        assert list(tmp_path.rglob("*"))
+        assert list(folder.rglob("*"))
         try:
             service.communicate(timeout=60)
         finally:
             service.kill()
     assert service.returncode == 0
-    assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []
-    assert list(tmp_path.glob("headrace-*")) == []
+    assert [path for path in folder.rglob("*") if not path.is_dir()] == []
+    assert list(folder.glob("headrace-*")) == []

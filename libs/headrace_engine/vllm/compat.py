@@ -38,6 +38,8 @@ VLLM_SERIES: Final = ("0.32", "0.33")
 TORCH_COMPANIONS: Final = ("torchaudio", "torchcodec", "torchvision")
 """Distributions that vLLM asks for, and that must be of torch's build."""
 OUTPUTS_END_S: Final = 2.0
+_SOCKET_FOLDER_LENGTH_MAX: Final = 70
+"""unix(7) allows 107 characters in the path of a socket, and vLLM's names have 36."""
 TIER_MEDIA: Final = {Tier.HOST: "CPU", Tier.DISK: "DISK", Tier.REMOTE: "REMOTE"}
 """The names of lower tiers in vLLM's events."""
 
@@ -72,14 +74,17 @@ def set_vllm_environment(
 ) -> None:
     """Sets the variables that vLLM reads when it is imported. Keeps the user's choice of threads and runner.
 
-    vLLM makes sockets in `socket_folder` (the folder of temporary files), and never removes them.
+    vLLM makes sockets in `socket_folder` (the folder of temporary files), and never removes them. A folder with a path
+    that is too long for a socket is not used.
     """
+    if socket_folder is None or len(str(socket_folder)) > _SOCKET_FOLDER_LENGTH_MAX:
+        socket_folder = Path(tempfile.gettempdir())
     cores = len(os.sched_getaffinity(0))
     os.environ.update(
         HF_HUB_OFFLINE="1",
         VLLM_NO_USAGE_STATS="1",
         VLLM_HOST_IP=host if rank_count > 1 else "127.0.0.1",
-        VLLM_RPC_BASE_PATH=str(socket_folder or tempfile.gettempdir()),
+        VLLM_RPC_BASE_PATH=str(socket_folder),
         VLLM_CPU_KVCACHE_SPACE=str(max(1, round(kv_cache_gib))),
         # Otherwise, several engines on one machine would be pinned to the same cores.
         VLLM_CPU_OMP_THREADS_BIND="nobind",

@@ -125,6 +125,16 @@ def test_only_cpus_run_without_compiled_code(monkeypatch: pytest.MonkeyPatch) ->
     assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1"
 
 
+@pytest.mark.parametrize(("length", "used"), [(70, True), (71, False)])
+def test_sockets_are_made_in_a_folder_with_a_short_path(
+    monkeypatch: pytest.MonkeyPatch, length: int, used: bool
+) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    folder = "/" + "f" * (length - 1)
+    compat.set_vllm_environment(host="h", kv_cache_gib=1, rank_count=1, socket_folder=Path(folder))
+    assert (os.environ["VLLM_RPC_BASE_PATH"] == folder) is used
+
+
 def test_compat_imports_neither_vllm_nor_torch() -> None:
     code = (
         "import sys; import headrace_engine.vllm.compat; "
