@@ -74,6 +74,9 @@ PYTHON
         command -v node >/dev/null || echo nodejs
         command -v npm >/dev/null || echo npm
         command -v gcc >/dev/null || echo gcc libc6-dev
+        # They may lie where only root looks for programs.
+        PATH+=:/usr/sbin:/sbin command -v ip >/dev/null || echo iproute2
+        PATH+=:/usr/sbin:/sbin command -v nft >/dev/null || echo nftables
     fi
 }
 
