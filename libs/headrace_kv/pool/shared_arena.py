@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_common.errors import ConfigError
+from headrace_kv.layout.arena import require_available
 
 _NAME: Final = "headrace-kv-blocks"
 _POPULATE_WRITE: Final = 23
@@ -26,6 +27,7 @@ class SharedArena:
 
     def __init__(self, nbytes: int, setting: str = "kv_host_gib") -> None:
         """Raises ConfigError when the host cannot give as much memory. `setting` is the field that asks for it."""
+        require_available(nbytes, setting)
         try:
             self.descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
             os.ftruncate(self.descriptor, nbytes)

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace_common.errors import ConfigError
-from headrace_kv.layout.arena import PAGE_BYTES, allocate_arena, suited_alignment_bytes
+from headrace_kv.layout.arena import (
+    PAGE_BYTES,
+    allocate_arena,
+    require_available,
+    suited_alignment_bytes,
+)
 from headrace_kv.layout.layout import TOKENS, KvLayout, RankMemory
 from headrace_kv.plan.regions import WHOLE_BLOCKS, PlacedRegions, place_regions
 from headrace_kv.plan.saved_shards import plan_shard_read, readable_shards, shard_block_bytes
@@ -22,10 +27,11 @@ def block_bytes_of(layout: KvLayout, rank: int, *, pooled: bool = False) -> int:
 
 
 class HostStorage:
-    """`block_count` blocks of one rank, with all its layers. Raises ConfigError for a layout with several groups.
+    """`block_count` blocks of one rank, with all its layers.
 
     Each block starts at a page, so that files can be read into it and written from it without another copy. With
     `pooled`, the memory is shared with a process of the remote pool, and each block has room for the pool's seal.
+    Raises ConfigError for a layout with several groups, and for more memory than is available.
     """
 
     def __init__(
@@ -38,6 +44,7 @@ class HostStorage:
         self.pool_memory = None
         """The memory for a remote pool; None without `pooled`."""
         if self._shared is None:
+            require_available(nbytes, "kv_host_gib")
             self._arena = allocate_arena(nbytes, suited_alignment_bytes(nbytes))
         else:
             self._arena = self._shared.bytes

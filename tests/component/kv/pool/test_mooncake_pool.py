@@ -219,3 +219,8 @@ async def test_no_port_of_the_store_or_a_client_serves_other_addresses(store: St
 def test_the_store_refuses_addresses_that_other_hosts_reach(listen: str) -> None:
     with pytest.raises(ConfigError, match=r"loopback only|host:port"):
         StoreServer(listen, 1.0)
+
+
+def test_a_store_that_needs_more_memory_than_there_is_does_not_start() -> None:
+    with pytest.raises(ConfigError, match="lower memory_gib"):
+        StoreServer("127.0.0.1:0", float(1 << 30))
