@@ -357,7 +357,7 @@ def tables(found: Results) -> str:
     )
     lines += ["", *_head(*titles)]
     for row, what in ((NOWHERE, "ours, storing the prompt"), (VLLM_NOWHERE, "plain vLLM")):
-        # Where the client got all tokens at once, it saw no steps. Such turns have no row.
+        # Where the client got all tokens at once, it saw no steps. Such turns are left out.
         turns = [one for one in found.turns[row] if one.later_gap_s]
         columns = (
             [1e3 * one.first_gap_s for one in turns],

@@ -90,7 +90,7 @@ def test_runs_are_copied_as_slices(places: list[tuple[int, int, int]]) -> None:
         ([5, 9], [1, 1], [(1, 2, 1)]),
         ([0, 10, 20, 30], [4, 4, 4, 4], [(1, 4, 4)]),
         ([0, 10, 20, 30], [4, 4, 4, 5], [(1, 3, 4), (1, 1, 5)]),
-        # Three layers of two, three and four blocks.
+        # Three layers of two blocks, of three, and of three in falling order.
         ([0, 100, 200, 10, 110, 210], [4] * 6, [(2, 3, 4)]),
         ([0, 100, 200, 10, 110, 210, 30, 130, 230], [4] * 9, [(1, 3, 4), (2, 3, 4)]),
         ([20, 120, 220, 10, 110, 210, 0, 100, 200], [4] * 9, [(3, 3, 4)]),
