@@ -337,7 +337,7 @@ METRIC_REQUESTS: Final = "headrace.requests"
 METRIC_PICKS: Final = "headrace.picks"
 # Answers that continued in another attempt, by the reason of the error that caused it.
 METRIC_MIGRATIONS: Final = "headrace.migrations"
-# Time from arrival to the first token.
+# Time from arrival until the first token leaves for the client. Its parts are in headrace.latency.
 METRIC_TIME_TO_FIRST_TOKEN: Final = "gen_ai.server.time_to_first_token"
 # Time from arrival to the last token of an answer.
 METRIC_REQUEST_DURATION: Final = "gen_ai.server.request.duration"

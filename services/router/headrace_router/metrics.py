@@ -177,7 +177,6 @@ class RouterMetrics:
         model, trace_id = answer.model, answer.trace_id
         first_s = 1e-9 * (answer.first_token_unix_ns - arrival_unix_ns)
         total_s = 1e-9 * (answer.last_token_unix_ns - arrival_unix_ns)
-        self._first_token.record(first_s, model, trace_id=trace_id)
         self._first_token_of_class.record(first_s, model, priority.label, trace_id=trace_id)
         self._duration.record(total_s, model, trace_id=trace_id)
         if answer.new_tokens > 1:
@@ -204,8 +203,9 @@ class RouterMetrics:
         )
 
     def count_latency(self, answer: ResponseStream, breakdown: Breakdown) -> None:
-        """Counts the parts of the times to the first tokens of an answer that has started."""
+        """Counts the time to the first token of an answer that has started, and its parts, which add up to it."""
         model, trace_id = answer.model, answer.trace_id
+        self._first_token.record(1e-6 * breakdown.first.total_us, model, trace_id=trace_id)
         for token, one in (
             (Owner.FIRST_TOKEN, breakdown.first),
             (Owner.SECOND_TOKEN, breakdown.second),

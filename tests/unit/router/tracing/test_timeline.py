@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,15 @@ from headrace_router.tracing.worker_clocks import WorkerClocks
 
 DECODE, PREFILL = WorkerRef("decode-0", "aa"), WorkerRef("prefill-0", "bb")
 AHEAD_NS = 3 * 10**9
+
+
+@pytest.fixture(autouse=True)
+def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that moves by a microsecond at each look: a process that is stopped for a moment changes no step."""
+    start_ns, ahead_ns = time.monotonic_ns(), time.time_ns() - time.monotonic_ns()
+    looks = itertools.count()
+    monkeypatch.setattr(time, "monotonic_ns", lambda: start_ns + 1_000 * next(looks))
+    monkeypatch.setattr(time, "time_ns", lambda: time.monotonic_ns() + ahead_ns)
 
 
 def queued_task() -> QueuedTask:
