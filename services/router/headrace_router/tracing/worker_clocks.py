@@ -51,9 +51,14 @@ class WorkerClocks:
 
 
 def difference_now(clock: ClockOffset) -> ClockDifference:
-    """The difference between a clock and this host's wall clock now."""
-    own_ns = time.time_ns() - time.monotonic_ns()
-    return ClockDifference(clock.offset_ns - own_ns, clock.error_ns)
+    """The difference between a clock and this host's wall clock now. Time between the looks at both is an error."""
+    before_ns = time.monotonic_ns()
+    unix_ns = time.time_ns()
+    after_ns = time.monotonic_ns()
+    own_ns = unix_ns - (before_ns + after_ns) // 2
+    return ClockDifference(
+        clock.offset_ns - own_ns, clock.error_ns + (after_ns - before_ns + 1) // 2
+    )
 
 
 def clock_attributes(differences: Mapping[str, ClockDifference]) -> dict[str, AttributeValue]:
