@@ -22,6 +22,7 @@ from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import WorkerRef
 from headrace_prefill.worker import PrefillWorker
 from tests.transfer_links import link_sent
+from tests.virtually import virtually
 
 REF = WorkerRef("prefill-0", "00112233445566ff")
 REPORT = SendReport("x1", 0, "", "", (link_sent(),), 321, "10.0.0.1")
@@ -93,6 +94,7 @@ async def good(work: PrefillWork) -> PrefillOutcome:
     return OUTCOME
 
 
+@virtually
 async def test_a_successful_task_reports_its_bytes_and_records_its_spans(
     telemetry: Telemetry, exporter: InMemorySpanExporter
 ) -> None:
@@ -114,6 +116,7 @@ async def test_a_successful_task_reports_its_bytes_and_records_its_spans(
     assert {span.parent.span_id for span in children if span.parent} == {root.context.span_id}
 
 
+@virtually
 async def test_the_start_is_reported_between_getting_a_slot_and_computing(
     telemetry: Telemetry,
 ) -> None:
@@ -139,6 +142,7 @@ async def test_the_start_is_reported_between_getting_a_slot_and_computing(
     assert order[4:] == ["start c", "engine c"]
 
 
+@virtually
 async def test_the_engine_gets_the_transfer_target(telemetry: Telemetry) -> None:
     works: list[PrefillWork] = []
 
@@ -154,6 +158,7 @@ async def test_the_engine_gets_the_transfer_target(telemetry: Telemetry) -> None
     assert target.handoff_endpoint == "127.0.0.1:1"
 
 
+@virtually
 async def test_a_task_gets_only_an_adapter_that_the_engine_has(telemetry: Telemetry) -> None:
     works: list[PrefillWork] = []
 
@@ -173,6 +178,7 @@ async def test_a_task_gets_only_an_adapter_that_the_engine_has(telemetry: Teleme
     assert [work.adapter for work in works] == ["poet"]
 
 
+@virtually
 async def test_a_task_with_a_salt_that_is_none_is_rejected(telemetry: Telemetry) -> None:
     done = await worker_of(good, telemetry).run(task(cache_salt="tenant-a"))
     assert done.reason == "INVALID_FIELD"
@@ -187,6 +193,7 @@ async def test_a_task_with_a_salt_that_is_none_is_rejected(telemetry: Telemetry)
         (ValueError("oops"), "INTERNAL"),
     ],
 )
+@virtually
 async def test_a_failure_is_reported_by_reason(
     telemetry: Telemetry, failure: Exception, reason: str
 ) -> None:
@@ -197,6 +204,7 @@ async def test_a_failure_is_reported_by_reason(
     assert (done.transfer_id, done.reason, bool(done.detail)) == ("x1", reason, True)
 
 
+@virtually
 async def test_the_deadline_ends_a_task_and_the_engines_work(telemetry: Telemetry) -> None:
     quiet = asyncio.Event()
 
@@ -212,6 +220,7 @@ async def test_the_deadline_ends_a_task_and_the_engines_work(telemetry: Telemetr
     assert quiet.is_set()
 
 
+@virtually
 async def test_a_transfer_s_deadline_is_the_time_that_the_task_has_left(
     telemetry: Telemetry,
 ) -> None:
@@ -225,6 +234,7 @@ async def test_a_transfer_s_deadline_is_the_time_that_the_task_has_left(
     assert 900 < remaining_s[0] <= 1000
 
 
+@virtually
 async def test_a_cancelled_task_is_reported_after_the_engine_has_stopped(
     telemetry: Telemetry,
 ) -> None:
@@ -254,6 +264,7 @@ async def test_a_cancelled_task_is_reported_after_the_engine_has_stopped(
         ({"start_token": 3}, "start_token"),
     ],
 )
+@virtually
 async def test_wrong_fields_are_refused_by_name(
     telemetry: Telemetry, changes: dict[str, object], field: str
 ) -> None:

@@ -14,6 +14,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import WatchExpired
 from headrace_common.registry.policy import default_policy
 from headrace_registry.feed import ChangeFeed, PolicyRecord, WatchFilter
+from tests.virtually import virtually
 
 Edits = dict[str, int | None]
 
@@ -116,6 +117,7 @@ def test_a_watcher_with_a_filter_converges_to_the_members_that_it_wants(
     asyncio.run(scenario())
 
 
+@virtually
 async def test_changes_that_a_watcher_does_not_want_wake_it_without_a_message() -> None:
     feed = ChangeFeed(history_size=100, revision=10)
     watch = feed.watch(0, WatchFilter(frozenset({registry_pb2.Member.ROLE_ROUTER})))
@@ -148,6 +150,7 @@ def test_a_listing_is_applied_as_changes(before: Edits, after: Edits) -> None:
     asyncio.run(scenario())
 
 
+@virtually
 async def test_the_history_is_bounded() -> None:
     feed = ChangeFeed(history_size=3, revision=1)
     for revision in range(2, 8):
@@ -158,6 +161,7 @@ async def test_the_history_is_bounded() -> None:
     assert caught.value.metadata == {"start_revision": "3", "kept_since_revision": "4"}
 
 
+@virtually
 async def test_revisions_without_a_change_use_up_no_history() -> None:
     feed = ChangeFeed(history_size=2, revision=1)
     feed.apply(2, {"a": member("a", 1)})
@@ -168,6 +172,7 @@ async def test_revisions_without_a_change_use_up_no_history() -> None:
     assert len(response.changes) == 1
 
 
+@virtually
 async def test_a_start_beyond_the_feed_must_be_allowed() -> None:
     feed = ChangeFeed(history_size=2, revision=5)
     with pytest.raises(WatchExpired):
@@ -180,6 +185,7 @@ async def test_a_start_beyond_the_feed_must_be_allowed() -> None:
     assert [change.member_put.worker_id for change in response.changes] == ["b"]
 
 
+@virtually
 async def test_a_restart_ends_every_watch() -> None:
     feed = ChangeFeed(history_size=10, revision=5)
     watch = feed.watch(0)
@@ -192,6 +198,7 @@ async def test_a_restart_ends_every_watch() -> None:
         await asyncio.wait_for(waiting, 1)
 
 
+@virtually
 async def test_waiting_for_a_revision() -> None:
     feed = ChangeFeed(history_size=10, revision=5)
     assert await feed.wait_for_revision(5, 0.01)
@@ -205,6 +212,7 @@ async def test_waiting_for_a_revision() -> None:
     assert await waiting
 
 
+@virtually
 async def test_an_equal_policy_is_no_change_but_has_a_new_revision() -> None:
     feed = ChangeFeed(history_size=10, revision=5)
     feed.apply(6, {}, PolicyRecord(default_policy(), 6))
