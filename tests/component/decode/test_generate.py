@@ -279,7 +279,7 @@ async def test_every_state_of_a_transfer_is_in_the_trace(served: Served) -> None
 async def test_status_is_sent_at_once_on_change_and_every_interval(served: Served) -> None:
     watch = served.worker.WatchStatus(worker_pb2.WatchStatusRequest())
     stream = aiter(watch)
-    first = await asyncio.wait_for(anext(stream), 1)
+    first = await asyncio.wait_for(anext(stream), 5)
     assert (first.worker_id, first.state, first.total_blocks) == (
         "decode-0",
         worker_pb2.WatchStatusResponse.STATE_SERVING,
@@ -289,12 +289,12 @@ async def test_status_is_sent_at_once_on_change_and_every_interval(served: Serve
     changed = await asyncio.wait_for(anext(stream), 0.8)
     assert changed.reserved_blocks == 3
     call.cancel()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(10):
         async for status in stream:
             if status.reserved_blocks == 0 and status.running_requests == 0:
                 break
     # A message is sent after the interval although nothing has changed.
-    await asyncio.wait_for(anext(stream), 1.5)
+    await asyncio.wait_for(anext(stream), 5)
     watch.cancel()
 
 
@@ -305,7 +305,7 @@ async def test_a_worker_with_requests_sends_every_second_and_an_idle_one_every_i
     request.max_interval.FromSeconds(60)
     watch = served.worker.WatchStatus(request)
     stream = aiter(watch)
-    await asyncio.wait_for(anext(stream), 1)
+    await asyncio.wait_for(anext(stream), 5)
     call = await served.reserve(remote_prefill=False)
     states: list[tuple[int, int]] = []
     async with asyncio.timeout(5):
@@ -315,7 +315,7 @@ async def test_a_worker_with_requests_sends_every_second_and_an_idle_one_every_i
             states.append((status.reserved_blocks, status.running_requests))
     assert states[-1][0] == 3
     call.cancel()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(10):
         async for status in stream:
             if status.reserved_blocks == 0 and status.running_requests == 0:
                 break

@@ -335,12 +335,12 @@ async def test_without_etcd_writes_fail_and_reads_succeed(etcd: EtcdServer) -> N
         assert isinstance(await call.read(), registry_pb2.KeepAliveResponse)
         etcd.kill()
         await call.write(registry_pb2.KeepAliveRequest(lease_id=granted.lease_id))
-        await error_of(RegistryUnavailable, asyncio.wait_for(call.read(), 3))
-        await error_of(RegistryUnavailable, stub.Register(register(worker("decode-1")), timeout=3))
-        listed = await stub.ListMembers(registry_pb2.ListMembersRequest(), timeout=1)
+        await error_of(RegistryUnavailable, asyncio.wait_for(call.read(), 8))
+        await error_of(RegistryUnavailable, stub.Register(register(worker("decode-1")), timeout=8))
+        listed = await stub.ListMembers(registry_pb2.ListMembersRequest(), timeout=5)
         assert [member.worker_id for member in listed.members] == ["decode-0"]
         watch = stub.Watch(registry_pb2.WatchRequest())
-        response = await asyncio.wait_for(watch.read(), 1)
+        response = await asyncio.wait_for(watch.read(), 5)
         assert isinstance(response, registry_pb2.WatchResponse)
         assert len(response.snapshot.members) == 1
         watch.cancel()

@@ -94,7 +94,7 @@ async def test_a_route_waits_but_its_explanation_does_not(rig: Rig) -> None:
         return stub.Route(inference_pb2.RouteRequest(request=request, explain=explain), timeout=10)
 
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(8):
             await route(explain=True)
     assert isinstance(error_from_rpc(raised.value), NoDecodeWorker)
     routing = route(explain=False)
