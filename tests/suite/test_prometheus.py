@@ -51,6 +51,14 @@ def query(port: int, expression: str) -> list[dict[str, Any]]:
     return result if answer["data"]["resultType"] == "vector" else [{"value": result}]
 
 
+async def parts_add_up(port: int) -> bool:
+    """Whether the parts of all times to the first token are the whole. A scrape can come between them."""
+    parts = 'sum(headrace_latency_seconds_sum{headrace_latency_token="first_token"})'
+    whole = "sum(gen_ai_server_time_to_first_token_seconds_sum)"
+    (sample,) = await asyncio.to_thread(query, port, f"{parts} - {whole}")
+    return abs(float(sample["value"][1])) < 1e-6
+
+
 async def test_prometheus_answers_every_panel_and_rule(tmp_path: Path) -> None:
     program = shutil.which("prometheus")
     if program is None:
@@ -117,15 +125,7 @@ async def test_prometheus_answers_every_panel_and_rule(tmp_path: Path) -> None:
                 for rule in group["rules"]:
                     await asyncio.to_thread(query, port, rule["expr"])
             await until(lambda: counted("headrace:time_to_first_token_share:by_part"), 20)
-            parts = 'sum(headrace_latency_seconds_sum{headrace_latency_token="first_token"})'
-            whole = "sum(gen_ai_server_time_to_first_token_seconds_sum)"
-
-            async def add_up() -> bool:
-                """A scrape can come between the whole of a request and its parts."""
-                (sample,) = await asyncio.to_thread(query, port, f"{parts} - {whole}")
-                return abs(float(sample["value"][1])) < 1e-6
-
-            await until(add_up, 20, "the parts add up to the whole")
+            await until(partial(parts_add_up, port), 20, "the parts add up to the whole")
         finally:
             process.terminate()
             await asyncio.wait_for(process.wait(), 30)

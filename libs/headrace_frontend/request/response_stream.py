@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace_common.latency.clock_pair import clocks_now
 from headrace_common.process.pacing import FlushPace, LoopLoad
 from headrace_common.telemetry.metrics.instruments import BucketCounts
 from headrace_frontend.request.completion_text import CompletionText
@@ -99,7 +100,7 @@ class ResponseStream:
         """Runs until the next message may be sent, while tokens for it are pending."""
         self._drained = asyncio.Event()
         self._pace = FlushPace(load or LoopLoad(), paced=paced)
-        self._start_unix_ns, self._start_ns = time.time_ns(), time.monotonic_ns()
+        self._start_unix_ns, self._start_ns, _ = clocks_now()
         self.finish_reason: sampling_pb2.FinishReason.ValueType = (
             sampling_pb2.FINISH_REASON_UNSPECIFIED
         )

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from headrace.decode.v1 import decode_pb2
+from headrace_common.latency.clock_pair import ClockPair, clocks_now
 
 
 @dataclass(slots=True)
@@ -20,7 +21,7 @@ class RequestTimestamps:
     `token_received_unix_ns` is for a first token that the router brought.
     """
 
-    start_unix_ns: int = field(default_factory=time.time_ns)
+    start: ClockPair = field(default_factory=clocks_now)
     reserved_unix_ns: int = 0
     logits_unix_ns: int = 0
     sampled_unix_ns: int = 0
@@ -30,12 +31,16 @@ class RequestTimestamps:
     first_token_unix_ns: int = 0
     last_token_unix_ns: int = 0
     end_unix_ns: int = 0
-    _start_ns: int = field(default_factory=time.monotonic_ns)
+
+    @property
+    def start_unix_ns(self) -> int:
+        """The start by the wall clock."""
+        return self.start.unix_ns
 
     @property
     def start_monotonic_ns(self) -> int:
         """The start by the monotonic clock."""
-        return self._start_ns
+        return self.start.monotonic_ns
 
     def blocks_reserved(self) -> None:
         """The engine holds the request's blocks."""
@@ -63,7 +68,9 @@ class RequestTimestamps:
             self.sampled_unix_ns = self.sampled_unix_ns or now_ns
         if from_kv:
             if not self.first_token_unix_ns and step_start_ns:
-                self.step_start_unix_ns = self.start_unix_ns + step_start_ns - self._start_ns
+                self.step_start_unix_ns = (
+                    self.start_unix_ns + step_start_ns - self.start_monotonic_ns
+                )
             self.first_token_unix_ns = self.first_token_unix_ns or now_ns
         self.last_token_unix_ns = now_ns
 
@@ -89,4 +96,4 @@ class RequestTimestamps:
         return max(1, (unix_ns - self.start_unix_ns) // 1_000) if unix_ns else 0
 
     def _now_ns(self) -> int:
-        return self.start_unix_ns + time.monotonic_ns() - self._start_ns
+        return self.start_unix_ns + time.monotonic_ns() - self.start_monotonic_ns

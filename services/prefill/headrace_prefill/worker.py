@@ -20,6 +20,7 @@ from headrace_common.errors import (
     InternalError,
     InvalidRequest,
 )
+from headrace_common.latency.clock_pair import clocks_now
 from headrace_common.logs import TRACE_NAMES
 from headrace_common.registry.adapters import Adapter
 from headrace_common.telemetry.setup import Telemetry
@@ -83,7 +84,7 @@ class PrefillWorker:
         `on_first_token` gets the first token of a task with sampling. A cancellation stops the
         engine's work first and then returns CANCELLED, or DRAINING after `start_drain`.
         """
-        start_unix_ns, start_ns = time.time_ns(), time.monotonic_ns()
+        start_unix_ns, start_ns, _ = clocks_now()
         outcome: PrefillOutcome | None = None
         error: HeadraceError | None = None
         reports: list[SendReport] = []

@@ -15,6 +15,7 @@ from headrace_common.callers.bounds import CallerBounds
 from headrace_common.callers.priority import Priority, permitted_priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining
+from headrace_common.latency.clock_pair import clocks_now
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.telemetry import schema
 from headrace_frontend.admission.admission import Admission, AdmissionPermit
@@ -104,8 +105,7 @@ class RequestRunner:
         `outlets` may get all messages of a single answer but the last, instead of `write`. Raises HeadraceError, before
         or between messages.
         """
-        arrival_unix_ns = time.time_ns()
-        arrival_ns = time.monotonic_ns()
+        arrival_unix_ns, arrival_ns, _ = clocks_now()
         request_id = request_id_of(request)
 
         async def prepare(root: Span, tenant: str) -> PreparedRequest:

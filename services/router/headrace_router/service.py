@@ -13,6 +13,7 @@ from headrace_common.access.roles import Role, current_caller
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest, PermissionDenied, Unauthenticated
+from headrace_common.latency.clock_pair import clocks_now
 from headrace_common.rpc.trace_context import traceparent
 from headrace_frontend.admission.admission import Admission
 from headrace_frontend.answers import answer_count, request_id_of
@@ -96,7 +97,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             raise InvalidRequest(
                 {"explain": "internal_listen only explains; set it, or call Route on listen"}
             )
-        arrival_unix_ns, arrival_ns = time.time_ns(), time.monotonic_ns()
+        arrival_unix_ns, arrival_ns, _ = clocks_now()
         deadline = _deadline_of(context, self._default_deadline_s)
         tenant = self._explained_tenant(context) if explains else self._tenant_of(context)
         priority = self._runner.priority_of(request.request.priority, tenant)

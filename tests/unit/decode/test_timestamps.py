@@ -7,6 +7,7 @@ import time
 import pytest
 
 from headrace.decode.v1 import decode_pb2
+from headrace_common.latency.clock_pair import ClockPair
 from headrace_decode.timestamps import RequestTimestamps
 
 
@@ -26,7 +27,7 @@ def test_a_wall_clock_that_is_set_changes_no_duration(
 def test_the_times_are_durations_since_the_receipt(monkeypatch: pytest.MonkeyPatch) -> None:
     now_ns = 5_000_000
     monkeypatch.setattr(time, "monotonic_ns", lambda: now_ns)
-    times = RequestTimestamps(start_unix_ns=10**18, _start_ns=5_000_000)
+    times = RequestTimestamps(ClockPair(10**18, 5_000_000, 0))
     times.blocks_reserved()
     now_ns = 9_000_000
     times.kv_arrived()

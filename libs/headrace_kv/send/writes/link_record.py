@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from array import array
 
+from headrace_common.latency.clock_pair import clocks_now
 from headrace_common.telemetry.layer_stamps import NEVER, WORDS_PER_WRITE, WRITES_MAX, pack_writes
 from headrace_kv.handoff.messages import LinkSent
 from headrace_kv.send.writes.layer_write import LayerWrite
@@ -68,7 +68,8 @@ class LinkRecord:
 
     def report(self) -> LinkSent:
         """Describes the link."""
-        start_unix_ns = time.time_ns() - (time.monotonic_ns() - self._start_ns)
+        now = clocks_now()
+        start_unix_ns = now.unix_ns - (now.monotonic_ns - self._start_ns)
         return LinkSent(
             destination_rank=self._destination_rank,
             destination_host=find_host(self._session),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from headrace_common.errors import (
     InvalidRequest,
 )
 from headrace_common.latency.breakdown import breakdown_to_proto
+from headrace_common.latency.clock_pair import clocks_now
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.registry.adapters import adapters_from_proto
 from headrace_common.registry.view import RegistryView
@@ -132,7 +132,8 @@ class OwnRequestRunner:
 
         answer = Answer(request_id, prepare, write, outlets=outlets)
         priority = self._priority(request.priority, tenant)
-        terms = _Terms(tenant, priority, deadline, time.time_ns(), time.monotonic_ns())
+        arrived = clocks_now()
+        terms = _Terms(tenant, priority, deadline, arrived.unix_ns, arrived.monotonic_ns)
         await run_answers(request, answer, partial(self._answer, terms))
 
     @asynccontextmanager

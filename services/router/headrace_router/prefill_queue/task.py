@@ -14,6 +14,7 @@ from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError
+from headrace_common.latency.clock_pair import clocks_now
 from headrace_common.registry.adapters import Adapter
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 
@@ -87,9 +88,8 @@ class QueuedTask:
             number,
         )
         self.tasks_ahead = 0
-        self.queued_unix_ns = time.time_ns()
+        self.queued_unix_ns, self.queued_ns, _ = clocks_now()
         self.queued_s = time.monotonic()
-        self.queued_ns = time.monotonic_ns()
         self.pulled_ns = 0
         self.ended_ns = 0
         self.pulled_unix_ns = 0
@@ -163,8 +163,7 @@ class QueuedTask:
     def handed_to(self, ref: WorkerRef, now_s: float) -> None:
         """The queue sent the task to a worker."""
         self.worker = ref
-        self.pulled_unix_ns = time.time_ns()
-        self.pulled_ns = time.monotonic_ns()
+        self.pulled_unix_ns, self.pulled_ns, _ = clocks_now()
         self.pulled_s = now_s
 
     def exclude(self, refs: Iterable[WorkerRef]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Final, NamedTuple
@@ -10,6 +9,7 @@ from typing import Final, NamedTuple
 from opentelemetry.util.types import AttributeValue
 
 from headrace_common.latency.clock_offset import ClockOffset
+from headrace_common.latency.clock_pair import clocks_now
 from headrace_common.telemetry import schema
 
 _WORKERS_MAX: Final = 4_096
@@ -51,14 +51,10 @@ class WorkerClocks:
 
 
 def difference_now(clock: ClockOffset) -> ClockDifference:
-    """The difference between a clock and this host's wall clock now. Time between the looks at both is an error."""
-    before_ns = time.monotonic_ns()
-    unix_ns = time.time_ns()
-    after_ns = time.monotonic_ns()
-    own_ns = unix_ns - (before_ns + after_ns) // 2
-    return ClockDifference(
-        clock.offset_ns - own_ns, clock.error_ns + (after_ns - before_ns + 1) // 2
-    )
+    """The difference between a clock and this host's wall clock now."""
+    now = clocks_now()
+    own_ns = now.unix_ns - now.monotonic_ns
+    return ClockDifference(clock.offset_ns - own_ns, clock.error_ns + now.error_ns)
 
 
 def clock_attributes(differences: Mapping[str, ClockDifference]) -> dict[str, AttributeValue]:

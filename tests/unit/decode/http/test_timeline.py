@@ -13,6 +13,7 @@ from headrace.inference.v1 import latency_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import TransferFailed
 from headrace_common.latency.breakdown import Breakdown, Owner
+from headrace_common.latency.clock_pair import ClockPair
 from headrace_common.latency.parts import Part
 from headrace_decode.http.timeline import OwnTimeline
 from headrace_decode.timestamps import RequestTimestamps
@@ -49,7 +50,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def times(start_us: int, **after_us: int) -> RequestTimestamps:
     start_ns = UNIX_NS + 1_000 * start_us
-    found = RequestTimestamps(start_unix_ns=start_ns, _start_ns=1_000 * start_us)
+    found = RequestTimestamps(ClockPair(start_ns, 1_000 * start_us, 0))
     for name, value in after_us.items():
         setattr(found, f"{name}_unix_ns", start_ns + 1_000 * value)
     return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from headrace_common.latency.clock_offset import ClockOffset
+from headrace_common.latency.clock_pair import ClockPair
 from headrace_common.telemetry import schema
+from headrace_router.tracing import worker_clocks
 from headrace_router.tracing.worker_clocks import (
     ClockDifference,
     clock_attributes,
@@ -33,15 +33,11 @@ def test_a_request_without_workers_has_none() -> None:
     assert clock_attributes({}) == {}
 
 
-def test_a_pause_between_the_looks_at_the_clocks_is_in_the_error(
+def test_the_error_of_a_difference_includes_that_of_reading_both_clocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = ClockOffset()
     clock.add_exchange(1_000, 6_000, 6_000, 1_200)
-    looks = iter((2_000, 9_000))
-    monkeypatch.setattr(time, "monotonic_ns", lambda: next(looks))
-    # This host's wall clock is 50,000 ns ahead, and the pause is before its look or after it.
-    monkeypatch.setattr(time, "time_ns", lambda: 52_000)
-    found = difference_now(clock)
-    assert found.error_ns == clock.error_ns + 3_500
-    assert abs(found.ahead_ns - (clock.offset_ns - 50_000)) <= 3_500
+    now = ClockPair(55_500, 5_500, 3_500)
+    monkeypatch.setattr(worker_clocks, "clocks_now", lambda: now)
+    assert difference_now(clock) == (clock.offset_ns - 50_000, clock.error_ns + 3_500)
