@@ -126,6 +126,8 @@ class Decision:
     remote: bool
     explanation: str
     candidates: tuple[CandidateCost, ...] = ()
+    reachable: bool = True
+    """False when every worker that may be chosen is unreachable."""
 
 
 class Placement(ABC):
@@ -190,6 +192,7 @@ class KvAware(Placement):
             remote,
             f"{'remote' if remote else 'local'} prefill: {why}; cheapest of {usable_count}: {shown[0]}",
             shown,
+            reachable=bool(table.reachable[row]),
         )
 
     def _draw(self, costs: Numbers, requests: Numbers, fit: Flags, temperature: float) -> int:

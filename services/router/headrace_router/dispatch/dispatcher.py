@@ -259,10 +259,13 @@ class RequestDispatcher:
                 )
                 if root.is_recording():
                     attributes.update(route_attributes(decision))
-                return decision
         except NoDecodeWorker as error:
             # The failure that excluded the workers is more precise than NoDecodeWorker.
             raise retries.last_error or error from None
+        if isinstance(retries.last_error, DecodeFull) and not decision.reachable:
+            # The full workers have stated when to ask again. The error of an unreachable worker would hide that.
+            raise retries.last_error
+        return decision
 
     def _candidates(self, request: PreparedRequest, token_ids: Sequence[int]) -> Candidates:
         table = self._workers.table(request.model)

@@ -226,6 +226,20 @@ async def test_an_unreachable_worker_is_used_again_after_it_reports(rig: Rig) ->
     assert len(first.requests) == 1
 
 
+async def test_an_unreachable_worker_is_not_asked_after_a_full_one(rig: Rig) -> None:
+    """The client gets the error that states when to ask again."""
+    lost, _ = await rig.add_decodes(recite(99), full)
+    ref = next(w.ref for w in rig.router.workers.table("sim").workers if w.ref.worker_id == "d0")
+    lost.reports.clear()
+    # Statuses that are on their way must have arrived.
+    await asyncio.sleep(0.5)
+    rig.router.workers.mark_unreachable(ref)
+    error = await rig.error_of(sampling=sampling())
+    assert isinstance(error, DecodeFull)
+    assert error.retry_after_s
+    assert not lost.requests
+
+
 @pytest.mark.parametrize("done", [0, 3, 17, len(TOKENS)])
 @pytest.mark.parametrize("stops", [(), ("Süden",)])
 async def test_a_request_continues_after_the_tokens_of_its_client(
