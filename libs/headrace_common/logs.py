@@ -26,7 +26,12 @@ class TraceNames:
         self._spans: dict[str, trace.SpanContext | str] = {}
 
     def add(self, name: str, span: trace.SpanContext | str) -> None:
-        """Lines about this request or transfer belong to the trace of a span, or of a traceparent."""
+        """Lines about this request or transfer belong to the trace of a span, or of a traceparent.
+
+        An empty name, which an invalid message can have, is ignored.
+        """
+        if not name:
+            return
         self._spans.pop(name, None)
         self._spans[name] = span
         if len(self._spans) > NAMES_MAX:

@@ -21,14 +21,14 @@ from headrace_common.durations import (
 def test_durations_keep_nanoseconds(nanoseconds: int) -> None:
     duration = duration_from_ns(nanoseconds)
     assert ns_from_duration(duration) == duration.ToNanoseconds() == nanoseconds
-    assert seconds_from_duration(duration) == nanoseconds / 1e9
+    assert seconds_from_duration(duration) == nanoseconds / 10**9
 
 
 @given(st.integers(0, 2 * 10**18))
 def test_timestamps_keep_nanoseconds(unix_ns: int) -> None:
     timestamp = timestamp_from_unix_ns(unix_ns)
     assert unix_ns_from_timestamp(timestamp) == timestamp.ToNanoseconds() == unix_ns
-    assert unix_s_from_timestamp(timestamp) == unix_ns / 1e9
+    assert unix_s_from_timestamp(timestamp) == unix_ns / 10**9
 
 
 def test_negative_durations_become_zero() -> None:

@@ -104,6 +104,12 @@ def test_the_known_names_are_bounded() -> None:
     assert names.find(line_about("broken")) == ("", "")
 
 
+def test_a_line_about_no_request_has_no_trace_of_an_empty_name() -> None:
+    names = TraceNames()
+    names.add("", TRACEPARENT)
+    assert names.find(line_about("")) == names.find(record_of("hot")) == ("", "")
+
+
 def test_a_cause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     log = logging.getLogger("test.cause")
     causes = CauseLog(log)
