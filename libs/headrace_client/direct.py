@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from typing import Any, Final
+from typing import Any
 
 import grpc.aio
 
@@ -15,10 +15,8 @@ from headrace_client.progress import Progress
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ProtocolViolation, WorkerGone
+from headrace_common.latency.report import wait_for_report
 from headrace_common.tickets.direct_request import decode_request_of
-
-# The prefill worker reports at about the time of the first token.
-_REPORT_WAIT_S: Final = 1.0
 
 
 class DirectAttempt:
@@ -123,7 +121,7 @@ class DirectAttempt:
         cached_tokens = min(finished.cached_tokens, prompt_tokens)
         prefill_worker_id = ""
         if prefill is not None:
-            await asyncio.wait({prefill}, timeout=_REPORT_WAIT_S)
+            await wait_for_report(prefill, self._deadline)
             if prefill.done() and prefill.exception() is None:
                 prefill_worker_id = prefill.result().worker_id
         return inference_pb2.GenerateResponse(

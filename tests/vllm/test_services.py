@@ -155,7 +155,7 @@ async def test_the_sums_of_requests_between_uneven_ranks_are_complete(tmp_path: 
             latency = outcome.last.timing.latency
             first = sum_from_proto(latency.first_token)
             assert sum(first.parts_us.values()) == first.total_us
-            assert first[Part.PREFILL] > 0
+            assert first[Part.PREFILL] > 0, first
             assert first[Part.UNACCOUNTED] * 50 <= first.total_us, first
             # Decode's first token may join prefill's in one message. Then no gap lies between them.
             has_second += latency.HasField("second_token")

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
 
 from opentelemetry import trace
 from opentelemetry.trace import Span
@@ -55,8 +54,6 @@ from headrace_kv.layout.layout import WorkerRef
 
 _LOG = logging.getLogger(__name__)
 
-# How long the last message of a response with the latency's parts waits for the report of the prefill.
-_REPORT_WAIT_S: Final = 0.1
 _FINAL_ERRORS = (Cancelled, DeadlineExceeded, InvalidRequest)
 
 
@@ -206,7 +203,7 @@ class OwnRequestRunner:
             _LOG.warning("prefilling %s here: %s", request.prepared.request_id, error.detail)
             outcome, attempts = await self._new_attempt(request, remote=False).run(), 2
         if request.prepared.includes_latency:
-            await request.timeline.wait_report(_REPORT_WAIT_S)
+            await request.timeline.wait_for_report(request.deadline)
         self._finish(request, outcome, attempts)
 
     def _new_attempt(self, request: OwnRequest, *, remote: bool) -> OwnAttempt:

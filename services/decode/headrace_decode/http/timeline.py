@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable
 
 from headrace.prefill.v1 import prefill_pb2
+from headrace_common.deadlines import Deadline
 from headrace_common.latency.breakdown import Breakdown, break_down
 from headrace_common.latency.calls import Call, with_task
-from headrace_common.latency.report import call_when_reported
+from headrace_common.latency.report import call_when_reported, wait_for_report
 from headrace_common.latency.steps import AttemptSteps, RequestSteps, decode_steps
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_frontend.request.response_stream import ResponseStream
@@ -121,11 +122,9 @@ class OwnTimeline:
         end_us = self._attempts[0].start_us if self._attempts else now_us
         return self._room_wait_start_us, end_us
 
-    async def wait_report(self, timeout_s: float) -> None:
-        """Waits for the router's report of the prefill, if it is missing."""
-        missing = self._missing()
-        if missing is not None:
-            await asyncio.wait({missing}, timeout=timeout_s)
+    async def wait_for_report(self, deadline: Deadline) -> None:
+        """Waits for the router's report of the prefill, if it is missing, for 1 s at most."""
+        await wait_for_report(self._missing(), deadline)
 
     def when_reported(self, call: Callable[[], None]) -> None:
         """Calls `call` once: now, or when the prefill was reported, after 1 s at the latest."""

@@ -48,8 +48,6 @@ _LOG = logging.getLogger(__name__)
 
 _AVOIDED_WORKER_PAUSE_S = 0.1
 _POLL_INTERVAL_S = 0.1
-# How long the last message of a response with the latency's parts waits for the prefill worker's report.
-_REPORT_WAIT_S = 0.1
 
 
 class PrefixSource(Protocol):
@@ -148,7 +146,7 @@ class RequestDispatcher:
             reason = request.response.ended_by
             outcome = attempt.outcome_of(reason) if attempt else AttemptOutcome(reason, 0, 0)
         if request.prepared.includes_latency:
-            await request.timeline.wait_report(_REPORT_WAIT_S)
+            await request.timeline.wait_for_report(request.deadline)
         finish_response(request, outcome, attempt, attempts=number, telemetry=self._telemetry)
 
     def route(

@@ -13,9 +13,10 @@ from opentelemetry.trace import SpanContext
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2
 from headrace.prefill.v1 import prefill_pb2
+from headrace_common.deadlines import Deadline
 from headrace_common.latency.breakdown import Breakdown, break_down
 from headrace_common.latency.clock_offset import ClockOffset
-from headrace_common.latency.report import call_when_reported
+from headrace_common.latency.report import call_when_reported, wait_for_report
 from headrace_common.latency.steps import (
     AttemptSteps,
     DecodeSteps,
@@ -215,11 +216,9 @@ class RequestTimeline:
         )
         return break_down(steps, _now_us())
 
-    async def wait_report(self, timeout_s: float) -> None:
-        """Waits for the prefill worker's report, if one is missing."""
-        missing = self._missing()
-        if missing is not None:
-            await asyncio.wait({missing}, timeout=timeout_s)
+    async def wait_for_report(self, deadline: Deadline) -> None:
+        """Waits for the prefill worker's report, if one is missing, for 1 s at most."""
+        await wait_for_report(self._missing(), deadline)
 
     def when_reported(self, call: Callable[[], None]) -> None:
         """Calls `call` once: now, or when the prefill worker has reported, after 1 s at the latest."""

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.inference.v1 import latency_pb2
 from headrace.prefill.v1 import prefill_pb2
+from headrace_common.deadlines import Deadline
 from headrace_common.errors import TransferFailed
 from headrace_common.latency.breakdown import Breakdown, Owner
 from headrace_common.latency.clock_pair import ClockPair
@@ -99,7 +100,7 @@ async def test_the_sum_of_a_prompt_that_a_router_had_prefilled(clock: list[int])
         clock_error_us=3,
     )
     answer.set_result(prefill_pb2.EnqueueResponse(steps=steps))
-    await timeline.wait_report(5.0)
+    await timeline.wait_for_report(Deadline.after(5.0))
     await asyncio.sleep(0)
     (found,) = reported
     assert found.first.total_us == 970 - 100

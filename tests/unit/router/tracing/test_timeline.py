@@ -13,6 +13,7 @@ import pytest
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2
 from headrace.prefill.v1 import prefill_pb2
+from headrace_common.deadlines import Deadline
 from headrace_common.latency.parts import Part
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.decode_link.answer import LinkedAnswer
@@ -86,7 +87,7 @@ async def test_a_breakdown_waits_for_the_prefill_workers_report() -> None:
         sent_us=1,
     )
     task.end(None, prefill_pb2.TaskDone(times=times))
-    await asyncio.wait_for(timeline.wait_report(9), 5)
+    await asyncio.wait_for(timeline.wait_for_report(Deadline.after(9)), 5)
     await asyncio.sleep(0)
     assert calls == [1]
     found = timeline.break_down()
