@@ -81,7 +81,7 @@ def test_a_worker_without_a_registry_ends_before_it_loads_a_model(start: Start) 
         ]
     )
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 2
+    assert process.returncode == 2, err
     assert "the registry on 127.0.0.1:1 is not reachable" in err.splitlines()[-1]
     assert "nowhere" not in err
 
@@ -96,19 +96,14 @@ def _end_quietly(process: subprocess.Popen[str]) -> None:
 
 def _start(arguments: list[str], **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", *arguments],
+        # As for a command in the foreground of a terminal. No preexec_fn: it forks this process with its threads.
+        ["env", "--default-signal=INT", sys.executable, "-m", *arguments],
         env={**os.environ, **environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # As for a command in the foreground of a terminal.
-        preexec_fn=_restore_sigint,  # noqa: PLW1509 - this process has no other threads yet
     )
-
-
-def _restore_sigint() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _path(first: str) -> str:
