@@ -63,6 +63,7 @@ PROJECT = (
     "tests/component/registry/harness.py",
     "tests/fork_server.py",
     "tests/forked.py",
+    "tests/freezing.py",
     "tests/ports.py",
     "tests/suite/certificates.py",
     "tests/waiting.py",

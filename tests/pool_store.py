@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.freezing import freeze
 from tests.waiting import until
 
 LONG_S = 60.0
@@ -40,6 +41,9 @@ class Store:
     def members(self) -> list[psutil.Process]:
         process = psutil.Process(self.process.pid)
         return [process, *process.children()]
+
+    def freeze(self) -> None:
+        freeze(*(member.pid for member in self.members()))
 
     def signal(self, number: signal.Signals) -> None:
         for member in self.members():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
+from tests.freezing import freeze, thaw
 from tests.rdma.device import DEVICE
 
 Bytes = NDArray[np.uint8]
@@ -178,12 +178,12 @@ class ProcessPeer(Peer):
         return self._read().strip()
 
     def pause(self) -> None:
-        """Stops the process by SIGSTOP."""
-        self._process.send_signal(signal.SIGSTOP)
+        """Stops the process."""
+        freeze(self._process.pid)
 
     def resume(self) -> None:
         """Resumes the process."""
-        self._process.send_signal(signal.SIGCONT)
+        thaw(self._process.pid)
 
     def end(self) -> None:
         self._process.kill()

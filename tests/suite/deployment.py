@@ -34,6 +34,7 @@ from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import SimSettings
 from tests.channels import operator_channel
 from tests.fork_server import forking
+from tests.freezing import freeze, thaw
 from tests.ports import free_port
 from tests.waiting import until
 
@@ -211,11 +212,11 @@ class Suite:
     def frozen(self, name: str) -> Iterator[None]:
         """Stops a process, which keeps its connections, and lets it continue at the end."""
         process_id = self.child(name).process.pid
-        os.kill(process_id, signal.SIGSTOP)
+        freeze(process_id)
         try:
             yield
         finally:
-            os.kill(process_id, signal.SIGCONT)
+            thaw(process_id)
 
     async def terminate(self, name: str, timeout_s: float = 30.0) -> int:
         """Sends SIGTERM and returns the exit status."""

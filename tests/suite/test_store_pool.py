@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +12,7 @@ import psutil
 from headrace.inference.v1 import inference_pb2
 from headrace_cli.client import reset_prefix_cache
 from headrace_common.telemetry import schema
+from tests.freezing import freeze, thaw
 from tests.suite.deployment import Suite, prompt_of, suite
 from tests.waiting import until
 
@@ -55,14 +55,12 @@ async def share(it: Suite, prompt: list[int]) -> None:
 def frozen_store(it: Suite) -> Iterator[None]:
     """Stops the store's memory and its master."""
     node = psutil.Process(it.child("pool").process.pid)
-    processes = [node, *node.children()]
-    for process in processes:
-        process.send_signal(signal.SIGSTOP)
+    process_ids = [node.pid, *(child.pid for child in node.children())]
+    freeze(*process_ids)
     try:
         yield
     finally:
-        for process in processes:
-            process.send_signal(signal.SIGCONT)
+        thaw(*process_ids)
 
 
 async def test_prompts_are_shared_and_a_frozen_or_killed_store_costs_no_answer(

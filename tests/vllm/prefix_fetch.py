@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,6 +20,8 @@ from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import Receiver
 from headrace_prefill.prefix_policy import FetchPolicy
 from tests.component.prefill.fetching import DECODE, PREFILL, FetchingWorkers, serve
+from tests.freezing import freeze as freeze_processes
+from tests.freezing import thaw
 from tests.vllm.pair import BLOCK_TOKENS, LEASE_TTL_S, engine_config, prompt_of, reset
 from tests.waiting import until
 
@@ -190,8 +190,7 @@ async def _frozen_turn(workers: VllmWorkers, prompt: list[int], result: FrozenRe
     frozen = asyncio.Event()
 
     def freeze() -> None:
-        for process_id in process_ids:
-            os.kill(process_id, signal.SIGSTOP)
+        freeze_processes(*process_ids)
         frozen.set()
 
     async with workers.reserved(prompt, ANSWER_TOKENS) as request:
@@ -206,8 +205,7 @@ async def _frozen_turn(workers: VllmWorkers, prompt: list[int], result: FrozenRe
             lambda: workers.prefill.load.used_blocks > result.whole_blocks or running.done(), LONG_S
         )
         assert workers.prefill.load.used_blocks >= held
-        for process_id in process_ids:
-            os.kill(process_id, signal.SIGCONT)
+        thaw(*process_ids)
         cut.heal()
         done = await running
         assert done.reason == "", done.detail

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from headrace.inference.v1 import inference_pb2
 from headrace_cli.client import reset_prefix_cache
 from headrace_common.errors import TransferTimeout
 from headrace_common.telemetry import schema
+from tests.freezing import freeze, thaw
 from tests.suite.deployment import Outcome, Suite, suite
 from tests.vllm.conftest import RunJob
 from tests.vllm.pair import BLOCK_TOKENS, prompt_of
@@ -68,14 +67,13 @@ async def ask_and_kill_the_source(it: Suite, prompt: list[int], source: str) -> 
     with it.frozen("prefill-0"):
         running = asyncio.create_task(ask(it, prompt))
         await it.until(source, lambda status: status.active_transfers == 1, LONG_S)
-        engine = psutil.Process(it.child(source).process.pid).children(recursive=True)
-        for process in engine:
-            os.kill(process.pid, signal.SIGSTOP)
+        source_process = psutil.Process(it.child(source).process.pid)
+        engine = [process.pid for process in source_process.children(recursive=True)]
+        freeze(*engine)
     # Prefill has blocks for what it fetches.
     await it.until("prefill-0", lambda status: status.used_blocks > 0, LONG_S)
     assert not running.done()
-    for process in engine:
-        os.kill(process.pid, signal.SIGCONT)
+    thaw(*engine)
     it.kill(source)
     return await running
 

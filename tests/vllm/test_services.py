@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from headrace.inference.v1 import first_token_pb2, inference_pb2
 from headrace_cli.client import reset_prefix_cache
 from headrace_common.latency.parts import Part, sum_from_proto
 from headrace_common.telemetry import schema
+from tests.freezing import freeze
 from tests.suite.deployment import Outcome, greedy, suite
 from tests.waiting import until
 
@@ -109,7 +108,7 @@ async def test_ten_requests_in_flight_outlive_their_prefill_worker(tmp_path: Pat
             return (await it.status("decode-0")).active_transfers == REQUESTS
 
         # Stopped before it can answer, so that all ten requests are in flight at the kill.
-        os.kill(it.child("prefill-0").process.pid, signal.SIGSTOP)
+        freeze(it.child("prefill-0").process.pid)
         running = [asyncio.create_task(it.ask(one, 90)) for one in requests(REMOTE)]
         await until(all_are_in_flight, 20.0, interval_s=0.05)
         it.kill("prefill-0")

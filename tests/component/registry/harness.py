@@ -29,6 +29,7 @@ from headrace_registry.store.base import Store
 from headrace_registry.store.etcd_store import EtcdStore
 from headrace_registry.store.factory import open_store
 from tests.channels import operator_channel
+from tests.freezing import freeze, thaw
 from tests.ports import free_port
 from tests.waiting import until
 
@@ -90,11 +91,11 @@ class EtcdServer:
 
     def pause(self) -> None:
         assert self.process is not None
-        os.kill(self.process.pid, signal.SIGSTOP)
+        freeze(self.process.pid)
 
     def resume(self) -> None:
         assert self.process is not None
-        os.kill(self.process.pid, signal.SIGCONT)
+        thaw(self.process.pid)
 
     def _is_reachable(self) -> bool:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 0.2):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
-import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -38,6 +36,7 @@ from tests.component.registry.harness import (
     viewing,
     worker,
 )
+from tests.freezing import freeze, thaw
 from tests.ports import free_port
 from tests.waiting import until
 
@@ -339,9 +338,9 @@ async def test_a_registry_frozen_beyond_the_ttl_expires_no_member(tmp_path: Path
         joined(endpoint, worker(), 1.5) as membership,
         viewing(endpoint, lambda view: views.append(frozenset(view.members))) as view,
     ):
-        os.kill(process.pid, signal.SIGSTOP)
+        freeze(process.pid)
         await asyncio.sleep(4)
-        os.kill(process.pid, signal.SIGCONT)
+        thaw(process.pid)
         await asyncio.sleep(2.5)
         assert list(view.members) == ["decode-0"]
         assert membership.registered

@@ -163,7 +163,7 @@ async def test_a_frozen_store_ends_calls_in_time_and_nothing_lands_later(store: 
         assert await stored(pool, memory, "a", 0, 7)
         memory.fill(1, 1)
         process = pool.process_id
-        store.signal(signal.SIGSTOP)
+        store.freeze()
         begun_s = time.monotonic()
         assert await result(pool.get(0, ["a"], [1], 0.5)) == [False]
         assert time.monotonic() - begun_s < LONG_S / 2
