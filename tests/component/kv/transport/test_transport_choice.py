@@ -358,7 +358,7 @@ def test_a_peer_that_does_not_scatter_fails_all_pending_writes(packed: PackedPai
     for future in (first, second):
         with pytest.raises(TransferFailed, match="in time"):
             future.result(3.0)
-    assert time.monotonic() - start_s < 2.0
+    assert time.monotonic() - start_s < 4.0
     held.set()
 
 
