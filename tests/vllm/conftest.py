@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from tests.vllm import jobs
 from tests.vllm.pair import MODEL, Pair, running_pair
 
 HERE = Path(__file__).parent
+_FAILED = pytest.StashKey[bool]()
 
 
 # Tests of the fixture `pair`.
@@ -73,8 +74,26 @@ def run_job() -> RunJob:
     return run
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Stores for the fixtures of a test whether it failed."""
+    report = yield
+    item.stash[_FAILED] = report.failed
+    return report
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def pair(shared_pair: Pair, request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
+    """The shared engines. A test that fails leaves no request in them."""
+    yield shared_pair
+    if request.node.stash[_FAILED]:
+        await shared_pair.release_all()
+
+
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
-async def pair() -> AsyncIterator[Pair]:
+async def shared_pair() -> AsyncIterator[Pair]:
     """Engines that all tests of the package share."""
     if not MODEL.is_dir():
         pytest.skip(f"the model folder {MODEL} is missing: make model")

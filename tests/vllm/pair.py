@@ -106,17 +106,24 @@ class Pair:
         self.receiver: Receiver
         self.endpoint = ""
         self.released: list[str] = []
-        self._numbers = 0
+        self._transfer_ids: list[str] = []
 
     def new_transfer_id(self) -> str:
         """A new id."""
-        self._numbers += 1
-        return f"x{time.time_ns():020d}{self._numbers:012d}"
+        self._transfer_ids.append(f"x{time.time_ns():020d}{len(self._transfer_ids):012d}")
+        return self._transfer_ids[-1]
 
     def release(self, transfer_id: str) -> None:
         """The receiver's callback, as in the decode service."""
         self.released.append(transfer_id)
         self.decode.released(transfer_id)
+
+    async def release_all(self) -> None:
+        """Ends what a failed test has left, so that later tests find unused engines."""
+        for transfer_id in self._transfer_ids:
+            self.receiver.cancel(transfer_id, "CANCELLED", "its test has failed")
+            self.decode.released(transfer_id)
+        await self.reset()
 
     async def reset(self) -> None:
         """Empties both prefix caches."""
