@@ -1,7 +1,8 @@
 """`python -m tests.chaos.soak`: mixed load for a while, and a check that no process grows.
 
 Workers have small memories of what is over, so every cache is warm after a third of the time. From then on memory may
-grow by 5 %. Open files and threads may not grow, except for connections that come and go.
+grow by 5 %. Open files and threads may not grow, except for connections that come and go. A process counts with those
+that it has started.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +26,7 @@ from rich.table import Table
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 from tests.chaos.load import Clients, Outcomes
-from tests.chaos.plan import ChaosPlan, WireFaults, requests, with_tiers
+from tests.chaos.plan import ChaosPlan, WireFaults, requests, with_pool, with_tiers
 from tests.chaos.processes import Processes
 from tests.chaos.run import left_behind, until_served
 
@@ -97,13 +99,20 @@ def _median(samples: Sequence[Sample]) -> Sample:
     )
 
 
-async def soak(seconds: float, seed: int, folder: Path, *, tiers: bool = False) -> SoakReport:
-    """Runs a soak. Raises only when a process does not start, or has ended. `tiers`: see `with_tiers`."""
+async def soak(
+    seconds: float, seed: int, folder: Path, *, tiers: bool = False, pool: bool = False
+) -> SoakReport:
+    """Runs a soak. Raises only when a process does not start, or has ended.
+
+    `tiers`, `pool`: see `with_tiers` and `with_pool`.
+    """
     report = SoakReport(seconds)
     plan = ChaosPlan(
         seed, requests=sys.maxsize, wire=WireFaults(small_memories=True), kinds=frozenset()
     )
-    if tiers:
+    if pool:
+        plan = with_pool(plan)
+    elif tiers:
         plan = with_tiers(plan)
     processes = Processes(plan, folder)
     try:
@@ -132,8 +141,18 @@ async def soak(seconds: float, seed: int, folder: Path, *, tiers: bool = False) 
 
 
 def _look_at(process: psutil.Process) -> Sample:
-    with process.oneshot():
-        return Sample(process.memory_info().rss / _MIB, process.num_fds(), process.num_threads())
+    """The resources of a process and of those that it has started, such as those that call a remote pool."""
+    samples = []
+    for one in (process, *process.children(recursive=True)):
+        # A child that has ended since.
+        with suppress(psutil.NoSuchProcess), one.oneshot():
+            rss_mib = one.memory_info().rss / _MIB
+            samples.append(Sample(rss_mib, one.num_fds(), one.num_threads()))
+    return Sample(
+        sum(sample.rss_mib for sample in samples),
+        sum(sample.descriptors for sample in samples),
+        sum(sample.threads for sample in samples),
+    )
 
 
 def main() -> int:
@@ -143,9 +162,16 @@ def main() -> int:
     parser.add_argument(
         "--tiers", action="store_true", help="with tiers below a KV memory that is too small"
     )
+    parser.add_argument("--pool", action="store_true", help="with such tiers, and a remote pool")
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="headrace-soak-"))
-    report = asyncio.run(soak(arguments.seconds, arguments.seed, folder, tiers=arguments.tiers))
+    report = asyncio.run(
+        soak(
+            *(arguments.seconds, arguments.seed, folder),
+            tiers=arguments.tiers,
+            pool=arguments.pool,
+        )
+    )
     table = Table(title=f"{report.outcomes.counts.total()} requests in {report.seconds:.0f} s")
     for title in ("process", "MiB warm", "MiB last", "files", "files", "threads", "threads"):
         table.add_column(title, justify="left" if title == "process" else "right")
