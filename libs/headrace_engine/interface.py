@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import InternalError, ProtocolViolation
 from headrace_common.registry.adapters import Adapter
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
@@ -95,6 +96,8 @@ class PrefillWork:
     """Only requests with an equal salt share cached blocks."""
     adapter: str = ""
     """The name of one of the engine's adapters, empty for the model alone. Needs a salt of its own."""
+    priority: Priority = Priority.NORMAL
+    """Cached blocks that only lower classes have used are reused first, where the engine manages them."""
     prefix: PrefixSource | None = None
     """Where the engine may have KV fetched from that it would compute otherwise."""
 
@@ -139,6 +142,8 @@ class DecodeWork:
     cache_salt: str = ""
     """As in PrefillWork."""
     adapter: str = ""
+    """As in PrefillWork."""
+    priority: Priority = Priority.NORMAL
     """As in PrefillWork."""
 
     @property

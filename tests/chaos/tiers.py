@@ -172,7 +172,8 @@ def _faults_of(name: str, pool: BlockPool, holders: Counter[int]) -> Iterator[st
             block for block in held.keys() | holders.keys() if held.get(block, 0) != holders[block]
         )
         yield f"{name}: blocks {wrong} have another number of holders than requests have them"
-    if {block: prefix for prefix, block in pool._block_of.items()} != pool._prefix_of:
+    prefix_of = {block: cached.prefix for block, cached in pool._cached.items()}
+    if {block: prefix for prefix, block in pool._block_of.items()} != prefix_of:
         yield f"{name}: prefixes and blocks do not refer to each other"
-    if not idle <= pool._prefix_of.keys():
-        yield f"{name}: blocks {sorted(idle - pool._prefix_of.keys())} are cached without a prefix"
+    if not idle <= prefix_of.keys():
+        yield f"{name}: blocks {sorted(idle - prefix_of.keys())} are cached without a prefix"

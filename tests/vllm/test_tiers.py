@@ -51,6 +51,7 @@ def test_evicted_prompts_return_with_equal_answers(
     if not disk_blocks:
         # What main memory had was sent from there, and then what was computed.
         assert found["sent"] == [[HALF, WHOLE - 32]] * PROMPT_COUNT
+        assert found["after_low"] == WHOLE
     together, alone = found["preempted"]
     assert together == alone
     if disk_blocks:

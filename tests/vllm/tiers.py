@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from headrace_common.callers.priority import Priority
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.manager.settings import TierSettings
 from headrace_kv.prefix.events import Tier, load_time_from_proto
@@ -29,6 +30,7 @@ class Result:
     `prefill_cached`: those that prefill did not compute. `sent`: the first tokens of what prefill sent.
     `load_times`: announced seconds a block, by tier.
     `preempted`: long answers side by side, and one by one.
+    `after_low`: the cached tokens of a prompt after low requests for more blocks than main memory has.
     `storm`: see tier_storm, on engines with a disk.
     """
 
@@ -43,6 +45,7 @@ class Result:
     load_times: dict[str, float] = field(default_factory=dict)
     after_reset: int = 0
     preempted: list[list[list[int]]] = field(default_factory=list)
+    after_low: int = 0
     storm: dict[str, int] = field(default_factory=dict)
 
 
@@ -65,6 +68,8 @@ async def conversations(
             result = await _conversations(pair)
             if disk_blocks:
                 result.storm = dict(await storm(pair, Path(folder)))
+            else:
+                result.after_low = await _after_low(pair, host_blocks)
             result.load_times = load_times(pair.decode)
     return result
 
@@ -112,6 +117,17 @@ async def _preempted(pair: Pair) -> list[list[list[int]]]:
     await until(pair.decode.reset_prefix_cache)
     alone = [await pair.plain(prompt, long) for prompt in prompts]
     return [[answer.token_ids for answer in answers] for answers in (together, alone)]
+
+
+async def _after_low(pair: Pair, host_blocks: int) -> int:
+    await until(pair.decode.reset_prefix_cache)
+    kept = prompt_of(PROMPT_TOKENS, 300)
+    await pair.plain(kept)
+    for seed in range(301, 302 + host_blocks // (PROMPT_TOKENS // 32)):
+        low = pair.work(prompt_of(PROMPT_TOKENS, seed), remote_kv=False, priority=Priority.LOW)
+        async for _ in pair.decode.decode(low):
+            pass
+    return _cached(await pair.plain(kept))
 
 
 def _cached(answer: Answer) -> int:

@@ -23,6 +23,8 @@ GENERATED_KEY = "headrace_generated"
 """In SamplingParams.extra_args: tokens of the answer that were generated elsewhere."""
 STEP_KEY = "headrace_step"
 """In SamplingParams.extra_args: transfer id under which the start of the request's first step is reported."""
+PRIORITY_KEY = "headrace_priority"
+"""In SamplingParams.extra_args: the request's class, if it is not normal."""
 _NESTED = ("credentials", "overlap_layers", "tiers")
 
 

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
+from headrace_common.callers.priority import Priority
 from headrace_kv.manager.free_runs import FreeRuns
+from headrace_kv.manager.idle_blocks import IdleBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBlock:
+    """A block with the hash of its prefix, and the highest class of the requests that have used it."""
+
+    prefix: int
+    block: int
+    priority: Priority = Priority.NORMAL
 
 
 class BlockPool:
     """Blocks 0 to `count`. A cached block without a holder stays cached until the block is needed.
 
-    `on_cleared` gets blocks with void content. Before that, `on_evicted` gets the prefixes that
-    are no longer cached, and the blocks that still hold them.
+    Blocks that low requests use are needed first: see IdleBlocks. `on_cleared` gets blocks with void content. Before
+    that, `on_evicted` gets the blocks that are no longer cached, and still have their content.
     """
 
     def __init__(
         self,
         count: int,
         on_cleared: Callable[[Sequence[int]], None],
-        on_evicted: Callable[[Sequence[int], Sequence[int]], None] | None = None,
+        on_evicted: Callable[[Sequence[CachedBlock]], None] | None = None,
     ) -> None:
         self.count = count
         self._on_cleared = on_cleared
@@ -27,9 +38,9 @@ class BlockPool:
         self._holders = [0] * count
         self._free = FreeRuns(count)
         self._block_of: dict[int, int] = {}
-        self._prefix_of: dict[int, int] = {}
-        # Cached blocks without a holder, the next one to evict in front.
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        # By block.
+        self._cached: dict[int, CachedBlock] = {}
+        self._idle = IdleBlocks(count)
 
     @property
     def available_count(self) -> int:
@@ -50,12 +61,14 @@ class BlockPool:
             found.append(block)
         return found
 
-    def share(self, block_ids: Sequence[int]) -> None:
-        """Adds a holder to blocks that `find_cached` returned."""
+    def share(self, block_ids: Sequence[int], priority: Priority = Priority.NORMAL) -> None:
+        """Adds a holder, a request of class `priority`, to blocks that `find_cached` returned."""
         for block in block_ids:
             if self._holders[block] == 0:
-                del self._idle[block]
+                self._idle.remove(block)
             self._holders[block] += 1
+            if priority < self._cached[block].priority:
+                self._cached[block] = replace(self._cached[block], priority=priority)
 
     def allocate(self, count: int) -> list[int] | None:
         """New blocks with one holder, contiguous where possible; None when there are too few."""
@@ -68,12 +81,12 @@ class BlockPool:
             self._holders[block] = 1
         return chosen
 
-    def register(self, block: int, prefix: int) -> bool:
+    def register(self, block: int, prefix: int, priority: Priority = Priority.NORMAL) -> bool:
         """Caches a held, complete block; False when it or another block is registered already."""
-        if prefix in self._block_of or block in self._prefix_of:
+        if prefix in self._block_of or block in self._cached:
             return False
         self._block_of[prefix] = block
-        self._prefix_of[block] = prefix
+        self._cached[block] = CachedBlock(prefix, block, priority)
         return True
 
     def free(self, block_ids: Sequence[int]) -> None:
@@ -84,8 +97,9 @@ class BlockPool:
             self._holders[block] -= 1
             if self._holders[block]:
                 continue
-            if block in self._prefix_of:
-                self._idle[block] = None
+            cached = self._cached.get(block)
+            if cached is not None:
+                self._idle.add(block, cached.priority)
             else:
                 cleared.append(block)
         self._clear(cleared)
@@ -99,25 +113,24 @@ class BlockPool:
         prefixes: list[int] = []
         cleared: list[int] = []
         for block in block_ids:
-            prefix = self._prefix_of.pop(block, None)
-            if prefix is None:
+            cached = self._cached.pop(block, None)
+            if cached is None:
                 continue
-            del self._block_of[prefix]
-            prefixes.append(prefix)
+            del self._block_of[cached.prefix]
+            prefixes.append(cached.prefix)
             if not self._holders[block]:
-                del self._idle[block]
+                self._idle.remove(block)
                 cleared.append(block)
         self._clear(cleared)
         return prefixes
 
     def _evict(self, count: int) -> None:
-        blocks = [self._idle.popitem(last=False)[0] for _ in range(count)]
-        prefixes = [self._prefix_of.pop(block) for block in blocks]
-        for prefix in prefixes:
-            del self._block_of[prefix]
+        evicted = [self._cached.pop(self._idle.pop()) for _ in range(count)]
+        for one in evicted:
+            del self._block_of[one.prefix]
         if self._on_evicted is not None:
-            self._on_evicted(prefixes, blocks)
-        self._clear(blocks)
+            self._on_evicted(evicted)
+        self._clear([one.block for one in evicted])
 
     def _clear(self, block_ids: Sequence[int]) -> None:
         if block_ids:

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import InternalError
-from headrace_kv.manager.block_pool import BlockPool
+from headrace_kv.manager.block_pool import BlockPool, CachedBlock
 from headrace_kv.prefix.events import Tier
 
 _COUNTED_PREFIXES_PER_BLOCK = 4
@@ -78,8 +79,9 @@ NO_BLOCKS: Final = PoolBlocks((), ())
 class LowerTiers:
     """The tiers below KV memory, from the fastest to the slowest.
 
-    A block that a tier evicts moves to the next tier, and out of the last one. A prefix is stored when it was offered
-    `uses_min` times: 1 stores each, 2 those that have been used again. Prefixes that a tier holds are not stored twice.
+    A block that a tier evicts moves to the next tier, and out of the last one. Each tier evicts blocks of low requests
+    first: see IdleBlocks. A prefix is stored when it was offered `uses_min` times: 1 stores each, 2 those that have
+    been used again. Prefixes that a tier holds are not stored twice.
     """
 
     def __init__(self, block_counts: Mapping[Tier, int], uses_min: int = 1) -> None:
@@ -100,21 +102,20 @@ class LowerTiers:
         """Blocks in use, by tier."""
         return {tier.name: tier.used_count for tier in self._tiers}
 
-    def store(self, prefixes: Sequence[int], block_ids: Sequence[int]) -> TierPlan:
+    def store(self, offered: Iterable[CachedBlock]) -> TierPlan:
         """Offers blocks of KV memory, parents first. The copies read these blocks."""
         plan = TierPlan()
         if not self._tiers:
             return plan
-        wanted = [
-            (prefix, block)
-            for prefix, block in zip(prefixes, block_ids, strict=True)
-            if self._is_used_enough(prefix)
-        ]
+        wanted = [one for one in offered if self._is_used_enough(one.prefix)]
         self._store(0, Tier.DEVICE, wanted, plan)
         return plan
 
-    def hold(self, prefixes: Iterable[int]) -> TierHit:
-        """The longest run of `prefixes` that the tiers have. Its blocks stay until `load` or `release`."""
+    def hold(self, prefixes: Iterable[int], priority: Priority = Priority.NORMAL) -> TierHit:
+        """The longest run of `prefixes` that the tiers have, for a request of class `priority`.
+
+        Its blocks stay until `load` or `release`.
+        """
         found: list[tuple[Tier, int]] = []
         for prefix in prefixes:
             place = next(
@@ -124,7 +125,7 @@ class LowerTiers:
             if place is None:
                 break
             tier, block = place
-            tier.hold(block)
+            tier.hold(block, priority)
             found.append((tier.name, block))
         return TierHit(tuple(found))
 
@@ -164,9 +165,13 @@ class LowerTiers:
         return PoolBlocks(tuple(chosen), tuple(blocks)), plan
 
     def fetched(self, blocks: PoolBlocks, whole_count: int) -> TierPlan:
-        """The first `whole_count` of the reserved blocks have their content. The others are free again."""
+        """The first `whole_count` of the reserved blocks have their content. The others are free again.
+
+        They have the lowest class until a request holds them.
+        """
         plan = TierPlan()
-        kept = self._tiers[0].fill(blocks.prefixes[:whole_count], blocks.block_ids)
+        prefixes = [(prefix, Priority.LOW) for prefix in blocks.prefixes[:whole_count]]
+        kept = self._tiers[0].fill(prefixes, blocks.block_ids)
         if kept:
             plan.changes.append(TierChange(self._tiers[0].name, True, tuple(kept)))
         return plan
@@ -198,43 +203,45 @@ class LowerTiers:
         """Forgets every block that is not held."""
         plan = TierPlan()
         for tier in self._tiers:
-            prefixes = [prefix for prefix, _ in tier.evict_idle()]
+            prefixes = [one.prefix for one in tier.evict_idle()]
             if prefixes:
                 plan.changes.append(TierChange(tier.name, False, tuple(prefixes)))
         self._uses.clear()
         return plan
 
     def _store(
-        self, index: int, source: Tier, offered: Sequence[tuple[int, int]], plan: TierPlan
+        self, index: int, source: Tier, offered: Sequence[CachedBlock], plan: TierPlan
     ) -> None:
         tier = self._tiers[index]
-        fresh: list[tuple[int, int]] = []
-        for prefix, block in offered:
-            present = tier.find(prefix)
+        fresh: list[CachedBlock] = []
+        used: list[int] = []
+        for one in offered:
+            present = tier.find(one.prefix)
             if present is None:
-                fresh.append((prefix, block))
+                fresh.append(one)
             else:
-                tier.hold(present)
-                tier.release([present])
+                tier.hold(present, one.priority)
+                used.append(present)
+        tier.release(used)
         # A prefix is found only with its parents, so that the first ones are worth the most.
         fresh = fresh[: tier.available_count]
         if not fresh:
             return
-        prefixes = [prefix for prefix, _ in fresh]
-        destinations, evicted = tier.store(prefixes)
+        destinations, evicted = tier.reserve(len(fresh))
+        tier.fill([(one.prefix, one.priority) for one in fresh], destinations)
         self._move_down(index, evicted, plan)
-        sources = tuple(block for _, block in fresh)
+        sources = tuple(one.block for one in fresh)
         plan.copies.append(TierCopy(source, tier.name, sources, tuple(destinations)))
-        plan.changes.append(TierChange(tier.name, True, tuple(prefixes)))
+        plan.changes.append(TierChange(tier.name, True, tuple(one.prefix for one in fresh)))
 
-    def _move_down(self, index: int, evicted: Sequence[tuple[int, int]], plan: TierPlan) -> None:
+    def _move_down(self, index: int, evicted: Sequence[CachedBlock], plan: TierPlan) -> None:
         """Offers what a tier has evicted to the next one."""
         if not evicted:
             return
         name = self._tiers[index].name
         if index + 1 < len(self._tiers):
             self._store(index + 1, name, evicted, plan)
-        plan.changes.append(TierChange(name, False, tuple(prefix for prefix, _ in evicted)))
+        plan.changes.append(TierChange(name, False, tuple(one.prefix for one in evicted)))
 
     def _is_used_enough(self, prefix: int) -> bool:
         if self._uses_min <= 1 or prefix in self:
@@ -253,7 +260,7 @@ class _Tier:
 
     def __init__(self, name: Tier, block_count: int) -> None:
         self.name = name
-        self._evicted: list[tuple[int, int]] = []
+        self._evicted: list[CachedBlock] = []
         self._pool = BlockPool(block_count, lambda _: None, self._on_evicted)
 
     def __contains__(self, prefix: int) -> bool:
@@ -271,36 +278,30 @@ class _Tier:
         found = self._pool.find_cached([prefix])
         return found[0] if found else None
 
-    def hold(self, block: int) -> None:
-        self._pool.share([block])
+    def hold(self, block: int, priority: Priority = Priority.LOW) -> None:
+        self._pool.share([block], priority)
 
     def release(self, block_ids: Sequence[int]) -> None:
         self._pool.free(block_ids)
 
-    def store(self, prefixes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Blocks for new prefixes, and what was evicted for them as (prefix, block), parents first."""
-        blocks, evicted = self.reserve(len(prefixes))
-        self.fill(prefixes, blocks)
-        return blocks, evicted
-
-    def reserve(self, count: int) -> tuple[list[int], list[tuple[int, int]]]:
-        """Blocks without prefixes, and what was evicted for them."""
+    def reserve(self, count: int) -> tuple[list[int], list[CachedBlock]]:
+        """Blocks without prefixes, and what was evicted for them, parents first."""
         blocks = self._pool.allocate(count)
         if blocks is None:
             raise InternalError(f"tier {self.name.name} has no room for {count} blocks")
         return blocks, self._take_evicted()
 
-    def fill(self, prefixes: Sequence[int], block_ids: Sequence[int]) -> list[int]:
+    def fill(self, prefixes: Sequence[tuple[int, Priority]], block_ids: Sequence[int]) -> list[int]:
         """Gives the first reserved blocks their prefixes, and frees the rest. Returns the new prefixes."""
         kept = [
             prefix
-            for prefix, block in zip(prefixes, block_ids, strict=False)
-            if self._pool.register(block, prefix)
+            for (prefix, priority), block in zip(prefixes, block_ids, strict=False)
+            if self._pool.register(block, prefix, priority)
         ]
         self._pool.free(block_ids)
         return kept
 
-    def evict_idle(self) -> list[tuple[int, int]]:
+    def evict_idle(self) -> list[CachedBlock]:
         """Evicts every block that is not held."""
         self._pool.evict_idle()
         return self._take_evicted()
@@ -309,10 +310,10 @@ class _Tier:
         """Forgets blocks. Returns their prefixes."""
         return self._pool.forget(block_ids)
 
-    def _on_evicted(self, prefixes: Sequence[int], block_ids: Sequence[int]) -> None:
+    def _on_evicted(self, evicted: Sequence[CachedBlock]) -> None:
         # The pool evicts the children first.
-        self._evicted += reversed(list(zip(prefixes, block_ids, strict=True)))
+        self._evicted += reversed(evicted)
 
-    def _take_evicted(self) -> list[tuple[int, int]]:
+    def _take_evicted(self) -> list[CachedBlock]:
         evicted, self._evicted = self._evicted, []
         return evicted

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
 from headrace_common.registry.adapters import Adapter
@@ -44,6 +45,7 @@ def work_from_proto(
         from_logits=from_logits,
         cache_salt=request.cache_salt,
         adapter=requested_adapter(request, adapters),
+        priority=Priority.from_proto(request.priority),
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace.worker.v1 import worker_pb2
+from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_ns, seconds_from_duration
 from headrace_common.errors import (
@@ -234,6 +235,7 @@ def _work_from_proto(
         else None,
         cache_salt=task.cache_salt,
         adapter=requested_adapter(task, adapters),
+        priority=Priority.from_proto(task.priority),
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import adapter_pb2, first_token_pb2, sampling_pb2
+from headrace.inference.v1 import adapter_pb2, first_token_pb2, priority_pb2, sampling_pb2
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import InvalidRequest
 from headrace_common.registry.adapters import Adapter
 from headrace_decode.proto import tokens_to_proto, work_from_proto
@@ -112,3 +113,9 @@ def test_pieces_become_one_message_in_order() -> None:
     assert list(message.token_ids) == [1, 2, 3]
     assert [entry.logprob for entry in message.logprobs] == [-0.5, -1.0, -2.0]
     assert [alternative.token_id for alternative in message.logprobs[2].alternatives] == [3, 4]
+
+
+def test_the_engine_gets_the_class_of_a_request() -> None:
+    assert work_from_proto(request()).priority is Priority.NORMAL
+    low = request(priority=priority_pb2.PRIORITY_LOW)
+    assert work_from_proto(low).priority is Priority.LOW

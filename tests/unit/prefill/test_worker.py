@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from headrace.inference.v1 import adapter_pb2
+from headrace.inference.v1 import adapter_pb2, priority_pb2
 from headrace.prefill.v1 import prefill_pb2
+from headrace_common.callers.priority import Priority
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError, TransferFailed
@@ -271,3 +272,17 @@ async def test_wrong_fields_are_refused_by_name(
     done = await worker_of(good, telemetry).run(task(**changes))  # type: ignore[arg-type]
     assert done.reason == "INVALID_FIELD"
     assert field in done.detail
+
+
+@virtually
+async def test_the_engine_gets_the_class_of_a_task(telemetry: Telemetry) -> None:
+    classes: list[Priority] = []
+
+    async def keep(work: PrefillWork) -> PrefillOutcome:
+        classes.append(work.priority)
+        return OUTCOME
+
+    worker = worker_of(keep, telemetry)
+    await worker.run(task("x1"))
+    await worker.run(task("x2", priority=priority_pb2.PRIORITY_HIGH))
+    assert classes == [Priority.NORMAL, Priority.HIGH]

@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import TransferFailed
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_engine.sim.cache.remote_blocks import SimRemoteBlocks
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory
+from headrace_kv.manager.block_pool import CachedBlock
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.manager.lower_tiers import (
     NO_BLOCKS,
@@ -99,20 +101,18 @@ class SimLowerTiers:
         if self._remote is not None:
             self._remote.lost(reporter)
 
-    def store(
-        self, prefixes: Sequence[int], block_ids: Sequence[int], reporter: CacheEventReporter
-    ) -> None:
+    def store(self, offered: Sequence[CachedBlock], reporter: CacheEventReporter) -> None:
         """Copies blocks out of KV memory, parents first. Those that are new in main memory go to the pool too."""
-        plan = self._tiers.store(prefixes, block_ids)
+        plan = self._tiers.store(offered)
         self._carry_out(plan, reporter)
         if self._remote is not None and self._settings.publishes:
             for change in plan.changes:
                 if change.stored and change.tier == Tier.HOST:
                     self._remote.publish(change.prefixes, reporter)
 
-    def hold(self, prefixes: Sequence[int]) -> TierHit:
-        """The longest run of `prefixes` that is here. Later evictions do not take it away."""
-        return self._tiers.hold(prefixes)
+    def hold(self, prefixes: Sequence[int], priority: Priority) -> TierHit:
+        """See LowerTiers.hold."""
+        return self._tiers.hold(prefixes, priority)
 
     def release(self, hit: TierHit) -> None:
         """Ends a hold without a load."""

@@ -12,7 +12,7 @@ from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_engine.sim.cache.lower_tiers import SimLowerTiers
 from headrace_engine.sim.request.sequence import Sequence
 from headrace_kv.layout.layout import STATE, CacheGroup
-from headrace_kv.manager.block_pool import BlockPool
+from headrace_kv.manager.block_pool import BlockPool, CachedBlock
 from headrace_kv.manager.lower_tiers import NO_BLOCKS, PoolBlocks, TierHit
 from headrace_kv.prefix.events import Tier
 
@@ -114,7 +114,7 @@ class CachePools:
             self._hold_only(sequence, block_ids_by_group, hit, host)
             return True
         for pool, block_ids in zip(self._pools, block_ids_by_group, strict=True):
-            pool.share(block_ids)
+            pool.share(block_ids, sequence.priority)
         for group, pool, block_ids in zip(
             self._groups, self._pools, block_ids_by_group, strict=True
         ):
@@ -146,7 +146,8 @@ class CachePools:
             return TierHit(())
         size = self._groups[0].block_tokens
         reusable = sequence.reusable_tokens(self._keeps_state)
-        return self._lower_tiers.hold(sequence.prefixes(size, reusable)[start_block:])
+        prefixes = sequence.prefixes(size, reusable)[start_block:]
+        return self._lower_tiers.hold(prefixes, sequence.priority)
 
     def _host_blocks(self, sequence: Sequence, hit: TierHit, start_block: int) -> PoolBlocks:
         """Those blocks of a hit that are sent straight from main memory. They are held until `free`."""
@@ -169,7 +170,7 @@ class CachePools:
         assert self._lower_tiers is not None
         self._lower_tiers.release(hit)
         (block_ids,) = block_ids_by_group
-        self._pools[0].share(block_ids)
+        self._pools[0].share(block_ids, sequence.priority)
         sequence.blocks_allocated(
             (tuple(block_ids),),
             cached_tokens=sequence.prompt_count,
@@ -198,12 +199,12 @@ class CachePools:
             return 0
         return self._lower_tiers.load(hit, block_ids[: len(hit)], self._reporter)
 
-    def _offload(self, prefixes: Items[int], block_ids: Items[int]) -> None:
+    def _offload(self, evicted: Items[CachedBlock]) -> None:
         """Copies evicted blocks to lower tiers, if there are any, and reports the changes."""
         if self._lower_tiers is not None:
             # The pool evicts the children first.
-            self._lower_tiers.store(prefixes[::-1], block_ids[::-1], self._reporter)
-        self._reporter.blocks_evicted(prefixes)
+            self._lower_tiers.store(evicted[::-1], self._reporter)
+        self._reporter.blocks_evicted([one.prefix for one in evicted])
 
     def _cached_blocks(self, sequence: Sequence) -> list[list[int]]:
         """Blocks of the longest prefix of the prompt that every group of tokens has cached."""
@@ -250,7 +251,9 @@ class CachePools:
             cached = [
                 index
                 for index in range(start_token // size, end_token // size)
-                if pool.register(block_ids[index], sequence.prefix_at((index + 1) * size))
+                if pool.register(
+                    block_ids[index], sequence.prefix_at((index + 1) * size), sequence.priority
+                )
             ]
             if pool_index == 0:
                 self._reporter.blocks_cached(sequence, cached)
@@ -262,11 +265,11 @@ class CachePools:
             return
         size = self._groups[0].block_tokens
         block_ids = sequence.block_ids_by_group[0]
-        self._lower_tiers.store(
-            [sequence.prefix_at((index + 1) * size) for index in indices],
-            [block_ids[index] for index in indices],
-            self._reporter,
-        )
+        offered = [
+            CachedBlock(sequence.prefix_at((index + 1) * size), block_ids[index], sequence.priority)
+            for index in indices
+        ]
+        self._lower_tiers.store(offered, self._reporter)
 
     def free(self, sequence: Sequence) -> None:
         """Takes the request's hold from its blocks."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Final
 
+from headrace_common.callers.priority import Priority
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import LowerTiers, PoolBlocks, TierPlan
@@ -88,7 +89,7 @@ class SimRemoteBlocks:
         if other is not None:
             await asyncio.wait({other}, timeout=self._timeout_s)
         # The blocks before must not be evicted for those behind them.
-        hit = self._tiers.hold(prefixes)
+        hit = self._tiers.hold(prefixes, Priority.LOW)
         task = asyncio.current_task()
         assert task is not None
         wanted = prefixes[len(hit) :][:FETCH_BLOCKS_MAX]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import HeadraceError
 from headrace_engine.interface import (
     DecodeEnded,
@@ -71,6 +72,7 @@ class Sequence:
     hashes: U64Array
     hash_sum: int
     cache_salt: str = ""
+    priority: Priority = Priority.NORMAL
     handover: Handover | None = None
     generation: Generation | None = None
     first_token: FirstTokenRequest | None = None
@@ -366,6 +368,7 @@ def prefill_sequence(
         hashes=hashes,
         hash_sum=hash_sum,
         cache_salt=work.cache_salt,
+        priority=work.priority,
         handover=handover,
         first_token=first_token,
         prefix=work.prefix,
@@ -386,6 +389,7 @@ def decode_sequence(
         hashes=hashes,
         hash_sum=hash_sum,
         cache_salt=work.cache_salt,
+        priority=work.priority,
         generation=Generation(
             sampling, work.remote_kv, work.transferable_tokens, is_plain(sampling)
         ),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.v1 import link_pb2
+from headrace_common.callers.priority import Priority
 from headrace_common.durations import seconds_from_duration
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import block_counts
@@ -24,7 +25,7 @@ from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorSchedule
 from headrace_engine.vllm.scheduler.load import LoadMeter, report_changes
 from headrace_engine.vllm.scheduler.step_planner import LONG_STEP_S
 from headrace_engine.vllm.scheduler.step_starts import StepStarts
-from headrace_engine.vllm.settings import STEP_KEY, ConnectorSettings
+from headrace_engine.vllm.settings import PRIORITY_KEY, STEP_KEY, ConnectorSettings
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import StepPlan
 from headrace_engine.vllm.tiers.planner import TierPlanner
@@ -120,7 +121,8 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         extra = getattr(request.sampling_params, "extra_args", None) or {}
         self._starts.request_added(request.request_id, extra.get(STEP_KEY, ""))
         continuation.add_generated_tokens(request)
-        self._tiers.request_added(request.request_id, request.block_hashes)
+        priority = Priority(extra.get(PRIORITY_KEY, Priority.NORMAL))
+        self._tiers.request_added(request.request_id, request.block_hashes, priority)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
         self._starts.step_planned(scheduler_output.num_scheduled_tokens)

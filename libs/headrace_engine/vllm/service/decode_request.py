@@ -77,6 +77,7 @@ class DecodeRequest:
                 params,
                 work.token_ids[work.prompt_tokens :],
                 step_of=work.transfer_id,
+                priority=work.priority,
             ),
             work.transfer_id,
             lora_request=lora_request,

@@ -136,7 +136,9 @@ class PrefillRequest:
             sampling = replace(self._work.sampling, max_tokens=1)
         logits_for = target.transfer_id if target.with_logits else ""
         ours = send_params(target, self._prefix_params())
-        params = sampling_params(sampling, ours, logits_for=logits_for)
+        params = sampling_params(
+            sampling, ours, logits_for=logits_for, priority=self._work.priority
+        )
         prompt = token_prompt(self._work.token_ids, self._work.cache_salt)
         last = None
         # A step that waits for another prompt's prefix would delay it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import InvalidRequest
 from headrace_engine.interface import (
     DecodeTokens,
@@ -12,7 +13,7 @@ from headrace_engine.interface import (
     StructuredOutputs,
     TokenLogprobs,
 )
-from headrace_engine.vllm.settings import GENERATED_KEY, LOGITS_KEY, STEP_KEY
+from headrace_engine.vllm.settings import GENERATED_KEY, LOGITS_KEY, PRIORITY_KEY, STEP_KEY
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
@@ -25,11 +26,12 @@ def sampling_params(
     generated: Sequence[int] = (),
     logits_for: str = "",
     step_of: str = "",
+    priority: Priority = Priority.NORMAL,
 ) -> SamplingParams:
     """vLLM's settings for a stream of new tokens that contains stop tokens. `generated` tokens precede them.
 
     `logits_for`: id of the transfer that carries the logits before the first token, empty for none.
-    `step_of`: id under which the scheduler reports the first step, empty for no report.
+    `step_of`: id under which the scheduler reports the first step, empty for no report. `priority`: see PrefillWork.
     Raises InvalidRequest when vLLM rejects them.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -43,6 +45,8 @@ def sampling_params(
         extra[LOGITS_KEY] = logits_for
     if step_of:
         extra[STEP_KEY] = step_of
+    if priority is not Priority.NORMAL:
+        extra[PRIORITY_KEY] = int(priority)
     try:
         params = SamplingParams(
             temperature=sampling.temperature,

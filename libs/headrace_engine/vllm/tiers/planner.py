@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import RequestCopy, StepPlan
 from headrace_engine.vllm.tiers.host_sends import HostSends
 from headrace_engine.vllm.tiers.pool_planner import PoolPlanner, PoolUse
+from headrace_kv.manager.block_pool import CachedBlock
 from headrace_kv.manager.lower_tiers import LowerTiers, TierChange, TierHit, TierPlan
 from headrace_kv.manager.settings import TierSettings
 from headrace_kv.prefix.events import Tier
@@ -37,6 +39,7 @@ class _Request:
     """
 
     block_hashes: Sequence[bytes]
+    priority: Priority
     block_ids: list[int] = field(default_factory=list)
     computed_tokens: int = 0
     stored: int = 0
@@ -69,12 +72,17 @@ class _Request:
             self.block_ids.clear()
         self.block_ids.extend(block_ids)
 
-    def take_unstored(self, block_tokens: int) -> tuple[list[int], list[int]]:
-        """The prefixes and ids of computed blocks that were not offered yet."""
+    def take_unstored(self, block_tokens: int) -> list[CachedBlock]:
+        """The computed blocks that were not offered yet."""
         start = self.stored
         end = min(self.computed_tokens // block_tokens, len(self.block_hashes), len(self.block_ids))
         self.stored = max(start, end)
-        return self.prefixes(start, end), self.block_ids[start:end]
+        return [
+            CachedBlock(prefix, block, self.priority)
+            for prefix, block in zip(
+                self.prefixes(start, end), self.block_ids[start:end], strict=True
+            )
+        ]
 
     def copies_planned(self) -> None:
         self.has_copies = True
@@ -126,10 +134,12 @@ class TierPlanner:
         """Whether a request waits for blocks of the tiers. If vLLM ends it then with an error, the load has failed."""
         return request_id in self._loading
 
-    def request_added(self, request_id: str, block_hashes: Sequence[bytes]) -> None:
-        """A new request. `block_hashes` names its full blocks, and grows with it."""
+    def request_added(
+        self, request_id: str, block_hashes: Sequence[bytes], priority: Priority = Priority.NORMAL
+    ) -> None:
+        """A new request of class `priority`. `block_hashes` names its full blocks, and grows with it."""
         if self._tiers.names:
-            self._requests[request_id] = _Request(block_hashes)
+            self._requests[request_id] = _Request(block_hashes, priority)
 
     def find(self, request_id: str, computed_tokens: int, end_token: int) -> int | None:
         """The number of tokens from `computed_tokens` on, and before `end_token`, that tiers have in full blocks.
@@ -145,7 +155,7 @@ class TierPlanner:
         prefixes = request.prefixes(first, end)
         if prefixes:
             self._hash_bytes = len(request.block_hashes[0])
-        request.hold(self._tiers.hold(prefixes), first)
+        request.hold(self._tiers.hold(prefixes, request.priority), first)
         if self.pool.must_wait(request_id, prefixes[len(request.hit) :]):
             return None
         return len(request.hit) * self._block_tokens
@@ -270,14 +280,14 @@ class TierPlanner:
         self._copies, self._loads, self._finished = [], {}, {}
 
     def _store(self, request_id: str, request: _Request) -> None:
-        prefixes, block_ids = request.take_unstored(self._block_tokens)
-        if prefixes:
+        offered = request.take_unstored(self._block_tokens)
+        if offered:
             self._hash_bytes = len(request.block_hashes[0])
-            plan = self._tiers.store(prefixes, block_ids)
+            plan = self._tiers.store(offered)
             if plan.copies:
                 request.copies_planned()
             self._plan(request_id, plan)
-            self.pool.offered(prefixes, plan)
+            self.pool.offered([one.prefix for one in offered], plan)
 
     def _carry_out(self, plan: TierPlan) -> None:
         """Copies that no request waits for, and changes."""

@@ -148,6 +148,7 @@ class QueuedTask:
         """The task for a worker, with its ticket and the time that is left for it now."""
         message = prefill_pb2.PullResponse(task=self.task)
         message.task.handoff_ticket = handoff_ticket
+        message.task.priority = self.priority.to_proto()
         remaining_s = self._deadline.remaining_s()
         message.task.remaining.CopyFrom(duration_from_seconds(remaining_s))
         return message

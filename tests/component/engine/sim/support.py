@@ -12,6 +12,7 @@ from typing import Any, Literal
 import grpc.aio
 
 from headrace.kv.v1 import handoff_pb2_grpc
+from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, NotFound
 from headrace_engine.config import EngineConfig
@@ -125,6 +126,7 @@ def decode_work(
     from_logits: bool = False,
     cache_salt: str = "",
     adapter: str = "",
+    priority: Priority = Priority.NORMAL,
 ) -> DecodeWork:
     """A decode request; by default a local one."""
     return DecodeWork(
@@ -137,6 +139,7 @@ def decode_work(
         from_logits=from_logits,
         cache_salt=cache_salt,
         adapter=adapter,
+        priority=priority,
     )
 
 

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_engine.interface import Sampling
 from headrace_engine.sim.clock import ManualClock
@@ -30,9 +31,11 @@ PROMPT_TOKENS = 80
 GREEDY = Sampling(temperature=0.0, max_tokens=3)
 
 
-async def answer(engine: SimEngine, prompt: list[int], name: str) -> int:
+async def answer(
+    engine: SimEngine, prompt: list[int], name: str, priority: Priority = Priority.NORMAL
+) -> int:
     """Checks the answer. Returns how many tokens of the prompt were cached."""
-    work = decode_work(prompt, GREEDY, transfer_id=name)
+    work = decode_work(prompt, GREEDY, transfer_id=name, priority=priority)
     return (await check_answer(engine, work)).cached_tokens
 
 
@@ -51,6 +54,21 @@ async def test_evicted_blocks_are_loaded_until_main_memory_evicts_them() -> None
         assert await answer(engine, random_prompt(random, PROMPT_TOKENS), "e") == 0
         # Its last blocks were the first to be evicted.
         assert await answer(engine, second, "f") < 72
+
+
+@pytest.mark.parametrize(
+    ("priority", "cached"), [(Priority.NORMAL, 0), (Priority.LOW, PROMPT_TOKENS - 8)]
+)
+async def test_low_requests_evict_blocks_of_low_requests(priority: Priority, cached: int) -> None:
+    random = Random(1)
+    kept = random_prompt(random, PROMPT_TOKENS)
+    model = "sim:context=512,host_blocks=24"
+    # 40 blocks in KV memory and in main memory; a prompt has 10 whole ones.
+    async with decode_engine(model=model, num_gpu_blocks_override=16) as engine:
+        assert await answer(engine, kept, "first") == 0
+        for number in range(4):
+            await answer(engine, random_prompt(random, PROMPT_TOKENS), f"{number}", priority)
+        assert await answer(engine, kept, "again") == cached
 
 
 async def test_blocks_that_main_memory_evicts_return_from_the_disk() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from headrace_common.errors import TransferFailed
 from headrace_engine.sim.clock import ManualClock
+from headrace_kv.manager.block_pool import CachedBlock
 from headrace_kv.manager.settings import TierSettings
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.prefix.events import Tier
@@ -172,8 +173,8 @@ async def test_blocks_stay_in_main_memory_while_a_write_may_read_them() -> None:
         assert tiers is not None
         # More than main memory holds.
         for first in range(1000, 1040, KV_BLOCKS):
-            others = range(first, first + KV_BLOCKS)
-            tiers.store(others, range(KV_BLOCKS), both.prefill._pools.reporter)
+            others = [CachedBlock(first + block, block) for block in range(KV_BLOCKS)]
+            tiers.store(others, both.prefill._pools.reporter)
         transports[0].gate.set()
         await finish(both, started, prompt)
 

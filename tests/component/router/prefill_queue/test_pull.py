@@ -9,6 +9,7 @@ import grpc.aio
 import pytest
 
 from headrace.prefill.v1 import prefill_pb2
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import DuplicateTransfer, ProtocolViolation
 from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.layout.layout import WorkerRef
@@ -118,7 +119,8 @@ async def test_each_worker_that_gets_a_task_gets_a_ticket_of_its_own(rig: Rig) -
     task = prefill_pb2.PrefillTask(
         transfer_id="a", decode_worker_id=decode.worker_id, decode_incarnation=decode.incarnation
     )
-    rig.router.queue.enqueue(task, layout=LAYOUT, terms=TaskTerms(1.0, returns_max=1))
+    terms = TaskTerms(1.0, returns_max=1, priority=Priority.LOW)
+    rig.router.queue.enqueue(task, layout=LAYOUT, terms=terms)
     await until(lambda: _names(first) == ["a"])
     second = await rig.add_prefill(stall, credit=1)
     await first.done("a", "QUEUE_FULL", "no room")
@@ -128,4 +130,5 @@ async def test_each_worker_that_gets_a_task_gets_a_ticket_of_its_own(rig: Rig) -
         ref = WorkerRef(worker.worker_id, worker.incarnation)
         expected = rig.router_key.ticket("a", prefill=ref, decode=decode, layout=LAYOUT)
         assert received.handoff_ticket == expected
+        assert Priority.from_proto(received.priority) is Priority.LOW
     assert not task.handoff_ticket

@@ -4,6 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from headrace_common.callers.priority import Priority
 from headrace_kv.manager.block_pool import BlockPool
 
 
@@ -80,6 +81,18 @@ def test_a_second_block_with_a_cached_prefix_stays_private() -> None:
     assert pool.find_cached([100]) == [0]
 
 
+def test_blocks_of_lower_classes_are_evicted_first() -> None:
+    pool, cleared = new_pool(3)
+    blocks = pool.allocate(3)
+    assert blocks is not None
+    for block, priority in zip(blocks, (Priority.HIGH, Priority.LOW, Priority.NORMAL), strict=True):
+        pool.register(block, 100 + block, priority)
+        pool.free([block])
+    for _ in blocks:
+        pool.allocate(1)
+    assert cleared == [1, 2, 0]
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Random users of a pool; a plain model counts holders."""
 
@@ -108,11 +121,11 @@ class PoolMachine(RuleBasedStateMachine):
             index = data.draw(st.integers(0, len(self.held) - 1))
             self.pool.free(self.held.pop(index))
 
-    @rule(data=st.data())
-    def publish(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), priority=st.sampled_from(Priority))
+    def publish(self, data: st.DataObject, priority: Priority) -> None:
         blocks = [block for held in self.held for block in held]
         if blocks:
-            self.pool.register(data.draw(st.sampled_from(blocks)), self.next_prefix)
+            self.pool.register(data.draw(st.sampled_from(blocks)), self.next_prefix, priority)
             self.known.append(self.next_prefix)
             self.next_prefix += 1
 

@@ -7,7 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import InternalError
+from headrace_kv.manager.block_pool import CachedBlock
 from headrace_kv.manager.lower_tiers import LowerTiers, PoolBlocks, TierCopy, TierHit, TierPlan
 from headrace_kv.prefix.events import Tier
 
@@ -37,11 +39,14 @@ class Memories:
                 known.difference_update(change.prefixes)
 
 
-def stored(tiers: LowerTiers, memories: Memories, *prefixes: int) -> TierPlan:
+def stored(
+    tiers: LowerTiers, memories: Memories, *prefixes: int, priority: Priority = Priority.NORMAL
+) -> TierPlan:
     """Offers prefixes from blocks of KV memory that contain them."""
-    ids = range(len(prefixes))
-    memories.blocks[Tier.DEVICE] = dict(zip(ids, prefixes, strict=True))
-    plan = tiers.store(prefixes, ids)
+    memories.blocks[Tier.DEVICE] = dict(enumerate(prefixes))
+    plan = tiers.store(
+        [CachedBlock(prefix, block, priority) for block, prefix in enumerate(prefixes)]
+    )
     memories.carry_out(plan)
     return plan
 
@@ -164,6 +169,45 @@ def test_blocks_of_the_fastest_tier_stay_while_they_are_read() -> None:
     assert stored(tiers, memories, 3).copies
 
 
+def test_the_last_block_of_a_prompt_that_came_again_is_evicted_first() -> None:
+    tiers, memories = LowerTiers({Tier.HOST: 3}), Memories()
+    stored(tiers, memories, 1, 2, 3)
+    stored(tiers, memories, 1, 2, 3)
+    stored(tiers, memories, 9)
+    assert len(tiers.hold([1, 2, 3])) == 2
+
+
+def test_blocks_take_their_class_to_the_next_tier() -> None:
+    tiers, memories = LowerTiers({Tier.HOST: 1, Tier.DISK: 2}), Memories()
+    stored(tiers, memories, 1)
+    stored(tiers, memories, 2, priority=Priority.LOW)
+    stored(tiers, memories, 3)
+    assert memories.announced[Tier.DISK] == {1, 2}
+    stored(tiers, memories, 4)
+    assert memories.announced[Tier.DISK] == {1, 3}
+
+
+def test_a_block_that_a_higher_request_uses_gets_its_class() -> None:
+    tiers, memories = LowerTiers({Tier.HOST: 2}), Memories()
+    stored(tiers, memories, 1, priority=Priority.LOW)
+    stored(tiers, memories, 2)
+    tiers.release(tiers.hold([1], Priority.HIGH))
+    stored(tiers, memories, 3)
+    assert 1 in tiers
+    assert 2 not in tiers
+
+
+def test_fetched_blocks_have_the_class_of_the_request_that_holds_them() -> None:
+    tiers, memories = LowerTiers({Tier.HOST: 2}), Memories()
+    blocks, _ = tiers.reserve([1, 2])
+    memories.blocks[Tier.HOST] = dict(zip(blocks.block_ids, blocks.prefixes, strict=True))
+    memories.carry_out(tiers.fetched(blocks, 2))
+    tiers.release(tiers.hold([1], Priority.NORMAL))
+    stored(tiers, memories, 3, priority=Priority.LOW)
+    assert 1 in tiers
+    assert 2 not in tiers
+
+
 class TiersMachine(RuleBasedStateMachine):
     """Random stores, holds, loads and losses. Each block contains the prefix that it was stored for."""
 
@@ -175,13 +219,19 @@ class TiersMachine(RuleBasedStateMachine):
         self.held: list[tuple[list[int], TierHit]] = []
         self.fetches: list[PoolBlocks] = []
 
-    @rule(prefixes=st.lists(st.integers(0, 20), max_size=8, unique=True))
-    def store(self, prefixes: list[int]) -> None:
-        stored(self.tiers, self.memories, *prefixes)
+    @rule(
+        prefixes=st.lists(st.integers(0, 20), max_size=8, unique=True),
+        priority=st.sampled_from(Priority),
+    )
+    def store(self, prefixes: list[int], priority: Priority) -> None:
+        stored(self.tiers, self.memories, *prefixes, priority=priority)
 
-    @rule(prefixes=st.lists(st.integers(0, 20), max_size=8, unique=True))
-    def hold(self, prefixes: list[int]) -> None:
-        hit = self.tiers.hold(prefixes)
+    @rule(
+        prefixes=st.lists(st.integers(0, 20), max_size=8, unique=True),
+        priority=st.sampled_from(Priority),
+    )
+    def hold(self, prefixes: list[int], priority: Priority) -> None:
+        hit = self.tiers.hold(prefixes, priority)
         if len(hit) < len(prefixes):
             assert prefixes[len(hit)] not in self.tiers
         self.held.append((prefixes[: len(hit)], hit))

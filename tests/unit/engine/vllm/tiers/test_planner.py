@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from headrace_common.callers.priority import Priority
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.step.plan import HostSend, StepPlan, TokenRange
@@ -36,9 +37,15 @@ def copies_of(plan: StepPlan) -> list[tuple[str, TierCopy]]:
     return [(one.request_id, one.copy) for one in plan.copies]
 
 
-def answered(tiers: TierPlanner, request_id: str, names: list[bytes], block_ids: list[int]) -> None:
+def answered(
+    tiers: TierPlanner,
+    request_id: str,
+    names: list[bytes],
+    block_ids: list[int],
+    priority: Priority = Priority.NORMAL,
+) -> None:
     """A request that computes all its blocks in one step, and ends."""
-    tiers.request_added(request_id, names)
+    tiers.request_added(request_id, names, priority)
     tiers.step_planned(request_id, len(names) * BLOCK, block_ids, replaces=True)
     tiers.request_finished(request_id, sends=False)
 
@@ -54,6 +61,17 @@ def test_blocks_are_stored_once_a_step_has_computed_them() -> None:
     plan = plan_of(tiers)
     assert copies_of(plan) == [("r", TierCopy(Tier.DEVICE, Tier.HOST, (11,), (1,)))]
     assert plan.finished_stores == {"r": True}
+
+
+def test_blocks_of_low_requests_are_evicted_first() -> None:
+    tiers = planner(host=2)
+    answered(tiers, "low", hashes(1), [10], Priority.LOW)
+    answered(tiers, "normal", hashes(2), [11])
+    # The low request used its block last.
+    answered(tiers, "low again", hashes(1), [12], Priority.LOW)
+    answered(tiers, "other", hashes(3), [13])
+    gone = [one.block_hashes for one in tiers.take_changes() if not one.stored]
+    assert gone == [hashes(1)]
 
 
 def test_tokens_that_never_ran_are_not_stored() -> None:
