@@ -5,6 +5,10 @@ vLLM refuses to make its own worker here: "CPU Offloading is currently only supp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
@@ -14,16 +18,19 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+Pages = npt.NDArray[np.int8]
+"""Of shape (pages, bytes of a page)."""
+
 
 class HostWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies whole pages at once: one block a chunk, one cache group."""
+    """Copies whole pages at once: one block a chunk, one cache group. `host`: the pages of each tensor in `caches`."""
 
-    def __init__(self, caches: CanonicalKVCaches, page_count: int) -> None:
-        self._device = [cache.tensor for cache in caches.tensors]
-        self._host = [
-            torch.empty((page_count, *tensor.shape[1:]), dtype=tensor.dtype)
-            for tensor in self._device
+    def __init__(self, caches: CanonicalKVCaches, host: Sequence[torch.Tensor]) -> None:
+        self._device: list[Pages] = [
+            cache.tensor.view(torch.int8).view(-1, cache.page_size_bytes).numpy()
+            for cache in caches.tensors
         ]
+        self._host: list[Pages] = [pages.numpy() for pages in host]
         self._done: list[TransferResult] = []
 
     def submit_store(
@@ -41,15 +48,17 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
     def _copy(
         self,
         job_id: int,
-        sources: list[torch.Tensor],
+        sources: list[Pages],
         source_spec: BlockIDsLoadStoreSpec,
-        targets: list[torch.Tensor],
+        targets: list[Pages],
         target_spec: BlockIDsLoadStoreSpec,
     ) -> bool:
-        source_ids = torch.from_numpy(source_spec.block_ids).long()
-        target_ids = torch.from_numpy(target_spec.block_ids).long()
+        moves = list(
+            zip(source_spec.block_ids.tolist(), target_spec.block_ids.tolist(), strict=True)
+        )
         for source, target in zip(sources, targets, strict=True):
-            target[target_ids] = source[source_ids]
+            for source_id, target_id in moves:
+                target[target_id] = source[source_id]
         self._done.append(TransferResult(job_id, success=True))
         return True
 
@@ -67,4 +76,8 @@ class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> HostWorker:
         """A worker without streams."""
-        return HostWorker(kv_caches, self.num_chunks)
+        host = [
+            torch.empty((self.num_chunks, cache.page_size_bytes), dtype=torch.int8)
+            for cache in kv_caches.tensors
+        ]
+        return HostWorker(kv_caches, host)
