@@ -32,13 +32,14 @@ _LINE_BYTES_MAX: Final = 1 << 22
 class Piece:
     """Tokens that came together: when the engine's process had them, and when this process did.
 
-    The last one has the `params` that the engine's connector returns.
+    The last one has the `params` that the engine's connector returns. `cached_tokens`: of the prompt, not computed.
     """
 
     token_ids: tuple[int, ...]
     made_unix_ns: int
     heard_unix_ns: int
     params: Mapping[str, Any] | None = None
+    cached_tokens: int = 0
 
 
 class Child:
@@ -68,8 +69,10 @@ class Child:
                     raise RuntimeError(reply["error"])
                 ended = reply["ended"]
                 if reply["token_ids"]:
-                    token_ids, made_unix_ns = tuple(reply["token_ids"]), reply["unix_ns"]
-                    yield Piece(token_ids, made_unix_ns, time.time_ns(), reply["params"])
+                    yield Piece(
+                        *(tuple(reply["token_ids"]), reply["unix_ns"], time.time_ns()),
+                        *(reply["params"], reply["cached_tokens"]),
+                    )
         finally:
             del self._answers[name]
             if not ended:
@@ -184,6 +187,7 @@ async def _serve(arguments: dict[str, Any], answers: int) -> None:
                     unix_ns=time.time_ns(),
                     ended=output.finished,
                     params=output.kv_transfer_params,
+                    cached_tokens=output.num_cached_tokens or 0,
                 )
         except Exception as error:  # noqa: BLE001
             # The client receives any error.
