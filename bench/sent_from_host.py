@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from bench.placement.report import percentile
-from bench.tiers import bytes_of_block
+from bench.support.vllm_ways import bytes_of_block
 from headrace_engine.interface import DecodeTokens
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.manager.settings import TierSettings
@@ -86,7 +86,7 @@ async def measure(options: argparse.Namespace) -> Results:
     results = Results()
     model = Path(options.model)
     blocks = -(-options.prompt_tokens // BLOCK_TOKENS)
-    block_bytes = bytes_of_block(model, options.dtype)
+    block_bytes = bytes_of_block(model, options.dtype, BLOCK_TOKENS)
     shared: dict[str, object] = {
         "model": options.model,
         "dtype": options.dtype,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import psutil
 from rich.console import Console
 
@@ -160,6 +161,18 @@ def engine_arguments(model: Path, dtype: str, cache_tokens: int, **more: Any) ->
         "generation_config": "vllm",
         **more,
     }
+
+
+def bytes_of_block(model: Path, dtype: str, block_tokens: int) -> int:
+    """KV bytes of a block, from the model's own configuration."""
+    from transformers import AutoConfig
+
+    read = AutoConfig.from_pretrained(str(model))
+    head_tokens = 2 * read.num_hidden_layers * read.num_key_value_heads * block_tokens
+    head_channels: int = (
+        getattr(read, "head_dim", None) or read.hidden_size // read.num_attention_heads
+    )
+    return int(head_tokens * head_channels * np.dtype(dtype).itemsize)
 
 
 class Times:
