@@ -256,7 +256,9 @@ class Comparison:
     total_s: float
 
 
-async def compare(model: str, variant: str = "") -> Comparison:
+async def compare(
+    model: str, variant: str = "", prefill_stages: int = 1, decode_stages: int = 1
+) -> Comparison:
     """Starts the engines and compares them with one. `variant`: a key of MODELS, else the model's own."""
     mend_rotation()
     start_s = time.monotonic()
@@ -269,7 +271,10 @@ async def compare(model: str, variant: str = "") -> Comparison:
         "max_model_len": CONTEXT_TOKENS,
         "engine_args": expected.engine_args,
     }
-    async with running_pair(prefill=config, decode=config) as pair:
+    async with running_pair(
+        prefill=config | {"pipeline_parallel_size": prefill_stages},
+        decode=config | {"pipeline_parallel_size": decode_stages},
+    ) as pair:
         cases = Cases(pair, expected)
         started_s = time.monotonic() - start_s
         parts: tuple[Callable[[], Awaitable[None]], ...] = (

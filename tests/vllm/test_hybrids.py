@@ -31,7 +31,7 @@ def test_two_engines_with_quantized_kv_answer_as_one(run_job: RunJob) -> None:
     check(run_job, "tiny-llama", variant="fp8")
 
 
-def check(run_job: RunJob, model: str, variant: str = "") -> None:
-    result = run_job("tests.vllm.hybrids:compare", model=model, variant=variant)
+def check(run_job: RunJob, model: str, variant: str = "", **stages: int) -> None:
+    result = run_job("tests.vllm.hybrids:compare", model=model, variant=variant, **stages)
     print(f"{model}: engines up in {result['start_s']:.1f} s, done after {result['total_s']:.1f} s")
     assert len(result["differences"]) > 15

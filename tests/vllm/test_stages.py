@@ -8,7 +8,16 @@ import pytest
 
 from tests.vllm.conftest import RunJob
 from tests.vllm.tensor_parallel import CellResult
-from tests.vllm.test_tensor_parallel import GROUPED, MANY, SINGLE, check, result_of
+from tests.vllm.test_hybrids import check as check_hybrid
+from tests.vllm.test_tensor_parallel import (
+    GROUPED,
+    LATENT,
+    LATENT_WIDE,
+    MANY,
+    SINGLE,
+    check,
+    result_of,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
@@ -24,6 +33,9 @@ SHAPES = [
     pytest.param(MANY, (3, 1), (2, 1), 1, marks=pytest.mark.long),
     # The ranks of each stage of decode copy the one head to each other.
     pytest.param(SINGLE, (1, 1), (2, 2), 1, marks=pytest.mark.long),
+    pytest.param(LATENT, (2, 1), (1, 1), 1, marks=pytest.mark.long),
+    pytest.param(LATENT, (1, 1), (2, 1), 1, marks=pytest.mark.long),
+    pytest.param(LATENT_WIDE, (2, 1), (1, 2), 1, marks=pytest.mark.long),
 ]
 
 
@@ -44,6 +56,26 @@ def test_tokens_equal_plain_vllm_and_each_rank_sends_its_own_layers(
     assert len(result.decode_starts) == decode_stages
     check(result, model, prefill_ranks, decode_ranks, writes)
     check_stages(result, prefill_ranks, decode_ranks)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("prefill_stages", "decode_stages"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("model", "variant"),
+    [
+        ("tiny-gemma3", ""),
+        ("tiny-gpt-oss", ""),
+        ("tiny-llama4", ""),
+        ("tiny-lfm2", ""),
+        ("tiny-qwen3-next-deep", "tiny-qwen3-next"),
+    ],
+)
+def test_windows_and_states_move_between_different_stages(
+    run_job: RunJob, model: str, variant: str, prefill_stages: int, decode_stages: int
+) -> None:
+    check_hybrid(
+        run_job, model, variant, prefill_stages=prefill_stages, decode_stages=decode_stages
+    )
 
 
 def check_stages(result: CellResult, prefill_ranks: int, decode_ranks: int) -> None:
