@@ -143,11 +143,11 @@ def lfm2() -> PreTrainedConfig:
     )
 
 
-def qwen3_next() -> PreTrainedConfig:
+def qwen3_next(layers: int = 4) -> PreTrainedConfig:
     """Gated delta nets, one attention layer in four."""
     return Qwen3NextConfig(
         **COMMON,
-        num_hidden_layers=4,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
@@ -186,6 +186,8 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "tiny-llama4": llama4,
     "tiny-lfm2": lfm2,
     "tiny-qwen3-next": qwen3_next,
+    # Two pipeline stages have an attention layer each: without one, vLLM does not start.
+    "tiny-qwen3-next-deep": lambda: qwen3_next(layers=8),
     "tiny-mamba2": mamba2,
     "tiny-mamba2-groups": lambda: mamba2(groups=2),
 }

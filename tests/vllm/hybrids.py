@@ -275,6 +275,9 @@ async def compare(
         prefill=config | {"pipeline_parallel_size": prefill_stages},
         decode=config | {"pipeline_parallel_size": decode_stages},
     ) as pair:
+        layouts = [engine.descriptor.layout for engine in (pair.prefill, pair.decode)]
+        found = [len(layout.stage_starts) for layout in layouts]
+        assert found == [prefill_stages, decode_stages]
         cases = Cases(pair, expected)
         started_s = time.monotonic() - start_s
         parts: tuple[Callable[[], Awaitable[None]], ...] = (

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 # (model, prefill's stages and ranks of each, decode's, writes per layer)
 SHAPES = [
     (GROUPED, (2, 1), (1, 1), 1),
+    (LATENT, (2, 1), (1, 1), 1),
     pytest.param(GROUPED, (2, 1), (1, 2), 2, marks=pytest.mark.long),
     pytest.param(GROUPED, (1, 1), (2, 1), 1, marks=pytest.mark.long),
     pytest.param(GROUPED, (1, 2), (2, 1), 2, marks=pytest.mark.long),
@@ -33,7 +34,6 @@ SHAPES = [
     pytest.param(MANY, (3, 1), (2, 1), 1, marks=pytest.mark.long),
     # The ranks of each stage of decode copy the one head to each other.
     pytest.param(SINGLE, (1, 1), (2, 2), 1, marks=pytest.mark.long),
-    pytest.param(LATENT, (2, 1), (1, 1), 1, marks=pytest.mark.long),
     pytest.param(LATENT, (1, 1), (2, 1), 1, marks=pytest.mark.long),
     pytest.param(LATENT_WIDE, (2, 1), (1, 2), 1, marks=pytest.mark.long),
 ]
