@@ -67,7 +67,7 @@ def hold_nothing() -> None:
                 return
             yield place
 
-    put(LowerTiers, "hold", lambda tiers, prefixes: TierHit(tuple(found(tiers, prefixes))))
+    put(LowerTiers, "hold", lambda tiers, prefixes, _: TierHit(tuple(found(tiers, prefixes))))
     put(LowerTiers, "release", lambda tiers, hit: None)
 
 
@@ -111,8 +111,8 @@ class TierHolds:
     def _wrap_begin(self, name: str, blocks_of: Callable[[LowerTiers, Any], Held]) -> None:
         begin = getattr(LowerTiers, name)
 
-        def begun(tiers: LowerTiers, prefixes: Iterable[int]) -> object:
-            held = begin(tiers, prefixes)
+        def begun(tiers: LowerTiers, prefixes: Iterable[int], *others: object) -> object:
+            held = begin(tiers, prefixes, *others)
             self._holders.update(blocks_of(tiers, held))
             return held
 
