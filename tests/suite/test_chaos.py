@@ -43,11 +43,19 @@ async def test_duplicate_acknowledgements_cause_no_violation(tmp_path: Path) -> 
 
 
 async def test_blocks_of_every_tier_are_used_and_conserved(tmp_path: Path) -> None:
-    report = await chaos(scenario("tiers", SEED, 150), tmp_path)
-    assert not report.violations
-    for way in ("DEVICE to HOST", "HOST to DISK", "HOST to DEVICE", "DISK to DEVICE"):
-        assert report.tier_counts[f"blocks from {way}"]
-    assert report.tier_counts["blocks changed on the disk"]
+    ways = ("DEVICE to HOST", "HOST to DISK", "HOST to DEVICE", "DISK to DEVICE")
+    wanted = {"blocks changed on the disk", *(f"blocks from {way}" for way in ways)}
+
+    # On a slow machine, a run may load few blocks from the disk, and none that was changed.
+    for seed in range(SEED, SEED + 4):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        report = await chaos(scenario("tiers", seed, 150), folder)
+        assert not report.violations
+        wanted -= (+report.tier_counts).keys()
+        if not wanted:
+            return
+    pytest.fail(f"no run had {', '.join(sorted(wanted))}")
 
 
 async def test_a_pool_that_is_killed_frozen_and_restarted_costs_no_answer(tmp_path: Path) -> None:
