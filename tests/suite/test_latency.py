@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
@@ -23,6 +24,7 @@ from headrace_common.latency.parts import Part, Sum, sum_from_proto
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.latency import PART_ATTRIBUTES
 from tests.collector import SpanReceiver, receiving_spans
+from tests.core_waits import CoreWaits
 from tests.ports import free_port
 from tests.suite.deployment import DEADLINE_S, Suite, greedy, prompt_of, suite
 from tests.waiting import until
@@ -52,40 +54,48 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What the client measured, and the sum that it got."""
+    """What the client measured, and the sum that it got. `waited_us`: of the watched threads, for a core meanwhile."""
 
     trace_id: str
     ttft_us: int
+    waited_us: int
     latency: Sum
     transferred_tokens: int
 
 
 async def measure(
-    client: Client, request: inference_pb2.GenerateRequest, *, tokens_only: bool = False
+    client: Client,
+    request: inference_pb2.GenerateRequest,
+    waits: CoreWaits,
+    *,
+    tokens_only: bool = False,
 ) -> Measured:
     request.include_latency = True
+    before_us, waited_us = waits.total_us(), 0
     start_s, first_s, trace_id = time.monotonic(), 0.0, ""
     last = inference_pb2.GenerateResponse()
     async for last in client.stream(request, DEADLINE_S, tokens_only=tokens_only):
         trace_id = trace_id or last.trace_id
         if last.token_ids and not first_s:
             first_s = time.monotonic()
+            waited_us = waits.total_us() - before_us
     return Measured(
         trace_id,
         round(1e6 * (first_s - start_s)),
+        waited_us,
         sum_from_proto(last.timing.latency.first_token),
         last.usage.transferred_tokens,
     )
 
 
 async def measure_many(
-    client: Client, requests: Iterable[inference_pb2.GenerateRequest]
+    client: Client, requests: Iterable[inference_pb2.GenerateRequest], waits: CoreWaits
 ) -> list[Measured]:
     """With few at once, as the machine has few cores."""
     rest = iter(requests)
 
     async def work() -> list[Measured]:
-        return [await measure(client, request) for request in rest]
+        return [await measure(client, request, waits) for request in rest]
 
     found = await asyncio.gather(*(work() for _ in range(AT_ONCE)))
     return [one for some in found for one in some]
@@ -182,16 +192,24 @@ async def test_requests_of_every_kind_have_complete_sums(tmp_path: Path) -> None
             suite(tmp_path, decode_count=2, prefill_tensor_parallel=2, settings=settings) as it,
             Client(it.deployment.router) as client,
         ):
-            await measure_many(client, requests_of(8, 1_000))
-            measured = await in_rounds(
-                lambda number: measure_many(client, requests_of(REQUESTS, number * REQUESTS))
-            )
+            with watched(it) as waits:
+                await measure_many(client, requests_of(8, 1_000), waits)
+                measured = await in_rounds(
+                    lambda number: measure_many(
+                        client, requests_of(REQUESTS, number * REQUESTS), waits
+                    )
+                )
             assert len(measured) == REQUESTS
             await check_bytes(receiver, measured)
             await check_direct(it, receiver)
             await check_http(it, receiver, http)
             await check_migrated(it, receiver)
             await check_cancelled(it, receiver)
+
+
+def watched(it: Suite) -> CoreWaits:
+    """The threads between the client's clock and the router's."""
+    return CoreWaits((os.getpid(), it.child("router").process.pid))
 
 
 def requests_of(count: int, seed: int) -> list[inference_pb2.GenerateRequest]:
@@ -220,11 +238,15 @@ async def in_rounds(measure_round: Callable[[int], Awaitable[list[Measured]]]) -
 
 
 def inexact(measured: list[Measured]) -> tuple[list[Measured], list[Measured]]:
-    """Those with another sum than the client's clock, and those with too much time that no part explains."""
+    """Those with another sum than the client's clock, and those with too much time that no part explains.
+
+    On a busy machine, client and router wait for a core between their clocks.
+    """
     off, unexplained = [], []
     for one in measured:
         assert sum(one.latency.parts_us.values()) == one.latency.total_us
-        if abs(one.ttft_us - one.latency.total_us) > max(1_000, one.ttft_us // 100):
+        allowed_us = max(1_000, one.ttft_us // 100) + one.waited_us
+        if abs(one.ttft_us - one.latency.total_us) > allowed_us:
             off.append(one)
         if one.latency[Part.UNACCOUNTED] * 50 > one.latency.total_us:
             unexplained.append(one)
@@ -256,6 +278,7 @@ async def check_bytes(receiver: SpanReceiver, measured: list[Measured]) -> None:
 async def check_direct(it: Suite, receiver: SpanReceiver) -> None:
     """Clients of decode workers make the sum themselves."""
     async with Client(it.deployment.router, look_aside=True) as client:
+        waits = watched(it)
 
         async def ask_all(round_number: int) -> list[Measured]:
             first = 4_000 + round_number * DIRECT_REQUESTS
@@ -263,12 +286,14 @@ async def check_direct(it: Suite, receiver: SpanReceiver) -> None:
                 await measure(
                     client,
                     greedy(prompt_of(300, first + n), 3, KINDS[3 * (n % 2)][0]),
+                    waits,
                     tokens_only=True,
                 )
                 for n in range(DIRECT_REQUESTS)
             ]
 
-        measured = await in_rounds(ask_all)
+        with waits:
+            measured = await in_rounds(ask_all)
         assert client.direct_answers >= len(measured)
     unexplained = shifted = 0
     for number, one in enumerate(measured):

@@ -42,6 +42,10 @@ def start_ns(span: trace_pb2.Span) -> int:
     return span.start_time.ToNanoseconds()
 
 
+def clock_error_ns(span: trace_pb2.Span) -> int:
+    return round(1e6 * float(span.attributes[schema.ATTRIBUTE_CLOCK_ERROR_MS]))
+
+
 def end_ns(span: trace_pb2.Span) -> int:
     return start_ns(span) + span.duration.ToNanoseconds()
 
@@ -102,7 +106,10 @@ def check_times_and_parents(trace: trace_pb2.Trace) -> None:
     assert {("prefill", "prefill-0"), ("decode", "decode-0")} <= workers
     named = {span.name: span for span in trace.spans}
     wait, compute = named[schema.SPAN_DECODE_KV_WAIT], named[schema.SPAN_PREFILL_COMPUTE]
-    assert start_ns(wait) <= start_ns(compute) <= end_ns(compute) <= end_ns(wait)
+    # The times of two processes are compared by clock offsets, which have errors.
+    error_ns = clock_error_ns(wait) + clock_error_ns(compute)
+    assert start_ns(wait) <= start_ns(compute) + error_ns
+    assert start_ns(compute) <= end_ns(compute) <= end_ns(wait) + error_ns
     assert end_ns(wait) <= end_ns(named[schema.SPAN_DECODE_FIRST_TOKEN])
     for child in trace.spans:
         if child.service == "decode" and child.name != schema.SPAN_DECODE:
