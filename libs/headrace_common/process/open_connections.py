@@ -38,8 +38,8 @@ class PortConnections:
         self._others: dict[int, tuple[int, int]] = {}
 
     def find(self) -> list[Connection]:
-        """The connections that are open now."""
-        found: list[Connection] = []
+        """The connections that are open now, each once, although another thread may hold a copy of its descriptor."""
+        found: dict[tuple[int, int], Connection] = {}
         others: dict[int, tuple[int, int]] = {}
         for descriptor in descriptors():
             try:
@@ -54,9 +54,9 @@ class PortConnections:
             if connection is None:
                 others[descriptor] = file
             else:
-                found.append(connection)
+                found.setdefault(file, connection)
         self._others = others
-        return found
+        return list(found.values())
 
 
 def connections_to(port: int) -> list[Connection]:

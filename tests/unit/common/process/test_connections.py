@@ -20,6 +20,7 @@ from headrace_common.process.open_connections import (
     Connection,
     PortConnections,
     connections_to,
+    copy_of,
     names_of,
     open_descriptors,
 )
@@ -105,11 +106,24 @@ def test_a_descriptor_that_is_another_socket_now_is_asked_again() -> None:
         with socket.create_connection(address), listener.accept()[0] as connection:
             # The kernel gives the descriptor of the placeholder to the connection.
             os.dup2(connection.fileno(), number)
-            found = {one.descriptor for one in accepted.find()}
-            assert found == {number, connection.fileno()}
+            connection.close()
+            assert [one.descriptor for one in accepted.find()] == [number]
             assert accepted.find() == connections_to(address[1])
         os.close(number)
         assert accepted.find() == []
+
+
+def test_a_connection_of_which_another_thread_holds_a_copy_counts_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        with (
+            socket.create_connection(address),
+            listener.accept()[0] as connection,
+            copy_of(connection.fileno()),
+        ):
+            before = open_descriptors()
+            assert len(connections_to(address[1])) == 1
+            assert open_descriptors() == before
 
 
 def test_listeners_share_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
