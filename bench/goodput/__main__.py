@@ -30,7 +30,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from bench.goodput.report import ATTAINED_MIN, Answer, goodput_table, objectives, times_table
-from bench.support.vllm_child import KEEP_MEMORY, Child, engine, loaded
+from bench.support.vllm_child import Child, engine, loaded
 from bench.support.vllm_ways import (
     Ours,
     Tree,
@@ -158,7 +158,7 @@ async def start_ways(
         children: list[Child] = []
         for core in (cores[0], cores[-1]):
             log = folder / f"engine-{steps}-{len(children)}.log"
-            child = await stack.enter_async_context(engine(wanted, log, KEEP_MEMORY))
+            child = await stack.enter_async_context(engine(wanted, log))
             await loaded(child)
             Tree(child.process.pid).pin({core})
             children.append(child)

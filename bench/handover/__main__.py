@@ -5,9 +5,9 @@
 
 All five engines of 1.5 to 2 GB each run at once. Only the engines of the current request compute. In every
 repetition each way gets the same new prompt, in alternating order. Ours are the services of `headrace up`, called by
-gRPC at the router. The peer and plain vLLM are engines called through a pipe. A further way, `keeping`, is plain vLLM
-with an allocator that keeps freed memory, as ours does by itself. --before and --after are shell commands around every
---group repetitions. --keep adds the samples to those in FILE and reports on all of them.
+gRPC at the router. The peer and plain vLLM are engines called through a pipe. In all of them glibc keeps freed memory,
+as ours does by itself. A further way, `default`, is plain vLLM with glibc's defaults. --before and --after are shell
+commands around every --group repetitions. --keep adds the samples to those in FILE and reports on all of them.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from typing import Any, Final
 from bench.handover.report import (
     BY_DECODE,
     BY_PREFILL,
+    DEFAULT,
     FROM_LOGITS,
-    KEEPING,
     PEER,
     PLAIN,
     Sample,
     table,
     targets,
 )
-from bench.support.vllm_child import KEEP_MEMORY, Child, Piece, engine, loaded
+from bench.support.vllm_child import Child, Piece, engine, loaded
 from bench.support.vllm_ways import (
     BLOCK_TOKENS,
     DECODE,
@@ -66,7 +66,7 @@ NAMES: Final = {
     "logits": FROM_LOGITS,
     "peer": PEER,
     "plain": PLAIN,
-    "keeping": KEEPING,
+    "default": DEFAULT,
 }
 CACHE_TOKENS: Final = 8192
 TRACE_S: Final = 5.0
@@ -239,10 +239,10 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list
             await loaded(pair.prefill, pair.decode)
             asks["peer"] = bench.by_peer(pair)
         alone = engine_arguments(model, dtype, CACHE_TOKENS)
-        for way, variables in (("plain", {}), ("keeping", KEEP_MEMORY)):
+        for way, keep_memory in (("plain", True), ("default", False)):
             if way in wanted:
                 log = folder / f"{way}.log"
-                child = await stack.enter_async_context(engine(alone, log, variables))
+                child = await stack.enter_async_context(engine(alone, log, keep_memory=keep_memory))
                 await loaded(child)
                 asks[way] = bench.by_plain(child)
         return await repeat(asks, wanted, arguments)
@@ -289,8 +289,8 @@ prompt, queues it for a prefill worker and turns tokens into text. Leases, ackno
 every request are included. MooncakeConnector (that of vLLM {vllm}, over TCP as ours): two engines without a router.
 This benchmark calls both through pipes at the same moment, which is the fastest use. A proxy would add its time. Plain
 vLLM: one engine, called through a pipe. KV blocks have {blocks} tokens everywhere, vLLM's default on processors. Our
-engines make glibc keep the memory that a forward pass frees, which avoids some 200,000 page faults per prompt. The
-others leave glibc as it is, except "plain vLLM, keeping freed memory", where that is listed.
+engines make glibc keep the memory that a forward pass frees, which avoids some 200,000 page faults per prompt. So do
+the engines of the peer and of plain vLLM here. "Plain vLLM, default allocator" leaves glibc as it is.
 {remark}"""
 
 

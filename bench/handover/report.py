@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 PLAIN = "plain vLLM"
-KEEPING = "plain vLLM, keeping freed memory"
+DEFAULT = "plain vLLM, default allocator"
 PEER = "MooncakeConnector"
 BY_DECODE = "Headrace, first token by decode"
 BY_PREFILL = "Headrace, first token by prefill"

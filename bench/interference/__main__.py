@@ -184,7 +184,7 @@ async def measure(
                 wanted = engine_arguments(
                     model, dtype, CACHE_TOKENS, max_num_batched_tokens=int(step_tokens)
                 )
-                child = await stack.enter_async_context(engine(wanted, log, {}))
+                child = await stack.enter_async_context(engine(wanted, log))
                 Tree(child.process.pid).pin({core})
                 children.append(child)
             await loaded(*children)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bench.support.vllm_child import KEEP_MEMORY, Child, engine
+from bench.support.vllm_child import Child, engine
 from bench.support.vllm_ways import REQUEST_S, engine_arguments
 from headrace_common.process.free_port import free_port
 
@@ -130,7 +130,6 @@ async def nixl_pair(
             reads.append(folder / f"{role}.reads")
             reads[-1].touch()
             environment = {
-                **KEEP_MEMORY,
                 **TCP_ONLY,
                 "PYTHONPATH": str(packages),
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",

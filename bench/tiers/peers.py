@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bench.support.vllm_child import KEEP_MEMORY, Child, engine, vllm_environment
+from bench.support.vllm_child import Child, engine, vllm_environment
 from headrace_common.process.free_port import free_port
 
 OFFLOADING: Final = "vLLM's offloading"
@@ -44,7 +44,7 @@ async def offloading(
         "secondary_tiers": [{"type": "fs", "root_dir": str(folder / "offloaded")}],
     }
     with_tiers = {**arguments, **_transfer("OffloadingConnector", extra)}
-    async with engine(with_tiers, folder / "offloading.log", KEEP_MEMORY) as child:
+    async with engine(with_tiers, folder / "offloading.log") as child:
         yield TierPeer(OFFLOADING, child)
 
 
@@ -58,7 +58,7 @@ async def lmcache(
     `packages`: a folder with LMCache's package, absolute.
     """
     port = free_port()
-    environment = {**KEEP_MEMORY, "PYTHONPATH": str(packages), "LMCACHE_TRACK_USAGE": "false"}
+    environment = {"PYTHONPATH": str(packages), "LMCACHE_TRACK_USAGE": "false"}
     command = (
         *("--host", "127.0.0.1", "--port", str(port)),
         *("--chunk-size", str(arguments["block_size"])),
