@@ -59,8 +59,8 @@ class WireFaults:
     `slow_turn_max_s`: how long a sender may pause before it checks its lease. `break_part` names the safeguard that a
     worker switches off. `watch_interval_s`: how often a worker checks its blocks. `disk_changed`: share of the blocks
     read from disk that have another byte than was written. `pool_changed`: the same for blocks that are read from the
-    remote pool. `small_memories`: a worker remembers few of its last requests and events, and has little staging
-    memory. So it soon has all memory that it may ever need.
+    remote pool. `small_memories`: a worker remembers few of its last requests and events, announces few blocks of the
+    remote pool, and has little staging memory. So it soon has all memory that it may ever need.
     """
 
     seed: int = 0

@@ -26,6 +26,7 @@ import headrace_common.logs
 import headrace_decode.attempts
 import headrace_decode.main
 import headrace_engine.prefix.event_log
+import headrace_engine.sim.cache.remote_blocks
 import headrace_engine.sim.engine
 import headrace_kv.pool.mooncake.child
 import headrace_kv.receive.receiver
@@ -251,10 +252,13 @@ def break_part(name: str) -> None:
 def shrink_memories() -> None:
     """Bounds each memory of the last requests, transfers or events to few of them, and staging memory to few bytes.
 
-    A rank allocates staging memory with its first staged write, perhaps late in a run.
+    A rank allocates staging memory with its first staged write, perhaps late in a run. A worker announces the blocks
+    that it has stored in a remote pool, and routers index them. In a soak it stores a few thousand in a minute, so both
+    would grow for half an hour.
     """
     put(headrace_common.logs, "NAMES_MAX", _HISTORY_MAX)
     put(headrace_engine.prefix.event_log, "REPLAY_EVENTS_MAX", _HISTORY_MAX)
+    put(headrace_engine.sim.cache.remote_blocks, "ANNOUNCED_MAX", _HISTORY_MAX)
     put(headrace_decode.attempts, "SeenTransfers", partial(SeenTransfers, _HISTORY_MAX))
     put(
         headrace_kv.receive.receiver,

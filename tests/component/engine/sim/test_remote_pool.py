@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from headrace_engine.interface import Sampling
+from headrace_engine.sim.cache import remote_blocks
+from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_engine.sim.engine import SimEngine
 from headrace_kv.manager.settings import TierSettings
 from headrace_kv.pool.base import PoolMemory, RemotePool
@@ -206,6 +208,38 @@ async def test_what_a_worker_stores_in_each_tier_is_counted(
         stored = engine.prefix_events.stored_blocks
         await until(lambda: stored().get(Tier.REMOTE) == blocks)
         assert stored()[Tier.HOST] == blocks
+
+
+async def test_a_worker_announces_the_blocks_that_it_has_stored_last(
+    store: MemoryStore, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    announced: dict[int, None] = {}
+    offloaded, evicted = CacheEventReporter.blocks_offloaded, CacheEventReporter.blocks_evicted
+
+    def stored(reporter: CacheEventReporter, prefixes: Sequence[int], tier: Tier) -> None:
+        if tier == Tier.REMOTE:
+            announced.update(dict.fromkeys(prefixes))
+        offloaded(reporter, prefixes, tier)
+
+    def removed(
+        reporter: CacheEventReporter, prefixes: Sequence[int], tier: Tier = Tier.DEVICE
+    ) -> None:
+        if tier == Tier.REMOTE:
+            for prefix in prefixes:
+                del announced[prefix]
+        evicted(reporter, prefixes, tier)
+
+    monkeypatch.setattr(CacheEventReporter, "blocks_offloaded", stored)
+    monkeypatch.setattr(CacheEventReporter, "blocks_evicted", removed)
+    monkeypatch.setattr(remote_blocks, "ANNOUNCED_MAX", PROMPT_TOKENS // 8)
+    async with decode_engine(pools=opener(store), tiers=tiers()) as engine:
+        open_pool_of(engine)
+        await answer(engine, prompt, "a")
+        await until(lambda: len(announced) == PROMPT_TOKENS // 8)
+        first = set(announced)
+        await answer(engine, random_prompt(Random(6), PROMPT_TOKENS), "b")
+        await until(lambda: first.isdisjoint(announced))
+        assert len(announced) == PROMPT_TOKENS // 8
 
 
 async def test_only_workers_of_the_same_tenant_layout_and_deployment_find_a_block(
