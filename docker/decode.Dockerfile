@@ -47,7 +47,7 @@ ARG REQUIREMENTS=worker
 # What Mooncake links to. vLLM compiles kernels when it starts, so its variants have a compiler, and `sim` has none.
 RUN case "${REQUIREMENTS}" in sim) compiler="" ;; *) compiler="gcc g++ libpython3-dev" ;; esac \
     && apt-get update \
-    && apt-get install -y --no-install-recommends libibverbs1 libcurl4 libnuma1 libstdc++6 ${compiler} \
+    && apt-get install -y --no-install-recommends libibverbs1 ibverbs-providers libcurl4 libnuma1 libstdc++6 ${compiler} \
     && rm -rf /var/lib/apt/lists/* /var/cache/apt/* /var/log/apt /var/log/dpkg.log
 COPY --from=build /opt/headrace /opt/headrace
 # A new volume takes the owner of the folder that it covers.

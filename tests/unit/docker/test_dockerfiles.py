@@ -160,6 +160,15 @@ def test_the_last_stage_has_no_build_tools(service: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("service", WORKERS)
+def test_a_worker_has_the_libraries_that_mooncake_links_to(service: str) -> None:
+    last = stages_of(DOCKER / f"{service}.Dockerfile")[-1]
+    installed = " ".join(rest for name, rest in last if name == "RUN" and "apt-get" in rest)
+    # ibverbs-providers has the drivers of adapters, and libmlx5, which the build for CUDA links to.
+    for package in ("libibverbs1", "ibverbs-providers", "libcurl4", "libnuma1", "libstdc++6"):
+        assert f" {package} " in installed
+
+
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
 def test_debian_packages_leave_no_lists_behind(path: Path) -> None:
     for command in (rest for name, rest in instructions_of(path) if name == "RUN"):
