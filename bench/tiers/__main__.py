@@ -101,6 +101,7 @@ def main() -> None:
             ),
             remark=f"\n{arguments.remark}\n" if arguments.remark else "",
         )
+        arguments.output.mkdir(parents=True, exist_ok=True)
         (arguments.output / "tiers.md").write_text(text)
 
 
