@@ -130,27 +130,32 @@ async def test_a_failed_write_is_computed_in_place() -> None:
 
 
 class HeldTransport(InMemoryTransport):
-    """The second write, that of the fetch's last layer, lands when the test says so. No deadline ends it."""
+    """The second write, that of the fetch's last layer, lands when the test says so. No deadline ends it.
 
-    def __init__(self, release: threading.Event) -> None:
+    `held` is set as soon as the second write has begun.
+    """
+
+    def __init__(self, held: threading.Event, release: threading.Event) -> None:
         super().__init__()
+        self._held = held
         self._release = release
 
     def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         if self.write_count == 1:
+            self._held.set()
             assert self._release.wait(_RELEASE_S)
             timeout_s = _RELEASE_S
         return super().write(session, runs, timeout_s)
 
 
-def held_transport(release: threading.Event) -> Callable[[], KvTransport]:
-    return lambda: HeldTransport(release)
+def held_transport(held: threading.Event, release: threading.Event) -> Callable[[], KvTransport]:
+    return lambda: HeldTransport(held, release)
 
 
 async def test_a_late_fetch_is_computed_in_other_blocks_and_a_late_write_harms_nothing() -> None:
     release = threading.Event()
     async with fetching_workers(
-        decode_transports=held_transport(release), timeout_s=0.5
+        decode_transports=held_transport(threading.Event(), release), timeout_s=0.5
     ) as workers:
         prompt = await first_turn(workers)
         free = workers.prefill.free_block_count()
@@ -187,13 +192,14 @@ class HeldFetch:
 @asynccontextmanager
 async def held_fetch() -> AsyncIterator[HeldFetch]:
     """The second turn of a conversation, while prefill waits for its prefix."""
-    release = threading.Event()
-    async with fetching_workers(decode_transports=held_transport(release)) as workers:
+    held, release = threading.Event(), threading.Event()
+    async with fetching_workers(decode_transports=held_transport(held, release)) as workers:
         prompt = await first_turn(workers)
         free = workers.free_blocks()
         async with workers.reserved(prompt, 8) as request:
             running = asyncio.create_task(request.prefill())
-            await until(lambda: workers.prefill_receiver.lease_count == 1)
+            # Before its first write, decode could end the fetch at once and return all blocks.
+            await until(held.is_set)
             yield HeldFetch(workers, request, running, prompt, free, release)
 
 
