@@ -60,7 +60,8 @@ class WireFaults:
     worker switches off. `watch_interval_s`: how often a worker checks its blocks. `disk_changed`: share of the blocks
     read from disk that have another byte than was written. `pool_changed`: the same for blocks that are read from the
     remote pool. `small_memories`: a worker remembers few of its last requests and events, announces few blocks of the
-    remote pool, and has little staging memory. So it soon has all memory that it may ever need.
+    remote pool, and has little staging memory. It writes to a peer over one connection. So it soon has all memory and
+    connections that it may ever need.
     """
 
     seed: int = 0

@@ -254,8 +254,10 @@ def shrink_memories() -> None:
 
     A rank allocates staging memory with its first staged write, perhaps late in a run. A worker announces the blocks
     that it has stored in a remote pool, and routers index them. In a soak it stores a few thousand in a minute, so both
-    would grow for half an hour.
+    would grow for half an hour. Mooncake opens a further connection to a peer when writes to it coincide, up to one
+    for each lane. With one lane, the first write opens the only connection.
     """
+    os.environ["MC_TCP_LANES_PER_PEER"] = "1"
     put(headrace_common.logs, "NAMES_MAX", _HISTORY_MAX)
     put(headrace_engine.prefix.event_log, "REPLAY_EVENTS_MAX", _HISTORY_MAX)
     put(headrace_engine.sim.cache.remote_blocks, "ANNOUNCED_MAX", _HISTORY_MAX)
