@@ -350,6 +350,7 @@ def main() -> None:
     sections = "".join(section(kind, found, layer_count) for kind, found in kept.items())
     print(sections)
     if arguments.output:
+        arguments.output.mkdir(parents=True, exist_ok=True)
         (arguments.output / "handover.md").write_text(notes(arguments, sections))
 
 
