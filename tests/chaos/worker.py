@@ -250,7 +250,7 @@ def break_part(name: str) -> None:
 
 
 def shrink_memories() -> None:
-    """Bounds each memory of the last requests, transfers or events to few of them, and staging memory to few bytes.
+    """Bounds memories of the last requests, transfers or events, staging memory, and connections to a peer.
 
     A rank allocates staging memory with its first staged write, perhaps late in a run. A worker announces the blocks
     that it has stored in a remote pool, and routers index them. In a soak it stores a few thousand in a minute, so both
