@@ -327,6 +327,7 @@ def main() -> None:
     drawn = table(found)
     print(drawn)
     if arguments.output:
+        arguments.output.mkdir(parents=True, exist_ok=True)
         seconds = max(sum(one.end_s - one.start_s for one in blocks) for blocks in found.values())
         what = (
             f"{Path(arguments.model).name}, {arguments.dtype}, {seconds:.0f} s for each row in {arguments.rounds} "

@@ -163,6 +163,7 @@ def main() -> None:
     print(drawn)
     print(f"{results.different} answers differ")
     if options.output:
+        options.output.mkdir(parents=True, exist_ok=True)
         (options.output / "sent_from_host.md").write_text(
             _PAGE.format(
                 model=Path(options.model).name,

@@ -267,6 +267,7 @@ def main() -> None:
     good, times = goodput_table(found, objectives(alone)), times_table(found)
     print(good, times, sep="\n\n")
     if arguments.output:
+        arguments.output.mkdir(parents=True, exist_ok=True)
         shortest, longest = arguments.prompts.split(",")
         what = (
             f"{Path(arguments.model).name}, {arguments.dtype}, prompts of {shortest} to {longest} tokens, "

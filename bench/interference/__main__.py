@@ -296,6 +296,7 @@ def main() -> None:
     drawn, wanted = table(kept), "\n".join(targets(kept))
     print(drawn, wanted, sep="\n\n")
     if arguments.output:
+        arguments.output.mkdir(parents=True, exist_ok=True)
         found_blocks = [blocks for ways in kept.values() for blocks in ways.values()]
         seconds = max(sum(block.seconds for block in blocks) for blocks in found_blocks)
         what = (
