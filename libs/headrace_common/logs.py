@@ -17,6 +17,9 @@ REPEAT_S: Final = 10.0
 """Time in which a cause is logged once."""
 _CAUSES_MAX: Final = 1_024
 _TRACEPARENT_PARTS: Final = 4
+_GRPC_SERVER_LOGGER: Final = "grpc._cython.cygrpc"
+# A private class of gRPC: its name is compared, so that this module needs no private import.
+_ENDED_CALL_ERROR: Final = "ExecuteBatchError"
 
 
 class TraceNames:
@@ -132,6 +135,26 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields, ensure_ascii=False)
 
 
+class EndedCallFilter(logging.Filter):
+    """Replaces gRPC's error about a call that its client ended while the server sent to it: level INFO, no traceback.
+
+    Any client can cause it: a deadline that passes while the server sends the status is enough. Other records pass
+    unchanged.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False when another record was logged in place of this one."""
+        error = record.exc_info[1] if record.exc_info else None
+        if type(error).__name__ != _ENDED_CALL_ERROR:
+            return True
+        logger = logging.getLogger(record.name)
+        logger.info("the client ended its call: %s: %s", record.getMessage(), error)
+        return False
+
+
+_ENDED_CALLS: Final = EndedCallFilter()
+
+
 def setup_logging(level: str, service: str, worker_id: str, log_format: str = "text") -> None:
     """Writes the records of `level` ("debug" to "error") and above to stderr only.
 
@@ -145,3 +168,4 @@ def setup_logging(level: str, service: str, worker_id: str, log_format: str = "t
     root.setLevel(level.upper())
     # At level debug, gRPC logs every use of the event loop.
     logging.getLogger("grpc").setLevel(max(logging.INFO, root.level))
+    logging.getLogger(_GRPC_SERVER_LOGGER).addFilter(_ENDED_CALLS)

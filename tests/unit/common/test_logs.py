@@ -8,6 +8,7 @@ import re
 import sys
 
 import pytest
+from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from opentelemetry import trace
 from opentelemetry.sdk.trace import TracerProvider
 
@@ -15,9 +16,11 @@ from headrace_common.logs import (
     NAMES_MAX,
     TRACE_NAMES,
     CauseLog,
+    EndedCallFilter,
     JsonFormatter,
     LineFormatter,
     TraceNames,
+    setup_logging,
 )
 
 
@@ -127,3 +130,50 @@ def test_a_cause_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         "request 9 failed (2 more like this before)",
     ]
     assert sum(one.levelno == logging.DEBUG for one in caplog.records) == 2
+
+
+def grpc_record(error: Exception) -> logging.LogRecord:
+    """As gRPC's server logs an error of a call."""
+    information = (type(error), error, None)
+    message, arguments = "raised in core by servicer method [%s]", ("/kiln/Fire",)
+    return logging.LogRecord(
+        "grpc._cython.cygrpc", logging.ERROR, "server.pyx", 1, message, arguments, information
+    )
+
+
+@pytest.mark.parametrize(("level", "shown"), [(logging.INFO, 1), (logging.WARNING, 0)])
+def test_a_call_that_its_client_ended_is_no_error(
+    level: int, shown: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = grpc_record(cygrpc.ExecuteBatchError("SendStatusFromServerOperation"))
+    with caplog.at_level(level, record.name):
+        assert not EndedCallFilter().filter(record)
+    assert len(caplog.records) == shown
+    for replaced in caplog.records:
+        line = LineFormatter("headrace-kiln", "kiln-0").format(replaced)
+        assert " INFO headrace-kiln kiln-0 grpc._cython.cygrpc: the client ended its call: " in line
+        assert "[/kiln/Fire]" in line
+        assert line.endswith("SendStatusFromServerOperation")
+
+
+def test_other_errors_of_grpc_keep_their_level_and_traceback() -> None:
+    record = grpc_record(ValueError("a bug"))
+    assert EndedCallFilter().filter(record)
+    line = LineFormatter("headrace-kiln", "kiln-0").format(record)
+    assert " ERROR " in line
+    assert line.endswith("ValueError: a bug")
+
+
+def test_logging_is_set_up_with_the_rule_for_ended_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, grpc_log = logging.getLogger(), logging.getLogger("grpc")
+    grpc_server = logging.getLogger("grpc._cython.cygrpc")
+    monkeypatch.setattr(root, "handlers", [])
+    monkeypatch.setattr(grpc_server, "filters", [])
+    levels = root.level, grpc_log.level
+    try:
+        for _ in range(2):
+            setup_logging("info", "headrace-kiln", "kiln-0")
+    finally:
+        root.setLevel(levels[0])
+        grpc_log.setLevel(levels[1])
+    assert [type(one) for one in grpc_server.filters] == [EndedCallFilter]
