@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeAlias
 
@@ -26,15 +25,16 @@ def recite(token_count: int, then: Ending | None = None) -> Script:
         yield reserved(request)
         if request.remote_prefill:
             await worker.handoff.of(request.transfer_id).wait()
-        for token in TOKENS[: request.sampling.max_tokens][start : start + token_count]:
+        earlier = worker.read_tokens.count
+        recited = TOKENS[: request.sampling.max_tokens][start : start + token_count]
+        for token in recited:
             logprob = sampling_pb2.TokenLogprobs(logprob=-token)
             logprobs = [logprob] if request.sampling.logprobs else []
             yield decode_pb2.GenerateResponse(
                 tokens=decode_pb2.Tokens(token_ids=[token], logprobs=logprobs)
             )
         if then is not None:
-            # The tokens must arrive before the stream breaks.
-            await asyncio.sleep(0.1)
+            await worker.read_tokens.reach(earlier + len(recited))
             await then(worker)
         else:
             yield decode_pb2.GenerateResponse(

@@ -27,7 +27,6 @@ from tests.component.router.fakes import (
     FakeDecode,
     Rig,
     die,
-    die_after,
     fail,
     finished,
     hand_over,
@@ -35,9 +34,10 @@ from tests.component.router.fakes import (
     refuse,
     reject,
     reply,
+    reserve_and_die,
     reserved,
     stall,
-    start_and_die,
+    start_and_end,
     text_of,
     tokens,
     with_settings,
@@ -128,14 +128,20 @@ async def test_a_decode_worker_that_rejects_is_asked_once(
 @pytest.mark.parametrize(
     ("behaviour", "attempts"),
     [
-        (start_and_die, 2),
+        (start_and_end, 2),
         (fail("INTERNAL"), 2),
         (fail("TRANSFER_FAILED"), 2),
         # A task that had not started moves within the attempt.
         (die, 1),
         (refuse("DRAINING"), 1),
     ],
-    ids=["death", "internal error", "failed transfer", "death before the start", "drain"],
+    ids=[
+        "end of the stream",
+        "internal error",
+        "failed transfer",
+        "death before the start",
+        "drain",
+    ],
 )
 async def test_a_failed_prefill_is_repeated_by_another_worker(
     rig: Rig, behaviour: Any, attempts: int
@@ -177,7 +183,7 @@ async def test_the_retry_budget_of_the_policy_is_kept(rig: Rig) -> None:
 
 
 async def test_decode_dying_before_the_first_token_is_retried_elsewhere(rig: Rig) -> None:
-    dying, _ = await rig.add_decodes(die_after(""), reply("ok"))
+    dying, _ = await rig.add_decodes(reserve_and_die, reply("ok"))
     prefill = await rig.add_prefill(
         lambda worker, task: (
             hand_over(worker, task) if task.decode_worker_id == "d1" else stall(worker, task)

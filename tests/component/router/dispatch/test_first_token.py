@@ -172,16 +172,17 @@ async def break_decode(worker: FakeDecode, request: Any) -> Any:
         await worker.die()
     elif request.first_token == LOGITS:
         yield reserved(request)
+        earlier = worker.read_tokens.count
         yield tokens("P")
-        worker.handoff.of("P sent").set()
+        await worker.read_tokens.reach(earlier + 1)
+        worker.handoff.of("P read").set()
         await asyncio.sleep(60)
     async for event in reply("aris")(worker, request):
         yield event
 
 
 async def fail_after_token_from_logits(worker: FakePrefill, task: Any) -> None:
-    await worker.handoff.of("P sent").wait()
-    await asyncio.sleep(0.2)
+    await worker.handoff.of("P read").wait()
     await fail(TransferFailed.reason)(worker, task)
 
 

@@ -21,6 +21,7 @@ from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.rpc.status import reported_error, status_of
 from headrace_kv.layout.proto import layout_to_proto
 from tests.component.router.fakes.handoff import LAYOUT, Handoff
+from tests.component.router.fakes.read_tokens import ReadTokens
 
 CONTEXT_TOKENS = 1_024
 
@@ -50,8 +51,15 @@ class FakeLink:
 class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
     """A decode worker that runs `script` for each request."""
 
-    def __init__(self, worker_id: str, handoff: Handoff, script: Script) -> None:
+    def __init__(
+        self,
+        worker_id: str,
+        handoff: Handoff,
+        script: Script,
+        read_tokens: ReadTokens | None = None,
+    ) -> None:
         self.handoff = handoff
+        self.read_tokens = read_tokens or ReadTokens()
         self.script = script
         self.requests: list[decode_pb2.GenerateRequest] = []
         self.first_tokens: list[decode_pb2.SetFirstTokenRequest] = []
@@ -303,18 +311,9 @@ async def hang(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> Async
     await asyncio.sleep(60)
 
 
-def die_after(text: str) -> Script:
-    """Sends `text`, then dies."""
-
-    async def script(
-        worker: FakeDecode, request: decode_pb2.GenerateRequest
-    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
-        yield reserved(request)
-        if text:
-            if request.remote_prefill:
-                await worker.handoff.of(request.transfer_id).wait()
-            yield tokens(text)
-            await asyncio.sleep(0.1)
-        await worker.die()
-
-    return script
+async def reserve_and_die(
+    worker: FakeDecode, request: decode_pb2.GenerateRequest
+) -> AsyncIterator[decode_pb2.GenerateResponse]:
+    """Dies after Reserved."""
+    yield reserved(request)
+    await worker.die()

@@ -79,6 +79,11 @@ class FakePrefill:
         """Breaks the stream, as the death of the process does."""
         self._call.cancel()
 
+    async def end(self) -> None:
+        """Ends the stream after the messages that were sent. The router reads them all."""
+        async with self._writing:
+            await self._call.done_writing()
+
     async def close(self) -> None:
         for task in (*self._running, self._reader):
             task.cancel()
@@ -127,10 +132,9 @@ def refuse(reason: str) -> Behaviour:
     return behaviour
 
 
-async def start_and_die(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
+async def start_and_end(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
     await worker.started(task.transfer_id)
-    await asyncio.sleep(0.05)
-    await worker.die()
+    await worker.end()
 
 
 def fail(reason: str) -> Behaviour:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import grpc.aio
 import pytest
 
+from headrace.decode.v1 import decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, trace_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
@@ -24,6 +26,7 @@ from tests.channels import operator_channel
 from tests.component.router.fakes.decode import FakeDecode, Script
 from tests.component.router.fakes.handoff import LAYOUT, Handoff
 from tests.component.router.fakes.prefill import Behaviour, FakePrefill
+from tests.component.router.fakes.read_tokens import ReadTokens
 from tests.router_key import RouterKey
 from tests.waiting import until
 
@@ -45,12 +48,17 @@ class Rig:
             model=("sim",), **{"worker_wait_s": 0.2, "insecure": True, **settings}
         )
         self.handoff = Handoff()
+        self.read_tokens = ReadTokens()
+        self._counting = mock.patch.object(
+            decode_pb2_grpc, "DecodeServiceStub", self.read_tokens.stub
+        )
         self.policy = FixedPolicy()
         self.router_key = RouterKey()
         self.decodes: list[FakeDecode] = []
         self.prefills: list[FakePrefill] = []
 
     async def start(self) -> Rig:
+        self._counting.start()
         self.telemetry: Telemetry = init_telemetry("router", "router-0", self.config)
         self.router: Router = assemble(
             self.config,
@@ -74,7 +82,8 @@ class Rig:
     ) -> FakeDecode:
         name = f"d{len(self.decodes)}"
         # A router calls no other RPC.
-        worker = await FakeDecode(name, self.handoff, script).start()  # type: ignore[abstract]
+        worker = FakeDecode(name, self.handoff, script, self.read_tokens)  # type: ignore[abstract]
+        await worker.start()
         worker.hashing = hashing
         self.decodes.append(worker)
         self.refresh()
@@ -156,6 +165,7 @@ class Rig:
             await asyncio.gather(*worker.background)
             await worker.kill()
         await asyncio.to_thread(self.telemetry.shutdown)
+        self._counting.stop()
 
 
 def with_settings(**settings: Any) -> pytest.MarkDecorator:

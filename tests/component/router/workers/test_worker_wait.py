@@ -14,8 +14,8 @@ from headrace_common.rpc.status import error_from_rpc
 from tests.component.router.fakes import (
     CONTEXT_TOKENS,
     Rig,
-    die_after,
     reply,
+    reserve_and_die,
     text_of,
     with_settings,
 )
@@ -62,7 +62,7 @@ async def test_a_request_waits_for_workers_that_left_between_check_and_placement
 
 
 async def test_a_request_without_tokens_waits_for_the_next_incarnation(rig: Rig) -> None:
-    dying = await rig.add_decode(die_after(""))
+    dying = await rig.add_decode(reserve_and_die)
     asking = asyncio.create_task(rig.ask())
     await until(lambda: bool(dying.background))
     await asyncio.gather(*dying.background)
