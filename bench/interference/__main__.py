@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from bench.interference.report import OURS, Block, draw, gaps_of, table, targets
+from bench.interference.report import OURS, STALL_MS, Block, draw, gaps_of, table, targets
 from bench.support.vllm_child import Child, engine, loaded
 from bench.support.vllm_ways import (
     Ours,
@@ -233,7 +233,8 @@ _NOTES: Final = """# Running answers while prompts arrive
 
 {targets}
 
-Gaps are between the tokens of the four running answers, at the client. Tokens/s are theirs too. Prompts have {prompt}
+Gaps are between the tokens of the four running answers, at the client. "Stalled" is the part of their time in gaps of
+over {stall:g} ms: p99 misses long gaps that are rarer than 1 in 100. Tokens/s are theirs too. Prompts have {prompt}
 tokens and get {answer}. "Answered" counts the prompts with all their tokens at the end of their block. The TTFT covers
 the prompts with a token by then. Prompts that a full decode worker refused count as sent. Two engines: vLLM alone,
 called through pipes, one core each, with chunked prefill. A step of 2,048 tokens, vLLM's default, takes such a prompt
@@ -307,6 +308,7 @@ def main() -> None:
             what=what,
             table=drawn,
             targets=wanted,
+            stall=STALL_MS,
             prompt=PROMPT_TOKENS,
             answer=PROMPT_ANSWER_TOKENS,
             remark=f"\n{arguments.remark}\n" if arguments.remark else "",

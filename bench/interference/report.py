@@ -12,6 +12,7 @@ from bench.placement.report import percentile
 
 OURS = "Headrace, one prefill and one decode worker"
 P99_RATIO_MAX = 0.5
+STALL_MS = 500.0
 _WIDTH, _PANEL, _HEIGHT = 1000, 490, 400
 _LEFT, _RIGHT, _TOP, _BOTTOM = 60, 470, 112, 346
 _OURS_COLOUR = "#1b6fc2"
@@ -63,10 +64,16 @@ def p99_ms(blocks: Sequence[Block]) -> float:
     return percentile(all_gaps_ms(blocks), 0.99)
 
 
+def stalled_share(blocks: Sequence[Block]) -> float:
+    """The part of the answers' time that is in gaps of over STALL_MS. A percentile may miss long gaps that are rare."""
+    gaps_ms = all_gaps_ms(blocks)
+    return sum(gap_ms for gap_ms in gaps_ms if gap_ms > STALL_MS) / sum(gaps_ms)
+
+
 def table(blocks: Blocks) -> str:
     """A row for each interval and way."""
     titles = (
-        *("a prompt every", "way", "p50, ms", "p99, ms", "longest, ms", "tokens/s"),
+        *("a prompt every", "way", "p50, ms", "p99, ms", "longest, ms", "stalled", "tokens/s"),
         *("prompts/s", "answered", "prompts' TTFT p50, ms"),
     )
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
@@ -81,6 +88,7 @@ def table(blocks: Blocks) -> str:
                 f"{percentile(gaps_ms, 0.5):.1f}",
                 f"{percentile(gaps_ms, 0.99):.1f}",
                 f"{max(gaps_ms):,.0f}",
+                f"{stalled_share(found):.0%}",
                 f"{sum(block.tokens for block in found) / seconds:.1f}",
                 f"{answered / seconds:.2f}",
                 f"{answered} of {sum(block.asked for block in found)}",

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
-from bench.interference.report import OURS, Block, draw, gaps_of, p99_ms, table, targets
+from bench.interference.report import (
+    OURS,
+    Block,
+    draw,
+    gaps_of,
+    p99_ms,
+    stalled_share,
+    table,
+    targets,
+)
 
 MS = 1_000_000
 CALM = Block(10, tuple([20.0] * 98 + [30.0] * 2), tokens=100, asked=10, answered=9, first_ms=(900,))
@@ -25,10 +35,20 @@ def test_percentiles_are_of_all_blocks_together() -> None:
     assert p99_ms([CALM, STALLED]) == 800.0
 
 
+def test_a_rare_long_gap_counts_by_its_length() -> None:
+    rare = replace(CALM, gaps_ms=(*[10.0] * 200, 2_000.0))
+    assert p99_ms([rare]) == 10.0
+    assert stalled_share([rare]) == 0.5
+
+
 def test_the_table_has_a_row_for_each_interval_and_way() -> None:
     rows = table({1.0: {OTHER: [STALLED, STALLED], OURS: [CALM]}, 0.0: {OURS: [CALM]}}).splitlines()
-    assert rows[2].startswith(f"| 1 s | {OTHER} | 20.0 | 800.0 | 800 | 10.0 | 1.00 | 20 of 20 | 80")
-    assert rows[3].startswith(f"| 1 s | {OURS} | 20.0 | 30.0 | 30 | 10.0 | 0.90 | 9 of 10 | 900 |")
+    assert rows[2].startswith(
+        f"| 1 s | {OTHER} | 20.0 | 800.0 | 800 | 82% | 10.0 | 1.00 | 20 of 20 | 80"
+    )
+    assert rows[3].startswith(
+        f"| 1 s | {OURS} | 20.0 | 30.0 | 30 | 0% | 10.0 | 0.90 | 9 of 10 | 900 |"
+    )
     assert rows[4].startswith(f"| never | {OURS}")
 
 
