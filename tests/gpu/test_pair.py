@@ -23,16 +23,21 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _require_device() -> None:
+def require_device(model: Path) -> None:
+    """Skips the test without a CUDA device, vLLM or the model folder."""
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         built = torch.version.cuda
         pytest.skip("there is no CUDA device" if built else "this torch is built without CUDA")
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    if not Path(MODEL).is_dir():
-        pytest.skip(f"the model folder {MODEL} is missing: scripts/make_tiny_model.py makes it")
+    if not model.is_dir():
+        pytest.skip(f"the model folder {model} is missing: scripts/make_tiny_model.py makes it")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _require_device() -> None:
+    require_device(Path(MODEL))
 
 
 def tokens(values: dict[str, Any]) -> Tokens:

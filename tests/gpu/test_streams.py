@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender, Mark
+from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_kv.handoff.messages import LayerRange, TransferTarget
+from headrace_kv.transport.device_mark import Mark
 from headrace_kv.transport.packing import Bytes
 
 if TYPE_CHECKING:

@@ -284,6 +284,16 @@ def test_overload(tmp_path: Path) -> None:
     assert tables((tmp_path / "overload.md").read_text()) == [table]
 
 
+def test_tier_copies(tmp_path: Path) -> None:
+    sizes = ("--blocks=4", "--memory-blocks=16", "--rounds=1", f"--output={tmp_path}")
+    copies, steps = tables(run("tier_copies", *sizes))
+    assert [row["4 blocks, 8 MiB"] for row in copies] == ["to main memory", "to KV memory"]
+    assert_columns_positive(copies, "tiers, p50, ms", "one copy, p50, ms", "ratio")
+    assert [row["steps of computing"] for row in steps] == ["alone", "beside copies"]
+    assert_columns_positive(steps, "p50, ms", "p90, ms", "p50 / alone")
+    assert tables((tmp_path / "tier_copies.md").read_text()) == [copies, steps]
+
+
 def test_security(tmp_path: Path) -> None:
     sizes = ("--rounds=1", "--seconds=0.5", "--streams=2", "--attacks=stops,without_key")
     attacks, costs = tables(run("security", *sizes, f"--output={tmp_path}"))

@@ -104,6 +104,22 @@ class TorchMemory:
             self._spans = tuple(sorted(spans, key=lambda span: span.start))
         return address, nbytes
 
+    def lock_pages(self, area: Bytes) -> None:
+        """See DeviceMemory.lock_pages. Takes about as long as the kernel needs to give the memory its pages."""
+        if self.device.type == "cuda":
+            status = torch.cuda.cudart().cudaHostRegister(area.ctypes.data, area.nbytes, 0)
+            if int(status):
+                raise ConfigError(
+                    f"the device cannot lock {area.nbytes / 2**30:.1f} GiB of main memory (CUDA error {int(status)}): "
+                    "lower kv_host_gib",
+                    metadata={"field": "kv_host_gib"},
+                )
+
+    def unlock_pages(self, area: Bytes) -> None:
+        """See DeviceMemory.unlock_pages."""
+        if self.device.type == "cuda":
+            torch.cuda.cudart().cudaHostUnregister(area.ctypes.data)
+
     def admit(self, base_address: int, nbytes: int) -> None:
         end = base_address + nbytes
         if nbytes <= 0 or not any(s.start <= base_address and end <= s.end for s in self._spans):

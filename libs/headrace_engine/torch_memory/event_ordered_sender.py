@@ -12,18 +12,12 @@ from typing import Protocol
 
 from headrace_common.errors import QueueFull, TransferFailed
 from headrace_kv.handoff.messages import LayerRange, TransferTarget
+from headrace_kv.transport.device_mark import Mark
 
 _log = logging.getLogger(__name__)
 
 # The longest time between the device passing a mark and the range being sent.
 _POLL_S = 50e-6
-
-
-class Mark(Protocol):
-    """A point in the work that is queued on a device."""
-
-    def query(self) -> bool:
-        """Whether all work before the mark is done. Raises RuntimeError when the device has failed."""
 
 
 class Sender(Protocol):

@@ -85,6 +85,18 @@ def _open_direct(
     return transport, order
 
 
+def open_tier_memory(tensor: Tensor) -> TorchMemory | None:
+    """The memory of a device for copies to lower tiers, with streams of its own, so that no transfer waits for them.
+
+    None for KV memory that this process reads by address. Raises ConfigError as TorchMemory.hold does.
+    """
+    if tensor.device.type == "cpu":
+        return None
+    memory = TorchMemory(tensor.device)
+    memory.hold(tensor)
+    return memory
+
+
 def order_sender(sender: Sender, order: DeviceOrder) -> EventOrderedSender | None:
     """A sender in front of `sender` where the forward pass only queues its work. None elsewhere."""
     return EventOrderedSender(sender, order.mark) if order.queues else None

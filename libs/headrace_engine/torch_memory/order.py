@@ -15,9 +15,9 @@ from typing import Protocol
 
 import torch
 
-from headrace_engine.torch_memory.event_ordered_sender import Mark
 from headrace_engine.torch_memory.peer_writes import load_driver, open_flush
 from headrace_engine.torch_memory.streams import mark_compute
+from headrace_kv.transport.device_mark import Mark
 from headrace_kv.transport.memory import Memory
 
 

@@ -6,16 +6,13 @@ All lines that need CUDA are here. On a CPU, tensors are computed and copied at 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.torch_memory.event_ordered_sender import Mark
-
-_POLL_S = 20e-6
+from headrace_kv.transport.device_mark import PASSED, Mark, wait_for
 
 
 class CopyStream(Protocol):
@@ -26,16 +23,6 @@ class CopyStream(Protocol):
 
     def drain(self, timeout_s: float) -> None:
         """Waits for all queued work. Raises TransferFailed after a timeout or a failure, and on each later call."""
-
-
-def wait_for(mark: Mark, timeout_s: float) -> bool:
-    """Whether the mark is passed within the time. Polls, because CUDA's own waits have no timeout."""
-    deadline_s = time.monotonic() + timeout_s
-    while not mark.query():
-        if time.monotonic() >= deadline_s:
-            return False
-        time.sleep(_POLL_S)
-    return True
 
 
 class DrainedStream:
@@ -53,27 +40,15 @@ class DrainedStream:
         if self._lost:
             raise TransferFailed("the device has stopped copying")
         self._lost = True
-        try:
-            done = wait_for(self._mark(), timeout_s)
-        except RuntimeError as error:
-            raise TransferFailed(f"the device failed to copy KV bytes: {error}") from error
-        if not done:
+        if not wait_for(self._mark(), timeout_s):
             raise TransferFailed(f"the device did not copy KV bytes within {timeout_s:g} s")
         self._lost = False
-
-
-class _Passed:
-    def query(self) -> bool:
-        return True
-
-
-_PASSED = _Passed()
 
 
 def open_copy_stream(device: torch.device) -> CopyStream:
     """A stream that runs beside the computation on the device."""
     if device.type != "cuda":
-        return DrainedStream(contextlib.nullcontext, lambda: _PASSED)
+        return DrainedStream(contextlib.nullcontext, lambda: PASSED)
     stream = torch.cuda.Stream(device=device)
     return DrainedStream(lambda: torch.cuda.stream(stream), stream.record_event)
 
@@ -81,6 +56,6 @@ def open_copy_stream(device: torch.device) -> CopyStream:
 def mark_compute(device: torch.device) -> Mark:
     """Marks the end of the work that the calling thread has queued on its current stream."""
     if device.type != "cuda":
-        return _PASSED
+        return PASSED
     mark: Mark = torch.cuda.current_stream(device).record_event()
     return mark

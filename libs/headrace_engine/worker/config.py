@@ -177,8 +177,7 @@ class WorkerConfig(ServiceConfig):
         0.0,
         ge=0,
         description="Main memory for KV blocks that may be needed again, in GiB on each rank, beside kv_cache_gib; "
-        "the workers of a process share it. 0 keeps none. Engine vllm on processors and engine sim, for models with "
-        "attention only.",
+        "the workers of a process share it. 0 keeps none. For models with attention only.",
     )
     kv_disk_gib: float = Field(
         0.0,
@@ -202,7 +201,7 @@ class WorkerConfig(ServiceConfig):
     kv_send_from_host: bool = Field(
         True,
         description="Whether a prefill worker sends cached blocks of this main memory straight from there, without "
-        "waiting until they are in KV memory.",
+        "waiting until they are in KV memory. Not on devices.",
     )
     kv_pool_timeout_s: PositiveSeconds = Field(
         1.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from headrace_common.errors import TransferFailed
@@ -152,11 +152,13 @@ class InMemoryPool(RemotePool):
         if not self._is_open:
             return refused(count)
         future: Future[list[bool]] = Future()
-        end = partial(self._end, future, [False] * count, lost=True)
+        # The first that takes it ends the call: the thread, or the timer.
+        claim = threading.Lock()
+        end = partial(self._end, future, claim, [False] * count, lost=True)
         timer = threading.Timer(timeout_s, end)
         timer.start()
         try:
-            self._thread.submit(self._run, call, future, timer, count)
+            self._thread.submit(self._run, call, future, claim, timer, count)
         except RuntimeError:
             # Another thread closes the pool.
             timer.cancel()
@@ -167,6 +169,7 @@ class InMemoryPool(RemotePool):
         self,
         call: Callable[[], list[bool]],
         future: Future[list[bool]],
+        claim: threading.Lock,
         timer: threading.Timer,
         count: int,
     ) -> None:
@@ -175,14 +178,17 @@ class InMemoryPool(RemotePool):
         except TransferFailed:
             done, lost = [False] * count, True
         timer.cancel()
-        self._end(future, done, lost=lost)
+        self._end(future, claim, done, lost=lost)
 
-    def _end(self, future: Future[list[bool]], done: list[bool], *, lost: bool) -> None:
-        try:
-            future.set_result(done)
-        except InvalidStateError:
-            # It has ended before.
+    def _end(
+        self, future: Future[list[bool]], claim: threading.Lock, done: list[bool], *, lost: bool
+    ) -> None:
+        if not claim.acquire(blocking=False):
             return
-        if lost and self._is_open:
+        closes = lost and self._is_open
+        if closes:
+            # Before the call ends, so that no caller finds the pool open after it.
             self._is_open = False
+        future.set_result(done)
+        if closes:
             self._on_lost()

@@ -75,6 +75,11 @@ class HostStorage:
         start = block * self.block_bytes
         return self._arena[start : start + self.block_bytes]
 
+    @property
+    def bytes(self) -> Bytes:
+        """All blocks, of shape [block_bytes * block_count], not a copy."""
+        return self._arena
+
     def close(self) -> None:
         """Ends the sharing. The memory is freed with this object."""
         if self._shared is not None:

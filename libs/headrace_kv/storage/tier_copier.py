@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from headrace_common.errors import InternalError
+from headrace_common.errors import InternalError, TransferFailed
 from headrace_kv.layout.layout import KvLayout, RankMemory
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
@@ -16,8 +16,10 @@ from headrace_kv.plan.runs import Runs, interleave
 from headrace_kv.plan.shard_map import Edge, heads_held
 from headrace_kv.pool.base import PoolMemory
 from headrace_kv.prefix.events import Tier
+from headrace_kv.storage.device_copies import DeviceCopies, DeviceMemory
 from headrace_kv.storage.disk import DiskStorage
 from headrace_kv.storage.host import HostStorage, block_bytes_of
+from headrace_kv.transport.device_mark import PASSED, Mark
 from headrace_kv.transport.packing import copy_runs
 
 # Blocks that are read from disk before they are copied on together.
@@ -28,8 +30,9 @@ _BOUNCE_BYTES_MAX: Final = 32 << 20
 class TierCopier:
     """The tiers of one rank. Blocks on disk pass through main memory. One thread calls it.
 
-    `device` is KV memory that this process reads and writes by address. With `pooled`, a remote pool moves blocks to
-    and from `pool_memory`, where slot i is block i of the tier HOST.
+    `device` is KV memory, which this process reads and writes by address, or through `device_memory`. With `pooled`, a
+    remote pool moves blocks to and from `pool_memory`, where slot i is block i of the tier HOST. Raises ConfigError as
+    HostStorage, DiskStorage and DeviceMemory.lock_pages do.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class TierCopier:
         disk_blocks: int = 0,
         disk_folder: Path = Path("/var/tmp"),
         pooled: bool = False,
+        device_memory: DeviceMemory | None = None,
     ) -> None:
         self._layers = [
             layer for layer in layout.groups[0].layers if layer in layout.layers_of(device.rank)
@@ -57,6 +61,9 @@ class TierCopier:
         )
         self._edge = Edge(device.rank, device.rank, 0, 0, len(heads))
         self._planner = CopyPlanner(device, self._host.memory)
+        self._device = (
+            None if device_memory is None else DeviceCopies(device_memory, self._host.bytes)
+        )
         self._disk = (
             DiskStorage(disk_folder, self._host.block_bytes, disk_blocks) if disk_blocks else None
         )
@@ -78,34 +85,59 @@ class TierCopier:
             raise InternalError("the blocks in main memory are not shared with a remote pool")
         return self._host.pool_memory
 
-    def copy(self, copy: TierCopy) -> None:
-        """Makes a copy. Raises TransferFailed when the disk fails. Then some of the blocks are not copied."""
+    @property
+    def host_is_lost(self) -> bool:
+        """Whether blocks in main memory may have other bytes than were copied, because a device has failed."""
+        return self._device is not None and self._device.failed
+
+    def copy(self, copy: TierCopy, mark: Mark = PASSED) -> None:
+        """Makes a copy when the device has passed the mark. Raises TransferFailed when the disk or the device fails.
+
+        Then some of the blocks are not copied.
+        """
+        if self.host_is_lost:
+            raise TransferFailed("an earlier copy from or to the device has failed")
         kinds = (copy.source, copy.destination)
         if kinds == (Tier.DEVICE, Tier.HOST):
-            copy_runs(self._plan_blocks(copy.source_ids, copy.destination_ids))
+            runs = self._plan_blocks(copy.source_ids, copy.destination_ids)
+            if self._device is None:
+                copy_runs(runs)
+            else:
+                self._device.to_host(runs, mark)
         elif kinds == (Tier.HOST, Tier.DEVICE):
-            copy_runs(self._plan_blocks(copy.destination_ids, copy.source_ids).reverse())
+            self._load(copy.source_ids, copy.destination_ids, mark)
         elif kinds == (Tier.HOST, Tier.DISK):
             for source, destination in zip(copy.source_ids, copy.destination_ids, strict=True):
                 self._disk_storage().write(destination, self._host.block(source))
         elif kinds == (Tier.DISK, Tier.DEVICE):
             for start in range(0, len(copy.source_ids), len(self._bounce)):
                 end = start + len(self._bounce)
-                self._load_disk(copy.source_ids[start:end], copy.destination_ids[start:end])
+                self._load_disk(copy.source_ids[start:end], copy.destination_ids[start:end], mark)
         else:
             raise InternalError(f"no copy from {copy.source.name} to {copy.destination.name}")
 
     def close(self) -> None:
         """Frees the file. Main memory is freed with this object."""
+        if self._device is not None:
+            self._device.close()
         self._host.close()
         if self._disk is not None:
             self._disk.close()
 
-    def _load_disk(self, source_ids: Sequence[int], destination_ids: Sequence[int]) -> None:
+    def _load(self, host_ids: Sequence[int], device_ids: Sequence[int], mark: Mark) -> None:
+        runs = self._plan_blocks(device_ids, host_ids).reverse()
+        if self._device is None:
+            copy_runs(runs)
+        else:
+            self._device.to_device(runs, mark)
+
+    def _load_disk(
+        self, source_ids: Sequence[int], destination_ids: Sequence[int], mark: Mark
+    ) -> None:
         bounce = self._bounce[: len(source_ids)]
         for source, between in zip(source_ids, bounce, strict=True):
             self._disk_storage().read(source, self._host.block(between))
-        copy_runs(self._plan_blocks(destination_ids, bounce).reverse())
+        self._load(bounce, destination_ids, mark)
 
     def _plan_blocks(self, device_ids: Sequence[int], host_ids: Sequence[int]) -> Runs:
         """Runs from KV memory to main memory."""

@@ -85,6 +85,11 @@ def _view(addresses: Int64Array, step: int, shape: tuple[int, int, int]) -> Byte
     return np.asarray(_Memory({**place, "version": 3}))
 
 
+def bytes_at(address: int, nbytes: int) -> Bytes:
+    """Memory of this process as an array, not a copy. The caller keeps it alive."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
 def by_length(lengths: Int64Array) -> Int64Array | None:
     """An order of the runs in which equal lengths are adjacent, None when they already are."""
     if len(lengths) < 2 or np.all(lengths == lengths[0]):
@@ -149,5 +154,4 @@ def _rows(addresses: Int64Array, length: int) -> tuple[Bytes, Int64Array]:
         step = length
     count = int(offsets.max()) // step + 1
     nbytes = (count - 1) * step + length
-    flat = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(low))
-    return as_strided(flat, (count, length), (step, 1)), offsets // step
+    return as_strided(bytes_at(low, nbytes), (count, length), (step, 1)), offsets // step

@@ -11,10 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.engine.v1 import link_pb2
-from headrace_common.errors import ConfigError, HeadraceError
+from headrace_common.errors import HeadraceError
 from headrace_common.process.kill_timer import KillTimer
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
-from headrace_engine.torch_memory.opening import open_tensor_transport, order_sender
+from headrace_engine.torch_memory.opening import (
+    open_tensor_transport,
+    open_tier_memory,
+    order_sender,
+)
 from headrace_engine.torch_memory.order import DeviceOrder
 from headrace_engine.vllm.compat import (
     block_interior,
@@ -134,6 +138,7 @@ class ConnectorWorker:
                 self._pool,
                 self._executor.send_from_host,
                 self._executor.prefix_loaded,
+                order.mark,
             )
         overlap = self._settings.overlap_layers
         if overlap.layer_count:
@@ -156,12 +161,7 @@ class ConnectorWorker:
             start_sending()
 
     def _open_tiers(self, layout: KvLayout, memory: RankMemory, tensor: Tensor) -> TierCopier:
-        """Raises ConfigError for KV memory on a device."""
-        if tensor.device.type != "cpu":
-            raise ConfigError(
-                f"kv_host_gib needs KV memory of processors, and this is on {tensor.device.type}: set it to 0",
-                metadata={"field": "kv_host_gib"},
-            )
+        """Raises ConfigError."""
         (group,) = self._groups
         counts = self._settings.tiers.block_counts(group.block_bytes)
         return TierCopier(
@@ -171,6 +171,7 @@ class ConnectorWorker:
             disk_blocks=counts.get(Tier.DISK, 0),
             disk_folder=Path(self._settings.tiers.disk_folder),
             pooled=self._settings.tiers.pooled,
+            device_memory=open_tier_memory(tensor),
         )
 
     def _start_sending(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,7 +210,8 @@ def _engine_args(
         admitted=None if config.admitted is None else tuple(map(str, config.admitted)),
         overlap_layers=config.overlap_layers,
         write_quiet_s=config.write_quiet_s,
-        tiers=config.tiers,
+        # Senders read a device's memory through the device, and main memory not at all.
+        tiers=replace(config.tiers, sends_from_host=config.tiers.sends_from_host and runs_on_cpu()),
     )
     ours: dict[str, Any] = dict(
         model=str(folder.path),

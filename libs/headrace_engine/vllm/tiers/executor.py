@@ -10,12 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from headrace_common.errors import HeadraceError
 from headrace_common.process.niceness import lower_priority
-from headrace_engine.vllm.step.plan import HostSend, PrefixSend, StepPlan
+from headrace_engine.vllm.step.plan import HostSend, PoolMove, PrefixSend, StepPlan
 from headrace_engine.vllm.tiers.pool_executor import PoolExecutor
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.tier_copier import TierCopier
+from headrace_kv.transport.device_mark import PASSED, Mark
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,7 @@ class TierExecutor:
     It calls `on_load` after each load, also after one that failed. It calls `send` with blocks of main memory that a
     transfer may read from then on.
     It calls `on_prefix_loaded` with each prefix that waits for copies, and whether all of them were made.
+    Copies are made when the device has done what was queued before their step: it has passed what `mark` returns.
     """
 
     def __init__(
@@ -35,12 +37,14 @@ class TierExecutor:
         pool: PoolExecutor | None = None,
         send: Callable[[HostSend], None] = lambda send: None,
         on_prefix_loaded: Callable[[PrefixSend, bool], None] = lambda prefix, whole: None,
+        mark: Callable[[], Mark] = lambda: PASSED,
     ) -> None:
         self._copier = copier
         self._on_load = on_load
         self._pool = pool
         self._send = send
         self._on_prefix_loaded = on_prefix_loaded
+        self._mark = mark
         # The forward pass goes first where processors are scarce.
         self._thread = ThreadPoolExecutor(1, "kv-tiers", initializer=lower_priority)
         self._copies: dict[str, list[Future[bool]]] = {}
@@ -51,11 +55,12 @@ class TierExecutor:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward pass: starts the copies of the plan."""
+        mark = self._mark() if plan.copies else PASSED
         sends = deque(plan.host_sends)
         for count, one in enumerate(plan.copies):
             while sends and sends[0].copies_before <= count:
                 self._thread.submit(self._send, sends.popleft())
-            copying = self._thread.submit(self._copy, one.copy)
+            copying = self._thread.submit(self._copy, one.copy, mark)
             self._copies.setdefault(one.request_id, []).append(copying)
         for send in sends:
             self._thread.submit(self._send, send)
@@ -65,7 +70,7 @@ class TierExecutor:
                 self._thread.submit(self._end_loading, prefix, copies)
         if self._pool is not None:
             for move in plan.moves:
-                self._thread.submit(self._pool.begin, move)
+                self._thread.submit(self._begin_move, self._pool, move)
         self._loads.update(plan.loads)
         self._finishing.update(plan.finished_stores)
         # A long answer stores a block now and then.
@@ -114,11 +119,17 @@ class TierExecutor:
             self._pool.close()
         self._copier.close()
 
-    def _copy(self, copy: TierCopy) -> bool:
+    def _begin_move(self, pool: PoolExecutor, move: PoolMove) -> None:
+        if self._copier.host_is_lost:
+            pool.refuse(move)
+        else:
+            pool.begin(move)
+
+    def _copy(self, copy: TierCopy, mark: Mark) -> bool:
         start_s = time.monotonic()
         failed = False
         try:
-            self._copier.copy(copy)
+            self._copier.copy(copy, mark)
         except HeadraceError as error:
             log.error("a copy from %s to %s: %s", copy.source.name, copy.destination.name, error)
             failed = True

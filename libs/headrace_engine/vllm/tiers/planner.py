@@ -250,6 +250,7 @@ class TierPlanner:
             # vLLM frees its blocks when the load ends.
             return False
         self._store(request_id, request)
+        self.pool.used(request.prefixes(0, request.stored))
         if request.has_copies:
             self._finished[request_id] = sends
         return request.has_copies

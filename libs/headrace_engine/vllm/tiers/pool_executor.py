@@ -31,7 +31,7 @@ class PoolExecutor:
     def begin(self, move: PoolMove) -> None:
         """Begins a move. The copies before it are made."""
         if self._opened is None:
-            self._ended.put((move.number, 0))
+            self.refuse(move)
             return
         _, blocks = self._opened
         moved = (
@@ -40,6 +40,10 @@ class PoolExecutor:
             else blocks.store(move.prefixes, move.block_ids, move.timeout_s)
         )
         moved.add_done_callback(partial(self._end, move.number))
+
+    def refuse(self, move: PoolMove) -> None:
+        """Ends a move that was not begun."""
+        self._ended.put((move.number, 0))
 
     def take_ended(self) -> list[tuple[int, int]]:
         """Moves that have ended since the last call: (number, blocks that were moved whole, from the first on)."""

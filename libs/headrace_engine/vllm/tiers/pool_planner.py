@@ -100,7 +100,7 @@ class PoolPlanner:
         self._publishing: set[int] = set()
         self._moves: list[PoolMove] = []
         self._idle_steps_until_s = 0.0
-        # Prefixes that this worker has stored, the oldest first.
+        # Prefixes that this worker has stored, the least recently used first.
         self._published: OrderedDict[int, None] = OrderedDict()
         # Prefixes that workers of another tensor-parallel size have stored, the oldest first.
         self._stored_elsewhere: OrderedDict[int, None] = OrderedDict()
@@ -177,6 +177,13 @@ class PoolPlanner:
                 self._publishing.update(blocks.prefixes)
                 self._move(blocks, PUBLISH_TIMEOUT_S)
 
+    def used(self, prefixes: Sequence[int]) -> None:
+        """A request has used these blocks, the first of its prompt first."""
+        # A block is of use only with those before it, so the last one is withdrawn first.
+        for prefix in reversed(prefixes):
+            if prefix in self._published:
+                self._published.move_to_end(prefix)
+
     def add_to(self, plan: StepPlan) -> None:
         """Adds the moves that begin with the next step, after its copies."""
         if self._is_lost.is_set():
@@ -210,11 +217,12 @@ class PoolPlanner:
         )
         if kept:
             self._published.update(dict.fromkeys(kept))
+            self.used(kept)
             self._carry_out(TierPlan(changes=[TierChange(Tier.REMOTE, True, kept)]))
             self._withdraw(len(self._published) - ANNOUNCED_MAX)
 
     def _withdraw(self, count: int) -> None:
-        """The oldest blocks that this worker has stored are not announced any more."""
+        """Announces no longer the `count` stored blocks that were not used for longest."""
         gone = tuple(self._published.popitem(last=False)[0] for _ in range(count))
         if gone:
             self._carry_out(TierPlan(changes=[TierChange(Tier.REMOTE, False, gone)]))

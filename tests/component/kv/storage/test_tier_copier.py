@@ -14,11 +14,13 @@ import pytest
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.layout.layout import CacheGroup, KvLayout, Part, RankMemory
 from headrace_kv.manager.lower_tiers import TierCopy
+from headrace_kv.plan.copy_plan import Int64Array
 from headrace_kv.plan.regions import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
 from headrace_kv.prefix.events import Tier
-from headrace_kv.storage import tier_copier
+from headrace_kv.storage import device_copies, tier_copier
 from headrace_kv.storage.disk import DiskStorage
 from headrace_kv.storage.tier_copier import TierCopier
+from headrace_kv.transport.memory import HostMemory
 from headrace_kv.transport.packing import Bytes
 
 BLOCKS = 6
@@ -52,6 +54,48 @@ class Rank:
                     yield self.arena[start : start + region.unit_bytes].tobytes()
 
 
+class Device(HostMemory):
+    """Memory of this process that stands for a device's. It can fail."""
+
+    on_host = False
+
+    def __init__(self) -> None:
+        self.locked: list[Bytes] = []
+        self.fails = False
+
+    def lock_pages(self, area: Bytes) -> None:
+        self.locked.append(area)
+
+    def unlock_pages(self, area: Bytes) -> None:
+        self.locked.pop(next(at for at, one in enumerate(self.locked) if one is area))
+
+    def gather(self, addresses: Int64Array, lengths: Int64Array, target: Bytes) -> None:
+        self._check()
+        super().gather(addresses, lengths, target)
+
+    def scatter(self, source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
+        self._check()
+        super().scatter(source, addresses, lengths)
+
+    def _check(self) -> None:
+        if self.fails:
+            raise TransferFailed("the device has stopped copying")
+
+
+class Marked:
+    """A mark that is passed after some queries, or fails."""
+
+    def __init__(self, queries: int, failure: str = "") -> None:
+        self.left = queries
+        self._failure = failure
+
+    def query(self) -> bool:
+        if self._failure:
+            raise RuntimeError(self._failure)
+        self.left -= 1
+        return self.left < 0
+
+
 def layout_of(block_format: str = "token_outer", tensor_parallel_size: int = 1) -> KvLayout:
     return KvLayout.attention(
         model="m",
@@ -79,12 +123,20 @@ def rank_of(
     layout: KvLayout | None = None,
     rank: int = 0,
     order: tuple[Dimension, ...] = HEAD_OUTER,
+    device: Device | None = None,
 ) -> Rank:
     layout = layout or layout_of()
     placed = place_regions(layout, rank, (BLOCKS,), order)
     arena = np.frombuffer(random.Random(1).randbytes(placed.arena_bytes), np.uint8).copy()
     memory = RankMemory(rank, "", "", int(arena.ctypes.data), arena.nbytes, placed.regions)
-    copier = TierCopier(layout, memory, host_blocks=4, disk_blocks=3, disk_folder=folder)
+    copier = TierCopier(
+        layout,
+        memory,
+        host_blocks=4,
+        disk_blocks=3,
+        disk_folder=folder,
+        device_memory=device,
+    )
     copiers.append(copier)
     return Rank(arena, memory, copier)
 
@@ -92,14 +144,16 @@ def rank_of(
 @pytest.mark.parametrize("order", [HEAD_OUTER, TOKENS_OUTER])
 @pytest.mark.parametrize("block_format", ["token_outer", "token_inner"])
 @pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("device", [None, Device()])
 def test_blocks_return_with_their_bytes_from_every_tier(
     copiers: list[TierCopier],
     tmp_path: Path,
     order: tuple[Dimension, ...],
     block_format: str,
     rank: int,
+    device: Device | None,
 ) -> None:
-    one = rank_of(copiers, tmp_path, layout_of(block_format, 2), rank, order)
+    one = rank_of(copiers, tmp_path, layout_of(block_format, 2), rank, order, device)
     before = one.blocks(*range(BLOCKS))
     one.copier.copy(TierCopy(*TO_HOST, (5, 1, 2), (0, 3, 2)))
     one.copier.copy(TierCopy(*TO_DISK, (3, 2), (2, 0)))
@@ -123,6 +177,52 @@ def test_more_blocks_return_from_disk_than_fit_into_memory_between(
     one.arena[:] = 0
     one.copier.copy(TierCopy(*FROM_DISK, (2, 0, 1), (3, 0, 4)))
     assert one.blocks(3, 0, 4) == [before[index] for index in (5, 1, 2)]
+
+
+def test_a_device_copies_what_it_wrote_before_the_mark(
+    copiers: list[TierCopier], tmp_path: Path
+) -> None:
+    one = rank_of(copiers, tmp_path, device=Device())
+    before = one.blocks(*range(BLOCKS))
+    for copy in (TierCopy(*TO_HOST, (5,), (0,)), TierCopy(*FROM_HOST, (0,), (3,))):
+        mark = Marked(3)
+        one.copier.copy(copy, mark)
+        assert mark.left == -1
+    assert one.blocks(3) == [before[5]]
+
+
+@pytest.mark.parametrize("fault", ["copy", "late", "lost"])
+def test_after_a_failure_of_the_device_nothing_returns(
+    copiers: list[TierCopier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    monkeypatch.setattr(device_copies, "_COMPUTE_TIMEOUT_S", 0.01)
+    device = Device()
+    one = rank_of(copiers, tmp_path, device=device)
+    one.copier.copy(TierCopy(*TO_HOST, (5, 1), (0, 1)))
+    one.copier.copy(TierCopy(*TO_DISK, (0,), (2,)))
+    lost_before = one.copier.host_is_lost
+    device.fails = fault == "copy"
+    mark = {"copy": Marked(0), "late": Marked(1 << 40), "lost": Marked(0, "launch failure")}[fault]
+    reason = {"copy": "stopped", "late": "did not compute", "lost": "launch failure"}[fault]
+    with pytest.raises(TransferFailed, match=reason):
+        one.copier.copy(TierCopy(*TO_HOST, (2,), (1,)), mark)
+    device.fails = False
+    assert (lost_before, one.copier.host_is_lost) == (False, True)
+    kinds = (TO_HOST, TO_DISK, FROM_HOST, FROM_DISK)
+    for copy in (TierCopy(*kind, (2,), (1,)) for kind in kinds):
+        with pytest.raises(TransferFailed, match="an earlier copy"):
+            one.copier.copy(copy)
+
+
+def test_main_memory_stays_locked_as_long_as_the_device_copies(tmp_path: Path) -> None:
+    device = Device()
+    opened: list[TierCopier] = []
+    one = rank_of(opened, tmp_path, device=device)
+    (area,) = device.locked
+    assert area.ctypes.data == one.copier.host_memory.base_address
+    assert area.nbytes == one.copier.host_memory.arena_bytes
+    one.copier.close()
+    assert not device.locked
 
 
 def test_a_disk_that_changes_bytes_is_detected(copiers: list[TierCopier], tmp_path: Path) -> None:

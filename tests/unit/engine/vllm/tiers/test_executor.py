@@ -12,6 +12,7 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_engine.vllm.step.plan import (
     HostSend,
+    PoolMove,
     PrefixSend,
     RequestCopy,
     StepPlan,
@@ -23,6 +24,7 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.prefix.events import Tier
+from headrace_kv.transport.device_mark import PASSED, Mark, Passed
 from tests.waiting import until
 
 STORE = TierCopy(Tier.DEVICE, Tier.HOST, (1,), (2,))
@@ -39,9 +41,12 @@ class Copier:
         self.niceness = 0
         self.turn = threading.Semaphore(0)
         self.fails = False
+        self.marks: list[Mark] = []
+        self.host_is_lost = False
 
-    def copy(self, copy: TierCopy) -> None:
+    def copy(self, copy: TierCopy, mark: Mark) -> None:
         assert self.turn.acquire(timeout=10)
+        self.marks.append(mark)
         self.made.append(copy)
         self.niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         if self.fails:
@@ -49,6 +54,23 @@ class Copier:
 
     def close(self) -> None:
         self.made.clear()
+
+
+class Moves:
+    """Records what it moves, and what it does not."""
+
+    def __init__(self) -> None:
+        self.begun: list[PoolMove] = []
+        self.refused: list[PoolMove] = []
+
+    def begin(self, move: PoolMove) -> None:
+        self.begun.append(move)
+
+    def refuse(self, move: PoolMove) -> None:
+        self.refused.append(move)
+
+    def close(self) -> None:
+        return
 
 
 @pytest.fixture
@@ -205,7 +227,7 @@ def test_main_memory_is_sent_between_the_copies_that_it_was_planned_between(
     sends = [HostSend(number, TokenRange("x1", 0, 4, ((1,),)), number) for number in range(3)]
     order: list[object] = []
     executor = TierExecutor(copier, lambda load: None, send=order.append)  # type: ignore[arg-type]
-    copier.copy = order.append  # type: ignore[method-assign, assignment]
+    copier.copy = lambda copy, mark: order.append(copy)  # type: ignore[method-assign]
     copies = [RequestCopy("r", copy) for copy in (STORE, LOAD)]
     executor.begin_step(StepPlan(copies=copies, host_sends=sends))
     executor.begin_step(StepPlan(host_sends=sends[:1]))
@@ -235,4 +257,38 @@ def test_a_prefix_is_sent_after_the_load_of_its_request(copier: Copier, fails: b
     assert sent == [(loading, not fails)]
     assert copier.made == [LOAD]
     copier.turn.release()
+    executor.close()
+
+
+def test_copies_have_the_mark_of_their_step(copier: Copier) -> None:
+    marks: list[Mark] = []
+
+    def mark() -> Mark:
+        marks.append(Passed())
+        return marks[-1]
+
+    executor = TierExecutor(copier, lambda load: None, mark=mark)  # type: ignore[arg-type]
+    executor.begin_step(StepPlan())
+    assert marks == []
+    executor.begin_step(StepPlan(copies=[RequestCopy("r", STORE), RequestCopy("r", LOAD)]))
+    executor.begin_step(copying(STORE))
+    copier.turn.release(3)
+    asyncio.run(until(lambda: len(copier.made) == 3))
+    first, second = marks
+    assert copier.marks == [first, first, second]
+    assert first is not PASSED
+    executor.close()
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_blocks_that_a_failed_device_left_are_not_moved_to_the_pool(
+    copier: Copier, lost: bool
+) -> None:
+    moves = Moves()
+    executor = TierExecutor(copier, lambda load: None, moves)  # type: ignore[arg-type]
+    copier.host_is_lost = lost
+    move = PoolMove(7, fetches=False, prefixes=(1,), block_ids=(2,), timeout_s=1.0)
+    executor.begin_step(StepPlan(moves=[move]))
+    asyncio.run(until(lambda: bool(moves.begun or moves.refused)))
+    assert (moves.begun, moves.refused) == (([], [move]) if lost else ([move], []))
     executor.close()

@@ -223,6 +223,29 @@ def test_a_published_block_that_is_computed_again_is_published_again(lookup: Loo
         tiers.pool.moves_ended([(move.number, 1)])
 
 
+def test_blocks_beyond_the_bound_are_withdrawn_least_recently_used_first(
+    lookup: Lookup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_planner, "ANNOUNCED_MAX", 4)
+    tiers = planner(lookup, publishes=True)
+
+    def publish(request_id: str, *numbers: int) -> list[list[bytes]]:
+        computed(tiers, request_id, hashes(*numbers))
+        tiers.pool.moves_ended([(move.number, len(move.prefixes)) for move in moves_of(tiers)])
+        return [
+            change.block_hashes
+            for change in tiers.take_changes()
+            if change.tier == Tier.REMOTE and not change.stored
+        ]
+
+    assert publish("a", 1, 2) == []
+    assert publish("b", 3, 4) == []
+    assert publish("again", 1, 2) == []
+    # Of a prompt's blocks the last goes first: it is of no use without those before it.
+    assert publish("c", 5) == [hashes(4)]
+    assert publish("d", 6, 7) == [hashes(3, 2)]
+
+
 def test_an_engine_without_requests_makes_steps_for_moves_of_a_moment(
     lookup: Lookup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,4 +285,4 @@ def test_a_lost_store_withdraws_what_it_had(lookup: Lookup) -> None:
     tiers.pool.lost()
     assert tiers.take_changes() == []
     moves_of(tiers)
-    assert tiers.take_changes() == [BlockChange(Tier.REMOTE, False, hashes(1, 2))]
+    assert tiers.take_changes() == [BlockChange(Tier.REMOTE, False, hashes(2, 1))]
