@@ -68,18 +68,26 @@ up: runtime $(MODEL)/config.json ## start the four services on loopback until Ct
 	@$(BIN)/headrace up
 
 REQUESTS ?= $(if $(RDMA),200,10000)
-.PHONY: test test-fast test-vllm test-clients chaos soak churn mutation test-gpu test-kube test-rdma test-rdma-vllm test-install test-upgrade
-.PHONY: test-quickstart lint docs format type
+.PHONY: test test-fast test-vllm test-deployments test-all test-clients chaos soak churn mutation test-gpu test-kube test-rdma test-rdma-vllm
+.PHONY: test-install test-upgrade test-quickstart lint docs format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
-test: VLLM_TESTS := vllm and not long
-test: test-vllm test-fast ## all tests but the long ones with vLLM
+test: VLLM_TESTS := vllm and core
+test: test-fast test-vllm ## what each change must pass: units, components, the core of whole deployments and of vLLM
 
-test-fast: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## the tests that need no vLLM
-	@$(PYTEST) -m 'not vllm and not kube' --numprocesses 4 --dist worksteal $(ARGS)
+FAST_TESTS := not vllm and not kube and (core or not deployment)
+test-fast: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## the part of make test without vLLM
+	@rm -f build/flaky.md
+	@$(PYTEST) -m '$(FAST_TESTS)' --numprocesses 4 --dist worksteal --second-run $(ARGS)
+
+test-deployments: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## whole deployments that make test leaves out, attacks and small benches too
+	@$(PYTEST) tests/suite tests/security -m 'not vllm and not kube and not core' --numprocesses 4 --dist worksteal --second-run $(ARGS)
+
+test-all: setup ## everything that make test leaves out, but for hours of load, with a table at the end (ARGS="--from test-kube", "--only docs")
+	@$(BIN)/python scripts/test_all.py $(ARGS)
 
 VLLM_TESTS := vllm
 test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(DEEP_MODEL)/config.json $(MANY_HEADS_MODEL)/config.json $(TINY_ADAPTERS)/poet/adapter_config.json $(addsuffix /config.json,$(HYBRID_MODELS)) ## the tests with vLLM, the long ones too
-	@$(PYTEST) -m '$(VLLM_TESTS)' $(ARGS)
+	@$(PYTEST) -m '$(VLLM_TESTS)' --second-run $(ARGS)
 
 test-clients: setup ## chat clients in C++, Go, Java, Node and Rust: as root it installs their Debian packages (CLIENTS="cpp go")
 	@$(BIN)/python scripts/build_clients.py --install $(CLIENTS)
@@ -141,7 +149,7 @@ format: setup ## rewrite the code and the protos in the project's format
 type: setup ## types only
 	$(BIN)/mypy
 
-.PHONY: lock protos-baseline dist release images test-images test-containers clean
+.PHONY: lock protos-baseline dist release images test-images clean
 lock: setup ## rewrite requirements/ from pyproject.toml and what is installed in .venv
 	@$(BIN)/python scripts/lock_requirements.py
 
@@ -159,13 +167,9 @@ images: runtime $(MODEL)/config.json ## build the container images and ask them 
 	@docker/try.sh
 
 test-images: setup ## the images of router, registry, planner and simulated workers: sizes, contents, rights, a chat with mutual TLS
-	@docker/build.sh registry router planner prefill-sim decode-sim
-	@PYTHONPATH=scripts $(BIN)/python -m tests.images
-
-test-containers: setup ## the short part of test-images, on four containers: skipped where none can be built
 	@docker/available.sh || { echo "SKIPPED: images cannot be built here, see above"; exit 0; }; \
-	docker/build.sh registry router prefill-sim decode-sim; \
-	PYTHONPATH=scripts $(BIN)/python -m tests.images --no-planner
+	docker/build.sh registry router planner prefill-sim decode-sim; \
+	PYTHONPATH=scripts $(BIN)/python -m tests.images
 
 clean: ## remove everything that set-up and tests wrote, the models too
 	rm -rf .venv .cache libs/headrace models node_modules tests/clients/node/node_modules build dist

@@ -11,7 +11,9 @@ from hypothesis import settings
 
 from headrace_common.access.local_key import FOLDER_VARIABLE
 
-pytest_plugins = ["tests.standstill"]
+pytest_plugins = ["tests.second_run"]
+
+DEPLOYMENT_FOLDERS = {"suite", "security", "clients"}
 
 # Services on loopback sign their tokens with this user's local key. Tests have a key of their own.
 _credentials = tempfile.TemporaryDirectory(prefix="headrace-credentials-")
@@ -45,13 +47,20 @@ def pytest_runtest_makereport() -> object:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks tests of whole deployments by their folder."""
+    if not DEPLOYMENT_FOLDERS.isdisjoint(item.path.parts):
+        item.add_marker(pytest.mark.deployment)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives every process of pytest-xdist an equal share of the whole deployments first, and quick tests last. So no
     process is left alone with a long test at the end.
     """
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    slow = [item for item in items if "suite" in item.path.parts]
-    quick = [item for item in items if "suite" not in item.path.parts]
+    slow = [item for item in items if item.get_closest_marker("deployment")]
+    quick = [item for item in items if not item.get_closest_marker("deployment")]
     # pytest-xdist deals out neighbours together, which then share their fixtures.
     cuts = [number * len(quick) // count for number in range(count + 1)]
     items[:] = [

@@ -9,21 +9,18 @@ from contextlib import ExitStack
 import pytest
 
 from tests.component.chart.custom import DEFINITIONS
-from tests.first_failure import FirstFailure
 from tests.kube.cluster import Cluster, as_list, require_programs, running_cluster
 from tests.kube.node import FakeNode
 
 _NUMBERS = itertools.count()
-_START = FirstFailure()
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     require_programs()
     with ExitStack() as stack:
-        with _START.repeated():
-            found = stack.enter_context(running_cluster(tmp_path_factory.mktemp("cluster")))
-            define_custom_resources(found)
+        found = stack.enter_context(running_cluster(tmp_path_factory.mktemp("cluster")))
+        define_custom_resources(found)
         yield found
 
 

@@ -11,7 +11,7 @@ from tests.vllm.conftest import RunJob
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stages", [1, 2])
 def test_aborts_in_every_state_free_all_blocks(run_job: RunJob, stages: int) -> None:
     result = run_job("tests.vllm.aborts:measure", model="tiny-llama", stages=stages)
     start = EngineLoad(**result["start"])

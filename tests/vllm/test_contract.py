@@ -18,7 +18,7 @@ import pytest
 from headrace_engine.vllm.compat import require_vllm
 from tests.vllm.conftest import IMPORTS_VLLM
 
-pytestmark = IMPORTS_VLLM
+pytestmark = [pytest.mark.core, *IMPORTS_VLLM]
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 OUTPUT = "vllm.v1.core.sched.output"

@@ -67,7 +67,7 @@ async def plain_of(pair: Pair, prompt: list[int], sampling: Sampling) -> Answer:
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
-@pytest.mark.parametrize("generated", [0, 1, pytest.param(5, marks=pytest.mark.long)])
+@pytest.mark.parametrize("generated", [0, 1, 5])
 async def test_a_continued_answer_equals_an_uninterrupted_one(
     pair: Pair, name: str, remote: bool, generated: int
 ) -> None:
@@ -121,6 +121,7 @@ async def test_chunks_of_a_long_prompt_do_not_advance_the_seed(pair: Pair) -> No
 # The first token from prefill, or from its logits.
 
 
+@pytest.mark.core
 @by_each
 @pytest.mark.parametrize("name", EVERYTHING)
 async def test_an_answer_after_a_first_token_equals_plain_vllm(
@@ -227,16 +228,14 @@ async def test_logits_of_another_vocabulary_are_rejected(pair: Pair) -> None:
     [
         # These blocks hold at most four of the six whole answers.
         pytest.param("tiny-llama", 1, 1, 1, 24, [60], 100, id="preempted"),
-        pytest.param("tiny-llama", 1, 2, 1, 64, [60], 40, id="two-ranks", marks=pytest.mark.long),
-        pytest.param(
-            "tiny-llama", 2, 1, 1, 64, [60], 40, id="two-prefill-ranks", marks=pytest.mark.long
-        ),
-        pytest.param("tiny-llama", 1, 1, 2, 24, [60], 100, id="two-stages", marks=pytest.mark.long),
+        pytest.param("tiny-llama", 1, 2, 1, 64, [60], 40, id="two-ranks"),
+        pytest.param("tiny-llama", 2, 1, 1, 64, [60], 40, id="two-prefill-ranks"),
+        pytest.param("tiny-llama", 1, 1, 2, 24, [60], 100, id="two-stages"),
         pytest.param(
             "SmolLM2-135M-Instruct",
             *(1, 1, 1, 128, [33, 600], 16),
             id="trained",
-            marks=[pytest.mark.long, pytest.mark.timeout(300)],
+            marks=[pytest.mark.timeout(300)],
         ),
     ],
 )

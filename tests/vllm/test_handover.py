@@ -28,6 +28,7 @@ def block_bytes(pair: Pair) -> int:
     return layout.layer_count * layer
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("length", LENGTHS)
 async def test_greedy_tokens_equal_plain_vllm(pair: Pair, length: int) -> None:
     prompt = prompt_of(length)

@@ -14,19 +14,18 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
     [
         "tiny-deepseek-v2",
         "tiny-gemma3",
-        "tiny-lfm2",
+        pytest.param("tiny-lfm2", marks=pytest.mark.core),
         "tiny-mamba2",
-        pytest.param("tiny-deepseek-v3", marks=pytest.mark.long),
-        pytest.param("tiny-gpt-oss", marks=pytest.mark.long),
-        pytest.param("tiny-llama4", marks=pytest.mark.long),
-        pytest.param("tiny-qwen3-next", marks=pytest.mark.long),
+        "tiny-deepseek-v3",
+        "tiny-gpt-oss",
+        "tiny-llama4",
+        "tiny-qwen3-next",
     ],
 )
 def test_two_engines_answer_as_one(run_job: RunJob, model: str) -> None:
     check(run_job, model)
 
 
-@pytest.mark.long
 def test_two_engines_with_quantized_kv_answer_as_one(run_job: RunJob) -> None:
     check(run_job, "tiny-llama", variant="fp8")
 

@@ -52,7 +52,6 @@ def test_overlapped_requests_give_equal_tokens_and_fail_alone(run_job: RunJob) -
     assert shared["answer"] == shared["plain"]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "model, prefill_ranks, decode_ranks",
     [("tiny-llama", 1, 2), ("tiny-llama", 2, 1), ("tiny-deepseek-v3", 1, 1)],

@@ -24,6 +24,7 @@ PROMPTS = (
 TOKENS = 24
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.core,
     pytest.mark.timeout(280),
     pytest.mark.filterwarnings("ignore"),
 ]

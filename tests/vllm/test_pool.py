@@ -18,7 +18,7 @@ WHOLE = PROMPT_TOKENS - 1
         ("tiny-llama-deep", 1, 1, 393_216, 1),
         ("tiny-llama", 2, 2, 131_072, 1),
         ("tiny-llama", 1, 2, 131_072, 1),
-        pytest.param("tiny-llama", 1, 1, 131_072, 2, marks=pytest.mark.long),
+        ("tiny-llama", 1, 1, 131_072, 2),
     ],
 )
 def test_evicted_prompts_return_from_the_pool_and_a_killed_store_costs_no_answer(

@@ -114,8 +114,8 @@ async def test_turns_are_fetched_with_equal_tokens_and_a_killed_source_costs_no_
     ("model", "prefill_ranks", "decode_ranks", "stages"),
     [
         ("tiny-llama-deep", 1, 1, 1),
-        pytest.param("tiny-llama", 2, 1, 1, marks=pytest.mark.long),
-        pytest.param("tiny-llama", 1, 1, 2, marks=pytest.mark.long),
+        ("tiny-llama", 2, 1, 1),
+        ("tiny-llama", 1, 1, 2),
     ],
 )
 def test_every_turn_fetches_what_decode_has_and_a_frozen_source_costs_no_answer(

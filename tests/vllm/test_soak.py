@@ -18,7 +18,7 @@ GROWTH_MIB = 64
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(240)]
 
 
-@pytest.mark.parametrize("requests", [60, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("requests", [60, 500])
 def test_mixed_requests_free_every_block(run_job: RunJob, requests: int) -> None:
     result = SoakResult(**run_job("tests.vllm.soak:measure", model="tiny-llama", requests=requests))
     print(result)

@@ -7,7 +7,7 @@ import pytest
 from tests.vllm.conftest import RunJob
 from tests.vllm.speculation import SAMPLING
 
-pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 
 
 def test_decode_may_draft_tokens_from_the_request(run_job: RunJob) -> None:

@@ -25,17 +25,17 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 SHAPES = [
     (GROUPED, (2, 1), (1, 1), 1),
     (LATENT, (2, 1), (1, 1), 1),
-    pytest.param(GROUPED, (2, 1), (1, 2), 2, marks=pytest.mark.long),
-    pytest.param(GROUPED, (1, 1), (2, 1), 1, marks=pytest.mark.long),
-    pytest.param(GROUPED, (1, 2), (2, 1), 2, marks=pytest.mark.long),
-    pytest.param(GROUPED, (2, 1), (2, 1), 1, marks=pytest.mark.long),
-    pytest.param(GROUPED, (2, 2), (1, 1), 2, marks=pytest.mark.long),
+    (GROUPED, (2, 1), (1, 2), 2),
+    (GROUPED, (1, 1), (2, 1), 1),
+    (GROUPED, (1, 2), (2, 1), 2),
+    (GROUPED, (2, 1), (2, 1), 1),
+    (GROUPED, (2, 2), (1, 1), 2),
     # Stages of one, one and two layers to stages of two.
-    pytest.param(MANY, (3, 1), (2, 1), 1, marks=pytest.mark.long),
+    (MANY, (3, 1), (2, 1), 1),
     # The ranks of each stage of decode copy the one head to each other.
-    pytest.param(SINGLE, (1, 1), (2, 2), 1, marks=pytest.mark.long),
-    pytest.param(LATENT, (1, 1), (2, 1), 1, marks=pytest.mark.long),
-    pytest.param(LATENT_WIDE, (2, 1), (1, 2), 1, marks=pytest.mark.long),
+    (SINGLE, (1, 1), (2, 2), 1),
+    (LATENT, (1, 1), (2, 1), 1),
+    (LATENT_WIDE, (2, 1), (1, 2), 1),
 ]
 
 
@@ -58,7 +58,6 @@ def test_tokens_equal_plain_vllm_and_each_rank_sends_its_own_layers(
     check_stages(result, prefill_ranks, decode_ranks)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("prefill_stages", "decode_stages"), [(2, 1), (1, 2)])
 @pytest.mark.parametrize(
     ("model", "variant"),

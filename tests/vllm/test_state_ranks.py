@@ -19,12 +19,12 @@ ROUNDING_MAX = 0.3
     ("model", "prefill_ranks", "decode_ranks", "heads"),
     [
         ("tiny-lfm2", 2, 1, [64, 64]),
-        pytest.param("tiny-lfm2", 1, 2, [64, 64], marks=pytest.mark.long),
+        ("tiny-lfm2", 1, 2, [64, 64]),
         # Heads, and groups of heads. Of a single group, every rank has a copy.
-        pytest.param("tiny-mamba2", 2, 1, [8, 1], marks=pytest.mark.long),
-        pytest.param("tiny-mamba2", 1, 2, [8, 1], marks=pytest.mark.long),
-        pytest.param("tiny-mamba2-groups", 2, 1, [8, 2], marks=pytest.mark.long),
-        pytest.param("tiny-mamba2-groups", 1, 2, [8, 2], marks=pytest.mark.long),
+        ("tiny-mamba2", 2, 1, [8, 1]),
+        ("tiny-mamba2", 1, 2, [8, 1]),
+        ("tiny-mamba2-groups", 2, 1, [8, 2]),
+        ("tiny-mamba2-groups", 1, 2, [8, 2]),
     ],
 )
 def test_tokens_equal_plain_vllm_whatever_the_ranks(
@@ -36,7 +36,6 @@ def test_tokens_equal_plain_vllm_whatever_the_ranks(
     assert max(max(one["differences"]) for one in result["prompts"]) < 1e-4
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(2, 1), (1, 2)])
 def test_delta_nets_differ_by_rounding_only(
     run_job: RunJob, prefill_ranks: int, decode_ranks: int

@@ -31,7 +31,6 @@ from tests.vllm.stock import (
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.long,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.timeout(480),
     pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make model"),

@@ -13,7 +13,6 @@ from tests.vllm.test_stock import params_of, prompt_of
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.long,
     pytest.mark.timeout(480),
     pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make model"),
 ]

@@ -40,23 +40,23 @@ MODELS = {
 # destination keeps. With one KV head every rank holds a copy of it. Only one of prefill's sends. Only one of decode's
 # receives, and copies to the others.
 PAIRS = [
-    (GROUPED, 2, 1, 2),
+    pytest.param(GROUPED, 2, 1, 2, marks=pytest.mark.core),
     (SINGLE, 2, 2, 1),
     (LATENT, 2, 1, 1),
-    pytest.param(GROUPED, 1, 1, 1, marks=pytest.mark.long),
-    pytest.param(GROUPED, 1, 2, 2, marks=pytest.mark.long),
-    pytest.param(GROUPED, 2, 2, 2, marks=pytest.mark.long),
-    pytest.param(SINGLE, 1, 1, 1, marks=pytest.mark.long),
-    pytest.param(SINGLE, 1, 2, 1, marks=pytest.mark.long),
-    pytest.param(SINGLE, 2, 1, 1, marks=pytest.mark.long),
-    pytest.param(LATENT_WIDE, 1, 2, 1, marks=pytest.mark.long),
-    pytest.param(MANY, 3, 1, 3, marks=pytest.mark.long),
+    (GROUPED, 1, 1, 1),
+    (GROUPED, 1, 2, 2),
+    (GROUPED, 2, 2, 2),
+    (SINGLE, 1, 1, 1),
+    (SINGLE, 1, 2, 1),
+    (SINGLE, 2, 1, 1),
+    (LATENT_WIDE, 1, 2, 1),
+    (MANY, 3, 1, 3),
     # Ranks of 4 heads to ranks of 6: the middle one's heads are divided.
-    pytest.param(MANY, 3, 2, 4, marks=pytest.mark.long),
-    pytest.param(GROUPED, 4, 1, 4, marks=pytest.mark.long),
-    pytest.param(GROUPED, 1, 4, 4, marks=pytest.mark.long),
+    (MANY, 3, 2, 4),
+    (GROUPED, 4, 1, 4),
+    (GROUPED, 1, 4, 4),
     # More ranks than heads.
-    pytest.param(SINGLE, 4, 1, 1, marks=pytest.mark.long),
+    (SINGLE, 4, 1, 1),
 ]
 
 
@@ -130,7 +130,6 @@ def check_writes(answer: Transferred, starts: range, writes: int, result: CellRe
     assert destinations == set(range(len(result.decode_sessions)))
 
 
-@pytest.mark.long
 def test_without_local_broadcast_each_rank_receives_its_own_bytes(run_job: RunJob) -> None:
     result = result_of(run_job, SINGLE, 1, 2, local_broadcast=False)
     assert [answer.token_ids for answer in result.split] == result.plain

@@ -16,9 +16,9 @@ HALF = 160
 @pytest.mark.parametrize(
     ("model", "tensor_parallel_size", "stages", "host_blocks", "disk_blocks"),
     [
-        ("tiny-llama-deep", 1, 1, 20, 100),
+        pytest.param("tiny-llama-deep", 1, 1, 20, 100, marks=pytest.mark.core),
         ("tiny-llama", 2, 1, 120, 0),
-        pytest.param("tiny-llama", 1, 2, 120, 0, marks=pytest.mark.long),
+        ("tiny-llama", 1, 2, 120, 0),
     ],
 )
 def test_evicted_prompts_return_with_equal_answers(
@@ -64,7 +64,7 @@ def test_evicted_prompts_return_with_equal_answers(
 
 @pytest.mark.parametrize(
     ("fault", "at_once"),
-    [("truncated", False), pytest.param("changed", True, marks=pytest.mark.long)],
+    [("truncated", False), ("changed", True)],
 )
 def test_what_prefill_cannot_load_is_computed_with_equal_answers(
     run_job: RunJob, fault: str, at_once: bool

@@ -1,0 +1,149 @@
+"""Runs the long checks target by target: python scripts/test_all.py [--from TARGET] [--only TARGET ...]
+
+A failed target does not keep later ones from running. At the end a table has the result, the seconds and the reason of
+each. Results are stored after each target, so `--from` continues an earlier run, and the table has both. The output of
+a target is in `build/test-all/TARGET.log`. The exit status is 1 when a target of the table has failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+FOLDER: Final = ROOT / "build/test-all"
+LIMITS_S: Final = {
+    "docs": 600,
+    "test-deployments": 3600,
+    "test-clients": 2400,
+    "test-vllm": 5400,
+    "test-rdma": 3600,
+    "test-rdma-vllm": 3600,
+    "test-quickstart": 600,
+    "test-upgrade": 900,
+    "test-install": 3600,
+    "test-images": 3600,
+    "test-kube": 3600,
+    "release": 1800,
+    "churn": 900,
+}
+"""Targets of the Makefile in the order of their runs, with the seconds that each may take."""
+_KILL_S: Final = 30.0
+_SKIPPED: Final = re.compile(r"^SKIPPED(?: \[\d+\] \S+)?:? (.+)$", re.MULTILINE)
+_REASON: Final = re.compile(r"^(?:FAILED|ERROR|E  |make: \*\*\*|error:|.*Error:).*$", re.MULTILINE)
+_REASON_CHARACTERS: Final = 160
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a target ended. `notes` are the reason of a failure, or what was skipped and why."""
+
+    target: str
+    result: str
+    seconds: int
+    notes: list[str]
+
+
+def run(target: str, limit_s: float) -> Result:
+    """Runs `make TARGET`. Ends it with all its children after `limit_s`."""
+    log = FOLDER / f"{target}.log"
+    started_s = time.monotonic()
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            ("make", target),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _end(process)
+    return judge(
+        target,
+        status,
+        limit_s,
+        int(time.monotonic() - started_s),
+        log.read_text("utf-8", "replace"),
+    )
+
+
+def judge(target: str, status: int | None, limit_s: float, seconds: int, output: str) -> Result:
+    """The result from an exit status, None after the limit, and from what the target has printed."""
+    skipped = list(dict.fromkeys(_SKIPPED.findall(output)))
+    if status == 0:
+        ran = re.search(r"\d+ passed|passed$", output, re.MULTILINE)
+        return Result(target, "passed" if ran or not skipped else "skipped", seconds, skipped)
+    if status is None:
+        return Result(target, "failed", seconds, [f"not done in {limit_s:.0f} s"])
+    found = _REASON.findall(output)
+    failed = [line for line in found if line.startswith(("FAILED", "ERROR"))]
+    last = (found or output.splitlines() or ["no output"])[-1:]
+    return Result(target, "failed", seconds, failed or last)
+
+
+def table(results: Sequence[Result]) -> str:
+    """One row for each target."""
+    width = max(len(one.target) for one in results)
+    lines = [f"{'target':{width}}  result   seconds  reason"]
+    for one in results:
+        notes = [note[:_REASON_CHARACTERS] for note in one.notes] or [""]
+        if one.result == "passed":
+            notes = [f"skipped: {note}" if note else "" for note in notes]
+        lines.append(f"{one.target:{width}}  {one.result:7}  {one.seconds:7}  {notes[0]}")
+        lines += [f"{'':{width}}  {'':7}  {'':7}  {note}" for note in notes[1:]]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends what is left of the target."""
+    for number, wait_s in ((signal.SIGTERM, _KILL_S), (signal.SIGKILL, _KILL_S)):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(wait_s)
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def main() -> int:
+    """Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    targets = list(LIMITS_S)
+    parser.add_argument("--from", dest="first", choices=targets, help="continue with this target")
+    parser.add_argument("--only", nargs="+", choices=targets, help="run these targets")
+    options = parser.parse_args()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    file = FOLDER / "results.json"
+    resumes = options.first or options.only
+    results: dict[str, Result] = {}
+    if resumes and file.exists():
+        results = {one["target"]: Result(**one) for one in json.loads(file.read_text("utf-8"))}
+    chosen = options.only or targets[targets.index(options.first) if options.first else 0 :]
+    for target in chosen:
+        print(f"make {target}", flush=True)
+        results[target] = run(target, LIMITS_S[target])
+        rows = [asdict(results[name]) for name in targets if name in results]
+        file.write_text(json.dumps(rows, indent=1), "utf-8")
+    ordered = [results[name] for name in targets if name in results]
+    print(table(ordered))
+    return int(any(one.result == "failed" for one in ordered))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
