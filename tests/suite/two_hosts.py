@@ -24,6 +24,7 @@ _MARK: Final = "end of command"
 _READ_BYTES: Final = 65_536
 _COMMAND_S: Final = 120.0
 _END_S: Final = 30.0
+_READY_S: Final = 90.0
 _SCP: Final = """#!/bin/sh
 # Stands for scp: hosts are folders here. Copies [-r] SOURCE TARGET, one of them as HOST:PATH.
 set -eu
@@ -33,26 +34,34 @@ there() { case $1 in *:*) echo "$HOSTS/${1%%:*}${1#*:}" ;; *) echo "$1" ;; esac;
 cp $flags "$(there "$1")" "$(there "$2")"
 """
 _SYSTEMCTL: Final = """#!{python}
-# Stands for systemctl: starts what a unit's ExecStart names, with its Environment.
-import os, pathlib, shlex, subprocess, sys
+# Stands for systemctl: starts what a unit's ExecStart names, with its Environment, and waits until it is ready.
+import os, pathlib, shlex, socket, subprocess, sys
 
 words = sys.argv[1:]
 if words == ["daemon-reload"]:
     sys.exit(0)
 assert words[:2] == ["enable", "--now"], words
 home = pathlib.Path(os.environ["HOME"])
+ready = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+ready.settimeout({ready_s})
+address = str(home / "notify")
+ready.bind(address)
 for name in words[2:]:
     text = pathlib.Path(f"/etc/systemd/system/{{name}}.service").read_text()
     settings = [line.partition("=") for line in text.splitlines() if "=" in line and line[0] != "#"]
     (start,) = (value for key, _, value in settings if key == "ExecStart")
     own = dict(value.split("=", 1) for key, _, value in settings if key == "Environment")
+    assert ("Type", "=", "notify") in settings, name
     with (home / f"{{name}}.log").open("wb") as log:
         process = subprocess.Popen(
             shlex.split(start), stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-            env={{**os.environ, **own, "HOME": str(home)}}, start_new_session=True,
+            env={{**os.environ, **own, "HOME": str(home), "NOTIFY_SOCKET": address}},
+            start_new_session=True,
         )
     with (home / "pids").open("a") as pids:
         pids.write(f"{{process.pid}}\\n")
+for _ in words[2:]:
+    assert ready.recv(64) == b"READY=1"
 """
 
 
@@ -124,7 +133,10 @@ def two_hosts(
     """Two hosts with these addresses in one network of 24 bits."""
     programs = folder / "programs"
     programs.mkdir()
-    for name, text in (("scp", _SCP), ("systemctl", _SYSTEMCTL.format(python=sys.executable))):
+    for name, text in (
+        ("scp", _SCP),
+        ("systemctl", _SYSTEMCTL.format(python=sys.executable, ready_s=_READY_S)),
+    ):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     hosts = folder / "hosts"

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,6 +213,7 @@ class GrpcServer:
     async def serve_until_signal(self, on_drain: Drainer) -> None:
         """As serve_until_stopped; SIGTERM and SIGINT call `request_stop`."""
         with stop_signals(self.request_stop):
+            notify_ready()
             await self.serve_until_stopped(on_drain)
 
     async def serve_until_stopped(self, on_drain: Drainer) -> None:
@@ -274,6 +276,19 @@ def stop_signals(on_signal: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
+
+
+def notify_ready() -> None:
+    """Reports to systemd that this process serves, if a unit of the type notify has started it."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        try:
+            # "@" stands for the first byte of an abstract address.
+            sender.sendto(b"READY=1", f"\0{address[1:]}" if address[0] == "@" else address)
+        except OSError as error:
+            _LOG.warning("systemd gets no report of the start on %s: %s", address, error)
 
 
 def write_port_file(path: str, advertised: str) -> None:

@@ -14,7 +14,13 @@ from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.registry.renewals import LeaseRenewals
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
-from headrace_common.rpc.server import Drainer, GrpcServer, stop_signals, write_port_file
+from headrace_common.rpc.server import (
+    Drainer,
+    GrpcServer,
+    notify_ready,
+    stop_signals,
+    write_port_file,
+)
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_engine.interface import Engine
 from headrace_engine.worker.config import Config, WorkerConfig
@@ -116,6 +122,7 @@ class WorkerHost:
             if self._config.workers_per_process > 1 and self._config.port_file:
                 write_port_file(self._config.port_file, "\n".join(self._servers))
             self._signals.enter_context(stop_signals(self._request_stop))
+            notify_ready()
         await server.serve_until_stopped(on_drain)
 
     async def close(self) -> None:

@@ -75,6 +75,9 @@ def test_a_unit_runs_its_service_confined_and_drains(name: str) -> None:
     grace_s = CONFIGS[name].model_fields["drain_grace_s"].default
     assert float(service["TimeoutStopSec"]) >= 2 * grace_s
     assert service["User"] == "headrace"
+    assert service["Type"] == "notify"
+    # Loading a model has no bound.
+    assert (service.get("TimeoutStartSec") == "infinity") == (name in WORKERS)
     for setting in ("NoNewPrivileges", "ProtectHome", "PrivateTmp"):
         assert service[setting] == "true"
     assert service["CapabilityBoundingSet"] == ""
