@@ -19,6 +19,7 @@ from headrace.inference.v1 import (
 )
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_cli.starting import wait_until_started
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.deadlines import Deadline
@@ -40,6 +41,14 @@ def rpc_errors(what: str) -> AbstractContextManager[None]:
 def call_channel(endpoint: str) -> grpc.aio.Channel:
     """Opens a channel to a service, as an operator. The environment names certificates and token."""
     return open_channel(endpoint, Credentials.from_environment(Role.OPERATOR))
+
+
+@asynccontextmanager
+async def started_channel(endpoint: str) -> AsyncIterator[grpc.aio.Channel]:
+    """As call_channel, to a service that may be starting."""
+    await wait_until_started(endpoint)
+    async with call_channel(endpoint) as channel:
+        yield channel
 
 
 def read_api_key() -> str:
@@ -135,7 +144,7 @@ class RouterOperator:
 async def open_router(endpoint: str) -> AsyncIterator[RouterClient]:
     """Opens a client of the router with its client listener at "host:port"."""
     api_key = read_api_key()
-    async with call_channel(endpoint) as channel:
+    async with started_channel(endpoint) as channel:
         yield RouterClient(endpoint, channel, api_key)
 
 
@@ -151,7 +160,7 @@ async def list_members(registry: str) -> list[registry_pb2.Member]:
     """The registered members, by worker id."""
     members: list[registry_pb2.Member] = []
     page_token = ""
-    async with call_channel(registry) as channel:
+    async with started_channel(registry) as channel:
         stub = registry_pb2_grpc.RegistryServiceStub(channel)
         with rpc_errors(f"the registry on {registry}"):
             while True:

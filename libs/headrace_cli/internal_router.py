@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.client import list_members
+from headrace_cli.starting import wait_until_started
 from headrace_cli.up.state import find_registry
 from headrace_common.errors import NotFound
 
@@ -16,6 +17,7 @@ async def find_internal(internal: str, registry: str, router: str) -> str:
     NotFound.
     """
     if internal:
+        await wait_until_started(internal)
         return internal
     routers = {
         member.client_endpoint: member.endpoint

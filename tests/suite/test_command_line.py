@@ -136,7 +136,7 @@ async def test_chat_workers_and_trace_find_the_deployment_of_up(tmp_path: Path) 
         assert trace_id in many.out
         await every_answer_is_a_document(router, trace_id)
         await a_watch_goes_on_until_ctrl_c(router)
-        unknown = await headrace("trace", "nobody", "--router", router, "--wait", "0")
+        unknown = await headrace("trace", "nobody", "--router", router, "--spans-wait", "0")
         assert unknown.status == 1
         assert len(unknown.err.splitlines()) == 1
         process.send_signal(signal.SIGINT)

@@ -17,6 +17,7 @@ from headrace_cli.exit_status import failures_as_exit, run_command
 from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import DEFAULT_ROUTER, MaxTokens, RequestModel, Router, SystemMessage
 from headrace_cli.records import ChatRecord
+from headrace_cli.starting import WAIT_S, Wait
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import ConfigError, InternalError
 from headrace_common.latency.breakdown import breakdown_object
@@ -61,7 +62,7 @@ def register(app: typer.Typer) -> None:
     )(chat)
 
 
-def chat(
+def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     prompt: Annotated[str, typer.Argument(help="Prompt to run; without it, a conversation.")] = "",
     router: Router = DEFAULT_ROUTER,
     model: RequestModel = "",
@@ -73,6 +74,7 @@ def chat(
     timing: Annotated[
         bool, typer.Option("--timing", help="Show the parts of the time to the first token.")
     ] = False,
+    wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
     """Runs one prompt, or without a prompt a conversation."""

@@ -13,6 +13,7 @@ from headrace_cli.exit_status import run_command
 from headrace_cli.json_output import Json, print_record
 from headrace_cli.members.drain import drain_worker
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
+from headrace_cli.starting import WAIT_S, Wait
 from headrace_cli.up.state import find_registry
 from headrace_common.limits import DRAIN_GRACE_MAX_S
 
@@ -43,9 +44,10 @@ def drain(
             "[default: the worker's drain_grace_s]",
         ),
     ] = None,
-    wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Return when the worker has ended, or at once.")
-    ] = True,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="Return at once, not when the worker has ended.")
+    ] = False,
+    wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
     """Ends a worker as SIGTERM does: it rejects new requests, finishes those it has, and exits."""
@@ -53,7 +55,7 @@ def drain(
     async def work() -> None:
         found = registry or find_registry(router)
         console = None if as_json else answer_console()
-        record = await drain_worker(found, worker, grace, wait=wait, console=console)
+        record = await drain_worker(found, worker, grace, wait=not no_wait, console=console)
         if as_json:
             print_record(record)
 

@@ -15,13 +15,14 @@ from rich.table import Table
 
 from headrace.inference.v1.priority_pb2 import Priority
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
-from headrace_cli.client import CALL_TIMEOUT_S, call_channel, rpc_errors
+from headrace_cli.client import CALL_TIMEOUT_S, rpc_errors, started_channel
 from headrace_cli.console import answer_console
 from headrace_cli.contexts.choice import AddressedCommand
 from headrace_cli.exit_status import run_command
 from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
 from headrace_cli.records import PolicyRecord
+from headrace_cli.starting import WAIT_S, Wait
 from headrace_cli.up.state import find_registry
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import ConfigError
@@ -49,7 +50,10 @@ def register(app: typer.Typer) -> None:
 
 
 def get_policy(
-    router: Router = DEFAULT_ROUTER, registry: Registry = "", as_json: Json = False
+    router: Router = DEFAULT_ROUTER,
+    registry: Registry = "",
+    wait: Wait = WAIT_S,
+    as_json: Json = False,
 ) -> None:
     """Shows the policy in force."""
 
@@ -66,6 +70,7 @@ def change_policy(
     ],
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
+    wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
     """Changes the named fields; every router follows within a second."""
@@ -78,7 +83,7 @@ def change_policy(
 
 async def read_policy(registry: str) -> registry_pb2.GetPolicyResponse:
     """The policy in force and its revision."""
-    async with call_channel(registry) as channel:
+    async with started_channel(registry) as channel:
         return await _get(registry_pb2_grpc.RegistryServiceStub(channel), registry)
 
 
@@ -88,7 +93,7 @@ async def set_policy(registry: str, changes: Sequence[str]) -> registry_pb2.GetP
     Raises ConfigError for an unknown field or a value that cannot be parsed. Raises InvalidRequest for a value that
     the registry rejects, Conflict when another change comes in between.
     """
-    async with call_channel(registry) as channel:
+    async with started_channel(registry) as channel:
         stub = registry_pb2_grpc.RegistryServiceStub(channel)
         current = await _get(stub, registry)
         policy = current.policy

@@ -29,6 +29,7 @@ from headrace_cli.options import (
     SystemMessage,
 )
 from headrace_cli.records import CandidateRecord, RouteRecord
+from headrace_cli.starting import WAIT_S, Wait
 from headrace_cli.tables import Column, fitted_table
 
 
@@ -51,6 +52,7 @@ def route(
     explain: Annotated[
         bool, typer.Option("--explain", help="List the candidates and the cost of each.")
     ] = False,
+    wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
     """Shows where a prompt would be routed now, and why, without running it."""

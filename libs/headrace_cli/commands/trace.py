@@ -22,7 +22,7 @@ from headrace_cli.internal_router import find_internal
 from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router, RouterInternal
 from headrace_cli.records import TracesRecord, TraceSummaryRecord
-from headrace_cli.trace_choice import FAILED, LAST, SLOWEST, chosen_trace
+from headrace_cli.starting import WAIT_S, Wait
 from headrace_cli.trace_export.html import html_page
 from headrace_cli.trace_export.otlp import otlp_object
 from headrace_cli.trace_export.perfetto import perfetto_object
@@ -30,12 +30,18 @@ from headrace_cli.trace_export.record import trace_record
 from headrace_cli.waterfall.compare import draw_comparison
 from headrace_cli.waterfall.draw import draw_layers, draw_trace
 from headrace_common.durations import unix_ns_from_timestamp
-from headrace_common.errors import ConfigError
+from headrace_common.errors import ConfigError, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
+from headrace_common.trace_view.model import TraceView
 from headrace_common.trace_view.reading import read_trace
 
 PIPED_WIDTH: Final = 80
 COMPARE: Final = "compare"
+LAST: Final = "last"
+SLOWEST: Final = "slowest"
+FAILED: Final = "failed"
+SEARCHED_MAX: Final = 256
+"""Traces, newest first, among which the slowest or the last failed one is searched."""
 
 
 def register(app: typer.Typer) -> None:
@@ -76,7 +82,11 @@ def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
             "--list", metavar="N", min=0, max=PAGE_SIZE_MAX, help="List the newest N instead."
         ),
     ] = 0,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the last spans.")] = 2.0,
+    spans_wait: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", min=0, help="Time that the last spans have to arrive."),
+    ] = 2.0,
+    wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
     """Shows where the time of one request went: the sum, its largest part, and the steps of all processes."""
@@ -89,9 +99,9 @@ def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
             if list_count:
                 show_list(await client.traces(list_count), as_json=as_json)
             elif len(names) > 1:
-                await _compare(client, names, wait)
+                await _compare(client, names, spans_wait)
             else:
-                shown = await chosen_trace(client, names[0], wait)
+                shown = await chosen_trace(client, names[0], spans_wait)
                 write_files(shown, files)
                 if as_json:
                     print_record(trace_record(shown))
@@ -121,6 +131,34 @@ async def _compare(client: RouterOperator, names: list[str], wait_s: float) -> N
             first, second, width=_width(console), ascii_only=not can_draw_blocks(console)
         ),
     )
+
+
+async def chosen_trace(client: RouterOperator, name: str, wait_s: float) -> trace_pb2.Trace:
+    """The trace with an id, or the last, the slowest, or the last failed one. Raises NotFound."""
+    if name not in (SLOWEST, FAILED):
+        return await client.trace("" if name == LAST else name, wait_s)
+    best: trace_pb2.Trace | None = None
+    longest_ns = -1
+    for summary in await client.traces(SEARCHED_MAX):
+        try:
+            trace = await client.trace(summary.trace_id, 0.0)
+        except NotFound:
+            # The router has dropped it meanwhile.
+            continue
+        view = read_trace(trace)
+        if name == FAILED and is_failed(view):
+            return trace
+        if name == SLOWEST and view.answered and view.ttft_ns > longest_ns:
+            best, longest_ns = trace, view.ttft_ns
+    if best is None:
+        what = "failed" if name == FAILED else "has a first token"
+        raise NotFound(f"none of the stored requests {what}", metadata={"id": name})
+    return best
+
+
+def is_failed(view: TraceView) -> bool:
+    """Whether the request, or one of its attempts, failed."""
+    return bool(view.error) or any(step.error for step in view.steps)
 
 
 def show_trace(trace: trace_pb2.Trace, console: Console, *, layers: bool) -> None:

@@ -19,6 +19,7 @@ from headrace_cli.members.view import workers_record, workers_view
 from headrace_cli.members.watch import watch_records, watch_table
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
 from headrace_cli.records import ResetRecord
+from headrace_cli.starting import WAIT_S, Wait
 from headrace_cli.up.state import find_registry
 from headrace_common.errors import NotFound
 
@@ -41,6 +42,7 @@ def register(app: typer.Typer) -> None:
 def workers(
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
+    wait: Wait = WAIT_S,
     as_json: Json = False,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Show it again until Ctrl-C.")
@@ -77,6 +79,7 @@ def reset_cache(
     timeout: Annotated[
         float, typer.Option(min=0.5, max=60, help="Seconds to wait for running requests.")
     ] = 10.0,
+    wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
     """Empties workers' prefix caches; routers are notified at once."""

@@ -10,13 +10,14 @@ import typer
 
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 from headrace_cli.addresses import check_address
-from headrace_cli.client import CALL_TIMEOUT_S, call_channel, rpc_errors
+from headrace_cli.client import CALL_TIMEOUT_S, rpc_errors, started_channel
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import run_command
 from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import DEFAULT_ROUTER, Router
 from headrace_cli.planner.reasons import reason_records
 from headrace_cli.records import ExplainedDecision, ExplainRecord
+from headrace_cli.starting import WAIT_S, Wait
 from headrace_cli.tables import Column, fitted_table
 from headrace_cli.up.state import find_planner
 from headrace_common.durations import seconds_from_duration, unix_s_from_timestamp
@@ -49,6 +50,7 @@ def explain(
     changes: Annotated[
         bool, typer.Option("--changes", help="Of these, show only those that ask for a change.")
     ] = False,
+    wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
     """Shows what a running planner has decided, and why."""
@@ -66,7 +68,7 @@ def explain(
 
 async def read_explanation(planner: str, count: int) -> ExplainRecord:
     """The planner's state and its last decisions. Raises HeadraceError when it cannot be reached."""
-    async with call_channel(planner) as channel:
+    async with started_channel(planner) as channel:
         stub = planner_pb2_grpc.PlannerServiceStub(channel)
         with rpc_errors(f"the planner on {planner}"):
             status = await stub.GetStatus(planner_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)

@@ -16,6 +16,7 @@ from headrace_cli.contexts.choice import AddressedCommand
 from headrace_cli.exit_status import run_command
 from headrace_cli.options import DEFAULT_ROUTER, Registry, RequestModel, Router
 from headrace_cli.profile.measure import ProfileGrid, Profiler, WorkerSize
+from headrace_cli.starting import WAIT_S, Wait
 from headrace_cli.up.state import find_registry
 from headrace_common.errors import ConfigError, InternalError
 from headrace_common.version import version
@@ -62,6 +63,7 @@ def profile(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     ] = False,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one point.")] = 600,
     seed: Annotated[int, typer.Option(min=0, help="Equal seeds make equal prompts.")] = 0,
+    wait: Wait = WAIT_S,
 ) -> None:
     """Measures an idle deployment of one prefill and one decode worker. Other requests falsify the result."""
 

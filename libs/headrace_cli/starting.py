@@ -1,0 +1,69 @@
+"""Commands wait for a service that is starting: its host refuses connections until the service listens."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextvars import ContextVar
+from typing import Annotated, Final
+
+import typer
+
+from headrace_cli.console import notice_console
+from headrace_common.config import split_host_port
+from headrace_common.deadlines import Deadline
+
+WAIT_S: Final = 10.0
+_POLL_S: Final = 0.1
+# To an address that neither accepts nor refuses. The call itself reports it.
+_CONNECT_S: Final = 1.0
+_waits_until: ContextVar[Deadline | None] = ContextVar("waits_until", default=None)
+
+
+def _begin_wait(seconds: float) -> float:
+    _waits_until.set(Deadline.after(seconds) if seconds else None)
+    return seconds
+
+
+Wait = Annotated[
+    float,
+    typer.Option(
+        "--wait",
+        metavar="SECONDS",
+        min=0,
+        callback=_begin_wait,
+        help="Time that a service which refuses connections has to start; 0 fails at once.",
+    ),
+]
+"""An option of every command that calls a service. It bounds all waits of the command together."""
+
+
+async def wait_until_started(endpoint: str) -> None:
+    """Returns when `endpoint` does not refuse connections, or when the command has waited as long as it may.
+
+    A command without the option Wait does not wait. The call that follows reports what is still wrong.
+    """
+    deadline = _waits_until.get()
+    if deadline is None:
+        return
+    has_noted = False
+    while not deadline.expired and await asyncio.to_thread(_refuses, endpoint):
+        if not has_noted:
+            has_noted = True
+            notice_console().print(
+                f"headrace: {endpoint} refuses connections; "
+                f"waiting up to {deadline.remaining_s():.0f} s for it to start",
+                markup=False,
+            )
+        await asyncio.sleep(min(_POLL_S, deadline.remaining_s()))
+
+
+def _refuses(endpoint: str) -> bool:
+    host, port = split_host_port(endpoint)
+    try:
+        socket.create_connection((host.strip("[]"), port), _CONNECT_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
