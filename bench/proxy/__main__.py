@@ -130,7 +130,6 @@ async def ways(folder: Path, vllm_router: str, model: str) -> AsyncIterator[list
             *(f"--registry={here}", f"--model={model}", "--look-aside"),
             f"--http-listen=127.0.0.1:{door}",
             # All streams come from one host.
-            *("--host-block-s=0", "--max-new-connections-per-s=10000"),
         )
         await until_listening(door, ours, folder / "router.log")
         worker = next(m for m in await list_members(here) if m.worker_id == "decode-0")

@@ -224,7 +224,6 @@ async def headrace(folder: Path, sim: str, gap_ms: int) -> AsyncIterator[list[Si
                 f"--model=sim={MODEL_FOLDER}",
             ),
             # All streams come from one host.
-            *("--host-block-s=0", "--max-new-connections-per-s=10000"),
         )
         await until_listening(door, ours, folder / "router.log")
         workers = [

@@ -144,11 +144,7 @@ async def headrace_fleet(folder: Path, prefills: int, decodes: int) -> AsyncIter
         _, here = await services.start_registry()
         ours, endpoint = await services.start_router(
             *(f"--http-listen=127.0.0.1:{door}", f"--registry={here}"),
-            *(
-                f"--model=sim={MODEL_FOLDER}",
-                "--host-block-s=0",
-                "--max-new-connections-per-s=10000",
-            ),
+            *(f"--model=sim={MODEL_FOLDER}",),
         )
         await until_listening(door, ours, folder / "router.log")
         model = f"sim:vocabulary=49152,context=8192,decode_step_s={_GAP_MS / 1e3},verify=off"

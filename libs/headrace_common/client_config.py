@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.config import (
     WILDCARD_HOSTS,
-    NonNegativeSeconds,
     OptionalHostPort,
     PositiveCount,
     PositiveSeconds,
@@ -16,6 +15,7 @@ from headrace_common.config import (
     split_host_port,
     wildcard_problems,
 )
+from headrace_common.process.open_files import reserve_descriptors
 
 
 class ClientFacingConfig(ServiceConfig):
@@ -55,17 +55,8 @@ class ClientFacingConfig(ServiceConfig):
     )
     max_connections: PositiveCount = Field(
         default=4_096,
-        description="Connections to listen. Beyond this number, new ones are closed, and idle ones of the hosts with "
-        "the most.",
-    )
-    max_connections_per_host: PositiveCount = Field(
-        default=1_024,
-        description="Connections of one host to listen, before idle ones are closed. A proxy is one host.",
-    )
-    max_new_connections_per_s: PositiveSeconds = Field(
-        default=50.0,
-        description="Connections to listen that one host may open each second, and twice as many at once. A host that "
-        "opens more is blocked for host_block_s.",
+        description="Connections to listen. Beyond this number, new ones are closed over gRPC, and answered with "
+        "status 503 over HTTP.",
     )
     max_streams_per_connection: PositiveCount = Field(
         default=1_024, description="RPCs in flight on one connection to listen; more wait."
@@ -74,22 +65,6 @@ class ClientFacingConfig(ServiceConfig):
         default=2_048,
         description="RPCs and HTTP requests of one caller in flight, before more are refused. A caller is a tenant, or "
         "without a known API key a host. A proxy is one host.",
-    )
-    max_rejected_per_s: PositiveSeconds = Field(
-        default=50.0,
-        description="Calls of one caller that may be rejected each second, as invalid or without permission. A request "
-        "that is large, or slow to check, counts more than once. Beyond it further calls wait a second and are refused "
-        "before their request arrives.",
-    )
-    max_unary_per_s: PositiveSeconds = Field(
-        default=2_000.0,
-        description="Calls with one response, such as Route, that one caller may make each second, and twice as many "
-        "at once. Over HTTP, all requests but completions. Beyond it calls are refused before their request arrives.",
-    )
-    host_block_s: NonNegativeSeconds = Field(
-        default=30.0,
-        description="Seconds in which a host cannot connect to listen after it has flooded it with calls or "
-        "connections beyond the bounds. 0: never, for proxies without API keys.",
     )
     connection_idle_s: PositiveSeconds = Field(
         default=300.0, description="Seconds without an RPC before a connection to listen is closed."
@@ -104,6 +79,10 @@ class ClientFacingConfig(ServiceConfig):
     def clients_prove_themselves(self) -> bool:
         """Whether the RPCs of listen need a credential of their own, such as a ticket."""
         return False
+
+    def connections_max(self) -> int:
+        """Connections to each client listener. Raises this process's limit of open files for all of them."""
+        return reserve_descriptors(self.max_connections, self.client_listeners)
 
     @property
     def client_listeners(self) -> int:

@@ -31,7 +31,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[str, str, FakeDecode]]:
     authority = Authority(folder / "authority")
     listen = secured_listen(folder, authority)
     rig = await Rig(retry_budget=0, http_listen="127.0.0.1:0", **listen).start()
-    server = HttpServer(rig.router.openai, rig.config, rig.router.callers)
+    server = HttpServer(rig.router.openai, rig.config)
     try:
         decode = await rig.add_decode(full_at_first)
         server.start()

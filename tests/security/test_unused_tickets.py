@@ -94,8 +94,6 @@ async def test_tickets_that_are_never_used_hold_no_place_of_another_client(
         ("router", "api_keys_file", str(keys)),
         ("router", "look_aside", "true"),
         # Calls without a known key are made as fast as the others.
-        ("router", "max_rejected_per_s", "1000000"),
-        ("router", "max_unary_per_s", "1000000"),
         ("router", "max_concurrent_requests", str(PLACES)),
         ("router", "max_unused_tickets", str(UNUSED_MAX)),
         ("router", "ticket_ttl_s", str(TICKET_S)),

@@ -347,10 +347,6 @@ async def answers_right(it: Suite, seed: int) -> None:
 async def test_bad_peers_and_bad_messages_end_no_process_and_grow_none(tmp_path: Path) -> None:
     settings = (
         # Every bad message is processed, however many come.
-        ("router", "max_rejected_per_s", "1000000"),
-        ("router", "max_unary_per_s", "1000000"),
-        ("decode", "max_rejected_per_s", "1000000"),
-        ("decode", "max_unary_per_s", "1000000"),
         ("decode", "quarantine_s", "1"),
         ("decode", "lease_ttl_s", "1"),
         ("decode", "listen", "127.0.0.1:0"),

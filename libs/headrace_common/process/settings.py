@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 
 from headrace_common.config import URL_USER, ServiceConfig
 from headrace_common.errors import ConfigError
+from headrace_common.process.removed_settings import REMOVED
 from headrace_common.version import version
 
 _MISSING = "\0missing"
@@ -101,7 +102,10 @@ def variable_of(name: str, env_prefix: str) -> str:
     return f"{env_prefix}{name.upper()}"
 
 
-def _suggestion(name: str, known: Sequence[str]) -> str:
+def _suggestion(name: str, known: Sequence[str], prefix: str = "") -> str:
+    setting = name.removeprefix("--").removeprefix(prefix).replace("-", "_").lower()
+    if setting in REMOVED:
+        return REMOVED[setting]
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]}?" if close else "remove it, or see --help for the names"
 
@@ -214,7 +218,7 @@ def _read_environment(
             settings[known[variable]] = _Setting(value, f"environment {variable}")
         elif not _KUBERNETES_LINK.fullmatch(variable.removeprefix(prefix)):
             problems[variable] = (
-                f": unknown environment variable: {_suggestion(variable, list(known))}"
+                f": unknown environment variable: {_suggestion(variable, list(known), prefix)}"
             )
     return settings
 

@@ -11,8 +11,8 @@ import grpc
 import grpc.aio
 
 from headrace_common.callers.bounds import REFUSED_BODY, CallerBounds
+from headrace_common.callers.hosts import host_of_peer
 from headrace_common.errors import DeadlineExceeded, InvalidRequest
-from headrace_common.process.open_connections import host_of_peer
 from headrace_common.rpc.handlers import (
     Context,
     Handler,
@@ -56,12 +56,9 @@ class CallerInterceptor(WrappingInterceptor):
 
         async def answer(_: Any, context: Context) -> Any:
             async with self._bounded(context):
-                if not handler.response_streaming:
-                    bounds.count_unary()
                 data = await _first(context, bounds)
-                bounds.add_bytes(len(data))
                 await bounds.wait_turn()
-                request = bounds.timed(lambda: parse(data))
+                request = parse(data)
                 if not generates:
                     return await behaviour(request, context)
                 async for response in behaviour(request, context):
@@ -78,8 +75,7 @@ class CallerInterceptor(WrappingInterceptor):
         metadata = context.invocation_metadata() or ()
         tenant = self._tenant_of(metadata)
         caller = caller_name(tenant, host)
-        with self._bounds.call(caller, host):
-            await self._bounds.pace(caller, host)
+        with self._bounds.call(caller):
             async with self._bounds.rechecked(lambda: self._tenant_of(metadata), tenant):
                 yield
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -96,34 +95,15 @@ class InFlightInterceptor(WrappingInterceptor):
             raise Draining("the process is shutting down") from None
 
 
-class ClientStreams(WrappingInterceptor):
-    """Knows which connections have an RPC in flight, and ends endless streams after `age_s`.
-
-    An endless stream does not count: any caller may open one, and would keep its connection by it.
-    """
+class EndlessStreams(WrappingInterceptor):
+    """Ends streams without an end after `age_s`. Any caller may open one, and would keep its connection by it."""
 
     def __init__(self, age_s: float) -> None:
         super().__init__()
         self._age_s = age_s
-        self._calls: Counter[str] = Counter()
-
-    def busy(self) -> set[str]:
-        """The peers with an RPC in flight, as gRPC names them."""
-        return set(self._calls)
 
     def wrap(self, handler: Handler, method: str) -> Handler:
-        return guarded(handler, self._bound_age if method in _ENDLESS else self._count)
-
-    @asynccontextmanager
-    async def _count(self, context: Context) -> AsyncIterator[None]:
-        peer = context.peer()
-        self._calls[peer] += 1
-        try:
-            yield
-        finally:
-            self._calls[peer] -= 1
-            if not self._calls[peer]:
-                del self._calls[peer]
+        return guarded(handler, self._bound_age) if method in _ENDLESS else handler
 
     @asynccontextmanager
     async def _bound_age(self, context: Context) -> AsyncIterator[None]:

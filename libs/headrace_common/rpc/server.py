@@ -23,15 +23,11 @@ from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
-from headrace_common.process.connections import (
-    ConnectionBounds,
-    ConnectionGuard,
-)
 from headrace_common.process.health import HealthListener
 from headrace_common.rpc.access import ClientAccess, InternalAccess
 from headrace_common.rpc.callers import CallerInterceptor, TenantOf
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
-from headrace_common.rpc.in_flight import ClientStreams, InFlightInterceptor
+from headrace_common.rpc.in_flight import EndlessStreams, InFlightInterceptor
 from headrace_common.rpc.listener import Address, RpcListener, client_options, internal_options
 from headrace_common.rpc.status import ErrorInterceptor
 from headrace_common.rpc.trace_context import TraceInterceptor
@@ -104,7 +100,6 @@ class GrpcServer:
         self.client_endpoint = ""
         """The "host:port" at which clients reach this server, once it has started. Empty without a client listener."""
         self._listeners = [internal]
-        self._guard: ConnectionGuard | None = None
         if clients is not None and isinstance(config, ClientFacingConfig) and config.listen:
             facing = self._client_listener(config, clients, common)
             self.client_server = facing.server
@@ -122,23 +117,20 @@ class GrpcServer:
         clients: ClientServices,
         common: Sequence[grpc.aio.ServerInterceptor],
     ) -> RpcListener:
-        streams = ClientStreams(config.connection_age_s)
-        bounds = ConnectionBounds.from_config(config)
         callers = clients.callers or CallerBounds(CallerLimits.from_config(config))
-        self._guard = ConnectionGuard(bounds, streams.busy, callers.count_refused)
-        callers.report_floods(self._guard.block)
         in_turns = CallerInterceptor(callers, clients.tenant_of)
         return RpcListener(
             Address(Listener.CLIENT, config.listen, config.advertise),
             clients.names,
             [
-                *(ErrorInterceptor(), ClientAccess(), in_turns, *common, streams),
+                *(ErrorInterceptor(), ClientAccess(), in_turns, *common),
+                EndlessStreams(config.connection_age_s),
                 *clients.interceptors,
             ],
             tls=config.listen_tls,
             certificates_required=config.client_certificates,
             message_bytes_max=clients.message_bytes_max,
-            options=client_options(config, bounds.total),
+            options=client_options(config, config.connections_max()),
         )
 
     @property
@@ -158,8 +150,6 @@ class GrpcServer:
             await self._probes.start()
             self._probes.set_serving(serving=True)
             _LOG.info("health checks are answered on %s", self._probes.endpoint)
-        if self._guard is not None:
-            self._guard.start(self._listeners[1].port)
         self._endpoint = endpoints[0]
         self.client_endpoint = endpoints[1] if len(endpoints) > 1 else ""
         if self._config.port_file:
@@ -178,8 +168,6 @@ class GrpcServer:
 
     async def stop(self, grace_s: float | None) -> None:
         """Ends the listeners. RPCs in flight may take `grace_s`; None ends them at once, and health_listen too."""
-        if self._guard is not None:
-            await self._guard.close()
         await asyncio.gather(*(listener.server.stop(grace_s) for listener in self._listeners))
         if self._probes is not None and grace_s is None:
             await self._probes.stop()

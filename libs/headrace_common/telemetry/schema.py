@@ -241,8 +241,7 @@ ATTRIBUTE_WORKER_STATE: Final = "headrace.worker.state"
 ATTRIBUTE_SLOT_STATE: Final = "headrace.slot.state"
 # End of a request, transfer or pick: "done", "picked", its finish reason, or the reason of its error.
 ATTRIBUTE_END_REASON: Final = "headrace.end_reason"
-# What a client listener refused or closed: "calls in flight" (of one caller), "rejected calls" (too many of one
-# caller), "late request", "removed key", "surplus connection" or "blocked host" (a connection of one).
+# What a client listener refused: "calls in flight" (of one caller), "late request" or "removed key".
 ATTRIBUTE_REFUSAL: Final = "headrace.refusal"
 # Bound of the router's trace store: "span" (bytes of one span), "trace" (spans or bytes of one trace) or "store"
 # (bytes of all traces).

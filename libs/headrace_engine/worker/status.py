@@ -13,6 +13,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.access.roles import Role, current_caller
+from headrace_common.callers.hosts import host_of_peer
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import (
@@ -27,7 +28,6 @@ from headrace_common.limits import (
     STATUS_STREAMS_MAX,
     STATUS_STREAMS_OF_CALLER_MAX,
 )
-from headrace_common.process.open_connections import host_of_peer
 from headrace_common.tickets.keys import TicketKeys
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_engine.worker.status_signal import StatusSignal

@@ -53,8 +53,6 @@ from headrace_frontend.tenants import tenant_or_none
 
 _LOG = logging.getLogger(__name__)
 
-# The admission of requests bounds these.
-_ADMITTED_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 _Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
 
@@ -118,16 +116,9 @@ class OpenAiApp:
         tenant_now = partial(tenant_or_none, self._parts.tenants, exchange.headers.items())
         tenant = tenant_now()
         caller = caller_name(tenant, exchange.host)
-        with callers.call(caller, exchange.host):
-            await callers.pace(caller, exchange.host)
-            if exchange.path not in _ADMITTED_PATHS:
-                callers.count_unary()
-            try:
-                async with callers.rechecked(tenant_now, tenant):
-                    await self._serve(exchange)
-            except HttpError:
-                callers.count_rejection()
-                raise
+        with callers.call(caller):
+            async with callers.rechecked(tenant_now, tenant):
+                await self._serve(exchange)
 
     async def _serve(self, exchange: HttpExchange) -> None:
         method, handler = self._routes.get(exchange.path, ("", None))
@@ -151,11 +142,9 @@ class OpenAiApp:
 
     async def _body(self, exchange: HttpExchange, kind: type[BodyKind]) -> BodyKind:
         data = await exchange.read_json(self._body_bytes_max)
-        callers = self._parts.callers
-        callers.add_bytes(len(data))
         self._parts.size.check(len(data))
-        await callers.wait_turn()
-        return callers.timed(lambda: parse_body(kind, data))
+        await self._parts.callers.wait_turn()
+        return parse_body(kind, data)
 
     async def _chat(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)

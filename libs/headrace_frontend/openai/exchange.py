@@ -7,8 +7,8 @@ import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from headrace_common.callers.hosts import host_of
 from headrace_common.errors import Cancelled, HeadraceError
-from headrace_common.process.open_connections import host_of
 from headrace_frontend.openai.errors import (
     HttpError,
     error_bytes,

@@ -15,12 +15,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.server_tls import server_context
-from headrace_common.callers.bounds import CallerBounds
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
-from headrace_common.process.connections import ConnectionBounds, ConnectionGuard
-from headrace_common.process.open_connections import names_of
 from headrace_frontend.config import FrontendConfig
 from headrace_frontend.openai.direct import DirectResponse
 from headrace_frontend.openai.exchange import DIRECT_EXTENSION, PEER_NAMES_EXTENSION, AsgiApp
@@ -36,16 +33,12 @@ _CANCEL_WAIT_S = 1.0
 
 
 class HttpServer:
-    """Serves the app on the address of a setting. Raises ConfigError when it cannot listen there.
-
-    Connections that exceed the bounds of the settings are closed, and counted by `callers`.
-    """
+    """Serves the app on the address of a setting. Raises ConfigError when it cannot listen there."""
 
     def __init__(
         self,
         app: AsgiApp,
         config: FrontendConfig,
-        callers: CallerBounds,
         setting: str = "http_listen",
         tls: TlsFiles | None = None,
     ) -> None:
@@ -53,9 +46,6 @@ class HttpServer:
         self._listen = str(getattr(config, setting))
         self._tls = server_context(config.listen_tls if tls is None else tls, setting)
         self._socket = _listening_socket(self._listen, setting)
-        bounds = ConnectionBounds.from_config(config)
-        self._guard = ConnectionGuard(bounds, self._busy, callers.count_refused)
-        callers.report_floods(self._guard.block)
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -66,7 +56,7 @@ class HttpServer:
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                limit_concurrency=bounds.total,
+                limit_concurrency=config.connections_max(),
                 timeout_keep_alive=max(1, round(config.connection_idle_s)),
                 # The drain has a deadline of its own.
                 timeout_graceful_shutdown=None,
@@ -94,18 +84,8 @@ class HttpServer:
         host, _ = split_host_port(self._listen)
         return f"{scheme}://{host}:{self.port}"
 
-    def _busy(self) -> set[str]:
-        """The peers with a request that has arrived and has no whole response. Any thread may call it."""
-        connections: tuple[Any, ...] = tuple(self._server.server_state.connections)
-        return {
-            names_of(*connection.client)[1]
-            for connection in connections
-            if connection.client is not None and connection.serves
-        }
-
     def start(self) -> None:
         """Serves from now on."""
-        self._guard.start(self._socket.getsockname()[1])
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="http-server")
 
     async def drain(self, deadline: Deadline) -> None:
@@ -117,7 +97,6 @@ class HttpServer:
 
     async def stop(self) -> None:
         """Ends all requests."""
-        await self._guard.close()
         self._socket.close()
         if self._task is not None:
             self._task.cancel()
@@ -141,12 +120,6 @@ class _Protocol(HttpToolsProtocol):
     _header_timer: asyncio.TimerHandle | None = None
     _peer_names: tuple[bytes, ...] = ()
     _direct: DirectResponse | None = None
-
-    @property
-    def serves(self) -> bool:
-        """Whether a request has arrived and has no whole response."""
-        cycle: Any = self.cycle
-        return cycle is not None and not cycle.more_body and not cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

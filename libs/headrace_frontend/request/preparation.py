@@ -43,7 +43,7 @@ class RequestPreparer:
     """Prepares requests for the models in `codecs`, by served name.
 
     A prompt may have `bytes_per_token` bytes of text for each token of the context. `salt_of` gives the cache salt of a
-    tenant. `count_cpu_s` is that of TextThreads.
+    tenant.
     """
 
     def __init__(
@@ -53,14 +53,13 @@ class RequestPreparer:
         telemetry: Telemetry,
         bytes_per_token: int,
         salt_of: Callable[[str], str],
-        count_cpu_s: Callable[[float], None],
     ) -> None:
         self._codecs = codecs
         self._workers = workers
         self._telemetry = telemetry
         self._bytes_per_token = bytes_per_token
         self._salt_of = salt_of
-        self._threads = TextThreads(count_cpu_s)
+        self._threads = TextThreads()
 
     def close(self) -> None:
         """Ends the threads."""

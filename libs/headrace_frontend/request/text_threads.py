@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -18,22 +17,16 @@ _SHORT_BYTES = 64 * 1_024
 Result = TypeVar("Result")
 
 
-def _ignore_time(seconds: float) -> None:
-    pass
-
-
 class TextThreads:
     """One thread for short texts and one for long ones, both of low priority. Streams go first.
 
     In the queue of each thread a tenant has at most one text, so tenants take turns. A text that is cancelled before
     its turn is never encoded. The admission of requests bounds the waiting ones.
-
-    `count_cpu_s` gets the processor time that each text took, in the task that called `run`.
     """
 
-    def __init__(self, count_cpu_s: Callable[[float], None] = _ignore_time) -> None:
-        self._short = _TextThread("short-texts", count_cpu_s)
-        self._long = _TextThread("long-texts", count_cpu_s)
+    def __init__(self) -> None:
+        self._short = _TextThread("short-texts")
+        self._long = _TextThread("long-texts")
 
     async def run(self, tenant: str, size_bytes: int, work: Callable[[], Result]) -> Result:
         """Runs `work`, for a request of this size, on the right thread."""
@@ -49,27 +42,14 @@ class TextThreads:
 
 
 class _TextThread:
-    def __init__(self, name: str, count_cpu_s: Callable[[float], None]) -> None:
-        self._count_cpu_s = count_cpu_s
+    def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=lower_priority)
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
         """The lock of each tenant with texts here, and the number of requests that use it."""
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
-        took_s: list[float] = []
-
-        def timed() -> Result:
-            start_s = time.thread_time()
-            try:
-                return work()
-            finally:
-                took_s.append(time.thread_time() - start_s)
-
         async with self._turn(tenant):
-            try:
-                return await asyncio.get_running_loop().run_in_executor(self._executor, timed)
-            finally:
-                self._count_cpu_s(sum(took_s))
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)

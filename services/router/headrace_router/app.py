@@ -238,8 +238,7 @@ def assemble(
     salts = CacheSalts(by_tenant=config.separates_tenants, prefix_hash_key=prefix_hash_key)
     callers = CallerBounds(CallerLimits.from_config(config), metrics.count_refused)
     preparer = RequestPreparer(
-        *(codecs, workers, telemetry, config.max_bytes_per_token),
-        *(salts.salt_of, callers.add_check_s),
+        codecs, workers, telemetry, config.max_bytes_per_token, salts.salt_of
     )
     tracer = RequestTracer(
         *(telemetry, traces, clocks),

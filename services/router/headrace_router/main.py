@@ -96,11 +96,11 @@ async def serve_router(config: RouterConfig) -> None:
         await members.start()
         server = router.new_server(config)
         stack.push_async_callback(server.stop, None)
-        http = HttpServer(router.openai, config, router.callers) if config.http_listen else None
+        http = HttpServer(router.openai, config) if config.http_listen else None
         if http is not None:
             stack.push_async_callback(http.stop)
         status = (
-            HttpServer(router.status, config, router.callers, "status_listen", config.status_tls)
+            HttpServer(router.status, config, "status_listen", config.status_tls)
             if router.status is not None
             else None
         )

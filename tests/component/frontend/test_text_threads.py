@@ -5,14 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
 from collections.abc import AsyncIterator
 from functools import partial
 
 import pytest
 
-from headrace_common.callers.bounds import CallerBounds, CallerLimits
-from headrace_common.errors import InvalidRequest, QueueFull
 from headrace_frontend.request.text_threads import TextThreads
 from tests.waiting import until
 
@@ -54,26 +51,6 @@ async def test_shorter_texts_pass_a_long_one(threads: TextThreads) -> None:
     assert not task.done()
     held.released.set()
     assert await task == "held"
-
-
-async def test_the_processor_time_of_a_text_counts_for_its_caller() -> None:
-    """It counts once the text is rejected, as other checks do."""
-    callers = CallerBounds(CallerLimits(4, 10.0, 60.0), clock=lambda: 0.0)
-    threads = TextThreads(callers.add_check_s)
-
-    def check(seconds: float) -> None:
-        end_s = time.thread_time() + seconds
-        while time.thread_time() < end_s:
-            pass
-        raise InvalidRequest({"text": "has too many tokens"})
-
-    for caller, seconds in (("slow", 0.05), ("quick", 0.0)):
-        with pytest.raises(InvalidRequest), callers.call(caller, caller):
-            await threads.run(caller, _LONG, partial(check, seconds))
-    threads.close()
-    await callers.pace("quick", "quick")
-    with callers.call("slow", "slow"), pytest.raises(QueueFull):
-        await callers.pace("slow", "slow")
 
 
 async def test_tenants_take_turns(threads: TextThreads) -> None:

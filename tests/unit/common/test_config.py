@@ -118,6 +118,16 @@ def test_every_wrong_setting_is_listed_with_its_source_and_remedy(tmp_path: Path
     assert "HEADRACE_KILN_QUICK?" in detail
 
 
+def test_a_removed_setting_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
+    path = tmp_path / "kiln.toml"
+    path.write_text("host_block_s = 0\n")
+    flag, variable = "--max-unary-per-s=5", "HEADRACE_KILN_MAX_CONNECTIONS_PER_HOST"
+    detail = problems_of([f"--config={path}", flag], {variable: "5"})
+    assert f"host_block_s (file {path}): unknown key: it is gone: remove it" in detail
+    assert "--max-unary-per-s: unknown flag: it is gone: remove it; a proxy" in detail
+    assert f"{variable}: unknown environment variable: it is gone" in detail
+
+
 def test_a_missing_file_and_invalid_toml_are_distinguished(tmp_path: Path) -> None:
     assert "No such file" in problems_of(["--config", str(tmp_path / "none.toml")])
     path = tmp_path / "wrong.toml"

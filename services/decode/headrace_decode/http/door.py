@@ -117,7 +117,7 @@ class HttpDoor:
         config = self._config
         folder = SIMULATED_MODEL if config.engine == "sim" else config.model
         codecs = await asyncio.to_thread(load_codecs, {self._model.name: folder})
-        self._server = HttpServer(self._build_app(codecs), config, self._callers)
+        self._server = HttpServer(self._build_app(codecs), config)
         self._server.start()
         host, port = split_host_port(config.http_advertise or config.http_listen)
         return f"{host}:{port or self._server.port}"
@@ -129,8 +129,7 @@ class HttpDoor:
             by_tenant=config.separates_tenants, prefix_hash_key=lambda: self._hash_key
         )
         self._preparer = RequestPreparer(
-            *(codecs, model, telemetry, config.max_bytes_per_token),
-            *(salts.salt_of, self._callers.add_check_s),
+            codecs, model, telemetry, config.max_bytes_per_token, salts.salt_of
         )
         self._runner = OwnRequestRunner(
             *(self._worker, self._build_admission(), self._preparer, self._callers, telemetry)

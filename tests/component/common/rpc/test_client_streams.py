@@ -1,12 +1,10 @@
-"""The client listener ends endless streams by age, and closes surplus connections that no RPC uses."""
+"""The client listener ends endless streams by age, and answers go on."""
 
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -14,9 +12,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
-from headrace_common.callers.bounds import CallerBounds, CallerLimits
 from headrace_common.client_config import ClientFacingConfig
-from headrace_common.process.connections import CLOSED_SURPLUS
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from tests.waiting import until
 
@@ -49,8 +45,8 @@ class _Servicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 class _Served:
-    def __init__(self, endpoint: str, servicer: _Servicer, closed: Counter[str]) -> None:
-        self.endpoint, self.servicer, self.closed = endpoint, servicer, closed
+    def __init__(self, endpoint: str, servicer: _Servicer) -> None:
+        self.endpoint, self.servicer = endpoint, servicer
 
     def channel(self) -> grpc.aio.Channel:
         """A channel with a connection of its own, without any retry."""
@@ -65,16 +61,14 @@ class _Served:
 
 @asynccontextmanager
 async def _served(**settings: float) -> AsyncIterator[_Served]:
-    closed: Counter[str] = Counter()
     config = ClientFacingConfig.model_validate(settings)
-    callers = CallerBounds(CallerLimits.from_config(config), lambda why, n: closed.update({why: n}))
-    server = GrpcServer(config, (), ClientServices((_SERVICE,), callers=callers))
+    server = GrpcServer(config, (), ClientServices((_SERVICE,)))
     assert server.client_server is not None
     servicer = _Servicer()
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.client_server)
     await server.start()
     try:
-        yield _Served(server.client_endpoint, servicer, closed)
+        yield _Served(server.client_endpoint, servicer)
     finally:
         await server.stop(0)
 
@@ -103,27 +97,3 @@ async def test_an_endless_stream_ends_by_its_age_and_an_answer_does_not() -> Non
         assert not asking.done()
         it.servicer.release.set()
         assert await asking == "answer"
-
-
-async def test_of_too_many_connections_those_without_an_answer_in_flight_are_closed() -> None:
-    async with _served(max_connections_per_host=3) as it, AsyncExitStack() as held:
-        with ExitStack() as lower:
-            # So that the server has the busy connections behind all others.
-            for _ in range(64):
-                lower.enter_context(socket.socket())
-            channels = [await held.enter_async_context(it.channel()) for _ in range(3)]
-            asking = [asyncio.create_task(it.ask(channel)) for channel in channels]
-            await until(lambda: it.servicer.calls == 3, _WAIT_S)
-        # An endless stream keeps no connection, and neither does one without any RPC.
-        watching = await held.enter_async_context(it.channel())
-        code, _ = await asyncio.wait_for(_status_at_end(watching), _WAIT_S)
-        assert code is grpc.StatusCode.UNAVAILABLE
-        address, _, port = it.endpoint.rpartition(":")
-        reader, writer = await asyncio.open_connection(address, int(port))
-        async with asyncio.timeout(_WAIT_S):
-            await reader.read()
-        writer.close()
-        # A call that has not begun makes its channel connect again.
-        await until(lambda: it.closed[CLOSED_SURPLUS] >= 2, _WAIT_S)
-        it.servicer.release.set()
-        assert await asyncio.gather(*asking) == ["answer"] * 3

@@ -6,22 +6,19 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace_common.callers.bounds import CallerBounds, CallerLimits
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Cancelled, ConfigError, QueueFull
-from headrace_common.process.connections import CLOSED_SURPLUS
+from headrace_common.errors import Cancelled, ConfigError
 from headrace_common.process.settings import load_config
 from headrace_common.reloading import CHECK_INTERVAL_S
 from headrace_frontend.openai import server as server_module
 from headrace_frontend.openai.exchange import DIRECT_EXTENSION, DirectWriter, HttpExchange
-from headrace_frontend.openai.server import HEADER_WAIT_S, HttpServer
+from headrace_frontend.openai.server import HttpServer
 from headrace_router.config import RouterConfig
 from tests.suite.certificates import Authority, presented_serial, serial_in
 from tests.waiting import until
@@ -35,7 +32,7 @@ def config_of(**settings: str) -> RouterConfig:
 
 
 def server_of(app: Any, config: RouterConfig) -> HttpServer:
-    return HttpServer(app, config, CallerBounds(CallerLimits.from_config(config)))
+    return HttpServer(app, config)
 
 
 class SlowApp:
@@ -291,47 +288,6 @@ def _ended(connection: socket.socket) -> bool:
         return True
 
 
-async def test_idle_connections_of_a_host_are_bounded_and_others_stay() -> None:
-    app = SlowApp()
-    refused: Counter[str] = Counter()
-    config = config_of(
-        http_listen="127.0.0.1:0", max_connections_per_host="4", max_new_connections_per_s="1000"
-    )
-    callers = CallerBounds(
-        CallerLimits.from_config(config), lambda why, n: refused.update({why: n})
-    )
-    server = HttpServer(app, config, callers)
-    server.start()
-    try:
-        with contextlib.ExitStack() as held:
-            other = held.enter_context(_connected(server, "127.0.0.1"))
-            with contextlib.ExitStack() as lower:
-                # So that the server has the busy connection behind all others.
-                for _ in range(64):
-                    lower.enter_context(socket.socket())
-                busy = held.enter_context(_connected(server, "127.0.0.2"))
-                busy.sendall(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-                await asyncio.wait_for(app.entered.wait(), 10)
-            # A request without its body keeps no connection.
-            unsent = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n"
-            idle = [held.enter_context(_connected(server, "127.0.0.2")) for _ in range(8)]
-            for connection in idle:
-                connection.sendall(unsent)
-            await until(lambda: sum(map(_ended, idle)) == 5, 10, "the end of surplus connections")
-            # They are counted after they have ended.
-            await until(lambda: refused == {CLOSED_SURPLUS: 5}, 10, lambda: str(refused))
-            assert not _ended(other)
-            app.release.set()
-            loop = asyncio.get_running_loop()
-            answer = b""
-            async with asyncio.timeout(10):
-                while part := await loop.sock_recv(busy, 4_096):
-                    answer += part
-            assert b"done" in answer
-    finally:
-        await server.stop()
-
-
 async def test_a_connection_without_a_whole_request_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -342,30 +298,6 @@ async def test_a_connection_without_a_whole_request_is_closed(
         with _connected(server, "127.0.0.1") as connection:
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost:")
             await until(lambda: _ended(connection), 10, "the end of the connection")
-    finally:
-        await server.stop()
-
-
-async def test_a_host_that_floods_is_blocked(caplog: pytest.LogCaptureFixture) -> None:
-    config = config_of(http_listen="127.0.0.1:0", max_new_connections_per_s="2")
-    # Slow calls are a flood as well on a clock that stands still.
-    callers = CallerBounds(CallerLimits(1, 1.0, 60.0), clock=lambda: 0.0)
-    server = HttpServer(SlowApp(), config, callers)
-    server.start()
-    try:
-        with contextlib.ExitStack() as held:
-            flood = [held.enter_context(_connected(server, "127.0.0.2")) for _ in range(20)]
-            other = held.enter_context(_connected(server, "127.0.0.3"))
-            await until(lambda: all(map(_ended, flood)), 5, "the end of the flood")
-            assert "blocked 127.0.0.2" in caplog.text
-            # Calls that flood any listener of this process block their host here too.
-            held.enter_context(callers.call("127.0.0.3", "127.0.0.3"))
-            for _ in range(1_100):
-                with contextlib.suppress(QueueFull), callers.call("127.0.0.3", "127.0.0.3"):
-                    pass
-            # Sooner than a connection without a request ends anyway.
-            assert HEADER_WAIT_S > 5
-            await until(lambda: _ended(other), 5, "the end of the caller's connection")
     finally:
         await server.stop()
 

@@ -18,7 +18,6 @@ from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import Role
 from headrace_common.access.tokens import create_token, new_private_key, public_key_of
-from headrace_common.callers.bounds import CallerBounds, CallerLimits
 from headrace_common.errors import ConfigError
 from headrace_common.process.settings import load_config
 from headrace_frontend.openai.server import HttpServer
@@ -51,8 +50,7 @@ async def served(reader: Reader | None = None, **settings: str) -> AsyncIterator
     """Serves a page, and yields its host:port."""
     config = config_of(status_listen="127.0.0.1:0", **settings)
     app = StatusApp(cast("StatusReader", reader or FixedReader()), Authorizer.from_config(config))
-    callers = CallerBounds(CallerLimits.from_config(config))
-    server = HttpServer(app, config, callers, "status_listen", config.status_tls)
+    server = HttpServer(app, config, "status_listen", config.status_tls)
     server.start()
     try:
         yield server.url.partition("://")[2]

@@ -1,0 +1,34 @@
+"""This process's limit of open files, of which each connection takes one."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from typing import Final
+
+_LOG = logging.getLogger(__name__)
+
+# For connections that the process opens, its files and its libraries.
+_RESERVED: Final = 512
+
+
+def reserve_descriptors(wanted: int, listeners: int = 1) -> int:
+    """Raises the limit of open files for `wanted` connections to each of several listeners.
+
+    Returns how many each may have, beside what the process needs.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted
+    needed = wanted * listeners + _RESERVED
+    if needed > soft:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    fitting = max(1, (soft - _RESERVED) // listeners)
+    if fitting < wanted:
+        _LOG.warning(
+            "max_connections is %d, but the limit of open files leaves %d to a listener: raise it (ulimit -n)",
+            wanted,
+            fitting,
+        )
+    return min(wanted, fitting)
