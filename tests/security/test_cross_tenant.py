@@ -124,6 +124,7 @@ async def explained_tokens(it: Suite, prompt: Sequence[int]) -> int:
     return max(int(candidate.cached_tokens) for candidate in routed.candidates)
 
 
+@pytest.mark.core
 async def test_a_tenant_sees_only_its_own_hits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

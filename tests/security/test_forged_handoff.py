@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import pytest
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -127,6 +128,7 @@ def plan_of(
     )
 
 
+@pytest.mark.core
 async def test_no_forged_handoff_changes_an_answer_or_the_prefix_cache(tmp_path: Path) -> None:
     token = create_token(load_local_key(), Role.PREFILL, "prefill-9", 600)
     token_file = tmp_path / "prefill-9.token"

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.duration_pb2 import Duration
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -107,6 +108,7 @@ async def check_unserved(endpoint: str, methods: Iterable[str]) -> None:
                 assert status is grpc.StatusCode.UNIMPLEMENTED, (method, role)
 
 
+@pytest.mark.core
 async def test_every_rpc_serves_the_roles_of_its_row_and_no_others(tmp_path: Path) -> None:
     settings = (("router", "look_aside", "true"),)
     async with suite(tmp_path, settings=settings, planner=True) as deployed:
@@ -141,6 +143,7 @@ async def test_a_decode_worker_without_listen_has_no_port_for_clients(tmp_path: 
         assert not routed.HasField("direct")
 
 
+@pytest.mark.core
 async def test_a_credential_with_a_name_acts_as_that_member_only(tmp_path: Path) -> None:
     token_file = tmp_path / "prefill-9.token"
     token_file.write_text(create_token(load_local_key(), Role.PREFILL, "prefill-9", 600))
@@ -207,6 +210,7 @@ def _documented() -> dict[tuple[str, str], str]:
     }
 
 
+@pytest.mark.core
 def test_the_document_has_the_table() -> None:
     documented = _documented()
     assert set(documented) == {

@@ -21,6 +21,7 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.send.thread import SenderThread
 from headrace_prefill.config import PrefillConfig
 from headrace_prefill.main import PrefillServer
+from tests.suite.deployment import START_S
 
 
 class _Host(WorkerHost):
@@ -47,12 +48,12 @@ class Guest:
     async def leave(self) -> None:
         """Drains as on SIGTERM: takes no new work and finishes its work."""
         self.server.request_stop()
-        await asyncio.wait_for(asyncio.shield(self.task), 20.0)
+        await asyncio.wait_for(asyncio.shield(self.task), START_S)
 
     async def die(self) -> None:
         """Cuts off all work at once."""
         self.task.cancel()
-        await asyncio.wait({self.task}, timeout=10.0)
+        await asyncio.wait({self.task}, timeout=START_S)
         assert self.task.done()
 
 
@@ -90,7 +91,7 @@ class Fleet:
         )
         known = set(self._host.servers)
         task = asyncio.create_task(self._run(config))
-        give_up = time.monotonic() + 10.0
+        give_up = time.monotonic() + START_S
         while not (fresh := set(self._host.servers) - known):
             assert not task.done(), task.exception()
             assert time.monotonic() < give_up

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,16 +16,15 @@ Asker = Callable[[int, Sequence[int]], Awaitable[tuple[int, ...]]]
 
 @dataclass(slots=True)
 class Load:
-    """The number of correct answers, and the time that the slowest one took."""
+    """The number of correct answers."""
 
     right: int = 0
-    slowest_s: float = 0.0
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     async def more(self, count: int) -> None:
         """Waits until `count` more answers have come. Returns also when a request has failed."""
         goal = self.right + count
-        await until(lambda: self.right >= goal or any(task.done() for task in self.tasks), 20.0)
+        await until(lambda: self.right >= goal or any(task.done() for task in self.tasks), 60.0)
 
 
 @asynccontextmanager
@@ -46,9 +44,7 @@ async def load(
         while not stop.is_set():
             number = next(numbers)
             prompt = prompt_of(30 + number % 120, number)
-            started_s = time.monotonic()
             assert await (asker or ask)(stream, prompt) == it.expected(prompt, count)
-            seen.slowest_s = max(seen.slowest_s, time.monotonic() - started_s)
             seen.right += 1
 
     seen.tasks = [asyncio.create_task(keep_asking(stream)) for stream in range(streams)]

@@ -34,6 +34,7 @@ async def test_answers_are_right_for_every_pair_of_ranks(
         await it.wait_empty("prefill-0")
 
 
+@pytest.mark.core
 async def test_a_shared_prefix_is_not_transferred_again(tmp_path: Path) -> None:
     async with suite(tmp_path) as it:
         shared = prompt_of(4 * BLOCK, 1)

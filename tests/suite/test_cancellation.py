@@ -1,27 +1,29 @@
-"""A cancelled request ends at every stage within a second and does not affect other requests."""
+"""A cancelled request ends at every stage long before its answer would, and does not affect other requests."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+
+import pytest
 
 from headrace.inference.v1 import inference_pb2
 from headrace.worker.v1 import worker_pb2
 from tests.suite.deployment import Outcome, Suite, greedy, prompt_of, suite
 
-EFFECT_S = 1.0
+# A cancellation takes effect within a second. A machine that is ten times slower meets this, and each step without
+# the cancellation takes longer.
+EFFECT_S = 10.0
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 LOCAL = inference_pb2.PREFILL_PLACEMENT_LOCAL
-# One step of prefill takes 0.1 s and cannot be interrupted.
+# One step of prefill takes 0.3 s and cannot be interrupted. A whole prompt takes 20 s.
 SETTINGS = (
-    ("prefill", "model", "sim:prefill_s_per_token=0.002"),
-    ("prefill", "max_num_batched_tokens", "64"),
+    ("prefill", "model", "sim:prefill_s_per_token=0.01"),
+    ("prefill", "max_num_batched_tokens", "32"),
     ("prefill", "max_num_seqs", "1"),
-    ("decode", "model", "sim:decode_step_s=0.02,prefill_s_per_token=0.002"),
-    ("decode", "max_num_batched_tokens", "64"),
+    ("decode", "model", "sim:decode_step_s=0.02,prefill_s_per_token=0.01"),
+    ("decode", "max_num_batched_tokens", "32"),
 )
 
 Status = worker_pb2.WatchStatusResponse
@@ -29,21 +31,18 @@ Asked = list[asyncio.Task[Outcome]]
 
 
 async def until_empty(it: Suite, name: str) -> None:
-    """Waits until a worker holds nothing: within the limit, or on a busy machine by the tenth poll."""
-    started_s = time.monotonic()
-    for looks in itertools.count(1):
-        status = await it.status(name)
+    """Waits until a worker holds nothing."""
+
+    def holds_nothing(status: Status) -> bool:
         # Blocks that prefill may still write to are in quarantine.
-        if not (
+        return not (
             status.running_requests
             or status.waiting_requests
             or status.reserved_blocks
             or status.active_transfers
-        ):
-            return
-        took_s = time.monotonic() - started_s
-        assert took_s < EFFECT_S or looks < 10, f"{name} after {took_s:.2f} s: {status}"
-        await asyncio.sleep(0.02)
+        )
+
+    await it.until(name, holds_nothing, EFFECT_S)
 
 
 def one_runs(status: Status) -> bool:
@@ -79,6 +78,7 @@ async def in_local_prefill(it: Suite) -> Asked:
     return one
 
 
+@pytest.mark.core
 async def test_a_cancellation_takes_effect_at_every_stage(tmp_path: Path) -> None:
     stages: tuple[Callable[[Suite], Awaitable[Asked]], ...] = (
         in_the_queue,

@@ -25,16 +25,17 @@ async def chaos(
         return await run_chaos(plan, folder, Place(spawn=spawn), enough=enough)
 
 
-async def test_500_requests_through_killed_frozen_and_restarted_services(tmp_path: Path) -> None:
-    report = await chaos(scenario("all", SEED, 500, credentials="tls"), tmp_path)
+@pytest.mark.core
+async def test_200_requests_through_killed_frozen_and_restarted_services(tmp_path: Path) -> None:
+    report = await chaos(scenario("all", SEED, 200, credentials="tls"), tmp_path)
     assert not report.violations
     assert report.process_faults.total() >= 3
     assert report.wire_faults["lost"]
     assert report.wire_faults["doubled"]
-    # Of 500; a machine with 0.8 of a core got 248 right in the time of the requests.
-    assert report.outcomes.counts["right"] > 200
+    # Most others were cancelled, or asked a router that was killed.
+    assert report.outcomes.counts["right"] > 80
     # Each request has about 90 tokens.
-    assert report.outcomes.transferred_tokens > 10_000
+    assert report.outcomes.transferred_tokens > 4_000
 
 
 async def test_duplicate_acknowledgements_cause_no_violation(tmp_path: Path) -> None:

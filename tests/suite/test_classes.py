@@ -161,6 +161,7 @@ async def test_classes_share_a_full_prefill_queue_by_weight_and_late_requests_ar
             return (await load_of(it)).queued_prompts == len(tasks)
 
         await until(all_queued, 60.0, lambda: str([task for task in tasks if task.done()]), 0.05)
+        # The router counts the age of a prompt by a real clock.
         await asyncio.sleep(AGE_S)
         for number, priority in enumerate(Priority):
             late = request_of(priority, 3_000 + number, 2, duration_from_seconds(TARGET_S))

@@ -64,6 +64,7 @@ async def up(folder: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.
         await process.stderr.read()
 
 
+@pytest.mark.core
 async def test_the_demo_answers_prints_a_waterfall_and_leaves_no_process(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     shown = await headrace(
@@ -181,6 +182,7 @@ async def a_watch_goes_on_until_ctrl_c(router: str) -> None:
     assert (watch.returncode, err) == (130, b"")
 
 
+@pytest.mark.core
 async def test_a_drained_worker_exits_and_the_others_keep_serving(tmp_path: Path) -> None:
     port = free_port()
     router = ("--router", f"127.0.0.1:{port}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from headrace_cli.client import list_members
@@ -34,7 +35,7 @@ async def test_no_request_fails_while_the_registry_is_away_and_comes_back(tmp_pa
         async with load(it, streams=3) as answers:
             await answers.more(10)
             it.kill("registry")
-            # Longer than a lease.
+            # Longer than a lease, which the registry counts by a real clock.
             await asyncio.sleep(MEMBER_TTL_S + 1)
             await answers.more(10)
             await it.restart("registry")
@@ -44,6 +45,7 @@ async def test_no_request_fails_while_the_registry_is_away_and_comes_back(tmp_pa
         await it.wait_joined(2, 1)
 
 
+@pytest.mark.core
 async def test_tasks_left_after_the_drain_grace_are_computed_elsewhere(
     tmp_path: Path,
 ) -> None:

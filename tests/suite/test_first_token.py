@@ -6,6 +6,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from headrace.inference.v1 import first_token_pb2, inference_pb2, trace_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.commands.policy import set_policy
@@ -41,6 +43,7 @@ def said(outcome: Outcome) -> tuple[Any, ...]:
     return outcome.token_ids, outcome.logprobs, outcome.text, reason, counts
 
 
+@pytest.mark.core
 async def test_every_policy_gives_the_same_answer(tmp_path: Path) -> None:
     batched = (("prefill", "max_num_batched_tokens", "64"),)
     async with suite(tmp_path, prefill_count=2, decode_count=2, settings=batched) as it:

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from headrace.inference.v1 import inference_pb2
-from tests.suite.churn import HANG_S, SETTINGS, churn
+from tests.suite.churn import SETTINGS, churn
 from tests.suite.deployment import prompt_of, suite
 
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
@@ -60,4 +60,3 @@ async def test_workers_come_and_go_under_load(tmp_path: Path) -> None:
         assert seen.changes >= CHANGES
         assert len(seen.seconds) > ANSWERS
         assert seen.attempts.keys() <= {1, 2}
-        assert seen.slowest_s < HANG_S

@@ -13,6 +13,7 @@ from tests.suite.deployment import greedy, prompt_of, suite
 SLOW_DECODE = ("decode", "model", "sim:decode_step_s=0.02")
 
 
+@pytest.mark.core
 async def test_a_full_deployment_sends_a_retry_delay(tmp_path: Path) -> None:
     settings = (
         ("decode", "max_num_seqs", "2"),

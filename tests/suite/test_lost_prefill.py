@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from tests.suite.deployment import Suite, advance_until_done, prompt_of, stepped_suite
 
 _TASKS = 10
@@ -24,6 +26,7 @@ async def _wait_open(it: Suite, count: int) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.core
 async def test_all_ten_tasks_of_a_killed_prefill_worker_finish_elsewhere(tmp_path: Path) -> None:
     async with stepped_suite(tmp_path, SETTINGS, prefill_count=2) as (it, clock):
         # More prompts than both workers hold, so that each is full while some wait.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,10 @@ from tests.suite.load import load
 from tests.waiting import until
 
 TOKENS = 60
-# The connection to a silent worker ends within 7 s. A new attempt takes little time.
-NOTICED_S = 10.0
+# Ten times the 7 s after which the connection to a silent worker ends. Each answer must end by then.
+NOTICED_S = 70.0
+# A killed router's requests are released within 4 s. A machine that is ten times slower meets this.
+RELEASED_S = 40.0
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 SLOW_DECODE = ("decode", "model", "sim:decode_step_s=0.02")
 SEEDED: dict[str, Any] = {
@@ -68,6 +69,7 @@ def moved_to(lasts: Iterable[inference_pb2.GenerateResponse]) -> set[str]:
     return {timing.decode_worker_id for timing in timings if timing.attempts == 2}
 
 
+@pytest.mark.core
 async def test_streams_of_a_killed_decode_worker_continue_on_the_other(tmp_path: Path) -> None:
     async with suite(tmp_path, decode_count=2, settings=(SLOW_DECODE,)) as it:
         requests = asked(8)
@@ -81,18 +83,16 @@ async def test_streams_of_a_killed_decode_worker_continue_on_the_other(tmp_path:
         await it.wait_empty(survivor)
 
 
-async def test_streams_of_a_frozen_decode_worker_continue_within_ten_seconds(
+async def test_streams_of_a_frozen_decode_worker_continue_on_the_other(
     tmp_path: Path,
 ) -> None:
     workers = {"decode-0", "decode-1"}
     async with suite(tmp_path, decode_count=2, settings=(SLOW_DECODE,)) as it:
         requests = asked(8)
-        running = await it.begun(requests)
+        running = await it.begun(requests, NOTICED_S)
         victim, survivor = await it.busier(*workers)
-        started_s = time.monotonic()
         with it.frozen(victim):
             outcomes = await check(it, requests, running)
-            assert time.monotonic() - started_s < NOTICED_S
         assert moved_to(one.last for one in outcomes) == {survivor}
         # After the thaw the worker has released the requests and serves again.
         for name in workers:
@@ -105,6 +105,7 @@ async def test_streams_of_a_frozen_decode_worker_continue_within_ten_seconds(
         await until(both_serve)
 
 
+@pytest.mark.core
 async def test_streams_of_the_only_decode_worker_wait_for_its_next_incarnation(
     tmp_path: Path,
 ) -> None:
@@ -135,16 +136,13 @@ async def test_prompts_are_recomputed_when_their_prefill_worker_is_lost_at_any_s
     async with suite(tmp_path, sim=model, prefill_count=2, settings=settings) as it:
         requests, running = asked(16, 100), []
         for request in requests:
-            running.append(asyncio.create_task(it.ask(request, 30.0)))
+            running.append(asyncio.create_task(it.ask(request, NOTICED_S)))
             await asyncio.sleep(0.06)
         await it.wait_running("prefill-0")
-        started_s = time.monotonic()
         with it.frozen("prefill-0") if fault == "frozen" else contextlib.nullcontext():
             if fault == "killed":
                 it.kill("prefill-0")
             outcomes = await check(it, requests, running)
-            # The time to detect the fault, to start again, and for sixty tokens.
-            assert time.monotonic() - started_s < NOTICED_S + 4
         attempts = [one.last.timing.attempts for one in outcomes]
         # Answers that ended before the fault had one attempt.
         assert min(attempts) == 1
@@ -154,23 +152,24 @@ async def test_prompts_are_recomputed_when_their_prefill_worker_is_lost_at_any_s
 
 
 async def test_prefill_releases_transfers_to_a_killed_decode_worker(tmp_path: Path) -> None:
-    settings = (("prefill", "model", "sim:layer_s=0.5"), ("decode", "lease_ttl_s", "2"))
+    # Computed to their end, the prompts would take longer than the wait.
+    settings = (("prefill", "model", "sim:layer_s=15"), ("router", "migration_wait_s", "1"))
     async with suite(tmp_path, settings=settings) as it:
         running = [
-            asyncio.create_task(it.generate(prompt_of(60, n), 2, timeout_s=6)) for n in (1, 2)
+            asyncio.create_task(it.generate(prompt_of(60, n), 2, timeout_s=90)) for n in (1, 2)
         ]
         await it.until("decode-0", lambda status: status.active_transfers > 0)
         await it.wait_running("prefill-0")
         it.kill("decode-0")
-        await it.wait_empty("prefill-0", timeout_s=3)
+        await it.wait_empty("prefill-0", timeout_s=20)
         for task in running:
             with pytest.raises(HeadraceError):
                 await task
 
 
-async def test_requests_of_a_killed_router_are_released_within_seconds(tmp_path: Path) -> None:
-    """Prompts that wait, are computed or sent, and streams: their reservations, tasks and leases end at once.
-    Streams through the other router continue.
+async def test_requests_of_a_killed_router_are_released(tmp_path: Path) -> None:
+    """Prompts that wait, are computed or sent, and streams: their reservations, tasks and leases end at once, long
+    before the answers would. Streams through the other router continue.
     """
     settings = (
         ("prefill", "model", "sim:layer_s=0.2"),
@@ -185,11 +184,14 @@ async def test_requests_of_a_killed_router_are_released_within_seconds(tmp_path:
         workers = ("decode-0", "decode-1", "prefill-0")
         # They take 15 s, and so end after the others.
         requests = [greedy(prompt_of(60, 100 + number), 300) for number in range(4)]
-        kept = await other.begun(requests, timeout_s=60)
+        kept = await other.begun(requests, timeout_s=120)
         reserved = sum([(await it.status(name)).reserved_blocks for name in workers])
         lost = []
         for number in range(12):
-            lost.append(asyncio.create_task(it.generate(prompt_of(60, number), 200)))
+            lost.append(
+                asyncio.create_task(it.generate(prompt_of(60, number), 1_200, timeout_s=90))
+            )
+            # So that they are at different stages.
             await asyncio.sleep(0.1)
 
         async def at_every_stage() -> bool:
@@ -210,11 +212,10 @@ async def test_requests_of_a_killed_router_are_released_within_seconds(tmp_path:
         await until(at_every_stage)
         assert not any(task.done() for task in kept)
         it.kill("router")
-        killed_s = time.monotonic()
         for task in lost:
             with pytest.raises(HeadraceError):
                 await task
-        await until(only_kept_hold, killed_s + 4 - time.monotonic())
+        await until(only_kept_hold, RELEASED_S)
         for request, outcome in zip(requests, await asyncio.gather(*kept), strict=True):
             assert outcome.token_ids == other.expected_of(request)
         for name in workers:
@@ -251,6 +252,7 @@ async def test_the_router_detects_a_dead_worker_while_the_registry_is_away(
         assert sum(attempts) <= len(attempts) + 1
         # A worker that was only silent becomes available again by itself.
         with it.frozen("decode-1"):
+            # A real clock, because the router looks for silent connections by one.
             await asyncio.sleep(4)
         outcome = await it.generate(prompt_of(40, 900), 2)
         assert outcome.last.timing.decode_worker_id == "decode-1"
@@ -259,7 +261,14 @@ async def test_the_router_detects_a_dead_worker_while_the_registry_is_away(
 async def test_workers_that_restart_on_their_addresses_delay_no_request(
     tmp_path: Path,
 ) -> None:
-    async with suite(tmp_path, prefill_count=2, decode_count=2, settings=(SLOW_DECODE,)) as it:
+    # A request that waits for one of these timeouts misses its deadline.
+    timeouts = tuple(
+        (role, name, "300")
+        for role in ("prefill", "decode")
+        for name in ("lease_ttl_s", "quarantine_s", "member_ttl_s")
+    )
+    settings = (SLOW_DECODE, *timeouts)
+    async with suite(tmp_path, prefill_count=2, decode_count=2, settings=settings) as it:
         async with load(it, streams=4, count=12) as answers:
             for name in ("decode-0", "prefill-0") * 3:
                 child = it.child(name)
@@ -267,8 +276,6 @@ async def test_workers_that_restart_on_their_addresses_delay_no_request(
                 await it.restart_killed(child)
                 await answers.more(12)
                 await it.wait_joined(2, 2)
-        # No request waited for a timeout at any layer.
-        assert answers.slowest_s < 7.0
         await it.wait_joined(2, 2)
 
 

@@ -75,6 +75,7 @@ async def grpc_text(it: Suite, count: int, seed: int | None = None) -> str:
     return (await it.ask(inference_pb2.GenerateRequest(chat=chat, sampling=sampling))).text
 
 
+@pytest.mark.core
 async def test_the_official_client_gets_the_same_text_as_grpc(tmp_path: Path) -> None:
     async with served(tmp_path) as (it, client):
         (model,) = (await client.models.list()).data
@@ -209,7 +210,7 @@ async def test_tools_without_a_parser_name_the_setting(tmp_path: Path) -> None:
         assert wrong.value.param == "tools[0].function.name"
 
 
-async def test_a_closed_connection_frees_the_blocks_within_a_second(tmp_path: Path) -> None:
+async def test_a_closed_connection_frees_the_blocks(tmp_path: Path) -> None:
     slow = ("decode", "model", "sim:decode_step_s=0.02")
     async with served(tmp_path, slow) as (it, client):
         stream = await client.chat.completions.create(
@@ -221,8 +222,8 @@ async def test_a_closed_connection_frees_the_blocks_within_a_second(tmp_path: Pa
             if len(seen) == 2:
                 break
         await stream.close()
-        # It takes some 0.05 s under load.
-        await it.wait_empty("decode-0", 1.0)
+        # The answers would take 40 s.
+        await it.wait_empty("decode-0", 10.0)
 
 
 async def test_a_stream_goes_on_when_its_decode_worker_is_killed(tmp_path: Path) -> None:
@@ -269,6 +270,7 @@ async def test_errors_have_openais_shape(tmp_path: Path) -> None:
         assert b"metrics_keys_file" in closed
 
 
+@pytest.mark.core
 async def test_keys_come_before_bodies_and_bodies_are_bounded(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"{KEY} tenant\n")

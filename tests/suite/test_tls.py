@@ -98,6 +98,7 @@ async def refused(channel: grpc.aio.Channel) -> bool:
     return False
 
 
+@pytest.mark.core
 async def test_a_deployment_with_certificates_answers_and_refuses_other_callers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
