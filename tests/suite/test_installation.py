@@ -19,7 +19,6 @@ from tests.suite.installed import (
     deployed,
     install,
     installed_names,
-    main,
     run,
 )
 from tests.unit.test_architecture import ROOT
@@ -93,13 +92,3 @@ def test_a_client_alone_chats_with_installed_services(
         workers = run(services / "bin" / "headrace", "workers", "--router", address)
         assert "prefill-0" in workers.stdout, workers.stderr
         assert "decode-0" in workers.stdout
-
-
-def test_a_run_without_any_python_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["installed", "python3.0"])
-    assert main() == 1
-    shown = capsys.readouterr()
-    assert "python3.0: not on this machine" in shown.out
-    assert "no Python was tested" in shown.err

@@ -1,4 +1,4 @@
-"""Requests beyond the capacity are refused, and incompatible workers are not paired."""
+"""Requests beyond the capacity are refused, and a deployment without a prefill worker answers."""
 
 from __future__ import annotations
 
@@ -52,14 +52,3 @@ async def test_without_a_prefill_worker_decode_prefills(tmp_path: Path) -> None:
         outcome = await it.generate(prompt, 6)
         assert outcome.token_ids == it.expected(prompt, 6)
         assert outcome.last.usage.transferred_tokens == 0
-
-
-async def test_workers_with_incompatible_layouts_are_never_paired(tmp_path: Path) -> None:
-    async with suite(tmp_path, settings=(("prefill", "model", "sim:head_bytes=32"),)) as it:
-        for number in range(4):
-            prompt = prompt_of(100, number)
-            outcome = await it.generate(prompt, 6)
-            assert outcome.token_ids == it.expected(prompt, 6)
-            assert not outcome.last.timing.prefill_worker_id
-        log = it.child("decode-0").spec.log_file.read_text()
-        assert "LAYOUT_MISMATCH" not in log
