@@ -5,16 +5,29 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import grpc
 import pytest
 
 from headrace_cli.client import list_members
+from headrace_cli.up.supervisor import Child
+from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.access.tokens import create_token, new_private_key, public_key_of
 from headrace_common.errors import Unauthenticated
+from headrace_common.rpc.channel import open_channel
+from tests.security.test_roles import status_of
 from tests.suite.deployment import prompt_of, suite
 from tests.waiting import until
 
 _SERVICES = (Role.REGISTRY, Role.ROUTER, Role.PREFILL, Role.DECODE)
+_FOR_OPERATORS = {
+    "registry": "/headrace.registry.v1.RegistryService/ListMembers",
+    "router": "/headrace.inference.v1.TraceService/ListTraces",
+    "prefill": "/headrace.worker.v1.WorkerService/WatchStatus",
+    "decode": "/headrace.worker.v1.WorkerService/WatchStatus",
+}
+# Ten times the second after which a service reads a changed file.
+_READ_S = 10.0
 
 
 class _Credentials:
@@ -51,6 +64,13 @@ class _Credentials:
         draft.replace(path)
 
 
+async def accepts(child: Child, token_file: Path) -> bool:
+    """Whether a service takes the operator's token."""
+    async with open_channel(child.endpoint, Credentials(token_file=str(token_file))) as channel:
+        status = await status_of(channel, _FOR_OPERATORS[child.spec.service], b"")
+    return status is not grpc.StatusCode.UNAUTHENTICATED
+
+
 async def test_tokens_and_keys_are_replaced_while_requests_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,10 +104,17 @@ async def test_tokens_and_keys_are_replaced_while_requests_run(
 
         asking = [asyncio.create_task(ask()) for _ in range(2)]
         credentials.write_keys(old, new)
-        # Nothing shows that every service has read the keys. They read a changed file within a second.
-        await asyncio.sleep(2.5)
+        new_operator = tmp_path / "new.token"
+        new_operator.write_text(create_token(new, Role.OPERATOR, "", 600))
+
+        async def known_to_all() -> bool:
+            children = deployed.deployment.children
+            return all([await accepts(child, new_operator) for child in children])
+
+        await until(known_to_all, _READ_S, "the new key")
         credentials.write_tokens(new)
-        await asyncio.sleep(2.5)
+        # A real clock, because nothing shows that every service has read its token.
+        await asyncio.sleep(_READ_S)
         credentials.write_keys(new)
         forged = tmp_path / "old.token"
         forged.write_text(create_token(old, Role.OPERATOR, "", 600))
@@ -96,8 +123,8 @@ async def test_tokens_and_keys_are_replaced_while_requests_run(
         async def refused() -> bool:
             return not await listed()
 
-        await until(refused, 10, "the end of the old key")
+        await until(refused, _READ_S, "the end of the old key")
         monkeypatch.setenv("HEADRACE_TOKEN_FILE", str(credentials.token_file(Role.OPERATOR)))
-        await until(listed, 10, "the new token")
+        await until(listed, _READ_S, "the new token")
         stop.set()
         assert min(await asyncio.gather(*asking)) > 0
