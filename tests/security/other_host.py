@@ -23,7 +23,8 @@ from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.factory import open_transport
 
 LOOPBACK, HERE, HERE_IPV6 = "127.0.0.1", "10.77.0.1", "fd77::1"
-_CONNECT_TIMEOUT_S = 1.0
+# A connection takes milliseconds. A host that is dropped by a firewall does not answer at all.
+_CONNECT_TIMEOUT_S = 5.0
 _WRITE_TIMEOUT_S = 4.0
 
 Target = tuple[str, int]
