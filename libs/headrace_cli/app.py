@@ -7,9 +7,7 @@ from typing import Annotated
 import typer
 
 from headrace_cli.commands import (
-    bench,
     chat,
-    context,
     demo,
     doctor,
     drain,
@@ -21,16 +19,17 @@ from headrace_cli.commands import (
     up,
     workers,
 )
-from headrace_cli.commands.context import complete_contexts
 from headrace_cli.credentials import certs, token
 from headrace_cli.planner import command as planner_command
 from headrace_cli.profile import command as profile_command
+from headrace_cli.removed import Group
 from headrace_cli.simulate import command as simulate_command
 from headrace_cli.size import command as size_command
 from headrace_common.version import version
 
 app = typer.Typer(
     name="headrace",
+    cls=Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
@@ -39,8 +38,8 @@ app = typer.Typer(
 
 # The help lists them in this order.
 COMMANDS = (
-    *(up, demo, chat, bench, route, workers, drain, trace, status),
-    *(pair, policy, context, token, certs, doctor, size_command, planner_command),
+    *(up, demo, chat, route, workers, drain, trace, status),
+    *(pair, policy, token, certs, doctor, size_command, planner_command),
     *(profile_command, simulate_command),
 )
 for command in COMMANDS:
@@ -55,16 +54,6 @@ def _show_version(asked: bool) -> None:
 
 @app.callback()
 def headrace(
-    context: Annotated[
-        str,
-        typer.Option(
-            "--context",
-            metavar="NAME",
-            envvar="HEADRACE_CONTEXT",
-            autocompletion=complete_contexts,
-            help="Deployment to call, as `headrace context list` shows it; local is this machine's.",
-        ),
-    ] = "",
     asked_version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),

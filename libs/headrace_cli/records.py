@@ -280,31 +280,6 @@ class ChatRecord(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class ContextRecord:
-    """A context. The files are absolute paths."""
-
-    name: str
-    router: str
-    registry: str | None
-    internal: str | None
-    api_key_file: str | None
-    token_file: str | None
-    tls_authority_file: str | None
-    tls_certificate_file: str | None
-    tls_key_file: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class ContextsRecord(Record):
-    """`headrace context list --json`. `current` is local where none is in use."""
-
-    schema: ClassVar[str] = "headrace.contexts.v1"
-    current: str
-    file: str
-    contexts: list[ContextRecord]
-
-
-@dataclass(frozen=True, slots=True)
 class StatusPageRecord(Record):
     """`headrace status --json`."""
 

@@ -23,7 +23,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "typer",
             "uvloop",
         ),
-        "bench": ("aiohttp",),
+        "pair": ("aiohttp",),
         "registry": (),
         "planner": (),
         "kubernetes": ("httpx2", "lightkube"),

@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import RouterClient, chat_request, open_router
 from headrace_cli.console import notice_console
-from headrace_cli.contexts.choice import AddressedCommand
 from headrace_cli.exit_status import failures_as_exit, run_command
 from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import DEFAULT_ROUTER, MaxTokens, RequestModel, Router, SystemMessage

@@ -12,9 +12,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from headrace_cli.addressed import AddressedGroup
 from headrace_cli.client import list_members
 from headrace_cli.console import answer_console, notice_console
-from headrace_cli.contexts.choice import AddressedGroup
 from headrace_cli.doctor.credentials import check_credentials
 from headrace_cli.doctor.finding import Finding, Verdict
 from headrace_cli.doctor.firewall import Surroundings, check_rules, rule_set

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from headrace_cli.addressed import AddressedCommand
 from headrace_cli.completion import complete_workers
 from headrace_cli.console import answer_console
-from headrace_cli.contexts.choice import AddressedCommand
 from headrace_cli.exit_status import run_command
 from headrace_cli.json_output import Json, print_record
 from headrace_cli.members.drain import drain_worker

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from headrace_cli.exit_status import run_command
-from headrace_cli.pair.proxy import Listening, run_pair
 from headrace_common import ports
+from headrace_common.extras import require_extra
 
 
 def register(app: typer.Typer) -> None:
@@ -39,6 +39,12 @@ def pair(
 ) -> None:
     """Joins two vLLM servers that have Headrace's connector; needs no service of Headrace."""
 
-    run_command(
-        run_pair(prefill, decode, pair_address, Listening(host, port), timeout, transfer_timeout)
-    )
+    async def work() -> None:
+        require_extra("headrace pair", "pair")
+        from headrace_cli.pair.proxy import PairOptions, run_pair
+
+        await run_pair(
+            PairOptions(prefill, decode, pair_address, host, port, timeout, transfer_timeout)
+        )
+
+    run_command(work())

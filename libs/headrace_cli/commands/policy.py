@@ -15,9 +15,9 @@ from rich.table import Table
 
 from headrace.inference.v1.priority_pb2 import Priority
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import CALL_TIMEOUT_S, rpc_errors, started_channel
 from headrace_cli.console import answer_console
-from headrace_cli.contexts.choice import AddressedCommand
 from headrace_cli.exit_status import run_command
 from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router

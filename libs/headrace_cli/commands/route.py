@@ -11,14 +11,14 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.inference.v1 import inference_pb2
+from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import (
     chat_request,
+    find_internal,
     open_router_internally,
 )
 from headrace_cli.console import answer_console
-from headrace_cli.contexts.choice import AddressedCommand
 from headrace_cli.exit_status import run_command
-from headrace_cli.internal_router import find_internal
 from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import (
     DEFAULT_ROUTER,

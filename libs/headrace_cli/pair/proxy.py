@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Final
+from urllib.parse import urlsplit
 
-from headrace_cli.pair.http_streams import (
-    HEAD_BYTES_MAX,
-    Address,
-    HttpRequest,
-    Upstream,
-    error_response,
-    read_http_request,
-    status_of,
-)
-from headrace_cli.pair.requests import Pair, split, without_transfer_params
+import aiohttp
+from aiohttp import web
+
+from headrace_cli.pair.requests import HttpRequest, split, without_transfer_params
 from headrace_common.config import split_host_port
 from headrace_common.errors import (
     ConfigError,
     DeadlineExceeded,
     HeadraceError,
     InternalError,
-    InvalidRequest,
     TransferTimeout,
     WorkerGone,
 )
@@ -35,34 +29,33 @@ from headrace_common.logs import setup_logging
 
 log = logging.getLogger(__name__)
 
-STATUSES: dict[type[HeadraceError], HTTPStatus] = {
-    InvalidRequest: HTTPStatus.BAD_REQUEST,
+_STATUSES: Final[Mapping[type[HeadraceError], HTTPStatus]] = {
     WorkerGone: HTTPStatus.BAD_GATEWAY,
     DeadlineExceeded: HTTPStatus.GATEWAY_TIMEOUT,
 }
-CONNECTIONS_MAX = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Listening:
-    """The address on which the proxy listens."""
-
-    host: str
-    port: int
+REQUESTS_MAX: Final = 4_096
+BODY_BYTES_MAX: Final = 64 * 1024 * 1024
+_CONNECT_S: Final = 5.0
+_END_S: Final = 1.0
+# Headers of one connection, which a proxy does not forward.
+_HOP_HEADERS: Final = frozenset(
+    {"connection", "expect", "host", "keep-alive", "transfer-encoding", "upgrade"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PairOptions:
-    """Settings of the proxy.
+    """Settings of the proxy. `prefill` and `decode` are URLs.
 
     `pair_address` is the prefill server's. `transfer_timeout_s` limits the wait for prefill, `timeout_s`
     the whole request.
     """
 
-    prefill: Address
-    decode: Address
-    pair_address: tuple[str, int]
-    listening: Listening
+    prefill: str
+    decode: str
+    pair_address: str
+    host: str
+    port: int
     timeout_s: float
     transfer_timeout_s: float
 
@@ -70,194 +63,193 @@ class PairOptions:
 class PairProxy:
     """Forwards requests. When prefill fails, decode computes the whole request."""
 
-    def __init__(self, options: PairOptions) -> None:
+    def __init__(self, options: PairOptions, session: aiohttp.ClientSession) -> None:
+        """Raises ConfigError for an address that is wrong."""
         self._options = options
-        self._connections = 0
-
-    async def serve(self) -> asyncio.Server:
-        """Starts to listen. Raises ConfigError."""
-        listening = self._options.listening
+        self._session = session
+        self._prefill, self._decode = map(_checked_url, (options.prefill, options.decode))
         try:
-            return await asyncio.start_server(
-                self._on_connection, listening.host, listening.port, limit=HEAD_BYTES_MAX
-            )
-        except OSError as exc:
+            self._pair_address = split_host_port(options.pair_address)
+        except ValueError as error:
             raise ConfigError(
-                f"cannot listen on {listening.host}:{listening.port}: {exc.strerror or exc}; set --port"
-            ) from exc
+                f"--pair-address {options.pair_address!r} is wrong: {error}"
+            ) from error
+        self._in_flight = 0
 
-    async def _on_connection(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._connections += 1
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answers a request. An error after the first bytes of an answer cuts it off."""
+        self._in_flight += 1
         try:
-            await self._answer(reader, writer)
-        except ConnectionError:
-            log.info("a client disconnected")
+            if self._in_flight > REQUESTS_MAX:
+                raise WorkerGone(f"{REQUESTS_MAX} requests are in flight already")
+            async with asyncio.timeout(self._options.timeout_s):
+                return await self._answer(request)
+        except TimeoutError:
+            limit_s = f"{self._options.timeout_s:g}"
+            return _error_response(DeadlineExceeded(f"the request took more than {limit_s} s"))
+        except aiohttp.ClientError as error:
+            why = str(error) or type(error).__name__
+            return _error_response(WorkerGone(f"{self._decode} does not answer: {why}"))
+        except HeadraceError as error:
+            return _error_response(error)
         finally:
-            self._connections -= 1
-            writer.close()
+            self._in_flight -= 1
 
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        reply = _Reply(writer)
-        try:
-            request = await read_http_request(reader, writer)
-            if request is None:
-                return
-            if self._connections > CONNECTIONS_MAX:
-                raise WorkerGone(f"{CONNECTIONS_MAX} requests are in flight already")
-            await self._until_disconnect(
-                reader, self._handle(without_transfer_params(request), reply)
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if (length := request.content_length or 0) > BODY_BYTES_MAX:
+            raise web.HTTPRequestEntityTooLarge(max_size=BODY_BYTES_MAX, actual_size=length)
+        asked = without_transfer_params(
+            HttpRequest(
+                request.method, request.path_qs, _forwarded(request.headers), await request.read()
             )
-        except HeadraceError as exc:
-            await reply.fail(exc)
-        except Exception as exc:
-            log.exception("a request failed because of a bug")
-            await reply.fail(InternalError(f"{type(exc).__name__}: {exc}"))
-
-    async def _until_disconnect(
-        self, reader: asyncio.StreamReader, work: Coroutine[Any, Any, None]
-    ) -> None:
-        """Runs `work`. Cancels it, with its requests to the servers, when the client disconnects."""
-        task = asyncio.create_task(work)
-        disconnect = asyncio.create_task(_wait_disconnect(reader))
-        try:
-            await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for ending in (task, disconnect):
-                ending.cancel()
-            results = await asyncio.gather(task, disconnect, return_exceptions=True)
-        if isinstance(results[0], Exception):
-            raise results[0]
-
-    async def _handle(self, request: HttpRequest, reply: _Reply) -> None:
-        options = self._options
+        )
         transfer_id = new_transfer_id()
         pair = split(
-            request,
+            asked,
             transfer_id=transfer_id,
-            pair_address=options.pair_address,
-            remaining_s=options.transfer_timeout_s,
+            pair_address=self._pair_address,
+            remaining_s=self._options.transfer_timeout_s,
+        )
+        if pair is not None:
+            # Decode has received the whole cache before it responds, so prefill is not needed any more.
+            prefill = asyncio.create_task(self._run_prefill(pair.prefill))
+            decode = asyncio.create_task(self._start(self._decode, pair.decode))
+            try:
+                await asyncio.wait({decode, prefill}, return_when=asyncio.FIRST_COMPLETED)
+                failure = prefill.exception() if prefill.done() else None
+                if failure is None or decode.done():
+                    return await _forward(request, *await decode)
+                log.warning("decode computes the prompt of %s: %s", transfer_id, failure)
+            finally:
+                for task in (decode, prefill):
+                    task.cancel()
+                await asyncio.gather(decode, prefill, return_exceptions=True)
+        return await _forward(request, *await self._start(self._decode, asked))
+
+    async def _start(self, url: str, request: HttpRequest) -> tuple[aiohttp.ClientResponse, bytes]:
+        """Sends a request. Returns the response and its first bytes. Raises ClientError."""
+        response = await self._session.request(
+            request.method,
+            f"{url}{request.target}",
+            data=request.body,
+            headers=request.headers,
+            allow_redirects=False,
         )
         try:
-            async with asyncio.timeout(options.timeout_s):
-                if pair is None or not await self._run_pair(pair, reply, transfer_id):
-                    await _forward(Upstream(options.decode, request), reply)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the request took more than {options.timeout_s:g} s",
-                metadata={"timeout_s": f"{options.timeout_s:g}"},
-            ) from None
+            return response, await response.content.readany()
+        except BaseException:
+            response.close()
+            raise
 
-    async def _run_pair(self, pair: Pair, reply: _Reply, transfer_id: str) -> bool:
-        """Runs both requests and forwards the answer of decode.
-
-        False when prefill failed before decode responded. Then the client has received nothing.
-        """
-        decode = Upstream(self._options.decode, pair.decode)
-        first = asyncio.create_task(decode.start())
-        prefill = asyncio.create_task(self._prefill(pair.prefill))
-        try:
-            await asyncio.wait({first, prefill}, return_when=asyncio.FIRST_COMPLETED)
-            failure = prefill.exception() if prefill.done() else None
-            if failure is not None and not first.done():
-                log.warning("decode computes the prompt of %s: %s", transfer_id, failure)
-                return False
-            await reply.send(await first)
-            await _forward(decode, reply, started=True)
-            return True
-        finally:
-            # Decode has received the whole cache before it responds, so prefill is not needed any more.
-            for task in (first, prefill):
-                task.cancel()
-            await asyncio.gather(first, prefill, return_exceptions=True)
-            decode.close()
-
-    async def _prefill(self, request: HttpRequest) -> None:
-        """Runs the prefill request. Raises WorkerGone when it fails, TransferTimeout when it takes too long."""
-        upstream = Upstream(self._options.prefill, request)
+    async def _run_prefill(self, request: HttpRequest) -> None:
+        """Raises ClientError or WorkerGone when it fails, TransferTimeout when it takes too long."""
         try:
             async with asyncio.timeout(self._options.transfer_timeout_s):
-                response = await upstream.start()
-                while more := await upstream.read():
-                    response += more
+                response, first = await self._start(self._prefill, request)
+                async with response:
+                    body = first + await response.read()
         except TimeoutError:
-            raise TransferTimeout(
-                f"{self._options.prefill} took more than {self._options.transfer_timeout_s:g} s"
-            ) from None
-        finally:
-            upstream.close()
-        if status_of(response) != HTTPStatus.OK:
-            content = response.partition(b"\r\n\r\n")[2][:300].decode(errors="replace")
-            raise WorkerGone(
-                f"{self._options.prefill} responded with {status_of(response)} {content}"
-            )
+            limit_s = f"{self._options.transfer_timeout_s:g}"
+            raise TransferTimeout(f"{self._prefill} took more than {limit_s} s") from None
+        if response.status != HTTPStatus.OK:
+            content = body[:300].decode(errors="replace")
+            raise WorkerGone(f"{self._prefill} responded with {response.status} {content}")
 
 
-class _Reply:
-    """The response to the client."""
-
-    def __init__(self, writer: asyncio.StreamWriter) -> None:
-        self._writer = writer
-        self._started = False
-
-    async def send(self, data: bytes) -> None:
-        self._started = True
-        self._writer.write(data)
-        await self._writer.drain()
-
-    async def fail(self, error: HeadraceError) -> None:
-        """Sends the error. After the first bytes of a response, aborts the connection instead."""
-        log.warning("%s", error.detail)
-        if self._started:
-            self._writer.transport.abort()
-            return
-        status = STATUSES.get(type(error), HTTPStatus.INTERNAL_SERVER_ERROR)
-        with suppress(ConnectionError):
-            await self.send(error_response(error, status))
-
-
-async def _forward(upstream: Upstream, reply: _Reply, *, started: bool = False) -> None:
-    try:
-        if not started:
-            await reply.send(await upstream.start())
-        while more := await upstream.read():
-            await reply.send(more)
-    finally:
-        upstream.close()
-
-
-async def _wait_disconnect(reader: asyncio.StreamReader) -> None:
-    """Waits until the client disconnects. Ignores further bytes."""
-    with suppress(ConnectionError):
-        while await reader.read(HEAD_BYTES_MAX):
-            continue
-
-
-async def run_pair(
-    prefill: str,
-    decode: str,
-    pair_address: str,
-    listening: Listening,
-    timeout_s: float,
-    transfer_timeout_s: float,
-) -> None:
-    """Serves until cancelled. Raises ConfigError for an invalid or used address."""
-    setup_logging("info", "pair", "")
-    try:
-        host, port = split_host_port(pair_address)
-    except ValueError as exc:
-        raise ConfigError(f"--pair-address {pair_address!r} is wrong: {exc}") from exc
-    options = PairOptions(
-        prefill=Address.of_url(prefill),
-        decode=Address.of_url(decode),
-        pair_address=(host, port),
-        listening=listening,
-        timeout_s=timeout_s,
-        transfer_timeout_s=transfer_timeout_s,
+async def _forward(
+    request: web.Request, response: aiohttp.ClientResponse, first: bytes
+) -> web.StreamResponse:
+    """Sends a response to the client, and ends it. One that breaks is cut off."""
+    reply = web.StreamResponse(
+        status=response.status, reason=response.reason, headers=_forwarded(response.headers)
     )
-    server = await PairProxy(options).serve()
-    async with server:
-        bound, number = server.sockets[0].getsockname()[:2]
-        log.info("serving %s and %s on http://%s:%d", prefill, decode, bound, number)
-        await server.serve_forever()
+    try:
+        await reply.prepare(request)
+        await reply.write(first)
+        async for chunk in response.content.iter_any():
+            await reply.write(chunk)
+        await reply.write_eof()
+    except BaseException:
+        if request.transport is not None:
+            request.transport.abort()
+        raise
+    finally:
+        response.close()
+    return reply
+
+
+def _forwarded(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    return tuple(pair for pair in headers.items() if pair[0].lower() not in _HOP_HEADERS)
+
+
+def _error_response(error: HeadraceError) -> web.Response:
+    """A response with the error in the format of OpenAI's API."""
+    log.warning("%s", error.detail)
+    status = _STATUSES.get(type(error), HTTPStatus.INTERNAL_SERVER_ERROR)
+    content = {"message": error.detail, "type": error.reason, "code": int(status)}
+    return web.json_response({"error": content}, status=status)
+
+
+@web.middleware
+async def _bugs_as_errors(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except web.HTTPException:
+        raise
+    except Exception as error:
+        log.exception("a request failed because of a bug")
+        return _error_response(InternalError(f"{type(error).__name__}: {error}"))
+
+
+def _checked_url(url: str) -> str:
+    """The URL without a path. Raises ConfigError."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "http" or not parts.hostname or not port or parts.path not in ("", "/"):
+        raise ConfigError(f"{url!r} is wrong: write it as http://host:port")
+    return url.rstrip("/")
+
+
+@asynccontextmanager
+async def serving(options: PairOptions) -> AsyncIterator[int]:
+    """Serves, and yields the port. Raises ConfigError for an invalid or used address."""
+    session = aiohttp.ClientSession(
+        auto_decompress=False,
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+    )
+    async with session:
+        app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_bugs_as_errors])
+        app.router.add_route("*", "/{path:.*}", PairProxy(options, session).handle)
+        runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            lingering_time=_END_S,
+            shutdown_timeout=_END_S,
+        )
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, options.host, options.port).start()
+            yield runner.addresses[0][1]
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {options.host}:{options.port}: {error.strerror or error}; set --port"
+            ) from error
+        finally:
+            await runner.cleanup()
+
+
+async def run_pair(options: PairOptions) -> None:
+    """Serves until cancelled. Raises as `serving` does."""
+    setup_logging("info", "pair", "")
+    async with serving(options) as port:
+        log.info(
+            "serving %s and %s on http://%s:%d", options.prefill, options.decode, options.host, port
+        )
+        await asyncio.Event().wait()

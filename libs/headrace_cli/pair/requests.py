@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from headrace_cli.pair.http_streams import HttpRequest
-
 PAIRED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 PROMPT_TOKENS_MIN = 2
 # Fields that only affect the answer, which prefill does not generate.
@@ -29,6 +27,26 @@ ANSWER_FIELDS = (
     "tool_choice",
     "top_logprobs",
 )
+
+
+@dataclass(frozen=True, slots=True)
+class HttpRequest:
+    """A request with its complete body."""
+
+    method: str
+    target: str
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+
+    @property
+    def path(self) -> str:
+        """The target without its query."""
+        return self.target.partition("?")[0]
+
+    def with_json(self, body: Mapping[str, Any]) -> HttpRequest:
+        """The same request with another body."""
+        headers = tuple(pair for pair in self.headers if pair[0].lower() != "content-length")
+        return HttpRequest(self.method, self.target, headers, json.dumps(body).encode())
 
 
 @dataclass(frozen=True, slots=True)

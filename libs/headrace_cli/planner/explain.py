@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import typer
 
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
-from headrace_cli.addresses import check_address
+from headrace_cli.addressed import check_address
 from headrace_cli.client import CALL_TIMEOUT_S, rpc_errors, started_channel
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import run_command

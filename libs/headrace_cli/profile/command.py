@@ -10,9 +10,9 @@ from typing import Annotated, Final
 import typer
 
 from headrace.registry.v1 import registry_pb2
+from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import list_members, open_router, worker_status
 from headrace_cli.console import notice_console
-from headrace_cli.contexts.choice import AddressedCommand
 from headrace_cli.exit_status import run_command
 from headrace_cli.options import DEFAULT_ROUTER, Registry, RequestModel, Router
 from headrace_cli.profile.measure import ProfileGrid, Profiler, WorkerSize

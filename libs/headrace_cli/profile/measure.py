@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,11 +13,12 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace.inference.v1 import inference_pb2
-from headrace_cli.load.workload import random_tokens
 from headrace_client import build_request
 from headrace_common.errors import ConfigError, InternalError
 from headrace_planner.profile import DecodePoint, PrefillPoint
 
+# Of ordinary text, in the vocabulary of any model.
+_TOKEN_IDS: Final = range(300, 1_300)
 # Answers are longer than the measured part, because they begin one after the other.
 _ANSWER_FACTORS: Final = (4, 16)
 
@@ -172,7 +174,7 @@ class Profiler:
     def _request(self, prompt_tokens: int, answer_tokens: int) -> inference_pb2.GenerateRequest:
         seed = f"profile/{self._grid.seed}/{next(self._numbers)}"
         request = build_request(
-            tokens=random_tokens(prompt_tokens, seed),
+            tokens=random.Random(seed).choices(_TOKEN_IDS, k=prompt_tokens),
             model=self._size.model,
             max_tokens=answer_tokens,
             temperature=0.0,

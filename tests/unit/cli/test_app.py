@@ -63,3 +63,19 @@ def test_a_shell_completes_the_names_of_commands(environment: dict[str, str]) ->
     offered = run(**environment)
     assert "drain" in offered
     assert "workers" not in offered
+
+
+@pytest.mark.parametrize(
+    ("words", "replacement"),
+    [
+        ("bench --requests 5", "vllm bench serve"),
+        ("context use prod", "config.toml"),
+        ("workers --context=prod", "HEADRACE_CONFIG"),
+        ("--context prod workers", "HEADRACE_CONFIG"),
+    ],
+)
+def test_what_was_removed_is_refused_with_its_replacement(words: str, replacement: str) -> None:
+    refused = CliRunner().invoke(app, words.split())
+    assert refused.exit_code == 2
+    assert "was removed" in refused.stderr
+    assert replacement in refused.stderr

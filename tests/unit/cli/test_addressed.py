@@ -1,32 +1,31 @@
-"""Which deployment a command calls, and with which credentials: flags, then variables, then the context."""
+"""Which deployment a command calls, and with which credentials: flags, then variables, then the file."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from headrace_cli.addressed import AddressedCommand
 from headrace_cli.app import app as headrace
-from headrace_cli.contexts.choice import AddressedCommand
-from headrace_cli.contexts.store import Context, changed_contexts
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router, RouterInternal
 
 VARIABLES = (
-    "HEADRACE_ENDPOINT", "HEADRACE_REGISTRY", "HEADRACE_CONTEXT", "HEADRACE_TOKEN_FILE",
+    "HEADRACE_ENDPOINT", "HEADRACE_REGISTRY", "HEADRACE_CONTEXT", "HEADRACE_CONFIG", "HEADRACE_TOKEN_FILE",
     "HEADRACE_API_KEY_FILE", "HEADRACE_API_KEY", "HEADRACE_TLS_AUTHORITY_FILE",
     "HEADRACE_TLS_CERTIFICATE_FILE", "HEADRACE_TLS_KEY_FILE",
 )  # fmt: skip
-PROD = Context(
-    "10.0.0.5:7050",
-    "10.0.0.5:7051",
-    token_file="/prod/token",
-    api_key_file="/prod/key",
-    tls_authority_file="/prod/ca",
-)
+PROD = {
+    "router": "10.0.0.5:7050",
+    "registry": "10.0.0.5:7051",
+    "token_file": "token",
+    "api_key_file": "/prod/key",
+    "tls_authority_file": "/prod/ca",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -38,25 +37,31 @@ def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable)
 
 
-def call(*arguments: str, use: str = "prod", **environment: str) -> dict[str, Any]:
-    """What a command would use. `use` is the current context."""
-    with changed_contexts() as contexts:
-        contexts.add("prod", PROD)
-        contexts.use(use)
+def config_path() -> Path:
+    return Path(os.environ["XDG_CONFIG_HOME"]) / "headrace" / "config.toml"
+
+
+def write_file(text: str, mode: int = 0o644) -> None:
+    config_path().parent.mkdir(exist_ok=True)
+    config_path().write_text(text)
+    config_path().chmod(mode)
+
+
+def call(*arguments: str, use: bool = True, **environment: str) -> dict[str, Any]:
+    """What a command would use. `use`: with a file that names PROD."""
+    if use:
+        write_file("".join(f'{name} = "{value}"\n' for name, value in PROD.items()))
     used: dict[str, Any] = {}
     app = typer.Typer()
 
     @app.callback()
-    def root(
-        context: Annotated[str, typer.Option(envvar="HEADRACE_CONTEXT")] = "",
-    ) -> None: ...
+    def root() -> None: ...
 
     @app.command(cls=AddressedCommand)
     def ask(
         router: Router = DEFAULT_ROUTER,
         registry: Registry = "",
         internal: RouterInternal = "",
-        url: str = "",
     ) -> None:
         used.update(router=router, registry=registry, internal=internal)
         used.update({name: os.environ[name] for name in VARIABLES if os.environ.get(name)})
@@ -70,16 +75,17 @@ def call(*arguments: str, use: str = "prod", **environment: str) -> dict[str, An
     return used | {"status": result.exit_code, "error": result.stderr}
 
 
-def test_without_a_context_the_deployment_of_this_machine_is_called() -> None:
-    used = call("ask", use="local")
-    assert (used["router"], used["registry"]) == (DEFAULT_ROUTER, "")
+def test_without_a_file_the_deployment_of_this_machine_is_called() -> None:
+    used = call("ask", use=False)
+    assert (used["status"], used["router"], used["registry"]) == (0, DEFAULT_ROUTER, "")
     assert "HEADRACE_TOKEN_FILE" not in used
 
 
-def test_the_context_in_use_gives_addresses_and_credentials() -> None:
+def test_the_file_gives_addresses_and_credentials() -> None:
     used = call("ask")
-    assert (used["router"], used["registry"], used["internal"]) == (PROD.router, PROD.registry, "")
-    assert used["HEADRACE_TOKEN_FILE"] == "/prod/token"
+    assert (used["router"], used["registry"]) == (PROD["router"], PROD["registry"])
+    assert used["internal"] == ""
+    assert used["HEADRACE_TOKEN_FILE"] == str(config_path().with_name("token"))
     assert used["HEADRACE_API_KEY_FILE"] == "/prod/key"
     assert used["HEADRACE_TLS_AUTHORITY_FILE"] == "/prod/ca"
     assert "HEADRACE_TLS_KEY_FILE" not in used
@@ -91,46 +97,70 @@ def test_the_context_in_use_gives_addresses_and_credentials() -> None:
         (("ask", "--router", "10.0.0.9:7050"), {}),
         (("ask", "--registry", "10.0.0.9:7051"), {}),
         (("ask", "--internal", "10.0.0.9:7054"), {}),
-        (("ask", "--url", "http://10.0.0.9:8000"), {}),
         (("ask",), {"HEADRACE_ENDPOINT": "10.0.0.9:7050"}),
         (("ask",), {"HEADRACE_REGISTRY": "10.0.0.9:7051"}),
-        (("--context", "local", "ask"), {}),
-        (("ask",), {"HEADRACE_CONTEXT": "local"}),
+        (("ask",), {"HEADRACE_CONFIG": ""}),
     ],
 )
-def test_credentials_of_a_context_go_to_its_deployment_only(
+def test_credentials_of_the_file_go_to_its_deployment_only(
     arguments: tuple[str, ...], environment: dict[str, str]
 ) -> None:
     used = call(*arguments, **environment)
     assert used["status"] == 0
     assert not {"HEADRACE_TOKEN_FILE", "HEADRACE_API_KEY_FILE"} & used.keys()
-    assert PROD.router not in used.values()
+    assert PROD["router"] not in used.values()
 
 
-def test_a_flag_that_repeats_the_contexts_address_keeps_its_credentials() -> None:
-    used = call("ask", "--registry", PROD.registry)
-    assert used["HEADRACE_TOKEN_FILE"] == "/prod/token"
+def test_a_flag_that_repeats_the_files_address_keeps_its_credentials() -> None:
+    used = call("ask", "--registry", PROD["registry"])
+    assert used["HEADRACE_API_KEY_FILE"] == "/prod/key"
 
 
-def test_a_context_and_an_address_that_contradict_each_other_are_refused() -> None:
-    used = call("--context", "prod", "ask", "--router", "10.0.0.9:7050", use="local")
-    assert used["status"] == 2
-    assert "leave out --router or --context" in used["error"]
+def test_a_variable_names_another_file(tmp_path: Path) -> None:
+    other = tmp_path / "staging.toml"
+    other.write_text('router = "10.0.0.7:7050"\ntoken_file = "~/token"\n')
+    used = call("ask", HEADRACE_CONFIG=str(other))
+    assert (used["router"], used["registry"]) == ("10.0.0.7:7050", "")
+    assert used["HEADRACE_TOKEN_FILE"] == str(Path("~/token").expanduser())
+    missing = call("ask", HEADRACE_CONFIG=str(tmp_path / "nothing"))
+    assert missing["status"] == 2
+    assert "which does not exist" in missing["error"]
 
 
 @pytest.mark.parametrize("variable", ["HEADRACE_API_KEY", "HEADRACE_API_KEY_FILE"])
-def test_a_variable_replaces_the_contexts_credential(variable: str) -> None:
+def test_a_variable_replaces_the_files_credential(variable: str) -> None:
     used = call("ask", **{variable: "mine", "HEADRACE_TLS_AUTHORITY_FILE": "/my/ca"})
     assert used[variable] == "mine"
     assert "/prod/key" not in used.values()
     assert used["HEADRACE_TLS_AUTHORITY_FILE"] == "/my/ca"
-    assert used["HEADRACE_TOKEN_FILE"] == "/prod/token"
+    assert used["HEADRACE_TOKEN_FILE"]
 
 
-def test_an_unknown_context_is_refused_with_the_names() -> None:
-    used = call("--context", "staging", "ask")
-    assert used["status"] == 1
-    assert "there are: local, prod" in used["error"]
+@pytest.mark.parametrize(
+    ("text", "mode", "words"),
+    [
+        ('router = "10.0.0.5:7050"\n', 0o666, "other users can change"),
+        ("router =", 0o600, "is not TOML"),
+        ('registry = "h:1"', 0o600, "names no router"),
+        ('router = "h:1"\ntoken = "x"', 0o600, "wrong at token"),
+        ('router = "h:1"\nregistry = 3', 0o600, "texts only"),
+        ('router = "h"', 0o600, "router of"),
+    ],
+)
+def test_a_wrong_file_is_explained(text: str, mode: int, words: str) -> None:
+    write_file(text, mode)
+    used = call("ask", use=False)
+    assert used["status"] == 2
+    assert words in used["error"]
+
+
+def test_contexts_of_earlier_releases_are_refused_with_the_remedy() -> None:
+    write_file("")
+    config_path().rename(config_path().with_name("contexts.json"))
+    used = call("ask", use=False)
+    assert used["status"] == 2
+    assert "config.toml" in used["error"]
+    assert "HEADRACE_CONFIG" in call("ask", HEADRACE_CONTEXT="prod")["error"]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +177,7 @@ def test_an_unknown_context_is_refused_with_the_names() -> None:
 def test_a_wrong_address_is_explained_in_one_line(
     arguments: tuple[str, ...], environment: dict[str, str], words: str
 ) -> None:
-    used = call("ask", *arguments, use="local", **environment)
+    used = call("ask", *arguments, use=False, **environment)
     assert used["status"] == 2
     assert words in used["error"]
     assert len(used["error"].splitlines()) == 1
@@ -155,7 +185,7 @@ def test_a_wrong_address_is_explained_in_one_line(
 
 ADDRESSED = [
     ("chat", "x"), ("route", "x"), ("workers",), ("reset-cache", "w"), ("drain", "w"), ("trace",),
-    ("policy", "get"), ("policy", "set", "temperature="), ("doctor",), ("bench",),
+    ("policy", "get"), ("policy", "set", "temperature="), ("doctor",),
 ]  # fmt: skip
 
 

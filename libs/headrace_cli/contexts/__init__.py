@@ -1,1 +1,0 @@
-"""Contexts: named remote deployments, and the choice of one for a command."""
