@@ -14,6 +14,9 @@ from headrace_common.errors import ConfigError
 REMOVED: Final[Mapping[tuple[str, str], str]] = {
     ("bench", ""): "use `vllm bench serve`, GuideLLM or AIPerf: docs/load-testing.md",
     ("context", ""): "write ~/.config/headrace/config.toml: docs/commands.md",
+    ("doctor", "--firewall"): "docs/security.md has the rules of a firewall",
+    ("doctor", "--pool"): "a worker's log names a remote pool that does not answer",
+    ("doctor pair", ""): "routers and `headrace workers` name what differs when workers join",
     ("", "--context"): "name another file by HEADRACE_CONFIG: docs/commands.md",
 }
 
@@ -31,6 +34,6 @@ def check_words(words: list[str]) -> None:
     """Raises ConfigError for a removed command or option."""
     given = {word.partition("=")[0] for word in words if word.startswith("--")}
     for (command, option), remedy in REMOVED.items():
-        if command in ("", *words[:1]) and (not option or option in given):
+        if command in ("", *words[:1], " ".join(words[:2])) and (not option or option in given):
             name = " ".join(filter(None, (command, option)))
             raise ConfigError(f"`headrace {name}` was removed: {remedy}")

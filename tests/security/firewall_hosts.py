@@ -1,4 +1,4 @@
-"""The rules of `headrace doctor --firewall`, applied on this host: python -m tests.security.firewall_hosts.
+"""The firewall of docs/security.md, applied on this host: python -m tests.security.firewall_hosts.
 
 Needs to own its network namespace. Prints a report as JSON.
 """
@@ -6,22 +6,33 @@ Needs to own its network namespace. Prints a report as JSON.
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 from contextlib import ExitStack
 
-from headrace.registry.v1 import registry_pb2
-from headrace_cli.doctor.firewall import Surroundings, check_rules, rule_set
 from tests.security.other_host import HERE, OtherHost
+from tests.unit.test_architecture import ROOT
 
-REGISTRY, DECODE, ETCD, OTHER = 7001, 7100, 2379, 8080
+REGISTRY, DECODE, ETCD, OTHER = 7051, 7053, 2379, 8080
 KV = (15_100, 16_999)
-_Role = registry_pb2.Member.Role
 
 
 def reached(host: OtherHost) -> list[int]:
     ports = (REGISTRY, DECODE, ETCD, OTHER, *KV)
     return sorted(port for _, port in host.reached([(HERE, port) for port in ports]))
+
+
+def rule_set(**addresses: str) -> str:
+    """The rules of the page, with other addresses."""
+    page = (ROOT / "docs" / "security.md").read_text()
+    found = re.search(r"```nft\n(table inet headrace\n.*?)```", page, re.DOTALL)
+    assert found
+    rules = found[1]
+    for name, address in addresses.items():
+        rules, count = re.subn(rf"(define {name} = ).*", rf"\g<1>{{ {address} }}", rules)
+        assert count == 1, name
+    return rules
 
 
 def main() -> None:
@@ -31,22 +42,14 @@ def main() -> None:
             stack.callback(host.close)
         for port in (REGISTRY, DECODE, ETCD, OTHER, *KV):
             stack.enter_context(socket.create_server(("", port)))
-        members = [
-            registry_pb2.Member(
-                worker_id="decode-0", role=_Role.ROLE_DECODE, endpoint=f"{HERE}:{DECODE}"
-            ),
-            registry_pb2.Member(
-                worker_id="prefill-0", role=_Role.ROLE_PREFILL, endpoint=f"{prefill.address}:7200"
-            ),
-        ]
-        around = Surroundings(
-            host=(HERE,),
-            registry=f"{HERE}:{REGISTRY}",
-            etcd=f"{HERE}:{ETCD}",
-            operators=(f"{operator.address}/32",),
+        rules = rule_set(
+            registry=HERE,
+            routers="10.99.0.1",
+            prefills=prefill.address,
+            decodes=HERE,
+            operators=f"{operator.address}/32",
         )
-        rules = rule_set(members, around)
-        report: dict[str, object] = {"before": reached(stranger), "note": check_rules(rules)}
+        report: dict[str, object] = {"before": reached(stranger)}
         # The second time, the rules replace themselves.
         for _ in range(2):
             subprocess.run(["nft", "-f", "-"], input=rules, text=True, check=True)

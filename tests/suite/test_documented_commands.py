@@ -133,9 +133,7 @@ async def test_commands_without_a_deployment_run(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(_MODEL))
-    ended = await run_all("shell", tmp_path)
-    pair = next(ended[command] for command in ended if command.startswith("headrace doctor pair"))
-    assert "planned pair" in pair.out
+    await run_all("shell", tmp_path)
     assert set(load_tenants(str(tmp_path / "api_keys")).by_digest.values()) == {"search", "batch"}
 
 

@@ -148,7 +148,7 @@ def test_wrong_commands_are_found() -> None:
     for command, problem in (
         ("headrace wrokers", "no command wrokers"),
         ("headrace workers --registrie 1:1", "no option --registrie"),
-        ("headrace --context x trace slowest --level", "no option --level"),
+        ("headrace trace slowest --level", "no option --level"),
         ("A=1 headrace policy sett a=1", "no command sett"),
         ("echo | headrace doctor pear x", "no command pear"),
         ("headrace-router --listn 1:1", "headrace-router has no --listn"),

@@ -1,10 +1,8 @@
-"""`headrace doctor`: finds what is wrong with a deployment and with this host, and writes firewall rules."""
+"""`headrace doctor`: finds what is wrong with a deployment and with this host."""
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -13,11 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace_cli.addressed import AddressedGroup
-from headrace_cli.client import list_members
-from headrace_cli.console import answer_console, notice_console
+from headrace_cli.console import answer_console
 from headrace_cli.doctor.credentials import check_credentials
 from headrace_cli.doctor.finding import Finding, Verdict
-from headrace_cli.doctor.firewall import Surroundings, check_rules, rule_set
 from headrace_cli.doctor.members import check_members, check_pairs, find_members
 from headrace_cli.doctor.peer import (
     ANSWER_S_MAX,
@@ -26,12 +22,10 @@ from headrace_cli.doctor.peer import (
     ask_peer,
     parse_ports,
 )
-from headrace_cli.doctor.plan import check_plan
-from headrace_cli.doctor.pool import check_pool
 from headrace_cli.doctor.rdma import check_rdma
 from headrace_cli.doctor.software import check_software, check_versions
-from headrace_cli.doctor.this_host import check_host
-from headrace_cli.exit_status import EXIT_FAILED, failures_as_exit, run_command
+from headrace_cli.doctor.this_host import check_kv_ports
+from headrace_cli.exit_status import EXIT_FAILED, run_command
 from headrace_cli.json_output import Json, print_record
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
 from headrace_cli.records import DoctorRecord, FindingRecord
@@ -50,15 +44,12 @@ def register(app: typer.Typer) -> None:
     doctor_app = typer.Typer(
         cls=AddressedGroup,
         invoke_without_command=True,
-        epilog="Examples:  headrace doctor   |   headrace doctor --registry 10.0.0.1:7051 --firewall --host 10.0.0.7 "
-        "--operator 10.0.9.0/24 > headrace.nft   |   headrace doctor peer 10.0.0.8",
+        epilog="Examples:  headrace doctor   |   headrace doctor --registry 10.0.0.1:7051   |   "
+        "headrace doctor peer 10.0.0.8",
     )
     doctor_app.callback()(doctor)
     doctor_app.command("answer", epilog="Example:  headrace doctor answer 10.0.0.8")(answer)
     doctor_app.command("peer", epilog="Example:  headrace doctor peer 10.0.0.8")(peer)
-    doctor_app.command("pair", epilog="Example:  headrace doctor pair prefill.toml decode.toml")(
-        pair
-    )
     app.add_typer(doctor_app, name="doctor")
 
 
@@ -66,41 +57,6 @@ def doctor(
     context: typer.Context,
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
-    firewall: Annotated[
-        bool, typer.Option("--firewall", help="Write nftables rules for this host instead.")
-    ] = False,
-    host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST",
-            help="With --firewall: address or name of the host that the rules are for; may be repeated. "
-            "[default: this host's name]",
-        ),
-    ] = None,
-    operator: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NETWORK",
-            help="With --firewall: network that runs `headrace` commands; may be repeated.",
-        ),
-    ] = None,
-    client: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NETWORK",
-            help="With --firewall: network of clients that call decode workers with tickets; may be repeated.",
-        ),
-    ] = None,
-    etcd: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="With --firewall: the registry's etcd.")
-    ] = "",
-    pool: Annotated[
-        str,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="The remote pool's master: checks that it answers; with --firewall, writes its rules.",
-        ),
-    ] = "",
     as_json: Json = False,
 ) -> None:
     """Checks credentials, members, clocks, ports, RDMA, software and the kernel. Exit status 1 after an error."""
@@ -108,25 +64,7 @@ def doctor(
         return
 
     async def work() -> None:
-        if firewall:
-            found = registry or find_registry(router)
-            around = Surroundings(
-                host=tuple(host or [socket.gethostname()]),
-                registry=found,
-                etcd=etcd,
-                pool=pool,
-                operators=tuple(operator or ()),
-                clients=tuple(client or ()),
-            )
-            rules = rule_set(await list_members(found), around)
-            if note := check_rules(rules):
-                notice_console().print(note, markup=False)
-            typer.echo(rules, nl=False)
-            return
-        findings = await examine(registry, router)
-        if pool:
-            findings.append(await check_pool(pool))
-        report(findings, as_json=as_json)
+        report(await examine(registry, router), as_json=as_json)
 
     run_command(work())
 
@@ -163,20 +101,6 @@ def peer(
     run_command(work())
 
 
-def pair(
-    prefill: Annotated[
-        Path, typer.Argument(metavar="PREFILL.toml", help="Settings of a prefill worker.")
-    ],
-    decode: Annotated[
-        Path, typer.Argument(metavar="DECODE.toml", help="Settings of a decode worker.")
-    ],
-    as_json: Json = False,
-) -> None:
-    """Checks whether two planned workers can hand KV over, from their files."""
-    with failures_as_exit():
-        report(check_plan(prefill, decode), as_json=as_json)
-
-
 def report(findings: Sequence[Finding], *, as_json: bool) -> None:
     """Prints the findings. Raises typer.Exit with status 1 when there is an error."""
     if as_json:
@@ -209,7 +133,7 @@ async def examine(registry: str, router: str) -> list[Finding]:
 
 
 def _about_this_host() -> list[Finding]:
-    return [*check_host(), *check_rdma(), *check_software()]
+    return [check_kv_ports(), *check_rdma(), *check_software()]
 
 
 def doctor_record(findings: Sequence[Finding]) -> DoctorRecord:

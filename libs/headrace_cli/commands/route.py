@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.inference.v1 import inference_pb2
+from headrace.registry.v1 import registry_pb2
 from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import (
     chat_request,
-    find_internal,
+    list_members,
     open_router_internally,
 )
 from headrace_cli.console import answer_console
@@ -29,8 +30,10 @@ from headrace_cli.options import (
     SystemMessage,
 )
 from headrace_cli.records import CandidateRecord, RouteRecord
-from headrace_cli.starting import WAIT_S, Wait
+from headrace_cli.starting import WAIT_S, Wait, wait_until_started
 from headrace_cli.tables import Column, fitted_table
+from headrace_cli.up.state import find_registry
+from headrace_common.errors import NotFound
 
 
 def register(app: typer.Typer) -> None:
@@ -69,6 +72,32 @@ def route(
                 console.print(route_view(routed, console, explain=explain))
 
     run_command(work())
+
+
+async def find_internal(internal: str, registry: str, router: str) -> str:
+    """The internal address of the router that clients reach at `router`.
+
+    `internal` is the address where the caller knows it. Otherwise the registry has it, at the address `registry`, or in
+    the deployment of this machine. Clients may reach the only router of a deployment by other addresses. Raises
+    NotFound.
+    """
+    if internal:
+        await wait_until_started(internal)
+        return internal
+    routers = {
+        member.client_endpoint: member.endpoint
+        for member in await list_members(registry or find_registry(router))
+        if member.role == registry_pb2.Member.ROLE_ROUTER
+    }
+    if router in routers:
+        return routers[router]
+    if len(routers) == 1:
+        return next(iter(routers.values()))
+    known = ", ".join(sorted(routers)) or "none"
+    raise NotFound(
+        f"no router serves clients on {router}: name one with --router; there are: {known}",
+        metadata={"router": router},
+    )
 
 
 def route_record(routed: inference_pb2.RouteResponse) -> RouteRecord:

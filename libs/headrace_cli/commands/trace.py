@@ -15,7 +15,8 @@ from rich.text import Text
 
 from headrace.inference.v1 import trace_pb2
 from headrace_cli.addressed import AddressedCommand
-from headrace_cli.client import RouterOperator, find_internal, open_router_internally
+from headrace_cli.client import RouterOperator, open_router_internally
+from headrace_cli.commands.route import find_internal
 from headrace_cli.console import answer_console, can_draw_blocks
 from headrace_cli.exit_status import run_command
 from headrace_cli.json_output import Json, print_record

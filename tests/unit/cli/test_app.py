@@ -68,6 +68,8 @@ def test_a_shell_completes_the_names_of_commands(environment: dict[str, str]) ->
 @pytest.mark.parametrize(
     ("words", "replacement"),
     [
+        ("doctor --firewall --host h", "security.md"),
+        ("doctor pair a.toml b.toml", "headrace workers"),
         ("bench --requests 5", "vllm bench serve"),
         ("context use prod", "config.toml"),
         ("workers --context=prod", "HEADRACE_CONFIG"),

@@ -29,7 +29,7 @@
 {{- end -}}
 {{- range $role := list "prefill" "decode" -}}
 {{- if and (index $values $role).hostNetwork $values.networkPolicy.enabled -}}
-{{- fail (printf "%s.hostNetwork: network policies do not cover the host's network; set networkPolicy.enabled to false and use `headrace doctor --firewall`" $role) -}}
+{{- fail (printf "%s.hostNetwork: network policies do not cover the host's network; set networkPolicy.enabled to false and use the rules of docs/security.md" $role) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

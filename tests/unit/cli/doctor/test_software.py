@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from importlib import metadata
-from typing import Any
 
 import pytest
 
@@ -44,26 +41,6 @@ def test_two_builds_of_mooncake_are_an_error(monkeypatch: pytest.MonkeyPatch) ->
     assert all(one.verdict is Verdict.OK for one in check_software() if one.subject == "packages")
     installed[software._MOONCAKE_BUILDS[1]] = "1.0"
     assert "over each other" in found("packages", Verdict.ERROR).detail
-
-
-@pytest.mark.parametrize(
-    "status,errors,named",
-    [
-        (0, "", "are applied"),
-        (1, "Error: Operation not permitted", "only root"),
-        (1, "Error: No such file or directory", "no rules of Headrace"),
-    ],
-)
-def test_the_firewall_is_examined_where_it_can_be(
-    monkeypatch: pytest.MonkeyPatch, status: int, errors: str, named: str
-) -> None:
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        assert command == ["/sbin/nft", "list", "table", "inet", "headrace"]
-        return subprocess.CompletedProcess(command, status, "", errors)
-
-    monkeypatch.setattr(shutil, "which", lambda _: "/sbin/nft")
-    monkeypatch.setattr(subprocess, "run", run)
-    assert named in found("firewall").detail
 
 
 def test_members_of_several_versions_are_named() -> None:

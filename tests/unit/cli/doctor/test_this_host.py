@@ -6,21 +6,15 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import pytest
 
 from headrace_cli.doctor import this_host
-from headrace_cli.doctor.finding import Finding, Verdict
+from headrace_cli.doctor.finding import Verdict
 from headrace_cli.doctor.members import clock_findings
-from headrace_cli.doctor.this_host import check_host, listening_ports
+from headrace_cli.doctor.this_host import check_kv_ports, listening_ports
 
 _SECOND_NS = 10**9
-
-
-def finding_of(subject: str) -> Finding:
-    (finding,) = [one for one in check_host() if one.subject == subject]
-    return finding
 
 
 def test_open_kv_ports_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,13 +22,13 @@ def test_open_kv_ports_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         port = server.getsockname()[1]
         assert port in listening_ports()
         monkeypatch.setattr(this_host, "KV_PORTS", range(port, port + 1))
-        finding = finding_of("KV ports")
+        finding = check_kv_ports()
         assert finding.verdict is Verdict.ERROR
         assert str(port) in finding.detail
         monkeypatch.setattr(this_host, "_UNUSED_SOURCE", "192.0.2.1")
         # A connection that fails, as behind a filter.
-        assert finding_of("KV ports").verdict is Verdict.OK
-    assert "no KV transport listens" in finding_of("KV ports").detail
+        assert check_kv_ports().verdict is Verdict.OK
+    assert "no KV transport listens" in check_kv_ports().detail
 
 
 def test_many_ports_that_admit_no_caller_take_the_time_of_one(
@@ -60,20 +54,6 @@ def _full_server() -> Iterator[socket.socket]:
             caller.setblocking(False)
             caller.connect_ex(server.getsockname())
         yield server
-
-
-def test_the_kernels_features_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Other tests may have ports of KV transports open.
-    monkeypatch.setattr(this_host, "KV_PORTS", range(0))
-    assert finding_of("socket filters").verdict is Verdict.OK
-    monkeypatch.setattr(this_host, "_SO_ATTACH_FILTER", 9_999)
-    assert finding_of("socket filters").verdict is Verdict.ERROR
-    scope = tmp_path / "ptrace_scope"
-    monkeypatch.setattr(this_host, "_PTRACE_SCOPE", scope)
-    assert finding_of("same_host").verdict is Verdict.OK
-    for value in ("1", "2"):
-        scope.write_text(value)
-        assert finding_of("same_host").verdict is Verdict.WARNING
 
 
 @pytest.mark.parametrize(
