@@ -15,7 +15,7 @@ from rich.console import Console
 from headrace_cli.planner.explain import read_explanation
 from headrace_cli.up.keeping import keep
 from headrace_cli.up.restarts import RestartPolicy
-from headrace_cli.up.topology import SIM_PROCESSES, Topology
+from headrace_cli.up.topology import Topology
 from headrace_common.errors import HeadraceError
 from headrace_planner.recording import read_intervals
 from tests.suite.deployment import Suite, prompt_of, suite
@@ -29,15 +29,6 @@ SETTINGS = (
     ("prefill", "max_num_seqs", "1"),
     ("decode", "model", "sim:decode_step_s=0.02"),
     ("decode", "max_num_seqs", "8"),
-    ("planner", "interval_s", "0.6"),
-    ("planner", "sample_interval_s", "0.1"),
-)
-# More than eight workers of a role share a process. Each has one slot, and an answer takes it for 0.8 s.
-SHARED_SETTINGS = (
-    ("prefill", "model", "sim:prefill_s_per_token=0.0005"),
-    ("decode", "model", "sim:decode_step_s=0.02"),
-    ("decode", "max_num_seqs", "1"),
-    ("decode", "kv_cache_gib", "0.02"),
     ("planner", "interval_s", "0.6"),
     ("planner", "sample_interval_s", "0.1"),
 )
@@ -171,55 +162,3 @@ async def test_workers_follow_a_load_that_triples_and_falls_over_a_killed_planne
         for reason in decision.reasons
     ]
     assert {"queue below threshold", "load below threshold"} <= set(removals)
-
-
-async def test_workers_that_share_processes_follow_the_load_over_a_killed_planner(
-    tmp_path: Path,
-) -> None:
-    rules = tmp_path / "planner.toml"
-    rules.write_text(
-        "shrink_intervals = 2\n" + RULES.replace("devices_max = 6", "devices_max = 16")
-    )
-    log = tmp_path / "kept.log"
-    first_count = SIM_PROCESSES + 1
-    settings = (*SHARED_SETTINGS, ("planner", "settings_file", str(rules)))
-    topology = Topology(
-        engine="sim", port=0, decode_count=first_count, settings=settings, planner=True
-    )
-    async with (
-        suite(tmp_path, decode_count=first_count, settings=settings, planner=True) as it,
-        kept(it, topology, log),
-    ):
-        load = Load(it)
-        first_process = it.child("decode").process.pid
-        seen: list[tuple[int, int]] = []
-
-        async def reached(decode: range) -> bool:
-            seen.append(await counts(it))
-            return seen[-1][1] in decode
-
-        def shown() -> str:
-            return (
-                f"{seen[-1:]}\n{log.read_text()}\n"
-                + (tmp_path / "planner.log").read_text()[-3_000:]
-            )
-
-        load.set_loops(1)
-        await until(lambda: reached(range(1, first_count - 1)), STEP_S, shown, 0.05)
-        load.set_loops(first_count + 5)
-        await until(lambda: reached(range(first_count + 1, 17)), 2 * STEP_S, shown, 0.05)
-        old = it.child("planner")
-        os.kill(old.process.pid, signal.SIGKILL)
-        await until(lambda: it.child("planner") is not old, STEP_S, "another planner")
-        load.set_loops(1)
-        await until(lambda: reached(range(1, 4)), 2 * STEP_S, shown, 0.05)
-        # The first process still has a worker, and those that were added have ended.
-        assert it.child("decode").process.pid == first_process
-        assert it.child("decode").running
-        await load.finish()
-    assert load.failures == []
-    assert load.answered > first_count
-    text = log.read_text()
-    assert f"the planner removes decode-{first_count - 1}\n" in text
-    assert f"the planner adds decode-{first_count}" in text
-    assert "failed" not in text, text

@@ -11,12 +11,11 @@ from typing import Any, Final
 from rich.console import Console
 
 from headrace_cli.client import list_members
-from headrace_cli.members.drain import drain_worker
 from headrace_cli.up.deployment import Deployment, Signals, deployed, ready_text
 from headrace_cli.up.restarts import RestartPolicy, Restarts
-from headrace_cli.up.scaling import Scaler, SharedProcesses
+from headrace_cli.up.scaling import Scaler
 from headrace_cli.up.targets import TargetFollower
-from headrace_cli.up.topology import WORKER_SERVICES, Topology, shares_processes, worker_spec
+from headrace_cli.up.topology import Topology, worker_spec
 from headrace_common.config import ServiceConfig
 from headrace_common.rpc.server import DRAIN_OVERRUN_MAX_S
 from headrace_kv.layout.proto import pair_faults_of
@@ -72,23 +71,11 @@ async def keep(
 def new_scaler(topology: Topology, deployment: Deployment, console: Console) -> Scaler:
     """The scaler of a deployment's workers."""
     addresses = (deployment.registry, deployment.pool)
-
-    async def registered() -> list[str]:
-        return [member.worker_id for member in await list_members(deployment.registry)]
-
-    async def drain(worker_id: str) -> None:
-        await drain_worker(deployment.registry, worker_id, None, wait=True, console=None)
-
     return Scaler(
         deployment.supervisor,
         partial(worker_spec, topology, deployment.folder, addresses),
         console,
         partial(drain_timeout_s, topology),
-        SharedProcesses(
-            frozenset(one for one in WORKER_SERVICES if shares_processes(topology, one)),
-            registered,
-            drain,
-        ),
     )
 
 

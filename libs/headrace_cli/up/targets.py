@@ -60,7 +60,7 @@ class TargetFollower:
         """
         wanted = (target.workers.prefill, target.workers.decode)
         observed = (target.current.prefill, target.current.decode)
-        counts = await self._scaler.counts()
+        counts = self._scaler.counts()
         if counts not in (observed, wanted):
             raise Conflict(
                 f"it was decided from {_counts_text(observed)}, and {_counts_text(counts)} run here",

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from headrace_common import ports
 from headrace_common.errors import ConfigError
-from headrace_common.limits import DEFAULT_KV_CACHE_GIB
 
 SERVICES = ("registry", "router", "prefill", "decode", "planner")
 WORKER_SERVICES = ("prefill", "decode")
@@ -23,8 +22,6 @@ POOLED_HOST_GIB = 0.5
 _MODULES = {"planner": "headrace_planner_service"}
 # With more sim workers of a role than this, one process holds all of them.
 SIM_PROCESSES = 8
-# The workers of a process share these settings evenly.
-_MEMORY = ("kv_cache_gib", "kv_host_gib", "kv_disk_gib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +101,11 @@ def check_topology(topology: Topology) -> None:
             f"{topology.model} is not a model folder: it has no config.json; give another --model, or run "
             "`make model` for the small one"
         )
-    if topology.pool_gib and max(topology.prefill_count, topology.decode_count) > SIM_PROCESSES:
-        raise ConfigError(
-            f"--store-pool needs a process for each worker: give at most {SIM_PROCESSES} of each role, or leave it out"
-        )
+    for option, given in (("--store-pool", topology.pool_gib), ("--planner", topology.planner)):
+        if given and max(topology.prefill_count, topology.decode_count) > SIM_PROCESSES:
+            raise ConfigError(
+                f"{option} needs a process for each worker: give at most {SIM_PROCESSES} of each role, or leave it out"
+            )
     if topology.decode_count < 1 or topology.prefill_count < 0:
         raise ConfigError("at least one decode worker is needed: give --decode 1 or more")
 
@@ -202,10 +200,7 @@ def worker_spec(
     name: str,
     worker_count: int = 1,
 ) -> ProcessSpec:
-    """One process of workers, on any free ports. `addresses` are those of the registry and of the store of KV blocks.
-
-    Each worker has as much memory as one of those that the deployment starts with.
-    """
+    """One process of workers, on any free ports. `addresses`: of the registry, and of the store of KV blocks."""
     registry, pool = addresses
     ranks = {
         "prefill": topology.prefill_tensor_parallel,
@@ -231,8 +226,6 @@ def worker_spec(
         flags.append("--transport=same_host")
     if worker_count > 1:
         flags.append(f"--workers-per-process={worker_count}")
-    if shares_processes(topology, service):
-        topology = _with_memory(topology, service, worker_count / topology.count_of(service))
     return replace(_spec(topology, folder, name, service, flags), worker_count=worker_count)
 
 
@@ -258,22 +251,6 @@ def _processes(topology: Topology, service: str) -> list[tuple[str, int]]:
     if shares_processes(topology, service):
         return [(service, count)]
     return [(f"{service}-{index}", 1) for index in range(count)]
-
-
-def _with_memory(topology: Topology, service: str, share: float) -> Topology:
-    """The topology with this share of the memory that a service's first process has."""
-    if share == 1:
-        return topology
-    memory = {_MEMORY[0]: DEFAULT_KV_CACHE_GIB}
-    others = []
-    for target, setting, value in topology.settings:
-        field_name = setting.replace("-", "_")
-        if target == service and field_name in _MEMORY:
-            memory[field_name] = float(value) or memory.get(field_name, 0.0)
-        else:
-            others.append((target, setting, value))
-    scaled = [(service, name, f"{share * gib!r}") for name, gib in memory.items()]
-    return replace(topology, settings=(*others, *scaled))
 
 
 def _spec(

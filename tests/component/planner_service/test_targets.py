@@ -29,7 +29,7 @@ class FakeScaler:
         self.running = (1, 1)
         self.fault = ""
 
-    async def counts(self) -> tuple[int, int]:
+    def counts(self) -> tuple[int, int]:
         return self.running
 
     async def apply(self, prefill: int, decode: int) -> None:

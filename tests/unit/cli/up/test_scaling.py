@@ -14,7 +14,7 @@ from rich.console import Console
 from headrace_cli.up import supervisor
 from headrace_cli.up.keeping import drain_timeout_s
 from headrace_cli.up.restarts import NO_RESTARTS, Restarts
-from headrace_cli.up.scaling import Scaler, SharedProcesses
+from headrace_cli.up.scaling import Scaler
 from headrace_cli.up.supervisor import ChildProcess, Supervisor
 from headrace_cli.up.topology import ProcessSpec, Topology
 from headrace_common.errors import ConfigError, DeadlineExceeded, WorkerGone
@@ -62,36 +62,18 @@ class Bench:
     processes: dict[str, FakeProcess] = field(default_factory=dict)
     terminal: io.StringIO = field(default_factory=io.StringIO)
     start_timeout_s: float = LIMIT_S
-    shared_roles: frozenset[str] = frozenset()
-    left: set[str] = field(default_factory=set)
-    """Workers that have left processes with several."""
-    drained: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.supervisor = Supervisor(spawn=self.spawn)
         self.console = Console(file=self.terminal, width=200)
-        shared = SharedProcesses(self.shared_roles, self.registered, self.drain)
         self.scaler = Scaler(
-            *(self.supervisor, self.spec, self.console, lambda _: LIMIT_S, shared),
+            *(self.supervisor, self.spec, self.console, lambda _: LIMIT_S),
             start_timeout_s=self.start_timeout_s,
         )
 
-    def spec(self, service: str, name: str, worker_count: int = 1) -> ProcessSpec:
+    def spec(self, service: str, name: str) -> ProcessSpec:
         port, log = self.folder / f"{name}.port", self.folder / f"{name}.log"
-        return ProcessSpec(name, service, (), port, log, {}, worker_count=worker_count)
-
-    async def registered(self) -> set[str]:
-        names = {
-            name
-            for child in self.supervisor.children
-            if child.running
-            for name in child.spec.worker_names
-        }
-        return names - self.left
-
-    async def drain(self, worker_id: str) -> None:
-        self.drained.append(worker_id)
-        self.left.add(worker_id)
+        return ProcessSpec(name, service, (), port, log, {})
 
     async def spawn(self, spec: ProcessSpec) -> ChildProcess:
         process = self.bad.get(spec.name) or FakeProcess(spec)
@@ -241,75 +223,6 @@ async def test_the_end_of_a_worker_that_drains_is_expected(bench: Bench) -> None
     process.ended.set()
     with pytest.raises(WorkerGone):
         await applying
-
-
-@pytest.fixture
-async def fleet(tmp_path: Path) -> Bench:
-    """Nine prefill workers and 12 decode workers, each role in one process."""
-    bench = Bench(tmp_path, shared_roles=frozenset({"prefill", "decode"}))
-    for role, count in (("prefill", 9), ("decode", 12)):
-        await bench.supervisor.add(bench.spec(role, role, count), LIMIT_S)
-    return bench
-
-
-async def test_workers_of_a_shared_process_are_drained_one_by_one(fleet: Bench) -> None:
-    assert await fleet.scaler.counts() == (9, 12)
-    await fleet.scaler.apply(9, 10)
-    assert fleet.drained == ["decode-10", "decode-11"]
-    assert fleet.running() == ["decode", "prefill"]
-    assert await fleet.scaler.counts() == (9, 10)
-    assert "the planner removes decode-11" in fleet.terminal.getvalue()
-    assert not fleet.processes["decode"].signals
-
-
-async def test_the_workers_that_a_target_adds_share_a_process(fleet: Bench) -> None:
-    await fleet.scaler.apply(9, 15)
-    # Its name is that of no worker, and neither are those of its workers.
-    assert fleet.running() == ["decode", "decode-12", "prefill"]
-    assert fleet.processes["decode-12"].spec.worker_names == (
-        *("decode-12-0", "decode-12-1", "decode-12-2"),
-    )
-    assert await fleet.scaler.counts() == (9, 15)
-    await fleet.scaler.apply(9, 16)
-    assert fleet.running() == ["decode", "decode-12", "decode-13", "prefill"]
-    assert fleet.processes["decode-13"].spec.worker_names == ("decode-13",)
-
-
-async def test_the_youngest_processes_are_emptied_first(fleet: Bench) -> None:
-    await fleet.scaler.apply(9, 15)
-    await fleet.scaler.apply(9, 16)
-    await fleet.scaler.apply(9, 14)
-    assert fleet.processes["decode-13"].signals == [signal.SIGTERM]
-    assert fleet.drained == ["decode-12-2"]
-    await fleet.scaler.apply(9, 11)
-    # A process that keeps no worker ends as a whole.
-    assert fleet.processes["decode-12"].signals == [signal.SIGTERM]
-    assert fleet.drained == ["decode-12-2", "decode-11"]
-    assert fleet.running() == ["decode", "prefill"]
-    assert await fleet.scaler.counts() == (9, 11)
-
-
-async def test_a_worker_that_an_operator_drained_no_longer_counts(fleet: Bench) -> None:
-    fleet.left.add("prefill-3")
-    assert await fleet.scaler.counts() == (8, 12)
-    await fleet.scaler.apply(9, 12)
-    assert fleet.running() == ["decode", "prefill", "prefill-9"]
-    await fleet.scaler.apply(7, 12)
-    assert fleet.drained == ["prefill-8"]
-    assert fleet.processes["prefill-9"].signals == [signal.SIGTERM]
-
-
-async def test_a_shared_process_that_starts_again_counts_with_all_its_workers(
-    fleet: Bench,
-) -> None:
-    await fleet.scaler.apply(9, 10)
-    fleet.processes["decode"].returncode = -9
-    for child in fleet.supervisor.unexpected_ends():
-        child.mark_replaced()
-    assert await fleet.scaler.counts() == (9, 12)
-    await fleet.scaler.apply(9, 11)
-    assert fleet.drained == ["decode-10", "decode-11"]
-    assert fleet.running() == ["prefill"]
 
 
 def test_a_drain_may_take_the_grace_of_its_service() -> None:

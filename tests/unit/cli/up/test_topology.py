@@ -126,35 +126,13 @@ def test_a_worker_that_is_added_is_like_those_of_the_start() -> None:
     assert worker_spec(topology, FOLDER, addresses, "decode", "decode-1") == second
 
 
-def test_a_process_that_is_added_gives_its_workers_as_much_memory_as_the_first_one() -> None:
-    settings = (("decode", "kv-host-gib", "5"), ("prefill", "kv_cache_gib", "4"))
-    topology = Topology(engine="sim", prefill_count=10, decode_count=20, settings=settings)
-    addresses = ("127.0.0.1:7001", "")
+def test_many_workers_share_a_process_and_one_transport() -> None:
+    topology = Topology(engine="sim", prefill_count=10, decode_count=20)
     prefill, decode = worker_specs(topology, FOLDER, "127.0.0.1:7001")
     assert decode.worker_names[0] == "decode-0"
-    assert len(decode.worker_names) == 20
-    assert flag(decode, "kv-cache-gib") == []
-    assert worker_spec(topology, FOLDER, addresses, "prefill", "prefill", 10) == prefill
-    added = worker_spec(topology, FOLDER, addresses, "decode", "decode-20", 2)
-    assert added.worker_names == ("decode-20-0", "decode-20-1")
-    assert flag(added, "workers-per-process") == ["--workers-per-process=2"]
-    assert flag(added, "transport") == ["--transport=same_host"]
-    # A default of 1 GiB and the 5 GiB of the setting for 20 workers.
-    assert flag(added, "kv-cache-gib") == ["--kv-cache-gib=0.1"]
-    assert flag(added, "kv-host-gib") == ["--kv-host-gib=0.5"]
-    alone = worker_spec(topology, FOLDER, addresses, "prefill", "prefill-10")
-    assert alone.worker_names == ("prefill-10",)
-    assert flag(alone, "workers-per-process") == []
-    assert flag(alone, "kv-cache-gib") == ["--kv-cache-gib=0.4"]
-
-
-def test_workers_that_share_no_process_keep_their_memory() -> None:
-    topology = Topology(engine="sim", prefill_count=9, settings=(("decode", "kv_cache_gib", "3"),))
-    addresses = ("127.0.0.1:7001", "")
-    added = worker_spec(topology, FOLDER, addresses, "decode", "decode-1")
-    assert flag(added, "kv-cache-gib") == ["--kv-cache-gib=3"]
-    # All workers need one transport.
-    assert flag(added, "transport") == ["--transport=same_host"]
+    assert (len(prefill.worker_names), len(decode.worker_names)) == (10, 20)
+    assert flag(decode, "workers-per-process") == ["--workers-per-process=20"]
+    assert flag(decode, "transport") == ["--transport=same_host"]
 
 
 @pytest.mark.parametrize("text", ["", "decode", "decode.x", "x.y=1", "decode.=1", "=1"])
@@ -176,6 +154,7 @@ def test_a_setting_may_contain_separators() -> None:
         (Topology(model="nowhere"), "not a model folder"),
         (Topology(engine="sim", decode_count=0), "--decode 1"),
         (Topology(engine="sim", decode_count=9, pool_gib=1.0), "--store-pool needs a process"),
+        (Topology(engine="sim", decode_count=9, planner=True), "--planner needs a process"),
     ],
 )
 def test_an_invalid_topology_is_rejected_with_the_remedy(topology: Topology, remedy: str) -> None:
