@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.planner.v1 import planner_pb2
 from headrace_cli.planner.explain import read_explanation
 from tests.kube.cluster import Cluster, as_list
 from tests.kube.node import FakeNode
@@ -138,11 +139,12 @@ async def test_workers_follow_a_load_that_triples_and_falls(
         await asyncio.to_thread(node.stop)
     assert load.failures == []
     assert load.answered > 3 * LOOPS
-    assert explained.mode == "kubernetes"
+    assert explained.status.mode == planner_pb2.GetStatusResponse.MODE_KUBERNETES
     outcomes = [decision.outcome for decision in explained.decisions]
     # The workers were added and removed by targets, and each of these was carried out.
-    assert outcomes.count("applied") >= 1
-    assert not {"failed", "expired"} & set(outcomes)
+    assert outcomes.count(planner_pb2.Decision.OUTCOME_APPLIED) >= 1
+    unwanted = {planner_pb2.Decision.OUTCOME_FAILED, planner_pb2.Decision.OUTCOME_EXPIRED}
+    assert not unwanted & set(outcomes)
     assert {
         f"{role}-1 {what}" for role in ("prefill", "decode") for what in ("serves", "ends")
     } <= {*node.log}

@@ -13,9 +13,9 @@ from rich.console import Console
 from headrace.kv.v1 import handoff_pb2, layout_pb2
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_cli.client import list_members
-from headrace_cli.json_output import record_text
+from headrace_cli.json_output import json_text
 from headrace_cli.members.rows import member_rows
-from headrace_cli.members.view import workers_record, workers_view
+from headrace_cli.members.view import workers_object, workers_view
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import Role
@@ -151,7 +151,7 @@ async def test_no_output_shows_the_addresses_of_memory(tmp_path: Path) -> None:
         registry = deployed.deployment.registry
         rows = await member_rows(registry)
         console.print(workers_view(rows, console))
-        outputs.append(record_text(workers_record(registry, rows)))
+        outputs.append(json_text(workers_object(registry, rows)))
         outputs.append(console.export_text())
         outputs += map(str, await list_members(deployed.deployment.registry))
         logs = [child.spec.log_file for child in deployed.deployment.children]

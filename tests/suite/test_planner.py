@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from headrace.planner.v1 import planner_pb2
 from headrace_cli.planner.explain import read_explanation
 from headrace_cli.up.keeping import keep
 from headrace_cli.up.restarts import RestartPolicy
@@ -158,7 +159,8 @@ async def test_workers_follow_a_load_that_triples_and_falls_over_a_killed_planne
     removals = [
         reason.rule
         for decision in explained.decisions
-        if decision.outcome in ("applied", "published")
+        if decision.outcome
+        in (planner_pb2.Decision.OUTCOME_APPLIED, planner_pb2.Decision.OUTCOME_PUBLISHED)
         for reason in decision.reasons
     ]
     assert {"queue below threshold", "load below threshold"} <= set(removals)

@@ -5,22 +5,20 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace.inference.v1 import inference_pb2
 from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import RouterClient, chat_request, open_router
 from headrace_cli.console import notice_console
 from headrace_cli.exit_status import failures_as_exit, run_command
-from headrace_cli.json_output import Json, print_record
+from headrace_cli.json_output import Json, message_object, print_json
 from headrace_cli.options import DEFAULT_ROUTER, MaxTokens, RequestModel, Router, SystemMessage
-from headrace_cli.records import ChatRecord
 from headrace_cli.starting import WAIT_S, Wait
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import ConfigError, InternalError
-from headrace_common.latency.breakdown import breakdown_object
 from headrace_common.latency.parts import sum_from_proto
 
 EXIT_WORDS = ("/exit", "/quit")
@@ -84,7 +82,7 @@ def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
         async with open_router(router) as client:
             answer = await chat_once(client, prompt, options, show=not as_json)
             if as_json:
-                print_record(chat_record(answer))
+                print_json(chat_object(answer))
                 return
             if sys.stderr.isatty():
                 notice_console().print(summary(answer), style="dim")
@@ -208,26 +206,10 @@ def latency_lines(answer: ChatAnswer) -> list[str]:
     return lines
 
 
-def chat_record(answer: ChatAnswer) -> ChatRecord:
-    """A complete answer for programs."""
-    last, usage, timing = answer.last, answer.last.usage, answer.last.timing
-    reason = sampling_pb2.FinishReason.Name(last.finish_reason)
-    return ChatRecord(
-        text=answer.text,
-        finish_reason=reason.removeprefix("FINISH_REASON_").lower(),
-        request_id=last.request_id,
-        trace_id=answer.trace_id,
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        decode_cached_tokens=usage.decode_cached_tokens,
-        transferred_tokens=usage.transferred_tokens,
-        time_to_first_token_s=seconds_from_duration(timing.time_to_first_token),
-        total_s=seconds_from_duration(timing.total),
-        prefill_worker=timing.prefill_worker_id or None,
-        decode_worker=timing.decode_worker_id or None,
-        attempts=timing.attempts,
-        latency=breakdown_object(timing.latency) if timing.HasField("latency") else None,
-    )
+def chat_object(answer: ChatAnswer) -> dict[str, Any]:
+    """The last message of an answer for programs, with the whole text."""
+    last = message_object(answer.last)
+    return last | {"text": answer.text, "trace_id": answer.trace_id}
 
 
 def _opening(options: ChatOptions) -> list[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Annotated, Final
 
 import typer
@@ -26,9 +27,8 @@ from headrace_cli.doctor.rdma import check_rdma
 from headrace_cli.doctor.software import check_software, check_versions
 from headrace_cli.doctor.this_host import check_kv_ports
 from headrace_cli.exit_status import EXIT_FAILED, run_command
-from headrace_cli.json_output import Json, print_record
+from headrace_cli.json_output import Json, print_json
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
-from headrace_cli.records import DoctorRecord, FindingRecord
 from headrace_cli.up.state import find_registry
 from headrace_common.errors import NotFound
 
@@ -104,7 +104,7 @@ def peer(
 def report(findings: Sequence[Finding], *, as_json: bool) -> None:
     """Prints the findings. Raises typer.Exit with status 1 when there is an error."""
     if as_json:
-        print_record(doctor_record(findings))
+        print_json({"findings": list(map(asdict, findings))})
     else:
         answer_console().print(_table(findings))
     if any(finding.verdict is Verdict.ERROR for finding in findings):
@@ -134,16 +134,6 @@ async def examine(registry: str, router: str) -> list[Finding]:
 
 def _about_this_host() -> list[Finding]:
     return [check_kv_ports(), *check_rdma(), *check_software()]
-
-
-def doctor_record(findings: Sequence[Finding]) -> DoctorRecord:
-    """The findings for programs."""
-    return DoctorRecord(
-        [
-            FindingRecord(str(one.verdict), one.subject, one.detail, one.remedy or None)
-            for one in findings
-        ]
-    )
 
 
 def _table(findings: Sequence[Finding]) -> Table:

@@ -10,7 +10,7 @@ from headrace_cli.addressed import AddressedCommand
 from headrace_cli.completion import complete_workers
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import run_command
-from headrace_cli.json_output import Json, print_record
+from headrace_cli.json_output import Json, message_object, print_json
 from headrace_cli.members.drain import drain_worker
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
 from headrace_cli.starting import WAIT_S, Wait
@@ -55,8 +55,8 @@ def drain(
     async def work() -> None:
         found = registry or find_registry(router)
         console = None if as_json else answer_console()
-        record = await drain_worker(found, worker, grace, wait=not no_wait, console=console)
+        begun = await drain_worker(found, worker, grace, wait=not no_wait, console=console)
         if as_json:
-            print_record(record)
+            print_json({"worker": worker, **message_object(begun), "ended": not no_wait})
 
     run_command(work())

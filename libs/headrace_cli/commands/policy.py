@@ -13,18 +13,16 @@ from google.protobuf.duration_pb2 import Duration
 from rich import box
 from rich.table import Table
 
-from headrace.inference.v1.priority_pb2 import Priority
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import CALL_TIMEOUT_S, rpc_errors, started_channel
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import run_command
-from headrace_cli.json_output import Json, print_record
+from headrace_cli.json_output import Json, message_object, print_json
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
-from headrace_cli.records import PolicyRecord
 from headrace_cli.starting import WAIT_S, Wait
 from headrace_cli.up.state import find_registry
-from headrace_common.durations import duration_from_seconds, seconds_from_duration
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ConfigError
 
 _FIELDS = registry_pb2.Policy.DESCRIPTOR.fields_by_name
@@ -107,45 +105,9 @@ async def set_policy(registry: str, changes: Sequence[str]) -> registry_pb2.GetP
 
 def _show(response: registry_pb2.GetPolicyResponse, *, as_json: bool) -> None:
     if as_json:
-        print_record(policy_record(response))
+        print_json(message_object(response))
     else:
         answer_console().print(policy_table(response.policy))
-
-
-def policy_record(response: registry_pb2.GetPolicyResponse) -> PolicyRecord:
-    """The policy for programs."""
-    policy = response.policy
-    return PolicyRecord(
-        revision=response.revision,
-        local_prefill_max_tokens=policy.local_prefill_max_tokens,
-        retry_budget=policy.retry_budget if policy.HasField("retry_budget") else None,
-        overlap_weight=policy.overlap_weight if policy.HasField("overlap_weight") else None,
-        temperature=policy.temperature,
-        max_queue_wait_s=(
-            seconds_from_duration(policy.max_queue_wait)
-            if policy.HasField("max_queue_wait")
-            else None
-        ),
-        tenant_weights=dict(policy.tenant_weights),
-        tenant_priorities={
-            tenant: _short_name(Priority.DESCRIPTOR, Priority.Name(priority))
-            for tenant, priority in policy.tenant_priorities.items()
-        },
-        first_token=_named("first_token", policy.first_token),
-        pair_level=_named("pair_level", policy.pair_level),
-        pair_rule=_named("pair_rule", policy.pair_rule),
-        far_weight=policy.far_weight if policy.HasField("far_weight") else None,
-        ttft_target_s=(
-            seconds_from_duration(policy.ttft_target) if policy.HasField("ttft_target") else None
-        ),
-    )
-
-
-def _named(field: str, number: int) -> str | None:
-    """The short name of an enum field's value. None for an unspecified one."""
-    kind = _FIELDS[field].enum_type
-    assert kind is not None
-    return _short_name(kind, kind.values_by_number[number].name) if number else None
 
 
 def apply_change(policy: registry_pb2.Policy, change: str) -> None:

@@ -20,7 +20,7 @@ from headrace_cli.client import (
 )
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import run_command
-from headrace_cli.json_output import Json, print_record
+from headrace_cli.json_output import Json, message_object, print_json
 from headrace_cli.options import (
     DEFAULT_ROUTER,
     Registry,
@@ -29,7 +29,6 @@ from headrace_cli.options import (
     RouterInternal,
     SystemMessage,
 )
-from headrace_cli.records import CandidateRecord, RouteRecord
 from headrace_cli.starting import WAIT_S, Wait, wait_until_started
 from headrace_cli.tables import Column, fitted_table
 from headrace_cli.up.state import find_registry
@@ -66,7 +65,7 @@ def route(
         async with open_router_internally(found) as client:
             routed = await client.explain(chat_request([*messages, ("user", prompt)], model=model))
             if as_json:
-                print_record(route_record(routed))
+                print_json(message_object(routed))
             else:
                 console = answer_console()
                 console.print(route_view(routed, console, explain=explain))
@@ -97,29 +96,6 @@ async def find_internal(internal: str, registry: str, router: str) -> str:
     raise NotFound(
         f"no router serves clients on {router}: name one with --router; there are: {known}",
         metadata={"router": router},
-    )
-
-
-def route_record(routed: inference_pb2.RouteResponse) -> RouteRecord:
-    """The decision and all candidates for programs."""
-    return RouteRecord(
-        worker=routed.worker_id,
-        incarnation=routed.incarnation,
-        remote_prefill=routed.remote_prefill,
-        explanation=routed.explanation,
-        candidates=[
-            CandidateRecord(
-                worker=one.worker_id,
-                cost=one.cost,
-                cached_tokens=one.cached_tokens,
-                missing_tokens=one.missing_tokens,
-                held_tokens=one.held_tokens,
-                requests=one.requests,
-                unfit=one.unfit or None,
-                prefix_fault=one.prefix_fault or None,
-            )
-            for one in routed.candidates
-        ],
     )
 
 

@@ -8,8 +8,7 @@ import typer
 
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import failures_as_exit
-from headrace_cli.json_output import Json, print_record
-from headrace_cli.records import StatusPageRecord
+from headrace_cli.json_output import Json, print_json
 from headrace_common import ports
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
@@ -37,7 +36,7 @@ def status(
     with failures_as_exit():
         url = page_url(address, Credentials.from_environment(Role.OPERATOR))
         if as_json:
-            print_record(StatusPageRecord(url))
+            print_json({"url": url})
         else:
             answer_console().print(url, soft_wrap=True, markup=False, highlight=False)
 

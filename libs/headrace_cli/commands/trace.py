@@ -19,21 +19,19 @@ from headrace_cli.client import RouterOperator, open_router_internally
 from headrace_cli.commands.route import find_internal
 from headrace_cli.console import answer_console, can_draw_blocks
 from headrace_cli.exit_status import run_command
-from headrace_cli.json_output import Json, print_record
+from headrace_cli.json_output import Json, message_object, print_json
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router, RouterInternal
-from headrace_cli.records import TracesRecord, TraceSummaryRecord
 from headrace_cli.starting import WAIT_S, Wait
 from headrace_cli.trace_export.html import html_page
 from headrace_cli.trace_export.otlp import otlp_object
 from headrace_cli.trace_export.perfetto import perfetto_object
-from headrace_cli.trace_export.record import trace_record
 from headrace_cli.waterfall.compare import draw_comparison
 from headrace_cli.waterfall.draw import draw_layers, draw_trace
-from headrace_common.durations import unix_ns_from_timestamp
 from headrace_common.errors import ConfigError, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
 from headrace_common.trace_view.model import TraceView
 from headrace_common.trace_view.reading import read_trace
+from headrace_common.trace_view.verdict import verdict
 
 PIPED_WIDTH: Final = 80
 COMPARE: Final = "compare"
@@ -104,7 +102,7 @@ def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
                 shown = await chosen_trace(client, names[0], spans_wait)
                 write_files(shown, files)
                 if as_json:
-                    print_record(trace_record(shown))
+                    print_json(trace_object(shown))
                 else:
                     show_trace(shown, answer_console(), layers=layers)
 
@@ -193,24 +191,30 @@ def write_files(trace: trace_pb2.Trace, files: dict[str, Path | None]) -> None:
 def show_list(traces: Iterable[trace_pb2.Trace], *, as_json: bool) -> None:
     """Prints one row for each trace."""
     if as_json:
-        print_record(traces_record(traces))
+        print_json({"traces": list(map(message_object, traces))})
     else:
         answer_console().print(traces_table(traces))
 
 
-def traces_record(traces: Iterable[trace_pb2.Trace]) -> TracesRecord:
-    """Traces without their spans, for programs."""
-    return TracesRecord(
-        [
-            TraceSummaryRecord(
-                trace.trace_id,
-                trace.request_id,
-                unix_ns_from_timestamp(trace.start_time),
-                trace.complete,
-            )
-            for trace in traces
-        ]
-    )
+def trace_object(trace: trace_pb2.Trace) -> dict[str, Any]:
+    """A trace for programs: its message, and what the drawing shows of it."""
+    view = read_trace(trace)
+    return message_object(trace) | {
+        "verdict": verdict(view),
+        "ttft_ns": view.ttft_ns if view.answered else None,
+        "parts": [{"name": part.name, "duration_ns": part.duration_ns} for part in view.parts],
+        "links": [
+            {
+                "name": link.name,
+                "transport": link.transport,
+                "payload_bytes": link.payload_bytes,
+                "moving_ns": link.moving_ns,
+                "end_ns": link.end_ns,
+                "writes": len(link.writes),
+            }
+            for link in view.links
+        ],
+    }
 
 
 def traces_table(traces: Iterable[trace_pb2.Trace]) -> Table:

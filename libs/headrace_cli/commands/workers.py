@@ -13,12 +13,11 @@ from headrace_cli.client import list_members, reset_prefix_cache
 from headrace_cli.completion import complete_workers
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import run_command
-from headrace_cli.json_output import Json, print_record
+from headrace_cli.json_output import Json, print_json
 from headrace_cli.members.rows import member_rows
-from headrace_cli.members.view import workers_record, workers_view
-from headrace_cli.members.watch import watch_records, watch_table
+from headrace_cli.members.view import workers_object, workers_view
+from headrace_cli.members.watch import watch_objects, watch_table
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
-from headrace_cli.records import ResetRecord
 from headrace_cli.starting import WAIT_S, Wait
 from headrace_cli.up.state import find_registry
 from headrace_common.errors import NotFound
@@ -57,11 +56,11 @@ def workers(
         found = registry or find_registry(router)
         read = partial(member_rows, found)
         if watch and as_json:
-            await watch_records(found, read, interval)
+            await watch_objects(found, read, interval)
         elif watch:
             await watch_table(read, answer_console(), interval)
         elif as_json:
-            print_record(workers_record(found, await read()))
+            print_json(workers_object(found, await read()))
         else:
             console = answer_console()
             console.print(workers_view(await read(), console))
@@ -87,7 +86,7 @@ def reset_cache(
     async def work() -> None:
         await reset_caches(registry or find_registry(router), worker_ids, timeout)
         if as_json:
-            print_record(ResetRecord(worker_ids))
+            print_json({"workers": worker_ids})
 
     run_command(work())
 

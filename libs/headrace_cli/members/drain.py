@@ -12,7 +12,6 @@ from rich.console import Console
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_cli.client import CALL_TIMEOUT_S, call_channel, list_members, rpc_errors
-from headrace_cli.records import DrainRecord
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import DeadlineExceeded, NotFound
@@ -25,7 +24,7 @@ _ENGINE_STOP_S: Final = 10.0
 
 async def drain_worker(
     registry: str, worker_id: str, grace_s: float | None, *, wait: bool, console: Console | None
-) -> DrainRecord:
+) -> worker_pb2.DrainResponse:
     """Drains a worker. With `wait`, returns when it has ended. Shows its steps on `console`.
 
     Raises NotFound for an id that no worker has, DeadlineExceeded when it does not end.
@@ -48,7 +47,7 @@ async def drain_worker(
             await _wait_gone(channel, worker_id, remaining_s + DRAIN_OVERRUN_MAX_S + _ENGINE_STOP_S)
             if console is not None:
                 console.print(f"{worker_id} has ended")
-    return DrainRecord(worker_id, begun.request_count, remaining_s, ended=wait)
+    return begun
 
 
 async def _find(registry: str, worker_id: str) -> registry_pb2.Member:

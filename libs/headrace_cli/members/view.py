@@ -1,15 +1,17 @@
-"""Shows members as a table, or as a record for programs. Pure."""
+"""Shows members as a table, or as an object for programs. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from dataclasses import asdict
+from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from headrace.registry.v1 import registry_pb2
+from headrace_cli.json_output import message_object
 from headrace_cli.members.rows import Row, pairs_apart, prefix_faults, version_notes
-from headrace_cli.records import MemberRecord, PairRecord, WorkersRecord
 from headrace_cli.tables import Column, fitted_table
 
 COLUMNS: Final = (
@@ -40,17 +42,27 @@ def workers_view(rows: Sequence[Row], console: Console) -> RenderableType:
     return Group(table, *lines)
 
 
-def workers_record(registry: str, rows: Sequence[Row]) -> WorkersRecord:
+def workers_object(registry: str, rows: Sequence[Row]) -> dict[str, Any]:
     """The members for programs."""
-    return WorkersRecord(
-        registry=registry,
-        members=[_member_record(row) for row in rows],
-        pairs_apart=[
-            PairRecord(list(fault.prefill_ids), list(fault.decode_ids), dict(fault.fields))
-            for fault in pairs_apart(rows)
-        ],
-        prefix_faults=prefix_faults(rows),
-    )
+    return {
+        "registry": registry,
+        "members": list(map(_member_object, rows)),
+        "pairs_apart": [asdict(fault) for fault in pairs_apart(rows)],
+        "prefix_faults": prefix_faults(rows),
+    }
+
+
+def _member_object(row: Row) -> dict[str, Any]:
+    """The member's message without its layout and descriptors, and the status that it reports."""
+    member = registry_pb2.Member()
+    member.CopyFrom(row.member)
+    member.ClearField("layout")
+    tensor_parallel_size = row.member.layout.tensor_parallel_size
+    return message_object(member) | {
+        "tensor_parallel_size": tensor_parallel_size,
+        "state": row.state,
+        "status": None if row.status is None else message_object(row.status),
+    }
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -83,36 +95,3 @@ def _prefixes(row: Row) -> str:
         return "-"
     size = f"{row.hashing.block_tokens}/" if row.hashing.block_tokens else ""
     return f"{size}{row.hashing.key_fingerprint:08x}"
-
-
-def _member_record(row: Row) -> MemberRecord:
-    member, status = row.member, row.status
-    layout = member.layout if member.HasField("layout") else None
-    key = row.hashing.key_fingerprint
-    return MemberRecord(
-        id=member.worker_id,
-        role=row.role,
-        incarnation=member.incarnation,
-        endpoint=member.endpoint,
-        client_endpoint=member.client_endpoint or None,
-        model=member.model or None,
-        transport=member.transport or None,
-        version=member.version or None,
-        tensor_parallel_size=layout.tensor_parallel_size if layout else None,
-        pipeline_stages=len(layout.stage_starts) if layout else None,
-        max_model_len=member.max_model_len or None,
-        max_num_seqs=member.max_num_seqs or None,
-        state=row.state or None,
-        running_requests=status.running_requests if status else None,
-        waiting_requests=status.waiting_requests if status else None,
-        total_blocks=status.total_blocks if status else None,
-        reserved_blocks=status.reserved_blocks if status else None,
-        quarantined_blocks=status.quarantined_blocks if status else None,
-        used_blocks=status.used_blocks if status else None,
-        active_transfers=status.active_transfers if status else None,
-        prefix_key=f"{key:08x}" if key else None,
-        prefix_block_tokens=row.hashing.block_tokens or None,
-        zone=member.place.zone or None,
-        rack=member.place.rack or None,
-        host=member.place.host or None,
-    )

@@ -11,9 +11,9 @@ from rich.live import Live
 from rich.text import Text
 
 from headrace_cli.console import notice_console
-from headrace_cli.json_output import print_record
+from headrace_cli.json_output import print_json
 from headrace_cli.members.rows import Row
-from headrace_cli.members.view import workers_record, workers_view
+from headrace_cli.members.view import workers_object, workers_view
 from headrace_common.errors import HeadraceError
 
 ReadRows = Callable[[], Awaitable[Sequence[Row]]]
@@ -40,11 +40,11 @@ async def watch_table(read: ReadRows, console: Console, interval_s: float) -> No
             await asyncio.sleep(interval_s)
 
 
-async def watch_records(registry: str, read: ReadRows, interval_s: float) -> None:
+async def watch_objects(registry: str, read: ReadRows, interval_s: float) -> None:
     """Prints one document a line. Never returns. Failures are lines on stderr."""
     while True:
         try:
-            print_record(workers_record(registry, await read()), one_line=True)
+            print_json(workers_object(registry, await read()), one_line=True)
         except HeadraceError as error:
             notice_console().print(error.detail, style="red", markup=False)
         await asyncio.sleep(interval_s)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import failures_as_exit
-from headrace_cli.json_output import Json, print_record
+from headrace_cli.json_output import Json, print_json
 from headrace_cli.planner.explain import explain
-from headrace_cli.planner.reasons import reason_records
-from headrace_cli.records import DecisionRecord
 from headrace_cli.tables import Column, fitted_table
 from headrace_planner.files import read_profile, read_settings
 from headrace_planner.observation import Decision, Interval, WorkerCounts
@@ -68,7 +67,7 @@ def replay(
             decisions = _decisions(chosen, measured, read_intervals(lines))
             if as_json:
                 for interval, decision in decisions:
-                    print_record(decision_record(interval, decision), one_line=True)
+                    print_json(decision_object(interval, decision), one_line=True)
             else:
                 _show(list(decisions))
 
@@ -82,18 +81,14 @@ def _decisions(
         yield interval, decision
 
 
-def decision_record(interval: Interval, decision: Decision) -> DecisionRecord:
+def decision_object(interval: Interval, decision: Decision) -> dict[str, Any]:
     """The decision for programs."""
-    return DecisionRecord(
-        start_unix_s=interval.start_unix_s,
-        duration_s=interval.duration_s,
-        prefill_workers=decision.current.prefill,
-        decode_workers=decision.current.decode,
-        prefill_target=decision.target.prefill,
-        decode_target=decision.target.decode,
-        is_changing=interval.is_changing,
-        reasons=reason_records(decision.reasons),
-    )
+    return {
+        "start_unix_s": interval.start_unix_s,
+        "duration_s": interval.duration_s,
+        "is_changing": interval.is_changing,
+        **asdict(decision),
+    }
 
 
 def _show(decisions: list[tuple[Interval, Decision]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import typer
 
@@ -13,10 +13,8 @@ from headrace_cli.addressed import check_address
 from headrace_cli.client import CALL_TIMEOUT_S, rpc_errors, started_channel
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import run_command
-from headrace_cli.json_output import Json, print_record
+from headrace_cli.json_output import Json, message_object, print_json
 from headrace_cli.options import DEFAULT_ROUTER, Router
-from headrace_cli.planner.reasons import reason_records
-from headrace_cli.records import ExplainedDecision, ExplainRecord
 from headrace_cli.starting import WAIT_S, Wait
 from headrace_cli.tables import Column, fitted_table
 from headrace_cli.up.state import find_planner
@@ -32,6 +30,13 @@ _COLUMNS: Final = (
     Column("Outcome"),
     Column("Why"),
 )
+
+
+class Explanation(NamedTuple):
+    """The state of a planner, and its last decisions, newest first."""
+
+    status: planner_pb2.GetStatusResponse
+    decisions: list[planner_pb2.Decision]
 
 
 def explain(
@@ -57,16 +62,18 @@ def explain(
 
     async def work() -> None:
         address = check_address("--planner", planner) if planner else find_planner(router)
-        record = await read_explanation(address, count)
+        found = await read_explanation(address, count)
+        decisions = [one for one in found.decisions if not changes or one.target != one.current]
         if as_json:
-            print_record(record)
+            objects = list(map(message_object, found.decisions))
+            print_json(message_object(found.status) | {"decisions": objects})
         else:
-            _show(record, [one for one in record.decisions if not changes or _is_change(one)])
+            _show(found.status, decisions)
 
     run_command(work())
 
 
-async def read_explanation(planner: str, count: int) -> ExplainRecord:
+async def read_explanation(planner: str, count: int) -> Explanation:
     """The planner's state and its last decisions. Raises HeadraceError when it cannot be reached."""
     async with started_channel(planner) as channel:
         stub = planner_pb2_grpc.PlannerServiceStub(channel)
@@ -75,70 +82,42 @@ async def read_explanation(planner: str, count: int) -> ExplainRecord:
             listed = await stub.ListDecisions(
                 planner_pb2.ListDecisionsRequest(page_size=count), timeout=CALL_TIMEOUT_S
             )
-    current, target = status.current, status.target.workers
-    observed, targeted = status.HasField("current"), status.HasField("target")
-    return ExplainRecord(
-        model=status.model,
-        mode=_short(planner_pb2.GetStatusResponse.Mode.Name(status.mode)),
-        interval_s=seconds_from_duration(status.interval),
-        observation_fault=status.observation_fault,
-        prefill_workers=current.prefill if observed else None,
-        decode_workers=current.decode if observed else None,
-        prefill_target=target.prefill if targeted else None,
-        decode_target=target.decode if targeted else None,
-        decisions=list(map(_decision, listed.decisions)),
-    )
+    return Explanation(status, list(listed.decisions))
 
 
-def _decision(decision: planner_pb2.Decision) -> ExplainedDecision:
-    return ExplainedDecision(
-        number=decision.number,
-        start_unix_s=unix_s_from_timestamp(decision.start_time),
-        duration_s=seconds_from_duration(decision.duration),
-        prefill_workers=decision.current.prefill,
-        decode_workers=decision.current.decode,
-        prefill_target=decision.target.prefill,
-        decode_target=decision.target.decode,
-        outcome=_short(planner_pb2.Decision.Outcome.Name(decision.outcome)),
-        detail=decision.detail,
-        reasons=reason_records(decision.reasons),
-    )
-
-
-def _short(name: str) -> str:
+def short_name(name: str) -> str:
     """The end of an enum value's name, such as "advise" of MODE_ADVISE."""
     return name.partition("_")[2].lower()
 
 
-def _show(record: ExplainRecord, decisions: Sequence[ExplainedDecision]) -> None:
+def _show(status: planner_pb2.GetStatusResponse, decisions: Sequence[planner_pb2.Decision]) -> None:
     console = answer_console()
-    line = f"{record.model}, mode {record.mode}, a decision every {record.interval_s:g} s"
-    if record.prefill_workers is not None:
-        line += f": {record.prefill_workers} P, {record.decode_workers} D now"
-    if record.prefill_target is not None:
-        line += f", target {record.prefill_target} P, {record.decode_target} D"
+    mode = short_name(planner_pb2.GetStatusResponse.Mode.Name(status.mode))
+    interval_s = seconds_from_duration(status.interval)
+    line = f"{status.model}, mode {mode}, a decision every {interval_s:g} s"
+    if status.HasField("current"):
+        line += f": {_counts_text(status.current)} now"
+    if status.HasField("target"):
+        line += f", target {_counts_text(status.target.workers)}"
     console.print(line, markup=False, highlight=False)
-    if record.observation_fault:
-        console.print(f"not observed: {record.observation_fault}", style="red", markup=False)
+    if status.observation_fault:
+        console.print(f"not observed: {status.observation_fault}", style="red", markup=False)
     table, _ = fitted_table(console, _COLUMNS, list(map(_cells, decisions)))
     console.print(table)
 
 
-def _cells(decision: ExplainedDecision) -> tuple[str, ...]:
-    target = f"{decision.prefill_target} P, {decision.decode_target} D"
+def _cells(decision: planner_pb2.Decision) -> tuple[str, ...]:
+    start_s = unix_s_from_timestamp(decision.start_time)
     sentences = [reason.sentence for reason in decision.reasons]
     return (
         str(decision.number),
-        datetime.fromtimestamp(decision.start_unix_s, UTC).isoformat(timespec="seconds"),
-        f"{decision.prefill_workers} P, {decision.decode_workers} D",
-        target if _is_change(decision) else "",
-        decision.outcome,
+        datetime.fromtimestamp(start_s, UTC).isoformat(timespec="seconds"),
+        _counts_text(decision.current),
+        _counts_text(decision.target) if decision.target != decision.current else "",
+        short_name(planner_pb2.Decision.Outcome.Name(decision.outcome)),
         " ".join(filter(None, [decision.detail, *sentences])),
     )
 
 
-def _is_change(decision: ExplainedDecision) -> bool:
-    return (decision.prefill_target, decision.decode_target) != (
-        decision.prefill_workers,
-        decision.decode_workers,
-    )
+def _counts_text(counts: planner_pb2.WorkerCounts) -> str:
+    return f"{counts.prefill} P, {counts.decode} D"

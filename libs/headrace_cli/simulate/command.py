@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -14,13 +15,7 @@ from rich.console import Console
 
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import failures_as_exit
-from headrace_cli.json_output import Json, print_record
-from headrace_cli.records import (
-    ChangeRecord,
-    SimulationClassRecord,
-    SimulationRecord,
-    SimulationRunRecord,
-)
+from headrace_cli.json_output import Json, print_json
 from headrace_cli.tables import Column, fitted_table
 from headrace_common.errors import ConfigError, DeadlineExceeded, InternalError
 from headrace_common.extras import require_extra
@@ -141,13 +136,11 @@ def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
             for one in way or list(Way)
         )
         spec = SimulationSpec(trace=str(trace), seconds_max=seconds, profile=worker, runs=runs)
-        record = SimulationRecord(
-            trace=str(trace), runs=[_run_record(run) for run in run_spec(spec)]
-        )
+        results = run_spec(spec)
         if as_json:
-            print_record(record)
+            print_json({"trace": str(trace), "runs": results})
         else:
-            _show(record)
+            _show(results)
 
 
 def run_spec(spec: SimulationSpec) -> list[dict[str, Any]]:
@@ -176,92 +169,55 @@ def run_spec(spec: SimulationSpec) -> list[dict[str, Any]]:
     return results
 
 
-def _run_record(run: dict[str, Any]) -> SimulationRunRecord:
-    return SimulationRunRecord(
-        placement=run["way"],
-        scaling=run["scaling"],
-        requests=run["requests"],
-        failures=run["failures"],
-        duration_s=round(run["duration_s"], 3),
-        ttft_ms=_milliseconds(run["ttft"]),
-        itl_ms=_milliseconds(run["itl"]),
-        e2e_ms=_milliseconds(run["e2e"]),
-        attainment=run["attainment"],
-        ttft_attainment=run["ttft_attainment"],
-        itl_attainment=run["itl_attainment"],
-        goodput=run["goodput"],
-        cached_share=run["cached_share"],
-        prefill_worker_hours=run["prefill_worker_hours"],
-        decode_worker_hours=run["decode_worker_hours"],
-        changes=[ChangeRecord(**change) for change in run["changes"]],
-        classes=[
-            SimulationClassRecord(
-                priority=one["priority"],
-                requests=one["requests"],
-                failed=one["failed"],
-                ttft_ms=_milliseconds(one["ttft"]),
-                itl_ms=_milliseconds(one["itl"]),
-                attainment=one["attainment"],
-                goodput=one["goodput"],
-            )
-            for one in run["classes"]
-        ],
-    )
-
-
-def _milliseconds(times: dict[str, Any]) -> dict[str, float]:
-    seconds = {"mean": times["mean_s"], **times["percentiles"]}
-    return {key: round(1e3 * value, 3) for key, value in seconds.items()}
-
-
-def _show(record: SimulationRecord) -> None:
+def _show(runs: Sequence[Mapping[str, Any]]) -> None:
     console = answer_console()
     rows = [
         (
-            run.placement,
-            _seconds(run.ttft_ms["p50"]),
-            _seconds(run.ttft_ms["p99"]),
-            _seconds(run.itl_ms["p50"]),
-            _seconds(run.itl_ms["p99"]),
-            _seconds(run.e2e_ms["p99"]),
-            f"{run.attainment:.1%}",
-            f"{run.goodput:.3g}",
-            f"{run.cached_share:.1%}",
-            f"{run.prefill_worker_hours + run.decode_worker_hours:.2f}",
-            str(len(run.changes)),
+            run["way"],
+            _time(run["ttft"], "p50"),
+            _time(run["ttft"], "p99"),
+            _time(run["itl"], "p50"),
+            _time(run["itl"], "p99"),
+            _time(run["e2e"], "p99"),
+            f"{run['attainment']:.1%}",
+            f"{run['goodput']:.3g}",
+            f"{run['cached_share']:.1%}",
+            f"{run['prefill_worker_hours'] + run['decode_worker_hours']:.2f}",
+            str(len(run["changes"])),
         )
-        for run in record.runs
+        for run in runs
     ]
     table, _ = fitted_table(console, _COLUMNS, rows)
     console.print(table)
-    _show_classes(console, record)
-    first = record.runs[0]
+    _show_classes(console, runs)
+    first = runs[0]
     console.print(
-        f"{first.requests} requests in {first.duration_s:.0f} s of the trace's time, "
-        f"{sum(first.failures.values())} failed."
+        f"{first['requests']} requests in {first['duration_s']:.0f} s of the trace's time, "
+        f"{sum(first['failures'].values())} failed."
     )
 
 
-def _show_classes(console: Console, record: SimulationRecord) -> None:
+def _show_classes(console: Console, runs: Sequence[Mapping[str, Any]]) -> None:
     """A row for each class of each placement, where the trace has several classes."""
     rows = [
         (
-            run.placement,
-            one.priority,
-            str(one.requests),
-            _seconds(one.ttft_ms["p50"]),
-            _seconds(one.ttft_ms["p99"]),
-            _seconds(one.itl_ms["p50"]),
-            f"{one.attainment:.1%}",
-            f"{one.goodput:.3g}",
+            run["way"],
+            one["priority"],
+            str(one["requests"]),
+            _time(one["ttft"], "p50"),
+            _time(one["ttft"], "p99"),
+            _time(one["itl"], "p50"),
+            f"{one['attainment']:.1%}",
+            f"{one['goodput']:.3g}",
         )
-        for run in record.runs
-        for one in run.classes
+        for run in runs
+        for one in run["classes"]
     ]
     if rows:
         table, _ = fitted_table(console, _CLASS_COLUMNS, rows)
         console.print(table)
 
 
-def _seconds(milliseconds: float) -> str:
-    return f"{milliseconds:.0f} ms" if milliseconds < 10_000 else f"{milliseconds / 1e3:.1f} s"
+def _time(times: Mapping[str, Any], percentile: str) -> str:
+    seconds = times["percentiles"][percentile]
+    return f"{1e3 * seconds:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"

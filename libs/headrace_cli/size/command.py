@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Final
 
 import typer
@@ -11,12 +11,12 @@ from rich.table import Table
 
 from headrace_cli.console import answer_console
 from headrace_cli.exit_status import failures_as_exit
-from headrace_cli.json_output import Json, print_record
-from headrace_cli.records import SizeRecord, SizeRowRecord, WorkerCountRecord
+from headrace_cli.json_output import Json, print_json
 from headrace_cli.size.model_config import read_model_config
 from headrace_cli.size.workers import (
     PLANNED_SHARE,
     Load,
+    WorkerCount,
     WorkerSpeeds,
     parse_load,
     worker_counts,
@@ -28,6 +28,33 @@ from headrace_kv.layout.time_model import EFFICIENCY, KvShape, exposed_s, kv_sha
 _LENGTHS_MAX: Final = 64
 _LENGTH_MAX: Final = 1 << 30
 _MIB: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRow:
+    """One prompt length. `compute_ms` and `hidden` are None without a rate of computing."""
+
+    tokens: int
+    payload_bytes: int
+    transfer_ms: float
+    compute_ms: float | None
+    exposed_ms: float
+    hidden: bool | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The KV of a model, and the workers that a load needs."""
+
+    attention: str
+    dtype: str
+    layers: int
+    token_bytes: int
+    gbit_per_s: float
+    efficiency: float
+    hidden_up_to_tokens_per_s: float
+    rows: list[SizeRow]
+    workers: list[WorkerCount] = field(default_factory=list)
 
 
 def register(app: typer.Typer) -> None:
@@ -86,19 +113,17 @@ def size(
     """
     with failures_as_exit():
         shape = kv_shape(read_model_config(model), dtype)
-        record = size_record(shape, gbit, _lengths(tokens), compute_rate)
+        sizes = kv_sizes(shape, gbit, _lengths(tokens), compute_rate)
         if load:
             speeds = WorkerSpeeds(compute_rate, decode_rate, gbit)
-            record = replace(record, workers=_workers(parse_load(load), shape, speeds))
+            sizes = replace(sizes, workers=_workers(parse_load(load), shape, speeds))
         if as_json:
-            print_record(record)
+            print_json(asdict(sizes))
         else:
-            _show(record)
+            _show(sizes)
 
 
-def size_record(
-    shape: KvShape, gbit_per_s: float, lengths: list[int], compute_rate: float
-) -> SizeRecord:
+def kv_sizes(shape: KvShape, gbit_per_s: float, lengths: list[int], compute_rate: float) -> Sizes:
     """The sizes and times. Without a `compute_rate`, in tokens per second, computing is taken to hide what it can."""
     rows = []
     for length in lengths:
@@ -107,7 +132,7 @@ def size_record(
         computed_s = length / compute_rate if compute_rate else None
         shown_s = exposed_s(moved_s, shape.layer_count, computed_s)
         rows.append(
-            SizeRowRecord(
+            SizeRow(
                 tokens=length,
                 payload_bytes=payload_bytes,
                 transfer_ms=1e3 * moved_s,
@@ -116,7 +141,7 @@ def size_record(
                 hidden=None if computed_s is None else moved_s <= computed_s,
             )
         )
-    return SizeRecord(
+    return Sizes(
         attention=shape.attention,
         dtype=shape.dtype,
         layers=shape.layer_count,
@@ -128,20 +153,19 @@ def size_record(
     )
 
 
-def _workers(load: Load, shape: KvShape, speeds: WorkerSpeeds) -> list[WorkerCountRecord]:
+def _workers(load: Load, shape: KvShape, speeds: WorkerSpeeds) -> list[WorkerCount]:
     if not speeds.prefill_tokens_per_s or not speeds.decode_tokens_per_s:
         raise ConfigError("--load: give --compute-rate and --decode-rate too, of one worker each")
-    counts = worker_counts(load, shape.token_bytes, speeds)
-    return [WorkerCountRecord(one.role, one.count, one.limit, one.share) for one in counts]
+    return list(worker_counts(load, shape.token_bytes, speeds))
 
 
-def _show(record: SizeRecord) -> None:
+def _show(sizes: Sizes) -> None:
     console = answer_console()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    computed = any(row.compute_ms is not None for row in record.rows)
+    computed = any(row.compute_ms is not None for row in sizes.rows)
     for title in ("tokens", "KV", "transfer", *(("compute",) if computed else ()), "exposed"):
         table.add_column(title, justify="right")
-    for row in record.rows:
+    for row in sizes.rows:
         compute = () if row.compute_ms is None else (_ms(row.compute_ms),)
         late = "" if row.hidden is not False else " (slower than computing)"
         table.add_row(
@@ -154,13 +178,13 @@ def _show(record: SizeRecord) -> None:
         )
     console.print(table)
     console.print(
-        f"{record.layers} layers of {record.attention.upper()}, {record.dtype}: {record.token_bytes:,} bytes a token, "
-        f"at {record.efficiency:.0%} of {record.gbit_per_s:g} Gbit/s. Computing hides all but the last layer's "
-        f"transfer, 1/{record.layers}, up to {record.hidden_up_to_tokens_per_s:,.0f} tokens/s of prefill on one link.",
+        f"{sizes.layers} layers of {sizes.attention.upper()}, {sizes.dtype}: {sizes.token_bytes:,} bytes a token, "
+        f"at {sizes.efficiency:.0%} of {sizes.gbit_per_s:g} Gbit/s. Computing hides all but the last layer's "
+        f"transfer, 1/{sizes.layers}, up to {sizes.hidden_up_to_tokens_per_s:,.0f} tokens/s of prefill on one link.",
         markup=False,
         highlight=False,
     )
-    for one in record.workers:
+    for one in sizes.workers:
         limit = "computing" if one.limit == "compute" else "its link"
         console.print(
             f"{one.role}: {_counted(one.count)}, each with {one.share:.0%} of {limit} in use "

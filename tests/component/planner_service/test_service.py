@@ -136,7 +136,8 @@ async def test_a_planner_that_scales_takes_no_acknowledgement_of_others(planner:
     call = planner.stub.AcknowledgeTarget(acknowledgement, timeout=CALL_S)
     assert await code_of(call) is grpc.StatusCode.FAILED_PRECONDITION
     assert planner.steering.board.pending
-    assert (await read_explanation(planner.endpoint, 10)).mode == "kubernetes"
+    status, _ = await read_explanation(planner.endpoint, 10)
+    assert status.mode == planner_pb2.GetStatusResponse.MODE_KUBERNETES
 
 
 @pytest.mark.parametrize("planner", ["advise"], indirect=True)
@@ -164,11 +165,12 @@ async def test_only_operators_may_call(planner: Served) -> None:
 async def test_explain_shows_what_was_decided_and_why(planner: Served) -> None:
     planner.steering.end_interval(CALM)
     planner.steering.end_interval(QUEUED)
-    record = await read_explanation(planner.endpoint, 10)
-    assert (record.model, record.mode) == ("m", "publish")
-    assert (record.prefill_workers, record.prefill_target, record.decode_target) == (None, 2, 2)
-    second, first = record.decisions
-    assert (first.outcome, second.outcome) == ("keep", "published")
+    status, (second, first) = await read_explanation(planner.endpoint, 10)
+    assert (status.model, status.mode) == ("m", planner_pb2.GetStatusResponse.MODE_PUBLISH)
+    assert not status.HasField("current")
+    assert (status.target.workers.prefill, status.target.workers.decode) == (2, 2)
+    assert first.outcome == planner_pb2.Decision.OUTCOME_KEEP
+    assert second.outcome == planner_pb2.Decision.OUTCOME_PUBLISHED
     assert [reason.rule for reason in second.reasons] == ["queue above threshold"]
     assert second.reasons[0].inputs["queue"] == 5
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def write_file(text: str, mode: int = 0o644) -> None:
     config_path().chmod(mode)
 
 
-def call(*arguments: str, use: bool = True, **environment: str) -> dict[str, Any]:
+def call(
+    *arguments: str, use: bool = True, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """What a command would use. `use`: with a file that names PROD."""
     if use:
         write_file("".join(f'{name} = "{value}"\n' for name, value in PROD.items()))
@@ -105,7 +108,7 @@ def test_the_file_gives_addresses_and_credentials() -> None:
 def test_credentials_of_the_file_go_to_its_deployment_only(
     arguments: tuple[str, ...], environment: dict[str, str]
 ) -> None:
-    used = call(*arguments, **environment)
+    used = call(*arguments, environment=environment)
     assert used["status"] == 0
     assert not {"HEADRACE_TOKEN_FILE", "HEADRACE_API_KEY_FILE"} & used.keys()
     assert PROD["router"] not in used.values()
@@ -119,17 +122,17 @@ def test_a_flag_that_repeats_the_files_address_keeps_its_credentials() -> None:
 def test_a_variable_names_another_file(tmp_path: Path) -> None:
     other = tmp_path / "staging.toml"
     other.write_text('router = "10.0.0.7:7050"\ntoken_file = "~/token"\n')
-    used = call("ask", HEADRACE_CONFIG=str(other))
+    used = call("ask", environment={"HEADRACE_CONFIG": str(other)})
     assert (used["router"], used["registry"]) == ("10.0.0.7:7050", "")
     assert used["HEADRACE_TOKEN_FILE"] == str(Path("~/token").expanduser())
-    missing = call("ask", HEADRACE_CONFIG=str(tmp_path / "nothing"))
+    missing = call("ask", environment={"HEADRACE_CONFIG": str(tmp_path / "nothing")})
     assert missing["status"] == 2
     assert "which does not exist" in missing["error"]
 
 
 @pytest.mark.parametrize("variable", ["HEADRACE_API_KEY", "HEADRACE_API_KEY_FILE"])
 def test_a_variable_replaces_the_files_credential(variable: str) -> None:
-    used = call("ask", **{variable: "mine", "HEADRACE_TLS_AUTHORITY_FILE": "/my/ca"})
+    used = call("ask", environment={variable: "mine", "HEADRACE_TLS_AUTHORITY_FILE": "/my/ca"})
     assert used[variable] == "mine"
     assert "/prod/key" not in used.values()
     assert used["HEADRACE_TLS_AUTHORITY_FILE"] == "/my/ca"
@@ -160,7 +163,7 @@ def test_contexts_of_earlier_releases_are_refused_with_the_remedy() -> None:
     used = call("ask", use=False)
     assert used["status"] == 2
     assert "config.toml" in used["error"]
-    assert "HEADRACE_CONFIG" in call("ask", HEADRACE_CONTEXT="prod")["error"]
+    assert "HEADRACE_CONFIG" in call("ask", environment={"HEADRACE_CONTEXT": "prod"})["error"]
 
 
 @pytest.mark.parametrize(
@@ -177,7 +180,7 @@ def test_contexts_of_earlier_releases_are_refused_with_the_remedy() -> None:
 def test_a_wrong_address_is_explained_in_one_line(
     arguments: tuple[str, ...], environment: dict[str, str], words: str
 ) -> None:
-    used = call("ask", *arguments, use=False, **environment)
+    used = call("ask", *arguments, use=False, environment=environment)
     assert used["status"] == 2
     assert words in used["error"]
     assert len(used["error"].splitlines()) == 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from headrace.inference.v1 import first_token_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_cli.commands.policy import apply_change, policy_record, policy_table
+from headrace_cli.commands.policy import _show, apply_change, policy_table
 from headrace_common.errors import ConfigError
 
 
@@ -60,12 +62,19 @@ def test_a_target_is_set_in_seconds_and_removed() -> None:
 
 def test_pairs_of_places_are_set_and_shown() -> None:
     policy = _changed("pair_level=rack", "pair_rule=require", "far_weight=2")
-    record = policy_record(registry_pb2.GetPolicyResponse(policy=policy))
-    assert (record.pair_level, record.pair_rule, record.far_weight) == ("rack", "require", 2.0)
+    assert (policy.pair_level, policy.pair_rule, policy.far_weight) == (2, 2, 2.0)
     assert _shown(policy)["pair_level"] == "rack"
-    record = policy_record(registry_pb2.GetPolicyResponse())
-    assert (record.pair_level, record.pair_rule, record.far_weight) == (None, None, None)
-    assert record.first_token is None
+
+
+def test_programs_get_what_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+    policy = _changed("pair_level=rack", "max_queue_wait=1.5s")
+    _show(registry_pb2.GetPolicyResponse(policy=policy, revision=3), as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    # Protobuf's JSON has 64-bit integers as text.
+    assert printed["revision"] == "3"
+    assert printed["policy"]["max_queue_wait"] == "1.500s"
+    assert printed["policy"]["pair_level"].endswith("_RACK")
+    assert "far_weight" not in printed["policy"]
 
 
 def test_a_map_is_changed_by_entry() -> None:

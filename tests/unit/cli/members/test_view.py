@@ -12,9 +12,9 @@ from rich.console import Console
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.json_output import record_text
+from headrace_cli.json_output import json_text
 from headrace_cli.members.rows import NO_ANSWER, Row
-from headrace_cli.members.view import COLUMNS, workers_record, workers_view
+from headrace_cli.members.view import COLUMNS, workers_object, workers_view
 
 Role = registry_pb2.Member.Role
 LONG = "decode-in-the-second-rack-of-the-first-hall-0017"
@@ -105,7 +105,7 @@ def test_versions_are_named_while_members_have_several() -> None:
     assert "members have 2 versions: 0.1.0 or older: decode-1; 0.2.0: decode-0" in text
     rows[1].member.version = "0.2.0"
     assert "versions" not in shown(rows, 120)
-    versions = [member.version for member in workers_record("r:1", rows).members]
+    versions = [member["version"] for member in workers_object("r:1", rows)["members"]]
     assert versions == ["0.2.0", "0.2.0"]
 
 
@@ -116,29 +116,26 @@ def test_pairs_that_cannot_talk_are_named_with_their_fields() -> None:
     line = "prefill-0 cannot hand KV over to decode-0"
     assert line in shown(rows, 300)
     assert "transport (same_host != mooncake)" in shown(rows, 300)
-    (pair,) = json.loads(record_text(workers_record("r:1", rows)))["pairs_apart"]
+    (pair,) = json.loads(json_text(workers_object("r:1", rows)))["pairs_apart"]
     assert pair == {
-        "prefill": ["prefill-0"],
-        "decode": ["decode-0"],
+        "prefill_ids": ["prefill-0"],
+        "decode_ids": ["decode-0"],
         "fields": {"transport": "same_host != mooncake"},
     }
 
 
-def test_programs_get_numbers_and_null_for_what_is_unknown() -> None:
+def test_programs_get_the_messages_without_layouts() -> None:
     silent = replace(worker("decode-1"), state=NO_ANSWER, status=None)
-    document = json.loads(
-        record_text(workers_record("r:1", [router(), worker("decode-0"), silent]))
-    )
-    assert document["schema"] == "headrace.workers.v1"
+    document = json.loads(json_text(workers_object("r:1", [router(), worker("decode-0"), silent])))
     assert document["registry"] == "r:1"
     first, second, third = document["members"]
-    assert (first["role"], first["state"], first["total_blocks"], first["model"]) == (
-        "router", None, None, None,
-    )  # fmt: skip
-    assert (second["running_requests"], second["reserved_blocks"]) == (3, 10)
-    assert (second["quarantined_blocks"], second["prefix_key"]) == (2, "00000abc")
-    assert (third["state"], third["running_requests"]) == ("no answer", None)
+    assert (first["worker_id"], first["role"], first["status"]) == ("router-0", "ROLE_ROUTER", None)
+    assert (second["state"], second["tensor_parallel_size"]) == ("serving", 2)
+    assert "layout" not in second
+    assert second["status"]["running_requests"] == 3
+    assert second["status"]["quarantined_blocks"] == 2
+    assert (third["state"], third["status"]) == ("no answer", None)
 
 
 def test_a_document_may_be_one_line() -> None:
-    assert "\n" not in record_text(workers_record("r:1", [worker("w")]), one_line=True)
+    assert "\n" not in json_text(workers_object("r:1", [worker("w")]), one_line=True)

@@ -44,10 +44,10 @@ def test_every_placement_has_a_row_and_the_document_has_the_same(profile: Path) 
     document = simulate(*given, "--json")
     assert document.exit_code == 0, document.output
     record = json.loads(document.stdout)
-    assert [run["placement"] for run in record["runs"]] == list(Way)
+    assert [run["way"] for run in record["runs"]] == list(Way)
     lines = table.stdout.splitlines()
     for run in record["runs"]:
-        (row,) = [line for line in lines if line.split("  ")[0].strip() == run["placement"]]
+        (row,) = [line for line in lines if line.split("  ")[0].strip() == run["way"]]
         assert f"{run['attainment']:.1%}" in row
         assert f"{run['cached_share']:.1%}" in row
         assert run["requests"] > 10
@@ -66,11 +66,11 @@ def test_a_trace_with_several_classes_has_a_row_for_each(profile: Path, tmp_path
         *(("high", 5), ("low", 5)),
     ]
     high, low = run["classes"]
-    assert high["ttft_ms"]["p50"] < low["ttft_ms"]["p50"]
+    assert high["ttft"]["percentiles"]["p50"] < low["ttft"]["percentiles"]["p50"]
     for one in run["classes"]:
         (row,) = [line for line in table.stdout.splitlines() if f" {one['priority']} " in line]
         assert f"{one['attainment']:.1%}" in row
-        assert f"{one['ttft_ms']['p50']:.0f} ms" in row
+        assert f"{1e3 * one['ttft']['percentiles']['p50']:.0f} ms" in row
 
 
 def test_the_planner_changes_the_workers(profile: Path) -> None:

@@ -14,11 +14,11 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.commands.trace import write_files
+from headrace_cli.commands.trace import trace_object, write_files
+from headrace_cli.json_output import json_text
 from headrace_cli.trace_export.html import html_page
 from headrace_cli.trace_export.otlp import otlp_object
 from headrace_cli.trace_export.perfetto import perfetto_object
-from headrace_cli.trace_export.record import trace_record
 from headrace_common.errors import ConfigError
 from headrace_common.telemetry import schema
 from headrace_common.trace_view.reading import read_trace
@@ -171,11 +171,14 @@ def test_the_page_needs_nothing_else_and_shows_texts_as_texts(trace: trace_pb2.T
         assert text in page.text
 
 
-def test_the_record_has_the_sum_and_the_links(trace: trace_pb2.Trace) -> None:
-    record = trace_record(trace)
-    assert record.ttft_ns == sum(part.duration_ns for part in record.parts)
-    assert len(record.links) == LINKS
-    assert record.verdict.startswith("85 % prefill: ")
+def test_the_object_has_the_message_the_sum_and_the_links(trace: trace_pb2.Trace) -> None:
+    made = trace_object(trace)
+    assert made["trace_id"] == trace.trace_id
+    assert len(made["spans"]) == len(trace.spans)
+    assert made["ttft_ns"] == sum(part["duration_ns"] for part in made["parts"])
+    assert len(made["links"]) == LINKS
+    assert made["verdict"].startswith("85 % prefill: ")
+    assert json.loads(json_text(made)) == made
 
 
 def test_files_are_written_and_a_wrong_folder_is_named(
