@@ -293,7 +293,8 @@ async def test_a_taken_port_is_named(tmp_path: Path) -> None:
 
 
 async def test_an_unreachable_router_is_reported_in_one_line() -> None:
-    ended = await headrace("chat", "hi", "--router", f"127.0.0.1:{free_port()}")
+    router = f"127.0.0.1:{free_port()}"
+    ended = await headrace("chat", "hi", "--router", router, "--wait", "0")
     assert ended.status == 1
     assert len(ended.err.splitlines()) == 1
     assert "headrace up" in ended.err

@@ -195,6 +195,7 @@ async def test_the_command_shows_changes_with_their_reasons(planner: Served) -> 
 async def test_a_planner_that_is_not_there_is_named() -> None:
     arguments = ["planner", "explain", "--planner"]
     for address, status in (("127.0.0.1:1", 1), ("nowhere", 2)):
-        result = await asyncio.to_thread(CliRunner().invoke, app, [*arguments, address])
+        given = [*arguments, address, "--wait", "0"]
+        result = await asyncio.to_thread(CliRunner().invoke, app, given)
         assert result.exit_code == status
         assert address in " ".join(result.output.split())
