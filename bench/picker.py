@@ -80,7 +80,7 @@ async def deployed(folder: Path, workers: int) -> AsyncIterator[Deployment]:
         await services.start(
             *("decode", "--worker-id=decode", "--engine=sim", f"--registry={here}"),
             *("--model=sim:verify=off", "--served-model=sim", "--http-listen=127.0.0.1:0"),
-            *("--internal-listen=127.0.0.1:0", "--transport=same_host", "--max-num-seqs=8192"),
+            *("--internal-listen=127.0.0.1:0", "--max-num-seqs=8192"),
             *("--num-gpu-blocks-override=65536", "--max-num-batched-tokens=65536"),
             f"--workers-per-process={workers}",
         )

@@ -122,8 +122,10 @@ async def measure(
     """The rounds of a shape on each checkout."""
     numbers = itertools.count()
     results = {name: Rounds({share: [] for share in SHARES}) for name in pythons}
-    ranks = (f"--tensor-parallel-size={shape.ranks}", "--transport=same_host")
-    flags = (*ranks, f"--num-gpu-blocks-override={shape.blocks}")
+    flags = (
+        f"--tensor-parallel-size={shape.ranks}",
+        f"--num-gpu-blocks-override={shape.blocks}",
+    )
     async with AsyncExitStack() as held:
         folder = Path(held.enter_context(TemporaryDirectory()))
         ways = {}

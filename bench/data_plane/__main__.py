@@ -1,6 +1,6 @@
 """Moves the same bytes between two processes of this host in blocks of equal size, by every available way.
 
-    python -m bench.data_plane [--rounds 7] [--mebibytes 64] [--kinds same_host,mooncake,...] [--output bench/results]
+    python -m bench.data_plane [--rounds 7] [--mebibytes 64] [--kinds mooncake,raw_tcp,...] [--output bench/results]
 
 Blocks are in shuffled order on both sides. Ours is measured at `KvTransport.submit`, without planning. Every round
 runs each way once, so that a busy moment affects all ways equally. A cell is the best round in GB/s. The raw packed
@@ -83,7 +83,7 @@ def main() -> None:
     has_nixl = importlib.util.find_spec("nixl_cu12") is not None
     # UCX reads its environment once, so a run can use only one of its transports.
     nixl = ["nixl_tcp" if "tcp" in os.environ.get("UCX_TLS", "") else "nixl_auto"]
-    kinds = options.kinds.split(",") if options.kinds else [*KINDS[:6], *nixl * has_nixl]
+    kinds = options.kinds.split(",") if options.kinds else [*KINDS[:3], *nixl * has_nixl]
     total = options.mebibytes * MIB
     seconds = run(kinds, blocks, total, options.rounds)
     best = rates(seconds, total, min)

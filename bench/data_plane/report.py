@@ -36,9 +36,6 @@ def table(best: Rates) -> str:
 RATIOS = {
     "mooncake / better raw": ("mooncake", ("raw_mooncake", "raw_mooncake_packed"), 1.0),
     "mooncake / staged": ("mooncake", ("raw_mooncake_staged",), 0.9),
-    "same_host / raw": ("same_host", ("raw_process_vm",), 0.8),
-    "same_host / nixl_auto": ("same_host", ("nixl_auto",), 1.0),
-    "auto / same_host": ("auto", ("same_host",), 0.9),
 }
 """The column divided by the best of others, and the target at every block size. Staged means 1 MiB writes."""
 

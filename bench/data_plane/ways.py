@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import os
@@ -31,8 +30,8 @@ Indices = NDArray[np.int64]
 KIB, MIB = 1024, 1024 * 1024
 PIECE_BYTES = MIB
 TIMEOUT_S = 60.0
-OURS = ("same_host", "mooncake", "auto")
-KINDS = (*OURS, "raw_mooncake", "raw_tcp", "raw_process_vm", "nixl_auto", "nixl_tcp")
+OURS = ("mooncake",)
+KINDS = (*OURS, "raw_mooncake", "raw_tcp", "nixl_auto", "nixl_tcp")
 HOST = "127.0.0.1"
 
 
@@ -99,8 +98,6 @@ def receive(kind: str, total: int) -> None:
         facts = serve_ours(kind, memory)
     elif kind.startswith("nixl"):
         facts = serve_nixl(memory)
-    elif kind == "raw_process_vm":
-        facts = {"pid": os.getpid()}
     else:
         facts = {"raw_tcp": serve_raw_tcp, "raw_mooncake": serve_raw_mooncake}[kind](
             memory, staging
@@ -311,29 +308,6 @@ class RawTcp(Way):
         self.socket.recv(1)
 
 
-class RawProcessVm(Way):
-    """The system call alone, with prepared vectors."""
-
-    def prepare(self, block: int) -> None:
-        planned = self.runs(block)
-        self.local, self.remote = (
-            np.ascontiguousarray(np.stack([addresses, planned.lengths], axis=1))
-            for addresses in (planned.source_addresses, planned.destination_addresses)
-        )
-        self.call = ctypes.CDLL(None, use_errno=True).process_vm_writev
-        pointer, count = ctypes.c_void_p, ctypes.c_ulong
-        self.call.argtypes = [ctypes.c_int, pointer, count, pointer, count, count]
-        self.call.restype = ctypes.c_ssize_t
-
-    def write(self) -> None:
-        for first in range(0, len(self.local), 1024):
-            count = min(1024, len(self.local) - first)
-            local, remote = (array.ctypes.data + 16 * first for array in (self.local, self.remote))
-            done = self.call(self.facts["pid"], local, count, remote, count, 0)
-            if done != int(self.local[first : first + count, 1].sum()):
-                raise RuntimeError(f"process_vm_writev returned {done}")
-
-
 class Nixl(Way):
     """NIXL over UCX. UCX_TLS selects the transport."""
 
@@ -405,7 +379,6 @@ WAYS: dict[str, type[Way]] = {
     **dict.fromkeys(OURS, Ours),
     "raw_mooncake": RawMooncake,
     "raw_tcp": RawTcp,
-    "raw_process_vm": RawProcessVm,
     "nixl_auto": Nixl,
     "nixl_tcp": Nixl,
 }

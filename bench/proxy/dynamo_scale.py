@@ -152,7 +152,7 @@ async def headrace_fleet(folder: Path, prefills: int, decodes: int) -> AsyncIter
             await services.start(
                 *(role, f"--worker-id={role}", f"--workers-per-process={count}"),
                 *(f"--registry={here}", "--engine=sim", f"--model={model}", "--served-model=sim"),
-                *("--transport=same_host", "--internal-listen=127.0.0.1:0"),
+                "--internal-listen=127.0.0.1:0",
             )
             for role, count in (("prefill", prefills), ("decode", decodes))
         ]

@@ -24,7 +24,7 @@ async def start_workers(
         *(role, f"--worker-id={name or role}", f"--workers-per-process={count}"),
         *(f"--registry={registry}", *flags),
         *("--engine=sim", f"--model={_MODEL}", f"--served-model={SERVED_MODEL}"),
-        *("--internal-listen=127.0.0.1:0", "--transport=same_host"),
+        "--internal-listen=127.0.0.1:0",
         *(("--listen=",) if role == "decode" else ()),
         name=name,
     )

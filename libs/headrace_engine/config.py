@@ -42,7 +42,7 @@ class EngineConfig:
     role: Literal["prefill", "decode"]
     ref: WorkerRef
     host: str = "127.0.0.1"
-    transport: Literal["auto", "mooncake", "same_host", "in_memory"] = "mooncake"
+    transport: Literal["mooncake", "in_memory"] = "mooncake"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     max_model_len: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from headrace_common.errors import ConfigError
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from headrace_engine.interface import Engine
     from headrace_kv.send.context import DescriptorSource
     from headrace_kv.send.thread import SenderThread
+    from headrace_kv.transport.shared import SharedTransport
 
 
 def build_engine(
@@ -20,11 +22,12 @@ def build_engine(
     descriptors: DescriptorSource,
     sender_thread: SenderThread | None = None,
     kill_timer: KillTimer | None = None,
+    transport: SharedTransport | None = None,
 ) -> Engine:
     """The engine that `config` names, not started yet. `descriptors` finds the memory of decode workers.
 
-    Sim engines of one process may share a `sender_thread` and a `kill_timer`, see SenderContext. Other engines have
-    processes of their own.
+    Sim engines of one process may share a `sender_thread` and a `kill_timer`, see SenderContext, and with these a
+    `transport`. Other engines have processes of their own.
     Raises ConfigError when there is no such engine, or it is not installed.
     """
     if config.engine == "sim":
@@ -40,7 +43,13 @@ def build_engine(
             )
         from headrace_engine.sim.engine import SimEngine
 
-        return SimEngine(config, descriptors, sender_thread=sender_thread, kill_timer=kill_timer)
+        return SimEngine(
+            config,
+            descriptors,
+            transports=partial(transport.open, config.admitted) if transport is not None else None,
+            sender_thread=sender_thread,
+            kill_timer=kill_timer,
+        )
     if config.engine == "vllm":
         try:
             from headrace_engine.vllm.engine import VllmEngine
@@ -53,4 +62,19 @@ def build_engine(
         return VllmEngine(config, descriptors)
     raise ConfigError(
         f"engine {config.engine!r} is unknown: choose vllm or sim", metadata={"field": "engine"}
+    )
+
+
+def shared_transport(config: EngineConfig) -> SharedTransport:
+    """The transport of all sim engines of a process, each with the settings of `config`."""
+    from headrace_kv.transport.factory import open_transport
+    from headrace_kv.transport.shared import SharedTransport
+
+    return SharedTransport(
+        lambda: open_transport(
+            config.transport,
+            config.host,
+            rdma_devices=config.rdma_devices,
+            quiet_s=config.write_quiet_s,
+        )
     )

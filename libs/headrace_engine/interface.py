@@ -323,7 +323,7 @@ class Engine(ABC):
     def landed_memory(self, rank: int) -> Memory | None:
         """This process's access to the KV memory of a rank of `descriptor`, to read it. None where there is none.
 
-        Call it after `start`, once for each rank. `close` ends it. Raises TransferFailed when the kernel refuses it.
+        Call it after `start`. `close` ends it.
         """
         return None
 

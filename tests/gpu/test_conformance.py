@@ -39,7 +39,7 @@ def in_process(device: str, request: pytest.FixtureRequest) -> Iterator[TensorHa
     yield from opened(request.param, device, processes=False)
 
 
-@pytest.fixture(scope="module", params=["same_host"])
+@pytest.fixture(scope="module", params=["mooncake"])
 def across_processes(device: str, request: pytest.FixtureRequest) -> Iterator[TensorHarness]:
     yield from opened(request.param, device, processes=True)
 

@@ -27,8 +27,6 @@ from tests.suite.deployment import Suite, prompt_of, suite
 from tests.suite.fleet import Fleet, Guest
 
 HANG_S: Final = 8.0
-# The workers that join and leave write by same_host, so the workers of the deployment must as well.
-SETTINGS: Final = (("prefill", "transport", "same_host"), ("decode", "transport", "same_host"))
 _TOKENS: Final = 6
 _PROMPT_TOKENS: Final = (40, 130)
 _FAILURES_MAX: Final = 20
@@ -144,7 +142,7 @@ def own_threads() -> list[str]:
 
 async def _run(options: argparse.Namespace) -> Seen:
     with tempfile.TemporaryDirectory() as folder:
-        async with suite(Path(folder), settings=SETTINGS) as it:
+        async with suite(Path(folder)) as it:
             end_s = time.monotonic() + options.seconds
             return await churn(
                 it,

@@ -12,7 +12,8 @@ from headrace_common.identity import new_incarnation
 from headrace_common.rpc.server import Drainer, GrpcServer
 from headrace_decode.config import DecodeConfig
 from headrace_decode.main import DecodeServer
-from headrace_engine.factory import build_engine
+from headrace_engine.factory import build_engine, shared_transport
+from headrace_engine.interface import Engine
 from headrace_engine.worker.config import engine_config
 from headrace_engine.worker.descriptors import RegistryDescriptors
 from headrace_engine.worker.host import HostedWorker, Role, WorkerHost
@@ -68,6 +69,11 @@ class Fleet:
         self._descriptors = RegistryDescriptors()
         self._descriptors.connect(self._host.descriptors)
         self._sender_thread = SenderThread("kv-sender")
+        self._transport = shared_transport(
+            engine_config(self._base, role=role, ref=WorkerRef("", ""))
+        )
+        # Their memory stays registered.
+        self._engines: list[Engine] = []
         self.guests: list[Guest] = []
 
     def _config(self, worker_id: str, registry: str) -> PrefillConfig | DecodeConfig:
@@ -78,7 +84,6 @@ class Fleet:
             "registry": registry,
             "engine": "sim",
             "served_model": "sim",
-            "transport": "same_host",
             "kv_cache_gib": 0.002,
             "drain_grace_s": 10.0,
         }
@@ -104,8 +109,12 @@ class Fleet:
     async def _run(self, config: Any) -> None:
         ref = WorkerRef(config.worker_id, new_incarnation())
         engine = build_engine(
-            engine_config(config, role=self._role, ref=ref), self._descriptors, self._sender_thread
+            engine_config(config, role=self._role, ref=ref),
+            self._descriptors,
+            self._sender_thread,
+            transport=self._transport,
         )
+        self._engines.append(engine)
         try:
             await engine.start()
             hosted = HostedWorker(config, ref, engine, time.time_ns())

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from headrace.inference.v1 import inference_pb2
-from tests.suite.churn import SETTINGS, churn
+from tests.suite.churn import churn
 from tests.suite.deployment import prompt_of, suite
 
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
@@ -49,7 +49,7 @@ async def test_a_process_hosts_many_workers(tmp_path: Path) -> None:
 
 
 async def test_workers_come_and_go_under_load(tmp_path: Path) -> None:
-    async with suite(tmp_path, settings=SETTINGS) as it:
+    async with suite(tmp_path) as it:
         async with asyncio.timeout(CHURN_S):
             seen = await churn(
                 it,

@@ -43,7 +43,8 @@ async def measure(model: str, prefill_ranks: int, decode_ranks: int, dtype: str)
             "model": model,
             "dtype": dtype,
             "tensor_parallel_size": ranks,
-            "num_gpu_blocks_override": 96,
+            # Decode checks digests, for which it needs 32 MiB on each rank.
+            "num_gpu_blocks_override": 2048,
             "max_model_len": 1024,
         }
         for role, ranks in (("prefill", prefill_ranks), ("decode", decode_ranks))

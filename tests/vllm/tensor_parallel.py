@@ -93,6 +93,8 @@ async def measure(
             "pipeline_parallel_size": stages,
             "max_num_batched_tokens": CHUNK_TOKENS,
             "local_broadcast": local_broadcast,
+            # Digests and local broadcast need 32 MiB on each rank, and the smallest has two layers of one head.
+            "num_gpu_blocks_override": 2304,
         }
         for role, ranks, stages in (
             ("prefill", prefill_ranks, prefill_stages),

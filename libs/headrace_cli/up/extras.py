@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_cli.up.topology import SIM, SIM_PROCESSES, VLLM, Topology
+from headrace_cli.up.topology import SIM, VLLM, Topology
 from headrace_common.errors import ConfigError
 from headrace_common.extras import install_command, require_extra
 
@@ -36,5 +36,5 @@ def _require_vllm() -> None:
 
 
 def _uses_mooncake(topology: Topology) -> bool:
-    chosen = any(setting == "transport" for _, setting, _ in topology.settings)
-    return not chosen and max(topology.prefill_count, topology.decode_count) <= SIM_PROCESSES
+    chosen = [value for _, setting, value in topology.settings if setting == "transport"]
+    return not chosen or "mooncake" in chosen

@@ -221,9 +221,6 @@ def worker_spec(
         flags += [f"--kv-pool-address={pool}", f"--kv-host-gib={POOLED_HOST_GIB}"]
     if topology.engine == VLLM:
         flags.append(f"--max-model-len={VLLM_CONTEXT_TOKENS}")
-    if any(shares_processes(topology, one) for one in WORKER_SERVICES):
-        # With Mooncake each worker would have its own threads. All workers need the same transport.
-        flags.append("--transport=same_host")
     if worker_count > 1:
         flags.append(f"--workers-per-process={worker_count}")
     return replace(_spec(topology, folder, name, service, flags), worker_count=worker_count)

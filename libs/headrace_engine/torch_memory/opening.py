@@ -41,7 +41,7 @@ def open_tensor_transport(
         )
         transport.register(storage.data_ptr(), storage.nbytes())
         return transport, open_order(tensor.device, transport.memory)
-    if gpu_direct and kind in ("auto", "mooncake"):
+    if gpu_direct and kind == "mooncake":
         opened = _open_direct(tensor, host, rdma_devices, admitted, quiet_s)
         if opened is not None:
             return opened

@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.layer_overlap import LayerOverlap
 from headrace_kv.receive.observer import TransferObserver
-from headrace_kv.transport.same_host.readable_memory import ReadableMemory
+from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -80,7 +80,8 @@ class VllmEngine(Engine):
         self._link_path = Path(config.link_path)
         self._first_token_sampler: FirstTokenSampler | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._landed_memories: list[ReadableMemory] = []
+        # By rank: KV memory that this process maps.
+        self._rank_memories: Mapping[int, MappedMemory] = {}
         self._prefills: dict[str, PrefillRequest] = {}
         self._decodes: dict[str, DecodeRequest] = {}
         # Prefixes that ranks may still send.
@@ -130,8 +131,9 @@ class VllmEngine(Engine):
         )
         await self._link.start()
         self.descriptor = await self._link.wait_attached(self._config.rank_count, ATTACH_TIMEOUT_S)
+        self._rank_memories = self._link.shared_memories()
         if self._config.role == "decode" and self._config.local_broadcast:
-            self.descriptor, self.broadcast = open_broadcast(self.descriptor, self._link.process_of)
+            self.descriptor, self.broadcast = open_broadcast(self.descriptor, self._rank_memories)
         await load_adapters(self._llm, tuple(self._adapters.values()))
         self.adapters = tuple(adapter.identity for adapter in self._adapters.values())
         self.max_model_len = max_model_len(self._llm)
@@ -257,14 +259,7 @@ class VllmEngine(Engine):
         del self._prefixes[transfer_id]
 
     def landed_memory(self, rank: int) -> Memory | None:
-        process_id = self._require_started()[1].process_of(rank)
-        if not process_id:
-            return None
-        memory = ReadableMemory(process_id)
-        self._landed_memories.append(memory)
-        of_rank = self.descriptor.ranks[rank]
-        memory.admit(of_rank.base_address, of_rank.arena_bytes)
-        return memory
+        return self._rank_memories.get(rank)
 
     async def admit_transfer_peers(self, networks: Networks) -> None:
         await self._require_started()[1].admit_networks(networks)
@@ -295,8 +290,7 @@ class VllmEngine(Engine):
         if self._link is not None:
             await self._link.close()
             self._link = None
-        while self._landed_memories:
-            self._landed_memories.pop().close()
+        self._rank_memories = {}
         if self._folder is not None:
             self._folder.cleanup()
 

@@ -36,7 +36,7 @@ class ConnectorSettings:
     worker_id: str
     incarnation: str
     host: str
-    transport: Literal["auto", "mooncake", "same_host", "in_memory"]
+    transport: Literal["mooncake", "in_memory"]
     fingerprint: str
     link_path: str
     credentials: Credentials = field(default_factory=Credentials)

@@ -80,6 +80,17 @@ def _check_model(text: str) -> str:
 
 
 ModelName = Annotated[str, AfterValidator(_check_model)]
+
+
+def _check_transport(name: object) -> object:
+    if name in ("auto", "same_host"):
+        raise ValueError(
+            f"there is no {name} any more: set mooncake, which also reaches workers of this host"
+        )
+    return name
+
+
+TransportName = Annotated[Literal["mooncake", "in_memory"], BeforeValidator(_check_transport)]
 NetworkList = Annotated[
     tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_networks)
 ]
@@ -93,8 +104,8 @@ class WorkerConfig(ServiceConfig):
     worker_id: WorkerId = Field(description="Name that stays the same over restarts.")
     workers_per_process: PositiveCount = Field(
         1,
-        description="Workers of this process: engine sim with transport same_host may have hundreds, named "
-        "worker_id-0 and so on, each on a port of its own.",
+        description="Workers of this process: engine sim may have hundreds, named worker_id-0 and so on, each on a "
+        "port of its own.",
     )
     engine: Literal["vllm", "sim"] = Field(
         "vllm", description="What computes: vllm for real models, sim for the simulated one."
@@ -107,10 +118,10 @@ class WorkerConfig(ServiceConfig):
     served_model: str = Field(
         "", description="Name that clients call the model by; empty means the engine's own."
     )
-    transport: Literal["auto", "mooncake", "same_host", "in_memory"] = Field(
+    transport: TransportName = Field(
         "mooncake",
-        description="What moves KV bytes; auto takes same_host for peers of this host and mooncake for others, "
-        "in_memory only reaches the same process.",
+        description="What moves KV bytes; mooncake takes RDMA where the host has it, else TCP. in_memory only reaches "
+        "the same process.",
     )
     transfer_peer_networks: NetworkList = Field(
         (),
@@ -280,12 +291,11 @@ class WorkerConfig(ServiceConfig):
         workers = self.workers_per_process
         if workers == 1:
             return self
-        needed = {"engine": "sim", "transport": "same_host"}
-        problems = [
-            f"workers_per_process is {workers}: set {field} to {value}, or start {workers} processes"
-            for field, value in needed.items()
-            if getattr(self, field) != value
-        ]
+        problems = []
+        if self.engine != "sim":
+            problems.append(
+                f"workers_per_process is {workers}: set engine to sim, or start {workers} processes"
+            )
         for field in (
             *("internal_listen", "internal_advertise", "listen", "advertise"),
             "health_listen",

@@ -14,7 +14,7 @@ from headrace_common.process.kill_timer import KillTimer
 from headrace_common.process.run import interruptible
 from headrace_common.registry.reachable import wait_reachable
 from headrace_common.telemetry.metrics.listener import metrics_served
-from headrace_engine.factory import build_engine
+from headrace_engine.factory import build_engine, shared_transport
 from headrace_engine.worker.config import Config, engine_config, worker_configs
 from headrace_engine.worker.descriptors import RegistryDescriptors
 from headrace_engine.worker.host import HostedWorker, Role, WorkerHost
@@ -34,7 +34,10 @@ async def run_workers(role: Role, config: Config, build: BuildServer[Config]) ->
         wait_reachable(config.registry, config.registration_timeout_s)
     if config.workers_per_process > 1:
         _raise_file_limit()
-    sender_thread = SenderThread("kv-sender") if config.workers_per_process > 1 else None
+    sender_thread = transport = None
+    if config.workers_per_process > 1:
+        sender_thread = SenderThread("kv-sender")
+        transport = shared_transport(engine_config(config, role=role, ref=WorkerRef("", "")))
     # Decode workers send too, where prefill workers fetch prefixes.
     kill_timer = KillTimer() if config.engine == "sim" else None
     descriptors = RegistryDescriptors()
@@ -44,7 +47,11 @@ async def run_workers(role: Role, config: Config, build: BuildServer[Config]) ->
             start_unix_ns = time.time_ns()
             ref = WorkerRef(own.worker_id, new_incarnation())
             engine = build_engine(
-                engine_config(own, role=role, ref=ref), descriptors, sender_thread, kill_timer
+                engine_config(own, role=role, ref=ref),
+                descriptors,
+                sender_thread,
+                kill_timer,
+                transport,
             )
             workers.append(HostedWorker(own, ref, engine, start_unix_ns))
             await engine.start()

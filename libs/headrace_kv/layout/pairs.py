@@ -11,7 +11,6 @@ from headrace_kv.layout.layout import KvLayout
 
 TRANSPORT_FIELD: Final = "transport"
 _IDS_NAMED: Final = 4
-_AUTO: Final = frozenset({"same_host", "mooncake"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +66,9 @@ def _alike(sides: Iterable[PairSide]) -> list[list[PairSide]]:
 def _differences(prefill: PairSide, decode: PairSide) -> dict[str, str]:
     fields = layout_differences(prefill.layout, decode.layout)
     known = prefill.transport and decode.transport
-    if known and not _reached(prefill.transport) & _reached(decode.transport):
+    if known and prefill.transport != decode.transport:
         fields[TRANSPORT_FIELD] = f"{prefill.transport} != {decode.transport}"
     return fields
-
-
-def _reached(transport: str) -> frozenset[str]:
-    return _AUTO if transport == "auto" else frozenset({transport})
 
 
 def _ids(sides: Iterable[PairSide]) -> tuple[str, ...]:

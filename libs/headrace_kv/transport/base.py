@@ -117,10 +117,6 @@ class KvTransport(ABC):
         """
         return frozenset()
 
-    def route(self, session: str) -> str:
-        """Name of the transport that carries writes to `session`; empty while that is not decided."""
-        return self.name
-
     @abstractmethod
     def close(self) -> None:
         """Ends the transport; afterwards nothing lands any more. May be called twice."""

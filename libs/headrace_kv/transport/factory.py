@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -10,17 +9,13 @@ from typing import Final
 from headrace_common.errors import ConfigError
 from headrace_common.limits import write_quiet_s
 from headrace_kv.transport.base import KvTransport
-from headrace_kv.transport.fallback import FallbackTransport
 from headrace_kv.transport.in_memory import InMemoryTransport
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 from headrace_kv.transport.mooncake.transport import open_mooncake
 from headrace_kv.transport.networks import Networks
-from headrace_kv.transport.same_host.transport import SameHostTransport
 from headrace_kv.transport.staging.cost_model import WireCostModel, initial_costs
 from headrace_kv.transport.staging.scatter_server import LandingLimits
 from headrace_kv.transport.staging.transport import StagedTransport, StagingLimits
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +33,6 @@ _OPENERS: Final[dict[str, Callable[[_Place], KvTransport]]] = {
     "mooncake": lambda place: open_mooncake(
         place.host, place.protocol, place.memory, place.rdma_devices
     ),
-    "same_host": lambda place: SameHostTransport(permit_tracers=True),
     "in_memory": lambda place: InMemoryTransport(),
 }
 """By kind: a transport that writes runs as they are. A new transport adds a line."""
@@ -61,12 +55,11 @@ def open_transport(
 ) -> KvTransport:
     """A transport that peers reach at `host`, from `admitted` until its `admit` is called.
 
-    `kind` is "mooncake", "same_host", "in_memory", or "auto": same_host for peers of this host, else mooncake.
+    `kind` is "mooncake" or "in_memory".
     `protocol` is Mooncake's "auto", "rdma" or "tcp". `memory` is the memory that holds the KV.
     `rdma_devices` are the adapters that Mooncake may use over RDMA; empty means all.
     `quiet_s` is how long bytes of a lost sender may still land.
 
-    "same_host" by name also lets senders with its session write to this process, where Yama's ptrace_scope is 1.
     Raises ConfigError for another kind, or when the transport cannot start on this machine.
     """
     transport = _open(kind, _Place(host, protocol, memory, tuple(rdma_devices), quiet_s))
@@ -76,10 +69,10 @@ def open_transport(
 
 
 def _open(kind: str, place: _Place) -> KvTransport:
-    memory = place.memory
-    if kind == "auto" and memory.on_host:
-        return FallbackTransport([*_open_same_host(), _open("mooncake", place)])
-    inner = _open_unstaged(kind, place)
+    opener = _OPENERS.get(kind)
+    if opener is None:
+        raise ConfigError(f'there is no transport "{kind}": choose {" or ".join(_OPENERS)}')
+    memory, inner = place.memory, opener(place)
     # Over RDMA, host memory is written run by run: an entry costs about as much as the copy that staging would save,
     # and every rank would pin a landing area.
     if memory.on_host and not inner.stages_host_memory:
@@ -88,22 +81,3 @@ def _open(kind: str, place: _Place) -> KvTransport:
     limits = StagingLimits() if memory.on_host else _DEVICE_LIMITS
     limits = replace(limits, landing=replace(limits.landing, quiet_s=place.quiet_s))
     return StagedTransport(inner, place.host, costs, limits, memory=memory)
-
-
-def _open_unstaged(kind: str, place: _Place) -> KvTransport:
-    if kind == "auto":
-        return FallbackTransport([*_open_same_host(), _OPENERS["mooncake"](place)])
-    opener = _OPENERS.get(kind)
-    if opener is None:
-        raise ConfigError(
-            f'there is no transport "{kind}": choose auto, mooncake or in_memory, or same_host'
-        )
-    return opener(place)
-
-
-def _open_same_host() -> list[KvTransport]:
-    try:
-        return [SameHostTransport()]
-    except ConfigError as error:
-        _log.info("%s", error)
-        return []

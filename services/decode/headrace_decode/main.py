@@ -184,7 +184,8 @@ def _digest_checks(config: DecodeConfig, engine: Engine) -> DigestChecks | None:
     readable = {rank: memory for rank, memory in memories.items() if memory is not None}
     if len(readable) < len(memories):
         raise ConfigError(
-            f'digest is "{config.digest}", but this process cannot read the engine\'s KV memory: set it to "off"'
+            f'digest is "{config.digest}", but this process cannot read the engine\'s KV memory, which is on a device '
+            'or has less than 32 MiB on a rank: set digest to "off"'
         )
     return DigestChecks(
         engine.descriptor,

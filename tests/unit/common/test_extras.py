@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from headrace_cli.up.extras import require_extras
-from headrace_cli.up.topology import SIM, SIM_PROCESSES, Topology
+from headrace_cli.up.topology import SIM, Topology
 from headrace_common import extras
 from headrace_common.errors import ConfigError
 from headrace_common.extras import MODULES, install_command, require_extra
@@ -110,8 +110,7 @@ def test_up_names_the_extra_that_it_lacks(
     [
         ("etcd3", Topology(engine=SIM)),
         ("vllm", Topology(engine=SIM)),
-        ("mooncake", Topology(engine=SIM, settings=(("decode", "transport", "same_host"),))),
-        ("mooncake", Topology(engine=SIM, decode_count=SIM_PROCESSES + 1)),
+        ("mooncake", Topology(engine=SIM, settings=(("decode", "transport", "in_memory"),))),
     ],
 )
 def test_up_does_without_the_extras_that_it_does_not_use(

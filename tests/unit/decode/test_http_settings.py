@@ -46,7 +46,7 @@ def test_a_ticket_is_no_credential_for_http() -> None:
             "http_listen .* needs http_advertise",
         ),
         (
-            {"http_listen": "127.0.0.1:80", "workers_per_process": 2, "transport": "same_host"},
+            {"http_listen": "127.0.0.1:80", "workers_per_process": 2},
             "give http_listen the port 0",
         ),
         ({"http_listen": "127.0.0.1:0", "prefix_cache_scope": "tenant"}, "set api_keys_file"),

@@ -16,7 +16,13 @@ import grpc.aio
 from headrace.engine.v1 import link_pb2, link_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
-from headrace_common.errors import HeadraceError, InternalError, ProtocolViolation, from_reason
+from headrace_common.errors import (
+    HeadraceError,
+    InternalError,
+    ProtocolViolation,
+    TransferFailed,
+    from_reason,
+)
 from headrace_common.rpc.channel import LOCAL_OPTIONS
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
@@ -35,6 +41,7 @@ from headrace_kv.layout.proto import (
     rank_memory_from_proto,
 )
 from headrace_kv.manager.load_times import TierLoad
+from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:
     from headrace_kv.send.context import DescriptorSource
@@ -142,6 +149,23 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
     def process_of(self, rank: int) -> int:
         """The id of an attached rank's process, 0 where its KV memory is not host memory."""
         return self._ranks[rank].attachment.process_id
+
+    def shared_memories(self) -> dict[int, MappedMemory]:
+        """The KV memory of the attached ranks that have shared it. Empty when one of them cannot be mapped."""
+        memories: dict[int, MappedMemory] = {}
+        for rank, peer in self._ranks.items():
+            attachment = peer.attachment
+            if not attachment.memory_descriptor:
+                continue
+            memory = rank_memory_from_proto(attachment.memory)
+            try:
+                memories[rank] = MappedMemory(
+                    attachment.process_id, attachment.memory_descriptor, memory
+                )
+            except TransferFailed as error:
+                log.warning("the KV memory of rank %d stays apart: %s", rank, error.detail)
+                return {}
+        return memories
 
     def request_coming(self) -> None:
         """Announces a request to the scheduler, before vLLM gets it."""

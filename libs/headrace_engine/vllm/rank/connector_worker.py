@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.engine.v1 import link_pb2
-from headrace_common.errors import HeadraceError
+from headrace_common.errors import ConfigError, HeadraceError
 from headrace_common.process.kill_timer import KillTimer
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_engine.torch_memory.opening import (
@@ -30,7 +30,7 @@ from headrace_engine.vllm.link.client import Link
 from headrace_engine.vllm.link.messages import report_to_proto, tier_load_to_proto
 from headrace_engine.vllm.rank.layer_wait import LayerWait
 from headrace_engine.vllm.rank.logits_tap import LogitsTap
-from headrace_engine.vllm.rank.memory import describe_arena, layout_of, rank_memory
+from headrace_engine.vllm.rank.memory import Arena, describe_arena, layout_of, rank_memory
 from headrace_engine.vllm.rank.stage_layers import join_stages
 from headrace_engine.vllm.rank.step_executor import LayerKind, StepExecutor
 from headrace_engine.vllm.settings import ConnectorSettings
@@ -50,6 +50,7 @@ from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
 from headrace_kv.storage.tier_copier import TierCopier
 from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.mapped_memory import share_pages
 from headrace_kv.transport.networks import parse_networks
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class ConnectorWorker:
         )
         first = stages.stage_starts[self._stage]
         self._layer_numbers = {name: first + number for name, number in self._layer_numbers.items()}
+        memory_descriptor = self._share(arena, next(iter(kv_caches.values())))
         admitted = self._settings.admitted
         self._transport, order = open_tensor_transport(
             next(iter(kv_caches.values())),
@@ -149,6 +151,7 @@ class ConnectorWorker:
             layout=layout_to_proto(layout),
             memory=rank_memory_to_proto(memory),
             process_id=os.getpid() if on_host else 0,
+            memory_descriptor=memory_descriptor,
         )
         self._link = Link(Path(self._settings.link_path), attachment, self._on_response)
         start_sending = partial(
@@ -159,6 +162,16 @@ class ConnectorWorker:
             self._start_sending_later = start_sending
         else:
             start_sending()
+
+    def _share(self, arena: Arena, tensor: Tensor) -> int:
+        """The descriptor with which the service maps what decode receives, 0 where it does not."""
+        if self._settings.role != "decode" or tensor.device.type != "cpu":
+            return 0
+        try:
+            return share_pages(arena.base_address, arena.arena_bytes)
+        except ConfigError as error:
+            log.info("rank %d shares nothing with the service: %s", self._rank, error.detail)
+            return 0
 
     def _open_tiers(self, layout: KvLayout, memory: RankMemory, tensor: Tensor) -> TierCopier:
         """Raises ConfigError."""

@@ -3,46 +3,49 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 
-from headrace_common.errors import TransferFailed
-from headrace_kv.layout.layout import KvDescriptor
-from headrace_kv.receive.local_broadcast import LocalBroadcast
-from headrace_kv.transport.same_host.rank_copies import RankCopies
+import numpy as np
+
+from headrace_kv.layout.layout import KvDescriptor, RankMemory
+from headrace_kv.plan.runs import Runs
+from headrace_kv.receive.local_broadcast import WRITE_BYTES, LocalBroadcast, LocalWrite
+from headrace_kv.transport.mapped_memory import MappedMemory
+from headrace_kv.transport.packing import Bytes
 
 log = logging.getLogger(__name__)
 
 
-class RankBroadcast(LocalBroadcast):
-    """A LocalBroadcast that owns its access to the ranks' processes."""
-
-    def __init__(self, descriptor: KvDescriptor, copies: RankCopies) -> None:
-        super().__init__(descriptor, copies)
-        self._copies = copies
-
-    def close(self) -> None:
-        super().close()
-        self._copies.close()
-
-
 def open_broadcast(
-    descriptor: KvDescriptor, process_of: Callable[[int], int]
-) -> tuple[KvDescriptor, RankBroadcast | None]:
+    descriptor: KvDescriptor, memories: Mapping[int, MappedMemory]
+) -> tuple[KvDescriptor, LocalBroadcast | None]:
     """The descriptor for prefill workers, and what copies among the ranks.
 
-    Without a broadcast the descriptor stays as it is: no two ranks hold the same heads, or this process cannot reach
-    their memory. `process_of` gives the process of a rank, 0 where its memory is not host memory.
+    Without a broadcast the descriptor stays as it is: no two ranks hold the same heads, or `memories`, which are by
+    rank, lack some.
     """
     layout = descriptor.layout
     ranks = layout.tensor_parallel_size
-    process_ids = {memory.rank: process_of(memory.rank) for memory in descriptor.ranks}
-    if all(group.head_count >= ranks for group in layout.groups) or not all(process_ids.values()):
+    if all(group.head_count >= ranks for group in layout.groups):
         return descriptor, None
-    try:
-        copies = RankCopies(process_ids, descriptor.ranks)
-    except TransferFailed as error:
-        log.warning("each rank receives its own bytes over the network: %s", error.detail)
+    if len(memories) < layout.rank_count:
+        log.warning(
+            "each rank receives its own bytes over the network: this process maps no memory of ranks"
+        )
         return descriptor, None
     wide = replace(descriptor, layout=replace(layout, broadcast_width=ranks))
-    return wide, RankBroadcast(wide, copies)
+    return wide, LocalBroadcast(wide, copy_between(memories))
+
+
+def copy_between(memories: Mapping[int, MappedMemory]) -> LocalWrite:
+    """A LocalWrite of at most WRITE_BYTES for ranks with memory that this process maps. For one thread at a time."""
+
+    buffer: Bytes = np.empty(WRITE_BYTES, np.uint8)
+
+    def copy(source: RankMemory, destination: RankMemory, runs: Runs, timeout_s: float) -> None:
+        # Two passes of numpy take less time than a Python loop over runs in any order.
+        memories[source.rank].gather(runs.source_addresses, runs.lengths, buffer)
+        memories[destination.rank].scatter(buffer, runs.destination_addresses, runs.lengths)
+
+    return copy

@@ -65,8 +65,7 @@ def resolve_host(host: str) -> tuple[Address, ...]:
     found = {ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in rows}
     if all(address.version == 6 for address in found):
         raise ConfigError(
-            f"KV over Mooncake needs an IPv4 address, and {host} has IPv6 addresses only: advertise an IPv4 address, "
-            "or set transport to same_host where all workers are on one host"
+            f"KV over Mooncake needs an IPv4 address, and {host} has IPv6 addresses only: advertise an IPv4 address"
         )
     return tuple(sorted(filter(_is_local, found), key=str)[:_ADDRESSES_MAX])
 

@@ -126,9 +126,6 @@ class StagedTransport(KvTransport):
     def source_addresses(self, sessions: Collection[str]) -> frozenset[Address]:
         return self._inner.source_addresses(sessions)
 
-    def route(self, session: str) -> str:
-        return self._inner.route(session)
-
     def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         return wait_for_write(self.submit(session, runs, timeout_s), timeout_s)
 

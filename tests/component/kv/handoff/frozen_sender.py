@@ -30,7 +30,6 @@ from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.mooncake.write_job import WriteJob
-from headrace_kv.transport.same_host.process_memory import ProcessMemory
 
 BLOCK_TOKENS, BLOCKS = 8, 4
 TOKENS = BLOCK_TOKENS * BLOCKS
@@ -61,7 +60,6 @@ class Order:
     decode: str
     endpoint: str
     descriptor: str
-    transport: str
     guarded: bool
     cgroup: str = ""
     switch: str = ""
@@ -78,9 +76,8 @@ def freeze(order: Order) -> None:
 
 
 def freeze_within_a_write(order: Order) -> None:
-    """Changes the transports: the process freezes once Mooncake has an entry, or between two system calls."""
+    """Changes the transports: the process freezes once Mooncake has an entry."""
     submit: Callable[..., int] = WriteJob.submit
-    write: Callable[..., None] = ProcessMemory.write
     calls = 0
 
     def submit_and_freeze(job: WriteJob, *arguments: Any) -> int:
@@ -93,15 +90,7 @@ def freeze_within_a_write(order: Order) -> None:
             time.sleep(WOKEN_S)
         return started
 
-    def freeze_and_write(memory: ProcessMemory, *arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            freeze(order)
-        write(memory, *arguments)
-
     setattr(WriteJob, "submit", submit_and_freeze)  # noqa: B010
-    setattr(ProcessMemory, "write", freeze_and_write)  # noqa: B010
 
 
 async def send(order: Order) -> None:
@@ -109,7 +98,7 @@ async def send(order: Order) -> None:
     descriptor = descriptor_from_proto(
         layout_pb2.KvDescriptor.FromString(bytes.fromhex(order.descriptor))
     )
-    transport = open_transport(order.transport, "127.0.0.1", "tcp")
+    transport = open_transport("mooncake", "127.0.0.1", "tcp")
     placed = place_regions(LAYOUT, 0, (BLOCKS,))
     arena = np.full(placed.arena_bytes, SENT, np.uint8)
     address = int(arena.ctypes.data)

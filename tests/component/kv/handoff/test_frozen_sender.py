@@ -124,7 +124,7 @@ def control_groups(root: Path, switch: str, frozen: str, thawed: str) -> Iterato
 class Decode:
     """A decode worker with memory for both senders' blocks."""
 
-    def __init__(self, transport: str) -> None:
+    def __init__(self) -> None:
         self.released: set[str] = set()
         self.receiver = Receiver(
             ref=DECODE,
@@ -137,7 +137,7 @@ class Decode:
             limits=ReceiverLimits(quiesce_timeout_s=0.1),
         )
         known = open_listeners()
-        self.transport = open_transport(transport, "127.0.0.1", "tcp")
+        self.transport = open_transport("mooncake", "127.0.0.1", "tcp")
         self.placed = place_regions(LAYOUT, 0, (2 * BLOCKS,))
         self.memory = np.zeros(self.placed.arena_bytes, np.uint8)
         self.transport.register(int(self.memory.ctypes.data), self.memory.nbytes)
@@ -196,8 +196,8 @@ class Decode:
 
 
 @asynccontextmanager
-async def decode_worker(transport: str) -> AsyncIterator[Decode]:
-    decode = Decode(transport)
+async def decode_worker() -> AsyncIterator[Decode]:
+    decode = Decode()
     await decode.server.start()
     try:
         yield decode
@@ -229,10 +229,10 @@ def stands_still(freezer: Freezer, order: Order, process: asyncio.subprocess.Pro
     return process.returncode is not None or freezer.frozen(order, process.pid)
 
 
-async def freeze_and_wake(transport: str, freezer: Freezer) -> None:
-    async with decode_worker(transport) as decode:
+async def freeze_and_wake(freezer: Freezer) -> None:
+    async with decode_worker() as decode:
         first_blocks = {GUARDED: 0, UNGUARDED: BLOCKS}
-        common = (str(DECODE), decode.endpoint, decode.describe(), transport)
+        common = (str(DECODE), decode.endpoint, decode.describe())
         orders = {
             name: freezer.order(Order(name, *common, guarded=name == GUARDED))
             for name in first_blocks
@@ -260,19 +260,18 @@ async def freeze_and_wake(transport: str, freezer: Freezer) -> None:
             assert decode.count(0, OTHER) == decode.memory.nbytes // 2
 
 
-@pytest.mark.parametrize("transport", ["mooncake", "same_host"])
-async def test_a_stopped_sender_ends_before_it_can_write_late(transport: str) -> None:
-    await freeze_and_wake(transport, SIGNAL)
+async def test_a_stopped_sender_ends_before_it_can_write_late() -> None:
+    await freeze_and_wake(SIGNAL)
 
 
 async def test_a_sender_in_a_frozen_cgroup_ends_before_it_can_write_late() -> None:
     root = Path("/sys/fs/cgroup")
     unified = root / "unified" if (root / "unified").is_dir() else root
     with control_groups(unified, "cgroup.freeze", "1", "0") as freezer:
-        await freeze_and_wake("mooncake", freezer)
+        await freeze_and_wake(freezer)
 
 
 async def test_a_sender_in_a_frozen_cgroup_of_version_1_ends_before_it_can_write_late() -> None:
     root = Path("/sys/fs/cgroup/freezer")
     with control_groups(root, "freezer.state", "FROZEN", "THAWED") as freezer:
-        await freeze_and_wake("mooncake", freezer)
+        await freeze_and_wake(freezer)

@@ -10,7 +10,7 @@ from tests.rdma.conformance import CASES
 from tests.rdma.harness import Harness
 from tests.rdma.peers import PeerSettings
 
-TRANSPORTS = ["in_memory", "same_host", "mooncake", "auto"]
+TRANSPORTS = ["in_memory", "mooncake"]
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)

@@ -15,10 +15,10 @@ def pair(prefill_transport: str, decode_transport: str) -> list[registry_pb2.Mem
 
 
 def test_workers_that_cannot_hand_kv_over_are_a_warning() -> None:
-    assert check_pairs(pair("auto", "mooncake")) == []
-    (finding,) = check_pairs(pair("same_host", "mooncake"))
+    assert check_pairs(pair("mooncake", "mooncake")) == []
+    (finding,) = check_pairs(pair("in_memory", "mooncake"))
     assert finding.verdict is Verdict.WARNING
-    assert "transport (same_host != mooncake)" in finding.detail
+    assert "transport (in_memory != mooncake)" in finding.detail
 
 
 def test_an_impossible_layout_is_an_error() -> None:

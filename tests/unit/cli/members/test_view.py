@@ -111,16 +111,16 @@ def test_versions_are_named_while_members_have_several() -> None:
 
 def test_pairs_that_cannot_talk_are_named_with_their_fields() -> None:
     prefill = worker("prefill-0", Role.ROLE_PREFILL)
-    prefill.member.transport = "same_host"
+    prefill.member.transport = "in_memory"
     rows = [prefill, worker("decode-0")]
     line = "prefill-0 cannot hand KV over to decode-0"
     assert line in shown(rows, 300)
-    assert "transport (same_host != mooncake)" in shown(rows, 300)
+    assert "transport (in_memory != mooncake)" in shown(rows, 300)
     (pair,) = json.loads(json_text(workers_object("r:1", rows)))["pairs_apart"]
     assert pair == {
         "prefill_ids": ["prefill-0"],
         "decode_ids": ["decode-0"],
-        "fields": {"transport": "same_host != mooncake"},
+        "fields": {"transport": "in_memory != mooncake"},
     }
 
 

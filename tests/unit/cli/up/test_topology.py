@@ -45,8 +45,6 @@ def test_many_sim_workers_of_a_role_share_one_process() -> None:
     assert not flag(specs[0], "workers-per-process")
     assert flag(specs[-1], "workers-per-process") == ["--workers-per-process=200"]
     assert flag(specs[-1], "worker-id") == ["--worker-id=decode"]
-    # All workers need the same transport.
-    assert {tuple(flag(spec, "transport")) for spec in specs} == {("--transport=same_host",)}
 
 
 def test_real_engines_never_share_a_process() -> None:
@@ -126,13 +124,12 @@ def test_a_worker_that_is_added_is_like_those_of_the_start() -> None:
     assert worker_spec(topology, FOLDER, addresses, "decode", "decode-1") == second
 
 
-def test_many_workers_share_a_process_and_one_transport() -> None:
+def test_many_workers_share_a_process() -> None:
     topology = Topology(engine="sim", prefill_count=10, decode_count=20)
     prefill, decode = worker_specs(topology, FOLDER, "127.0.0.1:7001")
     assert decode.worker_names[0] == "decode-0"
     assert (len(prefill.worker_names), len(decode.worker_names)) == (10, 20)
     assert flag(decode, "workers-per-process") == ["--workers-per-process=20"]
-    assert flag(decode, "transport") == ["--transport=same_host"]
 
 
 @pytest.mark.parametrize("text", ["", "decode", "decode.x", "x.y=1", "decode.=1", "=1"])

@@ -18,7 +18,7 @@ from headrace_engine.worker.config import (
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.manager.settings import TierSettings
 
-FLEET = {"worker_id": "w", "workers_per_process": 4, "engine": "sim", "transport": "same_host"}
+FLEET = {"worker_id": "w", "workers_per_process": 4, "engine": "sim"}
 
 
 def config(**settings: Any) -> WorkerConfig:
@@ -38,6 +38,12 @@ def test_a_single_worker_keeps_its_settings() -> None:
         workers_per_process=1, engine="vllm", transport="mooncake", internal_listen="127.0.0.1:7003"
     )
     assert worker_configs(alone) == (alone,)
+
+
+@pytest.mark.parametrize("name", ["auto", "same_host"])
+def test_a_removed_transport_names_what_replaces_it(name: str) -> None:
+    with pytest.raises(ValidationError, match="set mooncake, which also reaches workers of this"):
+        config(transport=name)
 
 
 def test_labels_of_a_place_are_bounded() -> None:
@@ -126,7 +132,6 @@ def test_prefill_workers_store_blocks_in_the_pool_and_decode_workers_do_not() ->
     "settings,remedy",
     [
         ({"engine": "vllm"}, "set engine to sim, or start 4 processes"),
-        ({"transport": "mooncake"}, "set transport to same_host"),
         ({"internal_listen": "127.0.0.1:7003"}, "give internal_listen the port 0"),
         ({"health_listen": "0.0.0.0:7059"}, "give health_listen the port 0"),
         ({"internal_advertise": "127.0.0.1:7003"}, "give internal_advertise the port 0"),

@@ -38,7 +38,7 @@ def side(name: str, layout: KvLayout = LAYOUT, transport: str = "mooncake") -> P
 
 
 def test_equal_workers_have_no_fault() -> None:
-    assert pair_faults([side("p")], [side("d"), side("e", transport="auto")]) == []
+    assert pair_faults([side("p")], [side("d"), side("e", transport="mooncake")]) == []
 
 
 def test_what_may_differ_is_no_fault() -> None:
@@ -72,11 +72,9 @@ def test_the_block_size_is_named_where_tokens_are_not_addressable() -> None:
 @pytest.mark.parametrize(
     ("prefill", "decode", "differ"),
     [
-        ("mooncake", "same_host", True),
-        ("auto", "in_memory", True),
-        ("auto", "mooncake", False),
-        ("same_host", "auto", False),
-        ("", "same_host", False),
+        ("mooncake", "in_memory", True),
+        ("mooncake", "mooncake", False),
+        ("", "in_memory", False),
         ("mooncake", "", False),
     ],
 )
@@ -95,7 +93,7 @@ def test_workers_that_are_alike_share_a_fault() -> None:
 
 
 def test_workers_of_different_models_are_no_pair() -> None:
-    other = PairSide("d", "n", replace(LAYOUT, model="n:1"), "same_host")
+    other = PairSide("d", "n", replace(LAYOUT, model="n:1"), "in_memory")
     assert pair_faults([side("p")], [other]) == []
 
 

@@ -67,10 +67,10 @@ def record_of(*writes: tuple[LayerWrite, int], reserved_us: int = 0) -> LinkReco
 
 def test_a_link_sums_its_writes_and_keeps_their_times() -> None:
     first = write_at(0, ready_us=0, submitted_us=50, landed_us=450, gather_us=30, staging_us=7)
-    second = write_at(1, ready_us=100, submitted_us=120, landed_us=600, way=("same_host", "direct"))
+    second = write_at(1, ready_us=100, submitted_us=120, landed_us=600, way=("in_memory", "direct"))
     link = record_of((first, 460), (second, 601), reserved_us=40).report()
     assert (link.destination_rank, link.destination_host) == (3, "10.0.0.2")
-    assert (link.transport, link.strategy) == ("mooncake/tcp+same_host", "direct")
+    assert (link.transport, link.strategy) == ("mooncake/tcp+in_memory", "direct")
     assert (link.payload_bytes, link.run_count, link.entry_count, link.write_count) == (
         200,
         2,

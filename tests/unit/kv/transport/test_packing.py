@@ -149,9 +149,9 @@ def test_runs_may_lie_in_several_ranges() -> None:
 
 def test_the_part_of_a_transport_is_found_in_a_session() -> None:
     inner = join_sessions({"mooncake": "h:1", "scatter": "h:2/ab"})
-    outer = join_sessions({"same_host": "a.b", "mooncake": inner})
-    assert session_of("same_host", outer) == "a.b"
+    outer = join_sessions({"other": "a.b", "mooncake": inner})
+    assert session_of("other", outer) == "a.b"
     assert session_of("mooncake", outer) == "h:1"
     assert session_of("scatter", outer) == "h:2/ab"
-    assert session_of("same_host", inner) is None
+    assert session_of("other", inner) is None
     assert session_of("mooncake", "h:1") == "h:1"

@@ -30,19 +30,19 @@ def test_a_pair_is_reported_once_until_it_ends(caplog: pytest.LogCaptureFixture)
     reporter.update(members("mooncake"))
     assert not caplog.messages
     for _ in range(2):
-        reporter.update(members("mooncake", "same_host"))
+        reporter.update(members("mooncake", "in_memory"))
     # More workers of the same kind are no news.
-    reporter.update(members("mooncake", "same_host", "same_host"))
+    reporter.update(members("mooncake", "in_memory", "in_memory"))
     (line,) = caplog.messages
-    reporter.update(members("mooncake", "same_host", "in_memory"))
+    reporter.update(members("mooncake", "in_memory", "other"))
     assert len(caplog.messages) == 2
     caplog.clear()
-    reporter.update(members("mooncake", "same_host"))
+    reporter.update(members("mooncake", "in_memory"))
     assert not caplog.messages
-    assert "prefill-0 cannot hand KV over to decode-1-same_host" in line
-    assert "transport (mooncake != same_host)" in line
+    assert "prefill-0 cannot hand KV over to decode-1-in_memory" in line
+    assert "transport (mooncake != in_memory)" in line
     reporter.update(members("mooncake"))
-    reporter.update(members("mooncake", "same_host"))
+    reporter.update(members("mooncake", "in_memory"))
     assert len(caplog.messages) == 1
 
 

@@ -1,221 +1,32 @@
-"""Proof of a shared host, fallback, and staging: the parts that the conformance suite cannot observe."""
+"""Staging: the parts that the conformance suite cannot observe."""
 
 from __future__ import annotations
 
-import logging
-import os
 import queue
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from headrace_common.errors import ConfigError, InternalError, TransferFailed
+from headrace_common.errors import TransferFailed
 from headrace_common.limits import write_quiet_s
 from headrace_kv.plan.copy_plan import Int64Array, Runs
 from headrace_kv.transport.base import WriteResult
-from headrace_kv.transport.fallback import FallbackTransport
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from headrace_kv.transport.memory import HostMemory
-from headrace_kv.transport.same_host import process_memory
-from headrace_kv.transport.same_host.readable_memory import ReadableMemory
-from headrace_kv.transport.same_host.transport import SameHostTransport
 from headrace_kv.transport.sessions import session_of
 from headrace_kv.transport.staging.cost_model import TransferCosts, WireCostModel
 from headrace_kv.transport.staging.scatter_client import ScatterClient
 from headrace_kv.transport.staging.scatter_server import LandingLimits
 from headrace_kv.transport.staging.transport import StagedTransport, StagingLimits
 from tests.rdma.harness import one_run
-from tests.rdma.peers import PEER_BYTES, Bytes, PeerSettings, ProcessPeer, digest_of
-
-
-@pytest.fixture
-def peer() -> Iterator[ProcessPeer]:
-    made = ProcessPeer(PeerSettings("same_host"))
-    yield made
-    made.end()
-
-
-def whole(source: Bytes, address: int) -> Runs:
-    return one_run(source.ctypes.data, address, source.nbytes)
+from tests.rdma.peers import Bytes
 
 
 def filled(nbytes: int, seed: int = 1) -> Bytes:
     return np.random.default_rng(seed).integers(1, 256, nbytes, np.uint8)
-
-
-def new_sender(source: Bytes) -> SameHostTransport:
-    transport = SameHostTransport()
-    transport.register(source.ctypes.data, source.nbytes)
-    return transport
-
-
-@pytest.mark.parametrize(
-    "part, value, reason",
-    [
-        (0, "another-boot", "another host"),
-        (1, "1", "another host"),
-        (3, "1", "not the one that was described"),
-        (4, "1000", "cannot be read"),
-        (5, "00" * 16, "closed"),
-        (2, "word", "does not name a process"),
-    ],
-)
-def test_every_part_of_a_session_is_proven(
-    peer: ProcessPeer, part: int, value: str, reason: str
-) -> None:
-    """Another boot, namespace, start, page or token: nothing is written."""
-    source = filled(1000)
-    transport = new_sender(source)
-    parts = peer.session.split(".")
-    parts[part] = value
-    with pytest.raises(TransferFailed, match=reason):
-        transport.write(".".join(parts), whole(source, peer.address), 1.0)
-    assert peer.digest() == digest_of(np.zeros(PEER_BYTES, np.uint8))
-    transport.close()
-
-
-def test_an_ended_process_is_an_error_before_its_pid_is_free(peer: ProcessPeer) -> None:
-    source = filled(1000)
-    transport = new_sender(source)
-    transport.write(peer.session, whole(source, peer.address), 1.0)
-    pid = int(peer.session.split(".")[2])
-    os.kill(pid, signal.SIGKILL)
-    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    with pytest.raises(TransferFailed, match="it has ended"):
-        transport.write(peer.session, whole(source, peer.address), 1.0)
-    transport.close()
-
-
-def test_a_partial_copy_continues_and_an_unmapped_address_fails(peer: ProcessPeer) -> None:
-    vectors = np.array([[100, 10], [200, 20], [300, 30]])
-    assert process_memory._without(vectors, 10).tolist() == [[200, 20], [300, 30]]
-    assert process_memory._without(vectors, 15).tolist() == [[205, 15], [300, 30]]
-    source = filled(8192)
-    pid, start_ticks = (int(part) for part in peer.session.split(".")[2:4])
-    memory = process_memory.ProcessMemory(pid, start_ticks)
-    runs = Runs(
-        np.array([source.ctypes.data, source.ctypes.data + 4096]),
-        np.array([peer.address, 4096]),
-        np.array([4096, 4096]),
-    )
-    with pytest.raises(TransferFailed, match="not mapped") as caught:
-        memory.write(runs)
-    assert caught.value.metadata["written_bytes"] == "4096"
-    memory.close()
-
-
-def test_the_memory_of_another_process_is_read_in_pieces(peer: ProcessPeer) -> None:
-    source = filled(8192)
-    transport = new_sender(source)
-    transport.write(peer.session, whole(source, peer.address), 1.0)
-    memory = ReadableMemory(int(peer.session.split(".")[2]))
-    memory.admit(peer.address, len(source))
-    # More pieces than one system call reads, from the end to the beginning, with gaps.
-    starts = np.arange(8190, 0, -5)
-    lengths = np.full(len(starts), 2)
-    target = memory.allocate(int(lengths.sum()) + 1)
-    memory.gather(peer.address + starts, lengths, target)
-    expected = [source[start : start + 2] for start in starts]
-    assert len(starts) > process_memory.ENTRIES_PER_CALL
-    assert np.array_equal(target[:-1], np.concatenate(expected))
-    with pytest.raises(TransferFailed, match="not mapped"):
-        memory.gather(np.array([4096]), np.array([1]), target)
-    with pytest.raises(InternalError):
-        memory.scatter(target, np.array([peer.address]), np.array([1]))
-    memory.close()
-    transport.close()
-
-
-def test_registrations_are_bounded() -> None:
-    transport = SameHostTransport()
-    memory = filled(1000)
-    for offset in range(254):
-        transport.register(memory.ctypes.data + offset, 1)
-    with pytest.raises(ConfigError, match="one arena"):
-        transport.register(memory.ctypes.data, 1)
-    transport.close()
-
-
-def test_yamas_scope_is_logged(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    scope = tmp_path / "ptrace_scope"
-    scope.write_text("2\n")
-    monkeypatch.setattr(process_memory, "_YAMA", scope)
-    with caplog.at_level(logging.INFO):
-        SameHostTransport(permit_tracers=True).close()
-    assert "ptrace_scope is 2" in caplog.text
-
-
-class Unproven(InMemoryTransport):
-    """Fails every write before anything is written."""
-
-    def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
-        self.write_count += 1
-        raise TransferFailed("no proof", metadata={"written_bytes": "0"})
-
-
-class Pair:
-    """A sender with a first and a last transport, and a receiver that has both."""
-
-    def __init__(self, first: InMemoryTransport) -> None:
-        self.source, self.target = filled(100), np.zeros(100, np.uint8)
-        self.first, self.last = first, InMemoryTransport()
-        first.name, self.last.name = "first", "last"
-        self.sender = FallbackTransport([first, self.last])
-        self.sender.register(self.source.ctypes.data, 100)
-        receivers = {"first": InMemoryTransport(), "last": InMemoryTransport()}
-        for receiver in receivers.values():
-            receiver.register(self.target.ctypes.data, 100)
-        self.only_last = receivers["last"].session
-        self.session = f"first={receivers['first'].session};last={self.only_last}"
-
-    def write(self, session: str) -> None:
-        self.sender.write(session, whole(self.source, self.target.ctypes.data), 1.0)
-
-    def landed(self) -> bool:
-        return np.array_equal(self.source, self.target)
-
-
-def test_the_first_transport_is_preferred() -> None:
-    pair = Pair(InMemoryTransport())
-    assert pair.sender.route(pair.session) == ""
-    pair.write(pair.session)
-    assert pair.landed()
-    assert (pair.first.write_count, pair.last.write_count) == (1, 0)
-    assert pair.sender.route(pair.session) == "first"
-
-
-def test_a_transport_that_fails_before_it_writes_is_replaced_for_that_peer() -> None:
-    pair = Pair(Unproven())
-    pair.write(pair.session)
-    pair.write(pair.session)
-    assert pair.landed()
-    assert (pair.first.write_count, pair.last.write_count) == (1, 2)
-    assert pair.sender.route(pair.session) == "last"
-
-
-def test_a_write_that_may_have_started_is_not_repeated() -> None:
-    pair = Pair(InMemoryTransport(FaultPlan({1: Fault(FaultKind.FAIL)})))
-    with pytest.raises(TransferFailed):
-        pair.write(pair.session)
-    assert pair.last.write_count == 0
-    pair.write(pair.session)
-    assert pair.first.write_count == 2
-
-
-def test_peers_with_fewer_transports_are_reached() -> None:
-    pair = Pair(InMemoryTransport())
-    pair.write(pair.only_last)
-    assert pair.landed()
-    assert pair.first.write_count == 0
-    with pytest.raises(TransferFailed, match="no transport"):
-        pair.write("third=somewhere")
 
 
 class FixedCosts(WireCostModel):

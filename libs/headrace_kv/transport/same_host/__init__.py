@@ -1,1 +1,0 @@
-"""A transport between two processes of one host."""
