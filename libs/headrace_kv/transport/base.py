@@ -65,7 +65,7 @@ class KvTransport(ABC):
 
     @property
     def wire(self) -> str:
-        """The transport and its protocol, as in WriteResult.transport. The cost model's table has it as key."""
+        """The transport and its protocol, as in WriteResult.transport. The thresholds of staging depend on it."""
         return self.name
 
     @property

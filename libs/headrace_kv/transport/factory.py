@@ -13,8 +13,8 @@ from headrace_kv.transport.in_memory import InMemoryTransport
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 from headrace_kv.transport.mooncake.transport import open_mooncake
 from headrace_kv.transport.networks import Networks
-from headrace_kv.transport.staging.cost_model import WireCostModel, initial_costs
 from headrace_kv.transport.staging.scatter_server import LandingLimits
+from headrace_kv.transport.staging.strategy import thresholds_of
 from headrace_kv.transport.staging.transport import StagedTransport, StagingLimits
 
 
@@ -77,7 +77,6 @@ def _open(kind: str, place: _Place) -> KvTransport:
     # and every rank would pin a landing area.
     if memory.on_host and not inner.stages_host_memory:
         return inner
-    costs = WireCostModel(initial_costs(inner.wire))
     limits = StagingLimits() if memory.on_host else _DEVICE_LIMITS
     limits = replace(limits, landing=replace(limits.landing, quiet_s=place.quiet_s))
-    return StagedTransport(inner, place.host, costs, limits, memory=memory)
+    return StagedTransport(inner, place.host, thresholds_of(inner.wire), limits, memory=memory)

@@ -20,7 +20,7 @@ from headrace_kv.plan.shard_map import expected_keys
 from headrace_kv.transport.base import KvTransport, Strategy
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from headrace_kv.transport.staging import strategy as staging_strategy
-from headrace_kv.transport.staging.cost_model import TransferCosts, WireCostModel
+from headrace_kv.transport.staging.strategy import Thresholds
 from headrace_kv.transport.staging.transport import StagedTransport
 from headrace_prefill.bandwidths import LinkBandwidths
 from headrace_prefill.link_spans import LinkSpans
@@ -47,19 +47,16 @@ def record(
 
 
 def force(monkeypatch: pytest.MonkeyPatch, strategy: Strategy) -> None:
-    """Every write takes the strategy, whatever it costs."""
+    """Every write takes the strategy, whatever its runs are."""
 
-    def chosen(costs: TransferCosts, shape: object, allowed: Collection[Strategy]) -> Strategy:
+    def chosen(thresholds: object, runs: object, allowed: Collection[Strategy]) -> Strategy:
         return strategy if strategy in allowed else "direct"
 
-    monkeypatch.setattr(staging_strategy, "cheapest_strategy", chosen)
-    monkeypatch.setattr(staging_strategy, "direct_bytes_min", lambda costs: float("inf"))
+    monkeypatch.setattr(staging_strategy, "choose_strategy", chosen)
 
 
 def staged() -> KvTransport:
-    return StagedTransport(
-        InMemoryTransport(), "127.0.0.1", WireCostModel(TransferCosts(1e-6, 1e-9))
-    )
+    return StagedTransport(InMemoryTransport(), "127.0.0.1", Thresholds(long_bytes=1 << 40))
 
 
 @pytest.mark.parametrize("prefill_tp,decode_tp", [(1, 2), (2, 1), (2, 3)])

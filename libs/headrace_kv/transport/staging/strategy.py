@@ -1,11 +1,10 @@
-"""Chooses the strategy of a write and the order in which runs are staged."""
+"""Chooses the strategy of a write and the order in which runs are staged. Pure."""
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,17 +12,35 @@ from numpy.typing import NDArray
 from headrace_kv.plan.copy_plan import Int64Array, Runs
 from headrace_kv.transport.base import Strategy
 from headrace_kv.transport.packing import by_length
-from headrace_kv.transport.staging.cost_model import (
-    TransferCosts,
-    WireCostModel,
-    cheapest_strategy,
-    direct_bytes_min,
-    shape_of,
-)
 
 _CACHE_SIZE = 64
-# Plans expire because the measured costs change.
-_PLAN_TTL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """When entries are so long or so few that to avoid them costs more than to write them.
+
+    `long_bytes`: an entry of this length costs as little as the copies that staging needs for its bytes.
+    `few_entries`: as many entries cost as little as the message that asks the receiver to copy.
+    """
+
+    long_bytes: int
+    few_entries: int = 16
+
+    def are_cheap(self, entry_count: int, payload_bytes: int) -> bool:
+        """Whether entries of some bytes together are few, or long on average."""
+        return entry_count <= self.few_entries or payload_bytes >= entry_count * self.long_bytes
+
+
+# bench/results/transport_costs.md.
+_TCP: Final = Thresholds(long_bytes=96 * 1024)
+# Not measured on a real adapter. Chosen so that only very short runs are staged.
+_OTHER: Final = Thresholds(long_bytes=12 * 1024, few_entries=64)
+
+
+def thresholds_of(wire: str) -> Thresholds:
+    """The thresholds of a transport by KvTransport.wire."""
+    return _TCP if wire == "mooncake/tcp" else _OTHER
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -39,35 +56,21 @@ class StagingPlan:
     direct: Int64Array | None
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _CachedPlan:
-    # Referenced, so that the id of the array cannot be reused.
-    lengths: Int64Array
-    until_s: float
-    plan: StagingPlan
-
-
 _Key = tuple[int, int, int, int, frozenset[Strategy]]
 
 
 class StagingPlanner:
-    """Plans by the costs of past writes. One thread calls `plan`, any thread the other methods."""
+    """Keeps the last plans. One thread calls `plan`."""
 
-    def __init__(self, wire: WireCostModel) -> None:
-        self._wire = wire
-        self._cache: OrderedDict[_Key, _CachedPlan] = OrderedDict()
-        self._lock = threading.Lock()
-        self._wire_free_s = 0.0
-
-    @property
-    def costs(self) -> TransferCosts:
-        """The current costs."""
-        return self._wire.costs
+    def __init__(self, thresholds: Thresholds) -> None:
+        self._thresholds = thresholds
+        # With the lengths, so that the id of the array cannot be reused.
+        self._cache: OrderedDict[_Key, tuple[Int64Array, StagingPlan]] = OrderedDict()
 
     def plan(self, runs: Runs, allowed: frozenset[Strategy]) -> StagingPlan:
-        """The cheapest plan of the allowed strategies. Runs that CopyPlanner moved share a plan for a while."""
+        """A plan of the allowed strategies. Runs that CopyPlanner moved share a plan."""
         if not len(runs):
-            return StagingPlan(cheapest_strategy(self.costs, shape_of(runs), allowed), None, None)
+            return plan_staging(self._thresholds, runs, allowed)
         source, destination = runs.source_addresses, runs.destination_addresses
         key = (
             id(runs.lengths),
@@ -76,39 +79,28 @@ class StagingPlanner:
             int(destination[-1] - destination[0]),
             allowed,
         )
-        now_s = time.monotonic()
         found = self._cache.get(key)
-        if found is None or found.until_s < now_s:
-            plan = plan_staging(self.costs, runs, allowed)
-            found = _CachedPlan(runs.lengths, now_s + _PLAN_TTL_S, plan)
+        if found is None:
+            found = runs.lengths, plan_staging(self._thresholds, runs, allowed)
             self._cache[key] = found
             if len(self._cache) > _CACHE_SIZE:
                 self._cache.popitem(last=False)
-        return found.plan
-
-    def observe(self, entry_count: int, payload_bytes: int, start_s: float) -> None:
-        """A write that was submitted at `start_s` has just ended. The wire carried earlier writes first."""
-        end_s = time.monotonic()
-        with self._lock:
-            wire_start_s = max(start_s, self._wire_free_s)
-            self._wire_free_s = end_s
-        self._wire.observe(entry_count, payload_bytes, end_s - wire_start_s)
+        return found[1]
 
 
-def plan_staging(costs: TransferCosts, runs: Runs, allowed: frozenset[Strategy]) -> StagingPlan:
-    """Separates the long runs if "direct" is allowed, and chooses for the others. `runs` must not be empty."""
-    lengths = runs.lengths
+def plan_staging(thresholds: Thresholds, runs: Runs, allowed: frozenset[Strategy]) -> StagingPlan:
+    """Separates the long runs if "direct" is allowed, and chooses for the others. `allowed` must not be empty."""
     direct: Int64Array | None = None
     staged: Int64Array | None = None
     rest = runs
     if "direct" in allowed:
-        long: NDArray[np.bool_] = lengths >= direct_bytes_min(costs)
+        long: NDArray[np.bool_] = runs.lengths >= thresholds.long_bytes
         if long.all():
             return StagingPlan("direct", None, None)
         if long.any():
             direct, staged = np.flatnonzero(long), np.flatnonzero(~long)
             rest = select(runs, staged)
-    strategy = cheapest_strategy(costs, shape_of(rest), allowed)
+    strategy = choose_strategy(thresholds, rest, allowed)
     if strategy == "direct":
         return StagingPlan("direct", None, None)
     inner = _staging_order(strategy, rest)
@@ -117,11 +109,39 @@ def plan_staging(costs: TransferCosts, runs: Runs, allowed: frozenset[Strategy])
     return StagingPlan(strategy, staged, direct)
 
 
+def choose_strategy(thresholds: Thresholds, runs: Runs, allowed: frozenset[Strategy]) -> Strategy:
+    """The simplest allowed strategy with cheap entries. Where there is none, the one with the fewest entries."""
+    entries: dict[Strategy, int] = {"direct": len(runs)}
+    nbytes = runs.payload_bytes
+    if not ("direct" in allowed and thresholds.are_cheap(len(runs), nbytes)):
+        entries["gather"] = extent_count(runs.destination_addresses, runs.lengths)
+        entries["scatter"] = extent_count(runs.source_addresses, runs.lengths)
+        entries["gather_scatter"] = 1
+    possible = {name: count for name, count in entries.items() if name in allowed}
+    for name, count in possible.items():
+        if thresholds.are_cheap(count, nbytes):
+            return name
+    return min(possible, key=possible.__getitem__)
+
+
 def select(runs: Runs, which: Int64Array) -> Runs:
     """Some of the runs, in the order given."""
     return Runs(
         runs.source_addresses[which], runs.destination_addresses[which], runs.lengths[which]
     )
+
+
+def extent_count(addresses: Int64Array, lengths: Int64Array) -> int:
+    """Contiguous ranges that the runs fill on one side, whatever their order."""
+    if len(addresses) < 2:
+        return len(addresses)
+    if np.all(lengths == lengths[0]):
+        # Sorting values is several times quicker than finding their order.
+        return 1 + int(np.count_nonzero(np.diff(np.sort(addresses)) != lengths[0]))
+    if not np.all(addresses[1:] > addresses[:-1]):
+        order = np.argsort(addresses)
+        addresses, lengths = addresses[order], lengths[order]
+    return 1 + int(np.count_nonzero(addresses[1:] != addresses[:-1] + lengths[:-1]))
 
 
 def _staging_order(strategy: Strategy, runs: Runs) -> Int64Array | None:

@@ -2,7 +2,7 @@
 
 "gather": runs are copied into staging memory in the destination's order and written in long entries. "scatter": runs
 are written in long entries into slots of the peer's landing area, and the peer copies them into place (scatter.proto).
-"gather_scatter": both. The cost model (cost_model.py) chooses. Several slots on either side let gather, write and
+"gather_scatter": both. Thresholds (strategy.py) decide. Several slots on either side let gather, write and
 scatter overlap within a write and between writes.
 """
 
@@ -31,17 +31,23 @@ from headrace_kv.transport.networks import Address, Networks
 from headrace_kv.transport.ranges import MemoryRanges
 from headrace_kv.transport.sessions import join_sessions, session_of
 from headrace_kv.transport.staging.buffer import StagingBuffer, packed_addresses
-from headrace_kv.transport.staging.cost_model import WireCostModel
 from headrace_kv.transport.staging.scatter_client import ScatterClient
 from headrace_kv.transport.staging.scatter_clients import ScatterClients
 from headrace_kv.transport.staging.scatter_server import LandingLimits, ScatterServer
-from headrace_kv.transport.staging.strategy import StagingPlan, StagingPlanner, select
+from headrace_kv.transport.staging.strategy import (
+    StagingPlan,
+    StagingPlanner,
+    Thresholds,
+    select,
+)
 from headrace_kv.transport.staging.write import StagedWrite
 
 # The session part of the scatter server: of memory that can also be written to directly, and of memory that cannot.
 _SERVER_PART, _ONLY_SERVER_PART = "scatter", "landing"
 _SCATTER_TIMEOUT_S = 10.0
 _RUNS_PER_SLOT = 65_536
+# Of gathered bytes on their way to the landing area. Several entries are in flight at once.
+_ENTRY_BYTES = 1024 * 1024
 
 OnDone = Callable[[HeadraceError | None], None]
 
@@ -72,7 +78,7 @@ class StagedTransport(KvTransport):
         self,
         inner: KvTransport,
         host: str,
-        costs: WireCostModel,
+        thresholds: Thresholds,
         limits: StagingLimits | None = None,
         *,
         memory: Memory = HOST_MEMORY,
@@ -91,7 +97,7 @@ class StagedTransport(KvTransport):
         self._staging = StagingBuffer(
             memory, limits.staging_slots, limits.landing.slot_bytes, inner.register
         )
-        self._planner = StagingPlanner(costs)
+        self._planner = StagingPlanner(thresholds)
         # Held while the filter of the server's port changes.
         self._admit_lock = threading.Lock()
         self._admitted: Networks | None = None
@@ -168,7 +174,7 @@ class StagedTransport(KvTransport):
     def _plan(
         self, session: str, runs: Runs, timeout_s: float
     ) -> tuple[StagingPlan, ScatterClient | None]:
-        """The cheapest possible plan for this peer, and the client that it needs."""
+        """The plan for this peer, and the client that it needs."""
         server, direct = _server_of(session)
         if direct and not self.memory.staged and not self.memory.on_host:
             return StagingPlan("direct", None, None), None
@@ -261,7 +267,7 @@ class StagedTransport(KvTransport):
             client.slots.release(landing_slot)
             raise
         write.add_times(gather_ns=gathered.copy_ns, wait_ns=gathered.wait_ns)
-        entries = self._long_entries(gathered.address, landing, chunk.payload_bytes)
+        entries = _long_entries(gathered.address, landing, chunk.payload_bytes)
         on_done = _released_first(partial(self._staging.release, gathered.slot), on_landed)
         self._send(write, session, entries, deadline_s, on_done)
 
@@ -275,29 +281,25 @@ class StagedTransport(KvTransport):
     ) -> None:
         """Submits entries to the inner transport as a part of the write. Calls `on_done` once."""
         write.start_part()
-        start_s = time.monotonic()
         try:
-            future = self._inner.submit(session, entries, deadline_s - start_s)
+            future = self._inner.submit(session, entries, deadline_s - time.monotonic())
         except Exception as error:  # noqa: BLE001 - fails the write like any other error
             future = failed_future(TransferFailed(f"writing met a bug: {error}"))
-        nbytes = entries.payload_bytes
 
         def on_written(future: Future[WriteResult]) -> None:
             error = future.exception()
             if error is None:
-                result = future.result()
-                self._planner.observe(result.entry_count, nbytes, start_s)
-                write.add_result(result)
+                write.add_result(future.result())
             elif not isinstance(error, HeadraceError):
                 error = TransferFailed(f"writing met a bug: {error}")
             on_done(error)
 
         future.add_done_callback(on_written)
 
-    def _long_entries(self, source: int, destination: int, nbytes: int) -> Runs:
-        step = self._planner.costs.staged_entry_bytes
-        offsets = np.arange(0, nbytes, step, dtype=np.int64)
-        return Runs(source + offsets, destination + offsets, np.minimum(nbytes - offsets, step))
+
+def _long_entries(source: int, destination: int, nbytes: int) -> Runs:
+    offsets = np.arange(0, nbytes, _ENTRY_BYTES, dtype=np.int64)
+    return Runs(source + offsets, destination + offsets, np.minimum(nbytes - offsets, _ENTRY_BYTES))
 
 
 def _server_of(session: str) -> tuple[str, bool]:

@@ -17,9 +17,9 @@ from headrace_kv.transport.base import WriteResult
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from headrace_kv.transport.memory import HostMemory
 from headrace_kv.transport.sessions import session_of
-from headrace_kv.transport.staging.cost_model import TransferCosts, WireCostModel
 from headrace_kv.transport.staging.scatter_client import ScatterClient
 from headrace_kv.transport.staging.scatter_server import LandingLimits
+from headrace_kv.transport.staging.strategy import Thresholds
 from headrace_kv.transport.staging.transport import StagedTransport, StagingLimits
 from tests.rdma.harness import one_run
 from tests.rdma.peers import Bytes
@@ -29,24 +29,8 @@ def filled(nbytes: int, seed: int = 1) -> Bytes:
     return np.random.default_rng(seed).integers(1, 256, nbytes, np.uint8)
 
 
-class FixedCosts(WireCostModel):
-    """Stages runs of less than 100 bytes when there are more than a few. Measurements change nothing."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            TransferCosts(
-                entry_s=200e-9,
-                byte_s=1e-9,
-                gather_run_s=0.0,
-                gather_byte_s=1e-9,
-                scatter_run_s=0.0,
-                scatter_byte_s=1e-9,
-                message_s=500e-9,
-            )
-        )
-
-    def observe(self, entry_count: int, payload_bytes: int, seconds: float) -> None:
-        pass
+# Runs of less than 100 bytes are staged when there are more than a few.
+THRESHOLDS = Thresholds(long_bytes=100, few_entries=3)
 
 
 class PackedPair:
@@ -58,14 +42,14 @@ class PackedPair:
         )
         self.source, self.target = filled(20_000), np.zeros(20_000, np.uint8)
         self.inner = InMemoryTransport()
-        self.receiver = StagedTransport(InMemoryTransport(), "127.0.0.1", FixedCosts(), self.limits)
+        self.receiver = StagedTransport(InMemoryTransport(), "127.0.0.1", THRESHOLDS, self.limits)
         self.receiver.register(self.target.ctypes.data, self.target.nbytes)
         self.session = self.receiver.session
         self.scatter_session = session_of("scatter", self.session) or ""
         self.sender = self.new_sender(self.inner)
 
     def new_sender(self, inner: InMemoryTransport) -> StagedTransport:
-        sender = StagedTransport(inner, "127.0.0.1", FixedCosts(), self.limits)
+        sender = StagedTransport(inner, "127.0.0.1", THRESHOLDS, self.limits)
         sender.register(self.source.ctypes.data, self.source.nbytes)
         return sender
 

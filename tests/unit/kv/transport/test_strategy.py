@@ -1,0 +1,141 @@
+"""How runs are written: by shape, with long runs apart, in which order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.transport.base import Strategy
+from headrace_kv.transport.staging.strategy import (
+    StagingPlanner,
+    Thresholds,
+    choose_strategy,
+    extent_count,
+    plan_staging,
+    select,
+    thresholds_of,
+)
+
+TCP = thresholds_of("mooncake/tcp")
+EVERY: frozenset[Strategy] = frozenset({"direct", "gather", "scatter", "gather_scatter"})
+KIB = 1024
+
+
+def runs_of(sources: list[int], destinations: list[int], lengths: list[int]) -> Runs:
+    return Runs(*(np.array(values, np.int64) for values in (sources, destinations, lengths)))
+
+
+def scattered(count: int, length: int) -> Runs:
+    """Runs with gaps on both sides."""
+    starts = (np.arange(count) * (length + 64)).tolist()
+    return runs_of(starts, starts[::-1], [length] * count)
+
+
+def divided(count: int, length: int, sources: int, destinations: int) -> Runs:
+    """Runs that fill so many contiguous ranges on either side."""
+    steps = np.arange(count) * length
+    gaps = (np.arange(count) * sources // count, np.arange(count) * destinations // count)
+    return Runs(steps + gaps[0] * 64, steps + gaps[1] * 64, np.full(count, length))
+
+
+@pytest.mark.parametrize(
+    "count, length, sources, destinations, strategy",
+    [
+        (4, 1024 * KIB, 4, 4, "direct"),
+        (4096, KIB, 4096, 4096, "gather_scatter"),
+        (4096, KIB, 4096, 4, "gather"),
+        (4096, KIB, 4, 4096, "scatter"),
+        (4096, KIB, 2, 2, "gather"),
+        (3, KIB, 3, 3, "direct"),
+        # 20 ranges of 200 KiB.
+        (4000, KIB, 4000, 20, "gather"),
+        (4000, KIB, 4000, 200, "gather_scatter"),
+    ],
+)
+def test_the_strategy_by_shape(
+    count: int, length: int, sources: int, destinations: int, strategy: Strategy
+) -> None:
+    runs = divided(count, length, sources, destinations)
+    assert extent_count(runs.source_addresses, runs.lengths) == sources
+    assert extent_count(runs.destination_addresses, runs.lengths) == destinations
+    assert choose_strategy(TCP, runs, EVERY) == strategy
+
+
+def test_only_allowed_strategies_are_chosen() -> None:
+    short = divided(4096, KIB, 4096, 4096)
+    only: tuple[Strategy, ...] = ("direct", "gather", "scatter", "gather_scatter")
+    for strategy in only:
+        assert choose_strategy(TCP, short, frozenset({strategy})) == strategy
+    # Without a receiver that copies, fewer entries are better.
+    assert choose_strategy(TCP, divided(4096, KIB, 4096, 1000), frozenset(only[:2])) == "gather"
+    assert choose_strategy(TCP, short, frozenset(only[:2])) == "direct"
+
+
+@given(st.integers(1, 300), st.integers(1, 1 << 20), st.integers(1, 1 << 20))
+def test_longer_runs_are_never_staged_where_shorter_ones_are_not(
+    count: int, length: int, more: int
+) -> None:
+    short, long = scattered(count, length), scattered(count, length + more)
+    if choose_strategy(TCP, short, EVERY) == "direct":
+        assert choose_strategy(TCP, long, EVERY) == "direct"
+
+
+def test_entries_of_another_wire_are_cheaper() -> None:
+    other = thresholds_of("mooncake/rdma")
+    assert other.long_bytes < TCP.long_bytes
+    assert other.few_entries > TCP.few_entries
+
+
+def test_extents_are_counted_in_any_order() -> None:
+    lengths = np.full(4, 100)
+    assert extent_count(np.array([300, 0, 100, 200]), lengths) == 1
+    assert extent_count(np.array([0, 500, 700, 900]), lengths) == 4
+    assert extent_count(np.array([500, 0, 600]), np.array([100, 50, 10])) == 2
+    assert extent_count(np.array([], np.int64), np.array([], np.int64)) == 0
+
+
+def test_long_runs_are_direct_beside_short_ones() -> None:
+    short, long = scattered(1000, KIB), scattered(2, 1 << 20)
+    mixed = Runs(
+        np.concatenate([long.source_addresses, short.source_addresses]),
+        np.concatenate([long.destination_addresses, short.destination_addresses]),
+        np.concatenate([long.lengths, short.lengths]),
+    )
+    found = plan_staging(TCP, mixed, EVERY)
+    assert found.strategy == "gather_scatter"
+    assert found.direct is not None
+    assert found.staged is not None
+    assert found.direct.tolist() == [0, 1]
+    assert sorted(found.staged.tolist()) == list(range(2, 1002))
+    whole = plan_staging(TCP, mixed, frozenset({"gather_scatter"}))
+    assert whole.direct is None
+
+
+def test_neighbours_are_adjacent_in_the_order_of_staging() -> None:
+    count = 2000
+    backwards = (np.arange(count)[::-1] * 256).tolist()
+    apart = (np.arange(count) * 1000).tolist()
+    for strategy, source, destination in (
+        ("gather", apart, backwards),
+        ("scatter", backwards, apart),
+    ):
+        runs = runs_of(source, destination, [256] * count)
+        found = plan_staging(TCP, runs, EVERY)
+        assert found.strategy == strategy
+        assert found.staged is not None
+        assert len(select(runs, found.staged).merge()) == count
+        backward = runs.destination_addresses if strategy == "gather" else runs.source_addresses
+        assert bool((np.diff(backward[found.staged]) == 256).all())
+
+
+def test_moved_runs_share_a_plan() -> None:
+    planner = StagingPlanner(Thresholds(long_bytes=128 * KIB))
+    runs = scattered(1000, KIB)
+    moved = Runs(runs.source_addresses + 99, runs.destination_addresses - 7, runs.lengths)
+    first = planner.plan(runs, EVERY)
+    assert planner.plan(moved, EVERY) is first
+    assert planner.plan(moved, frozenset({"direct"})) is not first
+    assert planner.plan(scattered(1000, KIB), EVERY) is not first
