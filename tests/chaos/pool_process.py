@@ -1,6 +1,6 @@
 """The process of a chaos worker that calls the remote pool: some of the blocks that it reads have another byte.
 
-Started in place of `headrace_kv.pool.mooncake.process`, with the variables of the worker. It imports as little as that.
+Started in place of `headrace_kv.pool.process`, with the variables of the worker. It imports as little as that.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headrace_kv.pool import block_client
-from headrace_kv.pool.base import OWN_SHARD
-from headrace_kv.pool.block_client import BlockClient
-from headrace_kv.pool.mooncake import process
-from headrace_kv.pool.mooncake.store import MooncakeStore
+from headrace_kv.pool import process
+from headrace_kv.pool.memory import OWN_SHARD
+from headrace_kv.pool.process import BlockClient
 from headrace_kv.pool.seal import SEAL_BYTES
+from headrace_kv.pool.store import MooncakeStore
 
 MODULE = "tests.chaos.pool_process"
 
@@ -87,7 +86,7 @@ def _put(owner: Any, name: str, value: object) -> None:
 def main() -> int:
     faults = json.loads(os.environ["HEADRACE_CHAOS"])
     if faults["break_part"] == "pool_seal":
-        _put(block_client, "is_sealed", lambda *_: True)
+        _put(process, "is_sealed", lambda *_: True)
     Blocks(faults, Path(os.environ["HEADRACE_CHAOS_REPORTS"])).install()
     return process.main(sys.argv[1:])
 

@@ -28,7 +28,7 @@ import headrace_decode.main
 import headrace_engine.prefix.event_log
 import headrace_engine.sim.cache.remote_blocks
 import headrace_engine.sim.engine
-import headrace_kv.pool.mooncake.child
+import headrace_kv.pool.remote
 import headrace_kv.receive.receiver
 import headrace_kv.receive.transfer
 import headrace_kv.transport.factory
@@ -318,7 +318,7 @@ def main() -> None:
     break_part(faults.break_part)
     if faults.small_memories:
         shrink_memories()
-    put(headrace_kv.pool.mooncake.child, "_MODULE", pool_process.MODULE)
+    put(headrace_kv.pool.remote, "_MODULE", pool_process.MODULE)
     reports = Path(os.environ["HEADRACE_CHAOS_REPORTS"])
     report_on(reports, service, dice, holds, faults.watch_interval_s)
     if service == "decode":

@@ -174,7 +174,7 @@ def pool_spec(topology: Topology, folder: Path, address: str) -> ProcessSpec:
     return ProcessSpec(
         name="pool",
         service="pool",
-        arguments=(sys.executable, "-m", "headrace_kv.pool.mooncake.serve", *flags),
+        arguments=(sys.executable, "-m", "headrace_kv.pool.serve", *flags),
         port_file=port_file,
         log_file=folder / "pool.log",
         environment={"PYTHONUNBUFFERED": "1"},

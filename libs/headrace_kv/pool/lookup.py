@@ -9,8 +9,8 @@ from functools import partial
 from typing import Final
 
 from headrace_kv.plan.saved_shards import shard_counts
-from headrace_kv.pool.base import BATCH_BLOCKS_MAX, RemotePool, leading
 from headrace_kv.pool.keys import PoolKeys
+from headrace_kv.pool.remote import BATCH_BLOCKS_MAX, RemotePool, leading
 
 _QUERIES_MAX: Final = 6
 

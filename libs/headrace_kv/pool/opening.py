@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from headrace_kv.manager.settings import TierSettings
-from headrace_kv.pool.base import PoolMemory, RemotePool
+from headrace_kv.pool.memory import PoolMemory
+from headrace_kv.pool.messages import PoolSetup
+from headrace_kv.pool.remote import RemotePool
+from headrace_kv.transport.mooncake.transport import protocol_environment
 from headrace_kv.transport.networks import Networks
 
 PoolOpener: TypeAlias = Callable[[Sequence[PoolMemory], bytes, Callable[[], None]], RemotePool]
@@ -24,10 +27,6 @@ def pool_opener(
     def open_pool(
         memories: Sequence[PoolMemory], secret: bytes, on_lost: Callable[[], None]
     ) -> RemotePool:
-        from headrace_kv.pool.mooncake.messages import PoolSetup
-        from headrace_kv.pool.mooncake.pool import MooncakePool
-        from headrace_kv.transport.mooncake.transport import protocol_environment
-
         protocol, _ = protocol_environment("auto")
         callers: tuple[str, ...] | None = ()
         if protocol == "rdma":
@@ -42,6 +41,6 @@ def pool_opener(
             rdma_devices=",".join(rdma_devices),
             admitted=callers,
         )
-        return MooncakePool(setup, on_lost)
+        return RemotePool(setup, on_lost)
 
     return open_pool

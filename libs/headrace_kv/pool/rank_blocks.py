@@ -10,8 +10,8 @@ from functools import partial
 from typing import TypeAlias
 
 from headrace_kv.plan.saved_shards import copies_of_rank, readable_shards, shards_read
-from headrace_kv.pool.base import RemotePool
 from headrace_kv.pool.keys import PoolKeys
+from headrace_kv.pool.remote import RemotePool
 
 _Call: TypeAlias = tuple[list[int], Future[list[bool]]]
 """The indices of the blocks of a call, and its end."""

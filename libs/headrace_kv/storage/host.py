@@ -14,7 +14,7 @@ from headrace_kv.layout.arena import (
 from headrace_kv.layout.layout import TOKENS, KvLayout, RankMemory
 from headrace_kv.plan.regions import WHOLE_BLOCKS, PlacedRegions, place_regions
 from headrace_kv.plan.saved_shards import plan_shard_read, readable_shards, shard_block_bytes
-from headrace_kv.pool.base import PoolMemory, ShardSource
+from headrace_kv.pool.memory import PoolMemory, ShardSource
 from headrace_kv.pool.seal import SEAL_BYTES
 from headrace_kv.pool.shared_arena import SharedArena
 from headrace_kv.transport.packing import Bytes

@@ -14,7 +14,7 @@ from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
 from headrace_kv.plan.runs import Runs, interleave
 from headrace_kv.plan.shard_map import Edge, heads_held
-from headrace_kv.pool.base import PoolMemory
+from headrace_kv.pool.memory import PoolMemory
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.device_copies import DeviceCopies, DeviceMemory
 from headrace_kv.storage.disk import DiskStorage

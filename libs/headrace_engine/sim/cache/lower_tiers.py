@@ -24,8 +24,9 @@ from headrace_kv.manager.lower_tiers import (
     TierPlan,
 )
 from headrace_kv.manager.settings import TierSettings
-from headrace_kv.pool.base import PoolMemory, RemotePool
 from headrace_kv.pool.keys import PoolKeys
+from headrace_kv.pool.memory import PoolMemory
+from headrace_kv.pool.remote import RemotePool
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.host import block_bytes_of
 from headrace_kv.storage.tier_copier import TierCopier

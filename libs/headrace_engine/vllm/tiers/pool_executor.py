@@ -8,9 +8,9 @@ from functools import partial
 from typing import Final
 
 from headrace_engine.vllm.step.plan import PoolMove
-from headrace_kv.pool.base import RemotePool, leading
 from headrace_kv.pool.keys import PoolKeys
 from headrace_kv.pool.rank_blocks import RankBlocks
+from headrace_kv.pool.remote import RemotePool, leading
 
 _MEMORY: Final = 0
 """A rank opens the pool over its own memory alone."""

@@ -27,7 +27,6 @@ from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.settings import TierSettings
-from headrace_kv.pool.in_memory import InMemoryPool, MemoryStore
 from headrace_kv.prefix.hashing import key_fingerprint
 from headrace_router.prefix_cache.model_index import ModelIndex
 from headrace_router.workers.directory import worker_from_member
@@ -42,6 +41,7 @@ from tests.component.engine.prefix.workers import (
     whole_blocks,
 )
 from tests.component.engine.sim.support import decode_work, pair
+from tests.memory_pool import InMemoryPool, MemoryStore
 from tests.waiting import until
 
 Messages = AsyncIterator[worker_pb2.SubscribeKvEventsResponse]

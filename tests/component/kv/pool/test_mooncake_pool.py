@@ -16,11 +16,11 @@ import psutil
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_kv.pool.base import PoolMemory
 from headrace_kv.pool.keys import pool_secret
-from headrace_kv.pool.mooncake.messages import PoolSetup
-from headrace_kv.pool.mooncake.pool import MooncakePool
-from headrace_kv.pool.mooncake.serve import StoreServer
+from headrace_kv.pool.memory import PoolMemory
+from headrace_kv.pool.messages import PoolSetup
+from headrace_kv.pool.remote import RemotePool
+from headrace_kv.pool.serve import StoreServer
 from tests.pool_store import LONG_S, Store
 from tests.unit.kv.pool.memories import Memory
 from tests.unit.kv.pool.shard_workers import SECRET as SHARD_SECRET
@@ -44,8 +44,8 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 
 @contextmanager
-def pool_of(address: str, memory: Memory) -> Iterator[MooncakePool]:
-    pool = MooncakePool(PoolSetup(address, "127.0.0.1", SECRET, (memory.described,)))
+def pool_of(address: str, memory: Memory) -> Iterator[RemotePool]:
+    pool = RemotePool(PoolSetup(address, "127.0.0.1", SECRET, (memory.described,)))
     try:
         yield pool
     finally:
@@ -56,11 +56,11 @@ async def result(future: Future[list[bool]]) -> list[bool]:
     return await asyncio.wait_for(asyncio.wrap_future(future), LONG_S)
 
 
-async def opened(pool: MooncakePool) -> None:
+async def opened(pool: RemotePool) -> None:
     await until(lambda: pool.is_open, LONG_S)
 
 
-async def stored(pool: MooncakePool, memory: Memory, key: str, slot: int, value: int) -> bool:
+async def stored(pool: RemotePool, memory: Memory, key: str, slot: int, value: int) -> bool:
     memory.fill(slot, value)
     (done,) = await result(pool.put(0, [key], [slot], CALL_S))
     return done
@@ -89,8 +89,8 @@ async def test_blocks_of_one_worker_are_read_by_another(store: Store) -> None:
 async def test_blocks_are_read_by_workers_of_another_tensor_parallel_size(
     store: Store, saved_size: int, read_size: int
 ) -> None:
-    def open_pool(memories: list[PoolMemory]) -> MooncakePool:
-        return MooncakePool(PoolSetup(store.address, "127.0.0.1", SHARD_SECRET, tuple(memories)))
+    def open_pool(memories: list[PoolMemory]) -> RemotePool:
+        return RemotePool(PoolSetup(store.address, "127.0.0.1", SHARD_SECRET, tuple(memories)))
 
     prefixes = tuple(range(1, SLOTS + 1))
     with (
@@ -106,9 +106,7 @@ async def test_blocks_are_read_by_workers_of_another_tensor_parallel_size(
 
 async def test_blocks_of_another_key_are_refused(store: Store) -> None:
     memory, other = Memory(), Memory()
-    foreign = MooncakePool(
-        PoolSetup(store.address, "127.0.0.1", pool_secret(4), (other.described,))
-    )
+    foreign = RemotePool(PoolSetup(store.address, "127.0.0.1", pool_secret(4), (other.described,)))
     try:
         with pool_of(store.address, memory) as pool:
             await opened(pool)

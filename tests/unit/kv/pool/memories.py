@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_kv.pool.base import PoolMemory
+from headrace_kv.pool.memory import PoolMemory
 from headrace_kv.pool.seal import SEAL_BYTES
 from headrace_kv.pool.shared_arena import SharedArena
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace_kv.pool.base import RemotePool
-from headrace_kv.pool.in_memory import InMemoryPool, MemoryStore
 from headrace_kv.pool.keys import pool_secret
+from headrace_kv.pool.remote import RemotePool
 from headrace_kv.pool.seal import SEAL_BYTES
+from tests.memory_pool import InMemoryPool, MemoryStore
 from tests.unit.kv.pool.memories import CONTENT_BYTES, Memory
 
 SECRET = pool_secret(9)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from headrace_kv.layout.layout import KvLayout
 from headrace_kv.plan.block_copy import StridedCopy
-from headrace_kv.pool.base import BATCH_BLOCKS_MAX, PoolMemory, ShardSource
 from headrace_kv.pool.keys import PoolKeys
-from headrace_kv.pool.mooncake.messages import (
+from headrace_kv.pool.memory import PoolMemory, ShardSource
+from headrace_kv.pool.messages import (
     PACKET_BYTES_MAX,
     PoolCall,
     PoolReply,
@@ -18,6 +18,7 @@ from headrace_kv.pool.mooncake.messages import (
     setup_from_packet,
     setup_to_packet,
 )
+from headrace_kv.pool.remote import BATCH_BLOCKS_MAX
 from headrace_kv.storage.host import HostStorage
 from tests.unit.kv.pool.test_keys import LAYOUT, SECRET
 

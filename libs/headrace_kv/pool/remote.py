@@ -1,10 +1,16 @@
-"""A remote pool in Mooncake Store, which a process of its own calls. No call of a worker waits for that process."""
+"""A remote pool: blocks by key, in a store that other workers read and write too.
+
+A process of its own calls the store. No call of a worker waits for that process.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import select
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,18 +18,32 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
-from headrace_kv.pool.base import BATCH_BLOCKS_MAX, OWN_SHARD, RemotePool, refused
-from headrace_kv.pool.mooncake.child import PoolChild
-from headrace_kv.pool.mooncake.messages import Operation, PoolCall, PoolReply, PoolSetup
+from headrace_kv.pool.memory import OWN_SHARD
+from headrace_kv.pool.messages import (
+    PACKET_BYTES_MAX,
+    Operation,
+    PoolCall,
+    PoolReply,
+    PoolSetup,
+    call_to_packet,
+    reply_from_packet,
+    setup_to_packet,
+)
+from headrace_kv.transport.mooncake.transport import protocol_environment
 
 log = logging.getLogger(__name__)
 
+BATCH_BLOCKS_MAX: Final = 1_024
+"""Most blocks of one call."""
 CALLS_MAX: Final = 64
 """Calls in flight. Further ones are refused."""
 START_LIMIT_S: Final = 30.0
 REST_FIRST_S: Final = 1.0
 """Pause before another process starts after one that was lost. Each further pause is twice as long."""
 REST_MAX_S: Final = 30.0
+_MODULE: Final = "headrace_kv.pool.process"
+_BUFFER_BYTES: Final = 4 * PACKET_BYTES_MAX
+_RPC_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,18 +59,23 @@ class _Call:
         self.future.set_result(list(done) or [False] * self.count)
 
 
-class MooncakePool(RemotePool):
-    """Owns the process. A call that ends late ends the process, and with it everything that the call may still do.
+class RemotePool:
+    """Blocks by key. The calls return at once, from any thread, and never raise.
 
-    After that, and after every failure of the store, the pool is closed for a while. `on_lost` is called then, on the
-    pool's thread, as are callbacks of futures.
+    A future ends within its call's `timeout_s`. Its list has one value for each key: whether the block is there, or was
+    moved whole. A store that is lost, frozen or wrong gives False, never an error. When a future has ended, the pool
+    neither reads nor writes the call's slots any more. So blocks are lost with the store, and answers are not.
+
+    A call that ends late ends the process, and with it everything that the call may still do. After that, and after
+    every failure of the store, the pool is closed for a while. `on_lost` is called then, on the pool's thread, as are
+    callbacks of futures.
     """
 
     def __init__(self, setup: PoolSetup, on_lost: Callable[[], None] = lambda: None) -> None:
         self._setup = setup
         self._on_lost = on_lost
         self._lock = threading.Lock()
-        self._child: PoolChild | None = None
+        self._child: _Child | None = None
         self._calls: dict[int, _Call] = {}
         self._next_id = 1
         self._succeeded = False
@@ -61,6 +86,7 @@ class MooncakePool(RemotePool):
 
     @property
     def is_open(self) -> bool:
+        """Whether the store can be asked at present. While it is False, every future ends at once, with False."""
         return self._child is not None
 
     @property
@@ -70,6 +96,7 @@ class MooncakePool(RemotePool):
         return 0 if child is None else child.process_id
 
     def exists(self, keys: Sequence[str], timeout_s: float) -> Future[list[bool]]:
+        """Whether the store has blocks. They may be gone by the time of `get`."""
         return self._begin("exists", keys, timeout_s)
 
     def get(
@@ -80,14 +107,20 @@ class MooncakePool(RemotePool):
         timeout_s: float,
         shard: int = OWN_SHARD,
     ) -> Future[list[bool]]:
+        """Reads blocks into slots of a memory. True for those with the bytes that were stored for exactly that key.
+
+        Of another shard than OWN_SHARD, it writes those bytes of the slots that this shard has.
+        """
         return self._begin("get", keys, timeout_s, memory, slots, shard)
 
     def put(
         self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
     ) -> Future[list[bool]]:
+        """Stores blocks. True also for those that the store has already."""
         return self._begin("put", keys, timeout_s, memory, slots)
 
     def close(self) -> None:
+        """Ends all calls. Returns when no slot is in use any more."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -145,7 +178,7 @@ class MooncakePool(RemotePool):
     def _serve(self) -> str:
         """Starts a process, serves calls until it is lost or the pool is closed, and ends it. Returns the reason."""
         try:
-            child = PoolChild(self._setup)
+            child = _Child(self._setup)
         except OSError as error:
             return f"no process can be started: {error.strerror}"
         opened = False
@@ -167,7 +200,7 @@ class MooncakePool(RemotePool):
             self._on_lost()
         return reason
 
-    def _wait_ready(self, child: PoolChild) -> str:
+    def _wait_ready(self, child: _Child) -> str:
         """Returns the reason when the process does not begin to serve."""
         due_s = time.monotonic() + START_LIMIT_S
         while time.monotonic() < due_s and not self._closing.is_set():
@@ -180,7 +213,7 @@ class MooncakePool(RemotePool):
                 return reply.lost
         return "its process does not start"
 
-    def _serve_calls(self, child: PoolChild) -> str:
+    def _serve_calls(self, child: _Child) -> str:
         while not self._closing.is_set():
             self._wait(child, self._first_due_s())
             try:
@@ -194,7 +227,7 @@ class MooncakePool(RemotePool):
                 return "a call has not ended in time"
         return ""
 
-    def _wait(self, child: PoolChild, due_s: float) -> None:
+    def _wait(self, child: _Child, due_s: float) -> None:
         """Returns when the process has sent something, at a deadline, or when woken."""
         timeout_s = max(0.0, min(due_s - time.monotonic(), REST_MAX_S))
         poller = select.poll()
@@ -214,3 +247,89 @@ class MooncakePool(RemotePool):
         if call is not None:
             self._succeeded = True
             call.end(reply.done)
+
+
+class _Child:
+    """The process. One thread reads its replies; any thread may send calls."""
+
+    def __init__(self, setup: PoolSetup) -> None:
+        """Starts it. Raises OSError when the host has no room for another process."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", _MODULE, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    env=_environment(setup.protocol),
+                    pass_fds=(theirs.fileno(), *(one.descriptor for one in setup.memories)),
+                )
+            except OSError:
+                ours.close()
+                raise
+        self._channel = ours
+        self._channel.setblocking(False)
+        self._channel.send(setup_to_packet(setup))
+
+    def fileno(self) -> int:
+        """For select: readable when replies have come, or when the process has ended."""
+        return self._channel.fileno()
+
+    @property
+    def process_id(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
+    def send(self, call: PoolCall) -> bool:
+        """Whether the process will get the call. It does not while it reads too slowly."""
+        try:
+            self._channel.send(call_to_packet(call))
+        except OSError:
+            return False
+        return True
+
+    def read(self) -> PoolReply | None:
+        """The next reply. None when there is none yet. Raises EOFError when the process has ended."""
+        try:
+            packet = self._channel.recv(PACKET_BYTES_MAX)
+        except BlockingIOError:
+            return None
+        except ConnectionError as error:
+            raise EOFError from error
+        if not packet:
+            raise EOFError
+        return reply_from_packet(packet)
+
+    def kill(self) -> None:
+        """Ends the process. When it returns, the process uses no memory any more."""
+        self._process.kill()
+        self._process.wait()
+        self._channel.close()
+
+
+def _environment(protocol: str) -> dict[str, str]:
+    _, variables = protocol_environment(protocol)
+    milliseconds = str(round(_RPC_TIMEOUT_S * 1_000))
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("MC_FORCE_")},
+        **variables,
+        "MC_RPC_TIMEOUT_MS": milliseconds,
+        "MC_RPC_CONNECT_TIMEOUT_MS": milliseconds,
+        "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+        "MC_STORE_CLIENT_METRIC": "0",
+        "MC_LOG_LEVEL": os.environ.get("MC_LOG_LEVEL", "ERROR"),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def leading(values: Sequence[bool]) -> int:
+    """How many values before the first False."""
+    return next((position for position, value in enumerate(values) if not value), len(values))
+
+
+def refused(count: int) -> Future[list[bool]]:
+    """The ended future of a call without success."""
+    future: Future[list[bool]] = Future()
+    future.set_result([False] * count)
+    return future

@@ -1,42 +1,47 @@
-"""Moves sealed blocks between slots of memory and a store. Blocks the calling thread; bounded by its process."""
+"""The process that calls the store for one worker: `python -m headrace_kv.pool.process DESCRIPTOR`.
+
+A call of Mooncake can stand still for longer than any request may wait. It can hold Python's lock meanwhile, and write
+into memory after it has failed. The worker ends this process then, which ends all three.
+"""
 
 from __future__ import annotations
 
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final
 
-from headrace_common.errors import TransferFailed
-from headrace_kv.pool.base import OWN_SHARD
+from headrace_common.errors import ConfigError, TransferFailed
+from headrace_common.process.niceness import lower_priority
+from headrace_kv.pool.memory import (
+    OWN_SHARD,
+    STEP_BYTES,
+    Mapping,
+    ShardMemory,
+    Slots,
+    copy_heads,
+)
+from headrace_kv.pool.messages import (
+    PACKET_BYTES_MAX,
+    READY,
+    PoolCall,
+    PoolReply,
+    call_from_packet,
+    reply_to_packet,
+    setup_from_packet,
+)
 from headrace_kv.pool.seal import is_sealed, seal_of
-from headrace_kv.pool.shard_memory import STEP_BYTES, ShardMemory, copy_heads
-from headrace_kv.pool.slots import Slots
+from headrace_kv.pool.store import PRESENT, STORED, MooncakeStore
+from headrace_kv.transport.networks import parse_networks
 
-STORED: Final = 0
-ABSENT: Final = -704
-PRESENT: Final = -705
-"""Status codes, which are those of Mooncake Store."""
+_EXIT_LOST: Final = 3
 _LOST: Final = range(-999, -799)
 """Transfers and calls that failed: the store itself is lost, not a block."""
 _STEP_BLOCKS: Final = 64
-
-
-class BlockStore(Protocol):
-    """A shared store of bytes by key. It reads and writes memory by address, which was registered before."""
-
-    def register(self, memories: Sequence[Slots]) -> None:
-        """Lets calls use this memory. Raises TransferFailed."""
-
-    def exist(self, keys: list[str]) -> list[int]:
-        """1 for a key that is there, 0 for one that is not, else a status code."""
-
-    def get(self, keys: list[str], addresses: list[int], nbytes: int) -> list[int]:
-        """Reads objects of at most `nbytes` each. Returns their sizes, or a status code."""
-
-    def put(self, keys: list[str], addresses: list[int], nbytes: int) -> list[int]:
-        """Stores objects. Returns STORED or a status code."""
-
-    def remove(self, keys: list[str]) -> None:
-        """Removes objects, if they are there."""
 
 
 class BlockClient:
@@ -45,7 +50,7 @@ class BlockClient:
     Every call raises TransferFailed when the store is lost.
     """
 
-    def __init__(self, store: BlockStore, memories: Sequence[Slots], secret: bytes) -> None:
+    def __init__(self, store: MooncakeStore, memories: Sequence[Slots], secret: bytes) -> None:
         self._store = store
         self._memories = memories
         self._secret = secret
@@ -147,3 +152,80 @@ class BlockClient:
         if len(codes) != len(keys) or any(code in _LOST for code in codes):
             raise TransferFailed(f"the store has failed (code {min(codes, default=0)})")
         return codes
+
+
+class PoolProcess:
+    """Serves one worker. Reads and stores run beside each other, each in the order of the calls."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        """Connects to the store. Raises TransferFailed."""
+        self._channel = channel
+        setup = setup_from_packet(channel.recv(PACKET_BYTES_MAX))
+        self._mappings = [Mapping(memory) for memory in setup.memories]
+        memories = [mapping.slots for mapping in self._mappings]
+        store = MooncakeStore(
+            setup.host,
+            setup.master,
+            protocol=setup.protocol,
+            rdma_devices=setup.rdma_devices,
+            sources=None if setup.admitted is None else parse_networks(setup.admitted),
+        )
+        store.register(memories)
+        self._client = BlockClient(store, memories, setup.secret)
+        self._reads: queue.SimpleQueue[PoolCall] = queue.SimpleQueue()
+        self._stores: queue.SimpleQueue[PoolCall] = queue.SimpleQueue()
+        for work, name in ((self._read, "reads"), (self._store, "stores")):
+            threading.Thread(target=work, name=name, daemon=True).start()
+
+    def run(self) -> None:
+        """Returns when the worker has ended or closed the channel."""
+        self._send(READY)
+        while packet := self._channel.recv(PACKET_BYTES_MAX):
+            call = call_from_packet(packet)
+            (self._stores if call.operation == "put" else self._reads).put(call)
+
+    def _read(self) -> None:
+        self._work(self._reads)
+
+    def _store(self) -> None:
+        # Requests wait for reads, and for no store.
+        lower_priority()
+        self._work(self._stores)
+
+    def _work(self, calls: queue.SimpleQueue[PoolCall]) -> None:
+        while True:
+            call = calls.get()
+            try:
+                done = self._execute(call)
+            except TransferFailed as error:
+                self._send(PoolReply(call.call_id, lost=error.detail))
+                continue
+            self._send(PoolReply(call.call_id, tuple(done)))
+
+    def _execute(self, call: PoolCall) -> list[bool]:
+        if call.operation == "exists":
+            return self._client.exists(call.keys)
+        if call.operation == "get":
+            return self._client.get(call.memory, call.keys, call.slots, call.shard)
+        return self._client.put(call.memory, call.keys, call.slots)
+
+    def _send(self, reply: PoolReply) -> None:
+        self._channel.send(reply_to_packet(reply))
+
+
+def main(arguments: list[str]) -> int:
+    """Serves the worker at the other end of a socket. Returns the exit status."""
+    # Ctrl-C is for the worker, which ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = socket.socket(fileno=int(arguments[0]))
+    try:
+        PoolProcess(channel).run()
+    except (ConfigError, TransferFailed) as error:
+        channel.send(reply_to_packet(PoolReply(0, lost=error.detail)))
+        return _EXIT_LOST
+    return 0
+
+
+if __name__ == "__main__":
+    # Mooncake's threads may stand still, and the end of the process must not wait for them.
+    os._exit(main(sys.argv[1:]))

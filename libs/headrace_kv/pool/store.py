@@ -1,4 +1,4 @@
-"""Mooncake Store's client as a BlockStore. Its process has no other listeners that Mooncake opened.
+"""The shared store: Mooncake Store's client. Its process has no other listeners that Mooncake opened.
 
 The store authenticates no client: a host that reaches its ports reads, changes and removes every block.
 """
@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final, cast
 
 from headrace_common.errors import TransferFailed
+from headrace_kv.pool.memory import Slots
 from headrace_kv.pool.shared_arena import SharedArena
-from headrace_kv.pool.slots import Slots
 from headrace_kv.transport.mooncake.known_lines import without_known_lines
 from headrace_kv.transport.mooncake.listen_filter import (
     open_listeners,
@@ -20,6 +20,11 @@ from headrace_kv.transport.mooncake.listen_filter import (
 )
 from headrace_kv.transport.networks import Networks
 
+STORED: Final = 0
+ABSENT: Final = -704
+PRESENT: Final = -705
+"""Status codes of Mooncake Store."""
+
 # The client allocates from it only in calls that copy, which are not used here. It must not be empty.
 _OWN_BUFFER_BYTES: Final = 16 << 20
 _METADATA: Final = "P2PHANDSHAKE"
@@ -27,7 +32,7 @@ _SETTLED_S: Final = 0.05
 
 
 class MooncakeStore:
-    """A client of the master at `master`.
+    """A client of the master at `master`. It reads and writes memory by address, which was registered before.
 
     Packets to its ports are admitted from `sources` only, and to `host` only. None admits every source. Raises
     TransferFailed when the master does not answer or refuses.
@@ -74,15 +79,19 @@ class MooncakeStore:
                 )
 
     def exist(self, keys: list[str]) -> list[int]:
+        """1 for a key that is there, 0 for one that is not, else a status code."""
         return cast("list[int]", self._store.batch_is_exist(keys))
 
     def get(self, keys: list[str], addresses: list[int], nbytes: int) -> list[int]:
+        """Reads objects of at most `nbytes` each. Returns their sizes, or a status code."""
         return cast("list[int]", self._store.batch_get_into(keys, addresses, [nbytes] * len(keys)))
 
     def put(self, keys: list[str], addresses: list[int], nbytes: int) -> list[int]:
+        """Stores objects. Returns STORED or a status code."""
         return cast("list[int]", self._store.batch_put_from(keys, addresses, [nbytes] * len(keys)))
 
     def remove(self, keys: list[str]) -> None:
+        """Removes objects, if they are there."""
         self._store.batch_remove(keys, True)
 
     def close(self) -> None:

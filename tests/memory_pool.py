@@ -1,4 +1,4 @@
-"""A remote pool within one process that can inject faults. For tests of everything above a pool."""
+"""A remote pool within one process that can inject faults, for tests of everything above a pool."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
 from headrace_common.errors import TransferFailed
-from headrace_kv.pool.base import OWN_SHARD, PoolMemory, RemotePool, refused
-from headrace_kv.pool.block_client import ABSENT, PRESENT, STORED, BlockClient
-from headrace_kv.pool.mapping import Mapping
-from headrace_kv.pool.slots import Slots
+from headrace_kv.pool.memory import OWN_SHARD, Mapping, PoolMemory, Slots
+from headrace_kv.pool.process import BlockClient
+from headrace_kv.pool.remote import RemotePool, refused
+from headrace_kv.pool.store import ABSENT, PRESENT, STORED, MooncakeStore
 
 _RPC_FAILED = -900
 _STALL_MAX_S = 60.0
 
 
-class MemoryStore:
+class MemoryStore(MooncakeStore):
     """The objects of a store, shared by any number of pools. Its faults apply to all of them."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class InMemoryPool(RemotePool):
         self._mappings = [Mapping(memory) for memory in memories]
         self._client = BlockClient(store, [one.slots for one in self._mappings], secret)
         self._on_lost = on_lost
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-pool")
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="kv-pool")
         self._is_open = True
 
     @property
@@ -124,7 +124,7 @@ class InMemoryPool(RemotePool):
         self._is_open = True
 
     def exists(self, keys: Sequence[str], timeout_s: float) -> Future[list[bool]]:
-        return self._begin(partial(self._client.exists, keys), len(keys), timeout_s)
+        return self._start(partial(self._client.exists, keys), len(keys), timeout_s)
 
     def get(
         self,
@@ -135,18 +135,18 @@ class InMemoryPool(RemotePool):
         shard: int = OWN_SHARD,
     ) -> Future[list[bool]]:
         call = partial(self._client.get, memory, keys, slots, shard)
-        return self._begin(call, len(keys), timeout_s)
+        return self._start(call, len(keys), timeout_s)
 
     def put(
         self, memory: int, keys: Sequence[str], slots: Sequence[int], timeout_s: float
     ) -> Future[list[bool]]:
-        return self._begin(partial(self._client.put, memory, keys, slots), len(keys), timeout_s)
+        return self._start(partial(self._client.put, memory, keys, slots), len(keys), timeout_s)
 
     def close(self) -> None:
         self._is_open = False
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _begin(
+    def _start(
         self, call: Callable[[], list[bool]], count: int, timeout_s: float
     ) -> Future[list[bool]]:
         if not self._is_open:
@@ -154,18 +154,18 @@ class InMemoryPool(RemotePool):
         future: Future[list[bool]] = Future()
         # The first that takes it ends the call: the thread, or the timer.
         claim = threading.Lock()
-        end = partial(self._end, future, claim, [False] * count, lost=True)
+        end = partial(self._finish, future, claim, [False] * count, lost=True)
         timer = threading.Timer(timeout_s, end)
         timer.start()
         try:
-            self._thread.submit(self._run, call, future, claim, timer, count)
+            self._executor.submit(self._perform, call, future, claim, timer, count)
         except RuntimeError:
             # Another thread closes the pool.
             timer.cancel()
             return refused(count)
         return future
 
-    def _run(
+    def _perform(
         self,
         call: Callable[[], list[bool]],
         future: Future[list[bool]],
@@ -178,9 +178,9 @@ class InMemoryPool(RemotePool):
         except TransferFailed:
             done, lost = [False] * count, True
         timer.cancel()
-        self._end(future, claim, done, lost=lost)
+        self._finish(future, claim, done, lost=lost)
 
-    def _end(
+    def _finish(
         self, future: Future[list[bool]], claim: threading.Lock, done: list[bool], *, lost: bool
     ) -> None:
         if not claim.acquire(blocking=False):
