@@ -195,23 +195,3 @@ async def reset_prefix_cache(endpoint: str, timeout_s: float) -> None:
             await worker_pb2_grpc.WorkerServiceStub(channel).ResetPrefixCache(
                 worker_pb2.ResetPrefixCacheRequest(), timeout=timeout_s
             )
-
-
-def chat_request(
-    messages: list[tuple[str, str]],
-    *,
-    model: str = "",
-    max_tokens: int = 0,
-    temperature: float | None = None,
-    seed: int | None = None,
-    include_latency: bool = False,
-) -> inference_pb2.GenerateRequest:
-    """A request with messages of (role, content), oldest first. 0 tokens means what the context leaves."""
-    return headrace_client.build_request(
-        messages=messages,
-        model=model,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        include_latency=include_latency,
-    )

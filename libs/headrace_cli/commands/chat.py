@@ -11,12 +11,13 @@ import typer
 
 from headrace.inference.v1 import inference_pb2
 from headrace_cli.addressed import AddressedCommand
-from headrace_cli.client import RouterClient, chat_request, open_router
+from headrace_cli.client import RouterClient, open_router
 from headrace_cli.console import notice_console
 from headrace_cli.exit_status import failures_as_exit, run_command
 from headrace_cli.json_output import Json, message_object, print_json
 from headrace_cli.options import DEFAULT_ROUTER, MaxTokens, RequestModel, Router, SystemMessage
 from headrace_cli.starting import WAIT_S, Wait
+from headrace_client import build_request
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import ConfigError, InternalError
 from headrace_common.latency.parts import sum_from_proto
@@ -109,8 +110,8 @@ async def ask(
 
     Raises InternalError when the answer ends without a finish reason.
     """
-    request = chat_request(
-        messages,
+    request = build_request(
+        messages=messages,
         model=options.model,
         max_tokens=options.max_tokens,
         temperature=options.temperature,

@@ -15,7 +15,7 @@ from headrace_cli.addressed import AddressedGroup
 from headrace_cli.console import answer_console
 from headrace_cli.doctor.credentials import check_credentials
 from headrace_cli.doctor.finding import Finding, Verdict
-from headrace_cli.doctor.members import check_members, check_pairs, find_members
+from headrace_cli.doctor.members import check_members, find_members
 from headrace_cli.doctor.peer import (
     ANSWER_S_MAX,
     DEFAULT_PORTS,
@@ -25,7 +25,6 @@ from headrace_cli.doctor.peer import (
 )
 from headrace_cli.doctor.rdma import check_rdma
 from headrace_cli.doctor.software import check_software, check_versions
-from headrace_cli.doctor.this_host import check_kv_ports
 from headrace_cli.exit_status import EXIT_FAILED, run_command
 from headrace_cli.json_output import Json, print_json
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
@@ -59,7 +58,7 @@ def doctor(
     registry: Registry = "",
     as_json: Json = False,
 ) -> None:
-    """Checks credentials, members, clocks, ports, RDMA, software and the kernel. Exit status 1 after an error."""
+    """Checks credentials, members, clocks, RDMA and software. Exit status 1 after an error."""
     if context.invoked_subcommand is not None:
         return
 
@@ -127,13 +126,12 @@ async def examine(registry: str, router: str) -> list[Finding]:
     about_members = [
         *await check_members(members),
         *check_versions(members),
-        *check_pairs(members),
     ]
     return [*findings, *about_registry, *about_members, *_about_this_host()]
 
 
 def _about_this_host() -> list[Finding]:
-    return [check_kv_ports(), *check_rdma(), *check_software()]
+    return [*check_rdma(), *check_software()]
 
 
 def _table(findings: Sequence[Finding]) -> Table:

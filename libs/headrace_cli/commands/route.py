@@ -14,7 +14,6 @@ from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import (
-    chat_request,
     list_members,
     open_router_internally,
 )
@@ -32,6 +31,7 @@ from headrace_cli.options import (
 from headrace_cli.starting import WAIT_S, Wait, wait_until_started
 from headrace_cli.tables import Column, fitted_table
 from headrace_cli.up.state import find_registry
+from headrace_client import build_request
 from headrace_common.errors import NotFound
 
 
@@ -63,7 +63,9 @@ def route(
     async def work() -> None:
         found = await find_internal(internal, registry, router)
         async with open_router_internally(found) as client:
-            routed = await client.explain(chat_request([*messages, ("user", prompt)], model=model))
+            routed = await client.explain(
+                build_request(messages=[*messages, ("user", prompt)], model=model)
+            )
             if as_json:
                 print_json(message_object(routed))
             else:

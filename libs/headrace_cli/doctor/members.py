@@ -10,9 +10,8 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import list_members, open_router_internally, worker_status
 from headrace_cli.doctor.finding import Finding, Verdict
-from headrace_common.errors import HeadraceError, LayoutMismatch
+from headrace_common.errors import HeadraceError
 from headrace_common.limits import CLOCK_OFFSET_NOTED_S
-from headrace_kv.layout.proto import pair_faults_of
 
 _Role = registry_pb2.Member.Role
 
@@ -38,16 +37,6 @@ async def check_members(members: Sequence[registry_pb2.Member]) -> list[Finding]
     """One finding for each member, and one more for each clock that is wrong."""
     found = await asyncio.gather(*map(_check_member, members))
     return [finding for findings in found for finding in findings]
-
-
-def check_pairs(members: Sequence[registry_pb2.Member]) -> list[Finding]:
-    """A warning for the workers that cannot hand KV over to each other."""
-    remedy = "start them with equal settings"
-    try:
-        faults = pair_faults_of(members)
-    except LayoutMismatch as error:
-        return [Finding(Verdict.ERROR, "pairs", error.detail, "restart the worker")]
-    return [Finding(Verdict.WARNING, "pairs", str(fault), remedy) for fault in faults]
 
 
 async def _check_member(member: registry_pb2.Member) -> list[Finding]:

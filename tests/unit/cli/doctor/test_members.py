@@ -1,29 +1,18 @@
-"""What the doctor finds in the list of members."""
+"""What the doctor finds in the reports of members."""
 
 from __future__ import annotations
 
-from headrace.registry.v1 import registry_pb2
-from headrace_cli.doctor.finding import Verdict
-from headrace_cli.doctor.members import check_pairs
-from tests.component.registry.harness import worker
+import pytest
+
+from headrace_cli.doctor.members import clock_findings
+
+_SECOND_NS = 10**9
 
 
-def pair(prefill_transport: str, decode_transport: str) -> list[registry_pb2.Member]:
-    members = [worker("prefill-0", role=registry_pb2.Member.ROLE_PREFILL), worker("decode-0")]
-    members[0].transport, members[1].transport = prefill_transport, decode_transport
-    return members
-
-
-def test_workers_that_cannot_hand_kv_over_are_a_warning() -> None:
-    assert check_pairs(pair("mooncake", "mooncake")) == []
-    (finding,) = check_pairs(pair("in_memory", "mooncake"))
-    assert finding.verdict is Verdict.WARNING
-    assert "transport (in_memory != mooncake)" in finding.detail
-
-
-def test_an_impossible_layout_is_an_error() -> None:
-    members = pair("mooncake", "mooncake")
-    members[1].layout.stage_starts.extend([7, 3])
-    (finding,) = check_pairs(members)
-    assert finding.verdict is Verdict.ERROR
-    assert "pipeline stages" in finding.detail
+@pytest.mark.parametrize(
+    ("sent_s", "text"),
+    [(0.0, ""), (97.0, "3.0 s behind"), (99.5, ""), (101.5, ""), (104.0, "3.0 s ahead of")],
+)
+def test_a_clock_that_is_far_off_is_named(sent_s: float, text: str) -> None:
+    found = clock_findings("w", int(sent_s * _SECOND_NS), 100 * _SECOND_NS, 101 * _SECOND_NS)
+    assert [text in one.detail for one in found] == ([True] if text else [])

@@ -22,7 +22,7 @@ CONVENTIONS = re.compile(
     r"(gen_ai|rpc|http\.(request\.method|route)|server\.(address|port))(\.[a-z_0-9]+)*"
 )
 AREAS = ("decode", "engine", "inference", "kv", "planner", "prefill", "registry", "worker")
-# What the command line prints as JSON states its schema, such as headrace.workers.v1.
+# The JSON of the router's status page states its schema, headrace.status.v1.
 JSON_SCHEMA = re.compile(r"headrace\.[a-z-]+\.v[0-9]+")
 PACKAGES = tuple(f"headrace.{area}." for area in AREAS)
 
