@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 from typing import ParamSpec
 
-from headrace_simulator.virtual_time import run_virtually
+from headrace_simulator.virtual_time import VirtualLoop, run_virtually
 
 _P = ParamSpec("_P")
 
@@ -22,3 +23,10 @@ def virtually(test: Callable[_P, Awaitable[None]]) -> Callable[_P, None]:
         run_virtually(work)
 
     return run
+
+
+def stand_still(seconds: float) -> None:
+    """The process runs nothing for so long: its timers are late."""
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualLoop)
+    loop.pass_over(seconds)

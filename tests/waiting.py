@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
+from typing import Final
+
+PATIENCE_S: Final = 30.0
+"""Limit of a wait that ends much earlier, unless something is broken. A machine that stands still does not reach it."""
+_WRONG_STEP_S: Final = 0.05
 
 
 async def until(
     condition: Callable[[], bool | Awaitable[bool]],
-    timeout_s: float = 10.0,
+    timeout_s: float = PATIENCE_S,
     what: str | Callable[[], str] = "",
     interval_s: float = 0.002,
 ) -> None:
@@ -27,6 +32,16 @@ async def until(
             raise
         text = what() if callable(what) else what
         raise AssertionError(f"not within {timeout_s} s: {text or 'the condition'}") from None
+
+
+async def forever() -> None:
+    """Returns never: a call of a fake that a test or a deadline ends."""
+    await asyncio.Event().wait()
+
+
+async def let_a_wrong_step_show() -> None:
+    """Gives the code time for a step that it must not take. No test waits by this for a step that it must take."""
+    await asyncio.sleep(_WRONG_STEP_S)
 
 
 async def _holds(condition: Callable[[], bool | Awaitable[bool]]) -> bool:

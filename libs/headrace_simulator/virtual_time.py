@@ -40,8 +40,12 @@ class _VirtualSelector(selectors.BaseSelector):
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             raise InternalError("the simulation cannot go on: every request waits for another")
-        self.now_s += max(0.0, timeout)
+        self.advance(timeout)
         return []
+
+    def advance(self, seconds: float) -> None:
+        """Time passes, if `seconds` is more than 0."""
+        self.now_s += max(0.0, seconds)
 
     def get_map(self) -> Mapping[Any, selectors.SelectorKey]:
         return self._keys
@@ -57,6 +61,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """The virtual time in seconds."""
         return self._clock.now_s
+
+    def pass_over(self, seconds: float) -> None:
+        """Time passes without a timer: those that are due by then are late."""
+        self._clock.advance(seconds)
 
 
 def run_virtually(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
