@@ -107,7 +107,6 @@ class InMemoryTransport(KvTransport):
         self._late: list[threading.Timer] = []
         self._closed = False
         self.write_count = 0
-        self.last_landing_unix_ns = 0
 
     @property
     def session(self) -> str:
@@ -185,4 +184,3 @@ class InMemoryTransport(KvTransport):
             strict=True,
         ):
             ctypes.memmove(destination, source, length)
-        self.last_landing_unix_ns = time.time_ns()

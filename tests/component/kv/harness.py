@@ -18,6 +18,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation
 from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.status import ErrorInterceptor
+from headrace_kv.handoff.clock import Clock, Timers
 from headrace_kv.handoff.messages import LayerRange, Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.plan.copy_plan import Runs
@@ -34,7 +35,7 @@ from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.in_memory import FaultPlan, InMemoryTransport, MemoryFabric
 from tests.router_key import RouterKey
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 BLOCK_TOKENS = 4
 TOKEN_BYTES = 6
@@ -44,6 +45,9 @@ LAYERS = 6
 BLOCKS = (1, 2, 3)
 """Prefill's blocks of the usual prompt."""
 TOKENS = 3 * BLOCK_TOKENS
+LEASE_S, QUARANTINE_S = 30.0, 1.0
+TRANSFER_S = 60.0
+"""No transfer and no lease reaches its end by the real clock."""
 
 
 def make_layout(tensor_parallel_size: int, heads: int = 4, layers: int = LAYERS) -> KvLayout:
@@ -139,7 +143,7 @@ class Rig:
         token_count: int = TOKENS,
         *,
         start_token: int = 0,
-        timeout_s: float = 20.0,
+        timeout_s: float = TRANSFER_S,
         transfer_id: str | None = None,
         first_block: int = 30,
     ) -> IncomingTransfer:
@@ -161,7 +165,7 @@ class Rig:
         self,
         transfer: IncomingTransfer,
         *,
-        timeout_s: float = 20.0,
+        timeout_s: float = TRANSFER_S,
         transfer_id: str = "",
     ) -> TransferTarget:
         name = transfer_id or transfer.transfer_id
@@ -233,7 +237,7 @@ class Rig:
             assert np.array_equal(actual, expected), f"decode rank {rank}"
         return summary
 
-    async def quiet(self, transfer_id: str, timeout_s: float = 10.0) -> list[SendReport]:
+    async def quiet(self, transfer_id: str, timeout_s: float = PATIENCE_S) -> list[SendReport]:
         """The reports of all prefill ranks for one transfer."""
         await until(
             lambda: (
@@ -296,8 +300,10 @@ async def running(
     *,
     faults: FaultPlan | None = None,
     quiet_after_failure_s: float = 0.0,
-    lease_ttl_s: float = 5.0,
-    quarantine_s: float = 1.0,
+    lease_ttl_s: float = LEASE_S,
+    quarantine_s: float = QUARANTINE_S,
+    receiver_timers: Timers | None = None,
+    sender_clock: Clock | None = None,
     claimed_decode: WorkerRef | None = None,
     receiver_limits: ReceiverLimits | None = None,
     sender_limits: SenderLimits | None = None,
@@ -309,6 +315,7 @@ async def running(
 
     Without `transports`, they are memory_transports(faults, quiet_after_failure_s). With `claimed_decode`, the senders
     expect that worker at decode's address. `make_broadcast` is for a decode layout with a broadcast_width.
+    `receiver_timers` and `sender_clock` are the real ones unless given.
     """
     loop = asyncio.get_running_loop()
     prefill, decode = (
@@ -334,6 +341,7 @@ async def running(
         on_released=lambda transfer_id: released.append((transfer_id, time.monotonic())),
         quarantine_s=quarantine_s,
         limits=receiver_limits,
+        timers=receiver_timers,
         features=tuple(filter(None, (broadcast, checks))),
     )
     server = grpc.aio.server(interceptors=[ErrorInterceptor()])
@@ -370,6 +378,7 @@ async def running(
                 descriptors=descriptors,
                 event_loop=loop,
                 on_quiet=reports.append,
+                clock=sender_clock or Clock(),
             ),
             limits=sender_limits,
         )

@@ -31,7 +31,7 @@ from tests.component.kv.handoff.test_bad_messages import (
 )
 from tests.component.kv.harness import BLOCK_TOKENS, TOKENS, Rig, make_layout, running
 from tests.component.kv.receive.test_verification import checks
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 Forge = Callable[[Rig, str], bytes]
 UNKNOWN = SigningKey()
@@ -124,7 +124,7 @@ async def read_all(call: Any) -> None:
 
 async def refusal(call: Any) -> tuple[str, str]:
     """The reason and the claim of the next Cancel."""
-    response = await asyncio.wait_for(call.read(), 5)
+    response = await asyncio.wait_for(call.read(), PATIENCE_S)
     assert response.WhichOneof("message") == "cancel", response
     return response.cancel.reason, response.cancel.refused_claim
 
@@ -225,7 +225,7 @@ async def test_a_worker_that_lost_its_task_cannot_fill_the_transfer_of_the_next_
 
 
 async def test_an_open_before_its_reservation_is_checked_when_that_comes() -> None:
-    async with running(receiver_limits=ReceiverLimits(open_wait_s=20.0)) as rig:
+    async with running(receiver_limits=ReceiverLimits(open_wait_s=60.0)) as rig:
         name = "x" + "4" * 32
         early = opening(name, rig.ticket(name))
         async with raw_stream(rig, hello(rig), early, opening("x5", bytes(2_000))) as call:
@@ -244,7 +244,7 @@ async def test_a_stream_with_refused_tickets_only_ends_with_the_claim() -> None:
         forged = opening(transfer.transfer_id, self_signed(rig, transfer.transfer_id))
         async with raw_stream(rig, hello(rig), *[forged] * 64) as call:
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await asyncio.wait_for(read_all(call), 10)
+                await asyncio.wait_for(read_all(call), PATIENCE_S)
         error = error_from_rpc(raised.value)
         assert isinstance(error, Unauthenticated)
         assert error.metadata["ticket"] == "key_id"

@@ -47,6 +47,7 @@ DECODE = WorkerRef("decode-0", "1")
 OTHER = 9
 """The value of the bytes of another request."""
 GUARDED, UNGUARDED = "guarded", "unguarded"
+# A real clock, because the kernel ends the frozen process.
 LEASE_S, QUARANTINE_S = 3.0, 4.0
 # How long a process may take to start and to write, or to write on.
 PATIENCE_S = 60.0

@@ -23,7 +23,7 @@ from headrace_kv.send.stream import HandoffStream
 from headrace_kv.transport.in_memory import InMemoryTransport
 from headrace_kv.transport.networks import Address, parse_networks
 from tests.component.kv.harness import Arena, make_layout
-from tests.waiting import until
+from tests.waiting import let_a_wrong_step_show, until
 
 REF = WorkerRef("decode-0", "d" * 16)
 LAYOUT = make_layout(1)
@@ -121,8 +121,7 @@ async def test_a_rank_is_admitted_from_its_welcome_to_the_end_of_its_stream(
     stream.start()
     await until(lambda: bool(gate.waiting))
     assert sorted(map(str, gate.waiting[0])) == ["10.0.0.7", "127.0.0.1"]
-    # Long enough for a Welcome that does not wait.
-    await asyncio.sleep(0.2)
+    await let_a_wrong_step_show()
     assert listener.events == []
     gate.open.set()
     await until(lambda: listener.events == ["ready"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -57,7 +56,7 @@ from tests.component.kv.harness import (
     make_layout,
     running,
 )
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
 
 TOKENS = 3 * BLOCK_TOKENS - 1
 CACHE_BYTES = TOKENS * LAYERS * len(PARTS) * TOKEN_BYTES
@@ -164,7 +163,7 @@ async def test_blocks_are_not_released_while_a_local_copy_may_write() -> None:
         rig.receiver.cancel(transfer.transfer_id, "CANCELLED", "the client left")
         with pytest.raises(Cancelled, match="the client left"):
             await transfer.wait()
-        await asyncio.sleep(0.1)
+        await let_a_wrong_step_show()
         assert not rig.released
         assert rig.receiver.quarantined_blocks == len(BLOCKS)
         release.set()
@@ -212,11 +211,12 @@ async def test_blocks_are_held_while_bytes_of_a_failed_local_copy_may_land() -> 
 async def test_a_late_local_copy_is_named_by_the_timeout() -> None:
     decode, release = holding()
     async with decode.running() as rig:
-        transfer = send(rig, timeout_s=2.0)
+        # A real clock, because the held copy waits on a thread.
+        transfer = send(rig, timeout_s=3.0)
         with pytest.raises(TransferTimeout, match=r"layers? .*from decode rank \d to rank \d"):
             await transfer.wait()
         # The transport was given no more time than the transfer had.
-        await until(lambda: bool(rig.released), timeout_s=2.0)
+        await until(lambda: bool(rig.released))
         assert not release.is_set()
 
 
@@ -257,7 +257,7 @@ def lone_broadcast(
             for edge in edges(layout_of(1), layout, layer, reservation.transfer_id):
                 ledger.land(LayerLanded(edge, layer, 0, TOKENS, None))
         copies = ledger.take_due(1 << 30)
-        return LocalJob(reservation, copies, Deadline.after(5.0), threading.Event())
+        return LocalJob(reservation, copies, Deadline.after(60.0), threading.Event())
 
     return broadcast, arenas, make
 
@@ -270,11 +270,11 @@ def test_a_cancelled_or_late_job_writes_nothing() -> None:
         cancelled = make()
         cancelled.cancelled.set()
         with pytest.raises(Cancelled):
-            broadcast.submit(cancelled).result(5.0)
+            broadcast.submit(cancelled).result(PATIENCE_S)
         with pytest.raises(TransferTimeout, match="the deadline passed"):
-            broadcast.submit(replace(make(), deadline=Deadline(0.0))).result(5.0)
+            broadcast.submit(replace(make(), deadline=Deadline(0.0))).result(PATIENCE_S)
         assert [set(np.unique(arena.cells)) for arena in arenas] == [{1}, {2}]
-        broadcast.submit(make()).result(5.0)
+        broadcast.submit(make()).result(PATIENCE_S)
         assert all((arena.cells == 1).any() and (arena.cells == 2).any() for arena in arenas)
     finally:
         broadcast.close()
@@ -290,13 +290,13 @@ def test_closing_ends_the_running_job_and_drops_waiting_ones() -> None:
     broadcast, _, make = lone_broadcast(write)
     first = broadcast.submit(make())
     waiting = broadcast.submit(make())
-    assert started.wait(5.0)
+    assert started.wait(PATIENCE_S)
     closing = threading.Thread(target=broadcast.close)
     closing.start()
     closing.join(0.1)
     assert closing.is_alive()
     release.set()
-    closing.join(5.0)
+    closing.join(PATIENCE_S)
     assert first.done()
     assert waiting.cancelled()
     with pytest.raises(Draining):

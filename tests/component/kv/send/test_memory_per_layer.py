@@ -44,7 +44,6 @@ async def push_layer(
     rig.push(transfer.transfer_id, blocks, start, start + CHUNK_TOKENS, layers)
     await until(
         lambda: transfer.ledger is not None and transfer.ledger.ack_count == before_count + 1,
-        timeout_s=20.0,
     )
     return tracemalloc.get_traced_memory()[1] - before
 
@@ -57,10 +56,10 @@ async def cost_of(token_count: int, scattered: bool) -> Cost:
         Random(1).shuffle(source)
         Random(2).shuffle(target)
     layout = make_layout(1, layers=LAYERS)
-    async with running(layout, layout, lease_ttl_s=50.0, block_count=block_count) as rig:
+    async with running(layout, layout, block_count=block_count) as rig:
         reservation = Reservation(new_transfer_id(), tuple(target), 0, token_count)
-        transfer = rig.receiver.reserve(reservation, Deadline.after(50.0))
-        rig.open(rig.target(transfer, timeout_s=50.0))
+        transfer = rig.receiver.reserve(reservation, Deadline.after(60.0))
+        rig.open(rig.target(transfer))
         blocks = tuple(source)
         for start in range(0, token_count - CHUNK_TOKENS, CHUNK_TOKENS):
             for layer in range(LAYERS):

@@ -30,7 +30,7 @@ from headrace_kv.transport.sessions import session_of
 OWN, OTHER = "127.0.0.1", "127.0.0.2"
 NOT_HERE = "203.0.113.7"
 REFUSED_S = 0.3
-DEADLINE_S = 5.0
+DEADLINE_S = 30.0
 
 
 @pytest.fixture

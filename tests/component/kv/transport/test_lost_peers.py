@@ -15,7 +15,7 @@ from headrace_kv.transport.mooncake.lost_peers import LOST_AFTER_S, end_lost_con
 from headrace_kv.transport.mooncake.sockets import own_tcp_sockets
 from headrace_kv.transport.mooncake.transport import MooncakeTransport
 
-# The last probe may be late.
+# A real clock, because the kernel has no other. The last probe may be late.
 SLACK_S = 10.0
 # Classic BPF: return zero, which drops the packet.
 DROP_ALL = struct.pack("@HBBI", 6, 0, 0, 0)

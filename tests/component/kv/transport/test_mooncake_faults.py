@@ -33,6 +33,7 @@ def test_nothing_lands_after_the_quiet_time_of_a_failed_write() -> None:
             transport.write(peer.session, many, 5.0)
         memory[:] = 100
         peer.resume()
+        # A real clock, because Mooncake and the kernel have no other.
         time.sleep(transport.quiet_after_failure_s)
         assert peer.command("largest") == "1"
     finally:

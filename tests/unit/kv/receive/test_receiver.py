@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import replace
@@ -30,6 +32,7 @@ from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer
 from headrace_kv.receive.verification import DigestChecks
 from tests.model.virtual_time import VirtualDeadline, VirtualTimers
 from tests.unit.kv.receive.test_ledger import make_layout
+from tests.virtually import virtually
 
 REF = WorkerRef("decode-0", "1")
 LATE_WRITE_S = 3.0
@@ -82,8 +85,7 @@ class Stage:
             timers=self.timers,
             features=features,
         )
-        deadline = VirtualDeadline(self.timers.time() + 60.0, self.timers)
-        self.transfer = self.receiver.reserve(Reservation("x1", (1,), 0, 4), deadline)
+        self.transfer = self.reserve("x1", 1)
         self.ended_streams: list[HeadraceError] = []
         hello = handoff_pb2.Hello(
             worker_id="prefill-0",
@@ -97,6 +99,10 @@ class Stage:
             hello, self.sent.append, self.ended_streams.append
         )
         self.handle(open=handoff_pb2.Open(transfer_id="x1"))
+
+    def reserve(self, transfer_id: str, block: int) -> IncomingTransfer:
+        deadline = VirtualDeadline(self.timers.time() + 60.0, self.timers)
+        return self.receiver.reserve(Reservation(transfer_id, (block,), 0, 4), deadline)
 
     def handle(self, **message: object) -> None:
         request = handoff_pb2.HandoffRequest(**message)  # type: ignore[arg-type]
@@ -184,6 +190,22 @@ def test_a_rank_that_does_not_quiesce_loses_its_stream() -> None:
     stage.advance(2.0)
     assert "did not stop x1 in time" in stage.ended_streams[0].detail
     assert stage.released == []
+
+
+@virtually
+async def test_drain_waits_then_ends_everything() -> None:
+    stage = Stage()
+    stuck = stage.reserve("x2", 2)
+    start_s = time.monotonic()
+    drain = asyncio.create_task(stage.receiver.drain(20.0))
+    await asyncio.sleep(10.0)
+    stage.land()
+    await stage.transfer.wait()
+    await drain
+    assert time.monotonic() - start_s == 20.0
+    with pytest.raises(TransferFailed, match="shutting down"):
+        await stuck.wait()
+    assert stage.receiver.active_count == 0
 
 
 class RecordingBroadcast(LocalBroadcast):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.kv.v1 import handoff_pb2
-from headrace_common.errors import WorkerGone
+from headrace_common.errors import TransferFailed, WorkerGone
 from headrace_kv.handoff.clock import Clock
 from headrace_kv.handoff.leases import WriteLease
 from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
@@ -27,6 +27,8 @@ from tests.unit.kv.send.support import BLOCK_TOKENS, LAYOUT, make_range, no_desc
 
 DECODE = WorkerRef("decode-0", "1")
 TOKENS = 2 * BLOCK_TOKENS
+LEASE_S = 5.0
+QUIET_S = 3.0
 LANDED = WriteResult("in_memory", "direct", 1)
 PLACED = place_regions(LAYOUT, 0, (4,))
 MEMORY = RankMemory(0, "in_memory", "decode", 1 << 32, PLACED.arena_bytes, PLACED.regions)
@@ -55,11 +57,13 @@ class HeldTransport(InMemoryTransport):
 
     pending_limit = 4
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, quiet_after_failure_s: float) -> None:
+        super().__init__(quiet_after_failure_s=quiet_after_failure_s)
         self.in_flight: list[Future[WriteResult]] = []
+        self.timeouts_s: list[float] = []
 
     def submit(self, session: str, runs: Runs, timeout_s: float) -> Future[WriteResult]:
+        self.timeouts_s.append(timeout_s)
         self.in_flight.append(Future())
         return self.in_flight[-1]
 
@@ -67,9 +71,9 @@ class HeldTransport(InMemoryTransport):
 class Rank:
     """A send loop with a clock that stands still unless `now_s` is set."""
 
-    def __init__(self, waiting_ranges: int = 8) -> None:
+    def __init__(self, waiting_ranges: int = 8, quiet_after_failure_s: float = 0.0) -> None:
         self.now_s = 1000.0
-        self.transport = HeldTransport()
+        self.transport = HeldTransport(quiet_after_failure_s)
         self.reports: list[SendReport] = []
         self.streams: list[RecordingStream] = []
         context = SenderContext(
@@ -94,7 +98,24 @@ class Rank:
     def stream(self) -> RecordingStream:
         return self.streams[-1]
 
-    def open(self, name: str) -> None:
+    def later(self, seconds: float) -> None:
+        """The next turn comes after so many seconds."""
+        self.now_s += seconds
+        self.loop.turn()
+
+    def lease(self, seconds: float) -> None:
+        """From now on the stream's lease is one that ends after so many seconds, unless it is renewed."""
+        self.stream.lease = WriteLease(self.now_s, self.now_s, seconds)
+
+    def end(self, index: int, result: WriteResult | Exception = LANDED) -> None:
+        """Ends one of the writes that were started, and takes a turn."""
+        if isinstance(result, Exception):
+            self.transport.in_flight[index].set_exception(result)
+        else:
+            self.transport.in_flight[index].set_result(result)
+        self.loop.turn()
+
+    def open(self, name: str, block_ids: tuple[int, ...] = (0, 1)) -> None:
         """Brings a transfer to its reservation."""
         target = TransferTarget(name, DECODE, "", 0, TOKENS, self.now_s + 10.0)
         first = not self.streams
@@ -103,7 +124,7 @@ class Rank:
         if first:
             descriptor = KvDescriptor(LAYOUT, (MEMORY,))
             self.loop.on_ready(self.stream, descriptor, handoff_pb2.Welcome())
-        self.loop.on_reservation(self.stream, Reservation(name, (0, 1), 0, TOKENS), 1)
+        self.loop.on_reservation(self.stream, Reservation(name, block_ids, 0, TOKENS), 1)
 
     def push(self, name: str, layer: int = 0) -> bool:
         """Pushes a whole layer, and starts its write."""
@@ -194,3 +215,127 @@ async def test_ranges_beyond_a_complete_transfer_do_not_delay_its_commit() -> No
     rank.loop.turn()
     assert rank.stream.sent[-1] == "commit"
     assert len(rank.reports) == 1
+
+
+async def test_writes_that_land_out_of_order_are_acknowledged_in_order() -> None:
+    rank = Rank()
+    rank.open("a")
+    for layer in range(2):
+        rank.push("a", layer)
+    rank.end(1)
+    assert "layer_done" not in rank.stream.sent
+    rank.end(0)
+    assert rank.stream.sent == ["open", "layer_done", "layer_done", "commit"]
+
+
+async def test_a_write_in_several_batches_has_landed_with_its_last() -> None:
+    rank = Rank()
+    rank.transport.entry_limit = 1
+    rank.open("a", block_ids=(1, 0))
+    rank.push("a")
+    rank.end(1, WriteResult("mooncake/tcp", "gather_scatter", 1))
+    assert "layer_done" not in rank.stream.sent
+    rank.end(0)
+    assert rank.stream.sent == ["open", "layer_done"]
+    rank.push("a", 1)
+    rank.end(2)
+    rank.end(3)
+    (report,) = rank.reports
+    (link,) = report.links
+    assert (link.transport, link.strategy) == ("mooncake/tcp+in_memory", "gather_scatter+direct")
+    assert (link.run_count, link.entry_count) == (4, 4)
+
+
+async def test_a_failed_write_fails_its_transfer_and_not_its_neighbour() -> None:
+    rank = Rank(quiet_after_failure_s=QUIET_S)
+    rank.open("a")
+    rank.open("b")
+    for name in ("a", "b"):
+        for layer in range(2):
+            rank.push(name, layer)
+    rank.end(0, TransferFailed("the test fails this write"))
+    rank.later(2 * QUIET_S)
+    # The other write can still land, so the source blocks stay held.
+    assert not rank.reports
+    for index in (1, 2, 3):
+        rank.end(index)
+    assert [(report.transfer_id, report.reason) for report in rank.reports] == [
+        ("a", "TRANSFER_FAILED"),
+        ("b", ""),
+    ]
+
+
+async def test_the_quiet_time_counts_from_the_last_failure() -> None:
+    rank = Rank(quiet_after_failure_s=QUIET_S)
+    rank.open("a")
+    for layer in range(2):
+        rank.push("a", layer)
+    for index in range(2):
+        rank.later(0.7 * QUIET_S)
+        rank.end(index, TransferFailed("the test fails this write"))
+    rank.later(0.9 * QUIET_S)
+    assert not rank.reports
+    rank.later(0.2 * QUIET_S)
+    assert len(rank.reports) == 1
+
+
+async def test_no_write_starts_or_goes_on_without_a_lease_and_quiet_waits_for_the_others() -> None:
+    rank = Rank()
+    rank.open("a")
+    rank.lease(LEASE_S)
+    rank.push("a", 0)
+    rank.later(LEASE_S)
+    rank.push("a", 1)
+    # The transport abandons a write that never ends with the lease.
+    assert rank.transport.timeouts_s == [LEASE_S]
+    assert rank.stream.sent == ["open", "failed"]
+    assert not rank.reports
+    rank.end(0)
+    (report,) = rank.reports
+    assert report.reason == "TRANSFER_FAILED"
+    assert "lease" in report.detail
+
+
+async def test_a_deadline_names_the_layers_that_have_not_landed() -> None:
+    rank = Rank()
+    rank.open("a")
+    for layer in range(2):
+        rank.push("a", layer)
+    rank.end(0)
+    rank.later(11.0)
+    assert rank.stream.sent == ["open", "layer_done", "failed"]
+    assert not rank.reports
+    rank.end(1)
+    (report,) = rank.reports
+    assert report.reason == "TRANSFER_TIMEOUT"
+    assert "layers 1 (1 of 2)" in report.detail
+
+
+async def test_closing_waits_for_writes_until_they_are_overdue(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rank = Rank()
+    rank.open("a")
+    rank.lease(LEASE_S)
+    rank.push("a")
+    rank.inbox.close(rank.loop.stop_all)
+    rank.later(LEASE_S)
+    assert (rank.loop.over, rank.reports) == (False, [])
+    rank.later(3.0)
+    assert rank.loop.over
+    # This write may never be reported as ended.
+    assert not rank.reports
+    assert rank.inbox.active_transfers() == {"a"}
+    assert "did not end its writes in time" in caplog.text
+
+
+async def test_closing_reports_once_the_writes_have_ended() -> None:
+    rank = Rank()
+    rank.open("a")
+    rank.push("a")
+    rank.inbox.close(rank.loop.stop_all)
+    rank.loop.turn()
+    assert (rank.loop.over, rank.reports) == (False, [])
+    rank.end(0)
+    assert [report.reason for report in rank.reports] == ["DRAINING"]
+    assert rank.loop.over
