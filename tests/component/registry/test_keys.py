@@ -16,7 +16,7 @@ from tests.component.registry.harness import (
     running_registry,
     worker,
 )
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 PREFIX_HASH_KEY = 0x0123_4567_89AB_CDEF
 SECRET = "a secret of sixteen or more"
@@ -47,8 +47,8 @@ async def test_a_registry_without_its_records_adopts_the_key_of_its_members(
     registry: Registry,
 ) -> None:
     async with (
-        joined(registry.endpoint, worker("decode-0"), 1.0) as first,
-        joined(registry.endpoint, worker("decode-1"), 1.0) as second,
+        joined(registry.endpoint, worker("decode-0"), 30.0) as first,
+        joined(registry.endpoint, worker("decode-1"), 30.0) as second,
     ):
         key = first.prefix_hash_key
         assert key
@@ -56,8 +56,8 @@ async def test_a_registry_without_its_records_adopts_the_key_of_its_members(
         await registry.start()
         store = registry.store
         assert store is not None
-        await until(lambda: len(store.members) == 2, 10, "the return of both")
-        await until(lambda: first.registered and second.registered, 10, "their new leases")
+        await until(lambda: len(store.members) == 2, PATIENCE_S, "the return of both")
+        await until(lambda: first.registered and second.registered, PATIENCE_S, "their new leases")
         async with joined(registry.endpoint, worker("decode-2")) as late:
             for member in (first, second, late):
                 assert member.prefix_hash_key == key
@@ -67,14 +67,16 @@ async def test_members_keep_their_prefix_hash_key(
     registry: Registry, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with (
-        joined(registry.endpoint, worker("decode-0"), 1.0) as first,
+        joined(registry.endpoint, worker("decode-0"), 30.0) as first,
     ):
         key = first.prefix_hash_key
         await registry.stop()
         registry.settings = {"prefix_hash_key": "quite another secret"}
         await registry.start()
         with caplog.at_level(logging.WARNING):
-            await until(lambda: "a different prefix_hash_key" in caplog.text, 10, "the warning")
+            await until(
+                lambda: "a different prefix_hash_key" in caplog.text, PATIENCE_S, "the warning"
+            )
         assert first.prefix_hash_key == key
         assert f"{key}" not in caplog.text
 

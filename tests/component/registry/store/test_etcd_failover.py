@@ -16,7 +16,7 @@ from headrace_registry.store.etcd_store import EtcdStore
 from headrace_registry.store.factory import open_store
 from tests.component.registry.harness import ETCD, EtcdServer, running_cluster, worker
 from tests.ports import free_port
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [
     pytest.mark.etcd,
@@ -60,7 +60,7 @@ async def test_a_lost_endpoint_is_replaced_by_the_next(
                 break
         assert await store.keep_alive(lease_id) is not None
         # The watch moves as well, and loses nothing.
-        response = await asyncio.wait_for(anext(watch), 10)
+        response = await asyncio.wait_for(anext(watch), PATIENCE_S)
         assert [change.member_put.worker_id for change in response.changes] == ["decode-1"]
         assert response.revision == registration.revision
         assert set(store.members) == {"decode-0", "decode-1"}
@@ -79,7 +79,7 @@ async def test_a_dead_first_endpoint_costs_no_call(
     await store.start()
     registration = await store.register(worker(), 30)
     assert await store.keep_alive(registration.lease_id) is not None
-    await until(lambda: set(store.members) == {"decode-0"}, 5, "the member")
+    await until(lambda: set(store.members) == {"decode-0"}, PATIENCE_S, "the member")
     await store.close()
 
 
@@ -97,7 +97,7 @@ async def test_the_watch_leaves_an_endpoint_together_with_the_calls(
     assert isinstance(store, EtcdStore)
     await store.start()
     connection = store._connection
-    await until(lambda: connection._watch is not None, 5, "the watch")
+    await until(lambda: connection._watch is not None, PATIENCE_S, "the watch")
     first = connection.endpoint
     connection._leave(first, "as a test wants it")
     await until(

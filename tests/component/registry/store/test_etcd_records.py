@@ -23,7 +23,7 @@ from tests.component.registry.harness import (
     worker,
 )
 from tests.ports import free_port
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.etcd
 
@@ -57,7 +57,9 @@ async def test_corrupt_records_are_skipped_and_counted(
     }
     for key, value in corrupt.items():
         await put(store, key, value)
-    await until(lambda: store.corrupt_record_count == len(corrupt), 5, "the corrupt records")
+    await until(
+        lambda: store.corrupt_record_count == len(corrupt), PATIENCE_S, "the corrupt records"
+    )
     # This registry and one that starts now serve the other records.
     other = shared_etcd.store(etcd_prefix)
     await other.start()
@@ -79,11 +81,11 @@ async def test_corrupt_records_are_skipped_and_counted(
         await store.register(worker(f"decode-{number}"), 30)
     assert await store.ensure_prefix_hash_key(77) == 77
     await store.set_policy(registry_pb2.Policy(retry_budget=6), store.policy.revision)
-    await until(lambda: store.corrupt_record_count == 1, 5, "the replaced records")
+    await until(lambda: store.corrupt_record_count == 1, PATIENCE_S, "the replaced records")
     await store._connection.call(
         lambda client: client.delete(f"{etcd_prefix}descriptors/decode-0/0000000000000009")
     )
-    await until(lambda: not store.corrupt_record_count, 5, "the deleted record")
+    await until(lambda: not store.corrupt_record_count, PATIENCE_S, "the deleted record")
     await store.close()
     await other.close()
 
@@ -97,7 +99,7 @@ async def test_corrupt_records_are_a_metric(shared_etcd: EtcdServer, etcd_prefix
     ):
 
         async def exported(count: int) -> None:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while collector.value(schema.METRIC_CORRUPT_RECORDS) != count:
                     await asyncio.to_thread(metrics.force_flush)
 
@@ -113,7 +115,7 @@ async def test_each_corrupt_record_is_logged_once(
     store = shared_etcd.store(etcd_prefix)
     await store.start()
     await put(store, "members/decode-1", GARBAGE)
-    await until(lambda: store.corrupt_record_count == 1, 5, "the corrupt record")
+    await until(lambda: store.corrupt_record_count == 1, PATIENCE_S, "the corrupt record")
     for _ in range(2):
         store._load(await store._call(lambda table: table.list_records()))
     assert caplog.text.count("is corrupt") == 1
@@ -128,17 +130,18 @@ async def test_a_registry_answers_others_beside_a_corrupt_record(
         running_registry(store=store_setting, store_prefix=etcd_prefix) as registry,
         registry_stub(registry.endpoint) as stub,
     ):
-        assert isinstance(registry.store, EtcdStore)
+        store = registry.store
+        assert isinstance(store, EtcdStore)
         for key in ("members/decode-0", "prefix_hash_key", "policy"):
-            await put(registry.store, key, GARBAGE)
-        await until(lambda: registry.store.corrupt_record_count == 3, 5, "the corrupt records")  # type: ignore[union-attr]
+            await put(store, key, GARBAGE)
+        await until(lambda: store.corrupt_record_count == 3, PATIENCE_S, "the corrupt records")
         request = registry_pb2.RegisterRequest(member=worker(), prefix_hash_key=5)
         request.ttl.FromSeconds(30)
-        response = await stub.Register(request, timeout=5)
+        response = await stub.Register(request, timeout=PATIENCE_S)
         assert response.prefix_hash_key == 5
-        listed = await stub.ListMembers(registry_pb2.ListMembersRequest(), timeout=5)
+        listed = await stub.ListMembers(registry_pb2.ListMembersRequest(), timeout=PATIENCE_S)
         assert [member.worker_id for member in listed.members] == ["decode-0"]
-        await stub.GetPolicy(registry_pb2.GetPolicyRequest(), timeout=5)
+        await stub.GetPolicy(registry_pb2.GetPolicyRequest(), timeout=PATIENCE_S)
 
 
 async def test_the_lease_of_another_programs_record_is_not_ended(
@@ -161,7 +164,7 @@ async def test_an_overwritten_member_registers_again(
     await store.start()
     lease_id = (await store.register(worker(), 30)).lease_id
     await put(store, "members/decode-0", GARBAGE)
-    await until(lambda: not store.members, 5, "the corrupt record")
+    await until(lambda: not store.members, PATIENCE_S, "the corrupt record")
     assert await store.keep_alive(lease_id) is None
     await store.register(worker(), 30)
     assert set(store.members) == {"decode-0"}
@@ -177,9 +180,9 @@ async def test_a_member_that_vanishes_before_its_lease_ends_is_logged(
         lease_id = (await store.register(worker(name), 1 if name == "expires" else 60)).lease_id
         if name == "leaves":
             await store.deregister(lease_id)
-    await until(lambda: "expires" not in store.members, 10, "the expiry")
+    await until(lambda: "expires" not in store.members, PATIENCE_S, "the expiry")
     await store._connection.call(lambda client: client.delete(f"{etcd_prefix}members/vanishes"))
-    await until(lambda: "before their leases ended" in caplog.text, 10, "the message")
+    await until(lambda: "before their leases ended" in caplog.text, PATIENCE_S, "the message")
     assert "of 1 members" in caplog.text
     assert "such as vanishes" in caplog.text
     assert set(store.members) == {"stays"}
@@ -197,7 +200,7 @@ async def test_a_member_that_vanishes_while_nothing_watches_is_logged(
     await asyncio.wait([store._follower])
     await store._connection.call(lambda client: client.delete(f"{etcd_prefix}members/vanishes"))
     store._load(await store._call(lambda table: table.list_records()))
-    await until(lambda: "such as vanishes" in caplog.text, 10, "the message")
+    await until(lambda: "such as vanishes" in caplog.text, PATIENCE_S, "the message")
     await store.close()
 
 
@@ -210,12 +213,12 @@ async def test_lost_data_is_logged(etcd: EtcdServer, caplog: pytest.LogCaptureFi
     # The same member of the same cluster, without its data.
     etcd.folder = etcd.folder.parent / "other"
     await asyncio.to_thread(etcd.start)
-    await until(lambda: "its revision went back" in caplog.text, 20, "the message")
+    await until(lambda: "its revision went back" in caplog.text, PATIENCE_S, "the message")
     assert "2 members are missing" in caplog.text
     etcd.kill()
     etcd.folder = etcd.folder.parent / "third"
     # Members with other addresses are another cluster.
     etcd.peer_port = free_port()
     await asyncio.to_thread(etcd.start)
-    await until(lambda: "it is another cluster" in caplog.text, 20, "the message")
+    await until(lambda: "it is another cluster" in caplog.text, PATIENCE_S, "the message")
     await store.close()

@@ -24,7 +24,7 @@ from tests.component.registry.harness import (
     worker,
 )
 from tests.suite.certificates import Authority
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [
     pytest.mark.etcd,
@@ -54,7 +54,7 @@ async def test_mutual_tls(tmp_path: Path) -> None:
         assert await store.keep_alive(registration.lease_id) is not None
         # The watch uses the certificate too.
         listed = ordered(member, registration.order)
-        await until(lambda: dict(store.members) == {"decode-0": listed}, 5, "the member")
+        await until(lambda: dict(store.members) == {"decode-0": listed}, PATIENCE_S, "the member")
         await store.close()
         for settings in (
             {},
@@ -93,7 +93,9 @@ async def test_replaced_certificates_are_used_without_a_restart(
         fresh = new.sign("registry")
         copy_into(files, fresh, "tls_certificate_file")
         # The key does not belong to the new certificate yet.
-        await until(lambda: "the old content stays in force" in caplog.text, 5, "the wrong pair")
+        await until(
+            lambda: "the old content stays in force" in caplog.text, PATIENCE_S, "the wrong pair"
+        )
         copy_into(files, fresh, "tls_key_file")
 
         async def renewed() -> bool:
@@ -102,18 +104,18 @@ async def test_replaced_certificates_are_used_without_a_restart(
             except RegistryUnavailable:
                 return False
 
-        await until(renewed, 20, "a call with the new certificate")
+        await until(renewed, PATIENCE_S, "a call with the new certificate")
         other = worker("decode-1")
         await store.register(other, 30)
         # The watch uses the new certificate too.
-        await until(lambda: "decode-1" in store.members, 20, "the member")
+        await until(lambda: "decode-1" in store.members, PATIENCE_S, "the member")
         # The connections of the second and third certificates stay open.
         endpoint = store._connection.endpoint
         closed: list[object] = []
         first, second = endpoint._clients
         monkeypatch.setattr(first, "close", lambda: closed.append(first))
         copy_into(files, new.sign("registry"), "tls_certificate_file", "tls_key_file")
-        await until(lambda: endpoint.client is not second, 5, "a new client")
+        await until(lambda: endpoint.client is not second, PATIENCE_S, "a new client")
         assert closed == [first]
         assert endpoint._clients == [second, endpoint.client]
         await store.close()
@@ -198,7 +200,7 @@ async def test_a_user_with_a_password(users: Users, caplog: pytest.LogCaptureFix
     assert await store.keep_alive(lease_id) is not None
     await store.set_policy(registry_pb2.Policy(retry_budget=5), 0)
     # The watch is authenticated too.
-    await until(lambda: store.policy.policy.retry_budget == 5, 5, "the policy")
+    await until(lambda: store.policy.policy.retry_budget == 5, PATIENCE_S, "the policy")
     assert "serving the last copy" not in caplog.text
     # A lease with keys that the user may not read.
     root = users.etcd.store("/other/", **users.root_settings)
@@ -243,12 +245,12 @@ async def test_a_token_that_etcd_no_longer_knows_is_replaced(users: Users) -> No
     )
     assert await store.keep_alive(lease_id) is not None
     revision = await store.set_policy(registry_pb2.Policy(retry_budget=7), 0)
-    await until(lambda: store.revision >= revision, 10, "the policy")
+    await until(lambda: store.revision >= revision, PATIENCE_S, "the policy")
     await store.close()
 
 
 async def until_renewed(store: Any, lease_id: str) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 assert await store.keep_alive(lease_id) is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable
 from pathlib import Path
 
@@ -22,16 +21,16 @@ from tests.component.registry.harness import (
     worker,
 )
 from tests.ports import free_port
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.etcd
+LEASE_S = 60
 
 
-async def fails_quickly(call: Awaitable[object], timeout_s: float) -> None:
-    started_s = time.monotonic()
+async def fails(call: Awaitable[object]) -> None:
+    """A call fails at its limit of time, and does not wait for etcd's return."""
     with pytest.raises(RegistryUnavailable):
-        await call
-    assert time.monotonic() - started_s < timeout_s
+        await asyncio.wait_for(call, PATIENCE_S)
 
 
 async def test_registries_over_one_etcd_agree(shared_etcd: EtcdServer, etcd_prefix: str) -> None:
@@ -103,19 +102,17 @@ async def test_etcd_killed_and_restarted_on_its_data(etcd: EtcdServer) -> None:
     store = etcd.store()
     await store.start()
     members = [worker(f"decode-{number}") for number in range(3)]
-    leases = [(await store.register(member, 12)).lease_id for member in members]
+    leases = [(await store.register(member, LEASE_S)).lease_id for member in members]
     await store.put_descriptor(leases[0], reference(members[0]), kv_descriptor())
     watch = store.watch(0)
     before = await anext(watch)
     change = asyncio.ensure_future(anext(watch))
     etcd.kill()
-    killed_s = time.monotonic()
-    await fails_quickly(store.register(worker("decode-9"), 12), 2.5)
-    await fails_quickly(store.keep_alive(leases[0]), 2.5)
-    await fails_quickly(store.set_policy(registry_pb2.Policy(), 0), 2.5)
+    await fails(store.register(worker("decode-9"), LEASE_S))
+    await fails(store.keep_alive(leases[0]))
+    await fails(store.set_policy(registry_pb2.Policy(), 0))
     assert len(store.members) == 3
     assert await store.get_descriptor(reference(members[0])) == kv_descriptor()
-    await asyncio.sleep(max(0.0, 5 - (time.monotonic() - killed_s)))
     assert not change.done()
     await asyncio.to_thread(etcd.start)
     await until_serving(store, leases[0])
@@ -124,10 +121,31 @@ async def test_etcd_killed_and_restarted_on_its_data(etcd: EtcdServer) -> None:
     assert {member.worker_id for member in store.members.values()} == {
         member.worker_id for member in before.snapshot.members
     }
-    registration = await store.register(worker("decode-3"), 12)
-    response = await asyncio.wait_for(change, 5)
+    registration = await store.register(worker("decode-3"), LEASE_S)
+    response = await asyncio.wait_for(change, PATIENCE_S)
     assert [entry.member_put.worker_id for entry in response.changes] == ["decode-3"]
     assert response.revision == registration.revision
+    await store.close()
+
+
+async def test_a_renewal_starts_a_lease_in_etcd_again(
+    shared_etcd: EtcdServer, etcd_prefix: str
+) -> None:
+    """etcd's own clock counts, so this takes seconds of it."""
+    store = shared_etcd.store(etcd_prefix)
+    await store.start()
+    lease_id = (await store.register(worker(), 30)).lease_id
+    client = store._connection.endpoint.client
+
+    async def left_s() -> int:
+        return int((await asyncio.to_thread(client.get_lease_info, int(lease_id, 16))).TTL)
+
+    async def is_older() -> bool:
+        return await left_s() < 28
+
+    await until(is_older)
+    assert await store.keep_alive(lease_id) is not None
+    assert await left_s() >= 28
     await store.close()
 
 
@@ -152,7 +170,7 @@ async def test_leases_lost_with_etcds_data_do_not_exist(etcd: EtcdServer) -> Non
     etcd.folder = etcd.folder.parent / "other"
     await asyncio.to_thread(etcd.start)
     with pytest.raises(WatchExpired):
-        await asyncio.wait_for(anext(watch), 10)
+        await asyncio.wait_for(anext(watch), PATIENCE_S)
     assert await store.keep_alive(lease_id) is None
     assert not store.members
     renewed = await store.register(worker(), 30)
@@ -175,7 +193,7 @@ async def test_changes_during_a_broken_watch_are_found(etcd: EtcdServer) -> None
     await there.deregister(gone.lease_id)
     await there.register(worker("decode-1"), 30)
     here._follower = asyncio.create_task(here._follow())
-    response = await asyncio.wait_for(anext(watch), 5)
+    response = await asyncio.wait_for(anext(watch), PATIENCE_S)
     assert [change.WhichOneof("change") for change in response.changes] == [
         "member_gone",
         "member_put",
@@ -187,7 +205,7 @@ async def test_changes_during_a_broken_watch_are_found(etcd: EtcdServer) -> None
 
 async def test_a_frozen_etcd_does_not_delay_reads(etcd: EtcdServer) -> None:
     async with (
-        running_registry(store=f"etcd://127.0.0.1:{etcd.port}", store_timeout_s=2.0) as registry,
+        running_registry(store=f"etcd://127.0.0.1:{etcd.port}", store_timeout_s=4.0) as registry,
         registry_stub(registry.endpoint) as stub,
     ):
         store = registry.store
@@ -195,13 +213,11 @@ async def test_a_frozen_etcd_does_not_delay_reads(etcd: EtcdServer) -> None:
         lease_id = (await store.register(worker(), 30)).lease_id
         etcd.pause()
         try:
-            calls = [fails_quickly(store.keep_alive(lease_id), 6.0) for _ in range(20)]
-            pending = asyncio.gather(*calls)
+            pending = asyncio.gather(*(fails(store.keep_alive(lease_id)) for _ in range(20)))
             for _ in range(10):
-                started_s = time.monotonic()
-                listed = await stub.ListMembers(registry_pb2.ListMembersRequest(), timeout=2)
+                listed = await stub.ListMembers(registry_pb2.ListMembersRequest())
                 assert len(listed.members) == 1
-                assert time.monotonic() - started_s < 1.9
+            assert not pending.done()
             await pending
         finally:
             etcd.resume()

@@ -11,10 +11,11 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict, NotFound, StaleIncarnation, WatchExpired
 from headrace_registry.store.base import Store
 from tests.component.registry.harness import kv_descriptor, ordered, reference, worker
+from tests.waiting import PATIENCE_S
 
 
 async def take(
-    watch: AsyncIterator[registry_pb2.WatchResponse], timeout_s: float = 5.0
+    watch: AsyncIterator[registry_pb2.WatchResponse], timeout_s: float = PATIENCE_S
 ) -> registry_pb2.WatchResponse:
     async with asyncio.timeout(timeout_s):
         return await anext(watch)
@@ -42,22 +43,12 @@ async def test_a_lease_that_is_not_renewed_expires_with_its_descriptor(store: St
     registration = await store.register(member, 1)
     await store.put_descriptor(registration.lease_id, reference(member), kv_descriptor())
     assert kinds(await take(watch)) == ["member_put"]
-    gone = await take(watch, 8.0)
+    gone = await take(watch)
     assert gone.changes[0].member_gone == reference(member)
     assert dict(store.members) == {}
     assert await store.keep_alive(registration.lease_id) is None
     with pytest.raises(NotFound):
         await store.get_descriptor(reference(member))
-
-
-async def test_a_renewed_lease_does_not_expire(store: Store) -> None:
-    registration = await store.register(worker(), 2)
-    for _ in range(8):
-        await asyncio.sleep(0.5)
-        ttl_s = await store.keep_alive(registration.lease_id)
-        assert ttl_s is not None
-        assert 1.0 <= ttl_s <= 2.0
-    assert "decode-0" in store.members
 
 
 @pytest.mark.parametrize("lease_id", ["", "zz", "0", "7fffffffffffff00", "f" * 40, "-1"])
