@@ -18,6 +18,7 @@ from headrace.worker.v1 import worker_pb2_grpc
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
+from headrace_common.limits import write_quiet_s
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
@@ -30,6 +31,7 @@ from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from tests.component.decode.prefill_rank import RESERVATION, ROUTER, PrefillRank, next_event
 from tests.component.decode.scripted_engine import REF, ScriptedEngine
+from tests.model.virtual_time import VirtualTimers
 
 Call: TypeAlias = grpc.aio.UnaryStreamCall[decode_pb2.GenerateRequest, decode_pb2.GenerateResponse]
 
@@ -40,6 +42,8 @@ class Served:
 
     engine: ScriptedEngine
     receiver: Receiver
+    timers: VirtualTimers
+    """Of the receiver: its leases, quarantines and deadlines."""
     service: DecodeService
     telemetry: Telemetry
     spans: InMemorySpanExporter
@@ -59,6 +63,10 @@ class Served:
     @property
     def worker(self) -> worker_pb2_grpc.WorkerServiceAsyncStub:
         return worker_pb2_grpc.WorkerServiceStub(self.channel)
+
+    def end_quarantine(self) -> None:
+        """Lets the time pass after which no write of a lost stream can land."""
+        self.timers.advance_to(self.timers.time() + 1.1 * write_quiet_s())
 
     async def reserve(self, name: str = "x1", **changes: Any) -> Call:
         """Starts a request and reads its Reserved."""
@@ -86,13 +94,13 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
     telemetry = init_telemetry("decode", REF.worker_id, ServiceConfig())
     telemetry.add_exporter(spans)
     signal = StatusSignal()
+    timers = VirtualTimers()
     receiver = Receiver(
         ref=REF,
         layout=engine.descriptor.layout,
         tickets=ROUTER.tickets(REF, engine.descriptor.layout),
         on_released=engine.released,
-        lease_ttl_s=0.3,
-        quarantine_s=0.3,
+        timers=timers,
     )
     service = DecodeService(
         ref=REF,
@@ -103,7 +111,7 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
             Capacity(32, 16, CONTEXT_TOKENS, 2), clock=lambda: 0.0, on_admitted=signal.notify
         ),
         telemetry=telemetry,
-        request_timeout_s=10,
+        request_timeout_s=60,
         ticket_keys=ROUTER.known,
     )
     names = ["headrace.decode.v1.DecodeService"]
@@ -130,7 +138,9 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
         open_channel(endpoint) as channel,
         open_channel(server.client_endpoint) as client_channel,
     ):
-        yield Served(engine, receiver, service, telemetry, spans, channel, client_channel, endpoint)
+        yield Served(
+            engine, receiver, timers, service, telemetry, spans, channel, client_channel, endpoint
+        )
     await server.stop(None)
     # Requests that a test left open must have read the end of their transfers.
     await service.finish_drain(Deadline.after(0.0))

@@ -17,6 +17,7 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from tests.component.decode.scripted_engine import LAYOUT, REF
 from tests.router_key import RouterKey
+from tests.waiting import PATIENCE_S
 
 RESERVATION = Reservation("x1", (3, 4, 5), 0, 39)
 PREFILL_REF = WorkerRef("prefill-0", "ab" * 8)
@@ -32,7 +33,7 @@ async def failure_of(call: grpc.aio.UnaryStreamCall) -> HeadraceError:  # type: 
 
 
 async def next_event(call: AsyncIterator[decode_pb2.GenerateResponse]) -> str:
-    response = await asyncio.wait_for(anext(call), 5)
+    response = await asyncio.wait_for(anext(call), PATIENCE_S)
     return str(response.WhichOneof("event"))
 
 
@@ -64,7 +65,7 @@ class PrefillRank:
         self._outgoing.put_nowait(handoff_pb2.HandoffRequest(**message))  # type: ignore[arg-type]
 
     async def receive(self, kind: str) -> handoff_pb2.HandoffResponse:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             async for response in self._call:
                 if response.WhichOneof("message") == kind:
                     return response

@@ -16,21 +16,21 @@ from headrace_engine.interface import DecodeTokens
 from tests.component.decode.conftest import Served
 from tests.component.decode.prefill_rank import failure_of
 from tests.component.decode.scripted_engine import REF
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 
 async def drain_refused(served: Served, request: worker_pb2.DrainRequest) -> HeadraceError:
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await served.worker.Drain(request, timeout=5)
+        await served.worker.Drain(request, timeout=PATIENCE_S)
     return error_from_rpc(refused.value)
 
 
 async def test_a_drain_ends_a_generating_request_after_its_last_token(served: Served) -> None:
     call = await served.reserve(remote_prefill=False)
     served.engine.play(DecodeTokens((7,)))
-    assert (await asyncio.wait_for(anext(aiter(call)), 5)).tokens.token_ids == [7]
+    assert (await asyncio.wait_for(anext(aiter(call)), PATIENCE_S)).tokens.token_ids == [7]
     served.service.start_drain()
-    await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), 5)
+    await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), PATIENCE_S)
     ended = await failure_of(call)
     assert isinstance(ended, Draining)
     assert ended.metadata == {"worker_id": REF.worker_id}
@@ -40,7 +40,7 @@ async def test_a_drain_ends_a_generating_request_after_its_last_token(served: Se
 async def test_a_drain_ends_a_request_that_waits_for_kv_and_its_transfer(served: Served) -> None:
     call = await served.reserve()
     served.service.start_drain()
-    await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), 5)
+    await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), PATIENCE_S)
     assert isinstance(await failure_of(call), Draining)
     await until(lambda: served.engine.released_ids == ["x1"], what="release")
 
@@ -48,12 +48,12 @@ async def test_a_drain_ends_a_request_that_waits_for_kv_and_its_transfer(served:
 async def test_drain_responds_at_once_and_a_second_call_changes_nothing(served: Served) -> None:
     await served.reserve(remote_prefill=False)
     asked = worker_pb2.DrainRequest(incarnation=REF.incarnation, grace=Duration(seconds=30))
-    first = await served.worker.Drain(asked, timeout=5)
+    first = await served.worker.Drain(asked, timeout=PATIENCE_S)
     assert first.request_count == 1
     assert 29 < first.remaining.ToNanoseconds() / 1e9 <= 30
     again = await served.worker.Drain(
         worker_pb2.DrainRequest(incarnation=REF.incarnation, grace=Duration(seconds=3_000)),
-        timeout=5,
+        timeout=PATIENCE_S,
     )
     assert again.remaining.ToNanoseconds() <= first.remaining.ToNanoseconds()
 
@@ -66,5 +66,5 @@ async def test_drain_is_for_one_incarnation_and_a_grace_within_its_range(served:
         request = worker_pb2.DrainRequest(incarnation=REF.incarnation, grace=grace)
         assert isinstance(await drain_refused(served, request), InvalidRequest)
     assert (await served.worker.Drain(
-        worker_pb2.DrainRequest(incarnation=REF.incarnation), timeout=5
+        worker_pb2.DrainRequest(incarnation=REF.incarnation), timeout=PATIENCE_S
     )).remaining.seconds > 15  # fmt: skip

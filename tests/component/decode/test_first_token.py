@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -36,7 +35,7 @@ from tests.component.decode.prefill_rank import (
     ticket_of,
 )
 from tests.component.decode.scripted_engine import REF
-from tests.waiting import until
+from tests.waiting import let_a_wrong_step_show, until
 
 PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
 
@@ -154,7 +153,7 @@ async def test_a_token_from_logits_is_sent_before_the_kv_is_complete(
     served.engine.play(DecodeTokens((5,)))
     assert list((await anext(call)).tokens.token_ids) == [5]
     rank.land(0)
-    await asyncio.sleep(0.1)
+    await let_a_wrong_step_show()
     assert served.engine.arrived_ids == []
     rank.land(1)
     await until(lambda: served.engine.arrived_ids == ["x1"], what="arrival")
@@ -182,7 +181,7 @@ async def test_a_second_token_before_the_kv_is_complete_is_an_error(
 async def test_kv_without_its_logits_is_incomplete(served: Served, rank: PrefillRank) -> None:
     call = await reserve_from_logits(served, rank)
     rank.land(0, 1)
-    await asyncio.sleep(0.1)
+    await let_a_wrong_step_show()
     assert served.engine.arrived_ids == []
     rank.send(commit=handoff_pb2.Commit(transfer_id="x1", payload_bytes=2 * PIECE_BYTES))
     error = await error_of_next(call)

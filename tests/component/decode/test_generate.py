@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import TransferFailed
 from headrace_common.telemetry import schema
-from headrace_decode import attempt
+from headrace_decode.admission.completion_time import CompletionTimeEstimator
 from headrace_decode.admission.retry_hint import HINT_S_MIN
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.handoff.messages import Reservation
+from headrace_kv.receive.state import TransferState
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.prefill_rank import (
     PIECE_BYTES,
@@ -27,7 +27,7 @@ from tests.component.decode.prefill_rank import (
     failure_of,
     next_event,
 )
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
 
 
 async def test_no_token_is_sent_before_every_layer_is_counted(
@@ -39,7 +39,7 @@ async def test_no_token_is_sent_before_every_layer_is_counted(
     assert (first.reserved.start_token, first.reserved.end_token) == (0, 39)
     await rank.open()
     rank.land(0)
-    await asyncio.sleep(0.1)
+    await let_a_wrong_step_show()
     assert served.engine.arrived_ids == []
     rank.land(1)
     await until(lambda: served.engine.arrived_ids == ["x1"], what="arrival")
@@ -78,6 +78,7 @@ async def test_a_lost_prefill_rank_fails_the_request_and_the_error_names_the_mis
     # Not before the lease and the quarantine are over (I1).
     assert served.engine.released_ids == []
     assert served.service.status().quarantined_blocks == 3
+    served.end_quarantine()
     await until(lambda: served.engine.released_ids == ["x1"], what="release")
     assert served.service.status().quarantined_blocks == 0
 
@@ -85,10 +86,8 @@ async def test_a_lost_prefill_rank_fails_the_request_and_the_error_names_the_mis
 async def test_a_cancelled_call_stops_the_sender_at_once(served: Served, rank: PrefillRank) -> None:
     call = await served.reserve()
     await rank.open()
-    started = time.monotonic()
     call.cancel()
     cancel = await rank.receive("cancel")
-    assert time.monotonic() - started < 5
     assert cancel.cancel.reason == "CANCELLED"
     await until(lambda: served.engine.closed == 1, what="the engine's abort")
     assert served.engine.released_ids == []
@@ -152,16 +151,19 @@ async def test_a_transfer_id_works_once(served: Served) -> None:
 
 
 async def test_a_full_worker_refuses_and_contended_room_is_not_given_to_late_requests(
-    served: Served,
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = sampling_pb2.SamplingParams(max_tokens=2)
     slow = aiter(await served.reserve("slow", remote_prefill=False, sampling=two))
     served.engine.play(DecodeTokens((1,)))
     assert await next_event(slow) == "tokens"
-    await asyncio.sleep(2.0)
     served.engine.play(DecodeTokens((2,)), DecodeEnded(False, 0))
     assert [await next_event(slow), await next_event(slow)] == ["tokens", "finished"]
     await until(lambda: served.service.status().reserved_blocks == 0, what="room")
+    admission = served.service._admission
+    assert admission._completion_time.expected_s(2) > 0.0
+    # As if its second token had taken so long.
+    monkeypatch.setattr(CompletionTimeEstimator, "expected_s", lambda measured, max_tokens: 40.0)
     calls = [await served.reserve(f"y{n}", remote_prefill=False) for n in range(2)]
     full = await failure_of(served.decode.Generate(request("full")))
     assert (full.reason, "slots" in full.detail) == ("DECODE_FULL", True)
@@ -170,7 +172,7 @@ async def test_a_full_worker_refuses_and_contended_room_is_not_given_to_late_req
         call.cancel()
     await until(lambda: served.service.status().reserved_blocks == 0, what="room")
     late = request("late", remote_prefill=False, sampling=two)
-    error = await failure_of(served.decode.Generate(late, timeout=1.0))
+    error = await failure_of(served.decode.Generate(late, timeout=30.0))
     assert error.reason == "DECODE_FULL"
     assert "retry with a later deadline" in error.detail
     # It has enough time. A refused id may be used again, because nothing was spent.
@@ -188,12 +190,12 @@ async def test_a_draining_worker_refuses_and_finishes(served: Served) -> None:
     call = await served.reserve(remote_prefill=False)
     served.service.start_drain()
     assert (await failure_of(served.decode.Generate(request("y1")))).reason == "DRAINING"
-    waiting = asyncio.create_task(served.service.finish_drain(Deadline.after(10.0)))
-    await asyncio.sleep(0.05)
+    waiting = asyncio.create_task(served.service.finish_drain(Deadline.after(60.0)))
+    await let_a_wrong_step_show()
     assert not waiting.done()
     served.engine.play(DecodeTokens((1,)), DecodeEnded(True, 0))
     assert [r.WhichOneof("event") async for r in call][-1] == "finished"
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, PATIENCE_S)
 
 
 async def test_fast_tokens_share_messages(served: Served) -> None:
@@ -205,20 +207,15 @@ async def test_fast_tokens_share_messages(served: Served) -> None:
     assert len(responses) < count / 2
 
 
-async def test_the_deadline_error_names_the_missing_keys(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_deadline_error_names_the_missing_keys(served: Served) -> None:
     """The spans of the attempt name the failed step."""
-    # A busy machine delays the error by less than this.
-    monkeypatch.setattr(attempt, "ERROR_MARGIN_S", 10.0)
-    monkeypatch.setattr(attempt, "ERROR_MARGIN_SHARE", 0.9)
-    served.engine.play(RESERVATION)
-    error = await failure_of(served.decode.Generate(request(), timeout=10.0))
+    call = await served.reserve()
+    served.timers.advance_to(served.timers.time() + 60.0)
+    error = await failure_of(call)
     assert error.reason == "TRANSFER_TIMEOUT"
     assert "no prefill rank opened it" in error.detail
     await until(lambda: served.engine.released_ids == ["x1"], what="release")
-    await asyncio.sleep(0.05)
-    served.telemetry.force_flush()
+    await until(lambda: len(served.spans.get_finished_spans()) == 4, what="the spans")
     spans = {span.name: span for span in served.spans.get_finished_spans()}
     assert set(spans) == {
         schema.SPAN_DECODE,
@@ -234,6 +231,18 @@ async def test_the_deadline_error_names_the_missing_keys(
     assert "missing" in (spans[schema.SPAN_DECODE_KV_WAIT].status.description or "")
     attributes = spans[schema.SPAN_DECODE].attributes or {}
     assert attributes[schema.ATTRIBUTE_ERROR_REASON] == "TRANSFER_TIMEOUT"
+
+
+def has_both(served: Served) -> bool:
+    """Whether the spans of two requests and of their transfers have ended."""
+    served.telemetry.force_flush()
+    names = [span.name for span in served.spans.get_finished_spans()]
+    return names.count(schema.SPAN_DECODE) == names.count(schema.SPAN_TRANSFER) == 2
+
+
+def is_receiving(served: Served, transfer_id: str) -> bool:
+    transfer = served.receiver._transfers.get(transfer_id)
+    return transfer is not None and transfer.state is TransferState.RECEIVING
 
 
 def states_of(span: ReadableSpan) -> list[str]:
@@ -255,12 +264,13 @@ async def test_every_state_of_a_transfer_is_in_the_trace(served: Served) -> None
             async for _ in call:
                 pass
         else:
-            await asyncio.sleep(0.05)
+            await until(lambda: is_receiving(served, "x2"))
             rank.leave()
             await failure_of(call)
+            served.end_quarantine()
             await until(lambda: served.engine.released_ids == ["x2"], what="release")
         rank.leave()
-    served.telemetry.force_flush()
+    await until(lambda: has_both(served))
     spans = served.spans.get_finished_spans()
     parents = {span.context.span_id: span for span in spans if span.name == schema.SPAN_DECODE}
     whole_span, broken = (span for span in spans if span.name == schema.SPAN_TRANSFER)
@@ -268,58 +278,10 @@ async def test_every_state_of_a_transfer_is_in_the_trace(served: Served) -> None
     assert states_of(broken) == ["reserved", "open", "receiving", "failed", "draining", "free"]
     assert broken.parent is not None
     parent = parents[broken.parent.span_id]
-    assert (broken.end_time or 0) > (parent.end_time or 0) + 500_000_000
+    assert (broken.end_time or 0) > (parent.end_time or 0)
     times = [event.timestamp for event in broken.events]
     assert times == sorted(times)
     assert (times[0], times[-1]) == (broken.start_time, broken.end_time)
-
-
-async def test_status_is_sent_at_once_on_change_and_every_interval(served: Served) -> None:
-    watch = served.worker.WatchStatus(worker_pb2.WatchStatusRequest())
-    stream = aiter(watch)
-    first = await asyncio.wait_for(anext(stream), 5)
-    assert (first.worker_id, first.state, first.total_blocks) == (
-        "decode-0",
-        worker_pb2.WatchStatusResponse.STATE_SERVING,
-        33,
-    )
-    call = await served.reserve(remote_prefill=False)
-    changed = await asyncio.wait_for(anext(stream), 0.8)
-    assert changed.reserved_blocks == 3
-    call.cancel()
-    async with asyncio.timeout(10):
-        async for status in stream:
-            if status.reserved_blocks == 0 and status.running_requests == 0:
-                break
-    # A message is sent after the interval although nothing has changed.
-    await asyncio.wait_for(anext(stream), 5)
-    watch.cancel()
-
-
-async def test_a_worker_with_requests_sends_every_second_and_an_idle_one_every_interval(
-    served: Served,
-) -> None:
-    request = worker_pb2.WatchStatusRequest()
-    request.max_interval.FromSeconds(60)
-    watch = served.worker.WatchStatus(request)
-    stream = aiter(watch)
-    await asyncio.wait_for(anext(stream), 5)
-    call = await served.reserve(remote_prefill=False)
-    states: list[tuple[int, int]] = []
-    async with asyncio.timeout(5):
-        # The last one is repeated although nothing has changed, so that routers see when the worker stands still.
-        while len(states) < 2 or states[-1] != states[-2]:
-            status = await anext(stream)
-            states.append((status.reserved_blocks, status.running_requests))
-    assert states[-1][0] == 3
-    call.cancel()
-    async with asyncio.timeout(10):
-        async for status in stream:
-            if status.reserved_blocks == 0 and status.running_requests == 0:
-                break
-    with pytest.raises(TimeoutError):
-        await asyncio.wait_for(anext(stream), 1.2)
-    watch.cancel()
 
 
 @pytest.mark.parametrize("interval_ms", [0, 99, 60_001])

@@ -38,7 +38,7 @@ from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.handoff.messages import Reservation
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.prefill_rank import PrefillRank, failure_of
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 _PARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 
@@ -84,7 +84,7 @@ class LinkClient:
 
     async def error(self) -> HeadraceError:
         """The error with which the link ended."""
-        await asyncio.wait_for(self.ended.wait(), 10)
+        await asyncio.wait_for(self.ended.wait(), PATIENCE_S)
         assert self.end is not None, "the link ended without an error"
         return error_from_rpc(self.end)
 
@@ -340,7 +340,7 @@ async def test_a_draining_worker_ends_what_runs_and_then_the_link(
     assert isinstance(refused, Draining)
     served.engine.play_for("x1", DecodeTokens((2,)))
     await until(lambda: link.tokens[one] == [1, 2], what="a token during the drain")
-    await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), 5)
+    await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), PATIENCE_S)
     assert isinstance(await link.error(), Draining)
     assert isinstance(link.failures[one], Draining)
 
@@ -353,7 +353,7 @@ async def test_a_half_closed_link_ends_after_its_last_request(
     await until(lambda: one in link.reserved, what="Reserved")
     assert not link.ended.is_set()
     served.engine.play(DecodeTokens((1,)), DecodeEnded(False, 0))
-    await asyncio.wait_for(link.ended.wait(), 5)
+    await asyncio.wait_for(link.ended.wait(), PATIENCE_S)
     assert link.end is None
     assert one in link.finished
 
@@ -408,7 +408,7 @@ async def test_only_routers_open_links(served: Served) -> None:
             other = LinkClient(channel)
             assert isinstance(await other.error(), PermissionDenied)
     client = LinkClient(served.client_channel)
-    await asyncio.wait_for(client.ended.wait(), 10)
+    await asyncio.wait_for(client.ended.wait(), PATIENCE_S)
     assert client.end is not None
     assert client.end.code() is grpc.StatusCode.UNIMPLEMENTED
 

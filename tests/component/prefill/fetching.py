@@ -27,6 +27,7 @@ from headrace_decode.service import DecodeService
 from headrace_engine.interface import Engine
 from headrace_engine.sim.clock import SimClock
 from headrace_engine.sim.engine import SimEngine
+from headrace_kv.handoff.clock import Timers
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer
@@ -42,10 +43,10 @@ from tests.waiting import until
 PREFILL = WorkerRef("prefill-1", "0123456789abcdef")
 DECODE = WorkerRef("decode-1", "0123456789abcdef")
 INSECURE = ServiceConfig(insecure=True)
-LEASE_S = 1.0
+LEASE_S = 30.0
 QUARANTINE_S = 0.2
 BLOCKS = 96
-_ANSWER_S = 20.0
+_ANSWER_S = 60.0
 EngineT = TypeVar("EngineT", bound=Engine)
 
 
@@ -188,8 +189,9 @@ async def fetching_workers(
     decode_transports: Callable[[], KvTransport] | None = None,
     decode_clock: SimClock | None = None,
     min_tokens: int = 8,
-    timeout_s: float = 10.0,
+    timeout_s: float = 60.0,
     telemetry: Telemetry | None = None,
+    prefill_timers: Timers | None = None,
     **both: Any,
 ) -> AsyncIterator[Workers]:
     """Both workers with empty caches. At the end, all blocks must be free and unharmed."""
@@ -217,7 +219,8 @@ async def fetching_workers(
             spans = init_telemetry("prefill", PREFILL.worker_id, ServiceConfig())
             stack.push_async_callback(asyncio.to_thread, spans.shutdown)
         workers = await serve(
-            *(stack, Workers, prefill_side, decode_side, spans, FetchPolicy(min_tokens), timeout_s)
+            *(stack, Workers, prefill_side, decode_side, spans, FetchPolicy(min_tokens), timeout_s),
+            prefill_timers=prefill_timers,
         )
         free = workers.free_blocks()
         yield workers
@@ -237,6 +240,7 @@ async def serve(
     policy: FetchPolicy,
     timeout_s: float,
     lease_s: float = LEASE_S,
+    prefill_timers: Timers | None = None,
 ) -> WorkersT:
     """Serves both engines until `stack` ends."""
     router = RouterKey()
@@ -251,7 +255,8 @@ async def serve(
             on_released=engine.released,
             lease_ttl_s=lease_s,
             quarantine_s=QUARANTINE_S,
-            limits=ReceiverLimits(open_wait_s=0.2),
+            limits=ReceiverLimits(open_wait_s=2.0),
+            timers=prefill_timers if engine is prefill else None,
             features=tuple(filter(None, (engine.broadcast,))),
         )
         for engine, ref, checked in (

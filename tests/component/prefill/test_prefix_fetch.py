@@ -26,9 +26,11 @@ from headrace_common.errors import (
     TransferTimeout,
     Unauthenticated,
 )
+from headrace_common.limits import write_quiet_s
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tickets.keys import SigningKey
+from headrace_kv.handoff.clock import Timers
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport, WriteResult
@@ -36,11 +38,14 @@ from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemor
 from tests.component.prefill.fetching import (
     DECODE,
     INSECURE,
+    LEASE_S,
     PREFILL,
+    QUARANTINE_S,
     Reserved,
     Workers,
     fetching_workers,
 )
+from tests.model.virtual_time import VirtualTimers
 from tests.waiting import until
 
 FIRST = list(range(100, 140))
@@ -183,17 +188,19 @@ class HeldFetch:
     free: tuple[int, int]
     release: threading.Event
 
-    async def released(self, limit_s: float = 10.0) -> None:
+    async def released(self) -> None:
         """Lets the last layer land, and waits until all blocks are free."""
         self.release.set()
-        await until(lambda: self.workers.free_blocks() == self.free, limit_s)
+        await until(lambda: self.workers.free_blocks() == self.free)
 
 
 @asynccontextmanager
-async def held_fetch() -> AsyncIterator[HeldFetch]:
+async def held_fetch(prefill_timers: Timers | None = None) -> AsyncIterator[HeldFetch]:
     """The second turn of a conversation, while prefill waits for its prefix."""
     held, release = threading.Event(), threading.Event()
-    async with fetching_workers(decode_transports=held_transport(held, release)) as workers:
+    async with fetching_workers(
+        decode_transports=held_transport(held, release), prefill_timers=prefill_timers
+    ) as workers:
         prompt = await first_turn(workers)
         free = workers.free_blocks()
         async with workers.reserved(prompt, 8) as request:
@@ -230,14 +237,19 @@ async def test_decode_holds_the_blocks_that_it_sends_until_its_writes_have_ended
 
 async def test_a_lost_decode_worker_costs_the_quarantine_of_its_blocks_and_no_answer() -> None:
     """Its stream ends in the middle: the prompt is computed at once, in other blocks."""
-    async with held_fetch() as fetch:
+    timers = VirtualTimers()
+    async with held_fetch(timers) as fetch:
         workers = fetch.workers
         await workers.end_streams_to_prefill()
         assert (await fetch.running).reason == ""
         assert workers.fetches[0].reason == TransferFailed.reason
         assert workers.prefill.free_block_count() < fetch.free[0]
         assert await fetch.request.answer() == workers.expected(fetch.prompt, 8)
-        await fetch.released(20.0)
+        fetch.release.set()
+        await until(lambda: workers.free_blocks()[1] == fetch.free[1], what="the end of the write")
+        assert workers.free_blocks()[0] < fetch.free[0]
+        timers.advance_to(timers.time() + 1.1 * write_quiet_s(LEASE_S, QUARANTINE_S))
+        await fetch.released()
 
 
 async def refusal_of(workers: Workers, **fields: Any) -> HeadraceError:

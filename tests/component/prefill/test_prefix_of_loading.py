@@ -74,7 +74,7 @@ async def loading_fetch(timeout_s: float) -> AsyncIterator[LoadingFetch]:
 
 
 async def test_a_fetch_of_what_decode_loads_waits_for_the_load() -> None:
-    async with loading_fetch(timeout_s=10.0) as fetch:
+    async with loading_fetch(timeout_s=60.0) as fetch:
         await asyncio.sleep(GAP_S)
         assert fetch.workers.prefill_receiver.lease_count == 0
         assert fetch.workers.fetches == []

@@ -19,7 +19,7 @@ from headrace_common.errors import Draining, HeadraceError, QueueFull
 from headrace_common.rpc.status import ErrorInterceptor
 from headrace_kv.layout.layout import WorkerRef
 from headrace_prefill.pull.puller import TaskPuller
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
 
 REF = WorkerRef("prefill-0", "00112233445566ff")
 LAYOUT = layout_pb2.KvLayout(model="m", tensor_parallel_size=2)
@@ -228,14 +228,14 @@ async def test_a_drain_refuses_new_tasks_and_waits_for_running_ones(
     puller: TaskPuller, queue: RouterQueue, worker: ScriptedWorker
 ) -> None:
     await start_task(queue, worker)
-    draining = asyncio.create_task(puller.drain(Deadline.after(10.0)))
-    await asyncio.sleep(0.05)
+    draining = asyncio.create_task(puller.drain(Deadline.after(60.0)))
+    await let_a_wrong_step_show()
     queue.send_task("x2")
     await until(lambda: len(queue.done) == 1, what="the refusal")
     assert (queue.done[0].transfer_id, queue.done[0].reason) == ("x2", "DRAINING")
     assert not draining.done()
     worker.running["x1"].set()
-    await asyncio.wait_for(draining, 5)
+    await asyncio.wait_for(draining, PATIENCE_S)
     await until(lambda: len(queue.done) == 2, what="the last report")
     assert queue.credit == 2
 
@@ -244,7 +244,7 @@ async def test_tasks_are_cancelled_and_reported_at_the_drain_deadline(
     puller: TaskPuller, queue: RouterQueue, worker: ScriptedWorker
 ) -> None:
     await start_task(queue, worker)
-    await asyncio.wait_for(puller.drain(Deadline.after(0.1)), 5)
+    await asyncio.wait_for(puller.drain(Deadline.after(0.1)), PATIENCE_S)
     assert worker.cancelled == ["x1"]
     await until(lambda: [done.transfer_id for done in queue.done] == ["x1"], what="the report")
 

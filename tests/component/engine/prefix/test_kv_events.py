@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from functools import partial
 from random import Random
@@ -24,6 +23,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.prefix import event_publisher
 from headrace_engine.prefix.event_publisher import PrefixEventPublisher
+from headrace_engine.worker import status
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.settings import TierSettings
@@ -42,20 +42,16 @@ from tests.component.engine.prefix.workers import (
 )
 from tests.component.engine.sim.support import decode_work, pair
 from tests.memory_pool import InMemoryPool, MemoryStore
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
 
 Messages = AsyncIterator[worker_pb2.SubscribeKvEventsResponse]
 
 
 @pytest.fixture
-async def rig(request: pytest.FixtureRequest) -> AsyncIterator[EventRig]:
-    """Its parameter, if there is one, is the silence in seconds that the router accepts."""
-    rig = EventRig(silence_s=getattr(request, "param", 5.0))
+async def rig() -> AsyncIterator[EventRig]:
+    rig = EventRig()
     yield rig
     await rig.close()
-
-
-impatient = pytest.mark.parametrize("rig", [1.5], indirect=True)
 
 
 async def test_earlier_blocks_are_sent_in_a_snapshot_and_later_ones_as_events(
@@ -165,6 +161,7 @@ async def test_another_key_or_block_size_gives_no_credit_and_one_warning(
     rig.key = KEY + 1
     table = rig.follow()
     await until(lambda: set(rig.indexes.faults) == {good.ref, odd.ref})
+    # A real clock, because the workers' engines have one: every worker repeats its key after a second.
     await asyncio.sleep(1.2)
     assert rig.cached(table, prompt) == {"w-0": 0, "w-1": 0}
     warnings = [r.getMessage() for r in caplog.records if "no credit" in r.getMessage()]
@@ -233,23 +230,6 @@ async def test_a_broken_stream_resumes_where_it_broke(rig: EventRig) -> None:
     assert worker.servicer.requests[-1].since_sequence > 0
 
 
-@impatient
-async def test_a_silent_worker_loses_its_credit_until_it_sends_again(
-    rig: EventRig,
-) -> None:
-    prompt = random_prompt(Random(5), 40)
-    worker, table = await rig.add_cached(prompt)
-    # Heartbeats keep the credit.
-    await asyncio.sleep(2.5)
-    assert rig.cached(table, prompt) == {"w-0": 40}
-    await worker.cut()
-    cut_s = time.monotonic()
-    await rig.until_cached(table, prompt, w_0=0)
-    assert time.monotonic() - cut_s < 4
-    await worker.serve()
-    await rig.until_cached(table, prompt, w_0=40)
-
-
 @pytest.mark.parametrize("kind", ["stored", "removed", "snapshot"])
 async def test_a_lost_event_is_detected_and_repaired(rig: EventRig, kind: str) -> None:
     random = Random(6)
@@ -289,28 +269,6 @@ async def test_a_new_incarnation_starts_with_no_credit(rig: EventRig) -> None:
     assert len(rig.channels) == 2
 
 
-@impatient
-async def test_an_unnoticed_restart_is_detected_by_the_incarnation(
-    rig: EventRig,
-) -> None:
-    prompt = random_prompt(Random(8), 40)
-    old, table = await rig.add_cached(prompt)
-    new = await rig.add("w-0", generation=2)
-    await new.cut()
-    await old.cut()
-    new.endpoint = old.endpoint
-    await new.serve()
-    await until(lambda: bool(new.servicer.requests))
-    await rig.until_cached(table, prompt, w_0=0)
-    async with open_channel(new.endpoint) as channel:
-        call = worker_pb2_grpc.WorkerServiceStub(channel).SubscribeKvEvents(
-            worker_pb2.SubscribeKvEventsRequest(incarnation=old.ref.incarnation)
-        )
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-    assert isinstance(error_from_rpc(caught.value), StaleIncarnation)
-
-
 def _has_applied_all(model_index: ModelIndex, ref: WorkerRef, events: PrefixEventPublisher) -> bool:
     return not events._pending and model_index.index.resume_after(ref) == events._log.sequence
 
@@ -318,15 +276,16 @@ def _has_applied_all(model_index: ModelIndex, ref: WorkerRef, events: PrefixEven
 async def test_a_slow_subscriber_is_ended_and_delays_no_other(
     rig: EventRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # gRPC buffers 4 MiB before a stream stalls.
-    monkeypatch.setattr(event_publisher, "BUFFERED_BYTES_MAX", 512 << 10)
+    monkeypatch.setattr(event_publisher, "BUFFERED_BYTES_MAX", 64 << 10)
+    # Without bandwidth probes, the receive window of a connection stays at 64 KiB.
+    small = [("grpc.http2.bdp_probe", 0), ("grpc.enable_http_proxy", 0)]
     worker = await rig.add("w-0")
     table = rig.follow()
     events = worker.engine.prefix_events
     assert events is not None
     prompt = random_prompt(Random(9), 40)
     random = Random(10)
-    async with open_channel(worker.endpoint) as channel:
+    async with grpc.aio.insecure_channel(worker.endpoint, options=small) as channel:
         slow = worker_pb2_grpc.WorkerServiceStub(channel).SubscribeKvEvents(
             worker_pb2.SubscribeKvEventsRequest(incarnation=worker.ref.incarnation)
         )
@@ -334,13 +293,11 @@ async def test_a_slow_subscriber_is_ended_and_delays_no_other(
         await until(lambda: bool(rig.indexes._cached._indexes))
         (by_size,) = rig.indexes._cached._indexes.values()
         (model_index,) = by_size.values()
-        for _ in range(45):
-            events.stored(None, [random.getrandbits(64) for _ in range(16_000)])
+        for _ in range(40):
+            events.stored(None, [random.getrandbits(64) for _ in range(4_000)])
             # The router never falls behind, however slow the machine is.
             await until(partial(_has_applied_all, model_index, worker.ref, events))
-        start_s = time.monotonic()
         await worker.answer(prompt)
-        assert time.monotonic() - start_s < 5
         await rig.until_cached(table, prompt, w_0=40)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await _read_all(slow)
@@ -358,7 +315,7 @@ async def test_a_worker_without_events_has_no_credit_and_is_not_retried(
     await worker.answer(prompt)
     table = rig.follow()
     await until(lambda: bool(worker.servicer.requests))
-    await asyncio.sleep(0.5)
+    await let_a_wrong_step_show()
     assert rig.cached(table, prompt) == {"w-0": 0}
     assert len(worker.servicer.requests) == 1
 
@@ -395,12 +352,16 @@ async def test_members_that_leave_lose_their_streams_and_blocks(rig: EventRig) -
 
 
 async def _read_all(call: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             await call.read()
 
 
-async def test_a_cache_reset_waits_for_requests_and_is_published(rig: EventRig) -> None:
+async def test_a_cache_reset_waits_for_requests_and_is_published(
+    rig: EventRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So the answer comes a minute before the caller's deadline.
+    monkeypatch.setattr(status, "RESPONSE_MARGIN_S", 60.0)
     prompt = random_prompt(Random(9), 50)
     worker, table = await rig.add_cached(prompt)
     async with open_channel(worker.endpoint) as channel:
@@ -413,16 +374,16 @@ async def test_a_cache_reset_waits_for_requests_and_is_published(rig: EventRig) 
         events = worker.engine.decode(work)
         assert isinstance(await anext(events), Reservation)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await stub.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(), timeout=0.5)
+            await stub.ResetPrefixCache(worker_pb2.ResetPrefixCacheRequest(), timeout=60.5)
         refused = error_from_rpc(caught.value)
         assert isinstance(refused, DeadlineExceeded)
         assert int(refused.metadata["used_blocks"]) >= 7
         assert rig.cached(table, prompt) == {"w-0": 48}
 
         resetting = stub.ResetPrefixCache(
-            worker_pb2.ResetPrefixCacheRequest(incarnation=worker.ref.incarnation), timeout=5
+            worker_pb2.ResetPrefixCacheRequest(incarnation=worker.ref.incarnation), timeout=60
         )
-        await asyncio.sleep(0.2)
+        await let_a_wrong_step_show()
         assert not resetting.done()
         worker.engine.released(work.transfer_id)
         with pytest.raises(TransferFailed):

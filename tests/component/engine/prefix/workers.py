@@ -142,7 +142,6 @@ class CachingWorker:
 class EventRig:
     """Workers, and the indexes of a router that subscribes to them."""
 
-    silence_s: float = 5.0
     key: int = KEY
     compute_s_per_token: float = 0.0
     workers: list[CachingWorker] = field(default_factory=list)
@@ -153,7 +152,7 @@ class EventRig:
             self._open_channel,
             lambda: self.key,
             compute_s_per_token=lambda model: self.compute_s_per_token,
-            event_timeout_s=self.silence_s,
+            event_timeout_s=60.0,
         )
 
     def _open_channel(self, endpoint: str) -> grpc.aio.Channel:

@@ -40,7 +40,10 @@ from headrace_kv.receive.state import TransferState
 from headrace_kv.receive.transfer import IncomingTransfer, TransferSummary
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.transport.base import KvTransport
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
+
+LEASE_S = 30.0
+"""Runs out in no test, also on a machine that stands still."""
 
 DECODE_REF = WorkerRef("decode-1", "0123456789abcdef")
 GREEDY = Sampling(temperature=0.0, max_tokens=6)
@@ -100,7 +103,7 @@ async def advance_until(
     condition: Callable[[], bool],
     *clocks: ManualClock,
     step_s: float = 1.0,
-    timeout_s: float = 10.0,
+    timeout_s: float = PATIENCE_S,
 ) -> None:
     """Advances clocks step by step until the condition holds. Transfers go on in real time."""
     async with asyncio.timeout(timeout_s):
@@ -385,7 +388,7 @@ async def pair(
             ref=DECODE_REF,
             layout=decode_side.descriptor.layout,
             tickets=NoTickets(),
-            lease_ttl_s=4.0,
+            lease_ttl_s=LEASE_S,
             on_released=decode_side.released,
             quarantine_s=0.1,
             features=tuple(filter(None, (decode_side.broadcast, checks))),

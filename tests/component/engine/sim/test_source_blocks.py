@@ -13,7 +13,7 @@ from headrace_kv.receive.state import TransferState
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from tests.component.engine.sim.support import close, decode_work, pair
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
 
 PROMPT = list(range(100, 150))
 
@@ -53,19 +53,18 @@ async def test_held_writes_hold_the_source_blocks(
         started = await both.start(decode_work(PROMPT, remote_kv=True))
         prefill, transfer = started.prefill, started.transfer
         await until(lambda: held[0].write_count >= 2)
-        await asyncio.sleep(0.1)
         held_blocks = free - both.prefill.free_block_count()
         assert held_blocks == 7
         if canceller == "prefill":
             prefill.cancel()
         else:
             both.receiver.cancel("x1", "CANCELLED", "the client left")
-        await asyncio.sleep(0.3)
+        await let_a_wrong_step_show()
         assert not prefill.done()
         assert free - both.prefill.free_block_count() == held_blocks
         assert transfer.state is not TransferState.FREE
         hold.release.set()
-        await asyncio.wait({prefill}, timeout=5.0)
+        await asyncio.wait({prefill}, timeout=PATIENCE_S)
         assert prefill.done()
         await until(lambda: both.prefill.free_block_count() == free)
         await until(lambda: transfer.state is TransferState.FREE)

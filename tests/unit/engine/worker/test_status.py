@@ -1,0 +1,80 @@
+"""When a worker sends its status."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from headrace.worker.v1 import worker_pb2
+from headrace_engine.worker.status import BUSY_INTERVAL_S, POLL_S, WorkerStatusServicer
+from headrace_engine.worker.status_signal import StatusSignal
+from tests.virtually import virtually
+
+START_S = 1_000.0
+
+
+class Context:
+    """The part of a gRPC context that the servicer needs."""
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        pass
+
+
+class Worker:
+    """A worker with a number of requests, and what one watcher gets: the number and the time of each message."""
+
+    def __init__(self, max_interval_s: int) -> None:
+        self.requests = 0
+        self.signal = StatusSignal()
+        servicer = WorkerStatusServicer(self.snapshot, signal=self.signal)
+        request = worker_pb2.WatchStatusRequest()
+        request.max_interval.FromSeconds(max_interval_s)
+        context: Any = Context()
+        self.stream: AsyncIterator[worker_pb2.WatchStatusResponse]
+        self.stream = aiter(servicer.WatchStatus(request, context))
+
+    def snapshot(self) -> worker_pb2.WatchStatusResponse:
+        return worker_pb2.WatchStatusResponse(
+            state=worker_pb2.WatchStatusResponse.STATE_SERVING, running_requests=self.requests
+        )
+
+    def change(self, requests: int) -> None:
+        self.requests = requests
+        self.signal.notify()
+
+    async def next(self) -> tuple[int, float]:
+        """The next message: its number of requests, and the seconds since the start."""
+        message = await anext(self.stream)
+        return message.running_requests, round(time.monotonic() - START_S, 6)
+
+
+@virtually
+async def test_status_is_sent_at_once_on_change_and_every_interval() -> None:
+    worker = Worker(max_interval_s=20)
+    assert await worker.next() == (0, 0.0)
+    assert await worker.next() == (0, 20.0)
+    asyncio.get_running_loop().call_later(5.0, worker.change, 1)
+    assert await worker.next() == (1, 25.0)
+    asyncio.get_running_loop().call_later(0.25, worker.change, 0)
+    requests, at_s = await worker.next()
+    # A busy worker is polled, so that a burst of changes is one message.
+    assert requests == 0
+    assert 25.25 <= at_s <= 25.25 + POLL_S
+
+
+@virtually
+async def test_a_worker_with_requests_sends_every_second_and_an_idle_one_every_interval() -> None:
+    worker = Worker(max_interval_s=60)
+    worker.requests = 1
+    # Repeated although nothing has changed, so that routers see when the worker stands still.
+    times_s = [at_s for _, at_s in [await worker.next() for _ in range(3)]]
+    assert times_s == [0.0, BUSY_INTERVAL_S, 2 * BUSY_INTERVAL_S]
+    worker.requests = 0
+    _, idle_s = await worker.next()
+    _, next_s = await worker.next()
+    assert next_s - idle_s == 60.0
