@@ -14,7 +14,7 @@ from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb
 from headrace_client import InvalidRequest, QueueFull, SyncClient, WorkerGone
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.status import ErrorInterceptor
-from tests.waiting import until
+from tests.waiting import forever, until
 
 Result = TypeVar("Result")
 
@@ -39,7 +39,7 @@ class Router(inference_pb2_grpc.InferenceServiceServicer):
             for character in request.text:
                 yield inference_pb2.GenerateResponse(text=character, token_ids=[ord(character)])
             if request.text == "endless":
-                await asyncio.sleep(30)
+                await forever()
         except (asyncio.CancelledError, GeneratorExit):
             # The latter while a message is being sent.
             self.cancelled += 1

@@ -27,7 +27,7 @@ from headrace_common.rpc.server import GrpcServer
 from headrace_common.rpc.status import error_from_rpc
 from tests.component.router.fakes import FakeDecode, FakePrefill, Handoff, hand_over, reply, text_of
 from tests.ports import free_port
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, forever, until
 
 
 class Processes:
@@ -93,22 +93,22 @@ async def test_a_router_registers_serves_and_deregisters(processes: Processes) -
 
         await until(has_prefill_worker, interval_s=0.05)
         request = inference_pb2.GenerateRequest(text="a prompt")
-        responses = [response async for response in stub.Generate(request, timeout=10)]
+        responses = [response async for response in stub.Generate(request, timeout=PATIENCE_S)]
         assert text_of(responses) == "ok"
         assert responses[-1].timing.prefill_worker_id == "p0"
         health: Any = health_pb2_grpc.HealthStub(channel)
         name = "headrace.inference.v1.InferenceService"
-        state = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
+        state = await health.Check(health_pb2.HealthCheckRequest(service=name), timeout=PATIENCE_S)
         assert state.status == health_pb2.HealthCheckResponse.SERVING
         members: Any = registry_pb2_grpc.RegistryServiceStub(to_registry)
         routers = registry_pb2.ListMembersRequest(role=registry_pb2.Member.ROLE_ROUTER)
-        (member,) = (await members.ListMembers(routers, timeout=5)).members
+        (member,) = (await members.ListMembers(routers, timeout=PATIENCE_S)).members
         assert member.worker_id == "router-0"
         assert (member.endpoint, member.client_endpoint) == (internal, endpoint)
         router.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             assert await router.wait() == 0
-        assert not (await members.ListMembers(routers, timeout=5)).members
+        assert not (await members.ListMembers(routers, timeout=PATIENCE_S)).members
 
 
 class HeldBackRegistry(registry_pb2_grpc.RegistryServiceServicer):
@@ -124,7 +124,7 @@ class HeldBackRegistry(registry_pb2_grpc.RegistryServiceServicer):
         self.watched.set()
         await self.release.wait()
         yield registry_pb2.WatchResponse(revision=1, snapshot=registry_pb2.Snapshot())
-        await asyncio.sleep(60)
+        await forever()
 
     async def Register(
         self, request: registry_pb2.RegisterRequest, context: Any
@@ -153,25 +153,25 @@ async def test_a_router_is_ready_after_the_first_registry_snapshot_even_an_empty
         )
     )
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await held_back.watched.wait()
         await asyncio.sleep(0.5)
         async with open_channel(listen) as channel:
             health: Any = health_pb2_grpc.HealthStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await health.Check(health_pb2.HealthCheckRequest(), timeout=5)
+                await health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
             assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
             assert not starting.done()
             held_back.release.set()
             await starting
             state = await health.Check(
-                health_pb2.HealthCheckRequest(), timeout=5, wait_for_ready=True
+                health_pb2.HealthCheckRequest(), timeout=PATIENCE_S, wait_for_ready=True
             )
             assert state.status == health_pb2.HealthCheckResponse.SERVING
             stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 async for _ in stub.Generate(
-                    inference_pb2.GenerateRequest(text="a prompt"), timeout=10
+                    inference_pb2.GenerateRequest(text="a prompt"), timeout=PATIENCE_S
                 ):
                     pass
             assert isinstance(error_from_rpc(raised.value), NoDecodeWorker)

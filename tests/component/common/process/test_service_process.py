@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -24,6 +25,7 @@ from headrace_common.errors import Draining
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from tests.rpc_errors import error_of
+from tests.waiting import PATIENCE_S, until
 
 SERVICE = "headrace.inference.v1.InferenceService"
 SCRIPT = Path(__file__).with_name("kiln_service.py")
@@ -109,19 +111,24 @@ async def test_sigterm_lets_streams_end_and_rejects_new_rpcs() -> None:
         process.send_signal(signal.SIGTERM)
         assert process.stdout is not None
         assert await process.stdout.readline() == b"draining\n"
-        await asyncio.sleep(0.1)
-        async with open_channel(endpoint) as late:
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await inference_pb2_grpc.InferenceServiceStub(late).ListModels(
-                    inference_pb2.ListModelsRequest(), timeout=5
-                )
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        await until(partial(is_refused, endpoint))
         texts += [response.text async for response in stream]
         assert texts == ["0", "1", "2", "3", "4"]
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         await error_of(Draining, watch.read())
         code, out, _ = await outcome(process)
         assert (code, out) == (0, "stopped\n")
+
+
+async def is_refused(endpoint: str) -> bool:
+    async with open_channel(endpoint) as late:
+        try:
+            await inference_pb2_grpc.InferenceServiceStub(late).ListModels(
+                inference_pb2.ListModelsRequest(), timeout=PATIENCE_S
+            )
+        except grpc.aio.AioRpcError as refused:
+            return refused.code() is grpc.StatusCode.UNAVAILABLE
+    return False
 
 
 async def seconds_to_end(process: Process) -> tuple[float, int | None]:
@@ -147,7 +154,7 @@ async def test_a_stuck_request_ends_after_the_grace_or_a_second_signal(
             process.send_signal(signal.SIGTERM)
         seconds, code = await seconds_to_end(process)
         assert code == 0
-        assert seconds < 10
+        assert seconds < PATIENCE_S
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             await stream.read()
         # After a second signal, the process may end before it sends a status.
@@ -163,7 +170,7 @@ async def test_an_idle_service_with_a_watcher_ends_at_once_on_sigint() -> None:
             seconds, code = await seconds_to_end(process)
             watch.cancel()
         assert code == 0
-        assert seconds < 10
+        assert seconds < PATIENCE_S
 
 
 def taken_port(folder: Path) -> tuple[list[str], str]:

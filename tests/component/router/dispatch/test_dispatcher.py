@@ -42,7 +42,7 @@ from tests.component.router.fakes import (
     tokens,
     with_settings,
 )
-from tests.waiting import until
+from tests.waiting import forever, until
 
 
 async def test_a_prompt_is_prefilled_remotely_and_answered(rig: Rig) -> None:
@@ -70,7 +70,7 @@ async def test_a_prompt_is_prefilled_remotely_and_answered(rig: Rig) -> None:
     trace_id = responses[0].trace_id
     assert trace_id in task.traceparent
     assert decode.metadata[0]["traceparent"] == task.traceparent
-    assert 8 < task.remaining.ToNanoseconds() / 1e9 < 10
+    assert 20 < task.remaining.ToNanoseconds() / 1e9 < 30
 
 
 async def test_a_cached_prompt_needs_no_prefill_worker(rig: Rig) -> None:
@@ -208,7 +208,7 @@ async def test_a_router_that_is_rejected_reports_a_lost_worker(rig: Rig) -> None
 
 
 async def silent(worker: FakeDecode, request: Any) -> Any:
-    await asyncio.sleep(60)
+    await forever()
     yield
 
 
@@ -254,14 +254,14 @@ async def test_missing_keys_are_reported_when_no_time_is_left_for_a_retry(rig: R
 async def test_a_cancelled_call_ends_all_work_at_once(rig: Rig, credit: int) -> None:
     decode = await rig.add_decode(hang)
     prefill = await rig.add_prefill(stall, credit)
-    asking = asyncio.create_task(rig.ask(timeout_s=30))
+    asking = asyncio.create_task(rig.ask(timeout_s=60))
     await until(lambda: bool(prefill.tasks) if credit else rig.router.queue.depth == 1)
     asking.cancel()
     start = time.monotonic()
     await until(lambda: len(decode.cancelled) == 1)
     await until(lambda: len(prefill.cancels) == (1 if credit else 0))
     await until(lambda: rig.router.queue.depth == 0)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 async def test_a_stop_string_ends_decode_and_is_not_sent(rig: Rig) -> None:

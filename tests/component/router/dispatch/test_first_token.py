@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from tests.component.router.fakes import (
     text_of,
     tokens,
 )
-from tests.waiting import until
+from tests.waiting import forever, until
 
 PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
 DECODE = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
@@ -176,7 +175,7 @@ async def break_decode(worker: FakeDecode, request: Any) -> Any:
         yield tokens("P")
         await worker.read_tokens.reach(earlier + 1)
         worker.handoff.of("P read").set()
-        await asyncio.sleep(60)
+        await forever()
     async for event in reply("aris")(worker, request):
         yield event
 

@@ -21,7 +21,7 @@ from tests.component.router.dispatch.recitation import TEXT, recite, sampling
 from tests.component.router.fakes import FakeDecode, Rig, hang, reply, text_of
 from tests.component.router.fakes.decode import reserved, tokens
 from tests.component.router.fakes.handoff import Handoff
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, forever, until
 
 
 async def test_requests_on_a_worker_share_one_link(rig: Rig) -> None:
@@ -35,7 +35,7 @@ async def test_requests_on_a_worker_share_one_link(rig: Rig) -> None:
 async def test_requests_of_a_link_that_ends_continue_and_the_next_opens_another(rig: Rig) -> None:
     async def end_links(worker: FakeDecode) -> None:
         worker.end_links()
-        await asyncio.sleep(60)
+        await forever()
 
     first, second = await rig.add_decodes(recite(5, end_links), recite(99))
     responses = await rig.ask(sampling=sampling())
@@ -68,7 +68,7 @@ def opened_on(links: DecodeLinks, name: str = "x", deadline_s: float = 30.0) -> 
 
 
 async def kind_of(call: LinkedCall) -> str:
-    event = await asyncio.wait_for(call.read(), 5)
+    event = await asyncio.wait_for(call.read(), PATIENCE_S)
     return str(event.WhichOneof("event"))
 
 
@@ -105,7 +105,7 @@ async def test_a_call_ends_at_its_deadline_and_a_cancel_reaches_the_worker(
     other = opened_on(links, "other")
     assert await kind_of(call) == await kind_of(other) == "reserved"
     with pytest.raises(DeadlineExceeded):
-        await asyncio.wait_for(call.read(), 5)
+        await asyncio.wait_for(call.read(), PATIENCE_S)
     assert worker.cancelled == set()
     call.close()
     call.close()
@@ -153,7 +153,7 @@ async def test_a_worker_that_breaks_the_protocol_loses_its_link(
     call = opened_on(links)
     assert await kind_of(call) == "reserved"
     with pytest.raises(ProtocolViolation, match="credit"):
-        await asyncio.wait_for(call.read(), 5)
+        await asyncio.wait_for(call.read(), PATIENCE_S)
     await until(lambda: links.count == 0, what="the end of the link")
 
 
@@ -164,5 +164,5 @@ async def test_a_server_without_links_fails_the_request() -> None:
     async with open_channel(f"127.0.0.1:{port}") as channel:
         call = opened_on(DecodeLinks(lambda: channel))
         with pytest.raises(ProtocolViolation):
-            await asyncio.wait_for(call.read(), 5)
+            await asyncio.wait_for(call.read(), PATIENCE_S)
     await server.stop(0)

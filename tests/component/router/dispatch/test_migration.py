@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import grpc.aio
 import pytest
@@ -21,6 +22,7 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
+from headrace_kv.layout.layout import WorkerRef
 from tests.component.router.dispatch.recitation import TEXT, TOKENS, raising, recite, sampling
 from tests.component.router.fakes import (
     FakeDecode,
@@ -31,7 +33,7 @@ from tests.component.router.fakes import (
     text_of,
     with_settings,
 )
-from tests.waiting import until
+from tests.waiting import let_a_wrong_step_show, until
 
 
 def decode_requests(rig: Rig) -> list[decode_pb2.GenerateRequest]:
@@ -130,7 +132,7 @@ async def test_an_internal_error_of_a_decode_worker_ends_the_response(
     received: list[int] = []
 
     async def read() -> None:
-        async for response in rig.stub.Generate(request, timeout=10):
+        async for response in rig.stub.Generate(request, timeout=60):
             received.extend(response.token_ids)
 
     with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -180,7 +182,7 @@ async def test_a_started_response_waits_for_a_restarted_worker(rig: Rig) -> None
     dead = await rig.add_decode(recite(2, FakeDecode.die))
     asking = asyncio.create_task(rig.ask(sampling=sampling()))
     await until(lambda: not rig.router.workers.table("sim").reachable.any())
-    await asyncio.sleep(0.5)
+    await let_a_wrong_step_show()
     assert not asking.done()
     rig.decodes.remove(dead)
     await rig.add_decode(recite(99))
@@ -214,9 +216,7 @@ async def test_an_unreachable_worker_is_used_again_after_it_reports(rig: Rig) ->
     table = rig.router.workers.table("sim")
     ref = next(w.ref for w in table.workers if w.ref.worker_id == "d0")
     first.reports.clear()
-    # Statuses that are on their way must have arrived.
-    await asyncio.sleep(0.5)
-    rig.router.workers.mark_unreachable(ref)
+    await until(partial(_stays_unreachable, rig, ref))
     assert not table.reachable.all()
     await rig.ask(sampling=sampling())
     assert (len(first.requests), len(second.requests)) == (0, 1)
@@ -231,13 +231,18 @@ async def test_an_unreachable_worker_is_not_asked_after_a_full_one(rig: Rig) -> 
     lost, _ = await rig.add_decodes(recite(99), full)
     ref = next(w.ref for w in rig.router.workers.table("sim").workers if w.ref.worker_id == "d0")
     lost.reports.clear()
-    # Statuses that are on their way must have arrived.
-    await asyncio.sleep(0.5)
-    rig.router.workers.mark_unreachable(ref)
+    await until(partial(_stays_unreachable, rig, ref))
     error = await rig.error_of(sampling=sampling())
     assert isinstance(error, DecodeFull)
     assert error.retry_after_s
     assert not lost.requests
+
+
+async def _stays_unreachable(rig: Rig, ref: WorkerRef) -> bool:
+    """Marks a worker that reports no more. A status may still have been on its way."""
+    rig.router.workers.mark_unreachable(ref)
+    await let_a_wrong_step_show()
+    return not rig.router.workers.table("sim").reachable.all()
 
 
 @pytest.mark.parametrize("done", [0, 3, 17, len(TOKENS)])

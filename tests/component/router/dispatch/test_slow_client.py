@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_frontend.request.response_stream import PENDING_TOKENS_MAX, ResponseStream
 from tests.component.router.fakes import FakeDecode, Rig, finished, reserved, text_of, tokens
+from tests.waiting import let_a_wrong_step_show
 
 _PIECES = 1_200
 _PIECE = "0123456789abcdef" * 8
@@ -49,11 +49,12 @@ class Watched:
 
 
 async def _settled(value: Callable[[], int]) -> int:
-    """The value after it has not changed for 0.5 s."""
-    async with asyncio.timeout(20):
+    """The value after it has not changed in many rounds, of which a machine that stands still delays a few."""
+    async with asyncio.timeout(60):
         while True:
             before = value()
-            await asyncio.sleep(0.5)
+            for _ in range(10):
+                await let_a_wrong_step_show()
             if before and value() == before:
                 return before
 
@@ -65,14 +66,12 @@ async def test_a_client_that_does_not_read_blocks_only_its_own_decode_stream(
     await rig.add_decode(flood)
     async with grpc.aio.insecure_channel(rig.endpoint, options=_WINDOW) as channel:
         stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-        slow = stub.Generate(inference_pb2.GenerateRequest(text=_FLOOD), timeout=50)
+        slow = stub.Generate(inference_pb2.GenerateRequest(text=_FLOOD), timeout=120)
         received = len((await slow.read()).token_ids)
         batches = await _settled(lambda: watched.batches)
         assert batches < _PIECES / 2
         assert watched.most_pending <= PENDING_TOKENS_MAX + len(_PIECE)
-        begin_s = time.monotonic()
         responses = await asyncio.gather(*(rig.ask(f"other {n}") for n in range(4)))
-        assert time.monotonic() - begin_s < 5
         assert all(text_of(response) == _PIECE * 20 for response in responses)
         assert watched.batches == batches, "the slow client is still not read from"
         while (response := await slow.read()) is not grpc.aio.EOF:

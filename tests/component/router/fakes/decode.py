@@ -22,6 +22,7 @@ from headrace_common.rpc.status import reported_error, status_of
 from headrace_kv.layout.proto import layout_to_proto
 from tests.component.router.fakes.handoff import LAYOUT, Handoff
 from tests.component.router.fakes.read_tokens import ReadTokens
+from tests.waiting import forever
 
 CONTEXT_TOKENS = 1_024
 
@@ -136,7 +137,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
     async def die(self) -> None:
         """Kills the worker from within a script, which never continues."""
         self.background.append(asyncio.create_task(self.kill()))
-        await asyncio.sleep(60)
+        await forever()
 
     async def Generate(
         self, request: decode_pb2.GenerateRequest, context: Any
@@ -308,7 +309,7 @@ full = reject(DecodeFull("no room", retry_after_s=0.25))
 
 async def hang(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
     yield reserved(request)
-    await asyncio.sleep(60)
+    await forever()
 
 
 async def reserve_and_die(

@@ -138,7 +138,7 @@ class Rig:
         }
 
     async def ask(
-        self, text: str = "a prompt", timeout_s: float = 10.0, **fields: Any
+        self, text: str = "a prompt", timeout_s: float = 30.0, **fields: Any
     ) -> list[inference_pb2.GenerateResponse]:
         """Every message of the response."""
         request = inference_pb2.GenerateRequest(text=text, **fields)

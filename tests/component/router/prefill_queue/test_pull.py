@@ -16,7 +16,7 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.prefill_queue.worker_stream import CREDITS_MAX
 from tests.component.router.fakes import LAYOUT, FakePrefill, Rig, hand_over, stall
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 
 def _enqueue(rig: Rig, name: str) -> QueuedTask:
@@ -35,7 +35,7 @@ def batch(*requests: prefill_pb2.PullRequest) -> prefill_pb2.PullRequest:
 
 async def _end_of(worker: FakePrefill) -> grpc.aio.AioRpcError:
     """The error with which the router ended the worker's stream."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await worker.ended.wait()
     assert worker.error is not None
     return worker.error
@@ -90,7 +90,7 @@ async def test_a_protocol_violation_ends_only_that_workers_stream(
     error = error_from_rpc(await _end_of(faulty))
     assert isinstance(error, ProtocolViolation)
     assert words in error.detail
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         assert (await _enqueue(rig, "a").outcome).error is None
     assert other.error is None
 

@@ -26,6 +26,7 @@ from tests.component.router.fakes import (
     hand_over,
     reply,
 )
+from tests.waiting import PATIENCE_S
 
 
 @dataclass
@@ -52,9 +53,9 @@ async def workers(rig: Rig) -> Any:
 async def _complete_trace(rig: Rig, name: str) -> trace_pb2.Trace:
     """Waits for the spans of the workers, which arrive after the response."""
     stub: Any = trace_pb2_grpc.TraceServiceStub(rig.internal_channel)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
-            response = await stub.GetTrace(trace_pb2.GetTraceRequest(id=name), timeout=5)
+            response = await stub.GetTrace(trace_pb2.GetTraceRequest(id=name), timeout=PATIENCE_S)
             trace: trace_pb2.Trace = response.trace
             if trace.complete:
                 return trace
@@ -148,15 +149,16 @@ async def test_traces_are_listed_newest_first(rig: Rig) -> None:
     for number in range(3):
         await rig.ask(request_id=f"r{number}")
     stub: Any = trace_pb2_grpc.TraceServiceStub(rig.internal_channel)
-    first = await stub.ListTraces(trace_pb2.ListTracesRequest(page_size=2), timeout=5)
+    first = await stub.ListTraces(trace_pb2.ListTracesRequest(page_size=2), timeout=PATIENCE_S)
     second = await stub.ListTraces(
-        trace_pb2.ListTracesRequest(page_size=2, page_token=first.next_page_token), timeout=5
+        trace_pb2.ListTracesRequest(page_size=2, page_token=first.next_page_token),
+        timeout=PATIENCE_S,
     )
     names = [trace.request_id for trace in (*first.traces, *second.traces)]
     assert names == ["r2", "r1", "r0"]
     assert not second.next_page_token
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.GetTrace(trace_pb2.GetTraceRequest(id="unknown"), timeout=5)
+        await stub.GetTrace(trace_pb2.GetTraceRequest(id="unknown"), timeout=PATIENCE_S)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
@@ -176,11 +178,11 @@ async def test_a_clients_own_trace_is_continued(rig: Rig) -> None:
 
 async def test_an_export_beyond_the_bound_is_refused_by_name(rig: Rig) -> None:
     export: Any = rig.internal_channel.unary_unary(f"/{OTLP_SERVICE_NAME}/Export")
-    await export(b"", timeout=5)
+    await export(b"", timeout=PATIENCE_S)
     for data, why in (
         (b"\0" * (EXPORT_BYTES_MAX + 1), "at most"),
         (b"\0" * EXPORT_BYTES_MAX, "cannot be parsed"),
     ):
         with pytest.raises(grpc.aio.AioRpcError, match=why) as raised:
-            await export(data, timeout=5)
+            await export(data, timeout=PATIENCE_S)
         assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT

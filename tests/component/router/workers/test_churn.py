@@ -9,7 +9,7 @@ from random import Random
 from headrace.prefill.v1 import prefill_pb2
 from tests.component.router.fakes import FakeDecode, FakePrefill, Rig, hand_over, reply, text_of
 
-_DURATION_S = 4.0
+_DURATION_S = 1.5
 _OVERTIME_S = 30.0
 _CHANGE_EVERY_S = 0.05
 
@@ -35,7 +35,7 @@ async def test_one_retry_is_enough_while_workers_join_and_leave(rig: Rig) -> Non
         nonlocal slowest_s
         while not stop.is_set():
             started_s = time.monotonic()
-            responses = await rig.ask("a prompt", timeout_s=5.0)
+            responses = await rig.ask("a prompt", timeout_s=30.0)
             assert text_of(responses) == "ok"
             attempts.append(responses[-1].timing.attempts)
             slowest_s = max(slowest_s, time.monotonic() - started_s)
@@ -69,5 +69,6 @@ async def test_one_retry_is_enough_while_workers_join_and_leave(rig: Rig) -> Non
     assert changes >= 10
     assert len(attempts) > 50
     assert set(attempts) <= {1, 2}
-    assert slowest_s < 3.0
+    # Half of the deadline: a request that waits for a lost worker would take all of it.
+    assert slowest_s < 15.0
     assert rig.router.queue.depth == 0

@@ -19,15 +19,15 @@ from tests.component.router.fakes import (
     text_of,
     with_settings,
 )
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
 
 # Longer than any test takes.
-pytestmark = with_settings(worker_wait_s=20.0)
+pytestmark = with_settings(worker_wait_s=120.0)
 
 
 async def test_a_request_waits_for_the_first_worker(rig: Rig) -> None:
     asking = [asyncio.create_task(rig.ask()) for _ in range(3)]
-    await asyncio.sleep(0.3)
+    await let_a_wrong_step_show()
     assert not any(one.done() for one in asking)
     await rig.add_decode(reply("ok"))
     assert [text_of(await one) for one in asking] == ["ok"] * 3
@@ -38,7 +38,7 @@ async def test_a_request_waits_for_workers_that_left_the_registry(rig: Rig) -> N
     assert text_of(await rig.ask()) == "ok"
     rig.router.update([])
     asking = asyncio.create_task(rig.ask())
-    await asyncio.sleep(0.3)
+    await let_a_wrong_step_show()
     assert not asking.done()
     rig.refresh()
     assert text_of(await asking) == "ok"
@@ -54,7 +54,7 @@ async def test_a_request_waits_for_workers_that_left_between_check_and_placement
     async def prepare_and_lose(*arguments: Any) -> Any:
         prepared = await prepare(*arguments)
         rig.router.update([])
-        asyncio.get_running_loop().call_later(0.3, rig.refresh)
+        asyncio.get_running_loop().call_later(0.1, rig.refresh)
         return prepared
 
     monkeypatch.setattr(inference._preparer, "prepare", prepare_and_lose)
@@ -66,7 +66,7 @@ async def test_a_request_without_tokens_waits_for_the_next_incarnation(rig: Rig)
     asking = asyncio.create_task(rig.ask())
     await until(lambda: bool(dying.background))
     await asyncio.gather(*dying.background)
-    await asyncio.sleep(0.5)
+    await let_a_wrong_step_show()
     assert not asking.done()
     rig.decodes.remove(dying)
     await rig.add_decode(reply("ok"))
@@ -82,7 +82,7 @@ async def test_no_request_waits_past_its_deadline(rig: Rig) -> None:
 
 async def test_the_limits_of_the_late_worker_apply(rig: Rig) -> None:
     asking = asyncio.create_task(rig.error_of(text="x" * 2 * CONTEXT_TOKENS))
-    await asyncio.sleep(0.2)
+    await let_a_wrong_step_show()
     await rig.add_decode(reply("ok"))
     assert isinstance(await asking, InvalidRequest)
 
@@ -91,10 +91,10 @@ async def test_a_route_waits_but_its_explanation_does_not(rig: Rig) -> None:
     def route(explain: bool) -> Any:
         request = inference_pb2.GenerateRequest(text="a prompt")
         stub = rig.operator_stub if explain else rig.stub
-        return stub.Route(inference_pb2.RouteRequest(request=request, explain=explain), timeout=10)
+        return stub.Route(inference_pb2.RouteRequest(request=request, explain=explain), timeout=60)
 
     with pytest.raises(grpc.aio.AioRpcError) as raised:
-        async with asyncio.timeout(8):
+        async with asyncio.timeout(PATIENCE_S):
             await route(explain=True)
     assert isinstance(error_from_rpc(raised.value), NoDecodeWorker)
     routing = route(explain=False)
