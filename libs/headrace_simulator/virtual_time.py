@@ -1,7 +1,7 @@
 """An event loop in which time passes only while nothing can run.
 
-Within `run_virtually`, `time.monotonic` and its relatives return the virtual time. So code that measures or waits needs
-no change. The loop reads no file and no socket, and no thread may wake it.
+While the loop runs, `time.monotonic` and its relatives return the virtual time. So code that measures or waits needs no
+change. The loop reads no file and no socket, and no thread may wake it.
 """
 
 from __future__ import annotations
@@ -66,14 +66,17 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Time passes without a timer: those that are due by then are late."""
         self._clock.advance(seconds)
 
+    def run_forever(self) -> None:
+        with _installed(self):
+            super().run_forever()
+
 
 def run_virtually(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
     """Runs a coroutine to its end in virtual time. Only one at a time may run in a process.
 
     Raises InternalError when no timer is left and the coroutine has not ended.
     """
-    loop = VirtualLoop()
-    with asyncio.Runner(loop_factory=lambda: loop) as runner, _installed(loop):
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(_awaited(work))
 
 

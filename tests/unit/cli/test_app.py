@@ -21,7 +21,7 @@ def run(*arguments: str, **environment: str) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert not finished.stderr

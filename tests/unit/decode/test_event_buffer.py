@@ -11,7 +11,6 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, InternalError, TransferFailed
 from headrace_decode.event_buffer import EventBuffer
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeEvents, DecodeTokens
-from tests.virtually import virtually
 
 
 async def yielding(
@@ -24,7 +23,6 @@ async def yielding(
         raise error
 
 
-@virtually
 async def test_buffered_events_are_read_at_once() -> None:
     tokens = [DecodeTokens((number,)) for number in range(5)]
     buffer = EventBuffer(yielding(*tokens, DecodeEnded(True, 0)), "r")
@@ -33,7 +31,6 @@ async def test_buffered_events_are_read_at_once() -> None:
     assert await buffer.read(Deadline.after(1)) == [*tokens[1:], DecodeEnded(True, 0)]
 
 
-@virtually
 async def test_an_error_comes_after_the_events_before_it() -> None:
     buffer = EventBuffer(yielding(DecodeTokens((1,)), error=TransferFailed("gone")), "r")
     await asyncio.sleep(0.05)
@@ -42,14 +39,12 @@ async def test_an_error_comes_after_the_events_before_it() -> None:
         await buffer.read(Deadline.after(1))
 
 
-@virtually
 async def test_an_end_without_an_event_is_an_error() -> None:
     buffer = EventBuffer(yielding(), "r")
     with pytest.raises(InternalError, match="without a reason"):
         await buffer.read(Deadline.after(1))
 
 
-@virtually
 async def test_waiting_ends_at_the_deadline() -> None:
     async def pending() -> AsyncIterator[DecodeEvent]:
         await asyncio.Event().wait()
@@ -61,7 +56,6 @@ async def test_waiting_ends_at_the_deadline() -> None:
     assert await buffer.close()
 
 
-@virtually
 async def test_closing_closes_the_engines_iterator() -> None:
     closed = asyncio.Event()
 
@@ -109,7 +103,6 @@ class _Followed(DecodeEvents):
         raise AssertionError("followed events are not iterated")
 
 
-@virtually
 async def test_followed_events_need_no_task() -> None:
     source = _Followed()
     tasks = len(asyncio.all_tasks())
@@ -129,7 +122,6 @@ async def test_followed_events_need_no_task() -> None:
     assert source.aborts
 
 
-@virtually
 async def test_a_failure_of_followed_events_is_raised() -> None:
     source = _Followed()
     buffer = EventBuffer(source, "r")
@@ -140,7 +132,6 @@ async def test_a_failure_of_followed_events_is_raised() -> None:
     assert await buffer.close()
 
 
-@virtually
 async def test_an_interrupt_comes_after_the_followed_events_before_it() -> None:
     source = _Followed()
     buffer = EventBuffer(source, "r")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 
 import pytest
@@ -23,7 +23,6 @@ from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import WorkerRef
 from headrace_prefill.worker import PrefillWorker
 from tests.transfer_links import link_sent
-from tests.virtually import virtually
 
 REF = WorkerRef("prefill-0", "00112233445566ff")
 REPORT = SendReport("x1", 0, "", "", (link_sent(),), 321, "10.0.0.1")
@@ -59,11 +58,11 @@ def exporter() -> InMemorySpanExporter:
 
 
 @pytest.fixture
-async def telemetry(exporter: InMemorySpanExporter) -> AsyncIterator[Telemetry]:
+def telemetry(exporter: InMemorySpanExporter) -> Iterator[Telemetry]:
     telemetry = init_telemetry("prefill", "prefill-0", ServiceConfig())
     telemetry.add_exporter(exporter)
     yield telemetry
-    await asyncio.to_thread(telemetry.shutdown)
+    telemetry.shutdown()
 
 
 def worker_of(behaviour: Behaviour, telemetry: Telemetry, slots: int = 2) -> PrefillWorker:
@@ -95,7 +94,6 @@ async def good(work: PrefillWork) -> PrefillOutcome:
     return OUTCOME
 
 
-@virtually
 async def test_a_successful_task_reports_its_bytes_and_records_its_spans(
     telemetry: Telemetry, exporter: InMemorySpanExporter
 ) -> None:
@@ -117,7 +115,6 @@ async def test_a_successful_task_reports_its_bytes_and_records_its_spans(
     assert {span.parent.span_id for span in children if span.parent} == {root.context.span_id}
 
 
-@virtually
 async def test_the_start_is_reported_between_getting_a_slot_and_computing(
     telemetry: Telemetry,
 ) -> None:
@@ -143,7 +140,6 @@ async def test_the_start_is_reported_between_getting_a_slot_and_computing(
     assert order[4:] == ["start c", "engine c"]
 
 
-@virtually
 async def test_the_engine_gets_the_transfer_target(telemetry: Telemetry) -> None:
     works: list[PrefillWork] = []
 
@@ -159,7 +155,6 @@ async def test_the_engine_gets_the_transfer_target(telemetry: Telemetry) -> None
     assert target.handoff_endpoint == "127.0.0.1:1"
 
 
-@virtually
 async def test_a_task_gets_only_an_adapter_that_the_engine_has(telemetry: Telemetry) -> None:
     works: list[PrefillWork] = []
 
@@ -179,7 +174,6 @@ async def test_a_task_gets_only_an_adapter_that_the_engine_has(telemetry: Teleme
     assert [work.adapter for work in works] == ["poet"]
 
 
-@virtually
 async def test_a_task_with_a_salt_that_is_none_is_rejected(telemetry: Telemetry) -> None:
     done = await worker_of(good, telemetry).run(task(cache_salt="tenant-a"))
     assert done.reason == "INVALID_FIELD"
@@ -194,7 +188,6 @@ async def test_a_task_with_a_salt_that_is_none_is_rejected(telemetry: Telemetry)
         (ValueError("oops"), "INTERNAL"),
     ],
 )
-@virtually
 async def test_a_failure_is_reported_by_reason(
     telemetry: Telemetry, failure: Exception, reason: str
 ) -> None:
@@ -205,7 +198,6 @@ async def test_a_failure_is_reported_by_reason(
     assert (done.transfer_id, done.reason, bool(done.detail)) == ("x1", reason, True)
 
 
-@virtually
 async def test_the_deadline_ends_a_task_and_the_engines_work(telemetry: Telemetry) -> None:
     quiet = asyncio.Event()
 
@@ -221,7 +213,6 @@ async def test_the_deadline_ends_a_task_and_the_engines_work(telemetry: Telemetr
     assert quiet.is_set()
 
 
-@virtually
 async def test_a_transfer_s_deadline_is_the_time_that_the_task_has_left(
     telemetry: Telemetry,
 ) -> None:
@@ -235,7 +226,6 @@ async def test_a_transfer_s_deadline_is_the_time_that_the_task_has_left(
     assert 900 < remaining_s[0] <= 1000
 
 
-@virtually
 async def test_a_cancelled_task_is_reported_after_the_engine_has_stopped(
     telemetry: Telemetry,
 ) -> None:
@@ -265,7 +255,6 @@ async def test_a_cancelled_task_is_reported_after_the_engine_has_stopped(
         ({"start_token": 3}, "start_token"),
     ],
 )
-@virtually
 async def test_wrong_fields_are_refused_by_name(
     telemetry: Telemetry, changes: dict[str, object], field: str
 ) -> None:
@@ -274,7 +263,6 @@ async def test_wrong_fields_are_refused_by_name(
     assert field in done.detail
 
 
-@virtually
 async def test_the_engine_gets_the_class_of_a_task(telemetry: Telemetry) -> None:
     classes: list[Priority] = []
 

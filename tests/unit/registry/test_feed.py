@@ -14,7 +14,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import WatchExpired
 from headrace_common.registry.policy import default_policy
 from headrace_registry.feed import ChangeFeed, PolicyRecord, WatchFilter
-from tests.virtually import virtually
+from headrace_simulator.virtual_time import run_virtually
 
 Edits = dict[str, int | None]
 
@@ -82,7 +82,7 @@ def test_every_watcher_converges(history: list[Edits], join_at: int) -> None:
         if resumed is not None:
             assert follow(resumed_seen, await anext(resumed)) == feed.members
 
-    asyncio.run(scenario())
+    run_virtually(scenario)
 
 
 ROLES = st.frozensets(st.integers(1, 3))
@@ -114,10 +114,9 @@ def test_a_watcher_with_a_filter_converges_to_the_members_that_it_wants(
         if shown(feed) != seen:
             assert follow(seen, await asyncio.wait_for(anext(watch), 10)) == shown(feed)
 
-    asyncio.run(scenario())
+    run_virtually(scenario)
 
 
-@virtually
 async def test_changes_that_a_watcher_does_not_want_wake_it_without_a_message() -> None:
     feed = ChangeFeed(history_size=100, revision=10)
     watch = feed.watch(0, WatchFilter(frozenset({registry_pb2.Member.ROLE_ROUTER})))
@@ -147,10 +146,9 @@ def test_a_listing_is_applied_as_changes(before: Edits, after: Edits) -> None:
         if known == listing:
             assert not response.changes
 
-    asyncio.run(scenario())
+    run_virtually(scenario)
 
 
-@virtually
 async def test_the_history_is_bounded() -> None:
     feed = ChangeFeed(history_size=3, revision=1)
     for revision in range(2, 8):
@@ -161,7 +159,6 @@ async def test_the_history_is_bounded() -> None:
     assert caught.value.metadata == {"start_revision": "3", "kept_since_revision": "4"}
 
 
-@virtually
 async def test_revisions_without_a_change_use_up_no_history() -> None:
     feed = ChangeFeed(history_size=2, revision=1)
     feed.apply(2, {"a": member("a", 1)})
@@ -172,7 +169,6 @@ async def test_revisions_without_a_change_use_up_no_history() -> None:
     assert len(response.changes) == 1
 
 
-@virtually
 async def test_a_start_beyond_the_feed_must_be_allowed() -> None:
     feed = ChangeFeed(history_size=2, revision=5)
     with pytest.raises(WatchExpired):
@@ -185,7 +181,6 @@ async def test_a_start_beyond_the_feed_must_be_allowed() -> None:
     assert [change.member_put.worker_id for change in response.changes] == ["b"]
 
 
-@virtually
 async def test_a_restart_ends_every_watch() -> None:
     feed = ChangeFeed(history_size=10, revision=5)
     watch = feed.watch(0)
@@ -198,7 +193,6 @@ async def test_a_restart_ends_every_watch() -> None:
         await asyncio.wait_for(waiting, 1)
 
 
-@virtually
 async def test_waiting_for_a_revision() -> None:
     feed = ChangeFeed(history_size=10, revision=5)
     assert await feed.wait_for_revision(5, 0.01)
@@ -212,7 +206,6 @@ async def test_waiting_for_a_revision() -> None:
     assert await waiting
 
 
-@virtually
 async def test_an_equal_policy_is_no_change_but_has_a_new_revision() -> None:
     feed = ChangeFeed(history_size=10, revision=5)
     feed.apply(6, {}, PolicyRecord(default_policy(), 6))

@@ -6,10 +6,8 @@ import asyncio
 
 from headrace.registry.v1 import registry_pb2
 from headrace_registry.feed import ChangeFeed
-from tests.virtually import virtually
 
 
-@virtually
 async def test_members_that_join_together_come_together() -> None:
     feed = ChangeFeed(history_size=4_096)
     watch = feed.watch(0)

@@ -102,7 +102,7 @@ def test_the_router_starts_without_engine_libraries() -> None:
         """
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50, check=False
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("headrace-router: registry = 'nonsense'")

@@ -266,6 +266,7 @@ def test_other_threads_continue_while_a_long_text_is_encoded(
             codec.encode("some words " * 200_000, 1_000_000)
         ended.set()
 
+    # A real thread, because the encoder must release the global interpreter lock.
     thread = threading.Thread(target=encode)
     thread.start()
     assert begun.wait(20)

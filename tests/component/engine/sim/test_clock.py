@@ -6,9 +6,11 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from headrace_engine.interface import DecodeEvent
 from headrace_engine.sim.clock import ManualClock
-from headrace_engine.sim.clock_control import ClockController
+from headrace_engine.sim.clock_control import ClockController, RemoteClock, open_clock
 from tests.component.engine.sim.support import (
     GREEDY,
     check_answer,
@@ -17,6 +19,7 @@ from tests.component.engine.sim.support import (
     tokens_of,
     until_running,
 )
+from tests.unit.engine.sim.test_clock import count_steps, stop
 from tests.waiting import until
 
 PROMPT = list(range(100, 120))
@@ -64,3 +67,42 @@ async def test_a_controller_advances_every_engine_that_names_its_socket(tmp_path
             await clock.advance_until(lambda: all(task.done() for task in answers), step_s=1.5)
             assert clock.now_s == PROMPT_S + 5 * 3
             await asyncio.gather(*answers)
+
+
+async def test_a_controller_advances_the_clocks_that_are_connected(tmp_path: Path) -> None:
+    ended: list[str] = []
+    async with ClockController(tmp_path / "clock") as controller:
+        clocks = [open_clock(str(controller.path)) for _ in range(2)]
+        for clock in clocks:
+            await clock.start()
+        await controller.wait_connected(2)
+        tasks = [
+            asyncio.create_task(count_steps(clock, 1.0, name, ended))
+            for clock, name in zip(clocks, "ab", strict=True)
+        ]
+        await controller.advance(2.5)
+        assert sorted(ended) == ["a 1", "a 2", "b 1", "b 2"]
+        await controller.advance_until(lambda: len(ended) == 8, step_s=0.5)
+        assert controller.now_s == 4.0
+        await clocks[0].close()
+        late = RemoteClock(str(controller.path))
+        await late.start()
+        await controller.wait_connected(3)
+        await controller.advance(1.0)
+        assert controller.engine_count == 2
+        assert late.now_s() == clocks[1].now_s() == 5.0
+        assert ended[8:] == ["b 5"]
+        await late.close()
+        await stop(*tasks)
+    # Without a controller the time goes on, so that requests can end.
+    async with asyncio.timeout(5):
+        await clocks[1].sleep_until(5.1)
+    await clocks[1].close()
+
+
+async def test_waiting_for_the_controllers_condition_has_a_limit(tmp_path: Path) -> None:
+    async with ClockController(tmp_path / "clock") as controller:
+        with pytest.raises(TimeoutError, match="did not hold"):
+            await controller.advance_until(lambda: False, step_s=1.0, timeout_s=0.05)
+        with pytest.raises(TimeoutError):
+            await controller.wait_connected(1, timeout_s=0.05)

@@ -8,11 +8,9 @@ import pytest
 
 from headrace_common.access.recheck import rechecked
 from headrace_common.errors import PermissionDenied
-from tests.virtually import virtually
 
 
 @pytest.mark.parametrize("error", [PermissionDenied("the key was removed"), OSError("no file")])
-@virtually
 async def test_the_error_of_a_check_ends_the_call(error: Exception) -> None:
     checks = 0
 
@@ -29,7 +27,6 @@ async def test_the_error_of_a_check_ends_the_call(error: Exception) -> None:
     assert checks == 3
 
 
-@virtually
 async def test_a_call_that_is_cancelled_for_another_reason_stays_cancelled() -> None:
     async def call() -> None:
         async with rechecked(lambda: None, 0.001):

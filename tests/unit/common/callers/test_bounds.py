@@ -11,7 +11,6 @@ import pytest
 from headrace_common.callers.bounds import REFUSED_CALLS, CallerBounds, CallerLimits
 from headrace_common.callers.rates import CALLERS_MAX, RateByCaller
 from headrace_common.errors import QueueFull
-from tests.virtually import virtually
 
 LIMITS = CallerLimits(calls_max=4, check_s=60.0)
 
@@ -53,7 +52,6 @@ def test_a_rate_forgets_with_time_and_knows_a_bounded_number_of_callers() -> Non
     assert len(rate._debts) == CALLERS_MAX
 
 
-@virtually
 async def test_work_that_one_call_starts_is_done_before_the_turn_of_the_next() -> None:
     bounds = CallerBounds(LIMITS)
     order: list[str] = []

@@ -8,7 +8,6 @@ import pytest
 
 from headrace_common.deadlines import Deadline
 from headrace_common.latency.report import call_when_reported, wait_for_report
-from tests.virtually import virtually
 
 
 @pytest.mark.parametrize(
@@ -16,7 +15,6 @@ from tests.virtually import virtually
     [(0.4, 60.0, 0.4), (9.0, 60.0, 1.0), (0.4, 0.6, 0.3), (0.4, 0.0, 0.0)],
     ids=["reported", "never", "half_of_the_deadline", "past_the_deadline"],
 )
-@virtually
 async def test_an_answer_waits_for_a_late_report(
     reported_s: float, left_s: float, waited_s: float
 ) -> None:
@@ -28,7 +26,6 @@ async def test_an_answer_waits_for_a_late_report(
     assert loop.time() - start_s == pytest.approx(waited_s, abs=0.05)
 
 
-@virtually
 async def test_an_answer_without_a_prefill_does_not_wait() -> None:
     start_s = asyncio.get_running_loop().time()
     await wait_for_report(None, Deadline.after(60.0))
@@ -36,7 +33,6 @@ async def test_an_answer_without_a_prefill_does_not_wait() -> None:
 
 
 @pytest.mark.parametrize(("reported_s", "called_s"), [(0.4, 0.4), (9.0, 1.0)])
-@virtually
 async def test_a_call_is_made_once_when_the_report_is_there_or_late(
     reported_s: float, called_s: float
 ) -> None:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from headrace_common.process import pacing
 from headrace_common.process.pacing import GAP_MAX_S, GAP_MIN_S, FlushPace, LoopLoad
 
 MANY, SOME, FEW = 2_000.0, 500.0, 50.0
@@ -56,17 +57,26 @@ def test_a_loop_that_is_busy_with_other_work_batches_no_tokens() -> None:
     assert load.gap_s < grown_s
 
 
-def test_the_gap_grows_while_the_thread_computes_and_shrinks_while_it_sleeps() -> None:
+def test_the_gap_grows_while_the_thread_computes_and_shrinks_while_it_sleeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, busy_s = 100.0, 0.0
+    monkeypatch.setattr(pacing, "_busy_seconds", lambda: busy_s)
     load = LoopLoad()
     pace = FlushPace(load)
-    load.update(time.monotonic())
-    # A machine that stands still interrupts both.
-    ends_s = time.monotonic() + 20
-    while load.gap_s == GAP_MIN_S and time.monotonic() < ends_s:
-        pace.record_flush(time.monotonic())
-        load.update(time.monotonic())
+    load.update(now_s)
+    for _ in range(200):
+        now_s, busy_s = now_s + 0.0005, busy_s + 0.0005
+        pace.record_flush(now_s)
+        load.update(now_s)
     assert load.gap_s > GAP_MIN_S
-    while load.gap_s > GAP_MIN_S and time.monotonic() < ends_s:
-        time.sleep(0.06)
-        load.update(time.monotonic())
+    for _ in range(100):
+        now_s += 0.06
+        load.update(now_s)
     assert load.gap_s == GAP_MIN_S
+
+
+def test_a_thread_that_computes_is_busy() -> None:
+    start_s, ends_s = pacing._busy_seconds(), time.monotonic() + 20
+    while pacing._busy_seconds() == start_s:
+        assert time.monotonic() < ends_s

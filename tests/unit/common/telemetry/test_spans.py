@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from enum import StrEnum
 
@@ -160,7 +161,7 @@ def test_a_queue_exports_in_order_and_in_batches() -> None:
     blocked = threading.Event()
 
     def export(spans: Sequence[tuple[SpanSource, EndedSpan]]) -> None:
-        blocked.wait(10)
+        blocked.wait(20)
         batches.append(spans)
 
     queue = SpanQueue(export)
@@ -178,7 +179,7 @@ def test_a_full_queue_drops_spans_and_goes_on(caplog: pytest.LogCaptureFixture) 
     blocked = threading.Event()
 
     def export(spans: Sequence[tuple[SpanSource, EndedSpan]]) -> None:
-        blocked.wait(10)
+        blocked.wait(20)
         exported.extend(span.span_id for _, span in spans)
 
     queue = SpanQueue(export)
@@ -230,11 +231,19 @@ class Exports:
         self.sizes.append(len(spans))
         self._came.set()
 
-    def wait(self, timeout_s: float = 10.0) -> bool:
+    def wait(self, timeout_s: float = 20.0) -> bool:
         """Whether another export has come."""
         found = self._came.wait(timeout_s)
         self._came.clear()
         return found
+
+
+def await_lingering(queue: SpanQueue) -> None:
+    """Waits for the queue's thread, which is real, to wait for more spans."""
+    end_s = time.monotonic() + 20.0
+    while not queue._lingering:
+        assert time.monotonic() < end_s
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -258,11 +267,12 @@ def test_a_busy_queue_waits_for_more_spans_unless_some_are_awaited(
 ) -> None:
     queue, exports = busy
     queue.add(_SOURCE, _span(1))
-    assert not exports.wait(0.3)
+    await_lingering(queue)
+    assert exports.sizes[2:] == []
     queue.hasten()
     assert exports.wait()
     queue.add(_SOURCE, _span(2))
-    assert not exports.wait(0.3)
+    await_lingering(queue)
     assert exports.sizes[2:] == [1]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from headrace_common.errors import TransferFailed
 from headrace_common.latency.breakdown import Breakdown, Owner
 from headrace_common.latency.clock_pair import ClockPair
 from headrace_common.latency.parts import Part
+from headrace_decode.http import timeline as timeline_module
 from headrace_decode.http.timeline import OwnTimeline
 from headrace_decode.timestamps import RequestTimestamps
 
@@ -45,7 +46,8 @@ class FakeResponse:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The monotonic clock in microseconds."""
     now_us = [0]
-    monkeypatch.setattr(time, "monotonic_ns", lambda: 1_000 * now_us[0])
+    clock = SimpleNamespace(monotonic_ns=lambda: 1_000 * now_us[0])
+    monkeypatch.setattr(timeline_module, "time", clock)
     return now_us
 
 

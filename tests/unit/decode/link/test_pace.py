@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 
 from headrace_decode.link.pace import TokenPace
-from tests.virtually import virtually
 from tests.waiting import until
 
 
-@virtually
 async def test_tokens_go_at_once_without_an_interval() -> None:
     pace = TokenPace(lambda: None)
     assert pace.try_release()
     assert pace.try_release()
 
 
-@virtually
 async def test_the_first_tokens_go_at_once_and_the_next_after_the_interval() -> None:
     calls: list[float] = []
     loop = asyncio.get_running_loop()
@@ -32,7 +29,6 @@ async def test_the_first_tokens_go_at_once_and_the_next_after_the_interval() -> 
     assert pace.try_release()
 
 
-@virtually
 async def test_a_shorter_interval_ends_the_wait() -> None:
     calls: list[None] = []
     pace = TokenPace(lambda: calls.append(None))
@@ -46,7 +42,6 @@ async def test_a_shorter_interval_ends_the_wait() -> None:
     assert pace.try_release() is False, "a longer interval counts from the latest tokens"
 
 
-@virtually
 async def test_a_closed_link_is_not_woken() -> None:
     calls: list[None] = []
     pace = TokenPace(lambda: calls.append(None))

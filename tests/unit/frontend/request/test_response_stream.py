@@ -18,7 +18,6 @@ from headrace_frontend.request.response_stream import (
 )
 from headrace_frontend.request.validation import prepare
 from headrace_text.byte_codec import ByteCodec
-from tests.virtually import virtually
 from tests.waiting import until
 
 _STOP = sampling_pb2.FINISH_REASON_STOP
@@ -63,7 +62,6 @@ def _stopped(stream: ResponseStream) -> bool:
     return stream.stopped
 
 
-@virtually
 async def test_the_first_token_is_sent_at_once_and_later_tokens_share_a_message() -> None:
     stream = _response()
     await stream.add_tokens(_tokens("a"))
@@ -80,7 +78,6 @@ async def test_the_first_token_is_sent_at_once_and_later_tokens_share_a_message(
     assert stream.completion_tokens == 4
 
 
-@virtually
 async def test_an_empty_response_has_a_last_message() -> None:
     stream = _response()
     _finish(stream)
@@ -89,7 +86,6 @@ async def test_an_empty_response_has_a_last_message() -> None:
     assert only.finish_reason == _LENGTH
 
 
-@virtually
 async def test_a_stop_string_across_tokens_is_cut_and_its_tokens_are_counted() -> None:
     stream = _response("END")
     await stream.add_tokens(_tokens("xE"))
@@ -103,7 +99,6 @@ async def test_a_stop_string_across_tokens_is_cut_and_its_tokens_are_counted() -
     assert responses[-1].finish_reason == _STOP
 
 
-@virtually
 async def test_held_back_text_is_in_the_last_message() -> None:
     stream = _response("END")
     await stream.add_tokens(_tokens("xEN"))
@@ -111,7 +106,6 @@ async def test_held_back_text_is_in_the_last_message() -> None:
     assert "".join(response.text for response in await _rest(stream)) == "xEN"
 
 
-@virtually
 async def test_a_stop_token_has_no_text() -> None:
     stream = _response(stop_token_ids=(ord("!"),))
     await stream.add_tokens(_tokens("a!"))
@@ -121,7 +115,6 @@ async def test_a_stop_token_has_no_text() -> None:
     assert stream.completion_tokens == 2
 
 
-@virtually
 async def test_an_error_is_raised_after_the_tokens_before_it() -> None:
     stream = _response()
     await stream.add_tokens(_tokens("a"))
@@ -133,7 +126,6 @@ async def test_an_error_is_raised_after_the_tokens_before_it() -> None:
         await stream.next_message()
 
 
-@virtually
 async def test_a_slow_client_blocks_the_producer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace_frontend.request.response_stream.PENDING_TOKENS_MAX", 4)
     stream = _response()
@@ -174,7 +166,6 @@ def _ids(text: str) -> decode_pb2.Tokens:
     return decode_pb2.Tokens(token_ids=text.encode())
 
 
-@virtually
 async def test_an_outlet_gets_the_text_between_the_first_and_the_last_message() -> None:
     load = _FixedLoad()
     load.gap_s = 0.0
@@ -205,7 +196,6 @@ async def test_an_outlet_gets_the_text_between_the_first_and_the_last_message() 
     assert stream.completion_tokens == 6
 
 
-@virtually
 async def test_an_outlet_makes_room_for_tokens_that_came_within_the_gap() -> None:
     load = _FixedLoad()
     load.gap_s = 0.0
@@ -223,7 +213,6 @@ async def test_an_outlet_makes_room_for_tokens_that_came_within_the_gap() -> Non
     reader.cancel()
 
 
-@virtually
 async def test_the_end_does_not_wait_for_the_gap() -> None:
     load = _FixedLoad()
     load.gap_s = 1_000.0
@@ -238,7 +227,6 @@ async def test_the_end_does_not_wait_for_the_gap() -> None:
     assert (last.text, last.finish_reason) == ("b", _LENGTH)
 
 
-@virtually
 async def test_what_an_outlet_refuses_is_in_the_next_message_once() -> None:
     load = _FixedLoad()
     load.gap_s = 0.0
@@ -254,7 +242,6 @@ async def test_what_an_outlet_refuses_is_in_the_next_message_once() -> None:
     assert (message.text, list(message.token_ids)) == ("bc", [98, 99])
 
 
-@virtually
 async def test_logprobs_never_go_through_an_outlet() -> None:
     load = _FixedLoad()
     load.gap_s = 0.0
@@ -269,7 +256,6 @@ async def test_logprobs_never_go_through_an_outlet() -> None:
     assert len(message.logprobs) == 1
 
 
-@virtually
 async def test_an_outlet_gets_no_part_of_a_stop_string() -> None:
     load = _FixedLoad()
     load.gap_s = 0.0
@@ -305,7 +291,6 @@ def _send_all(stream: ResponseStream, room: int = 1_000) -> list[inference_pb2.G
     return sent
 
 
-@virtually
 async def test_outlets_need_no_reader_before_the_last_message() -> None:
     load = _FixedLoad()
     load.gap_s = 0.0
@@ -324,7 +309,6 @@ async def test_outlets_need_no_reader_before_the_last_message() -> None:
     assert await stream.next_message() is None
 
 
-@virtually
 async def test_a_message_that_an_outlet_refuses_goes_to_the_reader_once_and_in_order() -> None:
     load = _FixedLoad()
     load.gap_s = 0.0
@@ -352,7 +336,6 @@ async def test_a_message_that_an_outlet_refuses_goes_to_the_reader_once_and_in_o
     reader.cancel()
 
 
-@virtually
 async def test_a_stream_sends_nothing_after_stop_sending() -> None:
     load = _FixedLoad()
     load.gap_s = 0.0
@@ -368,7 +351,6 @@ async def test_a_stream_sends_nothing_after_stop_sending() -> None:
     assert [message.text for message in sent] == ["a"]
 
 
-@virtually
 async def test_an_outlet_that_fails_after_the_gap_fails_the_response() -> None:
     load = _FixedLoad()
     load.gap_s = 0.0
@@ -392,7 +374,6 @@ async def test_an_outlet_that_fails_after_the_gap_fails_the_response() -> None:
     ("min_tokens", "text"),
     [(0, "x"), (2, "x"), (3, "xENDyENDz"), (4, "xENDyENDz"), (7, "xENDyENDz"), (8, "xENDyENDz")],
 )
-@virtually
 async def test_a_stop_string_ends_no_answer_before_its_least_length(
     min_tokens: int, text: str, together: bool
 ) -> None:
@@ -404,7 +385,6 @@ async def test_a_stop_string_ends_no_answer_before_its_least_length(
     assert "".join(response.text for response in await _rest(stream)) == expected
 
 
-@virtually
 async def test_the_stop_string_may_be_kept() -> None:
     stream = _response("EN", include_stop_str_in_output=True)
     await stream.add_tokens(_tokens("xENDy"))
@@ -412,7 +392,6 @@ async def test_the_stop_string_may_be_kept() -> None:
     assert "".join(response.text for response in await _rest(stream)) == "xEN"
 
 
-@virtually
 async def test_the_text_of_a_stop_token_may_be_kept() -> None:
     for kept, text in ((False, "x"), (True, "xE")):
         stream = _response(stop_token_ids=[ord("E")], include_stop_str_in_output=kept)

@@ -58,7 +58,7 @@ def test_another_process_derives_an_equal_salt() -> None:
         "from headrace_kv.prefix.cache_salt import tenant_salt; print(tenant_salt(77, 'tenant-a'))"
     )
     answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=50
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
     assert answer.stdout.strip() == tenant_salt(77, "tenant-a")
 

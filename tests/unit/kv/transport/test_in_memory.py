@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
-import time
 import tomllib
 from collections.abc import Sequence
 from importlib import metadata
@@ -17,6 +15,7 @@ import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.transport import in_memory
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.in_memory import (
     Fault,
@@ -26,6 +25,14 @@ from headrace_kv.transport.in_memory import (
     MemoryFabric,
 )
 from headrace_kv.transport.mooncake import transport as mooncake
+from tests.blocking_clock import BlockingClock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> BlockingClock:
+    clock = BlockingClock()
+    clock.install(monkeypatch, in_memory)
+    return clock
 
 
 class Pair:
@@ -51,35 +58,36 @@ class Pair:
 @pytest.mark.parametrize(
     "kind, landed", [(FaultKind.FAIL, 0), (FaultKind.TRUNCATE, 50), (FaultKind.FAIL_LATE, 0)]
 )
-def test_a_failing_fault_lands_its_share_of_the_bytes(kind: FaultKind, landed: int) -> None:
+def test_a_failing_fault_lands_its_share_of_the_bytes(
+    clock: BlockingClock, kind: FaultKind, landed: int
+) -> None:
     pair = Pair(FaultPlan({1: Fault(kind, seconds=0.05)}))
     with pytest.raises(TransferFailed):
         pair.write()
     assert np.count_nonzero(pair.destination) == landed
     if kind is FaultKind.FAIL_LATE:
-        deadline = time.monotonic() + 2.0
-        while not pair.destination[99] and time.monotonic() < deadline:
-            time.sleep(0.005)
+        clock.advance_to(clock.time() + 0.05)
         assert np.count_nonzero(pair.destination) == 100
     pair.sender.close()
 
 
-def test_drop_delay_and_hold_succeed() -> None:
-    hold = Fault(FaultKind.HOLD)
+def test_drop_delay_and_hold_succeed(clock: BlockingClock) -> None:
+    hold = Fault(FaultKind.HOLD, release=clock.event())
     pair = Pair(FaultPlan({1: Fault(FaultKind.DROP), 2: Fault(FaultKind.DELAY, 0.05), 3: hold}))
     pair.write()
     assert not pair.destination.any()
-    start = time.monotonic()
+    start_s = clock.time()
     pair.write()
-    assert time.monotonic() - start >= 0.05
+    assert clock.time() - start_s == pytest.approx(0.05)
     pair.destination[:] = 0
-    threading.Timer(0.05, hold.release.set).start()
+    clock.call_later(0.5, hold.release.set)
     pair.write()
+    assert clock.time() - start_s == pytest.approx(0.55)
     assert pair.destination.all()
 
 
-def test_a_held_write_fails_at_its_timeout() -> None:
-    pair = Pair(FaultPlan(every=Fault(FaultKind.HOLD)))
+def test_a_held_write_fails_at_its_timeout(clock: BlockingClock) -> None:
+    pair = Pair(FaultPlan(every=Fault(FaultKind.HOLD, release=clock.event())))
     with pytest.raises(TransferFailed, match="beyond its time"):
         pair.write(timeout_s=0.02)
 

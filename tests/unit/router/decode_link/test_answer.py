@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from headrace.decode.v1 import decode_pb2
 from headrace_common.errors import TransferFailed
 from headrace_router.decode_link.answer import LinkedAnswer
+from headrace_simulator.virtual_time import run_virtually
 
 
 class Reader:
@@ -134,4 +135,4 @@ def test_no_token_is_lost_or_moved_between_sink_and_reader(
         await asyncio.wait_for(task, 5)
         assert reader.token_ids == sent
 
-    asyncio.run(run())
+    run_virtually(run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
@@ -21,6 +20,7 @@ from headrace_router.placement import Candidates, Decision, KvAware, PlacementRe
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.workers.table import Load, LoadTable, Worker
+from headrace_simulator.virtual_time import run_virtually
 
 PREFER, REQUIRE = registry_pb2.PAIR_RULE_PREFER, registry_pb2.PAIR_RULE_REQUIRE
 _LAYOUT = KvLayout.attention(
@@ -242,7 +242,7 @@ def test_tasks_follow_the_rule_whatever_order_tasks_and_credits_come_in(
             else:
                 assert task.worker in {stream.ref for stream in fitting}
 
-    asyncio.run(run())
+    run_virtually(run)
 
 
 @given(_ZONE_LISTS, _ZONE_LISTS, st.data())
@@ -262,7 +262,7 @@ def test_placement_follows_the_rule(
         possible = [zone for zone in decode_zones if zone and zone in prefill_zones]
         assert near or not possible
 
-    asyncio.run(run())
+    run_virtually(run)
 
 
 async def test_costs_follow_the_pulling_workers() -> None:

@@ -17,6 +17,7 @@ from headrace_router.prefill_queue.estimate import ThroughputEstimator
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
+from headrace_simulator.virtual_time import run_virtually
 from tests.unit.router.prefill_queue.test_queue import (
     LAYOUT,
     add,
@@ -27,11 +28,9 @@ from tests.unit.router.prefill_queue.test_queue import (
     unsigned,
     where,
 )
-from tests.virtually import virtually
 from tests.waiting import until
 
 
-@virtually
 async def test_the_worker_with_the_longest_prefix_and_room_gets_the_task() -> None:
     queue, (a, b, c) = pulling(3, 3, 3)
     cached = {a.ref: 100, b.ref: 300}
@@ -43,7 +42,6 @@ async def test_the_worker_with_the_longest_prefix_and_room_gets_the_task() -> No
     assert add(queue, "none", tokens=400).worker == c.ref
 
 
-@virtually
 async def test_a_long_prefix_does_not_outweigh_a_busy_worker() -> None:
     queue, (busy, idle) = pulling(3, 0)
     add(queue, "x", tokens=1_000)
@@ -51,7 +49,6 @@ async def test_a_long_prefix_does_not_outweigh_a_busy_worker() -> None:
     assert add(queue, "y", tokens=400, cached={busy.ref: 300}).worker == idle.ref
 
 
-@virtually
 async def test_a_task_waits_for_the_worker_with_its_prefix_that_soon_has_room() -> None:
     queue, (a, b) = pulling(1, 0, prefix_wait_s=5.0)
     add(queue, "x", tokens=10)
@@ -67,7 +64,6 @@ async def test_a_task_waits_for_the_worker_with_its_prefix_that_soon_has_room() 
     assert queue.depth == 0
 
 
-@virtually
 async def test_a_task_waits_for_its_prefix_once_and_at_most_prefix_wait_s() -> None:
     queue, (a, b) = pulling(1, 0, prefix_wait_s=0.05)
     add(queue, "x", tokens=10)
@@ -86,7 +82,6 @@ async def test_a_task_waits_for_its_prefix_once_and_at_most_prefix_wait_s() -> N
 
 
 @pytest.mark.parametrize("reason", ["short prefix", "slow tasks", "worker gone", "others wait"])
-@virtually
 async def test_a_task_does_not_wait_where_that_does_not_help(reason: str) -> None:
     queue, (a, b) = pulling(0, 0, prefix_wait_s=0.05)
     if reason == "slow tasks":
@@ -106,7 +101,6 @@ async def test_a_task_does_not_wait_where_that_does_not_help(reason: str) -> Non
     assert task.worker == b.ref
 
 
-@virtually
 async def test_an_affinity_wait_ends_when_the_worker_leaves_or_the_task_is_cancelled() -> None:
     queue, (a, b) = pulling(2, 0, prefix_wait_s=30.0)
     add(queue, "w", tokens=10)
@@ -121,7 +115,6 @@ async def test_an_affinity_wait_ends_when_the_worker_leaves_or_the_task_is_cance
     assert queue.estimate().queued_tokens == 0
 
 
-@virtually
 async def test_the_estimate_follows_from_completed_tasks() -> None:
     queue, (a, b) = pulling(1, 1)
     assert queue.estimate().wait_s == 0.0
@@ -251,7 +244,7 @@ def test_no_task_is_lost_or_doubled_and_no_credit_is_wasted(
             model.step(*step)
             model.check()
 
-    asyncio.run(drive())
+    run_virtually(drive)
 
 
 async def _lines_per_task(count: int, workers: int) -> float:
@@ -284,7 +277,6 @@ async def _lines_per_task(count: int, workers: int) -> float:
     return lines / count
 
 
-@virtually
 async def test_the_cost_of_a_task_hardly_grows_with_tasks_and_workers() -> None:
     few = await _lines_per_task(count=200, workers=30)
     # A scan of all tasks or all workers for each task would take five to ten times as many lines.

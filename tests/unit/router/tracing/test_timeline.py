@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -26,15 +25,6 @@ DECODE, PREFILL = WorkerRef("decode-0", "aa"), WorkerRef("prefill-0", "bb")
 AHEAD_NS = 3 * 10**9
 
 
-@pytest.fixture(autouse=True)
-def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that moves by a microsecond at each look: a process that is stopped for a moment changes no step."""
-    start_ns, ahead_ns = time.monotonic_ns(), time.time_ns() - time.monotonic_ns()
-    looks = itertools.count()
-    monkeypatch.setattr(time, "monotonic_ns", lambda: start_ns + 1_000 * next(looks))
-    monkeypatch.setattr(time, "time_ns", lambda: time.monotonic_ns() + ahead_ns)
-
-
 def queued_task() -> QueuedTask:
     layout: Any = None
     terms = TaskTerms(time.monotonic() + 9)
@@ -51,7 +41,7 @@ def response_at(first_ns: int) -> Any:
     )
 
 
-def started(clocks: WorkerClocks) -> tuple[RequestTimeline, QueuedTask, int]:
+async def started(clocks: WorkerClocks) -> tuple[RequestTimeline, QueuedTask, int]:
     """A request with a first token, and with a task that a worker has. Its decode worker is 3 s ahead."""
     start_ns = time.monotonic_ns()
     timeline = RequestTimeline(clocks, start_ns)
@@ -60,6 +50,7 @@ def started(clocks: WorkerClocks) -> tuple[RequestTimeline, QueuedTask, int]:
     attempt.opened(
         DECODE, answer, remote=True, first_token=first_token_pb2.FIRST_TOKEN_POLICY_DECODE
     )
+    await asyncio.sleep(10e-6)
     answer.reserve(decode_pb2.Reserved(end_token=5))
     unix_ns = answer.reserved_ns + AHEAD_NS
     answer.add_times(
@@ -76,10 +67,11 @@ def started(clocks: WorkerClocks) -> tuple[RequestTimeline, QueuedTask, int]:
 
 async def test_a_breakdown_waits_for_the_prefill_workers_report() -> None:
     clocks = WorkerClocks()
-    timeline, task, _ = started(clocks)
+    timeline, task, _ = await started(clocks)
     calls: list[int] = []
     timeline.when_reported(lambda: calls.append(1))
     assert not calls
+    await asyncio.sleep(10e-6)
     times = prefill_pb2.TaskTimes(
         received_unix_ns=task.pulled_ns - AHEAD_NS,
         compute_start_us=1,
@@ -103,7 +95,7 @@ async def test_a_breakdown_waits_for_the_prefill_workers_report() -> None:
 
 
 async def test_a_report_that_never_comes_is_not_waited_for_long() -> None:
-    timeline, _, _ = started(WorkerClocks())
+    timeline, _, _ = await started(WorkerClocks())
     called = asyncio.Event()
     timeline.when_reported(called.set)
     await asyncio.wait_for(called.wait(), 10)

@@ -18,6 +18,7 @@ from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.table import Worker
+from headrace_simulator.virtual_time import run_virtually
 from tests.waiting import until
 
 _BLOCK_TOKENS = 16
@@ -102,7 +103,7 @@ async def _check(events: list[tuple[str, int, int]]) -> None:
 def test_running_sums_equal_sums_over_the_reservations(
     events: list[tuple[str, int, int]],
 ) -> None:
-    asyncio.run(_check(events))
+    run_virtually(lambda: _check(events))
 
 
 async def test_a_worker_accepts_tickets_while_it_reports_and_its_clock_is_known(

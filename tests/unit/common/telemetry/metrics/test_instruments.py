@@ -81,7 +81,7 @@ def test_threads_lose_no_count() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(20)
     assert points(store, schema.METRIC_MIGRATIONS)[("x",)] == 8_000
 
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-import time
 from collections.abc import Callable
 
 import pytest
 
 from headrace_common.errors import TransferFailed
+from headrace_engine.vllm.rank import layer_wait
 from headrace_engine.vllm.rank.layer_wait import LayerWait
 from headrace_engine.vllm.step.plan import OverlappedLoad
+from tests.blocking_clock import BlockingClock
 
 LAYERS = 6
 NEVER = 1e12
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> BlockingClock:
+    clock = BlockingClock()
+    clock.install(monkeypatch, layer_wait)
+    return clock
 
 
 def load(transfer_id: str = "x1", *, lost: bool = False, deadline: float = NEVER) -> OverlappedLoad:
@@ -26,13 +32,13 @@ def new_wait(wait_s: float, fence: Callable[[], None] = lambda: None) -> LayerWa
     return LayerWait(LAYERS, wait_s, fence)
 
 
-def forward(wait: LayerWait) -> float:
+def forward(wait: LayerWait, clock: BlockingClock) -> float:
     """Runs a whole forward pass. Returns its duration in seconds."""
-    start_s = time.monotonic()
+    start_s = clock.time()
     for layer in range(LAYERS):
         wait.before_attention(layer)
     wait.end_step()
-    return time.monotonic() - start_s
+    return clock.time() - start_s
 
 
 @pytest.mark.parametrize(
@@ -47,94 +53,92 @@ def forward(wait: LayerWait) -> float:
     ],
 )
 def test_a_step_does_not_wait_for_what_is_decided(
-    reports: list[tuple[int, bool]], loads: list[OverlappedLoad], invalid: set[int]
+    clock: BlockingClock,
+    reports: list[tuple[int, bool]],
+    loads: list[OverlappedLoad],
+    invalid: set[int],
 ) -> None:
     wait = new_wait(10.0)
     for layer_count, failed in reports:
         wait.layers_arrived("x1", layer_count, failed=failed)
     wait.begin_step(loads)
-    assert forward(wait) < 5
+    assert forward(wait, clock) == 0
     assert wait.take_invalid_blocks() == invalid
 
 
-def test_each_hook_also_needs_the_next_layer() -> None:
+def test_each_hook_also_needs_the_next_layer(clock: BlockingClock) -> None:
     wait = new_wait(0.05)
     wait.layers_arrived("x1", 4, failed=False)
     wait.begin_step([load()])
     for layer in range(3):
         wait.before_attention(layer)
     assert wait.take_invalid_blocks() == set()
+    start_s = clock.time()
     # The new token of layer 4 is written before that layer's own hook.
     wait.before_attention(3)
+    assert clock.time() - start_s == pytest.approx(0.05)
     assert wait.take_invalid_blocks() == {10, 11}
 
 
-def test_layers_that_arrive_in_time_are_awaited() -> None:
+def test_layers_that_arrive_in_time_are_awaited(clock: BlockingClock) -> None:
     wait = new_wait(10.0)
     wait.layers_arrived("x1", 4, failed=False)
     wait.begin_step([load()])
-    passed: queue.Queue[int] = queue.Queue()
-
-    def run() -> None:
-        for layer in range(LAYERS):
-            wait.before_attention(layer)
-            passed.put(layer)
-        wait.end_step()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    for arrived, expected in ((4, [0, 1, 2]), (5, [3]), (6, [4, 5])):
-        wait.layers_arrived("x1", arrived, failed=False)
-        assert [passed.get(timeout=5) for _ in expected] == expected
-        if arrived < LAYERS:
-            with pytest.raises(queue.Empty):
-                passed.get(timeout=0.02)
-    thread.join(5)
-    assert not thread.is_alive()
+    start_s = clock.time()
+    for after_s, layer_count in ((1.0, 5), (2.0, 6)):
+        clock.call_later(
+            after_s, lambda count=layer_count: wait.layers_arrived("x1", count, failed=False)
+        )
+    passed_s: list[float] = []
+    for layer in range(LAYERS):
+        wait.before_attention(layer)
+        passed_s.append(clock.time() - start_s)
+    wait.end_step()
+    assert passed_s == [0, 0, 0, 1, 2, 2]
     assert wait.take_invalid_blocks() == set()
 
 
-def test_a_step_waits_once_for_all_its_transfers() -> None:
+def test_a_step_waits_once_for_all_its_transfers(clock: BlockingClock) -> None:
     wait = new_wait(0.2)
     wait.begin_step([load("x1"), load("x2")])
-    assert 0.2 <= forward(wait) < 0.4
+    assert forward(wait, clock) == pytest.approx(0.2)
     assert wait.take_invalid_blocks() == {10, 11, 20, 21}
     assert wait.take_invalid_blocks() == set()
 
 
-def test_an_abandoned_transfer_is_not_awaited_again() -> None:
+def test_an_abandoned_transfer_is_not_awaited_again(clock: BlockingClock) -> None:
     wait = new_wait(0.2)
     wait.begin_step([load()])
-    forward(wait)
+    forward(wait, clock)
     wait.take_invalid_blocks()
     wait.layers_arrived("x1", LAYERS, failed=False)
     wait.begin_step([load()])
-    assert forward(wait) < 0.2
+    assert forward(wait, clock) == 0
     assert wait.take_invalid_blocks() == {10, 11}
 
 
-def test_only_incomplete_transfers_are_abandoned() -> None:
+def test_only_incomplete_transfers_are_abandoned(clock: BlockingClock) -> None:
     wait = new_wait(0.1)
     wait.layers_arrived("x2", LAYERS, failed=False)
     wait.begin_step([load("x1"), load("x2")])
-    forward(wait)
+    forward(wait, clock)
     assert wait.take_invalid_blocks() == {10, 11}
 
 
-def test_a_transfers_own_deadline_may_end_the_wait_first() -> None:
+def test_a_transfers_own_deadline_may_end_the_wait_first(clock: BlockingClock) -> None:
     wait = new_wait(5.0)
     wait.layers_arrived("x2", LAYERS - 1, failed=False)
-    wait.begin_step([load("x1", deadline=time.monotonic() + 0.1), load("x2")])
-    threading.Timer(0.3, lambda: wait.layers_arrived("x2", LAYERS, failed=False)).start()
-    assert 0.1 <= forward(wait) < 2
+    wait.begin_step([load("x1", deadline=clock.time() + 0.1), load("x2")])
+    clock.call_later(0.3, lambda: wait.layers_arrived("x2", LAYERS, failed=False))
+    assert forward(wait, clock) == pytest.approx(0.3)
     assert wait.take_invalid_blocks() == {10, 11}
 
 
-def test_a_failure_ends_the_wait() -> None:
+def test_a_failure_ends_the_wait(clock: BlockingClock) -> None:
     wait = new_wait(10.0)
     wait.begin_step([load()])
-    threading.Timer(0.1, lambda: wait.layers_arrived("x1", 0, failed=True)).start()
-    assert forward(wait) < 5
+    clock.call_later(0.1, lambda: wait.layers_arrived("x1", 0, failed=True))
+    assert forward(wait, clock) == pytest.approx(0.1)
     assert wait.take_invalid_blocks() == {10, 11}
 
 
@@ -172,12 +176,12 @@ def test_arrived_layers_are_fenced_before_they_are_read() -> None:
     assert len(fences) == 4
 
 
-def test_layers_that_cannot_be_fenced_are_abandoned() -> None:
+def test_layers_that_cannot_be_fenced_are_abandoned(clock: BlockingClock) -> None:
     def fail() -> None:
         raise TransferFailed("code 700")
 
     wait = new_wait(5.0, fail)
     wait.layers_arrived("x1", LAYERS, failed=False)
     wait.begin_step([load()])
-    assert forward(wait) < 1
+    assert forward(wait, clock) == 0
     assert wait.take_invalid_blocks() == {10, 11}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from headrace_common.errors import TransferFailed
+from headrace_engine.vllm.rank import step_executor
 from headrace_engine.vllm.rank.step_executor import LayerKind, StepExecutor
 from headrace_engine.vllm.step.plan import HostSend, PrefixSend, StepPlan, TokenRange
 from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import WorkerRef
+from tests.blocking_clock import BlockingClock
 from tests.unit.engine.torch_memory.test_event_ordered_sender import Recorder
 
 TARGET = TransferTarget("x1", WorkerRef("d0", "1"), "127.0.0.1:1", 0, 96, 1e12)
@@ -108,20 +109,23 @@ def test_a_full_sender_fails_only_the_new_transfer() -> None:
 
 
 @pytest.mark.parametrize("preempted", [True, False])
-def test_blocks_are_overwritten_only_once_the_sender_is_quiet(preempted: bool) -> None:
+def test_blocks_are_overwritten_only_once_the_sender_is_quiet(
+    monkeypatch: pytest.MonkeyPatch, preempted: bool
+) -> None:
     """Blocks of a preempted request, or a state that the next step overruns."""
+    clock = BlockingClock()
+    clock.install(monkeypatch, step_executor)
     executor, sender, _ = started(layers=(STATE, TOKENS))
     executor.begin_step(StepPlan(opened=[TARGET], computed=[TAIL]))
     executor.states_written()
     executor.end_step()
-    timer = threading.Timer(0.1, quiet, (executor,))
-    timer.start()
+    start_s = clock.time()
+    clock.call_later(0.1, lambda: quiet(executor))
     if preempted:
         executor.preempt(StepPlan(preempted=["x1"]))
     else:
         executor.begin_step(StepPlan(overrun=["x1"]))
-    assert timer.finished.is_set()
-    timer.join()
+    assert clock.time() - start_s == pytest.approx(0.1)
     assert [stop[:2] for stop in sender.stops] == [("x1", "TRANSFER_FAILED")]
 
 

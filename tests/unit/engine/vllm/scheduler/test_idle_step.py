@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable
-
 import pytest
 
-from headrace_engine.vllm.scheduler.step_planner import ANNOUNCEMENT_S, StepPlanner
+from headrace_engine.vllm.scheduler import step_planner
+from headrace_engine.vllm.scheduler.step_planner import ANNOUNCEMENT_S, SHORT_STEP_S, StepPlanner
+from tests.blocking_clock import BlockingClock
 from tests.unit.engine.vllm.scheduler.test_step_planner import admit_receive, new_planner
+
+TIMEOUT_S, EVENT_S = 10.0, 3.0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> BlockingClock:
+    clock = BlockingClock()
+    clock.install(monkeypatch, step_planner)
+    return clock
 
 
 def waiting() -> StepPlanner:
@@ -19,63 +26,46 @@ def waiting() -> StepPlanner:
     return planner
 
 
-def idle_s(planner: StepPlanner, timeout_s: float = 10.0) -> float:
+def idle_s(planner: StepPlanner, clock: BlockingClock) -> float:
     """Seconds that an idle step waits."""
-    start_s = time.monotonic()
-    planner.wait_for_event(timeout_s)
-    return time.monotonic() - start_s
-
-
-def report_later(report: Callable[[], None]) -> threading.Event:
-    """Reports from another thread in a moment. The event is set just before."""
-    reported = threading.Event()
-
-    def run() -> None:
-        reported.set()
-        report()
-
-    threading.Timer(0.05, run).start()
-    return reported
+    start_s = clock.time()
+    planner.wait_for_event(TIMEOUT_S)
+    return clock.time() - start_s
 
 
 @pytest.mark.parametrize("event", ["arrived", "released", "first token"])
-def test_an_idle_step_ends_with_an_event_of_a_transfer(event: str) -> None:
+def test_an_idle_step_ends_with_an_event_of_a_transfer(clock: BlockingClock, event: str) -> None:
     planner = waiting()
     reports = {
         "arrived": lambda: planner.transfer_settled("x1", whole=True),
         "released": lambda: planner.transfer_settled("x1", whole=False),
         "first token": lambda: planner.first_token_received("x1", 7),
     }
-    reported = report_later(reports[event])
-    assert idle_s(planner) < 5
-    # It has waited until then.
-    assert reported.is_set()
+    clock.call_later(EVENT_S, reports[event])
+    assert idle_s(planner, clock) == EVENT_S
     # The event stays until a step has planned it.
-    assert idle_s(planner) < 5
+    assert idle_s(planner, clock) == 0
     planner.plan_step((), ())
     # After a failed transfer there is none to wait for.
-    assert (idle_s(planner, 0.5) < 0.4) == (event == "released")
+    assert idle_s(planner, clock) == (0 if event == "released" else TIMEOUT_S)
 
 
-def test_idle_steps_are_short_while_a_request_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Longer than any machine pauses.
-    monkeypatch.setattr("headrace_engine.vllm.scheduler.step_planner.ANNOUNCEMENT_S", 30.0)
+def test_idle_steps_are_short_while_a_request_is_announced(clock: BlockingClock) -> None:
     planner = waiting()
-    reported = report_later(planner.request_announced)
-    assert idle_s(planner) < 5
-    assert reported.is_set()
+    clock.call_later(EVENT_S, planner.request_announced)
+    assert idle_s(planner, clock) == EVENT_S
     for _ in range(3):
         planner.plan_step((), ())
-        assert idle_s(planner) < 5
+        assert idle_s(planner, clock) == pytest.approx(SHORT_STEP_S)
 
 
-def test_idle_steps_are_long_again_after_the_announcement() -> None:
+def test_idle_steps_are_long_again_after_the_announcement(clock: BlockingClock) -> None:
     planner = waiting()
     planner.request_announced()
     planner.plan_step((), ())
-    time.sleep(ANNOUNCEMENT_S)
-    assert idle_s(planner, 0.5) > 0.4
+    clock.advance_to(clock.time() + ANNOUNCEMENT_S)
+    assert idle_s(planner, clock) == TIMEOUT_S
 
 
-def test_an_idle_step_without_incoming_transfers_does_not_wait() -> None:
-    assert idle_s(new_planner()[0]) < 5
+def test_an_idle_step_without_incoming_transfers_does_not_wait(clock: BlockingClock) -> None:
+    assert idle_s(new_planner()[0], clock) == 0

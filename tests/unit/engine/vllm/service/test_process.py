@@ -36,7 +36,7 @@ def test_freed_memory_is_kept_for_the_next_forward_pass_on_request(keeps: bool) 
         [sys.executable, "-c", FAULTS, "keeps" if keeps else "returns"],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=120,
         check=True,
     )
     first, *later = map(int, done.stdout.split())

@@ -253,9 +253,8 @@ def test_a_held_prompt_is_sent_when_it_is_fetched(rig: Rig) -> None:
 
 
 def test_a_held_prompt_is_freed_when_no_fetch_arrives_in_time() -> None:
-    rig = Rig(kv_hold_timeout_s=0.001)
+    rig = Rig(kv_hold_timeout_s=0.0)
     transfer_id = held_transfer(rig)
-    time.sleep(0.01)
     assert rig.plan() == StepPlan(finished_sends={"r": transfer_id})
     with pytest.raises(NotFound, match="deadline"):
         rig.pending.add(fetch_of(transfer_id))

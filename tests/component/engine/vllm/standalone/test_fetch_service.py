@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from headrace_engine.vllm.standalone.fetch_service import DecodeMemories, FetchS
 from headrace_engine.vllm.standalone.pending_fetches import PendingFetches
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
-from tests.unit.engine.vllm.link.test_link import LAYOUT, SENT, memory
+from tests.component.engine.vllm.link.test_link import LAYOUT, SENT, memory
 from tests.waiting import until
 
 MEMORIES = (memory(0), memory(1))
@@ -109,11 +108,9 @@ async def test_a_fetch_that_is_cancelled_stops_the_ranks(node: Served) -> None:
 
 
 async def test_a_fetch_without_a_prompt_ends_at_its_deadline(node: Served) -> None:
-    start_s = time.monotonic()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await node.stub.Fetch(fetch_of(), timeout=0.3)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert time.monotonic() - start_s < 2
     await until(lambda: bool(node.pending.close_reason("x1")))
 
 
