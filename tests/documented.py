@@ -22,12 +22,6 @@ _BLOCK = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*) -->\n)?```console\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL
 )
 _RUN = re.compile(r"run: (?P<name>[\w, -]+?)(?P<either>, status 0 or 1)?")
-_NOT_RUN = re.compile(r"not run: \S.*")
-# Commands in a block without a language, which no test finds.
-_INDENTED = re.compile(
-    r"^    (?:\$ |(?:sudo )?(?:[\w./-]*/)?(?:headrace|make|pip|helm|kubectl|docker|nft|curl|node|python3?)\b(?!:))"
-)
-_FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _PATH = re.compile(r"\b[\w./-]+\.(?:py|sh)\b")
 _SEPARATORS = frozenset({"|", "&&", "||", ";", "&"})
 
@@ -54,11 +48,6 @@ class Block:
         return (0, 1) if found and found["either"] else (0,)
 
     @property
-    def is_marked(self) -> bool:
-        """Whether it has a mark in one of the forms above."""
-        return bool(_RUN.fullmatch(self.mark) or _NOT_RUN.fullmatch(self.mark))
-
-    @property
     def named_files(self) -> list[str]:
         """Files of the checkout that the reason names, such as a test that does the same."""
         return [] if self.runs else _PATH.findall(self.mark)
@@ -70,12 +59,6 @@ def blocks_of(page: Path) -> Iterator[Block]:
     for found in _BLOCK.finditer(text):
         line = text.count("\n", 0, found.start("body")) + 1
         yield Block(page, line, found["mark"] or "", tuple(commands_of(found["body"])))
-
-
-def indented_commands(text: str) -> list[str]:
-    """The lines of a page that are commands in blocks without fences."""
-    plain = _FENCED.sub("", text)
-    return [line for line in plain.splitlines() if _INDENTED.match(line)]
 
 
 def commands_of(body: str) -> Iterator[str]:

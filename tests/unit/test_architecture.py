@@ -74,11 +74,6 @@ def test_every_cited_path_exists(document: Path) -> None:
     assert not [path for path in sorted(cited) if not (ROOT / path).exists()]
 
 
-def test_a_wrong_name_would_be_noticed() -> None:
-    names = defined_names(ast.parse("class A:\n    def b(self): ...\n\ndef c(): ...\n"))
-    assert names == {"A", "A.b", "c"}
-
-
 def test_the_table_of_parts_has_every_library_and_service() -> None:
     rows = set(
         re.findall(r"^\| `([\w/.-]+/)` \|", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE)

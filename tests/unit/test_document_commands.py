@@ -1,4 +1,4 @@
-"""The commands in the documents exist, with the options that they name, and say how a test runs them."""
+"""The commands in the documents exist, with the options that they name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import typer
 
-from build_clients import LANGUAGES
 from headrace_cli.app import app
 from headrace_common.config import ServiceConfig
 from headrace_common.process.settings import flag_of
@@ -20,7 +19,7 @@ from headrace_planner_service.config import PlannerConfig
 from headrace_prefill.config import PrefillConfig
 from headrace_registry.config import RegistryConfig
 from headrace_router.config import RouterConfig
-from tests.documented import Block, blocks_of, commands_of, indented_commands, words_of
+from tests.documented import blocks_of, words_of
 from tests.unit.test_architecture import ROOT
 from tests.unit.test_documents import PAGES
 
@@ -29,14 +28,6 @@ OPERATIONS_PAGES = (
     ROOT / "docs" / "quickstart-gpu.md",
 )
 COMMAND_PAGES = tuple(page for page in PAGES if any(blocks_of(page)))
-# tests/suite/test_documented_commands.py, tests/suite/quickstart_gpu.py, tests/component/registry/store/test_backup.py,
-# tests/clients/test_chat_clients.py, tests/clients/test_openai_clients.py
-RUNNERS = {
-    *("sim", "shell", "up"),
-    *("first host", "second host", "both hosts", "second host, beside the next"),
-    "etcd",
-    *(f"{language} client" for language in (*LANGUAGES, "openai")),
-}
 SERVICES: dict[str, type[ServiceConfig]] = {
     "headrace-registry": RegistryConfig,
     "headrace-router": RouterConfig,
@@ -100,26 +91,6 @@ def problems_of_headrace(words: list[str]) -> Iterator[str]:
             command = command.commands[word]
 
 
-def test_marks_are_of_known_forms() -> None:
-    wrong = [
-        f"{block.page.name}:{block.line}: {block.mark!r}"
-        for page in PAGES
-        for block in blocks_of(page)
-        if (block.mark and not block.is_marked) or (block.runs and block.runs not in RUNNERS)
-    ]
-    assert not wrong
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_block_has_a_mark(page: Path) -> None:
-    unmarked = [block.line for block in blocks_of(page) if not block.is_marked]
-    assert not unmarked, 'write "run: NAME" or "not run: REASON": tests/documented.py'
-    # Other forms than console hide commands from the test.
-    text = page.read_text(encoding="utf-8")
-    assert not re.findall(r"^```(?:ba|z|k)?sh(?:ell)?$|^```$(?=\n\$ )", text, re.MULTILINE)
-    assert not indented_commands(text)
-
-
 @pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_files_in_reasons_exist(page: Path) -> None:
     named = {name for block in blocks_of(page) for name in block.named_files}
@@ -142,58 +113,3 @@ def test_commands_exist(page: Path) -> None:
 def test_metrics_of_an_operations_page_are_in_the_schema(page: Path) -> None:
     named = set(METRIC.findall(page.read_text(encoding="utf-8")))
     assert named <= METRICS.keys()
-
-
-def test_wrong_commands_are_found() -> None:
-    for command, problem in (
-        ("headrace wrokers", "no command wrokers"),
-        ("headrace workers --registrie 1:1", "no option --registrie"),
-        ("headrace trace slowest --level", "no option --level"),
-        ("A=1 headrace policy sett a=1", "no command sett"),
-        ("echo | headrace doctor pear x", "no command pear"),
-        ("headrace-router --listn 1:1", "headrace-router has no --listn"),
-        ("make tests", "make has no tests"),
-    ):
-        (found,) = (text for words in words_of(command) for text in problems_of(words))
-        assert problem in found
-    for command in ("headrace trace compare a b", "make test ARGS=--x", "headrace up --set a.b=c"):
-        assert not [text for words in words_of(command) for text in problems_of(words)]
-
-
-def test_blocks_have_marks_commands_and_continued_lines(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "<!-- run: sim, status 0 or 1 -->\n```console\n$ one --a \\\n    two   # about it\noutput\n"
-        "$ for a in b; do\n>   three\n> done\nmore\n```\n\n```console\n$ four\n```\n"
-        "<!-- not run: because -->\n```console\n$ five\n```\n"
-    )
-    first, second, third = blocks_of(page)
-    assert first == Block(
-        page,
-        3,
-        "run: sim, status 0 or 1",
-        ("one --a \\\n    two", "for a in b; do\n  three\ndone"),
-    )
-    assert (first.runs, first.statuses, first.is_marked) == ("sim", (0, 1), True)
-    assert (second.runs, second.is_marked) == ("", False)
-    assert (third.runs, third.is_marked) == ("", True)
-    assert list(words_of("A=1 b c >d 2>&1 | e 'f g' && h")) == [
-        ["b", "c", "2"],
-        ["e", "f g"],
-        ["h"],
-    ]
-    assert list(commands_of("no command\n")) == []
-
-
-def test_indented_commands_and_files_of_reasons_are_found(tmp_path: Path) -> None:
-    text = (
-        "    headrace workers\n\n```console\n    $ make x\n```\n    $ ls\n    chat HOST:PORT\n"
-        "    .venv/bin/headrace trace\n    make: its output\n"
-    )
-    assert indented_commands(text) == [
-        "    headrace workers",
-        "    $ ls",
-        "    .venv/bin/headrace trace",
-    ]
-    block = Block(tmp_path, 1, "not run: needs x; tests/a/b.py and docker/try.sh run it", ("x",))
-    assert block.named_files == ["tests/a/b.py", "docker/try.sh"]

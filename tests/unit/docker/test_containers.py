@@ -101,18 +101,6 @@ def test_a_service_accepts_its_settings_and_uses_tokens(name: str) -> None:
     assert needs == {"condition": "service_completed_successfully"}
 
 
-def test_the_named_tokens_belong_to_the_workers_of_the_deployment() -> None:
-    script = (DOCKER / "credentials.sh").read_text(encoding="utf-8")
-    named = dict(re.findall(r"^create (\w+) --name (\S+)$", script, re.MULTILINE))
-    ids = {
-        name: word.partition("=")[2]
-        for name in ("prefill", "decode")
-        for word in settings_of(CONTAINERS[name])
-        if word.startswith("--worker-id=")
-    }
-    assert named == ids
-
-
 def test_only_the_registry_reaches_etcd() -> None:
     assert COMPOSE["networks"]["store"] == {"internal": True}
     members = {
@@ -128,14 +116,3 @@ def test_a_stop_leaves_time_for_the_drain(name: str) -> None:
     kind = {**SERVICES, **OPTIONAL}[name]
     needed_s = kind.model_fields["drain_grace_s"].default + DRAIN_OVERRUN_MAX_S
     assert float(CONTAINERS[name]["stop_grace_period"].removesuffix("s")) > needed_s
-
-
-@pytest.mark.parametrize("name", CONTAINERS)
-def test_a_container_has_the_image_of_its_dockerfile(name: str) -> None:
-    container = CONTAINERS[name]
-    match = re.fullmatch(r"headrace/(\w+):dev", container["image"])
-    assert match is not None
-    assert container["build"] == {"context": "..", "dockerfile": f"docker/{match[1]}.Dockerfile"}
-    assert (DOCKER / f"{match[1]}.Dockerfile").is_file()
-    if name in {**SERVICES, **OPTIONAL}:
-        assert match[1] == name

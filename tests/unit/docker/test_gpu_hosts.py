@@ -51,20 +51,6 @@ def settings(name: str) -> str:
     raise AssertionError(f"the page writes no {name}.toml")
 
 
-def test_there_is_a_unit_for_each_service_of_the_page() -> None:
-    assert {path.name for path in UNITS.iterdir()} == {f"headrace-{one}.service" for one in CONFIGS}
-    started = re.findall(
-        r"headrace-\w+",
-        " ".join(
-            command
-            for block in blocks_of(PAGE)
-            for command in block.commands
-            if "enable --now" in command
-        ),
-    )
-    assert sorted(started) == sorted(f"headrace-{one}" for one in CONFIGS)
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_unit_runs_its_service_confined_and_drains(name: str) -> None:
     service = unit(name)

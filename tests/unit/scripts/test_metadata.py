@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tomllib
 from importlib.metadata import packages_distributions
 
@@ -35,14 +34,6 @@ def test_every_requirement_is_a_range_with_a_lower_bound(root: str) -> None:
     operators = {each.operator for each in requirement.specifier}
     assert ">=" in operators
     assert operators <= {">=", "<"}
-
-
-def test_one_requirement_has_one_range() -> None:
-    ranges: dict[str, set[str]] = {}
-    for root in EVERY:
-        requirement = Requirement(root)
-        ranges.setdefault(requirement.name, set()).add(str(requirement.specifier))
-    assert {name: found for name, found in ranges.items() if len(found) > 1} == {}
 
 
 def test_stubs_work_with_the_lowest_grpcio_and_their_tool_is_that_of_the_checkout() -> None:
@@ -95,13 +86,3 @@ def test_the_table_of_extras_has_the_modules_of_each() -> None:
             assert distributions[module.partition(".")[0]] & wanted, (extra, module)
         covered = [distributions[module.partition(".")[0]] & wanted for module in MODULES[extra]]
         assert set().union(*covered) == set(wanted), extra
-
-
-def test_the_interpreters_are_those_of_the_lock_files() -> None:
-    from package_index import PYTHONS
-
-    stated = [line for line in PROJECT["classifiers"] if ":: Python :: 3." in line]
-    assert stated == [
-        f"Programming Language :: Python :: {major}.{minor}" for major, minor in PYTHONS
-    ]
-    assert sys.version_info[:2] in PYTHONS
