@@ -256,7 +256,7 @@ async def test_a_task_beyond_the_credit_is_refused(
         queue.send_task(f"x{number}")
     await until(lambda: len(queue.done) == 1, what="the refusal")
     assert queue.done[0].reason == "QUEUE_FULL"
-    assert len(worker.running) == 4
+    await until(lambda: len(worker.running) == 4, what="four tasks")
 
 
 class RefusingQueue(RouterQueue):
