@@ -2,11 +2,10 @@
 
     python -m bench.decode_link [--gaps 0,5] [--streams 1,32,64,256] [--rounds 5] [--output bench/results]
 
-The first way is a gRPC stream for each request, with a message for each token (Generate). The second is the decode
-link, with a message for each step of the engine. The third is the link's messages over TCP, each behind its length: its
-difference from the second is the price of grpc.aio. The reading side is this process, which only collects the tokens.
-The worker is the step engine of bench/proxy/workers.py, which costs little. Ratios are medians over the rounds, in
-which all ways take turns.
+The first way is the decode link, with a message for each step of the engine. The second is the link's messages over
+TCP, each behind its length: its difference from the first is the price of grpc.aio. The reading side is this process,
+which only collects the tokens. The worker is the step engine of bench/proxy/workers.py, which costs little. Ratios are
+medians over the rounds, in which all ways take turns.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ import uvloop
 from opentelemetry.context import Context
 
 from bench.proxy.load import request_count
-from bench.proxy.workers import TOKENS, StepWorker, generate, link
+from bench.proxy.workers import TOKENS, StepWorker, link
 from bench.support.processes import cpu_seconds, process, until_listening
-from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.process.free_port import free_port
@@ -53,7 +52,6 @@ _NOTES: Final = """# From a decode worker to a router
 Link's messages over TCP have no TLS, no credentials and no limits. CPU of the worker comes in ticks of 10 ms, so small
 figures are coarse. At a gap of 0, the worker's steps join while a message is written.
 """
-_GENERATE: Final = "Generate, a stream for each request"
 _LINK: Final = "Link"
 _FRAMED: Final = "Link's messages over TCP"
 
@@ -119,9 +117,6 @@ class FramedWorker(Frames):
 async def serve(grpc_port: int, tcp_port: int) -> None:
     """The worker's process."""
     handlers: dict[str, Any] = {
-        "Generate": grpc.unary_stream_rpc_method_handler(
-            generate, request_deserializer=decode_pb2.GenerateRequest.FromString
-        ),
         "Link": grpc.stream_stream_rpc_method_handler(
             link,
             request_deserializer=decode_pb2.LinkRequest.FromString,
@@ -135,21 +130,6 @@ async def serve(grpc_port: int, tcp_port: int) -> None:
     await server.start()
     await asyncio.get_running_loop().create_server(FramedWorker, "127.0.0.1", tcp_port)
     await asyncio.Event().wait()
-
-
-@asynccontextmanager
-async def by_generate(port: int) -> AsyncIterator[Ask]:
-    """A gRPC stream for each request."""
-    async with open_channel(f"127.0.0.1:{port}") as channel:
-        stub = decode_pb2_grpc.DecodeServiceStub(channel)
-
-        async def ask(request: decode_pb2.GenerateRequest) -> int:
-            tokens = 0
-            async for response in stub.Generate(request, timeout=60):
-                tokens += len(response.tokens.token_ids)
-            return tokens
-
-        yield ask
 
 
 @asynccontextmanager
@@ -212,9 +192,10 @@ async def _count(answer: LinkedCall | LinkedAnswer) -> int:
     answer.forward(add)
     while True:
         event = await answer.read()
-        if event.HasField("finished"):
+        if isinstance(event, decode_pb2.Finished):
             return tokens
-        tokens += len(event.tokens.token_ids)
+        if isinstance(event, decode_pb2.Tokens):
+            tokens += len(event.token_ids)
 
 
 async def run_streams(ask: Ask, streams: int, requests: int, gap_ms: int) -> None:
@@ -242,7 +223,6 @@ async def main(arguments: argparse.Namespace) -> None:
         return
     ports = free_port(), free_port()
     ways = {
-        _GENERATE: lambda: by_generate(ports[0]),
         _LINK: lambda: by_link(ports[0]),
         _FRAMED: lambda: by_frames(ports[1]),
     }
@@ -275,10 +255,10 @@ async def main(arguments: argparse.Namespace) -> None:
 
 def table(rows: dict[tuple[int, int, str], list[tuple[float, float]]]) -> str:
     """A line for each gap, number of streams and way."""
-    titles = "| gap, ms | streams | way | reader, us/token | ratio to Generate | worker, us/token |"
+    titles = "| gap, ms | streams | way | reader, us/token | ratio to Link | worker, us/token |"
     lines = [titles, "|---" * 6 + "|"]
     for (gap_ms, streams, name), used in rows.items():
-        base = rows[gap_ms, streams, _GENERATE]
+        base = rows[gap_ms, streams, _LINK]
         ratio = statistics.median(
             mine[0] / other[0] for mine, other in zip(used, base, strict=True)
         )

@@ -66,7 +66,7 @@ ENV PATH=/opt/headrace/bin:/usr/bin:/bin \
     HOME=/tmp \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     HEADRACE_DECODE_HEALTH_LISTEN=127.0.0.1:7059
-EXPOSE 7053 7055 7056 7059
+EXPOSE 7053 7056 7059
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=15s --timeout=5s --start-period=600s --retries=3 CMD ["/opt/headrace/bin/headrace-probe"]
 # tini passes signals to the service, returns its exit status, and reaps orphans. A process that is not process 1 can be

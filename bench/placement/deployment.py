@@ -107,7 +107,6 @@ async def router_of(
             endpoint=endpoint,
             client_endpoint=server.client_endpoint,
             start_unix_ns=time.time_ns(),
-            ticket_public_key=ticket_key.public.public_key,
         )
         membership = Membership(channel, member)
         stack.push_async_callback(membership.stop)

@@ -1,7 +1,7 @@
 """Compares the router as a streaming proxy with vllm-router: CPU per request and time added to the first token.
 
     python -m bench.proxy [--gaps 0,5,20] [--streams 1,32,64,256] [--rounds 3] [--model NAME=FOLDER]
-        [--vllm-router PATH] [--no-sim-workers] [--no-look-aside] [--output bench/results/proxy.md] [--json FILE]
+        [--vllm-router PATH] [--no-sim-workers] [--output bench/results/proxy.md] [--json FILE]
 
 Prompts have 200 tokens. Answers have 64, a gap of --gaps milliseconds apart. The workers do nothing else
 (bench/proxy/workers.py: one message for each step, or one server-sent event for each token). The load is closed-loop.
@@ -36,7 +36,6 @@ import uvloop
 from bench.proxy.load import (
     Ask,
     Sample,
-    grpc_look_aside,
     grpc_router,
     grpc_worker,
     http,
@@ -53,19 +52,15 @@ from headrace_common.process.free_port import free_port
 DIRECT: Final = "direct, gRPC"
 OURS: Final = "Headrace, gRPC"
 OPENAI: Final = "Headrace, OpenAI HTTP"
-LOOK_ASIDE: Final = "Headrace, look-aside"
 SIM_DIRECT: Final = "direct, sim worker"
 SIM: Final = "Headrace, sim worker"
-SIM_LOOK_ASIDE: Final = "Headrace, sim worker, look-aside"
 DIRECT_HTTP: Final = "direct, HTTP"
 VLLM: Final = "vllm-router"
 _BASELINES: Final = {
     OURS: DIRECT,
     OPENAI: DIRECT_HTTP,
-    LOOK_ASIDE: DIRECT,
     VLLM: DIRECT_HTTP,
     SIM: SIM_DIRECT,
-    SIM_LOOK_ASIDE: SIM_DIRECT,
 }
 _BARE: Final = {DIRECT: "a bare gRPC server", DIRECT_HTTP: "a bare HTTP server"}
 _WARM_REQUESTS: Final = 8
@@ -127,7 +122,7 @@ async def ways(folder: Path, vllm_router: str, model: str) -> AsyncIterator[list
             port=http_worker,
         )
         ours, endpoint = await services.start_router(
-            *(f"--registry={here}", f"--model={model}", "--look-aside"),
+            *(f"--registry={here}", f"--model={model}"),
             f"--http-listen=127.0.0.1:{door}",
             # All streams come from one host.
         )
@@ -140,7 +135,6 @@ async def ways(folder: Path, vllm_router: str, model: str) -> AsyncIterator[list
                 direct.pid,
             ),
             Way(OURS, lambda n, g: grpc_router(endpoint, n, g), ours.pid),
-            Way(LOOK_ASIDE, lambda n, g: grpc_look_aside(endpoint, n, g), ours.pid),
             Way(DIRECT_HTTP, lambda n, g: http(http_worker, n, g), direct.pid),
             Way(OPENAI, lambda n, g: http(door, n, g, reads_usage=True), ours.pid),
         ]
@@ -166,14 +160,12 @@ async def sim_ways(folder: Path, gap_ms: int) -> AsyncIterator[list[Way]]:
         services = Services(stack, folder, log_level="warning")
         _, here = await services.start_registry()
         await services.start(
-            *("decode", f"--internal-listen=127.0.0.1:{decode}", "--listen=127.0.0.1:0"),
+            *("decode", f"--internal-listen=127.0.0.1:{decode}"),
             *(f"--registry={here}", "--worker-id=decode-0", "--engine=sim", f"--model={model}"),
             *("--served-model=sim", "--max-num-seqs=256", "--num-gpu-blocks-override=4096"),
             port=decode,
         )
-        ours, endpoint = await services.start_router(
-            f"--registry={here}", f"--model={MODEL}", "--look-aside"
-        )
+        ours, endpoint = await services.start_router(f"--registry={here}", f"--model={MODEL}")
         worker = f"127.0.0.1:{decode}"
         # Time to register, and for the router to receive the registration.
         await asyncio.sleep(3)
@@ -182,7 +174,6 @@ async def sim_ways(folder: Path, gap_ms: int) -> AsyncIterator[list[Way]]:
         yield [
             Way(SIM_DIRECT, lambda n, _: grpc_worker(worker, incarnation, n, 0), 0),
             Way(SIM, lambda n, _: grpc_router(endpoint, n, 0), ours.pid),
-            Way(SIM_LOOK_ASIDE, lambda n, _: grpc_look_aside(endpoint, n, 0), ours.pid),
         ]
 
 
@@ -278,8 +269,7 @@ The ways. Headrace: one gRPC stream carries the tokens of all requests from the 
 router tokenizes the prompt, places it by cached prefixes and load, signs a ticket, admits by tenant, and records spans
 for `headrace trace`. It turns each token into text (never part of a character), looks for stop strings, and counts
 usage. It gathers the tokens of 2 ms into one message, and of up to 25 ms while its event loop is busy. Clients use
-gRPC or OpenAI HTTP. "Sim worker" is a real decode worker with the simulated engine. Look-aside: one Route call at the
-router and one stream at the worker. The router's CPU does not depend on the length of the answer, and no text is made.
+gRPC or OpenAI HTTP. "Sim worker" is a real decode worker with the simulated engine.
 vllm-router ({vllm}, round_robin, plain proxying): native code, HTTP on both sides. It forwards the worker's bytes,
 which contain text already, with health checks, retries, a circuit breaker and metrics. It does not tokenize, parse the
 stream or, in this mode, place by prefix. So it does less for each token than ours. The table compares the price of a
@@ -301,8 +291,7 @@ async def main(arguments: argparse.Namespace) -> None:
         check_page(arguments.output, [part_of(gap_ms) for gap_ms in gaps])
     with TemporaryDirectory() as folder:
         async with ways(Path(folder), vllm_router, arguments.model) as found:
-            kept = [way for way in found if arguments.look_aside or way.name != LOOK_ASIDE]
-            cells = await measure(kept, gaps, streams, arguments.rounds)
+            cells = await measure(found, gaps, streams, arguments.rounds)
         for gap_ms in gaps if arguments.sim_workers else ():
             async with sim_ways(Path(folder), gap_ms) as found:
                 cells |= await measure(found, [gap_ms], streams, arguments.rounds)
@@ -327,7 +316,6 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", default=f"{MODEL}=models/SmolLM2-135M-Instruct")
     parser.add_argument("--sim-workers", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--look-aside", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--vllm-router", default="vllm-router")
     parser.add_argument("--output", type=Path, help="page for the tables")
     parser.add_argument("--json", type=Path, help="file for the figures")

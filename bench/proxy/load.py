@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.proxy.workers import MODEL, TOKENS
-from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
-from headrace_client import Client
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.channel import open_channel
+from tests.linked_call import LinkedCall
 
 # Decode workers admit routers without a ticket.
 _CALLER = Credentials(role=Role.ROUTER)
@@ -116,32 +116,11 @@ async def grpc_chats(
 
 
 @asynccontextmanager
-async def grpc_look_aside(endpoint: str, streams: int, gap_ms: int) -> AsyncIterator[list[Ask]]:
-    """By the client library: Route at our router, tokens from the worker."""
-    request = inference_pb2.GenerateRequest(
-        model=MODEL,
-        text=PROMPT,
-        sampling=_sampling(gap_ms),
-        prefill_placement=inference_pb2.PREFILL_PLACEMENT_LOCAL,
-    )
-    async with Client(endpoint, look_aside=True) as client:
-
-        async def ask(sample: Sample) -> None:
-            begin_s = time.perf_counter()
-            await _read(client.stream(request, 60, tokens_only=True), sample, begin_s, False)
-
-        yield [ask] * streams
-        if not client.direct_answers:
-            raise ValueError("no answer came past the router")
-
-
-@asynccontextmanager
 async def grpc_worker(
     endpoint: str, incarnation: str, streams: int, gap_ms: int
 ) -> AsyncIterator[list[Ask]]:
-    """At the decode worker itself, with tokens instead of text."""
+    """At the decode worker itself, with tokens instead of text, on a link for each request."""
     async with open_channel(endpoint, _CALLER) as channel:
-        stub = decode_pb2_grpc.DecodeServiceStub(channel)
 
         async def ask(sample: Sample) -> None:
             request = decode_pb2.GenerateRequest(
@@ -151,7 +130,7 @@ async def grpc_worker(
                 sampling=_sampling(gap_ms),
             )
             begin_s = time.perf_counter()
-            await _read(stub.Generate(request, timeout=60), sample, begin_s, True)
+            await _read(LinkedCall(channel, request, 60), sample, begin_s, True)
 
         yield [ask] * streams
 

@@ -41,23 +41,11 @@ _STATUS_INTERVAL_S: Final = 0.5
 _LAYOUT: Final = KvLayout.attention(
     model=MODEL, dtype="float32", layer_count=2, kv_head_count=2, block_tokens=16, parts={"kv": 64}
 )
-_RESERVED: Final = decode_pb2.GenerateResponse(reserved=decode_pb2.Reserved()).SerializeToString()
-_FINISHED: Final = decode_pb2.GenerateResponse(
-    finished=decode_pb2.Finished(reason=sampling_pb2.FINISH_REASON_LENGTH)
-).SerializeToString()
 
 
 def token_of(index: int) -> int:
     """A word, in the simulated model and in the real ones."""
     return 300 + index
-
-
-_MESSAGES: Final = tuple(
-    decode_pb2.GenerateResponse(
-        tokens=decode_pb2.Tokens(token_ids=[token_of(index)])
-    ).SerializeToString()
-    for index in range(TOKENS)
-)
 
 
 async def beats(gap_s: float) -> AsyncIterator[int]:
@@ -67,14 +55,6 @@ async def beats(gap_s: float) -> AsyncIterator[int]:
         yield index
         due_s += gap_s
         await asyncio.sleep(max(0.0, due_s - time.perf_counter()) if gap_s else 0)
-
-
-async def generate(request: decode_pb2.GenerateRequest, context: Any) -> AsyncIterator[bytes]:
-    """DecodeService.Generate with serialized messages."""
-    yield _RESERVED
-    async for index in beats((request.sampling.max_tokens - TOKENS) / 1e3):
-        yield _MESSAGES[index]
-    yield _FINISHED
 
 
 class Steps:
@@ -246,20 +226,13 @@ async def serve_grpc(registry: str) -> tuple[GrpcServer, Membership]:
     # Without the interceptors of a real worker.
     server = GrpcServer(ServiceConfig(insecure=True), ())
     server.server = grpc.aio.server()
-    handler: Any = grpc.unary_stream_rpc_method_handler(
-        generate, request_deserializer=decode_pb2.GenerateRequest.FromString
-    )
     links: Any = grpc.stream_stream_rpc_method_handler(
         link,
         request_deserializer=decode_pb2.LinkRequest.FromString,
         response_serializer=decode_pb2.LinkResponse.SerializeToString,
     )
     server.server.add_generic_rpc_handlers(
-        (
-            grpc.method_handlers_generic_handler(
-                "headrace.decode.v1.DecodeService", {"Generate": handler, "Link": links}
-            ),
-        )
+        (grpc.method_handlers_generic_handler("headrace.decode.v1.DecodeService", {"Link": links}),)
     )
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(Status(member), server.server)
     port = server.server.add_insecure_port("127.0.0.1:0")

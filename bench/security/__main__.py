@@ -14,7 +14,7 @@ to these periods is what the attack costs beyond CPU of the machine.
 "cost": the same requests go through four kinds of deployments in turns: plaintext without roles, with tokens, TLS
 without roles, and TLS with roles. Each prompt is prefilled remotely, so all services take part. CPU is that of the
 whole deployment, without the client. A ratio compares two kinds in one round, and the table has the median of the
-rounds. "look-aside" calls Route at the router and streams from the decode worker with a ticket.
+rounds.
 """
 
 from __future__ import annotations

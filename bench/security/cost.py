@@ -17,7 +17,6 @@ from bench.support.processes import cpu_seconds
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_cli.up.supervisor import Child, Spawn, Supervisor
 from headrace_cli.up.topology import Topology, registry_spec, router_spec, worker_specs
-from headrace_client import Client
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.roles import Role
 from headrace_common.access.tokens import create_token, new_private_key, public_key_of
@@ -33,7 +32,6 @@ TLS: Final = "TLS"
 TLS_ROLES: Final = "TLS, roles"
 KINDS: Final[Mapping[str, str]] = {PLAIN: PLAIN, TOKENS: PLAIN, TLS: PLAIN, TLS_ROLES: TLS}
 """The kinds of deployments, and the one that each is compared with."""
-ROUTER, LOOK_ASIDE = "router", "look-aside"
 _PROMPT_TOKENS: Final = 64
 _ANSWER_TOKENS: Final = 16
 _DEADLINE_S: Final = 60.0
@@ -63,28 +61,26 @@ class Sample:
         return self.cpu_s / len(self.first_s) * 1e3
 
 
-Samples = dict[tuple[str, str], list[Sample]]
+Samples = dict[str, list[Sample]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Way:
     kind: str
-    path: str
     ask: Ask
     process_ids: tuple[int, ...]
 
 
 async def measure_cost(streams: int, rounds: int, seconds: float) -> Samples:
-    """The rounds by path and kind."""
+    """The rounds by kind."""
     samples: Samples = {}
     numbers = iter(range(10**9))
     async with AsyncExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
         spawn = await held.enter_async_context(forking())
         ways = [
-            way
+            await _open(held, spawn, _subfolder(folder, kind), kind, settings, tls)
             for kind, (settings, tls) in _kinds(folder).items()
-            for way in await _open(held, spawn, _subfolder(folder, kind), kind, settings, tls)
         ]
         for way in ways:
             await _load(way, streams, min(1.0, seconds), numbers)
@@ -93,7 +89,7 @@ async def measure_cost(streams: int, rounds: int, seconds: float) -> Samples:
             first = number % len(ways)
             for way in (*ways[first:], *ways[:first]):
                 sample = await _load(way, streams, seconds, numbers)
-                samples.setdefault((way.path, way.kind), []).append(sample)
+                samples.setdefault(way.kind, []).append(sample)
     return samples
 
 
@@ -130,24 +126,20 @@ def _kinds(folder: Path) -> dict[str, tuple[Settings, TlsFiles]]:
 
 async def _open(
     held: AsyncExitStack, spawn: Spawn, folder: Path, kind: str, settings: Settings, tls: TlsFiles
-) -> list[_Way]:
+) -> _Way:
     children = await held.enter_async_context(_deployed(spawn, folder, settings))
     router = children["router"].client_endpoint
     channel = await held.enter_async_context(open_channel(router, tls))
     await joined(channel)
-    client = await held.enter_async_context(Client(router, tls=tls, look_aside=True))
     pids = tuple(child.process.pid for child in children.values())
-    return [
-        _Way(kind, ROUTER, _through_router(channel), pids),
-        _Way(kind, LOOK_ASIDE, _past_router(client), pids),
-    ]
+    return _Way(kind, _through_router(channel), pids)
 
 
 @asynccontextmanager
 async def _deployed(
     spawn: Spawn, folder: Path, settings: Settings
 ) -> AsyncIterator[dict[str, Child]]:
-    more = (("router", "look_aside", "true"), ("prefill", "model", _WORKERS))
+    more = (("prefill", "model", _WORKERS),)
     topology = Topology(
         engine="sim", port=0, settings=(*settings, *more, ("decode", "model", _WORKERS))
     )
@@ -173,17 +165,6 @@ def _through_router(channel: Any) -> Ask:
 
     async def ask(request: inference_pb2.GenerateRequest) -> float:
         return await _first_s(stub.Generate(request, timeout=_DEADLINE_S))
-
-    return ask
-
-
-def _past_router(client: Client) -> Ask:
-    async def ask(request: inference_pb2.GenerateRequest) -> float:
-        before = client.direct_answers
-        taken_s = await _first_s(client.stream(request, _DEADLINE_S, tokens_only=True))
-        if client.direct_answers == before:
-            raise ValueError("an answer came through the router")
-        return taken_s
 
     return ask
 
@@ -219,25 +200,23 @@ async def _load(way: _Way, streams: int, seconds: float, numbers: Any) -> Sample
 
 
 def render_cost(samples: Samples) -> str:
-    """A table by path and kind: medians of the rounds, and percentiles over all requests."""
-    head = ["path", "kind", "requests/s", "TTFT p50, ms", "TTFT p99, ms", "CPU ms a request"]
+    """A table by kind: medians of the rounds, and percentiles over all requests."""
+    head = ["kind", "requests/s", "TTFT p50, ms", "TTFT p99, ms", "CPU ms a request"]
     head += ["CPU ratio", "beside"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for path in (ROUTER, LOOK_ASIDE):
-        for kind, base in KINDS.items():
-            rows, others = samples[path, kind], samples[path, base]
-            first_s = [second for row in rows for second in row.first_s]
-            cells = [
-                path,
-                kind,
-                f"{statistics.median(row.rate for row in rows):.1f}",
-                f"{percentile(first_s, 0.5) * 1e3:.1f}",
-                f"{percentile(first_s, 0.99) * 1e3:.1f}",
-                f"{statistics.median(row.cpu_ms for row in rows):.2f}",
-                f"{_ratio(rows, others):.3f}",
-                base,
-            ]
-            lines.append("| " + " | ".join(cells) + " |")
+    for kind, base in KINDS.items():
+        rows, others = samples[kind], samples[base]
+        first_s = [second for row in rows for second in row.first_s]
+        cells = [
+            kind,
+            f"{statistics.median(row.rate for row in rows):.1f}",
+            f"{percentile(first_s, 0.5) * 1e3:.1f}",
+            f"{percentile(first_s, 0.99) * 1e3:.1f}",
+            f"{statistics.median(row.cpu_ms for row in rows):.2f}",
+            f"{_ratio(rows, others):.3f}",
+            base,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -103,7 +103,7 @@ class RouterOperator:
 
     async def explain(self, request: inference_pb2.GenerateRequest) -> inference_pb2.RouteResponse:
         """Where the prompt would be routed now, with all candidates."""
-        return await self._client.route(request, CALL_TIMEOUT_S, explain=True)
+        return await self._client.route(request, CALL_TIMEOUT_S)
 
     async def prefix_key_fingerprint(self) -> int:
         """Fingerprint of the key with which the router hashes prompts; 0 while it has none."""

@@ -8,8 +8,7 @@
         for piece in client.generate(messages=[("user", "Hello")], top_p=0.9):
             print(piece.text, end="")
 
-The client retries a request that the router rejects with a retry delay. For a request of token ids only, and where the
-router allows it, it streams from the decode worker directly: see Client. Services with certificates need
+The client retries a request that the router rejects with a retry delay. Services with certificates need
 `tls=TlsFiles(...)`. Every failure is a HeadraceError, of the class for its reason.
 """
 

@@ -1,11 +1,9 @@
-"""A client of one router, with retries and with streaming from decode workers."""
+"""A client of one router, with retries."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
-import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Unpack
@@ -14,33 +12,25 @@ import grpc
 import grpc.aio
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
-from headrace_client.channels import Channels
-from headrace_client.direct import DirectAttempt
 from headrace_client.progress import Progress
 from headrace_client.requests import Message, Sampling, build_request
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, WorkerGone
+from headrace_common.errors import HeadraceError, WorkerGone
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-
-_LOG = logging.getLogger(__name__)
 
 DEFAULT_TIMEOUT_S: Final = 300.0
 LIST_TIMEOUT_S: Final = 10.0
 _PLAINTEXT: Final = TlsFiles()
 _JITTER_SHARE: Final = 0.25
-# Each decode worker that fails uses one. Then the router completes the answer.
-_DIRECT_ATTEMPTS_MAX: Final = 3
 
 
 class Client:
     """Calls one router, at "host:port" or over a channel that the caller opened and closes.
 
-    `look_aside` allows streaming from decode workers directly. The client does so for requests with `tokens_only`, when
-    the router allows it and the worker can be reached. Only the router makes text. When a worker fails, the answer
-    continues after the tokens received: from another worker that the router names, or from the router. A request that
-    is rejected with a retry delay is retried up to `retries_max` times, within its timeout.
+    A request that is rejected with a retry delay is retried up to `retries_max` times, within its timeout. It continues
+    after the tokens received.
     """
 
     def __init__(
@@ -49,12 +39,11 @@ class Client:
         *,
         api_key: str = "",
         tls: TlsFiles = _PLAINTEXT,
-        look_aside: bool = False,
         retries_max: int = 5,
         name: str = "",
         hint: str = "is it running?",
     ) -> None:
-        """`tls` is for channels that the client opens, to the router and to decode workers.
+        """`tls` is for a channel that the client opens.
 
         Errors use `name` as the router's name and `hint` as the remedy when the router cannot be reached.
         Raises ConfigError for files of `tls` that cannot be read.
@@ -65,11 +54,7 @@ class Client:
         self._own = channel if isinstance(router, str) else None
         self._stub = inference_pb2_grpc.InferenceServiceStub(channel)
         self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
-        self._look_aside = look_aside
         self._retries_max = retries_max
-        self._workers = Channels(tls)
-        self.direct_answers = 0
-        """Answers that decode workers streamed directly."""
 
     async def __aenter__(self) -> Client:
         return self
@@ -78,8 +63,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the channels that this client opened. Answers in flight end with an error."""
-        await self._workers.close()
+        """Closes the channel that this client opened. Answers in flight end with an error."""
         if self._own is not None:
             await self._own.close()
 
@@ -91,7 +75,6 @@ class Client:
         tokens: Sequence[int] = (),
         model: str = "",
         request_id: str = "",
-        tokens_only: bool = False,
         include_latency: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         **sampling: Unpack[Sampling],
@@ -106,7 +89,7 @@ class Client:
             include_latency=include_latency,
             **sampling,
         )
-        return self.stream(request, timeout_s, tokens_only=tokens_only)
+        return self.stream(request, timeout_s)
 
     async def models(self, timeout_s: float = LIST_TIMEOUT_S) -> list[inference_pb2.Model]:
         """The models that at least one decode worker serves. Raises HeadraceError."""
@@ -120,10 +103,8 @@ class Client:
         self,
         request: inference_pb2.GenerateRequest,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        *,
-        tokens_only: bool = False,
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Streams the answer; the last response has the finish reason. With `tokens_only` there may be no text.
+        """Streams the answer; the last response has the finish reason.
 
         Raises HeadraceError. The end of the iteration cancels the request.
         """
@@ -131,7 +112,7 @@ class Client:
         progress = Progress(request)
         for retries_left in range(self._retries_max, -1, -1):
             try:
-                async for response in self._attempt(progress, deadline, tokens_only):
+                async for response in self._attempt(progress, deadline):
                     yield response
                 return
             except HeadraceError as error:
@@ -147,33 +128,19 @@ class Client:
         self,
         request: inference_pb2.GenerateRequest,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        *,
-        explain: bool = False,
-        avoid_worker_ids: Sequence[str] = (),
     ) -> inference_pb2.RouteResponse:
-        """Where the prompt would be routed. The router names an avoided worker only when there is no other.
-
-        Raises HeadraceError.
-        """
+        """Where the prompt would be routed, on the router's internal listener. Raises HeadraceError."""
         with rpc_errors(f"the router on {self._endpoint}", self._hint):
             return await self._stub.Route(
-                inference_pb2.RouteRequest(
-                    request=request, explain=explain, avoid_worker_ids=avoid_worker_ids
-                ),
+                inference_pb2.RouteRequest(request=request),
                 timeout=timeout_s,
                 metadata=self._metadata,
             )
 
     async def _attempt(
-        self, progress: Progress, deadline: Deadline, tokens_only: bool
+        self, progress: Progress, deadline: Deadline
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """Streams the rest of the answer."""
-        if tokens_only and self._look_aside:
-            async for response in self._from_workers(progress, deadline):
-                progress.record(response)
-                yield response
-                if response.finish_reason:
-                    return
         with rpc_errors(f"the router on {self._endpoint}", self._hint):
             progress.record_call()
             call = self._stub.Generate(
@@ -185,59 +152,6 @@ class Client:
                     yield response
             finally:
                 call.cancel()
-
-    async def _from_workers(
-        self, progress: Progress, deadline: Deadline
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Streams from one decode worker after the other. Ends early where the router should continue.
-
-        The router continues after a worker that fails before its first token.
-        """
-        for _ in range(_DIRECT_ATTEMPTS_MAX):
-            if self._workers.unreachable:
-                return
-            sent_ns = time.monotonic_ns()
-            routed = await self.route(
-                progress.rest, deadline.remaining_s(), avoid_worker_ids=progress.failed_worker_ids
-            )
-            if not routed.HasField("direct"):
-                return
-            progress.record_route(sent_ns, routed.steps)
-            count = len(progress.generated)
-            try:
-                async for response in self._from_worker(routed, progress, deadline):
-                    yield response
-                return
-            except HeadraceError as error:
-                has_new_tokens = len(progress.generated) > count
-                # An internal error would occur on the next worker too.
-                if isinstance(error, InvalidRequest) or deadline.expired:
-                    raise
-                if has_new_tokens and isinstance(error, InternalError):
-                    raise
-                _LOG.info("%s: the answer continues elsewhere", error.detail)
-                progress.record_failure(routed.worker_id)
-                if not has_new_tokens:
-                    return
-
-    async def _from_worker(
-        self, routed: inference_pb2.RouteResponse, progress: Progress, deadline: Deadline
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        with rpc_errors(f"decode worker {routed.worker_id}"):
-            async with self._workers.open(routed.direct.endpoint) as channel:
-                attempt = DirectAttempt(
-                    routed.direct,
-                    routed.worker_id,
-                    progress,
-                    decode=channel,
-                    router=self._stub,
-                    router_metadata=self._metadata,
-                    deadline=deadline,
-                )
-                async for response in attempt.responses():
-                    if response.finish_reason:
-                        self.direct_answers += 1
-                    yield response
 
 
 def _retry_delay_s(error: HeadraceError) -> float | None:

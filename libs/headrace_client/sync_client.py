@@ -29,7 +29,6 @@ class SyncClient:
         *,
         api_key: str = "",
         tls: TlsFiles | None = None,
-        look_aside: bool = False,
         retries_max: int = 5,
     ) -> None:
         """Raises ConfigError for files of `tls` that cannot be read."""
@@ -44,7 +43,6 @@ class SyncClient:
                     router,
                     api_key=api_key,
                     tls=tls or TlsFiles(),
-                    look_aside=look_aside,
                     retries_max=retries_max,
                 )
             )
@@ -75,7 +73,6 @@ class SyncClient:
         tokens: Sequence[int] = (),
         model: str = "",
         request_id: str = "",
-        tokens_only: bool = False,
         include_latency: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         **sampling: Unpack[Sampling],
@@ -90,20 +87,18 @@ class SyncClient:
             include_latency=include_latency,
             **sampling,
         )
-        return self.stream(request, timeout_s, tokens_only=tokens_only)
+        return self.stream(request, timeout_s)
 
     def stream(
         self,
         request: inference_pb2.GenerateRequest,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        *,
-        tokens_only: bool = False,
     ) -> Iterator[inference_pb2.GenerateResponse]:
         """Streams the answer; the last response has the finish reason. Closing the iterator cancels the request.
 
         Raises HeadraceError.
         """
-        responses = self._client.stream(request, timeout_s, tokens_only=tokens_only)
+        responses = self._client.stream(request, timeout_s)
         try:
             while (response := self._run(_next(responses))) is not None:
                 yield response

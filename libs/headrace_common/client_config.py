@@ -1,4 +1,4 @@
-"""Settings of the services that clients call: the router, and decode workers that clients stream from directly."""
+"""Settings of the services that clients call: the router, and decode workers behind a gateway."""
 
 from __future__ import annotations
 
@@ -18,21 +18,13 @@ from headrace_common.config import (
 from headrace_common.process.open_files import reserve_descriptors
 
 
-class ClientFacingConfig(ServiceConfig):
-    """The settings of the client listener. It serves no RPC of internal_listen."""
+class ClientAccessConfig(ServiceConfig):
+    """The settings that all listeners for clients share."""
 
-    listen: OptionalHostPort = Field(
-        default="127.0.0.1:0",
-        description="host:port to serve clients on; port 0 takes any free port.",
-    )
-    advertise: OptionalHostPort = Field(
-        default="",
-        description="host:port at which clients reach listen. Port 0 means the port of listen; empty means its "
-        "address.",
-    )
     listen_tls_certificate_file: str = Field(
         default="",
-        description="PEM certificate of listen, read again when it changes; empty means tls_certificate_file.",
+        description="PEM certificate of the listeners for clients, read again when it changes. Empty "
+        "means tls_certificate_file.",
     )
     listen_tls_key_file: str = Field(
         default="",
@@ -45,21 +37,18 @@ class ClientFacingConfig(ServiceConfig):
     )
     client_certificates: bool = Field(
         default=True,
-        description="Whether clients need a certificate where listen has TLS. Without it, the connection is encrypted "
-        "and API keys or tickets decide.",
+        description="Whether clients need a certificate where their listeners have TLS. Without it, the connection is "
+        "encrypted and API keys decide.",
     )
     anonymous_clients: bool = Field(
         default=False,
-        description="Whether clients beyond loopback may call listen without a credential. For networks, or behind a "
-        "proxy, that only permitted clients reach.",
+        description="Whether clients beyond loopback may call without a credential. For networks, or behind a proxy, "
+        "that only permitted clients reach.",
     )
     max_connections: PositiveCount = Field(
         default=4_096,
-        description="Connections to listen. Beyond this number, new ones are closed over gRPC, and answered with "
-        "status 503 over HTTP.",
-    )
-    max_streams_per_connection: PositiveCount = Field(
-        default=1_024, description="RPCs in flight on one connection to listen; more wait."
+        description="Connections to each listener for clients. Beyond this number, new ones are closed over gRPC, and "
+        "answered with status 503 over HTTP.",
     )
     max_calls_per_caller: PositiveCount = Field(
         default=2_048,
@@ -67,17 +56,13 @@ class ClientFacingConfig(ServiceConfig):
         "without a known API key a host. A proxy is one host.",
     )
     connection_idle_s: PositiveSeconds = Field(
-        default=300.0, description="Seconds without an RPC before a connection to listen is closed."
-    )
-    connection_age_s: PositiveSeconds = Field(
-        default=3_600.0,
-        description="Seconds before a connection to listen takes no new RPC. Those in flight go on, and the client "
-        "opens another connection.",
+        default=300.0,
+        description="Seconds without a request before a client's connection is closed.",
     )
 
     @property
     def clients_prove_themselves(self) -> bool:
-        """Whether the RPCs of listen need a credential of their own, such as a ticket."""
+        """Whether requests need a credential of their own, such as an API key."""
         return False
 
     def connections_max(self) -> int:
@@ -87,43 +72,32 @@ class ClientFacingConfig(ServiceConfig):
     @property
     def client_listeners(self) -> int:
         """The number of addresses at which clients connect."""
-        return 1
+        return 0
 
     @property
     def listen_tls(self) -> TlsFiles:
-        """The files of listen, without an authority where clients need no certificate. Empty means plaintext."""
+        """The files of the listeners for clients, without an authority where no certificate is needed.
+
+        Empty means plaintext.
+        """
         authority = self.listen_tls_authority_file or self.tls_authority_file
         own = (self.listen_tls_certificate_file, self.listen_tls_key_file)
         certificate, key = own if any(own) else (self.tls_certificate_file, self.tls_key_file)
         return TlsFiles(certificate, key, authority if self.client_certificates else "")
 
     @model_validator(mode="after")
-    def _check_listen(self) -> ClientFacingConfig:
-        if not self.listen:
-            return self
-        problems = wildcard_problems(self, "listen", "advertise") + self.tls_problems()
-        problems += self.unguarded_problems("listen", "advertise")
-        host, port = split_host_port(self.listen)
-        internal_host, internal_port = split_host_port(self.internal_listen)
-        overlap = host == internal_host or {host, internal_host} & set(WILDCARD_HOSTS)
-        if port and port == internal_port and overlap:
-            problems.append(
-                f"listen and internal_listen both take port {port}: give them different ports, because they serve "
-                "different callers"
-            )
+    def _check_tls(self) -> ClientAccessConfig:
+        problems = self.tls_problems() if self.client_listeners else []
         if problems:
             raise ValueError("; ".join(problems))
         return self
 
-    def unguarded_problems(self, *settings: str, proven: bool | None = None) -> list[str]:
-        """What is wrong with these addresses for clients: other hosts reach them, and clients need no credential.
-
-        `proven`: whether requests there need a credential of their own. None means clients_prove_themselves.
-        """
+    def unguarded_problems(self, *settings: str) -> list[str]:
+        """What is wrong with these addresses for clients: other hosts reach them, and clients need no credential."""
         guarded = (
             self.insecure
             or self.anonymous_clients
-            or (self.clients_prove_themselves if proven is None else proven)
+            or self.clients_prove_themselves
             or bool(self.listen_tls.tls_authority_file)
         )
         return [
@@ -150,3 +124,47 @@ class ClientFacingConfig(ServiceConfig):
                 "listen_tls_authority_file needs listen_tls_certificate_file and listen_tls_key_file"
             )
         return problems
+
+
+class ClientFacingConfig(ClientAccessConfig):
+    """The settings of the gRPC listener for clients. It serves no RPC of internal_listen."""
+
+    listen: OptionalHostPort = Field(
+        default="127.0.0.1:0",
+        description="host:port to serve clients on; port 0 takes any free port.",
+    )
+    advertise: OptionalHostPort = Field(
+        default="",
+        description="host:port at which clients reach listen. Port 0 means the port of listen; empty means its "
+        "address.",
+    )
+    max_streams_per_connection: PositiveCount = Field(
+        default=1_024, description="RPCs in flight on one connection to listen; more wait."
+    )
+    connection_age_s: PositiveSeconds = Field(
+        default=3_600.0,
+        description="Seconds before a connection to listen takes no new RPC. Those in flight go on, and the client "
+        "opens another connection.",
+    )
+
+    @property
+    def client_listeners(self) -> int:
+        return super().client_listeners + bool(self.listen)
+
+    @model_validator(mode="after")
+    def _check_listen(self) -> ClientFacingConfig:
+        if not self.listen:
+            return self
+        problems = wildcard_problems(self, "listen", "advertise")
+        problems += self.unguarded_problems("listen", "advertise")
+        host, port = split_host_port(self.listen)
+        internal_host, internal_port = split_host_port(self.internal_listen)
+        overlap = host == internal_host or {host, internal_host} & set(WILDCARD_HOSTS)
+        if port and port == internal_port and overlap:
+            problems.append(
+                f"listen and internal_listen both take port {port}: give them different ports, because they serve "
+                "different callers"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self

@@ -20,15 +20,13 @@ LINK_MESSAGE_BYTES_MAX: Final = 1024 * 1024
 LINK_TOKEN_INTERVAL_MAX_US: Final = 100_000
 """Longest time for which a router may let a worker join the tokens of a link."""
 TICKET_BYTES_MAX: Final = 1_024
-"""Longest ticket that a decode worker parses."""
+"""Longest handoff ticket that a decode worker parses."""
 TICKET_PUBLIC_KEY_BYTES: Final = 32
 TICKET_KEY_ID_BYTES: Final = 16
 TICKET_KEYS_MAX: Final = 1_024
 """Most routers' keys that one process keeps."""
-TICKET_LIFETIME_MAX_S: Final = 60.0
-"""Longest time for which a router may make a direct ticket valid."""
-TICKET_KEY_KEPT_S: Final = TICKET_LIFETIME_MAX_S + 30.0
-"""How long a decode worker accepts tickets of a router after the end of its status stream."""
+TICKET_KEY_KEPT_S: Final = 90.0
+"""How long a decode worker accepts handoff tickets of a router after the end of its status stream."""
 VERSION_CHARACTERS_MAX: Final = 63
 """Longest version of a member's software."""
 NAME_CHARACTERS_MAX: Final = 255
@@ -111,6 +109,17 @@ WRITE_LEASE_S: Final = 5.0
 """Seconds that a prefill rank may write without a message from decode, unless a setting says otherwise."""
 WRITE_QUARANTINE_S: Final = 15.0
 """Seconds after the lease in which a transport may end a write that has started, unless a setting says otherwise."""
+
+
+# A handoff stream's messages. None depends on the prompt's length by more than its numbers.
+_MESSAGE_BYTES: Final = 8 * 1024 * 1024
+# A token in a message.
+_NUMBER_BYTES: Final = 5
+
+
+def message_bytes_max(max_model_len: int) -> int:
+    """The bound on every message that a worker receives, also after decompression."""
+    return _MESSAGE_BYTES + max_model_len * _NUMBER_BYTES
 
 
 def write_quiet_s(

@@ -14,8 +14,6 @@ DECODE: Final = 7053
 """`internal_listen` of decode workers, where a port is fixed."""
 ROUTER_INTERNAL: Final = 7054
 """`internal_listen` of routers, where a port is fixed."""
-DECODE_CLIENTS: Final = 7055
-"""`listen` of decode workers, for look-aside."""
 PAIRS: Final = 7730
 """`listen` of prefill servers of stock vLLM."""
 PAIR_PROXY: Final = 8000

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from headrace_common.client_config import ClientFacingConfig
+from headrace_common.client_config import ClientAccessConfig
 from headrace_common.config import OptionalHostPort, PositiveCount, PositiveSeconds, split_list
 from headrace_frontend.salts import PrefixCacheScope
 from headrace_text.parsing.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -34,7 +34,7 @@ ReasoningParserList = Annotated[
 ]
 
 
-class FrontendConfig(ClientFacingConfig):
+class FrontendConfig(ClientAccessConfig):
     """The settings of the OpenAI HTTP API, and the bounds on clients' requests."""
 
     http_listen: OptionalHostPort = Field(
@@ -87,8 +87,12 @@ class FrontendConfig(ClientFacingConfig):
     )
 
     @property
+    def clients_prove_themselves(self) -> bool:
+        return bool(self.api_keys_file)
+
+    @property
     def client_listeners(self) -> int:
-        return bool(self.listen) + bool(self.http_listen)
+        return super().client_listeners + bool(self.http_listen)
 
     @property
     @abstractmethod
@@ -103,9 +107,7 @@ class FrontendConfig(ClientFacingConfig):
 
     @model_validator(mode="after")
     def _check_http(self) -> FrontendConfig:
-        problems = self.unguarded_problems("http_listen", proven=bool(self.api_keys_file))
-        if self.http_listen and not self.listen:
-            problems += self.tls_problems()
+        problems = self.unguarded_problems("http_listen")
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -49,43 +48,6 @@ class Tenants:
                 f"the API key is not known here; check it, or ask the operator for one, and {_REMEDY}"
             )
         return tenant
-
-
-class TenantAliases:
-    """Names of tenants for tickets, which workers and clients read.
-
-    An alias is a hash that is keyed by the tenant's own keys. So only routers with the same keys file know the tenant.
-    """
-
-    def __init__(self, tenants: Tenants) -> None:
-        self._tenants = tenants
-        self._made_of: Mapping[str, str] = {}
-        self._alias_of: dict[str, str] = {}
-        self._tenant_of: dict[str, str] = {}
-
-    def alias_of(self, tenant: str) -> str:
-        """The alias of a tenant. Empty without API keys."""
-        self._refresh()
-        return self._alias_of.get(tenant, "")
-
-    def tenant_of(self, alias: str) -> str:
-        """The tenant of an alias. One that is not known here, as of another keys file, is a tenant by itself."""
-        self._refresh()
-        return self._tenant_of.get(alias, alias) or DEFAULT_TENANT
-
-    def _refresh(self) -> None:
-        by_digest = self._tenants.by_digest
-        if by_digest is self._made_of:
-            return
-        digests: dict[str, list[str]] = {}
-        for digest, tenant in by_digest.items():
-            digests.setdefault(tenant, []).append(digest)
-        self._alias_of = {
-            tenant: hmac.new("".join(sorted(owned)).encode(), tenant.encode(), "sha256").hexdigest()
-            for tenant, owned in digests.items()
-        }
-        self._tenant_of = {alias: tenant for tenant, alias in self._alias_of.items()}
-        self._made_of = by_digest
 
 
 def tenant_or_none(tenants: Tenants, metadata: Iterable[tuple[str, Any]]) -> str:

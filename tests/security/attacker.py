@@ -25,7 +25,6 @@ from headrace_common.rpc.channel import open_blocking_channel
 _MEBIBYTE = 1024 * 1024
 _DEADLINE_S = 60.0
 _GENERATE = "/headrace.inference.v1.InferenceService/Generate"
-_ROUTE = "/headrace.inference.v1.InferenceService/Route"
 
 
 def _text(count: int) -> bytes:
@@ -36,12 +35,6 @@ def _text(count: int) -> bytes:
 def _messages(count: int) -> bytes:
     chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage()] * count)
     return inference_pb2.GenerateRequest(chat=chat).SerializeToString()
-
-
-def _route() -> bytes:
-    """A RouteRequest that asks for a ticket."""
-    request = inference_pb2.GenerateRequest(tokens=inference_pb2.TokenIds(ids=range(100)))
-    return inference_pb2.RouteRequest(request=request).SerializeToString()
 
 
 def _stops(length: int) -> bytes:
@@ -65,7 +58,6 @@ ATTACKS: Mapping[str, Callable[[], list[bytes]]] = {
     # These reach the checks of the router, which compressing makes cheap to send.
     "zipped_texts": lambda: [_text(4 * _MEBIBYTE)] * 6,
     "fields": lambda: [_messages(8_000)] * 2 + [_wrong_texts(4_000)] * 4,
-    "tickets": lambda: [_route()] * 10_000,
 }
 _THREADS_MAX = 8
 
@@ -75,14 +67,8 @@ class Attack:
 
     def __init__(self, channel: grpc.Channel, attack: str, key: str) -> None:
         self._stream: Any = channel.unary_stream(_GENERATE)
-        self._single: Any = channel.unary_unary(_ROUTE)
-        bodies = ATTACKS[attack]()
-        self._asks_tickets = attack == "tickets"
-        self._bodies = [
-            _as_route(body) if index % 2 and not self._asks_tickets else body
-            for index, body in enumerate(bodies)
-        ]
-        self.callers = range(len(bodies))
+        self._bodies = ATTACKS[attack]()
+        self.callers = range(len(self._bodies))
         self._options: dict[str, Any] = {
             "metadata": (("x-api-key", key),) if key else (),
             "timeout": _DEADLINE_S,
@@ -90,17 +76,10 @@ class Attack:
         }
 
     def call(self, caller: int) -> tuple[str, str]:
-        """Calls Route or Generate. Returns the status code and its detail."""
+        """Calls Generate. Returns the status code and its detail."""
         try:
-            if self._asks_tickets:
-                data = self._single(self._bodies[caller], **self._options)
-                routed = inference_pb2.RouteResponse.FromString(data)
-                return ("OK", "with a ticket") if routed.HasField("direct") else ("OK", "")
-            if caller % 2:
-                self._single(self._bodies[caller], **self._options)
-            else:
-                for _ in self._stream(self._bodies[caller], **self._options):
-                    pass
+            for _ in self._stream(self._bodies[caller], **self._options):
+                pass
         except grpc.RpcError as error:
             status: Any = error
             return status.code().name, status.details() or ""
@@ -136,11 +115,6 @@ def _attack_in_periods(calls: Attack, threads: ThreadPoolExecutor) -> None:
         for found in threads.map(calls.call_until, calls.callers, ends_s):
             codes.update(found)
         print(json.dumps(codes), flush=True)
-
-
-def _as_route(body: bytes) -> bytes:
-    """A RouteRequest with this GenerateRequest. Bodies of zeros stay as they are."""
-    return _in_field(1, body) if body[0] else body
 
 
 def _in_field(number: int, content: bytes) -> bytes:

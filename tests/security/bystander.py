@@ -36,7 +36,6 @@ async def attacked(folder: Path) -> AsyncIterator[Suite]:
     settings = (
         ("router", "model", f"sim={model}"),
         ("router", "api_keys_file", str(keys)),
-        ("router", "look_aside", "true"),
         ("prefill", "model", workers),
         ("decode", "model", workers),
     )

@@ -1,4 +1,4 @@
-"""A tenant cannot find out by cached tokens what another one has asked, on prefill and decode of a live deployment."""
+"""A tenant cannot find out by cached tokens what another one has asked, on a live deployment."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import grpc
 import grpc.aio
 import pytest
 
-from headrace.decode.v1 import decode_pb2_grpc
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_cli.client import API_KEY_FILE_VARIABLE, open_router_internally
 from headrace_common.access.credentials import Credentials
 from headrace_common.rpc.channel import open_channel
-from headrace_common.tickets.direct_request import decode_request_of
 from tests.suite.deployment import DEADLINE_S, Suite, greedy, prompt_of, suite
 from tests.waiting import until
 
@@ -30,15 +28,6 @@ WHOLE = 10 * BLOCK_TOKENS
 PROMPT, OTHER, THIRD = (prompt_of(WHOLE + 1, seed) for seed in (1, 3, 4))
 # The prompt is a prefix of it, and some tokens are missing for prefill.
 LONGER = [*PROMPT, *prompt_of(BLOCK_TOKENS + 5, 2)]
-
-
-@dataclass(frozen=True, slots=True)
-class Cached:
-    """What a tenant sees of its prompt in the caches."""
-
-    decode: int
-    prefill: int | None
-    """None: nothing was missing on decode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,46 +46,14 @@ class Tenant:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         return (("x-api-key", self.key),)
 
-    async def ask(self, prompt: Sequence[int]) -> Cached:
-        """Through the router. Prefill's hits do not show there."""
+    async def ask(self, prompt: Sequence[int]) -> int:
+        """The tokens of the prompt that decode has cached."""
         request = greedy(prompt, ANSWER_TOKENS, REMOTE)
         call = self.stub.Generate(request, timeout=DEADLINE_S, metadata=self.metadata)
         responses = [response async for response in call]
         found = [token for response in responses for token in response.token_ids]
         assert tuple(found) == self.it.expected(prompt, ANSWER_TOKENS)
-        return Cached(responses[-1].usage.decode_cached_tokens, None)
-
-    async def route(self, prompt: Sequence[int]) -> inference_pb2.DirectRequest:
-        request = inference_pb2.RouteRequest(request=greedy(prompt, ANSWER_TOKENS, REMOTE))
-        routed = await self.stub.Route(request, timeout=DEADLINE_S, metadata=self.metadata)
-        direct: inference_pb2.DirectRequest = routed.direct
-        assert direct.ticket
-        return direct
-
-    async def ask_directly(self, prompt: Sequence[int]) -> Cached:
-        """With a ticket, as the client library does."""
-        direct = await self.route(prompt)
-        prefill = None
-        found: list[int] = []
-        async with decode_call(direct) as call:
-            reserved = (await call.read()).reserved
-            if reserved.start_token < reserved.end_token:
-                request = inference_pb2.PrefillRequest(
-                    direct=direct, start_token=reserved.start_token
-                )
-                prefill = (await self.stub.Prefill(request, timeout=DEADLINE_S)).cached_tokens
-            while (event := await call.read()).HasField("tokens"):
-                found += event.tokens.token_ids
-        assert tuple(found) == self.it.expected(prompt, ANSWER_TOKENS)
-        assert event.finished.cached_tokens == reserved.start_token
-        return Cached(reserved.start_token, prefill)
-
-
-@asynccontextmanager
-async def decode_call(direct: inference_pb2.DirectRequest) -> AsyncIterator[Any]:
-    async with open_channel(direct.endpoint, Credentials(role=None)) as channel:
-        stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        yield stub.Generate(decode_request_of(direct), timeout=DEADLINE_S)
+        return int(responses[-1].usage.decode_cached_tokens)
 
 
 @asynccontextmanager
@@ -106,7 +63,6 @@ async def two_tenants(folder: Path, scope: str) -> AsyncIterator[tuple[Tenant, T
     settings = (
         ("router", "api_keys_file", str(keys)),
         ("router", "prefix_cache_scope", scope),
-        ("router", "look_aside", "true"),
         ("prefill", "block_size", str(BLOCK_TOKENS)),
         ("decode", "block_size", str(BLOCK_TOKENS)),
     )
@@ -129,14 +85,14 @@ async def test_a_tenant_sees_only_its_own_hits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with two_tenants(tmp_path, "auto") as (first, second):
-        assert await first.ask(PROMPT) == Cached(0, None)
-        assert await first.ask(OTHER) == Cached(0, None)
-        # The other tenant asks the same, and more than that, in both ways.
-        assert await second.ask_directly(LONGER) == Cached(0, 0)
-        assert await second.ask(OTHER) == Cached(0, None)
+        assert await first.ask(PROMPT) == 0
+        assert await first.ask(OTHER) == 0
+        # The other tenant asks the same, and more than that.
+        assert await second.ask(LONGER) == 0
+        assert await second.ask(OTHER) == 0
         # The same requests have hits for the tenant that has asked them before.
-        assert await first.ask_directly(LONGER) == Cached(WHOLE, WHOLE)
-        assert await first.ask(OTHER) == Cached(WHOLE, None)
+        assert await first.ask(LONGER) == WHOLE
+        assert await first.ask(OTHER) == WHOLE
         it = first.it
         # The router's index is as separate as the engines' caches.
         await first.ask(THIRD)
@@ -154,24 +110,7 @@ async def test_a_tenant_sees_only_its_own_hits(
 
 async def test_with_a_shared_cache_a_tenant_sees_the_others_hits(tmp_path: Path) -> None:
     async with two_tenants(tmp_path, "shared") as (first, second):
-        assert await first.ask(PROMPT) == Cached(0, None)
-        assert await first.ask(OTHER) == Cached(0, None)
-        assert await second.ask_directly(LONGER) == Cached(WHOLE, WHOLE)
-        assert await second.ask(OTHER) == Cached(WHOLE, None)
-
-
-@pytest.mark.parametrize("stolen", [True, False])
-async def test_a_tenant_cannot_choose_another_cache(tmp_path: Path, stolen: bool) -> None:
-    """Neither by another tenant's salt nor without a salt."""
-    async with two_tenants(tmp_path, "tenant") as (first, second):
-        direct = await second.route(PROMPT)
-        direct.cache_salt = (await first.route(PROMPT)).cache_salt if stolen else ""
-        async with decode_call(direct) as call:
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call.read()
-        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await second.stub.Prefill(
-                inference_pb2.PrefillRequest(direct=direct), timeout=DEADLINE_S
-            )
-        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert await first.ask(PROMPT) == 0
+        assert await first.ask(OTHER) == 0
+        assert await second.ask(LONGER) == WHOLE
+        assert await second.ask(OTHER) == WHOLE

@@ -1,14 +1,14 @@
-"""Forged handoffs in a live deployment. The attacker knows the transfer: it is a client that asked for it.
+"""Forged handoffs in a live deployment. The attacker knows the transfer, and claims that its KV has landed.
 
-It reserves blocks by a request of its own, and claims that their KV has landed. The prefix of the
-prompt would stay in the decode worker's cache, for all other clients.
+The prefix of the prompt would stay in the decode worker's cache, for all clients.
 """
 
 from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,26 +17,28 @@ import grpc
 import grpc.aio
 import pytest
 
-from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
+from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_cli.client import list_members
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import Role
 from headrace_common.access.tokens import create_token
+from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.channel import open_channel
-from headrace_common.tickets.direct_request import decode_request_of
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
+from tests.linked_call import LinkedCall
 from tests.router_key import RouterKey
 from tests.security.bystander import ROOT, bystander
 from tests.security.forger import Plan
 from tests.security.test_roles import status_of
-from tests.suite.deployment import DEADLINE_S, Suite, greedy, prompt_of, suite
+from tests.suite.deployment import DEADLINE_S, prompt_of, suite
 
-SETTINGS = (("router", "look_aside", "true"), ("decode", "model", "sim:decode_step_s=0.01"))
+SETTINGS = (("decode", "model", "sim:decode_step_s=0.01"),)
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 PULL = "/headrace.prefill.v1.PrefillQueueService/Pull"
 COUNT = 8
@@ -58,57 +60,54 @@ async def forge(plan: Plan) -> list[str]:
 
 
 class Reservation:
-    """A direct request with reserved blocks. Its prompt is not queued yet."""
+    """A request of another router, which the attacker knows, with reserved blocks. Its prompt is in no queue."""
 
-    def __init__(self, suite: Suite, direct: inference_pb2.DirectRequest, call: Any) -> None:
-        self._suite = suite
-        self.direct = direct
+    def __init__(self, transfer_id: str, reserved: decode_pb2.Reserved, call: LinkedCall) -> None:
+        self.transfer_id = transfer_id
+        self.reserved = reserved
         self._call = call
-        self.reserved = decode_pb2.Reserved()
 
-    async def read(self) -> None:
-        self.reserved = (await self._call.read()).reserved
-        assert self.reserved.start_token < self.reserved.end_token
+    def cancel(self) -> None:
+        """Gives the blocks back."""
+        self._call.cancel()
 
-    async def finish(self) -> tuple[int, ...]:
-        """Queues the prompt, and returns the tokens."""
-        stub: Any = inference_pb2_grpc.InferenceServiceStub(self._suite.channel)
-        done = await stub.Prefill(
-            inference_pb2.PrefillRequest(direct=self.direct, start_token=self.reserved.start_token),
-            timeout=DEADLINE_S,
+
+@asynccontextmanager
+async def reserve(decode: registry_pb2.Member, prompt: list[int]) -> AsyncIterator[Reservation]:
+    """As a router with a key of its own."""
+    key = RouterKey()
+    async with open_channel(decode.endpoint, Credentials(role=Role.ROUTER)) as channel:
+        watch = worker_pb2_grpc.WorkerServiceStub(channel).WatchStatus(
+            worker_pb2.WatchStatusRequest(ticket_public_key=key.key.public.public_key)
         )
-        assert done.worker_id == "prefill-0"
-        tokens: list[int] = []
-        while isinstance(event := await self._call.read(), decode_pb2.GenerateResponse):
-            tokens += event.tokens.token_ids
-        return tuple(tokens)
-
-
-async def reserve(
-    deployed: Suite, decode: grpc.aio.Channel, prompt: list[int], count: int
-) -> Reservation:
-    stub: Any = inference_pb2_grpc.InferenceServiceStub(deployed.channel)
-    request = inference_pb2.RouteRequest(request=greedy(prompt, count, REMOTE))
-    routed = await stub.Route(request, timeout=DEADLINE_S)
-    assert routed.direct.remote_prefill
-    generate: Any = decode_pb2_grpc.DecodeServiceStub(decode).Generate
-    reservation = Reservation(
-        deployed, routed.direct, generate(decode_request_of(routed.direct), timeout=DEADLINE_S)
-    )
-    await reservation.read()
-    return reservation
+        assert await watch.read()
+        request = decode_pb2.GenerateRequest(
+            transfer_id=new_transfer_id(),
+            incarnation=decode.incarnation,
+            token_ids=prompt,
+            sampling=sampling_pb2.SamplingParams(max_tokens=COUNT),
+            remote_prefill=True,
+            ticket_key_id=key.key_id,
+        )
+        call = LinkedCall(channel, request, DEADLINE_S)
+        reserved = (await anext(call)).reserved
+        assert reserved.start_token < reserved.end_token
+        try:
+            yield Reservation(request.transfer_id, reserved, call)
+        finally:
+            call.cancel()
+            watch.cancel()
 
 
 def plan_of(
     reservation: Reservation, members: Mapping[str, registry_pb2.Member], token: str = ""
 ) -> Plan:
     """A plan that presents as tickets everything that the attacker has or can make."""
-    direct, reserved = reservation.direct, reservation.reserved
+    reserved = reservation.reserved
     decode, prefill = members["decode-0"], members["prefill-0"]
     own = WorkerRef("prefill-9", "9" * 16)
-    forger = RouterKey()
-    self_signed = forger.ticket(
-        direct.transfer_id,
+    self_signed = RouterKey().ticket(
+        reservation.transfer_id,
         prefill=own,
         decode=WorkerRef(decode.worker_id, decode.incarnation),
         layout=layout_from_proto(decode.layout),
@@ -121,10 +120,10 @@ def plan_of(
         decode_worker_id=decode.worker_id,
         decode_incarnation=decode.incarnation,
         layout=prefill.layout.SerializeToString().hex(),
-        transfer_id=direct.transfer_id,
+        transfer_id=reservation.transfer_id,
         start_token=reserved.start_token,
         end_token=reserved.end_token,
-        tickets=["", direct.ticket.hex(), self_signed.hex()],
+        tickets=["", b"no ticket".hex(), self_signed.hex()],
     )
 
 
@@ -138,9 +137,8 @@ async def test_no_forged_handoff_changes_an_answer_or_the_prefix_cache(tmp_path:
         members = {m.worker_id: m for m in await list_members(deployed.deployment.registry)}
         async with (
             bystander(deployed) as client,
-            grpc.aio.insecure_channel(members["decode-0"].client_endpoint) as decode,
+            reserve(members["decode-0"], prompt) as reservation,
         ):
-            reservation = await reserve(deployed, decode, prompt, COUNT)
             plan = plan_of(reservation, members)
             # Without a credential.
             assert await forge(plan) == ["UNAUTHENTICATED"]
@@ -166,13 +164,11 @@ async def test_no_forged_handoff_changes_an_answer_or_the_prefix_cache(tmp_path:
                 "cancel UNAUTHENTICATED signature",
                 "cancel UNAUTHENTICATED key_id",
             ]
-            # The genuine worker fills the transfer.
-            expected = deployed.expected(prompt, COUNT)
-            assert await reservation.finish() == expected
+            reservation.cancel()
             again = await deployed.generate(prompt, COUNT)
-            assert again.token_ids == expected
+            assert again.token_ids == deployed.expected(prompt, COUNT)
             cached = again.last.usage.decode_cached_tokens
-            assert cached > 0, "the prefix of the attacked request is in the cache"
+            assert cached == 0, "nothing of the attacked request is in the cache"
             assert client.answers > 0
         await deployed.wait_empty("decode-0")
 
@@ -193,7 +189,7 @@ async def test_a_genuine_ticket_is_of_no_use_to_another_worker_or_for_another_tr
             open_channel(
                 members["router-0"].endpoint, Credentials(token_file=str(token_file))
             ) as router,
-            grpc.aio.insecure_channel(members["decode-0"].client_endpoint) as decode,
+            reserve(members["decode-0"], prompt_of(100, 8)) as reservation,
         ):
             call: Any = router.stream_stream(
                 PULL,
@@ -216,7 +212,6 @@ async def test_a_genuine_ticket_is_of_no_use_to_another_worker_or_for_another_tr
             ]
             task = (await asyncio.wait_for(call.read(), DEADLINE_S)).task
             assert task.handoff_ticket
-            reservation = await reserve(deployed, decode, prompt_of(100, 8), COUNT)
             plan = plan_of(reservation, members, token)
             plan = replace(plan, tickets=[task.handoff_ticket.hex()])
             assert await forge(plan) == ["welcome", "cancel PERMISSION_DENIED transfer_id"]
@@ -228,5 +223,4 @@ async def test_a_genuine_ticket_is_of_no_use_to_another_worker_or_for_another_tr
             ended = replace(plan, transfer_id=task.transfer_id)
             assert (await forge(ended))[1].startswith("cancel CANCELLED")
             call.cancel()
-            assert await reservation.finish() == deployed.expected(prompt_of(100, 8), COUNT)
         await deployed.wait_empty("decode-0")

@@ -12,11 +12,9 @@ import grpc
 import psutil
 import pytest
 
-from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
-from headrace_common.rpc.channel import open_channel
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from tests.security.bystander import KEY, STRANGER_KEY, attack, attacked, bystander
-from tests.suite.deployment import DEADLINE_S, greedy, suite
+from tests.suite.deployment import DEADLINE_S, greedy
 
 # A stream of another client stops for a second at most. A machine that is ten times slower meets this.
 STALL_MAX_S = 10.0
@@ -83,24 +81,6 @@ async def test_without_a_key_every_attack_is_rejected_before_its_body_arrives(
             client.report("\nwithout a key", start_s, end_s)
         assert client.gaps_s(start_s, end_s)[-1] < STALL_MAX_S
         assert peak_bytes(router) - before_bytes < GROWTH_BYTES_MAX
-
-
-async def test_a_decode_worker_parses_no_large_request_of_a_stranger(tmp_path: Path) -> None:
-    """Its ticket is part of the request. A request that is parsed is refused for its ticket."""
-    stops = sampling_pb2.SamplingParams(stop=[""] * 300_000)
-    asked = {
-        "UNAUTHENTICATED": decode_pb2.GenerateRequest(token_ids=[1] * 100),
-        "INVALID_ARGUMENT": decode_pb2.GenerateRequest(sampling=stops),
-        "RESOURCE_EXHAUSTED": decode_pb2.GenerateRequest(request_id="a" * 60_000_000),
-    }
-    async with (
-        suite(tmp_path, settings=(("router", "look_aside", "true"),)) as it,
-        bystander(it),
-        open_channel(it.child("decode-0").client_endpoint) as channel,
-    ):
-        stub: Any = decode_pb2_grpc.DecodeServiceStub(channel)
-        for status, request in asked.items():
-            assert (await stub.Generate(request, timeout=DEADLINE_S).code()).name == status
 
 
 async def test_cancelled_texts_leave_the_tokenizer_to_others(tmp_path: Path) -> None:

@@ -18,14 +18,13 @@ from headrace.kv.v1 import handoff_pb2, layout_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.client import list_members
-from headrace_client import Client
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import Role
 from headrace_common.access.table import Listener, methods_of, needs_role, roles_of
 from headrace_common.access.tokens import create_token
 from headrace_common.rpc.channel import open_channel
-from tests.suite.deployment import Suite, greedy, prompt_of, suite
+from tests.suite.deployment import Suite, prompt_of, suite
 
 _CALL_TIMEOUT_S = 2.0
 _REFUSALS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -110,14 +109,13 @@ async def check_unserved(endpoint: str, methods: Iterable[str]) -> None:
 
 @pytest.mark.core
 async def test_every_rpc_serves_the_roles_of_its_row_and_no_others(tmp_path: Path) -> None:
-    settings = (("router", "look_aside", "true"),)
-    async with suite(tmp_path, settings=settings, planner=True) as deployed:
+    async with suite(tmp_path, planner=True) as deployed:
         found: dict[Listener, set[str]] = {listener: set() for listener in Listener}
         for child in deployed.deployment.children:
             internal = await listed_methods(child.endpoint)
             found[Listener.INTERNAL] |= internal
             await check_internal(child.endpoint, internal)
-            assert bool(child.client_endpoint) is (child.spec.service in ("router", "decode"))
+            assert bool(child.client_endpoint) is (child.spec.service == "router")
             if child.client_endpoint:
                 facing = await listed_methods(child.client_endpoint)
                 found[Listener.CLIENT] |= facing
@@ -127,20 +125,6 @@ async def test_every_rpc_serves_the_roles_of_its_row_and_no_others(tmp_path: Pat
         assert found[Listener.CLIENT] == methods_of(Listener.CLIENT)
         assert found[Listener.INTERNAL] == methods_of(Listener.INTERNAL) - _NOT_DEPLOYED
         await check_answers(deployed)
-
-
-async def test_a_decode_worker_without_listen_has_no_port_for_clients(tmp_path: Path) -> None:
-    settings = (("router", "look_aside", "true"), ("decode", "listen", ""))
-    async with suite(tmp_path, settings=settings) as deployed:
-        child = deployed.child("decode-0")
-        assert not child.client_endpoint
-        members = {m.worker_id: m for m in await list_members(deployed.deployment.registry)}
-        assert members["decode-0"].endpoint == child.endpoint
-        assert not members["decode-0"].client_endpoint
-        async with Client(deployed.deployment.router) as client:
-            routed = await client.route(greedy(prompt_of(40, 1), 4))
-        assert routed.worker_id == "decode-0"
-        assert not routed.HasField("direct")
 
 
 @pytest.mark.core

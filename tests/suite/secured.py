@@ -31,7 +31,7 @@ async def deployed(
         for service in SERVICES
         for field, value in asdict(authority.sign(service, service)).items()
     )
-    settings += (("router", "look_aside", "true"), *more)
+    settings += more
     topology = Topology(engine="sim", port=0, settings=settings)
     async with forking() as spawn:
         supervisor = Supervisor(spawn=spawn)

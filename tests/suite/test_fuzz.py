@@ -21,7 +21,6 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-import headrace_client
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, load_pb2, sampling_pb2, trace_pb2
 from headrace.kv.v1 import handoff_pb2, layout_pb2, prefix_pb2
@@ -178,7 +177,6 @@ class Target:
 
 def good_messages(
     members: dict[str, registry_pb2.Member],
-    direct: inference_pb2.DirectRequest,
     descriptor: layout_pb2.KvDescriptor,
 ) -> dict[str, list[Message]]:
     """Valid messages by type."""
@@ -209,7 +207,6 @@ def good_messages(
     messages: list[Message] = [
         asked,
         inference_pb2.RouteRequest(request=asked),
-        inference_pb2.PrefillRequest(direct=direct),
         trace_pb2.ListTracesRequest(page_size=2),
         prefill_pb2.PullRequest(
             hello=prefill_pb2.Hello(
@@ -272,11 +269,11 @@ def decode_request(transfer_id: str, incarnation: str) -> decode_pb2.GenerateReq
 @contextlib.contextmanager
 def waiting_attempts(channel: grpc.Channel, incarnation: str) -> Iterator[None]:
     """Attempts that wait for their KV under the ids in LIVE. Fuzzed messages use these ids too."""
-    path = "/headrace.decode.v1.DecodeService/Generate"
-    generate = channel.unary_stream(
+    path = "/headrace.decode.v1.DecodeService/Link"
+    link = channel.stream_stream(
         path,
-        request_serializer=decode_pb2.GenerateRequest.SerializeToString,
-        response_deserializer=decode_pb2.GenerateResponse.FromString,
+        request_serializer=decode_pb2.LinkRequest.SerializeToString,
+        response_deserializer=decode_pb2.LinkResponse.FromString,
     )
     metadata = permitted_metadata(path)
     watch = channel.unary_stream(
@@ -288,17 +285,22 @@ def waiting_attempts(channel: grpc.Channel, incarnation: str) -> Iterator[None]:
         metadata=role_metadata(Role.ROUTER),
     )
     next(watch)
-    calls = [
-        generate(decode_request(name, incarnation), timeout=60, metadata=metadata) for name in LIVE
+    opens = [
+        decode_pb2.LinkOpen(
+            stream_id=number, request=decode_request(name, incarnation), credit_tokens=1
+        )
+        for number, name in enumerate(LIVE, 1)
     ]
+    requests = iter([decode_pb2.LinkRequest(opens=opens)])
+    call = link(requests, timeout=60, metadata=metadata)
     try:
-        for call in calls:
-            assert next(call).HasField("reserved")
+        reserved = 0
+        while reserved < len(LIVE):
+            reserved += len(next(call).reserved)
         yield
     finally:
         watch.cancel()
-        for call in calls:
-            call.cancel()
+        call.cancel()
 
 
 def opened_and_left(endpoint: str) -> list[socket.socket]:
@@ -321,8 +323,7 @@ async def targets_of(it: Suite) -> list[Target]:
     descriptor = await descriptors.get(decode.worker_id, decode.incarnation, Deadline.after(5))
     await descriptors.close()
     await registry.close()
-    routed = await headrace_client.Client(it.channel).route(greedy(prompt_of(40, 5), 4), 5.0)
-    good = good_messages(members, routed.direct, descriptor)
+    good = good_messages(members, descriptor)
     ids = [m.incarnation for m in members.values()]
     fuzz = Fuzz(["sim", "stranger", "decode-0", "prefill-0", "router", *LIVE, *ids])
     found = []
@@ -351,7 +352,6 @@ async def test_bad_peers_and_bad_messages_end_no_process_and_grow_none(tmp_path:
         # Every bad message is processed, however many come.
         ("decode", "quarantine_s", "1"),
         ("decode", "lease_ttl_s", "1"),
-        ("decode", "listen", "127.0.0.1:0"),
     )
     async with suite(tmp_path, settings=settings, planner=True) as it:
         await answers_right(it, 1)

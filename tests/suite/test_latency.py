@@ -44,12 +44,10 @@ MODEL = "sim:layers=3,layer_s=0.002"
 # A step for three layers takes this long at least.
 LAYERS_US = 6_000
 REQUESTS = 100
-DIRECT_REQUESTS = 10
 HTTP_REQUESTS = 16
 MOVED_REQUESTS = 8
 CANCELLED_REQUESTS = 4
 AT_ONCE = 4
-STOPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +60,11 @@ class Measured:
     transferred_tokens: int
 
 
-async def measure(
-    client: Client, request: inference_pb2.GenerateRequest, *, tokens_only: bool = False
-) -> Measured:
+async def measure(client: Client, request: inference_pb2.GenerateRequest) -> Measured:
     request.include_latency = True
     start_s, first_s, trace_id = time.monotonic(), 0.0, ""
     last = inference_pb2.GenerateResponse()
-    async for last in client.stream(request, DEADLINE_S, tokens_only=tokens_only):
+    async for last in client.stream(request, DEADLINE_S):
         trace_id = trace_id or last.trace_id
         if last.token_ids and not first_s:
             first_s = time.monotonic()
@@ -164,11 +160,6 @@ def has_root(spans: list[Span]) -> bool:
     )
 
 
-def has_names(names: set[str]) -> Callable[[list[Span]], bool]:
-    """Whether spans with all these names have arrived."""
-    return lambda spans: names <= {span.name for span in spans}
-
-
 @asynccontextmanager
 async def deployed(
     folder: Path, *more: tuple[str, str, str]
@@ -207,11 +198,6 @@ async def test_requests_over_http_and_those_that_end_early_have_complete_sums(
         await check_http(it, receiver, http)
         await check_migrated(it, receiver)
         await check_cancelled(it, receiver)
-
-
-async def test_direct_requests_have_complete_sums(tmp_path: Path) -> None:
-    async with deployed(tmp_path, ("router", "look_aside", "true")) as (it, receiver):
-        await check_direct(it, receiver)
 
 
 def requests_of(count: int, seed: int) -> list[inference_pb2.GenerateRequest]:
@@ -258,50 +244,6 @@ async def check_bytes(receiver: SpanReceiver, measured: list[Measured]) -> None:
             assert attribute(root, schema.ATTRIBUTE_TRANSFER_OWNER)
             transfers += 1
     assert transfers > REQUESTS // 2
-
-
-async def check_direct(it: Suite, receiver: SpanReceiver) -> None:
-    """Clients of decode workers make the sum themselves."""
-    async with Client(it.deployment.router, look_aside=True) as client:
-        measured = [
-            await measure(
-                client,
-                greedy(prompt_of(300, 4_000 + n), 3, KINDS[3 * (n % 2)][0]),
-                tokens_only=True,
-            )
-            for n in range(DIRECT_REQUESTS)
-        ]
-        check_sums(measured)
-        assert client.direct_answers >= len(measured)
-    unexplained = shifted = 0
-    for number, one in enumerate(measured):
-        transferred = number % 2 == 0
-        at_client = has_parts(
-            one.latency, {Part.ROUTE, Part.RESERVE, Part.PREFILL, Part.NETWORK}, transferred
-        )
-        # The router's part has no attempt, and the workers' spans follow the root.
-        last = {schema.SPAN_REQUEST, schema.SPAN_DECODE, *([schema.SPAN_PREFILL] * transferred)}
-        last.add(schema.SPAN_FIRST_TOKEN)
-        spans = await received(receiver, one.trace_id, has_names(last))
-        check_parents(spans)
-        # The trace has a sum too, up to the token that the worker has made.
-        (first,) = (span for span in spans if span.name == schema.SPAN_FIRST_TOKEN)
-        made = sum_of(first)
-        assert sum(made.parts_us.values()) == made.total_us
-        at_worker = has_parts(made, {Part.ROUTE, Part.PREFILL}, transferred)
-        # A stop of a process between two stamps shifts its clock, and a short part falls out of a sum.
-        shifted += not (at_client and at_worker)
-        unexplained += made[Part.UNACCOUNTED] * 50 > made.total_us
-        (decode,) = (span for span in spans if span.name == schema.SPAN_DECODE)
-        assert attribute(decode, schema.ATTRIBUTE_RPC_METHOD).endswith("DecodeService/Generate")
-    # A busy machine stops some of them between two steps.
-    assert unexplained < len(measured)
-    assert shifted <= STOPS
-
-
-def has_parts(found: Sum, named: set[Part], transferred: bool) -> bool:
-    """Whether these parts have a time, and the queue has one exactly when KV was transferred."""
-    return named <= found.parts_us.keys() and (Part.QUEUE in found.parts_us) == transferred
 
 
 async def check_http(it: Suite, receiver: SpanReceiver, listen: str) -> None:

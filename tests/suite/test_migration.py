@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
-from headrace_client import Client
 from headrace_common.errors import HeadraceError
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import SimSettings
@@ -277,31 +276,3 @@ async def test_workers_that_restart_on_their_addresses_delay_no_request(
                 await answers.more(12)
                 await it.wait_joined(2, 2)
         await it.wait_joined(2, 2)
-
-
-async def test_a_look_aside_client_continues_when_its_decode_worker_is_killed(
-    tmp_path: Path,
-) -> None:
-    settings = (SLOW_DECODE, ("router", "look_aside", "true"))
-    async with (
-        suite(tmp_path, decode_count=2, settings=settings) as it,
-        Client(it.deployment.router, look_aside=True) as client,
-    ):
-        requests = asked(6)
-        answers: list[list[inference_pb2.GenerateResponse]] = [[] for _ in requests]
-
-        async def answer(number: int) -> None:
-            async for response in client.stream(requests[number], 30.0, tokens_only=True):
-                answers[number].append(response)
-
-        running = [asyncio.create_task(answer(number)) for number in range(len(requests))]
-        await until(lambda: all(answers))
-        victim, survivor = await it.busier("decode-0", "decode-1")
-        it.kill(victim)
-        await asyncio.gather(*running)
-        for request, responses in zip(requests, answers, strict=True):
-            assert tuple(token for r in responses for token in r.token_ids) == it.expected_of(
-                request
-            )
-            assert responses[-1].usage.completion_tokens == TOKENS
-        assert moved_to(responses[-1] for responses in answers) == {survivor}

@@ -42,25 +42,18 @@ async def check_answer(channel: grpc.aio.Channel, seed: int) -> None:
 
 
 async def check_client(children: dict[str, Child], tls: TlsFiles) -> None:
-    """The client library connects with the files, to the router and to decode workers."""
+    """The client library connects with the files."""
     prompt = prompt_of(80, 3)
     wanted = default_model().expected_tokens(prompt, ANSWER_TOKENS)
-    async with Client(children["router"].client_endpoint, tls=tls, look_aside=True) as client:
-        for tokens_only in (False, True):
-            answer = [
-                token
-                async for piece in client.generate(
-                    tokens=prompt,
-                    max_tokens=ANSWER_TOKENS,
-                    temperature=0.0,
-                    tokens_only=tokens_only,
-                    timeout_s=20,
-                )
-                for token in piece.token_ids
-            ]
-            assert answer == list(wanted[: len(answer)])
-            assert answer
-        assert client.direct_answers == 1
+    async with Client(children["router"].client_endpoint, tls=tls) as client:
+        answer = [
+            token
+            async for piece in client.generate(
+                tokens=prompt, max_tokens=ANSWER_TOKENS, temperature=0.0, timeout_s=20
+            )
+            for token in piece.token_ids
+        ]
+        assert answer == list(wanted)
 
 
 async def check_commands(
@@ -141,8 +134,7 @@ async def test_clients_need_no_certificate_where_the_settings_say_so(tmp_path: P
     keys = tmp_path / "keys"
     keys.write_text("the-key tenant\n")
     more = tuple(
-        (service, field, value)
-        for service in ("router", "decode")
+        ("router", field, value)
         for field, value in (
             ("listen_tls_certificate_file", served.tls_certificate_file),
             ("listen_tls_key_file", served.tls_key_file),
@@ -160,18 +152,6 @@ async def test_clients_need_no_certificate_where_the_settings_say_so(tmp_path: P
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await ask(router.client_endpoint, anonymous, "another-key")
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        async with Client(
-            router.client_endpoint, api_key="the-key", tls=anonymous, look_aside=True
-        ) as client:
-            pieces = client.generate(
-                tokens=prompt_of(40, 1),
-                max_tokens=ANSWER_TOKENS,
-                temperature=0.0,
-                tokens_only=True,
-                timeout_s=20,
-            )
-            assert [token async for piece in pieces for token in piece.token_ids]
-            assert client.direct_answers == 1
         trusting = TlsFiles(tls_authority_file=str(internal.file))
         for service, child in children.items():
             assert await refused(open_channel(child.endpoint, trusting)), service

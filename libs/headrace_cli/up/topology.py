@@ -215,8 +215,6 @@ def worker_spec(
         f"--served-model={topology.model_name}",
         f"--tensor-parallel-size={ranks[service]}",
     ]
-    if service == "decode" and ("router", "look_aside", "true") in topology.settings:
-        flags.append("--listen=127.0.0.1:0")
     if pool:
         flags += [f"--kv-pool-address={pool}", f"--kv-host-gib={POOLED_HOST_GIB}"]
     if topology.engine == VLLM:

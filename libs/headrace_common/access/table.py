@@ -13,7 +13,7 @@ class Listener(StrEnum):
     """The addresses of a service. The value is the setting with the address."""
 
     CLIENT = "listen"
-    """For clients. It checks no roles: its RPCs are guarded by API keys and tickets."""
+    """For clients. It checks no roles: its RPCs are guarded by API keys."""
     INTERNAL = "internal_listen"
     """For the services of the deployment and its operators."""
     PICKER = "endpoint_picker_listen"
@@ -41,10 +41,8 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
         **_COMMON,
         # API keys guard these, where api_keys_file names some.
         "headrace.inference.v1.InferenceService": dict.fromkeys(
-            ("Generate", "ListModels", "Prefill", "Route"), _EVERY_CALLER
+            ("Generate", "ListModels"), _EVERY_CALLER
         ),
-        # The handler requires a router's ticket.
-        "headrace.decode.v1.DecodeService": {"Generate": _EVERY_CALLER},
     },
     Listener.INTERNAL: {
         **_COMMON,
@@ -74,11 +72,7 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
             "GetPolicy": (*_MEMBERS, _OPERATOR),
             "SetPolicy": (_OPERATOR,),
         },
-        "headrace.decode.v1.DecodeService": {
-            "Generate": (_ROUTER,),
-            "Link": (_ROUTER,),
-            "SetFirstToken": (_ROUTER,),
-        },
+        "headrace.decode.v1.DecodeService": {"Link": (_ROUTER,), "SetFirstToken": (_ROUTER,)},
         # A decode worker serves prefill workers only, and a prefill worker decode workers only: HandoffServicer.
         "headrace.kv.v1.HandoffService": {"Handoff": (_PREFILL, _DECODE)},
         "headrace.kv.v1.PrefixService": {"SendPrefix": (_PREFILL,)},

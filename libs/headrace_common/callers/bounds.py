@@ -14,7 +14,7 @@ from typing import Final
 
 from headrace_common.access.recheck import rechecked
 from headrace_common.callers.turns import FairTurns
-from headrace_common.client_config import ClientFacingConfig
+from headrace_common.client_config import ClientAccessConfig
 from headrace_common.errors import QueueFull, Unauthenticated
 
 REFUSED_CALLS: Final = "calls in flight"
@@ -30,7 +30,7 @@ class CallerLimits:
     check_s: float
 
     @classmethod
-    def from_config(cls, config: ClientFacingConfig) -> CallerLimits:
+    def from_config(cls, config: ClientAccessConfig) -> CallerLimits:
         """The limits of the settings."""
         return cls(config.max_calls_per_caller, config.credential_check_s)
 

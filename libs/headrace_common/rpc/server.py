@@ -65,9 +65,9 @@ class GrpcServer:
     """The server of one service. Add servicers to `.server` and `.client_server`, start it, then serve until a signal.
 
     `.server` serves `services`, by their full names, on internal_listen. It refuses callers as the access table says.
-    `interceptors` and `message_bytes_max` are those of internal_listen, as in ClientServices. `.client_server` serves
-    `clients` on listen. It is None without `clients`, or where `listen` is empty. Raises
-    ConfigError when a file of the settings cannot be read.
+    `message_bytes_max` is that of internal_listen, as in ClientServices. `.client_server` serves `clients` on listen.
+    It is None without `clients`, or where `listen` is empty. Raises ConfigError when a file of the settings cannot be
+    read.
     """
 
     def __init__(
@@ -75,7 +75,6 @@ class GrpcServer:
         config: ServiceConfig,
         services: Sequence[str],
         clients: ClientServices | None = None,
-        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
         message_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
         self._config = config
@@ -88,7 +87,6 @@ class GrpcServer:
                 ErrorInterceptor(),
                 InternalAccess(Authorizer.from_config(config), config.credential_check_s),
                 *common,
-                *interceptors,
             ],
             tls=Credentials.from_config(config).tls,
             message_bytes_max=message_bytes_max,

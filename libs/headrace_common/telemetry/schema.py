@@ -37,7 +37,7 @@ SPAN_PREFIX_FETCH: Final = "headrace.prefill.prefix_fetch"
 SPAN_TRANSFER_LINK: Final = "headrace.transfer.link"
 # One layer's write of a link, child of its span. Only where the prefill worker's setting trace_layers is on.
 SPAN_TRANSFER_LAYER: Final = "headrace.transfer.layer"
-# One Generate call on the decode worker.
+# One request on the decode worker.
 SPAN_DECODE: Final = "headrace.decode"
 # Reservation of blocks.
 SPAN_DECODE_RESERVE: Final = "headrace.decode.reserve"
@@ -233,7 +233,7 @@ ATTRIBUTE_CLOCK_ERROR_MS: Final = "headrace.clock.error_ms"
 ATTRIBUTE_QUEUE: Final = "headrace.queue.name"
 # Worker of a metric. A process may have several workers.
 ATTRIBUTE_WORKER_ID: Final = "headrace.worker_id"
-# Part of a ticket that was refused: "missing", "signature", "key_id", "expiry", "request_hash" or another claim.
+# Part of a ticket that was refused: "missing", "signature", "key_id" or another claim.
 ATTRIBUTE_TICKET_PART: Final = "headrace.ticket.part"
 # State of the requests that a metric counts: "running" or "waiting".
 ATTRIBUTE_WORKER_STATE: Final = "headrace.worker.state"

@@ -125,11 +125,6 @@ class Telemetry:
         times = (start_unix_ns, end_unix_ns)
         self.tracer.record(name, parent, times, attributes or {}, error, tuple(events))
 
-    def hasten(self) -> None:
-        """Some process awaits spans that have ended: they are exported within 200 ms, also when there are many."""
-        for queue in self._queues:
-            queue.hasten()
-
     def force_flush(self) -> None:
         """Exports every span that has ended. Blocks for up to 1 s per batch."""
         for queue in self._queues:

@@ -46,9 +46,6 @@ class SpanQueue:
         # Exports that may take place soon: one more for each second.
         self._quick = float(_QUICK_EXPORTS)
         self._counted_s = time.monotonic()
-        # Both threads write their own of these two before they read the other.
-        self._urgent = False
-        self._lingering = False
 
     def add(self, source: SpanSource, span: EndedSpan) -> None:
         """A SpanSink. Thread-safe."""
@@ -63,12 +60,6 @@ class SpanQueue:
             self._start()
             self._filled.set()
         if waiting >= BATCH_SPANS:
-            self._full.set()
-
-    def hasten(self) -> None:
-        """Some spans are awaited: the next export takes place within 200 ms. Thread-safe."""
-        self._urgent = True
-        if self._lingering:
             self._full.set()
 
     def flush(self) -> None:
@@ -97,9 +88,8 @@ class SpanQueue:
         while not self._closed:
             self._filled.wait()
             if not self._full.wait(_DELAY_S) and self._is_busy():
-                self._linger()
+                self._full.wait(_BUSY_DELAY_S - _DELAY_S)
             # Before the export: spans that come during it set them again.
-            self._urgent = False
             self._full.clear()
             self._filled.clear()
             self._quick = max(-1.0, self._quick - 1.0)
@@ -110,13 +100,6 @@ class SpanQueue:
         more = (now_s - self._counted_s) / _BUSY_DELAY_S
         self._quick, self._counted_s = min(_QUICK_EXPORTS, self._quick + more), now_s
         return self._quick < 1.0
-
-    def _linger(self) -> None:
-        """Waits for more spans, unless some are awaited."""
-        self._lingering = True
-        if not self._urgent:
-            self._full.wait(_BUSY_DELAY_S - _DELAY_S)
-        self._lingering = False
 
     def _export_batch(self) -> bool:
         """Whether there was a span."""

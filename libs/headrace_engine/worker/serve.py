@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar
 
 import grpc.aio
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_common.callers.bounds import CallerBounds, CallerLimits
-from headrace_common.client_config import ClientFacingConfig
-from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
-from headrace_common.rpc.server import ClientServices, GrpcServer
+from headrace_common.rpc.server import GrpcServer
 from headrace_common.tickets.keys import TicketKeys
 from headrace_engine.worker.config import Config, worker_member
 from headrace_engine.worker.host import HostedWorker, RouterListener, WorkerHost
@@ -31,34 +28,26 @@ WORKER_SERVICE = "headrace.worker.v1.WorkerService"
 class RoleServer(ABC):
     """What one worker serves beside WorkerService, and how it drains; each role has its own.
 
-    `services` are the full names of the gRPC services on the internal listener, and `client_services` of those on the
-    client listener. `reserves_blocks`: whether its KV blocks are
+    `services` are the full names of the gRPC services. `reserves_blocks`: whether its KV blocks are
     reserved by requests, rather than used as a cache only. `descriptor` is registered, if there is
     one. `on_routers` is called with the live routers. `ticket_keys` gets the keys that routers send
     with WatchStatus. `status_signal` is notified when an idle worker begins something.
-    `interceptors` and `message_bytes_max` are for the server, `client_interceptors` for
-    `client_services`. `incoming` has the transfers into its blocks, for metrics.
+    `message_bytes_max` is for the server. `incoming` has the transfers into its blocks, for metrics.
     """
 
     role: ClassVar[registry_pb2.Member.Role.ValueType]
     services: tuple[str, ...] = ()
-    client_services: ClassVar[tuple[str, ...]] = ()
     reserves_blocks: ClassVar[bool] = False
     incoming: Incoming | None = None
     descriptor: KvDescriptor | None = None
     on_routers: RouterListener | None = None
     ticket_keys: TicketKeys | None = None
     status_signal: StatusSignal | None = None
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
-    client_interceptors: Sequence[grpc.aio.ServerInterceptor] = ()
     message_bytes_max: int = MESSAGE_BYTES_MAX
 
     @abstractmethod
     def add_servicers(self, server: grpc.aio.Server) -> None:
         """Adds the servicers of `services`."""
-
-    def add_client_servicers(self, server: grpc.aio.Server) -> None:  # noqa: B027 - most have none
-        """Adds the servicers of `client_services`."""
 
     async def start_http(self) -> str:
         """Listens for HTTP. Returns the host:port at which gateways reach it, or nothing without HTTP."""
@@ -94,18 +83,9 @@ async def serve_worker(
     """Registers and serves one worker until `host` stops or drains it."""
     config, engine = hosted.config, hosted.engine
     worker = build(host, hosted)
-    clients: ClientServices | None = None
-    settings: ServiceConfig = config
-    if worker.client_services and isinstance(settings, ClientFacingConfig):
-        clients = ClientServices(
-            *(worker.client_services, worker.client_interceptors, worker.message_bytes_max),
-            CallerBounds(CallerLimits.from_config(settings), host.metrics.count_refused),
-        )
     services = (*worker.services, WORKER_SERVICE)
-    server = GrpcServer(config, services, clients, worker.interceptors, worker.message_bytes_max)
+    server = GrpcServer(config, services, message_bytes_max=worker.message_bytes_max)
     worker.add_servicers(server.server)
-    if server.client_server is not None:
-        worker.add_client_servicers(server.client_server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
         WorkerStatusServicer(
             worker.status,
@@ -137,7 +117,6 @@ async def _serve(
         role=worker.role,
         ref=ref,
         endpoint=endpoint,
-        client_endpoint=server.client_endpoint,
         http_endpoint=await worker.start_http(),
         engine=engine,
         start_unix_ns=hosted.start_unix_ns,

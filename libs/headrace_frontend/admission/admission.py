@@ -174,11 +174,6 @@ class Admission:
         pool = FairPool(capacity, self._weights, queue_above_share=True)
         self._slots[model] = BoundedResource("slots", "decode slots", pool, self._limits.wait_s)
 
-    def has_free_slot(self, model: str) -> bool:
-        """Whether a request could have a slot now. True while no worker of the model has been seen."""
-        slots = self._slots.get(model)
-        return slots is None or (slots.pool.used < slots.pool.capacity and not slots.pool.waiting)
-
     def waiting_for_slot(self, model: str) -> int:
         """The number of requests that wait for a slot of the model's decode workers."""
         slots = self._slots.get(model)

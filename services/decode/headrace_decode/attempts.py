@@ -10,7 +10,6 @@ from collections.abc import Callable
 from opentelemetry import context as otel_context
 
 from headrace.decode.v1 import decode_pb2
-from headrace_common.access.roles import Role, current_caller
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
@@ -19,13 +18,11 @@ from headrace_common.errors import (
     InvalidRequest,
     NotFound,
     StaleIncarnation,
-    Unauthenticated,
 )
 from headrace_common.logs import TRACE_NAMES
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.telemetry.schema import SPAN_DECODE
 from headrace_common.telemetry.setup import Telemetry
-from headrace_common.tickets.direct import check_ticket
 from headrace_common.tickets.keys import TicketKey, TicketKeys, unauthenticated
 from headrace_decode.admission.admission import Admission, SeenTransfers
 from headrace_decode.attempt import Attempt
@@ -43,7 +40,7 @@ KEY_WAIT_S = 1.0
 
 
 class Attempts:
-    """The attempts of this worker, whichever RPC they came by."""
+    """The attempts of this worker, of routers and of its own clients."""
 
     def __init__(
         self,
@@ -54,7 +51,6 @@ class Attempts:
         admission: Admission,
         telemetry: Telemetry,
         ticket_keys: TicketKeys,
-        on_ticket_refused: Callable[[str], None],
     ) -> None:
         self._ref = ref
         self._engine = engine
@@ -62,7 +58,6 @@ class Attempts:
         self._admission = admission
         self._telemetry = telemetry
         self._ticket_keys = ticket_keys
-        self._on_ticket_refused = on_ticket_refused
         self._seen = SeenTransfers()
         self._live: dict[str, Attempt] = {}
         self._awaiting: dict[str, Attempt] = {}
@@ -90,16 +85,11 @@ class Attempts:
     async def start(
         self, request: decode_pb2.GenerateRequest, deadline: Deadline
     ) -> RunningAttempt:
-        """Admits an attempt of the current caller, in the current trace. The caller must end it.
+        """Admits an attempt of a router, in the current trace. The caller must end it.
 
         Raises before any resources are spent.
         """
-        try:
-            signer = await self._check_permission(request)
-        except Unauthenticated as refusal:
-            self._on_ticket_refused(refusal.metadata["ticket"])
-            raise
-        return self._start(request, deadline, signer)
+        return self._start(request, deadline, await self._signer_of(request))
 
     def start_own(self, request: decode_pb2.GenerateRequest, deadline: Deadline) -> RunningAttempt:
         """As `start`, for a request of this worker's own client. Any router may queue its prompt."""
@@ -120,26 +110,10 @@ class Attempts:
         )
         for name in (request.request_id, attempt.work.transfer_id):
             TRACE_NAMES.add(name, span.get_span_context())
-        # A router counts a direct request until it has the span of its end.
-        awaited = bool(request.ticket)
-        return RunningAttempt(attempt, span, self._telemetry, self._end, awaited=awaited)
+        return RunningAttempt(attempt, span, self._telemetry, self._end)
 
-    async def _check_permission(self, request: decode_pb2.GenerateRequest) -> TicketKey | None:
-        """The key that must sign the handoff ticket, None where any router may.
-
-        A request with a ticket may come from every caller, and any router may queue its prompt. Raises Unauthenticated
-        for a request that no router permits.
-        """
-        if request.ticket:
-            # A ticket for an older incarnation is reported as such.
-            self._check_incarnation(request.incarnation)
-            check_ticket(self._ticket_keys.find, request, self._ref.worker_id)
-            return None
-        if Role.ROUTER not in current_caller().roles:
-            raise Unauthenticated(
-                f"{self._ref.worker_id} requires a ticket; ask a router, by Generate or by Route",
-                metadata={"ticket": "missing"},
-            )
+    async def _signer_of(self, request: decode_pb2.GenerateRequest) -> TicketKey | None:
+        """The key that must sign the handoff ticket. None without a handoff. Raises Unauthenticated without the key."""
         if not request.remote_prefill:
             return None
         signer = await self._ticket_keys.wait_for(request.ticket_key_id, KEY_WAIT_S)
@@ -240,8 +214,6 @@ class Attempts:
             log.exception("closing %s failed", attempt.work.transfer_id)
         finally:
             record_attempt(self._telemetry, running.span, attempt, error)
-            if running.awaited:
-                self._telemetry.hasten()
 
     def _attempt_closed(self, transfer_id: str) -> None:
         self._live.pop(transfer_id, None)

@@ -26,12 +26,6 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
 
     role = Role.DECODE
 
-    listen: OptionalHostPort = Field(
-        "",
-        description="host:port to serve clients on that a router has given a ticket; port 0 takes any free port. "
-        "Empty: no client can reach this worker, and routers stream its tokens.",
-    )
-
     http_advertise: OptionalHostPort = Field(
         "",
         description="host:port at which gateways reach http_listen. Port 0 means its port; empty means its address.",
@@ -58,11 +52,6 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
     request_timeout_s: PositiveSeconds = Field(
         600.0, description="Seconds until the deadline of requests that have none."
     )
-
-    @property
-    def clients_prove_themselves(self) -> bool:
-        """Clients need a router's ticket."""
-        return True
 
     @property
     def overlap_settings(self) -> OverlapSettings:

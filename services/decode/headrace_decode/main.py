@@ -15,10 +15,10 @@ from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.extras import require_extra
+from headrace_common.limits import message_bytes_max
 from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config
 from headrace_common.tickets.keys import TicketKeys
-from headrace_common.tickets.request_gate import ClientDecodeGate, DecodeGate, message_bytes_max
 from headrace_decode.admission.admission import Admission, Capacity
 from headrace_decode.config import DecodeConfig
 from headrace_decode.prefix_service import PrefixServicer
@@ -63,7 +63,7 @@ def _load_config() -> DecodeConfig:
 
 
 class DecodeServer(RoleServer):
-    """Serves requests of routers and clients, and the handoff streams of prefill ranks."""
+    """Serves requests of routers, those of gateways over HTTP, and the handoff streams of prefill ranks."""
 
     role = registry_pb2.Member.ROLE_DECODE
     services = (
@@ -71,7 +71,6 @@ class DecodeServer(RoleServer):
         "headrace.kv.v1.HandoffService",
         "headrace.kv.v1.PrefixService",
     )
-    client_services = ("headrace.decode.v1.DecodeService",)
     reserves_blocks = True
 
     def __init__(
@@ -85,10 +84,6 @@ class DecodeServer(RoleServer):
         self.ticket_keys = keys = TicketKeys()
         self.status_signal = signal = StatusSignal()
         count_refusal = partial(host.metrics.ticket_refused, ref.worker_id)
-        self.interceptors = (DecodeGate(engine.max_model_len),)
-        self.client_interceptors = (
-            ClientDecodeGate(engine.max_model_len, keys.find, count_refusal),
-        )
         self.message_bytes_max = message_bytes_max(engine.max_model_len)
         self._drain_grace_s = config.drain_grace_s
         self._checks = checks = _digest_checks(config, engine)
@@ -117,7 +112,6 @@ class DecodeServer(RoleServer):
             telemetry=host.telemetry.for_worker(ref.worker_id),
             request_timeout_s=config.request_timeout_s,
             ticket_keys=keys,
-            on_ticket_refused=count_refusal,
         )
         self._prefixes = PrefixServicer(
             engine, self._service.attempts, tickets, host.prefill_endpoint
@@ -149,9 +143,6 @@ class DecodeServer(RoleServer):
             HandoffServicer(self._receiver, self._peers.admitted), server
         )
         prefix_pb2_grpc.add_PrefixServiceServicer_to_server(self._prefixes, server)
-
-    def add_client_servicers(self, server: grpc.aio.Server) -> None:
-        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self._service, server)
 
     def status(self) -> worker_pb2.WatchStatusResponse:
         return self._service.status()

@@ -49,11 +49,9 @@ def work_from_proto(
     )
 
 
-def tokens_to_proto(
-    pieces: Sequence[DecodeTokens], times: decode_pb2.AttemptTimes | None = None
-) -> decode_pb2.Tokens:
+def tokens_to_proto(pieces: Sequence[DecodeTokens]) -> decode_pb2.Tokens:
     """All pieces as one message, in order."""
-    message = decode_pb2.Tokens(times=times)
+    message = decode_pb2.Tokens()
     for piece in pieces:
         message.token_ids.extend(piece.token_ids)
         message.logprobs.extend(map(logprobs_to_proto, piece.logprobs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeAlias
 
 from opentelemetry.trace import Span
 
@@ -15,11 +16,13 @@ from headrace_decode.attempt import Attempt, Progress
 from headrace_decode.proto import tokens_to_proto
 from headrace_decode.spans import record_transfer
 
+AttemptEvent: TypeAlias = decode_pb2.Reserved | decode_pb2.Tokens | decode_pb2.Finished
+
 
 class RunningAttempt:
     """Runs an attempt for one caller. `error` is the result; None once the attempt has reached its end.
 
-    Generate reads `responses`. A link calls `start`, then `take` whenever the attempt is readable.
+    The HTTP API reads `events`. A link calls `start`, then `take` whenever the attempt is readable.
     """
 
     def __init__(
@@ -28,12 +31,9 @@ class RunningAttempt:
         span: Span,
         telemetry: Telemetry,
         on_end: Callable[[RunningAttempt], None],
-        *,
-        awaited: bool = False,
     ) -> None:
-        """`on_end` is called once, with this object. `awaited`: routers wait for the spans to learn of the end."""
+        """`on_end` is called once, with this object."""
         self.attempt = attempt
-        self.awaited = awaited
         self.span = span
         self.error: HeadraceError | None = Cancelled("the caller cancelled or disconnected")
         self._on_transfer_free = partial(record_transfer, telemetry, span)
@@ -58,19 +58,17 @@ class RunningAttempt:
             raise
         return self._noted(progress)
 
-    async def responses(self) -> AsyncGenerator[decode_pb2.GenerateResponse, None]:
-        """The stream of Generate. Raises HeadraceError."""
-        yield decode_pb2.GenerateResponse(reserved=await self.start())
+    async def events(self) -> AsyncGenerator[AttemptEvent, None]:
+        """Reserved, then tokens as they come, and Finished. Raises HeadraceError."""
+        yield await self.start()
         await self.wait_ready()
         while True:
             with self._recorded():
                 progress = self._noted(await self.attempt.read())
             if progress.tokens:
-                yield decode_pb2.GenerateResponse(
-                    tokens=tokens_to_proto(progress.tokens, progress.times)
-                )
+                yield tokens_to_proto(progress.tokens)
             if progress.finished is not None:
-                yield decode_pb2.GenerateResponse(finished=progress.finished)
+                yield progress.finished
                 return
 
     def end(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
@@ -19,11 +19,9 @@ from headrace_engine.interface import Engine
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.receive.receiver import Receiver
 
-Context = grpc.aio.ServicerContext[decode_pb2.GenerateRequest, decode_pb2.GenerateResponse]
-
 
 class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
-    """Runs attempts for callers of Generate and of Link, and reports the worker's status."""
+    """Runs attempts for routers, and reports the worker's status."""
 
     def __init__(
         self,
@@ -35,7 +33,6 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         telemetry: Telemetry,
         request_timeout_s: float,
         ticket_keys: TicketKeys,
-        on_ticket_refused: Callable[[str], None] = lambda part: None,
     ) -> None:
         self._ref = ref
         self._engine = engine
@@ -49,28 +46,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             admission=admission,
             telemetry=telemetry,
             ticket_keys=ticket_keys,
-            on_ticket_refused=on_ticket_refused,
         )
         self._links = LinkSessions()
-
-    async def Generate(
-        self, request: decode_pb2.GenerateRequest, context: Context
-    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
-        """See decode.proto."""
-        deadline = Deadline.from_context(context, self._request_timeout_s)
-        running = await self._attempts.start(request, deadline)
-
-        # gRPC may drop a suspended generator without closing it, so the end of the RPC counts too.
-        def on_rpc_end(context: Context) -> None:
-            running.end()
-
-        # The stubs' callback type is a plain class, which no function can be.
-        context.add_done_callback(on_rpc_end)  # type: ignore[arg-type]
-        try:
-            async for response in running.responses():
-                yield response
-        finally:
-            running.end()
 
     async def Link(  # type: ignore[override]
         self,

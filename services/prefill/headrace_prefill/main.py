@@ -11,9 +11,9 @@ from headrace.kv.v1 import handoff_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.limits import message_bytes_max
 from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config
-from headrace_common.tickets.request_gate import message_bytes_max
 from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers

@@ -28,7 +28,6 @@ from headrace_common.limits import (
     POLICY_TENANT_WEIGHT_MAX,
     POLICY_TENANTS_MAX,
     START_AHEAD_MAX_S,
-    TICKET_PUBLIC_KEY_BYTES,
     TRANSPORT_CHARACTERS_MAX,
     TTFT_TARGET_MAX_S,
     VERSION_CHARACTERS_MAX,
@@ -76,7 +75,6 @@ def member_violations(member: registry_pb2.Member, path: str) -> dict[str, str]:
         )
     if member.role in (registry_pb2.Member.ROLE_PREFILL, registry_pb2.Member.ROLE_DECODE):
         violations.update(_worker_violations(member, path))
-    violations.update(_ticket_key_violations(member, path))
     violations.update(place_violations(member.place, f"{path}.place"))
     return violations
 
@@ -108,18 +106,6 @@ def by_own_clock(request: registry_pb2.RegisterRequest, now_unix_ns: int) -> reg
     member.CopyFrom(request.member)
     member.start_unix_ns = max(1, member.start_unix_ns - offset)
     return member
-
-
-def _ticket_key_violations(member: registry_pb2.Member, path: str) -> dict[str, str]:
-    """Other routers accept tickets that are signed with the key, so only a router may announce one."""
-    size = len(member.ticket_public_key)
-    if size in (0, TICKET_PUBLIC_KEY_BYTES) and not (
-        size and member.role != registry_pb2.Member.ROLE_ROUTER
-    ):
-        return {}
-    return {
-        f"{path}.ticket_public_key": f"give {TICKET_PUBLIC_KEY_BYTES} bytes for a router, none for a worker"
-    }
 
 
 def watch_violations(request: registry_pb2.WatchRequest) -> dict[str, str]:

@@ -17,12 +17,10 @@ from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.access.authorizer import Authorizer
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
-from headrace_common.limits import TICKET_LIFETIME_MAX_S
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.telemetry.setup import Telemetry
-from headrace_common.tickets.direct import TicketSigner
 from headrace_common.tickets.handoff import sign_handoff
 from headrace_common.tickets.keys import SigningKey
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
@@ -39,13 +37,9 @@ from headrace_planner.files import read_profile
 from headrace_router.client_gate import ClientGate
 from headrace_router.config import RouterConfig
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
+from headrace_router.dispatch.own_prompts import OwnPrompts
 from headrace_router.early_refusal.gate import EarlyRefusal, EarlyRefusalParts
 from headrace_router.load import LoadReader
-from headrace_router.lookaside.keys import RouterKeys
-from headrace_router.lookaside.own_prompts import OwnPrompts
-from headrace_router.lookaside.prompts import DirectPrompts
-from headrace_router.lookaside.tickets import LookAside
-from headrace_router.lookaside.tracking import DirectRequestTracker
 from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
 from headrace_router.pairing.pairing import Pairing
@@ -95,8 +89,6 @@ class Router:
     queue: PrefillQueue
     traces: TraceStore
     metrics: RouterMetrics
-    direct: DirectRequestTracker
-    router_keys: RouterKeys
     preparer: RequestPreparer
     callers: CallerBounds
     """Of every listener for clients."""
@@ -134,20 +126,18 @@ class Router:
         trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceReader(self.traces), server)
         load_pb2_grpc.add_LoadServiceServicer_to_server(self.load, server)
         prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(self.queue_service, server)
-        SpanCollector(self.traces.add_batch, self.direct.on_batch).add_to(server)
+        SpanCollector(self.traces.add_batch).add_to(server)
 
     def update(self, members: Collection[registry_pb2.Member]) -> None:
         """Replaces the members that the registry lists."""
         self.workers.update(members)
         self.prefixes.update(members)
-        self.router_keys.update(members)
         self.pairs.update(members)
         self.pairing.update(members)
         self.status_reader.update(members)
 
     async def close(self) -> None:
         """Ends every stream to workers."""
-        self.direct.close()
         self.preparer.close()
         await self.metrics.close()
         await self.prefixes.close()
@@ -210,29 +200,6 @@ def assemble(
         on_migration=metrics.count_migration,
     )
     clocks = WorkerClocks()
-    direct = DirectRequestTracker(
-        workers,
-        telemetry,
-        ttl_s=config.ticket_ttl_s,
-        longest_s=config.default_deadline_s,
-        max_unused=config.max_unused_tickets,
-        clocks=clocks,
-        on_clocks=traces.add_clocks,
-    )
-    # A client has a reservation sent within `late_s` after its ticket's expiry, perhaps by another router than its own.
-    router_keys = RouterKeys(ticket_key.public, TICKET_LIFETIME_MAX_S + config.default_deadline_s)
-    prompts = DirectPrompts(workers, queue, dispatcher)
-    look_aside = LookAside(
-        workers=workers,
-        queue=queue,
-        prompts=prompts,
-        signer=TicketSigner(ticket_key, config.ticket_ttl_s, workers.unix_ns),
-        keys=router_keys,
-        allowed=config.look_aside,
-        late_s=config.default_deadline_s,
-        direct=direct,
-        clocks=clocks,
-    )
     _warn_of_short_requests(config, codecs)
     tenants = load_tenants(config.api_keys_file)
     salts = CacheSalts(by_tenant=config.separates_tenants, prefix_hash_key=prefix_hash_key)
@@ -274,7 +241,6 @@ def assemble(
         admission=admission,
         preparer=preparer,
         dispatcher=dispatcher,
-        look_aside=look_aside,
         tracer=tracer,
         default_deadline_s=config.default_deadline_s,
     )
@@ -301,7 +267,7 @@ def assemble(
         StatusParts(workers, queue, admission, policy, traces), config.router_id or config.listen
     )
     return Router(
-        *(inference, runner, workers, prefixes, queue, traces, metrics, direct, router_keys),
+        *(inference, runner, workers, prefixes, queue, traces, metrics),
         preparer=preparer,
         callers=callers,
         tenants=tenants,
@@ -321,7 +287,7 @@ def assemble(
         queue_service=QueueService(
             queue,
             OwnPrompts(
-                *(prompts, queue, policy, codecs, traces.start_trace, clocks),
+                *(workers, queue, dispatcher, policy, codecs, traces.start_trace, clocks),
                 default_deadline_s=config.default_deadline_s,
             ),
             runner.reject_when_draining,

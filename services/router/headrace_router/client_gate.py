@@ -21,9 +21,8 @@ _REQUEST_TYPES: Mapping[str, Descriptor] = {
     f"/{_SERVICE.full_name}/{method.name}": method.input_type for method in _SERVICE.methods
 }
 _TEXT = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["text"].number
-_ROUTE_REQUEST = inference_pb2.RouteRequest.DESCRIPTOR.fields_by_name["request"].number
-# Prefill proves its right by a ticket, and ListModels needs none.
-_NEED_KEY = frozenset(f"/{_SERVICE.full_name}/{name}" for name in ("Generate", "Route"))
+# ListModels needs no key.
+_NEEDS_KEY = f"/{_SERVICE.full_name}/Generate"
 # Protobuf parses a message of this size in half a millisecond, whatever it contains.
 _UNCOUNTED_BYTES = 64 * 1024
 # A client that sends its text behind more fields than these has it checked once it is parsed.
@@ -35,28 +34,18 @@ def _text_bytes(data: bytes, request_type: Descriptor) -> int:
 
     Parsing and converting a text of some MiB would take milliseconds of the event loop.
     """
-    start, end = 0, len(data)
+    if request_type is not inference_pb2.GenerateRequest.DESCRIPTOR:
+        return 0
     with suppress(MalformedMessage):
-        match request_type.name:
-            case "GenerateRequest":
-                pass
-            case "RouteRequest":
-                start, end = _longest(data, start, end, _ROUTE_REQUEST)
-            case _:
-                return 0
-        start, end = _longest(data, start, end, _TEXT)
-        return end - start
+        return max(
+            (
+                end - start
+                for number, start, end in islice(fields_of(data, 0, len(data)), _FIELDS_SEARCHED)
+                if number == _TEXT and start is not None
+            ),
+            default=0,
+        )
     return 0
-
-
-def _longest(data: bytes, start: int, end: int, number: int) -> tuple[int, int]:
-    """The start and end of the longest field with this number."""
-    spans = [
-        (content, field_end)
-        for found, content, field_end in islice(fields_of(data, start, end), _FIELDS_SEARCHED)
-        if found == number and content is not None
-    ]
-    return max(spans, key=lambda span: span[1] - span[0], default=(0, 0))
 
 
 class ClientGate(GateInterceptor):
@@ -68,7 +57,7 @@ class ClientGate(GateInterceptor):
         self._size = size
 
     def check_call(self, method: str, metadata: Metadata) -> None:
-        if method in _NEED_KEY:
+        if method == _NEEDS_KEY:
             with self._metrics.count_failures():
                 self._tenants.tenant_of(metadata)
 

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.roles import Role
+from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import (
     NonNegativeSeconds,
     OptionalHostPort,
@@ -20,7 +21,7 @@ from headrace_common.config import (
     require_order,
     split_list,
 )
-from headrace_common.limits import POLICY_RETRY_BUDGET_MAX, TICKET_LIFETIME_MAX_S
+from headrace_common.limits import POLICY_RETRY_BUDGET_MAX
 from headrace_frontend.config import FrontendConfig
 from headrace_text.model_hub import parse_hub_model
 
@@ -51,7 +52,7 @@ def _check_models(entries: tuple[str, ...]) -> tuple[str, ...]:
 ModelList = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_models)]
 
 
-class RouterConfig(FrontendConfig):
+class RouterConfig(FrontendConfig, ClientFacingConfig):
     """Headrace's router: places requests on workers and streams the responses."""
 
     role = Role.ROUTER
@@ -97,21 +98,6 @@ class RouterConfig(FrontendConfig):
         description="Seconds in which requests wait for a decode worker of their model rather than fail, counted from "
         "the router's start or from the loss of the model's last worker.",
     )
-    look_aside: bool = Field(
-        False,
-        description="Whether clients may stream directly from decode workers that have the setting listen.",
-    )
-    ticket_ttl_s: PositiveSeconds = Field(
-        10.0,
-        le=TICKET_LIFETIME_MAX_S,
-        description="Seconds in which a decode worker accepts this router's ticket, by the worker's clock, which this "
-        "router measures.",
-    )
-    max_unused_tickets: PositiveCount = Field(
-        128,
-        description="Tickets of one caller (a tenant, or a host where no API keys are set) that hold a place here "
-        "before their use is seen. Further requests of the caller go through the router.",
-    )
     trace_count: PositiveCount = Field(256, description="Requests that have their traces stored.")
     profile: str = Field(
         "",
@@ -137,10 +123,6 @@ class RouterConfig(FrontendConfig):
         64 * 1024 * 1024,
         description="Bytes of the spans of all stored traces, before the oldest traces are removed.",
     )
-
-    @property
-    def clients_prove_themselves(self) -> bool:
-        return bool(self.api_keys_file)
 
     @model_validator(mode="after")
     def _check_waits(self) -> RouterConfig:

@@ -110,7 +110,7 @@ async def serve_router(config: RouterConfig) -> None:
         if picker is not None:
             stack.push_async_callback(picker.stop)
         endpoint = await server.start()
-        member = _member(router_id, incarnation, (endpoint, server.client_endpoint), ticket_key)
+        member = _member(router_id, incarnation, (endpoint, server.client_endpoint))
         membership = Membership(registry, member)
         stack.push_async_callback(membership.stop)
         await membership.start()
@@ -139,9 +139,7 @@ async def _drain(
         await http.drain(deadline)
 
 
-def _member(
-    router_id: str, incarnation: str, endpoints: tuple[str, str], ticket_key: SigningKey
-) -> registry_pb2.Member:
+def _member(router_id: str, incarnation: str, endpoints: tuple[str, str]) -> registry_pb2.Member:
     return registry_pb2.Member(
         worker_id=router_id,
         incarnation=incarnation,
@@ -149,7 +147,6 @@ def _member(
         endpoint=endpoints[0],
         client_endpoint=endpoints[1],
         start_unix_ns=time.time_ns(),
-        ticket_public_key=ticket_key.public.public_key,
         version=version(),
     )
 

@@ -28,7 +28,6 @@ METRICS = (9464, 9464)
 # Everything that opens a port.
 FEATURES = (
     "registry.store.endpoints={etcd:2379}",
-    "router.lookAside=true",
     "router.status=true",
     "metrics.enabled=true",
     "metrics.keysSecret=keys",
@@ -66,7 +65,6 @@ PORTS: dict[str, list[tuple[str, tuple[int, int]]] | None] = {
     # A kubelet reaches the pods of its node whatever the policies are.
     "`health_listen`, if set": [(name, (7059, 7059)) for name in COMPONENTS],
     "`status_listen` of the router, if set": [("router", (7057, 7057))],
-    "`listen` of a decode worker, if set": [("decode", (7055, 7055))],
     "`http_listen` of a decode worker, if set": [("decode", (8000, 8000))],
     "`internal_listen` of the router": [("router", (7054, 7054))],
     "`internal_listen` of the registry": [("registry", (7051, 7051))],

@@ -49,9 +49,6 @@ class Router(inference_pb2_grpc.InferenceServiceServicer):
     async def Route(self, request: object, context: object) -> inference_pb2.RouteResponse:
         raise NotImplementedError
 
-    async def Prefill(self, request: object, context: object) -> inference_pb2.PrefillResponse:
-        raise NotImplementedError
-
     async def ListModels(
         self,
         request: inference_pb2.ListModelsRequest,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -15,14 +15,12 @@ from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import handoff_pb2_grpc
 from headrace.worker.v1 import worker_pb2_grpc
-from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
-from headrace_common.limits import write_quiet_s
+from headrace_common.limits import message_bytes_max, write_quiet_s
 from headrace_common.rpc.channel import open_channel
-from headrace_common.rpc.server import ClientServices, GrpcServer
+from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
-from headrace_common.tickets.request_gate import ClientDecodeGate, DecodeGate, message_bytes_max
 from headrace_decode.admission.admission import Admission, Capacity
 from headrace_decode.service import DecodeService
 from headrace_engine.worker.status import WorkerStatusServicer
@@ -31,9 +29,8 @@ from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from tests.component.decode.prefill_rank import RESERVATION, ROUTER, PrefillRank, next_event
 from tests.component.decode.scripted_engine import REF, ScriptedEngine
+from tests.linked_call import LinkedCall
 from tests.model.virtual_time import VirtualTimers
-
-Call: TypeAlias = grpc.aio.UnaryStreamCall[decode_pb2.GenerateRequest, decode_pb2.GenerateResponse]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +45,16 @@ class Served:
     telemetry: Telemetry
     spans: InMemorySpanExporter
     channel: grpc.aio.Channel
-    client_channel: grpc.aio.Channel
-    """To the client listener."""
     endpoint: str
 
     @property
     def decode(self) -> decode_pb2_grpc.DecodeServiceAsyncStub:
         return decode_pb2_grpc.DecodeServiceStub(self.channel)
+
+    def generate(
+        self, request: decode_pb2.GenerateRequest, timeout_s: float | None = None
+    ) -> LinkedCall:
+        return LinkedCall(self.channel, request, timeout_s)
 
     @property
     def handoff(self) -> handoff_pb2_grpc.HandoffServiceAsyncStub:
@@ -68,12 +68,12 @@ class Served:
         """Lets the time pass after which no write of a lost stream can land."""
         self.timers.advance_to(self.timers.time() + 1.1 * write_quiet_s())
 
-    async def reserve(self, name: str = "x1", **changes: Any) -> Call:
+    async def reserve(self, name: str = "x1", **changes: Any) -> LinkedCall:
         """Starts a request and reads its Reserved."""
         asked = request(name, **changes)
         if asked.remote_prefill:
             self.engine.play(replace(RESERVATION, transfer_id=name))
-        call = self.decode.Generate(asked)
+        call = self.generate(asked)
         assert await next_event(aiter(call)) == "reserved"
         return call
 
@@ -115,14 +115,9 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
         ticket_keys=ROUTER.known,
     )
     names = ["headrace.decode.v1.DecodeService"]
-    gate, bytes_max = [DecodeGate(CONTEXT_TOKENS)], message_bytes_max(CONTEXT_TOKENS)
-    config = ClientFacingConfig(insecure=insecure)
-    client_gate = ClientDecodeGate(CONTEXT_TOKENS, ROUTER.known.find, lambda part: None)
-    clients = ClientServices(names, [client_gate], bytes_max)
-    server = GrpcServer(config, names, clients, gate, bytes_max)
-    for listening in (server.server, server.client_server):
-        assert listening is not None
-        decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, listening)
+    bytes_max = message_bytes_max(CONTEXT_TOKENS)
+    server = GrpcServer(ServiceConfig(insecure=insecure), names, message_bytes_max=bytes_max)
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, server.server)
     handoff_pb2_grpc.add_HandoffServiceServicer_to_server(HandoffServicer(receiver), server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
         WorkerStatusServicer(
@@ -134,13 +129,8 @@ async def served(insecure: bool) -> AsyncIterator[Served]:
         server.server,
     )
     endpoint = await server.start()
-    async with (
-        open_channel(endpoint) as channel,
-        open_channel(server.client_endpoint) as client_channel,
-    ):
-        yield Served(
-            engine, receiver, timers, service, telemetry, spans, channel, client_channel, endpoint
-        )
+    async with open_channel(endpoint) as channel:
+        yield Served(engine, receiver, timers, service, telemetry, spans, channel, endpoint)
     await server.stop(None)
     # Requests that a test left open must have read the end of their transfers.
     await service.finish_drain(Deadline.after(0.0))

@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import grpc.aio
 import pytest
 
-from headrace.decode.v1 import decode_pb2
 from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
 from headrace_common.errors import HeadraceError
-from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from tests.component.decode.scripted_engine import LAYOUT, REF
+from tests.linked_call import LinkedCall
 from tests.router_key import RouterKey
 from tests.waiting import PATIENCE_S
 
@@ -25,16 +23,15 @@ ROUTER = RouterKey()
 PIECE_BYTES = LAYOUT.groups[0].bytes_between(0, 39, heads=2)
 
 
-async def failure_of(call: grpc.aio.UnaryStreamCall) -> HeadraceError:  # type: ignore[type-arg]
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
+async def failure_of(call: LinkedCall) -> HeadraceError:
+    with pytest.raises(HeadraceError) as raised:
         async for _ in call:
             pass
-    return error_from_rpc(raised.value)
+    return raised.value
 
 
-async def next_event(call: AsyncIterator[decode_pb2.GenerateResponse]) -> str:
-    response = await asyncio.wait_for(anext(call), PATIENCE_S)
-    return str(response.WhichOneof("event"))
+async def next_event(call: LinkedCall) -> str:
+    return (await asyncio.wait_for(anext(call), PATIENCE_S)).kind
 
 
 def ticket_of(name: str) -> bytes:

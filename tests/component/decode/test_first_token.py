@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
@@ -35,6 +34,7 @@ from tests.component.decode.prefill_rank import (
     ticket_of,
 )
 from tests.component.decode.scripted_engine import REF
+from tests.linked_call import LinkedCall
 from tests.waiting import let_a_wrong_step_show, until
 
 PREFILL = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
@@ -93,11 +93,11 @@ async def test_a_token_that_ends_the_answer_is_rejected(
 
 
 async def test_a_token_before_the_reservation_is_refused(served: Served) -> None:
-    waiting = anext(aiter(served.decode.Generate(request(first_token=PREFILL))))
+    waiting = anext(aiter(served.generate(request(first_token=PREFILL))))
     await until(lambda: bool(served.engine.works), what="the request")
     assert isinstance(await refusal(served), InvalidRequest)
     served.engine.play(RESERVATION)
-    assert (await waiting).HasField("reserved")
+    assert (await waiting).kind == "reserved"
     await set_first_token(served)
     assert served.engine.first_tokens == [("x1", 7)]
 
@@ -113,9 +113,7 @@ FROM_LOGITS = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
 LOGITS = bytes(range(80))
 
 
-async def reserve_from_logits(
-    served: Served, rank: PrefillRank
-) -> AsyncIterator[decode_pb2.GenerateResponse]:
+async def reserve_from_logits(served: Served, rank: PrefillRank) -> LinkedCall:
     served.engine.logits_bytes = len(LOGITS)
     call = await served.reserve(first_token=FROM_LOGITS)
     (work,) = served.engine.works
@@ -125,10 +123,10 @@ async def reserve_from_logits(
     return aiter(call)
 
 
-async def error_of_next(events: AsyncIterator[decode_pb2.GenerateResponse]) -> HeadraceError:
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
+async def error_of_next(events: LinkedCall) -> HeadraceError:
+    with pytest.raises(HeadraceError) as raised:
         await anext(events)
-    return error_from_rpc(raised.value)
+    return raised.value
 
 
 def send_logits(rank: PrefillRank, logits: bytes) -> None:
@@ -232,7 +230,7 @@ async def test_a_token_from_logits_that_ends_the_answer_ends_the_transfer(
 
 
 async def test_an_engine_without_logits_is_refused_by_field(served: Served) -> None:
-    error = await failure_of(served.decode.Generate(request(first_token=FROM_LOGITS)))
+    error = await failure_of(served.generate(request(first_token=FROM_LOGITS)))
     assert isinstance(error, InvalidRequest)
     assert set(error.violations) == {"first_token"}
     assert served.engine.works == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import grpc.aio
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 
@@ -13,6 +14,7 @@ from headrace.kv.v1 import handoff_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import TransferFailed
+from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from headrace_decode.admission.completion_time import CompletionTimeEstimator
 from headrace_decode.admission.retry_hint import HINT_S_MIN
@@ -33,7 +35,7 @@ from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
 async def test_no_token_is_sent_before_every_layer_is_counted(
     served: Served, rank: PrefillRank
 ) -> None:
-    call = served.decode.Generate(request())
+    call = served.generate(request())
     served.engine.play(RESERVATION)
     first = await anext(aiter(call))
     assert (first.reserved.start_token, first.reserved.end_token) == (0, 39)
@@ -109,8 +111,8 @@ async def test_a_call_cancelled_while_generating_aborts_the_engine(served: Serve
 
 async def test_a_local_prefill_needs_no_transfer(served: Served) -> None:
     served.engine.play(DecodeTokens((1,)), DecodeEnded(False, 16))
-    responses = [r async for r in served.decode.Generate(request(remote_prefill=False))]
-    assert responses[0].WhichOneof("event") == "reserved"
+    responses = [r async for r in served.generate(request(remote_prefill=False))]
+    assert responses[0].kind == "reserved"
     assert responses[-1].finished.reason == sampling_pb2.FINISH_REASON_LENGTH
     assert responses[-1].finished.cached_tokens == 16
     assert responses[-1].finished.transferred_tokens == 0
@@ -119,7 +121,7 @@ async def test_a_local_prefill_needs_no_transfer(served: Served) -> None:
 
 async def test_an_empty_reservation_waits_for_nothing(served: Served) -> None:
     served.engine.play(Reservation("x1", (), 32, 32), DecodeTokens((1,)), DecodeEnded(True, 32))
-    responses = [r async for r in served.decode.Generate(request())]
+    responses = [r async for r in served.generate(request())]
     assert responses[0].reserved.start_token == responses[0].reserved.end_token == 32
     assert responses[-1].finished.cached_tokens == 32
     assert served.engine.arrived_ids == served.engine.released_ids == []
@@ -138,15 +140,15 @@ async def test_an_empty_reservation_waits_for_nothing(served: Served) -> None:
 async def test_invalid_requests_are_refused_before_the_engine_gets_them(
     served: Served, changes: dict[str, Any], reason: str
 ) -> None:
-    error = await failure_of(served.decode.Generate(request(**changes)))
+    error = await failure_of(served.generate(request(**changes)))
     assert error.reason == reason
     assert served.engine.works == []
 
 
 async def test_a_transfer_id_works_once(served: Served) -> None:
     served.engine.play(DecodeTokens((1,)), DecodeEnded(True, 0))
-    assert [r async for r in served.decode.Generate(request(remote_prefill=False))]
-    error = await failure_of(served.decode.Generate(request()))
+    assert [r async for r in served.generate(request(remote_prefill=False))]
+    error = await failure_of(served.generate(request()))
     assert error.reason == "DUPLICATE_TRANSFER"
 
 
@@ -165,14 +167,14 @@ async def test_a_full_worker_refuses_and_contended_room_is_not_given_to_late_req
     # As if its second token had taken so long.
     monkeypatch.setattr(CompletionTimeEstimator, "expected_s", lambda measured, max_tokens: 40.0)
     calls = [await served.reserve(f"y{n}", remote_prefill=False) for n in range(2)]
-    full = await failure_of(served.decode.Generate(request("full")))
+    full = await failure_of(served.generate(request("full")))
     assert (full.reason, "slots" in full.detail) == ("DECODE_FULL", True)
     assert full.retry_after_s == HINT_S_MIN
     for call in calls:
         call.cancel()
     await until(lambda: served.service.status().reserved_blocks == 0, what="room")
     late = request("late", remote_prefill=False, sampling=two)
-    error = await failure_of(served.decode.Generate(late, timeout=30.0))
+    error = await failure_of(served.generate(late, timeout_s=30.0))
     assert error.reason == "DECODE_FULL"
     assert "retry with a later deadline" in error.detail
     # It has enough time. A refused id may be used again, because nothing was spent.
@@ -189,19 +191,19 @@ async def test_an_engine_failure_fails_the_request(served: Served) -> None:
 async def test_a_draining_worker_refuses_and_finishes(served: Served) -> None:
     call = await served.reserve(remote_prefill=False)
     served.service.start_drain()
-    assert (await failure_of(served.decode.Generate(request("y1")))).reason == "DRAINING"
+    assert (await failure_of(served.generate(request("y1")))).reason == "DRAINING"
     waiting = asyncio.create_task(served.service.finish_drain(Deadline.after(60.0)))
     await let_a_wrong_step_show()
     assert not waiting.done()
     served.engine.play(DecodeTokens((1,)), DecodeEnded(True, 0))
-    assert [r.WhichOneof("event") async for r in call][-1] == "finished"
+    assert [r.kind async for r in call][-1] == "finished"
     await asyncio.wait_for(waiting, PATIENCE_S)
 
 
 async def test_fast_tokens_share_messages(served: Served) -> None:
     count = 400
     served.engine.play(*(DecodeTokens((n,)) for n in range(count)), DecodeEnded(True, 0))
-    responses = [r async for r in served.decode.Generate(request(remote_prefill=False))]
+    responses = [r async for r in served.generate(request(remote_prefill=False))]
     tokens = [token for r in responses for token in r.tokens.token_ids]
     assert tokens == list(range(count))
     assert len(responses) < count / 2
@@ -288,6 +290,8 @@ async def test_every_state_of_a_transfer_is_in_the_trace(served: Served) -> None
 async def test_an_impossible_interval_is_refused_by_name(served: Served, interval_ms: int) -> None:
     message = worker_pb2.WatchStatusRequest()
     message.max_interval.FromMilliseconds(interval_ms)
-    error = await failure_of(served.worker.WatchStatus(message))
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await served.worker.WatchStatus(message).read()
+    error = error_from_rpc(raised.value)
     assert error.reason == "INVALID_FIELD"
     assert "max_interval" in error.detail

@@ -11,8 +11,9 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, DecodeFull, InvalidRequest
 from headrace_decode.http.room import RoomQueue
 from headrace_decode.running import RunningAttempt
-from tests.component.decode.conftest import Call, Served, request
+from tests.component.decode.conftest import Served, request
 from tests.component.decode.prefill_rank import RESERVATION, next_event
+from tests.linked_call import LinkedCall
 from tests.waiting import until
 
 WAIT_S = 30.0
@@ -27,14 +28,14 @@ def start(
     return asyncio.create_task(room.start(asked, Deadline.after(deadline_s), wait_s))
 
 
-async def fill(served: Served) -> list[Call]:
+async def fill(served: Served) -> list[LinkedCall]:
     """Requests of routers in all slots, each with blocks of its own."""
     calls = []
     for number in range(SLOTS):
         name = f"routed-{number}"
         blocks = tuple(range(3 + 3 * number, 6 + 3 * number))
         served.engine.play_for(name, replace(RESERVATION, transfer_id=name, block_ids=blocks))
-        call = served.decode.Generate(request(name))
+        call = served.generate(request(name))
         assert await next_event(aiter(call)) == "reserved"
         calls.append(call)
     return calls

@@ -1,22 +1,19 @@
-"""Tickets that let a client call a decode worker."""
+"""The keys of routers, with which a decode worker verifies handoff tickets."""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from typing import Any
 
 import grpc.aio
 import pytest
 
-from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
-from headrace.inference.v1 import sampling_pb2
+from headrace.decode.v1 import decode_pb2
 from headrace.kv.v1 import handoff_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.access.credentials import Credentials
-from headrace_common.access.roles import TOKEN_KEY, Role
+from headrace_common.access.roles import Role
 from headrace_common.errors import (
-    DuplicateTransfer,
     HeadraceError,
     InvalidRequest,
     PermissionDenied,
@@ -25,7 +22,6 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_common.tickets.direct import TicketSigner
 from headrace_common.tickets.keys import SigningKey
 from headrace_decode import attempts
 from headrace_engine.worker import status
@@ -35,9 +31,12 @@ from tests.component.decode.prefill_rank import (
     RESERVATION,
     ROUTER,
     PrefillRank,
+    failure_of,
+    next_event,
     ticket_of,
 )
 from tests.component.decode.scripted_engine import LAYOUT, REF
+from tests.linked_call import LinkedCall
 from tests.waiting import until
 
 
@@ -47,68 +46,10 @@ def insecure() -> bool:
     return False
 
 
-async def failure_of(channel: grpc.aio.Channel, asked: decode_pb2.GenerateRequest) -> HeadraceError:
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        async for _ in decode_pb2_grpc.DecodeServiceStub(channel).Generate(asked, timeout=5):
-            pass
-    return error_from_rpc(raised.value)
-
-
 async def check_accepted(channel: grpc.aio.Channel, asked: decode_pb2.GenerateRequest) -> None:
-    call = decode_pb2_grpc.DecodeServiceStub(channel).Generate(asked, timeout=5)
-    first = await call.read()
-    assert isinstance(first, decode_pb2.GenerateResponse)
-    assert first.WhichOneof("event") == "reserved"
+    call = LinkedCall(channel, asked, 5)
+    assert await next_event(call) == "reserved"
     call.cancel()
-
-
-def signed(
-    name: str, worker_id: str = REF.worker_id, ttl_s: float = 600
-) -> decode_pb2.GenerateRequest:
-    asked = request(name, remote_prefill=False, ticket_key_id=b"")
-    asked.ticket = TicketSigner(ROUTER.key, ttl_s).sign(asked, worker_id, "default")
-    return asked
-
-
-async def test_a_ticket_is_valid_once(served: Served) -> None:
-    await check_accepted(served.client_channel, signed("x1"))
-    error = await failure_of(served.client_channel, signed("x1"))
-    assert isinstance(error, DuplicateTransfer)
-
-
-@pytest.mark.parametrize(
-    ("asked", "field"),
-    [
-        (request("x2"), "missing"),
-        (signed("x3", "decode-9"), "worker_id"),
-        (signed("x4", ttl_s=-1), "expiry"),
-    ],
-)
-async def test_an_invalid_ticket_is_refused_before_resources_are_spent(
-    served: Served, asked: decode_pb2.GenerateRequest, field: str
-) -> None:
-    error = await failure_of(served.client_channel, asked)
-    assert isinstance(error, Unauthenticated)
-    assert error.metadata["ticket"] == field
-    assert served.service.status().reserved_blocks == 0
-    served.service._attempts._seen.check(asked.transfer_id)
-
-
-async def test_a_router_needs_no_ticket_on_the_internal_listener_only(served: Served) -> None:
-    asked = request("x5", remote_prefill=False)
-    async with open_channel(served.endpoint, Credentials(role=Role.ROUTER)) as channel:
-        await check_accepted(channel, asked)
-    # A ticket is no credential there.
-    assert isinstance(await failure_of(served.channel, signed("x6")), Unauthenticated)
-    async with open_channel(served.endpoint, Credentials(role=Role.PREFILL)) as channel:
-        assert isinstance(await failure_of(channel, signed("x7")), PermissionDenied)
-    with_role: Any = served.client_channel.unary_stream(
-        "/headrace.decode.v1.DecodeService/Generate"
-    )
-    token = Credentials(role=Role.ROUTER).token_for("127.0.0.1:1")
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await with_role(asked.SerializeToString(), metadata=((TOKEN_KEY, token),)).read()
-    assert error_from_rpc(raised.value).metadata["ticket"] == "missing"
 
 
 async def test_a_router_s_remote_prefill_needs_a_key_that_its_status_stream_has_sent(
@@ -120,7 +61,7 @@ async def test_a_router_s_remote_prefill_needs_a_key_that_its_status_stream_has_
     async with open_channel(served.endpoint, Credentials(role=Role.ROUTER)) as channel:
         router = replace(served, channel=channel)
         for unknown in (key.key_id, b""):
-            error = await failure_of(router.channel, request("x6", ticket_key_id=unknown))
+            error = await failure_of(router.generate(request("x6", ticket_key_id=unknown)))
             assert isinstance(error, Unauthenticated)
             assert error.metadata["ticket"] == "key_id"
         assert served.service.status().reserved_blocks == 0
@@ -228,27 +169,3 @@ async def test_a_transfer_of_a_router_takes_tickets_of_that_router_only(
         await rank.receive("reservation")
         rank.leave()
         call.cancel()
-
-
-@pytest.mark.parametrize(
-    ("asked", "status"),
-    [
-        (request("x6", token_ids=[1] * 1_100_000), "INVALID_ARGUMENT"),
-        (
-            request("x7", sampling=sampling_pb2.SamplingParams(stop=[""] * 300_000)),
-            "INVALID_ARGUMENT",
-        ),
-        (request("x8", token_ids=[1] * 9_000_000), "RESOURCE_EXHAUSTED"),
-    ],
-    ids=["bytes", "fields", "body"],
-)
-async def test_a_caller_without_a_ticket_sends_no_large_request(
-    served: Served, asked: decode_pb2.GenerateRequest, status: str
-) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        async for _ in decode_pb2_grpc.DecodeServiceStub(served.client_channel).Generate(
-            asked, timeout=10
-        ):
-            pass
-    # A request that is parsed is refused for its ticket.
-    assert raised.value.code().name == status

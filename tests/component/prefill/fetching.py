@@ -37,6 +37,7 @@ from headrace_prefill.prefix_policy import FetchPolicy
 from headrace_prefill.prefix_tickets import PrefixTickets
 from headrace_prefill.worker import PrefillWorker
 from tests.component.engine.sim.support import engine_config
+from tests.linked_call import LinkedCall
 from tests.router_key import RouterKey
 from tests.waiting import until
 
@@ -107,11 +108,9 @@ class FetchingWorkers(Generic[EngineT]):
             ticket_key_id=self.router.key_id,
         )
         async with open_channel(self.decode_endpoint, INSECURE) as channel:
-            call: Any = decode_pb2_grpc.DecodeServiceStub(channel).Generate(
-                request, timeout=_ANSWER_S
-            )
+            call = LinkedCall(channel, request, _ANSWER_S)
             try:
-                first = await call.read()
+                first = await anext(call)
                 yield Reserved(self, name, list(prompt), token_count, first.reserved, call)
             finally:
                 call.cancel()
@@ -151,7 +150,7 @@ class Reserved:
     prompt: list[int]
     token_count: int
     reserved: decode_pb2.Reserved
-    call: Any
+    call: LinkedCall
 
     def task(self, **changes: Any) -> prefill_pb2.PrefillTask:
         """The task that a router sends."""
@@ -176,7 +175,7 @@ class Reserved:
         """Reads the tokens to the end."""
         tokens: list[int] = []
         async with asyncio.timeout(_ANSWER_S):
-            while isinstance(event := await self.call.read(), decode_pb2.GenerateResponse):
+            async for event in self.call:
                 tokens += event.tokens.token_ids
         return tuple(tokens)
 

@@ -9,9 +9,7 @@ import pytest
 
 from headrace.inference.v1 import adapter_pb2, inference_pb2
 from headrace.prefill.v1 import prefill_pb2
-from headrace_common.errors import InvalidRequest, Unauthenticated
-from headrace_common.tickets.direct import check_ticket
-from headrace_common.tickets.direct_request import decode_request_of
+from headrace_common.errors import InvalidRequest
 from headrace_kv.layout.proto import layout_to_proto
 from tests.component.router.fakes import FakePrefill, Rig, hand_over, reply
 from tests.component.router.fakes.handoff import LAYOUT
@@ -25,7 +23,7 @@ OTHER_POET = adapter_pb2.Adapter(name="poet", digest="0b")
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
     """Two decode workers, of which the busier one has the adapter, and two prefill workers."""
-    rig = await Rig(look_aside=True).start()
+    rig = await Rig().start()
     try:
         idle, busy = await rig.add_decodes(reply("idle"), reply("busy"))
         busy.announce(POET)
@@ -97,18 +95,3 @@ async def test_models_are_listed_with_their_adapters(rig: Rig) -> None:
         for one in listed.models
     ]
     assert found == [("sim", "", 2, 2), ("coder", "sim", 0, 1), ("poet", "sim", 1, 1)]
-
-
-async def test_a_ticket_is_for_its_adapter(rig: Rig) -> None:
-    asked = inference_pb2.GenerateRequest(text="a prompt", model="poet", prefill_placement=REMOTE)
-    routed = await rig.stub.Route(inference_pb2.RouteRequest(request=asked), timeout=5)
-    direct = routed.direct
-    assert direct.adapter == POET
-    check_ticket(rig.router_key.known.find, decode_request_of(direct), "d1")
-    changed = inference_pb2.DirectRequest()
-    changed.CopyFrom(direct)
-    changed.ClearField("adapter")
-    with pytest.raises(Unauthenticated, match="unchanged"):
-        check_ticket(rig.router_key.known.find, decode_request_of(changed), "d1")
-    await rig.stub.Prefill(inference_pb2.PrefillRequest(direct=direct), timeout=5)
-    assert [task.adapter for task in rig.prefills[1].tasks] == [POET]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -119,9 +120,7 @@ async def test_queued_prompts_are_bounded_by_their_tokens(rig: Rig) -> None:
 
 
 def _finish_when(event: asyncio.Event) -> Script:
-    async def script(
-        worker: FakeDecode, request: decode_pb2.GenerateRequest
-    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+    async def script(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
         yield reserved(request)
         await event.wait()
         yield tokens("ok")

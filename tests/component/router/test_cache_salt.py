@@ -1,4 +1,4 @@
-"""Requests of one tenant carry one salt to every worker, through retries, migration and look-aside."""
+"""Requests of one tenant carry one salt to every worker, through retries and migration."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from headrace.inference.v1 import inference_pb2
-from headrace_common.errors import Unauthenticated
-from headrace_common.rpc.status import error_from_rpc
-from headrace_common.tickets.direct import check_ticket
-from headrace_common.tickets.direct_request import decode_request_of
 from headrace_kv.prefix.cache_salt import is_cache_salt
 from tests.component.router.dispatch.recitation import TEXT, recite, sampling
 from tests.component.router.fakes import (
@@ -21,7 +16,6 @@ from tests.component.router.fakes import (
     Rig,
     fail,
     hand_over,
-    hang,
     reply,
     text_of,
     with_settings,
@@ -36,7 +30,7 @@ async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[R
     """A router with API keys: each tenant's name and a number is one."""
     path = tmp_path / "keys"
     path.write_text("".join(f"{tenant}-{n} {tenant}\n" for tenant in TENANTS for n in (1, 2)))
-    settings = {"look_aside": True, **getattr(request, "param", {})}
+    settings = getattr(request, "param", {})
     rig = await Rig(api_keys_file=str(path), **settings).start()
     yield rig
     await rig.close()
@@ -46,14 +40,6 @@ async def ask(rig: Rig, key: str, **fields: Any) -> list[inference_pb2.GenerateR
     request = inference_pb2.GenerateRequest(text="a prompt", **fields)
     call = rig.stub.Generate(request, timeout=10, metadata=(("x-api-key", key),))
     return [response async for response in call]
-
-
-async def route(rig: Rig, key: str) -> inference_pb2.DirectRequest:
-    asked = inference_pb2.GenerateRequest(text="a prompt", prefill_placement=REMOTE)
-    request = inference_pb2.RouteRequest(request=asked)
-    routed = await rig.stub.Route(request, timeout=5, metadata=(("x-api-key", key),))
-    direct: inference_pb2.DirectRequest = routed.direct
-    return direct
 
 
 async def test_tenants_have_opaque_salts_of_their_own(rig: Rig) -> None:
@@ -75,7 +61,6 @@ async def test_with_a_shared_cache_there_is_no_salt(rig: Rig) -> None:
     decode = await rig.add_decode(reply("ok"))
     prefill = await rig.add_prefill(hand_over)
     await ask(rig, "tenant-a-1", prefill_placement=REMOTE)
-    assert (await route(rig, "tenant-a-1")).cache_salt == ""
     assert [request.cache_salt for request in decode.requests] == [""]
     assert [task.cache_salt for task in prefill.tasks] == [""]
 
@@ -94,22 +79,3 @@ async def test_a_retried_and_migrated_request_keeps_its_salt(rig: Rig) -> None:
     assert len(requests) >= 4
     assert {request.cache_salt for request in requests} == {salt}
     assert [task.cache_salt for task in failing.tasks] == [salt]
-
-
-async def test_a_ticket_is_for_the_salt_of_its_tenant(rig: Rig) -> None:
-    await rig.add_decode(hang)
-    prefill = await rig.add_prefill(hand_over)
-    direct, other = await route(rig, "tenant-a-1"), await route(rig, "tenant-b-1")
-    assert direct.cache_salt != other.cache_salt
-    check_ticket(rig.router_key.known.find, decode_request_of(direct), "d0")
-    for cache_salt in (other.cache_salt, "", direct.cache_salt + "0"):
-        changed = inference_pb2.DirectRequest()
-        changed.CopyFrom(direct)
-        changed.cache_salt = cache_salt
-        with pytest.raises(Unauthenticated, match="unchanged"):
-            check_ticket(rig.router_key.known.find, decode_request_of(changed), "d0")
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            await rig.stub.Prefill(inference_pb2.PrefillRequest(direct=changed), timeout=5)
-        assert isinstance(error_from_rpc(raised.value), Unauthenticated)
-    await rig.stub.Prefill(inference_pb2.PrefillRequest(direct=direct), timeout=5)
-    assert [task.cache_salt for task in prefill.tasks] == [direct.cache_salt]

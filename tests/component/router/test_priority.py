@@ -118,7 +118,9 @@ async def test_prompts_of_a_higher_class_are_computed_first(rig: Rig) -> None:
 async def _route(rig: Rig, **fields: int) -> HeadraceError | inference_pb2.RouteResponse:
     request = inference_pb2.GenerateRequest(text="a prompt", **fields)  # type: ignore[arg-type]
     try:
-        response = await rig.stub.Route(inference_pb2.RouteRequest(request=request), timeout=60.0)
+        response = await rig.operator_stub.Route(
+            inference_pb2.RouteRequest(request=request), timeout=60.0
+        )
     except grpc.aio.AioRpcError as error:
         return error_from_rpc(error)
     assert isinstance(response, inference_pb2.RouteResponse)

@@ -53,10 +53,9 @@ def test_listen_beyond_loopback_needs_a_credential_of_clients(settings: dict[str
     ClientFacingConfig(**settings, anonymous_clients=True)
 
 
-def test_certificates_and_tickets_are_credentials_of_clients() -> None:
+def test_certificates_are_credentials_of_clients() -> None:
     ClientFacingConfig(**_OPEN, **_TLS)
     ClientFacingConfig(**_OPEN, **_SERVED, listen_tls_authority_file="clients.pem")
-    DecodeConfig.model_validate({"worker_id": "decode-0", **_OPEN})
 
 
 def test_credentials_of_clients_open_no_internal_address() -> None:
@@ -105,6 +104,6 @@ def test_listen_serves_the_internal_certificate_unless_it_has_its_own() -> None:
     assert ClientFacingConfig().listen_tls == TlsFiles()
 
 
-def test_a_decode_worker_listens_for_clients_only_when_asked() -> None:
-    assert not DecodeConfig.model_validate({"worker_id": "decode-0"}).listen
+def test_only_routers_have_the_listener_for_clients() -> None:
+    assert "listen" not in DecodeConfig.model_fields
     assert "listen" not in PrefillConfig.model_fields

@@ -9,7 +9,7 @@ import pytest
 
 from headrace_common import reloading
 from headrace_common.errors import ConfigError, Unauthenticated
-from headrace_frontend.tenants import DEFAULT_TENANT, TenantAliases, load_tenants
+from headrace_frontend.tenants import DEFAULT_TENANT, load_tenants
 
 _KEY = "hr-secret-1"
 
@@ -113,23 +113,3 @@ def test_a_changed_file_adds_and_removes_keys(
     assert tenants.tenant_of([("x-api-key", "hr-secret-22")]) == "batch"
     assert "keys.txt, line 1" in caplog.text
     assert "hr-secret" not in caplog.text
-
-
-def test_a_ticket_does_not_show_the_tenant(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    file.write_text("key-1 team-a\nkey-2 team-a\nkey-3 team-b\n")
-    aliases = TenantAliases(load_tenants(str(file)))
-    alias = aliases.alias_of("team-a")
-    assert alias
-    assert "team" not in alias
-    assert alias != aliases.alias_of("team-b")
-    # Another router with the same file knows it.
-    again = TenantAliases(load_tenants(str(file)))
-    assert again.tenant_of(alias) == "team-a"
-    assert again.tenant_of("another") == "another"
-    # Guesses of the name do not lead to it: the tenant's keys are part of it.
-    other = tmp_path / "other"
-    other.write_text("key-4 team-a\n")
-    assert TenantAliases(load_tenants(str(other))).alias_of("team-a") != alias
-    unkeyed = TenantAliases(load_tenants(""))
-    assert (unkeyed.alias_of(DEFAULT_TENANT), unkeyed.tenant_of("")) == ("", DEFAULT_TENANT)

@@ -25,10 +25,6 @@ def test_a_valid_record_has_no_violations() -> None:
         start_unix_ns=1,
     )
     assert validation.member_violations(router, "member") == {}
-    router.ticket_public_key = bytes(32)
-    assert validation.member_violations(router, "member") == {}
-    router.ticket_public_key = bytes(31)
-    assert set(validation.member_violations(router, "member")) == {"member.ticket_public_key"}
     assert validation.descriptor_violations(kv_descriptor(), "descriptor") == {}
 
 
@@ -57,8 +53,6 @@ def test_a_valid_record_has_no_violations() -> None:
         ("max_model_len", 0),
         ("max_num_seqs", 0),
         ("start_unix_ns", 0),
-        # Other routers would accept tickets of a worker.
-        ("ticket_public_key", bytes(32)),
     ],
 )
 def test_each_wrong_field_is_named(field: str, value: str | int | bytes) -> None:

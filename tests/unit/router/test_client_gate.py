@@ -15,9 +15,8 @@ from headrace_frontend.tenants import load_tenants
 from headrace_router.client_gate import ClientGate
 from headrace_router.metrics import RouterMetrics
 
-_GENERATE, _ROUTE, _PREFILL, _LIST = (
-    f"/headrace.inference.v1.InferenceService/{name}"
-    for name in ("Generate", "Route", "Prefill", "ListModels")
+_GENERATE, _LIST = (
+    f"/headrace.inference.v1.InferenceService/{name}" for name in ("Generate", "ListModels")
 )
 _MEBIBYTE = 1024 * 1024
 
@@ -39,21 +38,20 @@ def _gate(
     return ClientGate(load_tenants(keys_file), counting, RequestSizeCheck(lambda: contexts, 16))
 
 
-def test_generate_and_route_need_a_key_and_a_refusal_is_counted(tmp_path: Path) -> None:
+def test_generate_needs_a_key_and_a_refusal_is_counted(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("secret tenant-a\n")
     metrics = _Metrics()
     gate = _gate({}, str(keys), metrics)
-    for method in (_GENERATE, _ROUTE):
-        with pytest.raises(Unauthenticated):
-            gate.check_call(method, ())
-        gate.check_call(method, (("x-api-key", "secret"),))
-    assert metrics.failures == ["UNAUTHENTICATED"] * 2
-    for method in (_PREFILL, _LIST, "/headrace.inference.v1.TraceService/GetTrace"):
+    with pytest.raises(Unauthenticated):
+        gate.check_call(_GENERATE, ())
+    gate.check_call(_GENERATE, (("x-api-key", "secret"),))
+    assert metrics.failures == ["UNAUTHENTICATED"]
+    for method in (_LIST, "/headrace.inference.v1.TraceService/GetTrace"):
         gate.check_call(method, ())
 
 
-@pytest.mark.parametrize("method", [_GENERATE, _ROUTE, _PREFILL])
+@pytest.mark.parametrize("method", [_GENERATE, _LIST])
 @pytest.mark.parametrize(
     "contexts,tokens", [({"a": 1_024, "b": 4_096}, 4_096), ({"a": 0}, UNKNOWN_CONTEXT_TOKENS)]
 )
@@ -69,35 +67,26 @@ def test_bytes_are_bounded_by_the_longest_context(
     assert list(caught.value.violations) == ["request"]
 
 
-@pytest.mark.parametrize("method", [_GENERATE, _ROUTE])
-def test_a_text_beyond_the_longest_context_is_rejected_unparsed(method: str) -> None:
+def test_a_text_beyond_the_longest_context_is_rejected_unparsed() -> None:
     def data(count: int, *, ends: bytes = b"") -> bytes:
         request = inference_pb2.GenerateRequest(model="a", text="x" * count)
-        if method == _ROUTE:
-            route = inference_pb2.RouteRequest(request=request, avoid_worker_ids=["w"])
-            return route.SerializeToString() + ends
         return request.SerializeToString() + ends
 
     gate = _gate({"a": 1_024, "b": 8_192})
     bytes_max = 16 * 8_192
-    gate.check_request(method, data(bytes_max))
+    gate.check_request(_GENERATE, data(bytes_max))
     with pytest.raises(InvalidRequest, match=f"has {bytes_max + 1} bytes of text") as caught:
-        gate.check_request(method, data(bytes_max + 1))
+        gate.check_request(_GENERATE, data(bytes_max + 1))
     assert list(caught.value.violations) == ["text"]
     # Protobuf rejects what has an incomplete field. Without any model, no context is known.
-    gate.check_request(method, data(bytes_max + 1, ends=b"\x0a"))
-    _gate({}).check_request(method, data(bytes_max + 1))
+    gate.check_request(_GENERATE, data(bytes_max + 1, ends=b"\x0a"))
+    _gate({}).check_request(_GENERATE, data(bytes_max + 1))
 
 
 def test_other_long_fields_are_no_texts() -> None:
     gate = _gate({"a": 1_024})
     ids = inference_pb2.TokenIds(ids=[100_000] * 60_000)
     gate.check_request(_GENERATE, inference_pb2.GenerateRequest(tokens=ids).SerializeToString())
-    fields = inference_pb2.PrefillRequest.DESCRIPTOR.fields_by_name
-    prompt: Any = inference_pb2.DirectRequest(token_ids=[100_000] * 60_000)
-    assert fields["direct"].message_type is inference_pb2.DirectRequest.DESCRIPTOR
-    request = inference_pb2.PrefillRequest(direct=prompt)
-    gate.check_request(_PREFILL, request.SerializeToString())
 
 
 def test_a_chat_of_the_most_messages_passes_and_millions_do_not() -> None:

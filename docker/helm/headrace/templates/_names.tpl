@@ -84,9 +84,6 @@ picker: 9002
 internal: 7052
 {{- else if eq .component "decode" }}
 internal: 7053
-{{- if $values.router.lookAside }}
-grpc: 7055
-{{- end }}
 {{- if $values.inferencePool.enabled }}
 http: 8000
 {{- end }}

@@ -52,7 +52,6 @@ listen: "0.0.0.0:{{ $ports.grpc }}"
 http_listen: {{ ternary "0.0.0.0:7056" "" $values.router.http | quote }}
 status_listen: {{ ternary "0.0.0.0:7057" "" $values.router.status | quote }}
 endpoint_picker_listen: {{ ternary "0.0.0.0:9002" "" $values.inferencePool.enabled | quote }}
-look_aside: {{ $values.router.lookAside }}
 model: [{{ printf "%s=%s" $values.model.name $values.model.path | quote }}]
 {{- end }}
 {{- if or (eq .component "prefill") (eq .component "decode") }}
@@ -61,7 +60,6 @@ model: {{ $values.model.path | quote }}
 served_model: {{ $values.model.name | quote }}
 {{- end }}
 {{- if eq .component "decode" }}
-listen: {{ ternary "0.0.0.0:7055" "" $values.router.lookAside | quote }}
 http_listen: {{ ternary "0.0.0.0:8000" "" $values.inferencePool.enabled | quote }}
 {{- end }}
 {{- if or (eq .component "router") (and (eq .component "decode") $values.inferencePool.enabled) }}

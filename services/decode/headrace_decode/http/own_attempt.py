@@ -22,7 +22,7 @@ from headrace_common.rpc.trace_context import traceparent
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.room import RoomQueue
 from headrace_decode.http.timeline import OwnAttemptTimeline, OwnTimeline
-from headrace_decode.running import RunningAttempt
+from headrace_decode.running import AttemptEvent, RunningAttempt
 from headrace_frontend.request.decode_request import decode_request
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
@@ -107,18 +107,20 @@ class OwnAttempt:
 
     async def _add_tokens(self, running: RunningAttempt) -> OwnOutcome:
         response = self._request.response
-        async with aclosing(running.responses()) as responses:
-            first = await anext(responses)
-            self._reserved = first.reserved
-            self._ask_for_prefill(first.reserved, traceparent(running.span))
-            event = await self._first_event(asyncio.ensure_future(anext(responses)))
-            while True:
-                if event.WhichOneof("event") == "finished":
-                    return self._outcome(event.finished.reason, event.finished)
-                await response.add_tokens(event.tokens)
+        async with aclosing(running.events()) as events:
+            first = await anext(events)
+            if not isinstance(first, decode_pb2.Reserved):
+                raise ProtocolViolation("the engine began without a reservation")
+            self._reserved = first
+            self._ask_for_prefill(first, traceparent(running.span))
+            event = await self._first_event(asyncio.ensure_future(anext(events)))
+            while not isinstance(event, decode_pb2.Finished):
+                if isinstance(event, decode_pb2.Tokens):
+                    await response.add_tokens(event)
                 if response.stopped:
                     return self._outcome(sampling_pb2.FINISH_REASON_STOP, None)
-                event = await anext(responses)
+                event = await anext(events)
+            return self._outcome(event.reason, event)
 
     def _ask_for_prefill(self, reserved: decode_pb2.Reserved, parent: str) -> None:
         if reserved.start_token < reserved.end_token:
@@ -133,9 +135,7 @@ class OwnAttempt:
             # An error after the first token is of no interest: the engine has the KV cache.
             self._prefill.add_done_callback(_consume)
 
-    async def _first_event(
-        self, read: asyncio.Future[decode_pb2.GenerateResponse]
-    ) -> decode_pb2.GenerateResponse:
+    async def _first_event(self, read: asyncio.Future[AttemptEvent]) -> AttemptEvent:
         """The first tokens or the end. Raises the error of a prefill that fails before them."""
         try:
             if self._prefill is not None:

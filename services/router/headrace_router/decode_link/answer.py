@@ -11,6 +11,7 @@ from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.errors import HeadraceError, ProtocolViolation
 
+AnswerEvent: TypeAlias = decode_pb2.Reserved | decode_pb2.Tokens | decode_pb2.Finished
 TokenSink: TypeAlias = Callable[[Sequence[int], Sequence[sampling_pb2.TokenLogprobs]], bool]
 """Uses tokens at once, with an entry of logprobs for each if those were requested.
 
@@ -108,7 +109,7 @@ class LinkedAnswer:
             self._error = error
             self._wake()
 
-    async def read(self) -> decode_pb2.GenerateResponse:
+    async def read(self) -> AnswerEvent:
         """The next event. Tokens that have arrived meanwhile are one event. Raises the error of `fail`."""
         while True:
             event = self.poll()
@@ -117,7 +118,7 @@ class LinkedAnswer:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
-    def poll(self) -> decode_pb2.GenerateResponse | None:
+    def poll(self) -> AnswerEvent | None:
         """As `read`. None when nothing has arrived."""
         self._return_credit()
         if self._sink_error is not None:
@@ -127,21 +128,19 @@ class LinkedAnswer:
             raise self._error
         return event
 
-    def _next_event(self) -> decode_pb2.GenerateResponse | None:
+    def _next_event(self) -> AnswerEvent | None:
         if self._reserved is not None:
             reserved, self._reserved = self._reserved, None
-            return decode_pb2.GenerateResponse(reserved=reserved)
+            return reserved
         if self._token_ids:
             tokens = decode_pb2.Tokens(token_ids=self._token_ids, logprobs=self._logprobs)
             self._read_tokens += len(self._token_ids)
             self._token_ids, self._logprobs = [], []
-            return decode_pb2.GenerateResponse(tokens=tokens)
+            return tokens
         if self._needs_reader:
             self._needs_reader = False
-            return decode_pb2.GenerateResponse(tokens=decode_pb2.Tokens())
-        if self._finished is not None:
-            return decode_pb2.GenerateResponse(finished=self._finished)
-        return None
+            return decode_pb2.Tokens()
+        return self._finished
 
     def _return_credit(self) -> None:
         """Allows as many tokens as were read and, because this is the next read, are used."""

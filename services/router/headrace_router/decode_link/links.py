@@ -13,7 +13,7 @@ from headrace.decode.v1 import decode_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.limits import LINK_STREAMS_MAX
 from headrace_common.process.pacing import LoopLoad
-from headrace_router.decode_link.answer import LinkedAnswer, TokenSink
+from headrace_router.decode_link.answer import AnswerEvent, LinkedAnswer, TokenSink
 from headrace_router.decode_link.link import DecodeLink
 
 # The next link presents the certificate and the token that are in force then.
@@ -28,7 +28,7 @@ class LinkedCall:
         self.answer = answer
         """What has arrived."""
 
-    async def read(self) -> decode_pb2.GenerateResponse:
+    async def read(self) -> AnswerEvent:
         """See LinkedAnswer."""
         return await self.answer.read()
 

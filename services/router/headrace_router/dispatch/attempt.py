@@ -18,6 +18,7 @@ from headrace_common.errors import HeadraceError, NotFound, ProtocolViolation, W
 from headrace_common.identity import new_transfer_id
 from headrace_common.telemetry.setup import Telemetry
 from headrace_kv.layout.layout import WorkerRef
+from headrace_router.decode_link.answer import AnswerEvent
 from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.dispatch.attempt_span import AttemptSpan
 from headrace_router.dispatch.decode_call import DecodeCall
@@ -249,23 +250,17 @@ class Attempt:
         """Adds the decode worker's tokens to the response until one of them ends it."""
         while True:
             event = await self._next_event(call)
-            kind = event.WhichOneof("event")
-            if kind == "tokens":
-                await self._add_batch(event.tokens)
+            if isinstance(event, decode_pb2.Tokens):
+                await self._add_batch(event)
                 if self._decode_generated:
                     # The prefill cannot fail any more, so only the end and errors need this task.
                     call.forward(self._response.take_tokens)
                 if self._response.stopped:
                     return self.outcome_of(sampling_pb2.FINISH_REASON_STOP)
-            elif kind == "finished":
-                finished = event.finished
-                return self._outcome(
-                    finished.reason, finished.cached_tokens, finished.transferred_tokens
-                )
+            elif isinstance(event, decode_pb2.Finished):
+                return self._outcome(event.reason, event.cached_tokens, event.transferred_tokens)
             else:
-                raise ProtocolViolation(
-                    f"{self.decode_worker} sent {kind or 'nothing'} after Reserved"
-                )
+                raise ProtocolViolation(f"{self.decode_worker} sent Reserved twice")
 
     async def _add_batch(self, tokens: decode_pb2.Tokens) -> None:
         if self._first_token_by == FROM_LOGITS and not self._response.started:
@@ -278,7 +273,7 @@ class Attempt:
             await self._response.add_tokens(tokens)
         self._received_tokens = self._response.started
 
-    async def _next_event(self, call: DecodeCall) -> decode_pb2.GenerateResponse:
+    async def _next_event(self, call: DecodeCall) -> AnswerEvent:
         """The next event of the decode worker. Raises the error of a prefill that fails before decode generates."""
         queued = self._queued
         if queued is None or self._decode_generated:

@@ -20,7 +20,7 @@ from headrace_common.errors import (
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.rpc.trace_context import metadata_with_trace
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.decode_link.answer import LinkedAnswer, TokenSink
+from headrace_router.decode_link.answer import AnswerEvent, LinkedAnswer, TokenSink
 from headrace_router.decode_link.links import DecodeLinks
 
 
@@ -47,7 +47,7 @@ class DecodeCall:
         self._waited_for = waited_for
         self._links = links
         self._call = links.open(request, deadline, context)
-        self._read_ahead: asyncio.Task[decode_pb2.GenerateResponse] | None = None
+        self._read_ahead: asyncio.Task[AnswerEvent] | None = None
 
     @property
     def answer(self) -> LinkedAnswer:
@@ -57,11 +57,11 @@ class DecodeCall:
     async def read_reservation(self) -> decode_pb2.Reserved:
         """The first event. Raises ProtocolViolation for any other event."""
         first = await self.read()
-        if first.WhichOneof("event") != "reserved":
+        if not isinstance(first, decode_pb2.Reserved):
             raise ProtocolViolation(f"{self._worker} did not begin with Reserved")
-        return first.reserved
+        return first
 
-    async def read(self) -> decode_pb2.GenerateResponse:
+    async def read(self) -> AnswerEvent:
         """The next event. Raises WorkerGone when the stream ends instead."""
         if self._read_ahead is None:
             return await self._read()
@@ -73,7 +73,7 @@ class DecodeCall:
         """From now on tokens may go to `sink` while `read` waits. See LinkedAnswer."""
         self._call.forward(sink)
 
-    def read_ahead(self) -> asyncio.Task[decode_pb2.GenerateResponse]:
+    def read_ahead(self) -> asyncio.Task[AnswerEvent]:
         """The read of the next event as a task, to wait for it beside other futures. `read` returns its event."""
         if self._read_ahead is None:
             self._read_ahead = asyncio.create_task(self._read())
@@ -106,7 +106,7 @@ class DecodeCall:
                 # Marks the exception as retrieved: asyncio would log it otherwise.
                 read.exception()
 
-    async def _read(self) -> decode_pb2.GenerateResponse:
+    async def _read(self) -> AnswerEvent:
         try:
             return await self._call.read()
         except HeadraceError as error:

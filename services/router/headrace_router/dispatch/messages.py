@@ -18,7 +18,7 @@ def decode_request(
     generated: tuple[int, ...],
     first_token: Policy = BY_DECODE,
 ) -> decode_pb2.GenerateRequest:
-    """The request to the chosen decode worker, without a ticket. `generated` is the completion so far."""
+    """The request to the chosen decode worker. `generated` is the completion so far."""
     call = base_request(
         *(request, transfer_id, generated),
         incarnation=decision.worker.ref.incarnation,

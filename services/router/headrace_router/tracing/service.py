@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -20,14 +20,12 @@ OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
 # An export has at most 512 spans. Nothing is parsed at once but a resource, which takes 34 ms at worst.
 EXPORT_BYTES_MAX: Final = 2 * 1024 * 1024
 
-SpanReceiver: TypeAlias = Callable[[SpanBatch], None]
-
 
 class SpanCollector:
-    """Passes the workers' spans to every receiver. Workers send every span to every router."""
+    """Passes the workers' spans on. Workers send every span to every router."""
 
-    def __init__(self, *receivers: SpanReceiver) -> None:
-        self._receivers = receivers
+    def __init__(self, receive: Callable[[SpanBatch], None]) -> None:
+        self._receive = receive
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds the service, with a bound on its messages that the generated code cannot express."""
@@ -46,8 +44,7 @@ class SpanCollector:
             )
         try:
             for batch in span_batches(export):
-                for receive in self._receivers:
-                    receive(batch)
+                self._receive(batch)
                 await asyncio.sleep(0)
         except DecodeError as error:
             raise InvalidRequest({"request": f"cannot be parsed ({error})"}) from error

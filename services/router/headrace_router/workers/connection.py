@@ -32,8 +32,6 @@ _STATUS_TIMEOUT_S = 3.0
 _IDLE_MARGIN_S = 2.0
 # The delay before the second try. See RetryDelay.
 _RECONNECT_S = 0.5
-# No tickets are granted for a worker for this long after its clock was set forward: it may be set again.
-_CLOCK_SET_PAUSE_S = 5.0
 
 
 class LoadReservation:
@@ -113,7 +111,6 @@ class WorkerConnection:
         self._status: worker_pb2.WatchStatusResponse | None = None
         self.clock = WorkerClock()
         self._noted_offset_s = 0.0
-        self._no_tickets_until_s = 0.0
         self._retired = False
         self._closing: asyncio.Task[None] | None = None
         self._watch = asyncio.create_task(self._watch_status())
@@ -146,19 +143,6 @@ class WorkerConnection:
             reachable=self._status is not None,
             draining=status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING,
         )
-
-    @property
-    def accepts_tickets(self) -> bool:
-        """Whether the worker has this router's key, and its clock is known and was not set forward just now."""
-        reports = self._status is not None and self.clock.known
-        return reports and time.monotonic() >= self._no_tickets_until_s
-
-    def external_request_count(self) -> int:
-        """How many requests the worker reports beyond those that this router placed there."""
-        if self._status is None:
-            return 0
-        reported = self._status.running_requests + self._status.waiting_requests
-        return max(0, reported - len(self._reservations))
 
     @property
     def distrusted(self) -> frozenset[WorkerRef]:
@@ -237,26 +221,11 @@ class WorkerConnection:
         self._status = status
         self._on_load(self)
 
-    def _read_clock(self, status: worker_pb2.WatchStatusResponse, request_ns: int | None) -> None:
-        """Updates the worker's clock. `request_ns` is set for the first message, by the monotonic clock."""
-        if not status.sent_unix_ns:
-            return
-        now_ns = time.monotonic_ns()
-        if request_ns is None:
-            set_forward_s = self.clock.received(status.sent_unix_ns, received_ns=now_ns)
-            if set_forward_s >= CLOCK_OFFSET_NOTED_S:
-                self._pause_tickets(set_forward_s)
-        else:
-            self.clock.answered(status.sent_unix_ns, request_ns=request_ns, received_ns=now_ns)
-        self._note_offset()
-
-    def _pause_tickets(self, set_forward_s: float) -> None:
-        self._no_tickets_until_s = time.monotonic() + _CLOCK_SET_PAUSE_S
-        _LOG.warning(
-            "the clock of decode worker %s was set forward by %.1f s, so it refuses tickets that it got before. It is "
-            "%.1f s ahead of this router's. For %g s, requests for this worker go through the router",
-            *(self.worker.ref, set_forward_s, self.clock.offset_s(), _CLOCK_SET_PAUSE_S),
-        )
+    def _read_clock(self, status: worker_pb2.WatchStatusResponse) -> None:
+        """Updates the worker's clock."""
+        if status.sent_unix_ns:
+            self.clock.received(status.sent_unix_ns, received_ns=time.monotonic_ns())
+            self._note_offset()
 
     def _note_offset(self) -> None:
         """Reports an offset that has changed."""
@@ -268,8 +237,8 @@ class WorkerConnection:
             _LOG.info("the clock of decode worker %s agrees with this router's", self.worker.ref)
             return
         _LOG.warning(
-            "the clock of decode worker %s is %.1f s %s this router's. Tickets allow for it, but times in traces and "
-            "logs are wrong: set the clocks of both hosts",
+            "the clock of decode worker %s is %.1f s %s this router's, so times in logs are wrong: set the clocks of "
+            "both hosts",
             *(self.worker.ref, abs(offset_s), "ahead of" if offset_s > 0 else "behind"),
         )
 
@@ -292,7 +261,6 @@ class WorkerConnection:
         Raises AioRpcError or TimeoutError when it breaks.
         """
         async with self._dials.turn(self._retry):
-            request_ns = time.monotonic_ns()
             self._interval_s = self._wanted_interval_s
             self._heard_s = asyncio.get_running_loop().time()
             request = worker_pb2.WatchStatusRequest(
@@ -301,11 +269,9 @@ class WorkerConnection:
             )
             call = worker_pb2_grpc.WorkerServiceStub(self.channel).WatchStatus(request)
             status = await self._next_status(call)
-        first_request_ns: int | None = request_ns
         while status is not None:
             self._retry.answered()
-            self._read_clock(status, first_request_ns)
-            first_request_ns = None
+            self._read_clock(status)
             self._set_status(status)
             if must_change(self._interval_s, self._wanted_interval_s):
                 call.cancel()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -156,20 +155,10 @@ class WorkerDirectory:
         connection = self._connections.get(ref)
         return None if connection is None else connection.worker
 
-    def external_request_count(self, ref: WorkerRef) -> int:
-        """Requests that a worker reports and this router has not placed there. 0 when the worker has left."""
-        connection = self._connections.get(ref)
-        return 0 if connection is None else connection.external_request_count()
-
     def distrusted(self, ref: WorkerRef) -> frozenset[WorkerRef]:
         """Prefill workers from which a decode worker rejects transfers."""
         connection = self._connections.get(ref)
         return frozenset() if connection is None else connection.distrusted
-
-    def unix_ns(self, worker_id: str, incarnation: str) -> int:
-        """A worker's wall clock now. This router's own when the worker has left or has not sent its time."""
-        connection = self._connections.get(WorkerRef(worker_id, incarnation))
-        return time.time_ns() if connection is None else connection.clock.unix_ns()
 
     def clock_offsets_s(self) -> dict[str, float]:
         """By worker id, how far the worker's wall clock is ahead of this router's."""
@@ -178,11 +167,6 @@ class WorkerDirectory:
             for ref, connection in self._connections.items()
             if connection.clock.known
         }
-
-    def accepts_tickets(self, ref: WorkerRef) -> bool:
-        """Whether a worker would accept a ticket of this router now."""
-        connection = self._connections.get(ref)
-        return connection is not None and connection.accepts_tickets
 
     def mark_unreachable(self, ref: WorkerRef) -> None:
         """A connection to the worker has broken. Placement prefers all others until it reports again."""
@@ -276,7 +260,6 @@ def worker_from_member(member: registry_pb2.Member) -> Worker:
     return Worker(
         ref=WorkerRef(member.worker_id, member.incarnation),
         endpoint=member.endpoint,
-        client_endpoint=member.client_endpoint,
         http_endpoint=member.http_endpoint,
         model=member.model,
         max_model_len=member.max_model_len,

@@ -20,7 +20,7 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """One incarnation of a decode worker, as it registered. Without a `client_endpoint`, clients cannot reach it."""
+    """One incarnation of a decode worker, as it registered."""
 
     ref: WorkerRef
     endpoint: str
@@ -28,7 +28,6 @@ class Worker:
     max_model_len: int
     max_num_seqs: int
     layout: KvLayout
-    client_endpoint: str = ""
     http_endpoint: str = ""
     """Of its OpenAI HTTP API. Empty: it has none."""
     adapters: frozenset[Adapter] = frozenset()

@@ -54,9 +54,6 @@ class _Servicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Route(self, request: Any, context: Any) -> inference_pb2.RouteResponse:
         raise NotImplementedError
 
-    async def Prefill(self, request: Any, context: Any) -> inference_pb2.PrefillResponse:
-        raise NotImplementedError
-
 
 class _Served:
     """`removed`: tenants of which no key is known any more."""

@@ -55,9 +55,6 @@ class _Servicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Route(self, request: Any, context: Any) -> inference_pb2.RouteResponse:
         raise NotImplementedError
 
-    async def Prefill(self, request: Any, context: Any) -> inference_pb2.PrefillResponse:
-        raise NotImplementedError
-
 
 @asynccontextmanager
 async def _served() -> AsyncIterator[tuple[_Gate, _Servicer, Any, Any]]:

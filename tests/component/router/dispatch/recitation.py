@@ -18,9 +18,7 @@ Ending: TypeAlias = Callable[[FakeDecode], Awaitable[Any]]
 def recite(token_count: int, then: Ending | None = None) -> Script:
     """Sends at most `token_count` tokens of the completion, then Finished or what `then` does."""
 
-    async def script(
-        worker: FakeDecode, request: decode_pb2.GenerateRequest
-    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+    async def script(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> AsyncIterator[Any]:
         start = request.generated_token_count
         yield reserved(request)
         if request.remote_prefill:
@@ -30,17 +28,13 @@ def recite(token_count: int, then: Ending | None = None) -> Script:
         for token in recited:
             logprob = sampling_pb2.TokenLogprobs(logprob=-token)
             logprobs = [logprob] if request.sampling.logprobs else []
-            yield decode_pb2.GenerateResponse(
-                tokens=decode_pb2.Tokens(token_ids=[token], logprobs=logprobs)
-            )
+            yield decode_pb2.Tokens(token_ids=[token], logprobs=logprobs)
         if then is not None:
             await worker.read_tokens.reach(earlier + len(recited))
             await then(worker)
         else:
-            yield decode_pb2.GenerateResponse(
-                finished=decode_pb2.Finished(
-                    reason=sampling_pb2.FINISH_REASON_LENGTH, cached_tokens=start + 3
-                )
+            yield decode_pb2.Finished(
+                reason=sampling_pb2.FINISH_REASON_LENGTH, cached_tokens=start + 3
             )
 
     return script

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
 from tests.component.router.fakes import (
     FakeDecode,
@@ -16,7 +15,6 @@ from tests.component.router.fakes import (
     hand_over,
     reply,
     text_of,
-    with_settings,
 )
 from tests.component.router.fakes.handoff import LAYOUT
 from tests.waiting import until
@@ -82,16 +80,3 @@ async def test_a_burst_during_one_reservation_keeps_the_limit_on_queue_wait(rig:
     # One prompt runs, and those follow that start within the limit.
     assert 4 <= len(prefill.tasks) - 1 <= 7
     assert len(decode.requests) == _PROMPTS + 1
-
-
-@with_settings(look_aside=True)
-async def test_a_ticket_counts_in_the_queue_until_its_prompt_arrives(rig: Rig) -> None:
-    _, prefill, _ = await _add_workers(rig)
-    request = inference_pb2.RouteRequest(request=inference_pb2.GenerateRequest(text="x" * 100))
-    routed = [await rig.stub.Route(request, timeout=5) for _ in range(_PROMPTS)]
-    remote = [route.direct for route in routed if route.remote_prefill]
-    assert 4 <= len(remote) <= 7
-    await rig.stub.Prefill(inference_pb2.PrefillRequest(direct=remote[0]), timeout=5)
-    assert len(prefill.tasks) == 2
-    # A ticket stops counting if its prompt does not arrive.
-    await until(lambda: rig.router.queue.estimate().wait_s == 0.0)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -14,10 +14,10 @@ from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.inference.v1 import adapter_pb2, first_token_pb2, sampling_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_common.client_config import ClientFacingConfig
+from headrace_common.config import ServiceConfig
 from headrace_common.errors import DecodeFull
 from headrace_common.identity import new_incarnation
-from headrace_common.rpc.server import ClientServices, GrpcServer
+from headrace_common.rpc.server import GrpcServer
 from headrace_common.rpc.status import reported_error, status_of
 from headrace_kv.layout.proto import layout_to_proto
 from tests.component.router.fakes.handoff import LAYOUT, Handoff
@@ -26,6 +26,7 @@ from tests.waiting import forever
 
 CONTEXT_TOKENS = 1_024
 
+Event: TypeAlias = decode_pb2.Reserved | decode_pb2.Tokens | decode_pb2.Finished
 Script = Callable[["FakeDecode", decode_pb2.GenerateRequest], AsyncIterator[Any]]
 
 
@@ -43,9 +44,10 @@ class FakeLink:
         for _ in range(tokens):
             self._credit[stream_id].release()
 
-    async def send(self, stream_id: int, event: decode_pb2.GenerateResponse) -> None:
-        for _ in event.tokens.token_ids:
-            await self._credit[stream_id].acquire()
+    async def send(self, stream_id: int, event: Event) -> None:
+        if isinstance(event, decode_pb2.Tokens):
+            for _ in event.token_ids:
+                await self._credit[stream_id].acquire()
         self.messages.put_nowait(linked(stream_id, event))
 
 
@@ -93,11 +95,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             max_num_seqs=8,
             start_unix_ns=time.time_ns(),
         )
-        config = ClientFacingConfig(insecure=True)
-        self._server = GrpcServer(config, (), ClientServices(()))
-        for server in (self._server.server, self._server.client_server):
-            assert server is not None
-            decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, server)
+        self._server = GrpcServer(ServiceConfig(insecure=True), ())
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self._server.server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, self._server.server)
 
     def announce(self, *adapters: adapter_pb2.Adapter) -> None:
@@ -109,7 +108,6 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
 
     async def start(self) -> FakeDecode:
         self.member.endpoint = await self._server.start()
-        self.member.client_endpoint = self._server.client_endpoint
         return self
 
     def change_member(self, **fields: Any) -> None:
@@ -138,18 +136,6 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         """Kills the worker from within a script, which never continues."""
         self.background.append(asyncio.create_task(self.kill()))
         await forever()
-
-    async def Generate(
-        self, request: decode_pb2.GenerateRequest, context: Any
-    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
-        self.requests.append(request)
-        self.metadata.append(dict(context.invocation_metadata()))
-        try:
-            async for event in self.script(self, request):
-                yield event
-        except (asyncio.CancelledError, GeneratorExit):
-            self.cancelled.add(request.transfer_id)
-            raise
 
     async def Link(
         self, request_iterator: AsyncIterator[decode_pb2.LinkRequest], context: Any
@@ -233,41 +219,37 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
             await self.reports.wait()
 
 
-def linked(stream_id: int, event: decode_pb2.GenerateResponse) -> decode_pb2.LinkResponse:
+def linked(stream_id: int, event: Event) -> decode_pb2.LinkResponse:
     """The message of a link with one event."""
     message = decode_pb2.LinkResponse()
-    match event.WhichOneof("event"):
-        case "reserved":
-            message.reserved.add(stream_id=stream_id, reserved=event.reserved)
-        case "tokens" if event.tokens.logprobs:
-            message.tokens_with_logprobs.add(stream_id=stream_id, tokens=event.tokens)
-        case "tokens":
+    match event:
+        case decode_pb2.Reserved():
+            message.reserved.add(stream_id=stream_id, reserved=event)
+        case decode_pb2.Tokens() if event.logprobs:
+            message.tokens_with_logprobs.add(stream_id=stream_id, tokens=event)
+        case decode_pb2.Tokens():
             message.tokens.stream_ids.append(stream_id)
-            message.tokens.token_counts.append(len(event.tokens.token_ids))
-            message.tokens.token_ids.extend(event.tokens.token_ids)
-        case "finished":
-            message.finished.add(stream_id=stream_id, finished=event.finished)
+            message.tokens.token_counts.append(len(event.token_ids))
+            message.tokens.token_ids.extend(event.token_ids)
+        case decode_pb2.Finished():
+            message.finished.add(stream_id=stream_id, finished=event)
     return message
 
 
-def reserved(request: decode_pb2.GenerateRequest, start: int = 0) -> decode_pb2.GenerateResponse:
+def reserved(request: decode_pb2.GenerateRequest, start: int = 0) -> decode_pb2.Reserved:
     has_maker = request.first_token != first_token_pb2.FIRST_TOKEN_POLICY_UNSPECIFIED
     end = len(request.token_ids) - (0 if has_maker else 1) if request.remote_prefill else start
-    return decode_pb2.GenerateResponse(
-        reserved=decode_pb2.Reserved(start_token=start, end_token=end)
-    )
+    return decode_pb2.Reserved(start_token=start, end_token=end)
 
 
-def tokens(text: str) -> decode_pb2.GenerateResponse:
-    return decode_pb2.GenerateResponse(tokens=decode_pb2.Tokens(token_ids=text.encode()))
+def tokens(text: str) -> decode_pb2.Tokens:
+    return decode_pb2.Tokens(token_ids=text.encode())
 
 
-def finished(request: decode_pb2.GenerateRequest) -> decode_pb2.GenerateResponse:
+def finished(request: decode_pb2.GenerateRequest) -> decode_pb2.Finished:
     transferred = len(request.token_ids) - 1 if request.remote_prefill else 0
-    return decode_pb2.GenerateResponse(
-        finished=decode_pb2.Finished(
-            reason=sampling_pb2.FINISH_REASON_LENGTH, transferred_tokens=transferred
-        )
+    return decode_pb2.Finished(
+        reason=sampling_pb2.FINISH_REASON_LENGTH, transferred_tokens=transferred
     )
 
 
@@ -279,7 +261,7 @@ def reply(text: str, *, after_first_token: bool = False) -> Script:
 
     async def script(
         worker: FakeDecode, request: decode_pb2.GenerateRequest
-    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+    ) -> AsyncIterator[Event]:
         yield reserved(request)
         if after_first_token:
             await worker.first_token_set.wait()
@@ -297,7 +279,7 @@ def reject(error: Exception) -> Script:
 
     async def script(
         worker: FakeDecode, request: decode_pb2.GenerateRequest
-    ) -> AsyncIterator[decode_pb2.GenerateResponse]:
+    ) -> AsyncIterator[Event]:
         raise error
         yield  # type: ignore[unreachable]
 
@@ -314,7 +296,7 @@ async def hang(worker: FakeDecode, request: decode_pb2.GenerateRequest) -> Async
 
 async def reserve_and_die(
     worker: FakeDecode, request: decode_pb2.GenerateRequest
-) -> AsyncIterator[decode_pb2.GenerateResponse]:
+) -> AsyncIterator[Event]:
     """Dies after Reserved."""
     yield reserved(request)
     await worker.die()

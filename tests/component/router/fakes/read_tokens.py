@@ -10,7 +10,6 @@ import grpc.aio
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from tests.waiting import until
 
-_Message = decode_pb2.GenerateResponse | decode_pb2.LinkResponse
 _Stub = decode_pb2_grpc.DecodeServiceStub
 
 
@@ -30,10 +29,7 @@ class ReadTokens:
         stub: _Stub = _Stub(counting)
         return stub
 
-    def _add(self, message: _Message) -> None:
-        if isinstance(message, decode_pb2.GenerateResponse):
-            self.count += len(message.tokens.token_ids)
-            return
+    def _add(self, message: decode_pb2.LinkResponse) -> None:
         self.count += len(message.tokens.token_ids)
         self.count += sum(len(one.tokens.token_ids) for one in message.tokens_with_logprobs)
 
@@ -49,9 +45,6 @@ class _CountingChannel:
         self._channel = channel
         self._on_message = on_message
         self.unary_unary = channel.unary_unary
-
-    def unary_stream(self, method: str, **options: Any) -> Any:
-        return self._channel.unary_stream(method, **self._reporting(options))
 
     def stream_stream(self, method: str, **options: Any) -> Any:
         return self._channel.stream_stream(method, **self._reporting(options))

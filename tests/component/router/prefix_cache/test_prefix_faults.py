@@ -40,9 +40,7 @@ async def test_a_worker_with_other_hashing_appears_in_warning_and_explanation(
     assert [record.getMessage() for record in caplog.records] == [
         f"{ref} gets no credit for its cache: {fault}"
     ]
-    route = inference_pb2.RouteRequest(
-        request=inference_pb2.GenerateRequest(text="a prompt"), explain=True
-    )
+    route = inference_pb2.RouteRequest(request=inference_pb2.GenerateRequest(text="a prompt"))
     routed = await rig.operator_stub.Route(route, timeout=5)
     shown = {one.worker_id: one.prefix_fault for one in routed.candidates}
     assert shown == {"d0": "", "d1": "", "d2": fault}

@@ -78,7 +78,6 @@ def test_a_member_has_its_place() -> None:
             role=registry_pb2.Member.ROLE_DECODE,
             ref=ref,
             endpoint="127.0.0.1:1",
-            client_endpoint="",
             http_endpoint="",
             engine=engine,
             start_unix_ns=1,

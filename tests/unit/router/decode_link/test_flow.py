@@ -112,18 +112,18 @@ class _Link:
             return False
         if event is None:
             return False
-        match event.WhichOneof("event"):
-            case "reserved":
+        match event:
+            case decode_pb2.Reserved():
                 assert not self.read_tokens[stream_id]
-                assert event.reserved.start_token == stream_id
-            case "tokens":
-                assert len(event.tokens.token_ids) <= self.window
-                self.read_tokens[stream_id] += event.tokens.token_ids
+                assert event.start_token == stream_id
+            case decode_pb2.Tokens():
+                assert len(event.token_ids) <= self.window
+                self.read_tokens[stream_id] += event.token_ids
                 if stream_id in _WITH_LOGPROBS:
-                    expected = [-float(token) for token in event.tokens.token_ids]
-                    assert [entry.logprob for entry in event.tokens.logprobs] == expected
-            case "finished":
-                assert event.finished.cached_tokens == stream_id
+                    expected = [-float(token) for token in event.token_ids]
+                    assert [entry.logprob for entry in event.logprobs] == expected
+            case decode_pb2.Finished():
+                assert event.cached_tokens == stream_id
                 self.read_ends[stream_id] = "finished"
         return True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -104,33 +103,6 @@ def test_running_sums_equal_sums_over_the_reservations(
     events: list[tuple[str, int, int]],
 ) -> None:
     run_virtually(lambda: _check(events))
-
-
-async def test_a_worker_accepts_tickets_while_it_reports_and_its_clock_is_known(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    connection = WorkerConnection(_WORKER, grpc.aio.insecure_channel, Dials(), lambda _: None, b"")
-
-    def accepts() -> bool:
-        return connection.accepts_tickets
-
-    try:
-        assert not accepts(), "the worker has not reported"
-        connection._set_status(worker_pb2.WatchStatusResponse())
-        assert not accepts(), "it has not sent its time"
-        now_ns = time.monotonic_ns()
-        connection.clock.answered(now_ns, request_ns=now_ns, received_ns=now_ns)
-        assert accepts()
-        forward = worker_pb2.WatchStatusResponse(sent_unix_ns=time.monotonic_ns() + 5 * 10**9)
-        connection._read_clock(forward, None)
-        assert not accepts(), "its clock was set forward"
-        assert "set forward by 5" in caplog.text
-        connection._no_tickets_until_s = 0.0
-        assert accepts()
-        connection._set_status(None)
-        assert not accepts(), "it may have forgotten the key"
-    finally:
-        await connection.close()
 
 
 class _SlowWorker:

@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from opentelemetry import trace
 
-from headrace.inference.v1 import priority_pb2
+from headrace.inference.v1 import latency_pb2, priority_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
-from headrace_common.errors import InvalidRequest, QueueFull
+from headrace_common.errors import (
+    DeadlineExceeded,
+    DuplicateTransfer,
+    InvalidRequest,
+    QueueFull,
+    WorkerGone,
+)
+from headrace_common.latency.steps import AttemptSteps
 from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
 from headrace_common.registry.adapters import Adapter, adapter_violations
 from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import salt_violations
-from headrace_router.dispatch.dispatcher import PolicySource
-from headrace_router.lookaside.prompts import DirectPrompts
-from headrace_router.lookaside.steps import task_steps
+from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.prefill_queue.queue import PrefillQueue
+from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome
 from headrace_router.tracing.request_span import trace_id_of
 from headrace_router.tracing.timeline import AttemptTimeline
 from headrace_router.tracing.worker_clocks import WorkerClocks
+from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Worker
 from headrace_text.codec import TextCodec
 
-_TRACEPARENT_CHARACTERS_MAX = 64
+_TRACEPARENT_CHARACTERS_MAX: Final = 64
+_PREFILLED_MAX: Final = 65_536
 
 
 class OwnPrompts:
-    """Checks a decode worker's prompt, and queues it."""
+    """Checks a decode worker's prompt, and queues each transfer once."""
 
     def __init__(
         self,
-        prompts: DirectPrompts,
+        workers: WorkerDirectory,
         queue: PrefillQueue,
+        dispatcher: RequestDispatcher,
         policy: PolicySource,
         codecs: Mapping[str, TextCodec],
         start_trace: Callable[[str, str, int], None],
@@ -47,20 +59,26 @@ class OwnPrompts:
         default_deadline_s: float,
     ) -> None:
         """`start_trace` gets the trace id, the request id and the arrival of each prompt."""
-        self._prompts = prompts
+        self._workers = workers
         self._queue = queue
+        self._dispatcher = dispatcher
         self._policy = policy
         self._codecs = codecs
         self._start_trace = start_trace
         self._clocks = clocks
         self._default_deadline_s = default_deadline_s
+        self._prefilled: OrderedDict[str, None] = OrderedDict()
 
     async def hand_over(
         self, request: prefill_pb2.EnqueueRequest, remaining_s: float | None
     ) -> prefill_pb2.EnqueueResponse:
-        """Queues a prompt, and returns once its KV cache was handed over. Raises as DirectPrompts does."""
+        """Queues a prompt, and returns once its KV cache was handed over.
+
+        Raises InvalidRequest, DuplicateTransfer on a repeated call, QueueFull, WorkerGone, DeadlineExceeded, or the
+        error of the prefill worker. Cancellation cancels the task.
+        """
         arrival_ns = time.monotonic_ns()
-        worker = self._prompts.worker(WorkerRef(request.worker_id, request.incarnation))
+        worker = self._worker(WorkerRef(request.worker_id, request.incarnation))
         codec = self._codecs.get(worker.model)
         violations = _violations(request, worker, codec.vocabulary_size if codec else 0)
         if violations:
@@ -72,26 +90,42 @@ class OwnPrompts:
         span = trace.get_current_span(context_from_traceparent(request.traceparent))
         if span.get_span_context().is_valid:
             self._start_trace(trace_id_of(span), request.request_id, time.time_ns())
-        task = prefill_pb2.PrefillTask(
-            transfer_id=request.transfer_id,
-            request_id=request.request_id,
-            token_ids=request.token_ids[:-1],
-            start_token=request.start_token,
-            decode_worker_id=worker.ref.worker_id,
-            decode_incarnation=worker.ref.incarnation,
-            decode_endpoint=worker.endpoint,
-            traceparent=request.traceparent,
-            cache_salt=request.cache_salt,
-            adapter=request.adapter if request.HasField("adapter") else None,
+        self._reject_repeated(request.transfer_id)
+        terms = self._dispatcher.task_terms(
+            *(worker, tuple(request.token_ids), request.cache_salt, deadline), priority=priority
         )
+        queued = self._queue.enqueue(_task_of(request, worker), layout=worker.layout, terms=terms)
         timeline = AttemptTimeline(self._clocks)
-        response = await self._prompts.hand_over(
-            *(task, tuple(request.token_ids), worker, deadline, timeline),
-            priority=priority,
+        timeline.queued(queued)
+        outcome = await _ended(queued, deadline)
+        if outcome.error is not None:
+            raise outcome.error
+        done = outcome.done or prefill_pb2.TaskDone()
+        return prefill_pb2.EnqueueResponse(
+            worker_id=queued.worker.worker_id if queued.worker is not None else "",
+            cached_tokens=done.cached_tokens,
+            payload_bytes=done.payload_bytes,
+            steps=_steps(timeline.collect(), arrival_ns) if request.include_latency else None,
         )
-        if request.include_latency:
-            response.steps.CopyFrom(task_steps(timeline.collect(), arrival_ns))
-        return response
+
+    def _worker(self, ref: WorkerRef) -> Worker:
+        """A live decode worker. Raises WorkerGone."""
+        worker = self._workers.worker(ref)
+        if worker is None:
+            raise WorkerGone(
+                f"decode worker {ref.worker_id} has left", metadata={"worker_id": ref.worker_id}
+            )
+        return worker
+
+    def _reject_repeated(self, transfer_id: str) -> None:
+        if transfer_id in self._prefilled:
+            raise DuplicateTransfer(
+                f"the prompt of {transfer_id} was queued before",
+                metadata={"transfer_id": transfer_id},
+            )
+        self._prefilled[transfer_id] = None
+        if len(self._prefilled) > _PREFILLED_MAX:
+            self._prefilled.popitem(last=False)
 
     def _reject_slow_queue(self, worker: Worker, priority: Priority) -> None:
         policy = self._policy.policy
@@ -105,6 +139,60 @@ class OwnPrompts:
                 "the prompt on the decode worker",
                 metadata={"queue": "prefill"},
             )
+
+
+def _task_of(request: prefill_pb2.EnqueueRequest, worker: Worker) -> prefill_pb2.PrefillTask:
+    """The task, without the last token, which decode computes."""
+    return prefill_pb2.PrefillTask(
+        transfer_id=request.transfer_id,
+        request_id=request.request_id,
+        token_ids=request.token_ids[:-1],
+        start_token=request.start_token,
+        decode_worker_id=worker.ref.worker_id,
+        decode_incarnation=worker.ref.incarnation,
+        decode_endpoint=worker.endpoint,
+        traceparent=request.traceparent,
+        cache_salt=request.cache_salt,
+        adapter=request.adapter if request.HasField("adapter") else None,
+    )
+
+
+async def _ended(queued: QueuedTask, deadline: Deadline) -> TaskOutcome:
+    """The outcome of a task, which ends with this call at the latest. Raises DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(deadline.remaining_s()):
+            return await asyncio.shield(queued.outcome)
+    except TimeoutError:
+        what = "a prefill worker"
+        raise DeadlineExceeded(
+            f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
+        ) from None
+    finally:
+        # Has no effect on a task that has ended.
+        queued.cancel()
+
+
+def _steps(attempt: AttemptSteps, arrival_ns: int) -> latency_pb2.TaskSteps:
+    """The steps of an Enqueue call until now."""
+    arrival_us = arrival_ns // 1_000
+
+    def after_us(time_us: int | None) -> int:
+        return 0 if time_us is None else max(1, time_us - arrival_us)
+
+    prefill = attempt.prefill
+    steps = latency_pb2.TaskSteps(
+        queued_us=after_us(attempt.queued),
+        pulled_us=after_us(attempt.pulled),
+        sent_us=after_us(time.monotonic_ns() // 1_000),
+        clock_error_us=attempt.error_us,
+    )
+    if prefill is not None:
+        steps.received_us = after_us(prefill.received)
+        steps.compute_start_us = after_us(prefill.compute_start)
+        steps.compute_end_us = after_us(prefill.compute_end)
+        steps.first_write_us = after_us(prefill.first_write)
+        steps.last_write_us = after_us(prefill.last_write)
+    return steps
 
 
 def _violations(

@@ -1,1 +1,0 @@
-"""Look-aside requests: tickets, and tracking of direct requests."""
