@@ -43,6 +43,7 @@ class LinkedCall:
         self._opened = decode_pb2.LinkRequest(opens=[opened])
         self._call: Any = decode_pb2_grpc.DecodeServiceStub(channel).Link(self._requests())
         self._events: deque[LinkedEvent | HeadraceError] = deque()
+        self._is_finished = False
 
     async def _requests(self) -> AsyncIterator[decode_pb2.LinkRequest]:
         yield self._opened
@@ -52,6 +53,10 @@ class LinkedCall:
 
     async def __anext__(self) -> LinkedEvent:
         while not self._events:
+            if self._is_finished:
+                # A link outlives its requests.
+                self.cancel()
+                raise StopAsyncIteration
             try:
                 message = await self._call.read()
             except grpc.aio.AioRpcError as error:
@@ -82,3 +87,4 @@ class LinkedCall:
             LinkedEvent("finished", finished=one.finished) for one in message.finished
         )
         self._events.extend(error_from_status(one.status) for one in message.failures)
+        self._is_finished = bool(message.finished)
