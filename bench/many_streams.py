@@ -76,8 +76,7 @@ async def deployed(folder: Path, model: str, streams: int) -> AsyncIterator[Depl
                 *("decode", f"--worker-id=decode-{number}", "--engine=sim"),
                 *(f"--registry={here}", f"--model={model}", "--served-model=sim"),
                 *(f"--max-num-seqs={streams}", f"--num-gpu-blocks-override={streams * 8}"),
-                *("--max-num-batched-tokens=65536", "--listen=127.0.0.1:0"),
-                "--internal-listen=127.0.0.1:0",
+                *("--max-num-batched-tokens=65536", "--internal-listen=127.0.0.1:0"),
                 name=f"decode-{number}",
             )
             for number in range(2)

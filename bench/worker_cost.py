@@ -90,7 +90,6 @@ async def deployed(
         decodes = [
             await services.start(
                 *("decode", f"--worker-id=decode-{number}", *engine, *room, *more),
-                "--listen=127.0.0.1:0",
                 name=f"decode-{number}",
             )
             for number in range(2)
