@@ -25,7 +25,6 @@ async def start_workers(
         *(f"--registry={registry}", *flags),
         *("--engine=sim", f"--model={_MODEL}", f"--served-model={SERVED_MODEL}"),
         "--internal-listen=127.0.0.1:0",
-        *(("--listen=",) if role == "decode" else ()),
         name=name,
     )
 
