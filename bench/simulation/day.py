@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.simulation.make_trace import DAY_S, day_entries
+from bench.simulation.oracle import OracleDecisions
 from headrace_planner.files import read_profile
 from headrace_planner.profile import WorkerProfile
 from headrace_planner.settings import BudgetSettings, GoalSettings, PlannerSettings
@@ -60,13 +61,17 @@ def day_settings(scaling: Scaling, prefill: int, decode: int) -> SimulationSetti
 
 def run(name: str, profile: WorkerProfile, trace: Sequence[TraceRequest]) -> dict[str, Any]:
     """One run: "planner", "oracle", or a split such as "4:12"."""
-    if name in (Scaling.PLANNER, Scaling.ORACLE):
-        settings = day_settings(Scaling(name), 1, 1)
+    decide = None
+    if name == "planner":
+        settings = day_settings(Scaling.PLANNER, 1, 1)
+    elif name == "oracle":
+        settings = day_settings(Scaling.FIXED, 1, 1)
+        decide = OracleDecisions(settings.scaling, profile, trace)
     else:
         prefill, decode = map(int, name.split(":"))
         settings = day_settings(Scaling.FIXED, prefill, decode)
     start_s = time.perf_counter()
-    result = simulate(settings, profile, trace)
+    result = simulate(settings, profile, trace, decide)
     took_s = time.perf_counter() - start_s
     print(
         f"{name}: {result.attainment:.1%} reached the goals (TTFT {result.ttft_attainment:.1%}, ITL "

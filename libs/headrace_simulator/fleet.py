@@ -51,11 +51,6 @@ class Fleet:
         return WorkerCounts(len(self.prefill), len(self.decode))
 
     @property
-    def is_changing(self) -> bool:
-        """Whether workers start or drain."""
-        return any(self._starting.values()) or bool(self._draining)
-
-    @property
     def is_starting(self) -> bool:
         """Whether workers start."""
         return any(self._starting.values())

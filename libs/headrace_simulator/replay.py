@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from headrace_common.errors import ConfigError, HeadraceError
 from headrace_planner.observation import PlannedRole
 from headrace_planner.profile import WorkerProfile
-from headrace_simulator.autoscaler import Autoscaler, Decide, OracleDecisions, PlannerDecisions
+from headrace_simulator.autoscaler import Autoscaler, Decide, PlannerDecisions
 from headrace_simulator.cost import CostModel
 from headrace_simulator.fleet import Fleet
 from headrace_simulator.job import RequestOutcome
@@ -29,10 +29,14 @@ from headrace_simulator.virtual_time import run_virtually
 
 
 def simulate(
-    settings: SimulationSettings, profile: WorkerProfile, trace: Sequence[TraceRequest]
+    settings: SimulationSettings,
+    profile: WorkerProfile,
+    trace: Sequence[TraceRequest],
+    decide: Decide | None = None,
 ) -> SimulationResult:
     """Replays the trace in virtual time. Equal arguments give equal results.
 
+    `decide` changes the numbers of workers in place of `settings.scaling.scaling`.
     Raises ConfigError for a profile that lacks the size of a worker's KV memory.
     """
     if profile.kv_tokens < 1 or profile.max_num_seqs < 1:
@@ -40,17 +44,23 @@ def simulate(
             "a simulation needs kv_tokens and max_num_seqs in the profile: `headrace profile` writes them",
             metadata={"field": "profile"},
         )
-    return run_virtually(lambda: _Replay(settings, profile, trace).run())
+    return run_virtually(lambda: _Replay(settings, profile, trace, decide).run())
 
 
 class _Replay:
     def __init__(
-        self, settings: SimulationSettings, profile: WorkerProfile, trace: Sequence[TraceRequest]
+        self,
+        settings: SimulationSettings,
+        profile: WorkerProfile,
+        trace: Sequence[TraceRequest],
+        decide: Decide | None,
     ) -> None:
         cost = CostModel(profile)
         self._settings = settings
-        self._profile = profile
         self._trace = trace
+        if decide is None and settings.scaling.scaling is Scaling.PLANNER:
+            decide = PlannerDecisions(settings.scaling.planner, profile)
+        self._decide = decide
         self._loop = asyncio.get_running_loop()
         self._router = SimulatedRouter(settings, cost)
         self._fleet = Fleet(settings, cost, self._router)
@@ -84,15 +94,10 @@ class _Replay:
             self._autoscaler.request_ended(outcome)
 
     def _start_scaling(self) -> asyncio.Task[None] | None:
-        scaling = self._settings.scaling
-        decide: Decide
-        if scaling.scaling is Scaling.PLANNER:
-            decide = PlannerDecisions(scaling.planner, self._profile)
-        elif scaling.scaling is Scaling.ORACLE:
-            decide = OracleDecisions(scaling, self._profile, self._trace)
-        else:
+        if self._decide is None:
             return None
-        self._autoscaler = Autoscaler(scaling, self._fleet, self._router, decide)
+        scaling = self._settings.scaling
+        self._autoscaler = Autoscaler(scaling, self._fleet, self._router, self._decide)
         return self._loop.create_task(self._autoscaler.run())
 
     def _result(self, duration_s: float) -> SimulationResult:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from random import Random
-from typing import Final, TypeVar
+from typing import Final
 
 from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.callers.priority import Priority
+from headrace_common.deadlines import Deadline
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker
-from headrace_frontend.admission.fair_share import CapacityRequest, FairPool, Grant
+from headrace_frontend.admission.admission import Admission, AdmissionLimits
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.prefix.hashing import prefix_hasher
@@ -51,11 +50,10 @@ LAYOUT: Final = KvLayout.attention(
 )
 _HASH_KEY: Final = 1
 _TENANT: Final = ""
-_QUEUED_TASKS_MAX: Final = 1_000_000
+_REQUESTS_MAX: Final = 1_000_000
 # No request has a deadline in a simulation.
 _REMAINING_S: Final = 1e9
 _AWARE: Final = (Way.KV_AWARE, Way.KV_AWARE_TIERS)
-_T = TypeVar("_T")
 
 
 class RoundRobin(Placement):
@@ -80,90 +78,11 @@ class RoundRobin(Placement):
         return self._inner.choose(replace(request, failed=request.failed | others), candidates)
 
 
-class _DecodeSlots:
-    """The slots of all decode workers, in the pool that a router has for them."""
-
-    def __init__(self) -> None:
-        self._pool = FairPool(1, dict, queue_above_share=True)
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait for a slot."""
-        return self._pool.waiting
-
-    def resize(self, slots: int) -> None:
-        """The decode workers have so many slots now."""
-        self._pool.resize(max(1, slots))
-
-    @asynccontextmanager
-    async def holding(self, priority: Priority) -> AsyncIterator[None]:
-        """A slot over the block, after a wait for it."""
-        granted = asyncio.Event()
-        grant = self._pool.acquire(CapacityRequest(_TENANT, 1, granted.set, priority))
-        if grant is Grant.WAITING:
-            await granted.wait()
-        try:
-            yield
-        finally:
-            self._pool.release(_TENANT, 1, priority)
-
-
-class _RoomQueue:
-    """Requests with a slot that no decode worker has blocks for. In each class, the oldest is first.
-
-    The first of every class may try. Admission of the decode workers decides between classes.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: dict[Priority, deque[asyncio.Future[None]]] = {
-            priority: deque() for priority in Priority
-        }
-
-    @property
-    def waiting(self) -> int:
-        """Requests that wait."""
-        return sum(map(len, self._waiting.values()))
-
-    async def first(self, priority: Priority, attempt: Callable[[], _T | None]) -> _T:
-        """What `attempt` returns, once it is not None. It is called whenever it may succeed."""
-        try:
-            return await self._first(priority, attempt)
-        finally:
-            # One release may have made room for several requests.
-            self.wake()
-
-    def wake(self) -> None:
-        """Lets the oldest request of each class try again."""
-        for waiting in self._waiting.values():
-            while waiting:
-                turn = waiting.popleft()
-                if not turn.done():
-                    turn.set_result(None)
-                    break
-
-    async def _first(self, priority: Priority, attempt: Callable[[], _T | None]) -> _T:
-        waiting = self._waiting[priority]
-        is_first = not waiting
-        while True:
-            if is_first:
-                result = attempt()
-                if result is not None:
-                    return result
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            if is_first:
-                # It has waited longest.
-                waiting.appendleft(turn)
-            else:
-                waiting.append(turn)
-            await turn
-            is_first = True
-
-
 class SimulatedRouter:
     """Serves one model. `jobs` has the jobs that are under way, by transfer id."""
 
     def __init__(self, settings: SimulationSettings, cost: CostModel) -> None:
-        self.queue = PrefillQueue(_QUEUED_TASKS_MAX, sign=lambda task, ref, layout_hash: b"")
+        self.queue = PrefillQueue(_REQUESTS_MAX, sign=lambda task, ref, layout_hash: b"")
         self.jobs: dict[str, Job] = {}
         self._cost = cost
         self._is_aware = settings.way in _AWARE
@@ -174,8 +93,13 @@ class SimulatedRouter:
         self._hasher = prefix_hasher(_HASH_KEY, MODEL, BLOCK_TOKENS)
         self._workers: dict[WorkerRef, SimulatedDecodeWorker] = {}
         self._table = LoadTable(())
-        self._slots = _DecodeSlots()
-        self._room = _RoomQueue()
+        limits = AdmissionLimits(_REQUESTS_MAX, _REQUESTS_MAX, wait_s=_REMAINING_S)
+        self._admission = Admission(limits, dict)
+        # Of the requests with a slot, the oldest of each class waits for blocks, and the others for it. When the load
+        # changes, the highest class tries first. Admission of the decode workers keeps the shares of the others.
+        self._turns = {priority: asyncio.Lock() for priority in Priority}
+        self._load_changes = {priority: asyncio.Event() for priority in Priority}
+        self._without_blocks = 0
 
     @property
     def index(self) -> PrefixIndex:
@@ -185,7 +109,7 @@ class SimulatedRouter:
     @property
     def waiting_requests(self) -> int:
         """Requests that no decode worker has room for."""
-        return self._slots.waiting + self._room.waiting
+        return self._admission.waiting + self._without_blocks
 
     def new_job(self, request: TraceRequest) -> Job:
         """The job of a request that arrives now."""
@@ -198,20 +122,28 @@ class SimulatedRouter:
         self._table = LoadTable(one.worker for one in self._workers.values())
         for ref, one in self._workers.items():
             self._table.set(ref, one.load())
-        self._slots.resize(sum(one.worker.max_num_seqs for one in self._workers.values()))
-        self._room.wake()
+        slots = sum(one.worker.max_num_seqs for one in self._workers.values())
+        self._admission.resize_slots(MODEL, slots)
+        self._load_changed()
 
     def update_load(self, worker: SimulatedDecodeWorker) -> None:
         """The load of a decode worker has changed."""
         if worker.worker.ref in self._table:
             self._table.set(worker.worker.ref, worker.load())
-        self._room.wake()
+        self._load_changed()
+
+    def _load_changed(self) -> None:
+        for change in self._load_changes.values():
+            change.set()
 
     async def serve(self, job: Job) -> None:
         """Runs a request to its end. Raises HeadraceError when it can never fit."""
         self.jobs[job.transfer_id] = job
         try:
-            async with self._slots.holding(job.priority):
+            deadline = Deadline.after(_REMAINING_S)
+            permit = await self._admission.admit(_TENANT, deadline, job.priority)
+            with self._admission.holding(permit):
+                await permit.acquire_slot(MODEL)
                 await self._serve(job)
         finally:
             del self.jobs[job.transfer_id]
@@ -228,7 +160,15 @@ class SimulatedRouter:
 
     async def _reserve(self, job: Job) -> tuple[Decision, SimulatedDecodeWorker, int]:
         """The decision, its worker, and the prompt tokens that the worker has cached. Waits for room."""
-        return await self._room.first(job.priority, lambda: self._try_workers(job))
+        self._without_blocks += 1
+        try:
+            async with self._turns[job.priority]:
+                while (reservation := self._try_workers(job)) is None:
+                    self._load_changes[job.priority].clear()
+                    await self._load_changes[job.priority].wait()
+                return reservation
+        finally:
+            self._without_blocks -= 1
 
     def _try_workers(self, job: Job) -> tuple[Decision, SimulatedDecodeWorker, int] | None:
         refused: frozenset[WorkerRef] = frozenset()

@@ -38,8 +38,6 @@ class Scaling(StrEnum):
 
     FIXED = "fixed"
     PLANNER = "planner"
-    ORACLE = "oracle"
-    """The planner's formulas with the requests that will arrive, instead of a prediction."""
 
 
 class _Settings(BaseModel):

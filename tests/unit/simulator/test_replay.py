@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from bench.simulation.make_trace import Conversations, conversation_entries
+from bench.simulation.oracle import OracleDecisions
 from headrace_common.errors import ConfigError
 from headrace_planner.profile import WorkerProfile
 from headrace_planner.settings import BudgetSettings, GoalSettings, PlannerSettings
@@ -133,16 +134,22 @@ def scaled(scaling: Scaling) -> dict[str, Any]:
     return {"scaling": settings, "ttft_s": 2.0, "itl_s": 0.05}
 
 
+def with_oracle(trace: list[TraceRequest]) -> SimulationResult:
+    settings = SimulationSettings(**scaled(Scaling.FIXED))
+    return simulate(settings, PROFILE, trace, OracleDecisions(settings.scaling, PROFILE, trace))
+
+
 def rising_load() -> list[TraceRequest]:
     """Two minutes with little load, five with much, then five with little."""
     times = [*range(0, 120, 10), *(120 + number / 3 for number in range(900)), *range(420, 720, 10)]
     return [request(number, float(at)) for number, at in enumerate(times)]
 
 
-@pytest.mark.parametrize("scaling", [Scaling.PLANNER, Scaling.ORACLE])
-def test_workers_follow_the_load(scaling: Scaling) -> None:
+@pytest.mark.parametrize("decisions", ["planner", "oracle"])
+def test_workers_follow_the_load(decisions: str) -> None:
     trace = rising_load()
-    result = replay(*trace, **scaled(scaling))
+    planned = decisions == "planner"
+    result = replay(*trace, **scaled(Scaling.PLANNER)) if planned else with_oracle(trace)
     most = max(change.prefill_workers for change in result.changes)
     last = result.changes[-1]
     assert most >= 4
@@ -157,7 +164,7 @@ def test_workers_follow_the_load(scaling: Scaling) -> None:
 
 def test_the_oracle_is_ready_when_the_load_comes() -> None:
     trace = rising_load()
-    oracle = replay(*trace, **scaled(Scaling.ORACLE))
+    oracle = with_oracle(trace)
     planner = replay(*trace, **scaled(Scaling.PLANNER))
     assert oracle.attainment >= planner.attainment
     assert oracle.changes[0].time_s <= 120.0
@@ -169,8 +176,6 @@ def test_a_profile_without_the_size_of_a_worker_is_refused() -> None:
 
 
 def test_a_drained_worker_completes_what_it_has() -> None:
-    result = replay(
-        *(replace(one, answer_tokens=200) for one in rising_load()), **scaled(Scaling.ORACLE)
-    )
+    result = with_oracle([replace(one, answer_tokens=200) for one in rising_load()])
     assert not result.failures
     assert result.requests == len(rising_load())
