@@ -29,13 +29,14 @@ from headrace_cli.up.topology import ProcessSpec, Topology
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.proto import sampling_from_proto
-from headrace_engine.sim.clock_control import ClockController
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import SimSettings
 from tests.channels import operator_channel
 from tests.fork_server import forking
 from tests.freezing import freeze, thaw
 from tests.ports import free_port
+from tests.sim_clock import ClockController
+from tests.suite.stepped_worker import stepping
 from tests.waiting import until
 
 VOCABULARY = 32_000
@@ -383,12 +384,14 @@ async def stepped_suite(
     """
     async with AsyncExitStack() as held:
         clock = await held.enter_async_context(ClockController(folder / "clock"))
-        stepped = tuple(
-            (role, name, f"{value},clock={clock.path}" if name == "model" else value)
-            for role, name, value in settings
-        )
-        async with suite(folder, sim=None, spawning=None, settings=stepped, **topology) as it:
-            roles = {role for role, name, _ in settings if name == "model"}
+        roles = {role for role, name, _ in settings if name == "model"}
+
+        def spawning(spawn: Spawn) -> Spawn:
+            return stepping(spawn, clock.path, *roles)
+
+        async with suite(
+            folder, sim=None, spawning=spawning, settings=tuple(settings), **topology
+        ) as it:
             names = [child.spec.name for child in it.deployment.children]
             await clock.wait_connected(sum(name.partition("-")[0] in roles for name in names))
             try:

@@ -17,7 +17,7 @@ from headrace_common.callers.priority import Priority
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import FirstTokenLate, PermissionDenied
 from headrace_common.telemetry import schema
-from headrace_engine.sim.clock_control import ClockController
+from tests.sim_clock import ClockController
 from tests.suite.deployment import (
     Outcome,
     Suite,

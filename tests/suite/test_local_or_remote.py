@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headrace.inference.v1 import inference_pb2
 from headrace_cli.commands.policy import set_policy
-from headrace_engine.sim.clock_control import ClockController
+from tests.sim_clock import ClockController
 from tests.suite.deployment import (
     Outcome,
     Suite,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import DecodeFull, QueueFull
-from headrace_engine.sim.clock_control import ClockController
+from tests.sim_clock import ClockController
 from tests.suite.deployment import Suite, advance_until_done, prompt_of, stepped_suite
 from tests.waiting import until
 

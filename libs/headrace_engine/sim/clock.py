@@ -1,124 +1,21 @@
-"""The time of simulated computing: the event loop's, or one that a test advances."""
+"""The time of simulated computing."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
-from abc import ABC, abstractmethod
-from typing import Any
-
-# A task that a step wakes may need a few turns of the event loop to wake another one.
-_SETTLE_TURNS = 8
-# Due times are sums of fractions of a step.
-_ROUNDING_S = 1e-9
 
 
-class SimClock(ABC):
-    """Seconds since an arbitrary start. One event loop uses it; several engines may share it."""
+class SimClock:
+    """The time of the running event loop in seconds. A test may give an engine a clock that it advances itself."""
 
-    async def start(self) -> None:  # noqa: B027 - most clocks need no start
-        """Called once, before the first use. Raises ConfigError when the clock cannot run."""
-
-    async def close(self) -> None:  # noqa: B027 - most clocks hold nothing
-        """Called once, after the last use."""
-
-    @abstractmethod
     def now_s(self) -> float:
         """The current time."""
+        return asyncio.get_running_loop().time()
 
-    @abstractmethod
     async def sleep_until(self, due_s: float) -> None:
         """Returns when the time is `due_s` or later. Always lets other tasks run."""
+        await asyncio.sleep(max(0.0, due_s - self.now_s()))
 
     async def wait(self, event: asyncio.Event) -> None:
         """Waits for an event that does not depend on this clock."""
         await event.wait()
-
-
-class EventLoopClock(SimClock):
-    """The real time of the running event loop."""
-
-    def now_s(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    async def sleep_until(self, due_s: float) -> None:
-        await asyncio.sleep(max(0.0, due_s - self.now_s()))
-
-
-class ManualClock(SimClock):
-    """Stands still but for `advance`, which runs exactly the simulated steps that end in that time.
-
-    A test gives one to `SimEngine(clock=...)`, or one to several engines:
-
-        clock = ManualClock()
-        engine = SimEngine(config, descriptors, clock=clock)   # sim:decode_step_s=1
-        ...
-        await clock.advance(3)     # three decode steps, however fast or slow the machine is
-
-    Only simulated computing takes its time from the clock. Transfers, deadlines and time stamps are
-    real, so a test still waits for the events that depend on them.
-    """
-
-    def __init__(self) -> None:
-        self._now_s = 0.0
-        self._order = itertools.count()
-        self._sleepers: list[tuple[float, int, asyncio.Future[None], asyncio.Task[Any]]] = []
-        # Tasks that a due time or an event woke, and that have not begun to wait again.
-        self._running: set[asyncio.Task[Any]] = set()
-
-    def now_s(self) -> float:
-        return self._now_s
-
-    @property
-    def next_due_s(self) -> float | None:
-        """The earliest time that a task sleeps until; None when no task sleeps."""
-        while self._sleepers and self._sleepers[0][2].done():
-            heapq.heappop(self._sleepers)
-        return self._sleepers[0][0] if self._sleepers else None
-
-    async def sleep_until(self, due_s: float) -> None:
-        if due_s <= self._now_s:
-            await asyncio.sleep(0)
-            return
-        task = _current_task()
-        wakeup = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._sleepers, (due_s, next(self._order), wakeup, task))
-        self._running.discard(task)
-        await wakeup
-
-    async def wait(self, event: asyncio.Event) -> None:
-        task = _current_task()
-        self._running.discard(task)
-        await event.wait()
-        self._running.add(task)
-
-    async def advance(self, seconds: float) -> None:
-        """Moves the time on, from one due time to the next, and returns when all step loops wait again."""
-        await self.advance_to(self._now_s + seconds)
-
-    async def advance_to(self, target_s: float) -> None:
-        """As `advance`, to a time. A time in the past changes nothing."""
-        await self._settle()
-        while (due_s := self.next_due_s) is not None and due_s <= target_s + _ROUNDING_S:
-            _, _, wakeup, task = heapq.heappop(self._sleepers)
-            self._now_s = max(self._now_s, due_s)
-            self._running.add(task)
-            wakeup.set_result(None)
-            await self._settle()
-        self._now_s = max(self._now_s, target_s)
-
-    async def _settle(self) -> None:
-        """Returns when every task that uses the clock waits."""
-        while True:
-            for _ in range(_SETTLE_TURNS):
-                await asyncio.sleep(0)
-            self._running = {task for task in self._running if not task.done()}
-            if not self._running:
-                return
-
-
-def _current_task() -> asyncio.Task[Any]:
-    task = asyncio.current_task()
-    assert task is not None
-    return task

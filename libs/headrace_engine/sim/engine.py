@@ -35,7 +35,6 @@ from headrace_engine.sim.cache.lower_tiers import SimLowerTiers, open_lower_tier
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.clock import SimClock
-from headrace_engine.sim.clock_control import open_clock
 from headrace_engine.sim.faults import SimFaults
 from headrace_engine.sim.model.logits import logits_bytes
 from headrace_engine.sim.model.model import SimModel
@@ -119,7 +118,7 @@ class SimEngine(Engine):
                 "a corrupted byte is found only with verify=on: omit verify=off",
                 metadata={"field": "model.verify", "value": "off"},
             )
-        self._clock = clock or open_clock(self._shape.settings.clock)
+        self._clock = clock or SimClock()
         self.model = SimModel(self._shape.settings)
         self.logits_bytes = logits_bytes(self.model.vocabulary)
         self.adapters = self._shape.settings.adapters
@@ -133,7 +132,6 @@ class SimEngine(Engine):
 
     async def start(self) -> None:
         shape, config = self._shape, self._config
-        await self._clock.start()
         self._memory = SimMemory(self.model, shape, hash(config.ref))
         local = config.role == "decode" and config.local_broadcast
         layout = self._memory.layout(shape.tensor_parallel_size if local else 1)
@@ -395,7 +393,6 @@ class SimEngine(Engine):
             if late:
                 _logger.warning("%d senders of %s still write", len(late), self._config.ref)
         await asyncio.gather(*(asyncio.to_thread(one.close) for one in self._transports))
-        await self._clock.close()
         if self._lower_tiers is not None:
             await self._lower_tiers.close()
         self._senders, self._transports = [], []

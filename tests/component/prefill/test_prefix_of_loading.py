@@ -10,11 +10,11 @@ from random import Random
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import TransferTimeout
-from headrace_engine.sim.clock import ManualClock
 from headrace_kv.prefix.events import Tier
 from tests.component.engine.prefix.workers import random_prompt
 from tests.component.engine.sim.support import advance_until
 from tests.component.prefill.fetching import Reserved, Workers, fetching_workers
+from tests.sim_clock import ManualClock
 from tests.waiting import until
 
 MODEL = "sim:context=512"

@@ -58,8 +58,6 @@ class SimSettings:
     - `host_copy_s_per_token`: seconds that copying them back takes.
     - `adapters`: LoRA adapters, as in "poet/coder:0a1b". Each changes all KV and answers. After ":" a name may have a
       digest in hex, another than its own. Adapters of one name and other digests differ.
-    - `clock`: the path of a Unix socket where a test advances the time of computing by hand, see
-      clock_control. Without it, computing takes real time.
 
     Both sides need the same one:
     - `verify`: "on", or "off" for measurements of everything but the simulation. With "off", KV memory is transferred
@@ -88,7 +86,6 @@ class SimSettings:
     host_blocks: int = 0
     disk_blocks: int = 0
     host_copy_s_per_token: float = 0.0
-    clock: str = ""
     verify: bool = True
     adapters: tuple[Adapter, ...] = ()
 
@@ -235,7 +232,6 @@ def _read(key: str, text: str, kind: type) -> object:
     readers: dict[str, Callable[[str], object]] = {
         "order": _order,
         "block_format": _parse_block_format,
-        "clock": _parse_clock,
         "verify": _parse_switch,
         "adapters": _parse_adapters,
     }
@@ -302,12 +298,6 @@ def _parse_adapters(text: str) -> tuple[Adapter, ...]:
         named = "; ".join(f"{path}: {remedy}" for path, remedy in violations.items())
         raise ValueError(f'write "NAME" or "NAME:DIGEST", with "/" between: {named}')
     return tuple(found)
-
-
-def _parse_clock(text: str) -> str:
-    if not text.startswith("/"):
-        raise ValueError("take the absolute path of a Unix socket where a ClockController listens")
-    return text
 
 
 def plan_shape(config: EngineConfig) -> SimShape:

@@ -25,7 +25,7 @@ from headrace_engine.interface import (
     PrefillWork,
     Sampling,
 )
-from headrace_engine.sim.clock import ManualClock, SimClock
+from headrace_engine.sim.clock import SimClock
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.faults import SimFaults
 from headrace_kv.handoff.checksum import DigestMode
@@ -40,6 +40,7 @@ from headrace_kv.receive.state import TransferState
 from headrace_kv.receive.transfer import IncomingTransfer, TransferSummary
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.transport.base import KvTransport
+from tests.sim_clock import ManualClock
 from tests.waiting import PATIENCE_S, until
 
 LEASE_S = 30.0

@@ -8,7 +8,6 @@ from random import Random
 import pytest
 
 from headrace_engine.interface import Sampling
-from headrace_engine.sim.clock import ManualClock
 from tests.component.engine.prefix.workers import random_prompt
 from tests.component.engine.sim.support import (
     advance_until,
@@ -18,6 +17,7 @@ from tests.component.engine.sim.support import (
     pair,
     until_running,
 )
+from tests.sim_clock import ManualClock
 
 ONE, OTHER = "aa", "bb"
 GREEDY = Sampling(temperature=0.0, max_tokens=3)

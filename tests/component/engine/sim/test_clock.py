@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from headrace_engine.interface import DecodeEvent
-from headrace_engine.sim.clock import ManualClock
-from headrace_engine.sim.clock_control import ClockController, RemoteClock, open_clock
 from tests.component.engine.sim.support import (
     GREEDY,
     check_answer,
@@ -19,6 +17,7 @@ from tests.component.engine.sim.support import (
     tokens_of,
     until_running,
 )
+from tests.sim_clock import ClockController, ManualClock, RemoteClock
 from tests.unit.engine.sim.test_clock import count_steps, stop
 from tests.waiting import until
 
@@ -52,10 +51,15 @@ async def test_steps_end_when_they_are_due() -> None:
         assert clock.now_s() == PROMPT_S + 3 * 3
 
 
-async def test_a_controller_advances_every_engine_that_names_its_socket(tmp_path: Path) -> None:
+async def test_a_controller_advances_every_engine_with_a_clock_of_its_socket(
+    tmp_path: Path,
+) -> None:
     async with ClockController(tmp_path / "clock") as clock:
-        model = f"{MODEL},clock={clock.path}"
-        async with decode_engine(model=model) as first, decode_engine(model=model) as second:
+        clocks = RemoteClock(clock.path), RemoteClock(clock.path)
+        async with (
+            decode_engine(model=MODEL, clock=clocks[0]) as first,
+            decode_engine(model=MODEL, clock=clocks[1]) as second,
+        ):
             await clock.wait_connected(2)
             answers = [
                 asyncio.create_task(check_answer(engine, decode_work(PROMPT)))
@@ -67,14 +71,16 @@ async def test_a_controller_advances_every_engine_that_names_its_socket(tmp_path
             await clock.advance_until(lambda: all(task.done() for task in answers), step_s=1.5)
             assert clock.now_s == PROMPT_S + 5 * 3
             await asyncio.gather(*answers)
+        for remote in clocks:
+            await remote.close()
 
 
 async def test_a_controller_advances_the_clocks_that_are_connected(tmp_path: Path) -> None:
     ended: list[str] = []
     async with ClockController(tmp_path / "clock") as controller:
-        clocks = [open_clock(str(controller.path)) for _ in range(2)]
+        clocks = [RemoteClock(controller.path) for _ in range(2)]
         for clock in clocks:
-            await clock.start()
+            await clock.connect()
         await controller.wait_connected(2)
         tasks = [
             asyncio.create_task(count_steps(clock, 1.0, name, ended))
@@ -85,8 +91,8 @@ async def test_a_controller_advances_the_clocks_that_are_connected(tmp_path: Pat
         await controller.advance_until(lambda: len(ended) == 8, step_s=0.5)
         assert controller.now_s == 4.0
         await clocks[0].close()
-        late = RemoteClock(str(controller.path))
-        await late.start()
+        late = RemoteClock(controller.path)
+        await late.connect()
         await controller.wait_connected(3)
         await controller.advance(1.0)
         assert controller.engine_count == 2

@@ -18,7 +18,6 @@ from headrace_common.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from headrace_engine.sim.clock import ManualClock
 from headrace_engine.sim.faults import SimFaults
 from headrace_kv.handoff.messages import LayerSent
 from headrace_kv.plan.shard_map import expected_keys
@@ -38,6 +37,7 @@ from tests.component.engine.sim.support import (
     planned_bytes,
     until_running,
 )
+from tests.sim_clock import ManualClock
 from tests.waiting import until
 
 PROMPT = list(range(100, 150))

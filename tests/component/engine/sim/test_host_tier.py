@@ -10,7 +10,6 @@ import pytest
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_engine.interface import Sampling
-from headrace_engine.sim.clock import ManualClock
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.model.settings import parse_settings
 from headrace_kv.prefix.events import Tier
@@ -25,6 +24,7 @@ from tests.component.engine.sim.support import (
     pair,
     until_running,
 )
+from tests.sim_clock import ManualClock
 
 MODEL = "sim:context=512,host_blocks=12"
 PROMPT_TOKENS = 80

@@ -16,7 +16,6 @@ from headrace_common.errors import (
     InvalidRequest,
 )
 from headrace_engine.interface import DecodeTokens, DecodeWork, Sampling
-from headrace_engine.sim.clock import ManualClock
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.faults import SimFaults
 from tests.component.engine.sim.support import (
@@ -29,6 +28,7 @@ from tests.component.engine.sim.support import (
     decode_work,
     until_running,
 )
+from tests.sim_clock import ManualClock
 from tests.waiting import until
 
 PROMPT = list(range(100, 139))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.sim.clock import ManualClock
 from headrace_kv.manager.block_pool import CachedBlock
 from headrace_kv.manager.settings import TierSettings
 from headrace_kv.plan.copy_plan import Runs
@@ -31,6 +30,7 @@ from tests.component.engine.sim.support import (
     pair,
     tokens_of,
 )
+from tests.sim_clock import ManualClock
 from tests.waiting import until
 
 LAYERS = 3

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
 
-from headrace_common.errors import ConfigError
-from headrace_engine.sim.clock import EventLoopClock, ManualClock, SimClock
-from headrace_engine.sim.clock_control import open_clock
+from headrace_engine.sim.clock import SimClock
+from tests.sim_clock import ManualClock
 
 
 async def count_steps(clock: SimClock, step_s: float, name: str, ended: list[str]) -> None:
@@ -77,15 +75,8 @@ async def test_work_that_an_event_starts_runs_within_the_same_advance() -> None:
 
 
 async def test_the_event_loops_clock_sleeps_by_the_loop() -> None:
-    clock = open_clock("")
-    assert isinstance(clock, EventLoopClock)
+    clock = SimClock()
     start_s = clock.now_s()
     await clock.sleep_until(start_s + 0.02)
     assert clock.now_s() == pytest.approx(start_s + 0.02)
     await clock.sleep_until(start_s)
-
-
-async def test_a_clock_without_a_controller_is_a_configuration_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.clock") as raised:
-        await open_clock(str(tmp_path / "none")).start()
-    assert raised.value.metadata["field"] == "model.clock"

@@ -16,8 +16,8 @@ CONFIG = EngineConfig(engine="sim", model="sim", role="decode", ref=WorkerRef("w
 
 def test_every_setting_has_a_default_and_can_be_given() -> None:
     assert parse_settings("sim") == SimSettings()
-    text = "sim:layers=4,heads=8,head_bytes=32,vocabulary=50,context=64,layer_s=0.5,clock=/a,verify=off"
-    expected = SimSettings(4, 8, 32, 50, 64, layer_s=0.5, clock="/a", verify=False)
+    text = "sim:layers=4,heads=8,head_bytes=32,vocabulary=50,context=64,layer_s=0.5,verify=off"
+    expected = SimSettings(4, 8, 32, 50, 64, layer_s=0.5, verify=False)
     assert parse_settings(text) == expected
 
 
@@ -68,7 +68,6 @@ def test_caches_can_be_given_as_data() -> None:
         ("sim:order=layer/part/block/head", "model.order"),
         ("sim:block_format=inside", "model.block_format"),
         ("sim:layers=2,stages=3", "model.stages"),
-        ("sim:clock=clock.sock", "model.clock"),
         ("sim:verify=0", "model.verify"),
         ("sim:heads=0,order=dhn", "model.heads, model.order"),
     ],
