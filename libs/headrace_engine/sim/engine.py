@@ -11,7 +11,6 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from headrace_common.errors import (
-    ConfigError,
     DecodeFull,
     Draining,
     HeadraceError,
@@ -35,7 +34,6 @@ from headrace_engine.sim.cache.lower_tiers import SimLowerTiers, open_lower_tier
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.clock import SimClock
-from headrace_engine.sim.faults import SimFaults
 from headrace_engine.sim.model.logits import logits_bytes
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import plan_shape
@@ -79,7 +77,7 @@ class SimEngine(Engine):
     """Runs in the caller's process: one task, and a sender thread for each rank that sends.
 
     Engines may share one `sender_thread` and one `kill_timer`, see SenderContext. For tests:
-    `transports` opens one transport per rank, `clock` gives the time of computing, and `faults` are injected.
+    `transports` opens one transport per rank, and `clock` gives the time of computing.
     """
 
     def __init__(
@@ -87,7 +85,6 @@ class SimEngine(Engine):
         config: EngineConfig,
         descriptors: DescriptorSource,
         *,
-        faults: SimFaults | None = None,
         transports: Callable[[], KvTransport] | None = None,
         pools: PoolOpener | None = None,
         clock: SimClock | None = None,
@@ -97,7 +94,6 @@ class SimEngine(Engine):
         """Raises ConfigError naming the wrong field."""
         self._config = config
         self._descriptors = descriptors
-        self._faults = faults or SimFaults()
         self._open_transport = transports or (
             lambda: open_transport(
                 config.transport,
@@ -113,11 +109,6 @@ class SimEngine(Engine):
         self._sender_thread = sender_thread
         self._kill_timer = kill_timer
         self._shape = plan_shape(config)
-        if self._faults.corrupt is not None and not self._shape.settings.verify:
-            raise ConfigError(
-                "a corrupted byte is found only with verify=on: omit verify=off",
-                metadata={"field": "model.verify", "value": "off"},
-            )
         self._clock = clock or SimClock()
         self.model = SimModel(self._shape.settings)
         self.logits_bytes = logits_bytes(self.model.vocabulary)
@@ -147,9 +138,7 @@ class SimEngine(Engine):
         self._open_cache()
         if config.role == "prefill" and config.tiers.sends_from_host:
             await self._register_host_memory()
-        self._stepper = Stepper(
-            self.model, self._memory, self._pools, shape, self._clock, self._faults
-        )
+        self._stepper = Stepper(self.model, self._memory, self._pools, shape, self._clock)
         self.broadcast = LocalBroadcast(self.descriptor) if local else None
         self.max_model_len = shape.max_model_len
         if config.role == "prefill":
@@ -297,8 +286,6 @@ class SimEngine(Engine):
         sequence = self._receiving(transfer_id)
         if sequence is None:
             return
-        if self._faults.corrupt is not None:
-            self._faults.corrupt.inject(self._memory, sequence.block_ids_by_group)
         start_token = sequence.computed
         sequence.kv_arrived()
         self._pools.register(sequence, start_token, sequence.computed)

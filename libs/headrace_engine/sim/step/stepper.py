@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 
-from headrace_common.errors import InternalError
 from headrace_engine.interface import DecodeTokens, Sampling
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.clock import SimClock
-from headrace_engine.sim.faults import SimFaults
 from headrace_engine.sim.model.constraints import choice_is_complete
 from headrace_engine.sim.model.logits import digest_of, logits_of
 from headrace_engine.sim.model.model import SimModel
@@ -32,7 +30,6 @@ class Stepper:
         pools: CachePools,
         shape: SimShape,
         clock: SimClock,
-        faults: SimFaults,
     ) -> None:
         self._model = model
         self._memory = memory
@@ -41,14 +38,12 @@ class Stepper:
         self._span_tokens = shape.span_tokens
         self._layout = memory.layout()
         self._clock = clock
-        self._faults = faults
 
     async def run(self, chunks: Items[Chunk]) -> None:
-        """Computes the chunks. Raises InternalError where a fault asks for it."""
+        """Computes the chunks."""
         for chunk in chunks:
             chunk.sequence.step_started()
         try:
-            self._raise_fault(chunks)
             await self._compute(chunks)
             for chunk in chunks:
                 self._advance(chunk)
@@ -102,19 +97,11 @@ class Stepper:
         choice = self._choose(sequence, sequence.generation.sampling, digest)
         sequence.token_generated(choice.token_id, choice.logprobs, self._model)
 
-    def _raise_fault(self, chunks: Items[Chunk]) -> None:
-        if self._faults.fail_chunk is None:
-            return
-        for chunk in chunks:
-            if not chunk.is_decode and chunk.sequence.chunk_count == self._faults.fail_chunk:
-                raise InternalError(f"chunk {self._faults.fail_chunk} fails: a fault was injected")
-
     async def _compute(self, chunks: Items[Chunk]) -> None:
         layers = self._model.layer_count
         layer_s = step_layer_s(chunks, self._settings)
         writes = StepWrites(chunks, self._layout.groups) if self._settings.verify else None
-        stalls = self._faults.stall_layer is not None and not all(c.is_decode for c in chunks)
-        if not stalls and all(chunk.sequence.handover is None for chunk in chunks):
+        if all(chunk.sequence.handover is None for chunk in chunks):
             # Without a sender, only the end of the step matters.
             if writes is not None:
                 writes.execute(self._memory, range(layers))
@@ -126,8 +113,6 @@ class Stepper:
             if writes is not None:
                 writes.execute(self._memory, range(layer, layer + 1))
             due_s += layer_s
-            if stalls and layer == self._faults.stall_layer:
-                due_s += self._faults.stall_s
             await self._clock.sleep_until(due_s)
             for chunk in chunks:
                 self._push(chunk, layer)
@@ -168,7 +153,7 @@ class Stepper:
             choice = self._choose(sequence, first.sampling, self._digest(sequence))
             logprobs = () if choice.logprobs is None else (choice.logprobs,)
             first.on_token(DecodeTokens((choice.token_id,), logprobs))
-        if handover.target.with_logits and not self._faults.lose_logits:
+        if handover.target.with_logits:
             handover.push_logits(logits_of(self._digest(sequence), self._model.vocabulary))
         handover.finish()
 

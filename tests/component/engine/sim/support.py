@@ -27,7 +27,6 @@ from headrace_engine.interface import (
 )
 from headrace_engine.sim.clock import SimClock
 from headrace_engine.sim.engine import SimEngine
-from headrace_engine.sim.faults import SimFaults
 from headrace_kv.handoff.checksum import DigestMode
 from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
 from headrace_kv.handoff.tickets import NoTickets
@@ -78,7 +77,6 @@ async def no_descriptors(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
 
 @asynccontextmanager
 async def decode_engine(
-    faults: SimFaults | None = None,
     *,
     clock: SimClock | None = None,
     pools: PoolOpener | None = None,
@@ -86,7 +84,7 @@ async def decode_engine(
 ) -> AsyncIterator[SimEngine]:
     """A started decode engine. At the end, all blocks must be free and unharmed."""
     config = engine_config("decode", **changes)
-    engine = SimEngine(config, no_descriptors, faults=faults, clock=clock, pools=pools)
+    engine = SimEngine(config, no_descriptors, clock=clock, pools=pools)
     await engine.start()
     blocks = engine.free_block_count()
     try:
@@ -346,8 +344,6 @@ async def pair(
     *,
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
-    prefill_faults: SimFaults | None = None,
-    decode_faults: SimFaults | None = None,
     prefill_transports: Callable[[], KvTransport] | None = None,
     decode_transports: Callable[[], KvTransport] | None = None,
     prefill_clock: SimClock | None = None,
@@ -363,7 +359,6 @@ async def pair(
     decode_side = SimEngine(
         engine_config("decode", **(both | (decode or {}))),
         no_descriptors,
-        faults=decode_faults,
         transports=decode_transports,
         clock=decode_clock,
     )
@@ -375,7 +370,6 @@ async def pair(
     prefill_side = SimEngine(
         engine_config("prefill", **(both | (prefill or {}))),
         descriptors,
-        faults=prefill_faults,
         transports=prefill_transports,
         clock=prefill_clock,
     )

@@ -18,13 +18,13 @@ from headrace_common.errors import (
     TransferFailed,
     TransferTimeout,
 )
-from headrace_engine.sim.faults import SimFaults
 from headrace_kv.handoff.messages import LayerSent
 from headrace_kv.plan.shard_map import expected_keys
 from headrace_kv.receive.state import TransferState
 from headrace_kv.receive.transfer import IncomingTransfer
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
+from tests.component.engine.sim.faults import fail_chunk
 from tests.component.engine.sim.support import (
     EVERYTHING,
     Handed,
@@ -133,7 +133,7 @@ async def test_what_prefill_has_cached_is_sent_without_computing_it(
         await both.generate(prompt)
         await both.generate(list(range(50)), transfer_id="x2")
         if cached == length - 1:
-            both.prefill._stepper._faults = SimFaults(fail_chunk=0)
+            fail_chunk(both.prefill, 0)
         again = await both.generate(prompt, transfer_id="x3")
         assert (again.reservation.start_token, again.end.cached_tokens) == (0, 0)
         assert again.outcome is not None
@@ -193,8 +193,8 @@ async def test_decode_can_cancel_a_prefill() -> None:
 
 
 async def test_a_failing_chunk_fails_both_sides() -> None:
-    faults = SimFaults(fail_chunk=1)
-    async with failing_prefill(InternalError, "chunk 1", prefill_faults=faults) as (_, _, clock):
+    async with failing_prefill(InternalError, "chunk 1") as (both, _, clock):
+        fail_chunk(both.prefill, 1)
         await clock.advance(CHUNK_S)
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import HeadraceError, LayoutMismatch
-from headrace_engine.sim.faults import CorruptByte, SimFaults
 from headrace_engine.sim.model.settings import SimSettings, parse_settings
 from headrace_kv.layout.layout import STATE
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
+from tests.component.engine.sim.faults import CorruptByte, corrupt_arrived
 from tests.component.engine.sim.support import (
     EVERYTHING,
     GREEDY,
@@ -47,11 +47,8 @@ async def test_a_corrupt_byte_of_any_part_changes_the_answer(
     starts = [at * settings.layer_count // settings.stages for at in range(settings.stages)]
     stage = max(at for at, start in enumerate(starts) if start <= layer)
     corrupt = CorruptByte(rank=2 * stage + 1, layer=layer, part=part, token=token, byte=byte)
-    async with pair(
-        model=model,
-        decode={"tensor_parallel_size": 2},
-        decode_faults=SimFaults(corrupt=corrupt),
-    ) as both:
+    async with pair(model=model, decode={"tensor_parallel_size": 2}) as both:
+        corrupt_arrived(both.decode, corrupt)
         handed = await both.generate(PROMPT, check=False)
         assert handed.tokens != both.decode.model.expected_tokens(PROMPT, 6)
 

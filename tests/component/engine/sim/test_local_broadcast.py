@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from headrace_engine.sim.faults import CorruptByte, SimFaults
 from headrace_kv.plan.shard_map import expected_keys
+from tests.component.engine.sim.faults import CorruptByte, corrupt_arrived
 from tests.component.engine.sim.support import Handed, Pair, pair
 
 PROMPT = list(range(100, 150))
@@ -49,12 +49,12 @@ async def test_mla_from_two_ranks_to_four_crosses_the_network_once() -> None:
 
 @pytest.mark.parametrize("rank", range(4))
 async def test_a_byte_that_is_corrupt_after_a_local_copy_changes_the_answer(rank: int) -> None:
-    faults = SimFaults(corrupt=CorruptByte(rank=rank, layer=1, head=0, token=3, byte=5))
+    corrupt = CorruptByte(rank=rank, layer=1, part="", token=3, byte=5)
     async with pair(
         decode={"tensor_parallel_size": 4, "local_broadcast": True},
-        decode_faults=faults,
         model=MLA,
     ) as both:
+        corrupt_arrived(both.decode, corrupt)
         handed = await both.generate(PROMPT, check=False)
         assert handed.tokens != both.decode.model.expected_tokens(PROMPT, 6)
 

@@ -17,7 +17,7 @@ from headrace_common.errors import (
 )
 from headrace_engine.interface import DecodeTokens, DecodeWork, Sampling
 from headrace_engine.sim.engine import SimEngine
-from headrace_engine.sim.faults import SimFaults
+from tests.component.engine.sim.faults import fail_chunk
 from tests.component.engine.sim.support import (
     GREEDY,
     advance_until,
@@ -158,7 +158,8 @@ async def test_the_queue_is_bounded() -> None:
 
 
 async def test_a_failing_step_fails_its_requests_only() -> None:
-    async with decode_engine(SimFaults(fail_chunk=1), max_num_batched_tokens=32) as engine:
+    async with decode_engine(max_num_batched_tokens=32) as engine:
+        fail_chunk(engine, 1)
         with pytest.raises(InternalError, match="chunk 1"):
             await answer_of(engine, decode_work(PROMPT))
         await check_answer(engine, decode_work([1, 2, 3], transfer_id="x2"))

@@ -5,15 +5,11 @@ import ctypes
 import pytest
 
 from headrace_common.errors import ConfigError, LayoutMismatch
-from headrace_engine.sim.engine import SimEngine
-from headrace_engine.sim.faults import CorruptByte, SimFaults
 from tests.component.engine.sim.support import (
     Pair,
     answer_of,
     close,
     decode_work,
-    engine_config,
-    no_descriptors,
     pair,
 )
 
@@ -52,10 +48,3 @@ async def test_an_engine_that_verifies_takes_no_kv_from_one_that_writes_none() -
             await started.prefill
         both.receiver.cancel("x1", "CANCELLED", "the prefill was refused")
         await close(started.reader)
-
-
-def test_faults_that_need_the_bytes_are_refused() -> None:
-    config = engine_config("decode", model=MODEL)
-    with pytest.raises(ConfigError) as raised:
-        SimEngine(config, no_descriptors, faults=SimFaults(corrupt=CorruptByte()))
-    assert raised.value.metadata["field"] == "model.verify"
