@@ -30,9 +30,7 @@ from bench.route.workload import BLOCK_TOKENS, PROMPT_TOKENS, Tokens, Workload, 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
-from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
@@ -47,6 +45,7 @@ from headrace_router.placement import (
 )
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
+from headrace_router.tracing.timeline import RequestTimeline
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_text.byte_codec import ByteCodec
 
@@ -116,7 +115,6 @@ class Site:
     queue: PrefillQueue
     generator: RequestDispatcher
     placement: Placement
-    telemetry: Telemetry
 
     @classmethod
     async def made(cls, decode_count: int, block_count: int) -> Site:
@@ -131,7 +129,6 @@ class Site:
         view = WorkerDirectory(open_channel, b"")
         prefixes = PrefixCacheDirectory(open_channel, lambda: 1, event_timeout_s=_FILL_TIMEOUT_S)
         queue = PrefillQueue(1_024, sign=lambda task, ref, layout_hash: b"")
-        telemetry = init_telemetry("router", "router-0", ServiceConfig())
         placement = KvAware(Random(1))
         generator = RequestDispatcher(
             workers=view,
@@ -141,11 +138,10 @@ class Site:
             policy=_Fixed(registry_pb2.Policy(local_prefill_max_tokens=64)),
             retry_budget=2,
             ticket_key_id=b"",
-            telemetry=telemetry,
             migration_wait_s=0.0,
             on_migration=lambda reason: None,
         )
-        site = cls(decode_count, workload, view, prefixes, queue, generator, placement, telemetry)
+        site = cls(decode_count, workload, view, prefixes, queue, generator, placement)
         members = [_member(number, decode_count) for number in range(count)]
         view.update(members)
         prefixes.update(members)
@@ -185,11 +181,10 @@ class Site:
         wish = inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
         asked = PlacementRequest(MODEL, len(tokens), wish, RoutePolicy(64), 30.0)
         deadline = Deadline.after(600.0)
-        root = self.telemetry.tracer.start_span("request")
 
         def decide() -> None:
             request = next(turns)
-            decision = self.generator.route(request, root, deadline)
+            decision = self.generator.route(request, RequestTimeline(), deadline)
             if decision.remote:
                 self.generator.task_terms(decision.worker, request.token_ids, "", deadline)
 
@@ -205,7 +200,6 @@ class Site:
     async def close(self) -> None:
         await self.prefixes.close()
         await self.view.close()
-        self.telemetry.shutdown()
 
 
 def _request(token_ids: tuple[int, ...]) -> PreparedRequest:

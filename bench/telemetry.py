@@ -1,4 +1,4 @@
-"""What traces cost: CPU and throughput of the services with 0, 1 and 100 % of the requests sampled.
+"""What traces cost: CPU and throughput of the services with 0, 5 and 100 % of the requests sampled.
 
     python -m bench.telemetry [--shapes small,large] [--rounds 5] [--seconds 6] [--other CHECKOUT] [--output DIR]
 
@@ -31,7 +31,7 @@ from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.rpc.channel import open_channel
 
-SHARES: Final = (0.0, 0.01, 1.0)
+SHARES: Final = (0.0, 0.05, 1.0)
 _SERVICES: Final = ("router", "prefill", "decode")
 _REQUEST_S: Final = 120.0
 _HERE: Final = "this checkout"

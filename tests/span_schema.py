@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan, SynchronousMultiSpanProcessor
 
-from headrace_common.telemetry.spans import EndedSpan, SpanTracer
+from headrace_common.telemetry.later import ended_span
 from telemetry_schema import SCHEMA, load
 
 _LOADED = load(SCHEMA.read_text(encoding="utf-8"))
@@ -33,15 +34,15 @@ _EVENTS = {
 _SPANS = frozenset(_names("spans", "SPAN_").values())
 
 
-def problems_of(span: EndedSpan) -> Iterator[str]:
+def problems_of(span: ReadableSpan) -> Iterator[str]:
     """Yields what the schema does not have. Spans with other names belong to tests."""
     if span.name not in _SPANS:
         return
-    yield from _attribute_problems(span.name, span.attributes)
-    for name, _, attributes in span.events:
-        if (span.name, name) not in _EVENTS:
-            yield f"{span.name} has an event {name}"
-        yield from _attribute_problems(name, attributes)
+    yield from _attribute_problems(span.name, span.attributes or {})
+    for event in span.events:
+        if (span.name, event.name) not in _EVENTS:
+            yield f"{span.name} has an event {event.name}"
+        yield from _attribute_problems(event.name, event.attributes or {})
 
 
 def _attribute_problems(place: str, attributes: Mapping[str, Any]) -> Iterator[str]:
@@ -60,13 +61,19 @@ def _attribute_problems(place: str, attributes: Mapping[str, Any]) -> Iterator[s
 def spans_follow_schema() -> Iterator[set[str]]:
     """Checks every span that this process records. Yields the problems found so far."""
     problems: set[str] = set()
-    pass_on = SpanTracer._pass_on
+    on_end, made = SynchronousMultiSpanProcessor.on_end, ended_span
 
-    def checked(tracer: SpanTracer, span: EndedSpan) -> None:
+    def checked(processor: SynchronousMultiSpanProcessor, span: ReadableSpan) -> None:
         problems.update(problems_of(span))
-        pass_on(tracer, span)
+        on_end(processor, span)
+
+    def checked_later(*values: Any, **named: Any) -> ReadableSpan:
+        span = made(*values, **named)
+        problems.update(problems_of(span))
+        return span
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SpanTracer, "_pass_on", checked)
+        patch.setattr(SynchronousMultiSpanProcessor, "on_end", checked)
+        patch.setattr("headrace_router.tracing.request_record.ended_span", checked_later)
         yield problems
     assert not problems, "\n".join(sorted(problems))

@@ -142,12 +142,12 @@ class ServiceConfig(BaseModel):
         "empty means none.",
     )
     traces_sampler: TracesSampler = Field(
-        default="parentbased_always_on",
-        description="Traces that are recorded, by the names of OpenTelemetry's standard. The variable "
-        "OTEL_TRACES_SAMPLER sets it too.",
+        default="parentbased_traceidratio",
+        description="Requests that get spans besides the slow and the failed ones, by the names of OpenTelemetry's "
+        "standard. The variable OTEL_TRACES_SAMPLER sets it too.",
     )
     traces_sampler_arg: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = Field(
-        default=1.0,
+        default=0.05,
         description="Share of traces that the samplers with traceidratio record. The variable OTEL_TRACES_SAMPLER_ARG "
         "sets it too.",
     )

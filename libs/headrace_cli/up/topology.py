@@ -1,7 +1,8 @@
-"""The processes that `headrace up` starts, and their flags. Pure."""
+"""The processes that `headrace up` starts, with their flags and variables."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ VLLM_CONTEXT_TOKENS = 2048
 POOLED_HOST_GIB = 0.5
 # The package headrace_planner has the planner's pure core.
 _MODULES = {"planner": "headrace_planner_service"}
+_SAMPLER = "OTEL_TRACES_SAMPLER"
 # With more sim workers of a role than this, one process holds all of them.
 SIM_PROCESSES = 8
 
@@ -270,5 +272,9 @@ def _spec(
         ),
         port_file=port_file,
         log_file=folder / f"{name}.log",
-        environment={"OMP_NUM_THREADS": str(topology.cpu_threads), "PYTHONUNBUFFERED": "1"},
+        environment={
+            "OMP_NUM_THREADS": str(topology.cpu_threads),
+            "PYTHONUNBUFFERED": "1",
+            _SAMPLER: os.environ.get(_SAMPLER, "parentbased_always_on"),
+        },
     )

@@ -1,4 +1,4 @@
-"""Exports spans over gRPC to collectors that may change."""
+"""Exports spans over gRPC to the routers, which may change."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any, Final
 
 import grpc
 import grpc.aio
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from headrace_common.config import ServiceConfig
 from headrace_common.rpc.channel import open_blocking_channel
-from headrace_common.telemetry.otlp_wire import encode_export
-from headrace_common.telemetry.spans import EndedSpan, SpanSource
 
 _LOG = logging.getLogger(__name__)
 
@@ -23,8 +24,11 @@ SHUTDOWN_TIMEOUT_S: Final = 1.5
 _EXPORT_METHOD: Final = "/opentelemetry.proto.collector.trace.v1.TraceService/Export"
 
 
-class CollectorExporter:
-    """Sends each batch to every current collector. A collector that cannot be reached misses the batch."""
+class CollectorExporter(SpanExporter):
+    """Sends each batch to every current collector. A collector that cannot be reached misses the batch.
+
+    The exporter of OpenTelemetry has one collector, and a certificate that stays.
+    """
 
     def __init__(self, config: ServiceConfig) -> None:
         self._config = config
@@ -39,11 +43,6 @@ class CollectorExporter:
         with self._lock:
             return tuple(sorted(self._channels))
 
-    @property
-    def has_endpoints(self) -> bool:
-        """Whether there is a collector. Never waits."""
-        return bool(self._channels)
-
     def set_endpoints(self, endpoints: Sequence[str]) -> None:
         """Replaces the collectors. Those that stay keep their channels."""
         with self._lock:
@@ -55,17 +54,14 @@ class CollectorExporter:
         for channel in gone:
             channel.close()
 
-    def export(self, spans: Sequence[tuple[SpanSource, EndedSpan]]) -> bool:
-        """Sends the spans to all collectors in parallel and waits up to 1 s. Whether all have them now."""
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Sends the spans to all collectors in parallel and waits up to 1 s. SUCCESS when all have them."""
         timeout_s = min(EXPORT_TIMEOUT_S, self._close_monotonic_s - time.monotonic())
         with self._lock:
             channels = dict(self._channels)
         if timeout_s <= 0 or not channels:
-            return not channels
-        content = encode_export(spans)
-        if len(channels) == 1:
-            ((name, channel),) = channels.items()
-            return self._delivered(name, lambda: _exporter(channel)(content, timeout=timeout_s))
+            return SpanExportResult.FAILURE if channels else SpanExportResult.SUCCESS
+        content = encode_spans(spans).SerializeToString()
         calls: dict[str, Any] = {}
         for name, channel in channels.items():
             try:
@@ -73,7 +69,7 @@ class CollectorExporter:
             except ValueError:
                 _LOG.debug("collector %s was removed during an export", name)
         delivered = [self._delivered(name, call.result) for name, call in calls.items()]
-        return all(delivered)
+        return SpanExportResult.SUCCESS if all(delivered) else SpanExportResult.FAILURE
 
     def close_at(self, monotonic_s: float) -> None:
         """Drops exports after this time."""
@@ -124,5 +120,5 @@ class CollectorExporter:
 
 
 def _exporter(channel: grpc.Channel) -> grpc.UnaryUnaryMultiCallable[Any, Any]:
-    """The Export method of a collector. Called, it uses the calling thread, while each future starts a thread."""
+    """The Export method of a collector."""
     return channel.unary_unary(_EXPORT_METHOD)

@@ -181,8 +181,7 @@ ATTRIBUTE_LOCAL_BYTES: Final = "headrace.local_bytes"
 ATTRIBUTE_DECODE_WAIT_MS: Final = "headrace.decode.wait_ms"
 # Microseconds of each part of the time to the first token, on the root span; of the time to the second token, on
 # headrace.second_token. Parts without time are left out, and those of one span add up to headrace.latency.total_us.
-# latency.proto describes the parts. A request that streams from its decode worker directly has them on
-# headrace.first_token, up to the token being made.
+# latency.proto describes the parts.
 ATTRIBUTE_LATENCY_TOTAL_US: Final = "headrace.latency.total_us"
 # The router's waits before its choice of workers.
 ATTRIBUTE_LATENCY_ADMISSION_US: Final = "headrace.latency.admission_us"

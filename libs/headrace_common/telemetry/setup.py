@@ -5,11 +5,29 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, TypeAlias
 
+from opentelemetry import context as otel_context
+from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace.export import SpanExporter
-from opentelemetry.trace import Span
+from opentelemetry.sdk.trace import (
+    ReadableSpan,
+    SpanProcessor,
+    SynchronousMultiSpanProcessor,
+    TracerProvider,
+)
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import (
+    ALWAYS_OFF,
+    ALWAYS_ON,
+    Decision,
+    ParentBased,
+    Sampler,
+    TraceIdRatioBased,
+)
+from opentelemetry.trace import Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from opentelemetry.util.types import AttributeValue
 
 from headrace_common.config import ServiceConfig
@@ -18,52 +36,49 @@ from headrace_common.telemetry.exporter import (
     SHUTDOWN_TIMEOUT_S,
     CollectorExporter,
 )
+from headrace_common.telemetry.later import SCOPE, PendingSpan
 from headrace_common.telemetry.metrics.process import Metrics
-from headrace_common.telemetry.otlp import readable_span
-from headrace_common.telemetry.sampler import Sampler
-from headrace_common.telemetry.span_queue import Export, SpanQueue
-from headrace_common.telemetry.spans import (
-    EndedSpan,
-    SpanEvent,
-    SpanSink,
-    SpanSource,
-    SpanTracer,
-)
+from headrace_common.telemetry.schema_tables import SPAN_KINDS
+
+QUEUED_SPANS_MAX: Final = 8_192
+_BATCH_SPANS: Final = 512
+_EXPORT_INTERVAL_S: Final = 1.0
+"""An export costs as much as the spans of several requests."""
+_PARENT_BASED: Final = "parentbased_"
+_IDS: Final = RandomIdGenerator()
+
+SpanEvent: TypeAlias = tuple[str, int, Mapping[str, AttributeValue]]
+"""A name, a time in Unix nanoseconds, and attributes."""
 
 
 class Telemetry:
     """The spans and metrics of one process, made by init_telemetry.
 
-    With `queues`, the spans of one of several workers of the process, exported with its own spans.
+    Those of one of several workers of the process have their own `provider`, with the same processors.
     """
 
     def __init__(
         self,
-        source: SpanSource,
+        provider: TracerProvider,
+        processors: SynchronousMultiSpanProcessor,
         collector: CollectorExporter,
-        queues: Sequence[SpanQueue] = (),
-        *,
         metrics: Metrics,
-        sampler: Sampler | None = None,
     ) -> None:
         self.metrics = metrics
-        self.tracer = SpanTracer(source, sampler or Sampler())
+        self.provider = provider
+        self._tracer = provider.get_tracer(SCOPE)
+        self._processors = processors
         self._collector = collector
-        self._owned: list[tuple[SpanQueue, Callable[[], None]]] = []
-        self._queues = list(queues)
-        for queue in queues:
-            self.add_sink(queue.add)
-        if not queues:
-            self._add_queue(collector.export, collector.shutdown, lambda: collector.has_endpoints)
+        self._owned: list[tuple[SpanProcessor, Callable[[], None]]] = []
+        self._starting = threading.Lock()
+        self._has_collector = False
 
     def for_worker(self, worker_id: str) -> Telemetry:
         """The telemetry of one of several workers of this process. Its spans have the worker's id."""
-        source = _new_source(self.tracer.source.service, worker_id)
-        return Telemetry(
-            *(source, self._collector, self._queues),
-            metrics=self.metrics,
-            sampler=self.tracer.sampler,
-        )
+        service = {"service.instance.id": worker_id}
+        resource = self.provider.resource.merge(Resource(service))
+        provider = _new_provider(resource, self.provider.sampler, self._processors)
+        return Telemetry(provider, self._processors, self._collector, self.metrics)
 
     @property
     def collectors(self) -> tuple[str, ...]:
@@ -73,40 +88,52 @@ class Telemetry:
     def set_collectors(self, endpoints: Sequence[str]) -> None:
         """Replaces the "host:port" of the collectors, which are the routers."""
         self._collector.set_endpoints(endpoints)
+        with self._starting:
+            if endpoints and not self._has_collector:
+                self._has_collector = True
+                self.add_exporter(self._collector)
 
     def add_exporter(self, exporter: SpanExporter) -> None:
-        """Adds an exporter of every span that ends from now on, in batches, see SpanQueue."""
-
-        def export(spans: Sequence[tuple[SpanSource, EndedSpan]]) -> None:
-            exporter.export([readable_span(source, span) for source, span in spans])
-
-        self._add_queue(export, exporter.shutdown)
+        """Adds an exporter of every sampled span that ends from now on, in batches."""
+        processor = BatchSpanProcessor(
+            exporter,
+            max_queue_size=QUEUED_SPANS_MAX,
+            schedule_delay_millis=1e3 * _EXPORT_INTERVAL_S,
+            max_export_batch_size=_BATCH_SPANS,
+        )
+        self._owned.append((processor, exporter.shutdown))
+        self.add_processor(processor)
 
     def add_collector(self, endpoint: str) -> None:
         """Exports every span that ends from now on to an OTLP endpoint, "http://HOST:PORT" or with https."""
         # Imported here, so that processes without a collector start faster.
-        from headrace_common.telemetry.otlp_exporter import CollectorSpanExporter
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
         insecure = not endpoint.startswith("https://")
-        exporter = CollectorSpanExporter(
-            endpoint=endpoint, insecure=insecure, timeout=EXPORT_TIMEOUT_S
+        self.add_exporter(
+            OTLPSpanExporter(endpoint=endpoint, insecure=insecure, timeout=EXPORT_TIMEOUT_S)
         )
-        self._add_queue(exporter.send, exporter.shutdown)
 
-    def add_sink(self, sink: SpanSink) -> None:
-        """`sink` receives every span that ends from now on, at once."""
-        self.tracer.add_sink(sink)
+    def add_processor(self, processor: SpanProcessor) -> None:
+        """`processor` receives every span that ends from now on, at once."""
+        self._processors.add_span_processor(processor)
 
-    def _add_queue(
+    def start_span(
         self,
-        export: Export,
-        shutdown: Callable[[], None],
-        wanted: Callable[[], bool] = lambda: True,
-    ) -> None:
-        queue = SpanQueue(export, wanted)
-        self._queues.append(queue)
-        self._owned.append((queue, shutdown))
-        self.add_sink(queue.add)
+        name: str,
+        parent: Context | Span | None = None,
+        *,
+        attributes: Mapping[str, AttributeValue] | None = None,
+        start_unix_ns: int | None = None,
+    ) -> Span:
+        """A span with the parent `parent`, or the span in it, or else the current one. A root without one."""
+        return self._tracer.start_span(
+            name,
+            trace.set_span_in_context(parent) if isinstance(parent, Span) else parent,
+            kind=SPAN_KINDS.get(name, SpanKind.INTERNAL),
+            attributes=attributes,
+            start_time=start_unix_ns,
+        )
 
     def record_span(
         self,
@@ -118,50 +145,103 @@ class Telemetry:
         error: str = "",
         events: Iterable[SpanEvent] = (),
     ) -> None:
-        """Records a span that has ended. A nonempty `error` means that it failed.
+        """Records a span that has ended. A nonempty `error` means that it failed."""
+        span = self.start_span(name, parent, attributes=attributes, start_unix_ns=start_unix_ns)
+        for event, unix_ns, details in events:
+            span.add_event(event, details, unix_ns)
+        if error:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end(max(start_unix_ns, end_unix_ns))
 
-        The attributes must not be changed afterwards.
-        """
-        times = (start_unix_ns, end_unix_ns)
-        self.tracer.record(name, parent, times, attributes or {}, error, tuple(events))
+    def pending_span(self, name: str) -> PendingSpan:
+        """The ids of a span that is made later, in the trace of the current span or in its own."""
+        context = otel_context.get_current()
+        parent = trace.get_current_span(context).get_span_context()
+        trace_id = parent.trace_id if parent.is_valid else _IDS.generate_trace_id()
+        kind = SPAN_KINDS.get(name, SpanKind.INTERNAL)
+        found = self.provider.sampler.should_sample(context, trace_id, name, kind)
+        sampled = found.decision is Decision.RECORD_AND_SAMPLE
+        flags = parent.trace_flags if parent.is_valid else TraceFlags.RANDOM_TRACE_ID
+        flags = flags & ~TraceFlags.SAMPLED | (TraceFlags.SAMPLED if sampled else 0)
+        return PendingSpan(
+            SpanContext(
+                *(trace_id, _IDS.generate_span_id(), False),
+                *(TraceFlags(flags), found.trace_state),
+            ),
+            parent if parent.is_valid else None,
+        )
+
+    @property
+    def exports(self) -> bool:
+        """Whether there is an exporter."""
+        return bool(self._owned)
+
+    def export(self, spans: Iterable[ReadableSpan]) -> None:
+        """Passes ended spans to the exporters, but to no other processor."""
+        for span in spans:
+            for processor, _ in self._owned:
+                processor.on_end(span)
 
     def force_flush(self) -> None:
         """Exports every span that has ended. Blocks for up to 1 s per batch."""
-        for queue in self._queues:
-            queue.flush()
+        self._processors.force_flush()
 
     def shutdown(self) -> None:
         """Exports the remaining spans and stops. Blocks for less than 2 s, also without a response."""
         deadline_s = time.monotonic() + SHUTDOWN_TIMEOUT_S
         self._collector.close_at(deadline_s)
         threads = [
-            threading.Thread(target=queue.close, name="telemetry-shutdown", daemon=True)
-            for queue, _ in self._owned
+            threading.Thread(target=processor.shutdown, name="telemetry-shutdown", daemon=True)
+            for processor, _ in self._owned
         ]
         for thread in threads:
             thread.start()
         self.metrics.shutdown()
-        for thread, (_, shutdown) in zip(threads, self._owned, strict=True):
+        for thread, (_, stop) in zip(threads, self._owned, strict=True):
             thread.join(max(0.0, deadline_s - time.monotonic()))
-            shutdown()
+            if thread.is_alive():
+                stop()
         self._owned.clear()
 
 
 def init_telemetry(service: str, worker_id: str, config: ServiceConfig) -> Telemetry:
     """Sets up the telemetry of a process. `service` is such as "router"."""
-    source = _new_source(service, worker_id)
-    metrics = Metrics(
-        source.resource, config.otlp_endpoint, readable=bool(config.metrics_keys_file)
+    resource = Resource.create(
+        {"service.name": f"headrace-{service}", "service.instance.id": worker_id}
     )
-    sampler = Sampler(config.traces_sampler, config.traces_sampler_arg)
-    telemetry = Telemetry(source, CollectorExporter(config), metrics=metrics, sampler=sampler)
+    metrics = Metrics(resource, config.otlp_endpoint, readable=bool(config.metrics_keys_file))
+    processors = SynchronousMultiSpanProcessor()  # type: ignore[no-untyped-call]
+    provider = _new_provider(resource, new_sampler(config), processors)
+    telemetry = Telemetry(provider, processors, CollectorExporter(config), metrics)
     if config.otlp_endpoint:
         telemetry.add_collector(config.otlp_endpoint)
     return telemetry
 
 
-def _new_source(service: str, worker_id: str) -> SpanSource:
-    resource = Resource.create(
-        {"service.name": f"headrace-{service}", "service.instance.id": worker_id}
+def child_context(parent: SpanContext) -> SpanContext:
+    """The ids of a child of `parent` that is made later."""
+    return SpanContext(
+        *(parent.trace_id, _IDS.generate_span_id(), False),
+        *(parent.trace_flags, parent.trace_state),
     )
-    return SpanSource(service, worker_id, resource)
+
+
+def new_sampler(config: ServiceConfig) -> Sampler:
+    """The sampler that the settings name, by the names of OpenTelemetry's standard."""
+    name = config.traces_sampler
+    sampler: Sampler = ALWAYS_ON if name.endswith("always_on") else ALWAYS_OFF
+    if name.endswith("traceidratio"):
+        sampler = TraceIdRatioBased(config.traces_sampler_arg)
+    return ParentBased(sampler) if name.startswith(_PARENT_BASED) else sampler
+
+
+def _new_provider(
+    resource: Resource, sampler: Sampler, processors: SynchronousMultiSpanProcessor
+) -> TracerProvider:
+    # Telemetry.shutdown stops the processors, with a bound.
+    return TracerProvider(
+        sampler,
+        resource,
+        shutdown_on_exit=False,
+        active_span_processor=processors,
+    )

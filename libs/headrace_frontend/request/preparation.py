@@ -15,8 +15,6 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.recorded_span import recorded_span
-from headrace_common.telemetry.setup import Telemetry
 from headrace_frontend.request.model_names import Adapters, ModelChoice, resolve_model
 from headrace_frontend.request.text_threads import TextThreads
 from headrace_frontend.request.validation import PreparedRequest, prepare
@@ -50,13 +48,11 @@ class RequestPreparer:
         self,
         codecs: Mapping[str, TextCodec],
         workers: ModelWorkers,
-        telemetry: Telemetry,
         bytes_per_token: int,
         salt_of: Callable[[str], str],
     ) -> None:
         self._codecs = codecs
         self._workers = workers
-        self._telemetry = telemetry
         self._bytes_per_token = bytes_per_token
         self._salt_of = salt_of
         self._threads = TextThreads()
@@ -129,8 +125,7 @@ class RequestPreparer:
         self, request: inference_pb2.GenerateRequest, request_id: str, root: Span, tenant: str
     ) -> PreparedRequest:
         start_ns = time.monotonic_ns()
-        with recorded_span(self._telemetry, schema.SPAN_TOKENIZE, root):
-            prepared = await self._run(request, request_id, tenant)
+        prepared = await self._run(request, request_id, tenant)
         prepared = replace(prepared, tokenized_ns=(start_ns, time.monotonic_ns()))
         root.set_attribute(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL, prepared.served_name)
         root.set_attribute(schema.ATTRIBUTE_PROMPT_TOKENS, len(prepared.token_ids))

@@ -7,8 +7,6 @@ import logging
 import math
 from collections.abc import Callable
 
-from opentelemetry import context as otel_context
-
 from headrace.decode.v1 import decode_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
@@ -102,10 +100,9 @@ class Attempts:
         signer: TicketKey | None,
     ) -> RunningAttempt:
         attempt = self._admit(request, deadline, signer)
-        span = self._telemetry.tracer.start_span(
+        span = self._telemetry.start_span(
             SPAN_DECODE,
-            context=otel_context.get_current(),
-            start_time=attempt.timestamps.start_unix_ns,
+            start_unix_ns=attempt.timestamps.start_unix_ns,
             attributes=start_attributes(request.request_id, attempt.work, self._ref),
         )
         for name in (request.request_id, attempt.work.transfer_id):

@@ -8,7 +8,13 @@ from pydantic import AfterValidator, Field, model_validator
 
 from headrace_common import ports
 from headrace_common.access.roles import Role
-from headrace_common.config import HostPort, PositiveSeconds, ServiceConfig, WorkerId
+from headrace_common.config import (
+    HostPort,
+    PositiveSeconds,
+    ServiceConfig,
+    TracesSampler,
+    WorkerId,
+)
 from headrace_planner_service.workloads import parse_workload
 
 Mode = Literal["advise", "publish", "kubernetes"]
@@ -35,6 +41,11 @@ class PlannerConfig(ServiceConfig):
     )
     model: Annotated[str, Field(min_length=1, max_length=255)] = Field(
         description="Name of the model to plan for, as clients use it. Each model needs a planner of its own."
+    )
+    traces_sampler: TracesSampler = Field(
+        "parentbased_always_on",
+        description="Decisions that get a span, by the names of OpenTelemetry's standard. The variable "
+        "OTEL_TRACES_SAMPLER sets it too.",
     )
     planner_id: WorkerId = Field("planner-0", description="Name of the planner in logs and spans.")
     mode: Mode = Field(

@@ -58,11 +58,11 @@ class LinkSpans:
                     continue
                 attributes = self._attributes(report, link, write)
                 attributes[schema.ATTRIBUTE_DECODE_WORKER_ID] = decode_worker_id
-                span = self._telemetry.tracer.start_span(
+                span = self._telemetry.start_span(
                     schema.SPAN_TRANSFER_LINK,
                     parent,
                     attributes=attributes,
-                    start_time=link.start_unix_ns,
+                    start_unix_ns=link.start_unix_ns,
                 )
                 if self._layers:
                     self._record_layers(span, report.rank, link)

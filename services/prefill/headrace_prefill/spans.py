@@ -36,10 +36,10 @@ class EndedTask:
 def record_task(telemetry: Telemetry, ref: WorkerRef, ended: EndedTask, links: LinkSpans) -> None:
     """Records the spans of a task, of its computation, and of every link of its transfer."""
     task, outcome, reports, error = ended.task, ended.outcome, ended.reports, ended.error
-    span = telemetry.tracer.start_span(
+    span = telemetry.start_span(
         schema.SPAN_PREFILL,
-        context=context_from_traceparent(task.traceparent),
-        start_time=ended.start_unix_ns,
+        context_from_traceparent(task.traceparent),
+        start_unix_ns=ended.start_unix_ns,
         attributes={
             schema.ATTRIBUTE_REQUEST_ID: task.request_id,
             schema.ATTRIBUTE_TRANSFER_ID: task.transfer_id,

@@ -186,7 +186,8 @@ def assemble(
         dials=dials,
     )
     metrics = RouterMetrics(telemetry.metrics, queue, admission, prefixes, workers)
-    traces = _build_traces(config, telemetry, metrics)
+    limits = TraceLimits(config.trace_count, config.max_trace_bytes, config.max_stored_trace_bytes)
+    traces = TraceStore(limits, metrics.count_dropped_spans)
     dispatcher = RequestDispatcher(
         workers=workers,
         queue=queue,
@@ -195,7 +196,6 @@ def assemble(
         policy=policy,
         retry_budget=config.retry_budget,
         ticket_key_id=ticket_key.public.key_id,
-        telemetry=telemetry,
         migration_wait_s=config.migration_wait_s,
         on_migration=metrics.count_migration,
     )
@@ -204,9 +204,7 @@ def assemble(
     tenants = load_tenants(config.api_keys_file)
     salts = CacheSalts(by_tenant=config.separates_tenants, prefix_hash_key=prefix_hash_key)
     callers = CallerBounds(CallerLimits.from_config(config), metrics.count_refused)
-    preparer = RequestPreparer(
-        codecs, workers, telemetry, config.max_bytes_per_token, salts.salt_of
-    )
+    preparer = RequestPreparer(codecs, workers, config.max_bytes_per_token, salts.salt_of)
     tracer = RequestTracer(
         *(telemetry, traces, clocks),
         slow_s=config.slow_trace_s,
@@ -321,13 +319,6 @@ def _warn_of_short_requests(config: RouterConfig, codecs: Mapping[str, TextCodec
                 "a prompt for the context of %s, %d tokens, may need %d bytes: set max_request_bytes, which is %d",
                 *(name, codec.max_model_len, needed_bytes, config.max_request_bytes),
             )
-
-
-def _build_traces(config: RouterConfig, telemetry: Telemetry, metrics: RouterMetrics) -> TraceStore:
-    limits = TraceLimits(config.trace_count, config.max_trace_bytes, config.max_stored_trace_bytes)
-    traces = TraceStore(limits, metrics.count_dropped_spans)
-    telemetry.add_sink(traces.add_ended)
-    return traces
 
 
 def _build_status(config: RouterConfig, reader: StatusReader) -> StatusApp | None:

@@ -156,10 +156,8 @@ class RequestRunner:
     async def _run_admitted(
         self, answer: Answer, permit: AdmissionPermit, terms: _Terms
     ) -> ResponseStream:
-        timeline = self._tracer.new_timeline(terms.arrival_ns)
-        with self._tracer.request_span(
-            answer.request_id, terms.arrival_unix_ns, timeline=timeline
-        ) as root:
+        timeline = self._tracer.new_timeline(terms.arrival_unix_ns, terms.arrival_ns)
+        with self._tracer.request_span(answer.request_id, timeline) as root:
             root.set_attribute(schema.ATTRIBUTE_PRIORITY, terms.priority.label)
             prepared = await answer.prepare(root, permit.tenant)
             prepared = prepared.with_priority(terms.priority)

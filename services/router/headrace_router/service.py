@@ -82,15 +82,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         priority = self._runner.priority_of(request.request.priority, tenant)
         permit = await self._runner.admit(tenant, deadline, priority)
         request_id = request_id_of(request.request)
+        timeline = self._tracer.new_timeline(time.time_ns(), time.monotonic_ns())
         with (
-            self._tracer.request_span(request_id, time.time_ns(), stored=False) as root,
+            self._tracer.request_span(request_id, timeline, stored=False) as root,
             self._admission.holding(permit),
         ):
             prepared = await self._preparer.prepare(
                 *(request.request, request_id, root, None, permit.tenant)
             )
             await self._runner.wait_turn()
-            decision = self._dispatcher.route(prepared.with_priority(priority), root, deadline)
+            prepared = prepared.with_priority(priority)
+            timeline.tokenized(prepared.tokenized_ns)
+            decision = self._dispatcher.route(prepared, timeline, deadline)
         worker = decision.worker.ref
         return inference_pb2.RouteResponse(
             worker_id=worker.worker_id,

@@ -91,7 +91,7 @@ def insecure() -> bool:
 async def served(insecure: bool) -> AsyncIterator[Served]:
     engine = ScriptedEngine()
     spans = InMemorySpanExporter()
-    telemetry = init_telemetry("decode", REF.worker_id, ServiceConfig())
+    telemetry = init_telemetry("decode", REF.worker_id, ServiceConfig(traces_sampler="always_on"))
     telemetry.add_exporter(spans)
     signal = StatusSignal()
     timers = VirtualTimers()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,6 @@ from headrace_common.errors import TransferFailed
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import unpack_writes
 from headrace_common.telemetry.setup import init_telemetry
-from headrace_common.telemetry.spans import EndedSpan
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.plan.shard_map import expected_keys
@@ -25,6 +25,7 @@ from headrace_kv.transport.staging.transport import StagedTransport
 from headrace_prefill.bandwidths import LinkBandwidths
 from headrace_prefill.link_spans import LinkSpans
 from tests.component.engine.sim.support import close, decode_work, pair
+from tests.ended_spans import ended_spans
 from tests.waiting import until
 
 REF = WorkerRef("prefill-0", "00")
@@ -34,13 +35,12 @@ STRATEGIES: tuple[Strategy, ...] = ("direct", "gather", "scatter", "gather_scatt
 
 def record(
     reports: Collection[SendReport], error: str = ""
-) -> tuple[dict[str, object], list[EndedSpan]]:
+) -> tuple[dict[str, object], Sequence[Any]]:
     """The attributes of the task's span, and the spans of its links."""
-    telemetry = init_telemetry("prefill", REF.worker_id, ServiceConfig())
-    spans: list[EndedSpan] = []
-    telemetry.add_sink(lambda _, span: spans.append(span))
+    telemetry = init_telemetry("prefill", REF.worker_id, ServiceConfig(traces_sampler="always_on"))
+    spans = ended_spans(telemetry)
     links = LinkSpans(telemetry, REF, LinkBandwidths(), layers=False)
-    parent = telemetry.tracer.start_span(schema.SPAN_PREFILL)
+    parent = telemetry.start_span(schema.SPAN_PREFILL)
     attributes = links.record(parent, "decode-0", list(reports), error)
     telemetry.shutdown()
     return dict(attributes), spans
@@ -123,7 +123,7 @@ async def test_a_failed_transfer_keeps_its_links() -> None:
     attributes, (span,) = record(reports, "the write failed")
     writes = unpack_writes(str(span.attributes[schema.ATTRIBUTE_LINK_LAYERS]))
     assert [write.finished for write in writes][:3] == [True, True, False]
-    assert span.error == "the write failed"
+    assert span.status.description == "the write failed"
     assert span.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES] == sum(
         write.payload_bytes for write in writes if write.finished
     )

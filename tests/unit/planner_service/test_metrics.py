@@ -8,11 +8,11 @@ import pytest
 
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
-from headrace_common.telemetry.spans import EndedSpan
 from headrace_planner.observation import Decision, PlannedRole, Reason, WorkerCounts
 from headrace_planner_service.config import PlannerConfig
 from headrace_planner_service.decisions import DecisionEntry, Outcome
 from headrace_planner_service.metrics import PlannerMetrics
+from tests.ended_spans import ended_spans
 
 REASON = Reason(PlannedRole.DECODE, "load above threshold", 3, {"load": 0.95}, "It is full.")
 DECISION = Decision(WorkerCounts(1, 2), WorkerCounts(1, 3), (REASON,))
@@ -49,12 +49,12 @@ def test_a_decision_sets_the_numbers_and_counts_its_outcome(telemetry: Telemetry
 
 
 def test_a_decision_is_a_trace_of_its_own_over_its_interval(telemetry: Telemetry) -> None:
-    spans: list[EndedSpan] = []
-    telemetry.add_sink(lambda source, span: spans.append(span))
+    spans = ended_spans(telemetry)
     PlannerMetrics(telemetry).count_decision(entry(Outcome.ADVISED))
     (span,) = spans
+    assert span.attributes is not None
     assert span.name == schema.SPAN_PLANNER_DECISION
     assert span.attributes[schema.ATTRIBUTE_PLANNER_OUTCOME] == "advised"
     assert span.attributes[schema.ATTRIBUTE_PLANNER_DECODE] == 2
     assert span.attributes[schema.ATTRIBUTE_PLANNER_DECODE_TARGET] == 3
-    assert span.attributes[schema.ATTRIBUTE_PLANNER_REASONS] == ["It is full."]
+    assert span.attributes[schema.ATTRIBUTE_PLANNER_REASONS] == ("It is full.",)

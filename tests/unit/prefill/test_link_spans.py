@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -11,11 +11,11 @@ from headrace_common.config import ServiceConfig
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import NEVER
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
-from headrace_common.telemetry.spans import EndedSpan
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import WorkerRef
 from headrace_prefill.bandwidths import MEASURED, SETTING, LinkBandwidths
 from headrace_prefill.link_spans import LinkSpans
+from tests.ended_spans import ended_spans
 from tests.transfer_links import START_UNIX_NS, US, link_sent, packed
 
 REF = WorkerRef("prefill-1", "00")
@@ -24,7 +24,7 @@ BIG = 1 << 20
 
 @pytest.fixture
 def telemetry() -> Iterator[Telemetry]:
-    telemetry = init_telemetry("prefill", "prefill-1", ServiceConfig())
+    telemetry = init_telemetry("prefill", "prefill-1", ServiceConfig(traces_sampler="always_on"))
     yield telemetry
     telemetry.shutdown()
 
@@ -35,12 +35,11 @@ def record(
     error: str = "",
     layers: bool = False,
     gbit_per_s: float = 0.0,
-) -> tuple[Mapping[str, Any], list[EndedSpan]]:
+) -> tuple[Mapping[str, Any], Sequence[Any]]:
     """The attributes for the task's span, and the spans of the links."""
-    spans: list[EndedSpan] = []
-    telemetry.add_sink(lambda _, span: spans.append(span))
+    spans = ended_spans(telemetry)
     links = LinkSpans(telemetry, REF, LinkBandwidths(gbit_per_s), layers=layers)
-    parent = telemetry.tracer.start_span(schema.SPAN_PREFILL)
+    parent = telemetry.start_span(schema.SPAN_PREFILL)
     return links.record(parent, "decode-0", reports, error), spans
 
 
@@ -59,7 +58,7 @@ def test_each_link_has_one_span(telemetry: Telemetry) -> None:
     assert first[schema.ATTRIBUTE_LINK_MEMORY] == "device"
     assert first[schema.ATTRIBUTE_DECODE_WORKER_ID] == "decode-0"
     assert first[schema.ATTRIBUTE_PAYLOAD_BYTES] == 400
-    assert (spans[0].start_unix_ns, spans[0].end_unix_ns) == (
+    assert (spans[0].start_time, spans[0].end_time) == (
         START_UNIX_NS,
         START_UNIX_NS + 5_010 * US,
     )
@@ -77,7 +76,7 @@ def test_a_failed_task_names_the_link_that_it_interrupted(telemetry: Telemetry) 
         report(1, link_sent()),
         error="the peer is gone",
     )
-    assert [span.error for span in spans] == ["the peer is gone", ""]
+    assert [span.status.description for span in spans] == ["the peer is gone", None]
     assert attributes[schema.ATTRIBUTE_LAST_LINK] == "prefill-1/r0 -> decode-0/r0"
     assert attributes[schema.ATTRIBUTE_LAST_CAUSE] == "unfinished"
     assert attributes[schema.ATTRIBUTE_LAST_LAYER] == 4
@@ -91,11 +90,11 @@ def test_layers_have_spans_where_asked_for(telemetry: Telemetry) -> None:
         schema.SPAN_TRANSFER_LINK,
     ]
     layer = spans[1]
-    assert layer.parent_id == spans[-1].span_id
+    assert layer.parent.span_id == spans[-1].context.span_id
     assert layer.attributes[schema.ATTRIBUTE_LAYER] == 1
     assert layer.attributes[schema.ATTRIBUTE_SEND_WAIT_MS] == 0.5
-    assert layer.start_unix_ns == START_UNIX_NS + 1_500 * US
-    assert layer.end_unix_ns == START_UNIX_NS + 3_000 * US
+    assert layer.start_time == START_UNIX_NS + 1_500 * US
+    assert layer.end_time == START_UNIX_NS + 3_000 * US
 
 
 def test_a_link_is_compared_with_the_configured_bandwidth(telemetry: Telemetry) -> None:

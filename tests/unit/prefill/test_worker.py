@@ -59,7 +59,7 @@ def exporter() -> InMemorySpanExporter:
 
 @pytest.fixture
 def telemetry(exporter: InMemorySpanExporter) -> Iterator[Telemetry]:
-    telemetry = init_telemetry("prefill", "prefill-0", ServiceConfig())
+    telemetry = init_telemetry("prefill", "prefill-0", ServiceConfig(traces_sampler="always_on"))
     telemetry.add_exporter(exporter)
     yield telemetry
     telemetry.shutdown()

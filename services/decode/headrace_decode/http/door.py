@@ -128,9 +128,7 @@ class HttpDoor:
         salts = CacheSalts(
             by_tenant=config.separates_tenants, prefix_hash_key=lambda: self._hash_key
         )
-        self._preparer = RequestPreparer(
-            codecs, model, telemetry, config.max_bytes_per_token, salts.salt_of
-        )
+        self._preparer = RequestPreparer(codecs, model, config.max_bytes_per_token, salts.salt_of)
         self._runner = OwnRequestRunner(
             *(self._worker, self._build_admission(), self._preparer, self._callers, telemetry)
         )

@@ -29,9 +29,9 @@ def request_span(
     It carries the error that the block raises, and the parts of the latency. It may be passed on a moment after the
     block, when a router has reported the prefill.
     """
-    root = telemetry.tracer.start_span(
+    root = telemetry.start_span(
         schema.SPAN_REQUEST,
-        start_time=arrival_unix_ns,
+        start_unix_ns=arrival_unix_ns,
         attributes={schema.ATTRIBUTE_REQUEST_ID: request_id, **server_attributes()},
     )
     TRACE_NAMES.add(request_id, root.get_span_context())

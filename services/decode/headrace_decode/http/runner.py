@@ -158,6 +158,9 @@ class OwnRequestRunner:
             prepared = prepared.with_priority(terms.priority)
             root.set_attribute(schema.ATTRIBUTE_PRIORITY, terms.priority.label)
             timeline.tokenized(prepared.tokenized_ns)
+            unix_ns = arrival_unix_ns - terms.arrival_ns
+            start_ns, end_ns = (unix_ns + time_ns for time_ns in prepared.tokenized_ns)
+            self._telemetry.record_span(schema.SPAN_TOKENIZE, root, start_ns, end_ns)
             async with self._admission.room(
                 *(permit, len(prepared.token_ids), prepared.sampling.max_tokens, terms.deadline)
             ):

@@ -11,16 +11,20 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from opentelemetry import trace
+from opentelemetry.trace import NonRecordingSpan
+
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError, NotFound, ProtocolViolation, WorkerGone
 from headrace_common.identity import new_transfer_id
-from headrace_common.telemetry.setup import Telemetry
+from headrace_common.logs import TRACE_NAMES
+from headrace_common.rpc.trace_context import traceparent
+from headrace_common.telemetry.setup import child_context
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.decode_link.answer import AnswerEvent
 from headrace_router.decode_link.links import DecodeLinks
-from headrace_router.dispatch.attempt_span import AttemptSpan
 from headrace_router.dispatch.decode_call import DecodeCall
 from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_LOGITS, Policy
 from headrace_router.dispatch.messages import decode_request, prefill_task
@@ -50,7 +54,6 @@ class AttemptContext:
     queue: PrefillQueue
     ticket_key_id: bytes
     """Of the key that signs the handoff tickets."""
-    telemetry: Telemetry
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +91,13 @@ class Attempt:
         self._first_token_by = plan.first_token
         self._links = plan.links
         self._transfer_id = new_transfer_id()
-        self._span = AttemptSpan(
-            *(context.telemetry, request, plan.decision),
+        span_context = child_context(request.root_span.get_span_context())
+        TRACE_NAMES.add(self._transfer_id, span_context)
+        self._span = NonRecordingSpan(span_context)
+        timeline.facts.started(
+            *(span_context, self._transfer_id),
             number=plan.number,
-            transfer_id=self._transfer_id,
+            generated_tokens=request.response.completion_tokens,
         )
         self._request = decode_request(
             *(request.prepared, plan.decision, self._transfer_id),
@@ -120,7 +126,7 @@ class Attempt:
         call = self._open_call()
         cancel_task = True
         try:
-            with self._expected_load(), self._span.recorded_reservation():
+            with self._expected_load():
                 self._reserved = await call.read_reservation()
             self._enqueue_prefill(self._reserved)
             outcome = await self._add_first_token_of_prefill(call)
@@ -130,11 +136,11 @@ class Attempt:
                 cancel_task = False
             return outcome
         except HeadraceError as error:
-            self._span.fail(error)
+            self._timeline.facts.failed(error)
             raise
         finally:
             await call.close()
-            self._span.end(self._queued)
+            self._timeline.facts.ended(self._queued)
             if cancel_task and self._queued is not None:
                 self._queued.cancel()
 
@@ -169,7 +175,7 @@ class Attempt:
         call = DecodeCall(
             *(self._links, self.decode_worker, self._request),
             deadline=self._deadline,
-            context=self._span.context,
+            context=trace.set_span_in_context(self._span),
             waited_for=self._waited_for,
         )
         self._timeline.opened(
@@ -194,7 +200,7 @@ class Attempt:
             *(self._request, self._decision),
             start_token=reserved.start_token,
             first_token=self._first_token_by,
-            traceparent=self._span.traceparent,
+            traceparent=traceparent(self._span),
         )
         try:
             self._queued = self._queue.enqueue(

@@ -1,4 +1,4 @@
-"""The end of a response: its usage and timing, and the spans that show when its tokens arrived."""
+"""The end of a response: its usage and timing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.durations import duration_from_ns
 from headrace_common.latency.breakdown import breakdown_to_proto
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.setup import Telemetry
 from headrace_router.dispatch.attempt import Attempt, AttemptOutcome
 from headrace_router.dispatch.first_token import MAKER_NAMES
 from headrace_router.dispatch.request import RoutedRequest
@@ -18,7 +17,6 @@ def finish_response(
     attempt: Attempt | None,
     *,
     attempts: int,
-    telemetry: Telemetry,
 ) -> None:
     """Ends the response. `attempt` is the last one, or None if the client had every token already."""
     response = request.response
@@ -42,19 +40,8 @@ def finish_response(
     if request.prepared.includes_latency:
         timing.latency.CopyFrom(breakdown_to_proto(request.timeline.break_down()))
     response.finish(outcome.reason, usage, timing)
-    _record_tokens(request, first_unix_ns, last_unix_ns, telemetry)
-
-
-def _record_tokens(
-    request: RoutedRequest, first_unix_ns: int, last_unix_ns: int, telemetry: Telemetry
-) -> None:
-    response, root = request.response, request.root_span
-    if not root.is_recording():
-        return
-    record = telemetry.record_span
+    root = request.root_span
     if response.started:
-        record(schema.SPAN_FIRST_TOKEN, root, request.arrival_unix_ns, first_unix_ns)
-        record(schema.SPAN_STREAM, root, first_unix_ns, last_unix_ns)
         root.set_attribute(schema.ATTRIBUTE_FIRST_TOKEN, MAKER_NAMES[response.first_token_by])
     root.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, response.completion_tokens)
     root.set_attribute(schema.ATTRIBUTE_FINISH_REASON, [finish_reason_name(response.finish_reason)])

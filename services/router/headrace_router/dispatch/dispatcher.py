@@ -7,16 +7,11 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from opentelemetry.trace import Span
-
 from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, WorkerGone
 from headrace_common.logs import CauseLog
-from headrace_common.telemetry import schema
-from headrace_common.telemetry.recorded_span import recorded_span
-from headrace_common.telemetry.setup import Telemetry
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import WorkerRef
@@ -27,7 +22,6 @@ from headrace_router.dispatch.attempt import (
     AttemptOutcome,
     AttemptPlan,
 )
-from headrace_router.dispatch.attempt_span import route_attributes
 from headrace_router.dispatch.completion import finish_response
 from headrace_router.dispatch.first_token import first_token_maker
 from headrace_router.dispatch.request import RoutedRequest
@@ -41,6 +35,7 @@ from headrace_router.placement import (
 )
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
+from headrace_router.tracing.timeline import AttemptTimeline, RequestTimeline
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import LoadTable, Numbers, Worker
 
@@ -90,7 +85,6 @@ class RequestDispatcher:
         policy: PolicySource,
         retry_budget: int,
         ticket_key_id: bytes,
-        telemetry: Telemetry,
         migration_wait_s: float,
         on_migration: Callable[[str], None],
     ) -> None:
@@ -101,11 +95,10 @@ class RequestDispatcher:
         self._prefixes = prefixes
         self._policy = policy
         self._retry_budget = retry_budget
-        self._telemetry = telemetry
         self._migration_wait_s = migration_wait_s
         self._on_migration = on_migration
         self._failures = CauseLog(_LOG)
-        self._attempt_context = AttemptContext(queue, ticket_key_id, telemetry)
+        self._attempt_context = AttemptContext(queue, ticket_key_id)
 
     async def run(self, request: RoutedRequest) -> None:
         """Fills and finishes the response, from the tokens that it has.
@@ -121,7 +114,7 @@ class RequestDispatcher:
             timeline = request.timeline.attempt_started()
             token_ids = request.known_token_ids
             decision = self._route(
-                *(request.prepared, token_ids, request.root_span, request.deadline, retries)
+                *(request.prepared, token_ids, timeline, request.deadline, retries)
             )
             worker = decision.worker.ref
             load_reservation = self._workers.reserve_load(worker, len(token_ids))
@@ -147,12 +140,12 @@ class RequestDispatcher:
             outcome = attempt.outcome_of(reason) if attempt else AttemptOutcome(reason, 0, 0)
         if request.prepared.includes_latency:
             await request.timeline.wait_for_report(request.deadline)
-        finish_response(request, outcome, attempt, attempts=number, telemetry=self._telemetry)
+        finish_response(request, outcome, attempt, attempts=number)
 
     def route(
         self,
         request: PreparedRequest,
-        root: Span,
+        timeline: RequestTimeline,
         deadline: Deadline,
         avoid: Collection[str] = (),
     ) -> Decision:
@@ -164,7 +157,7 @@ class RequestDispatcher:
         avoided = {worker.ref for worker in workers if worker.ref.worker_id in avoid}
         retries = RetryState(self._budget, self._migration_wait_s, avoided=avoided)
         token_ids = request.token_ids + request.generated
-        return self._route(request, token_ids, root, deadline, retries)
+        return self._route(request, token_ids, timeline.attempt_started(), deadline, retries)
 
     def task_terms(
         self,
@@ -235,31 +228,30 @@ class RequestDispatcher:
         self,
         request: PreparedRequest,
         token_ids: Sequence[int],
-        root: Span,
+        timeline: AttemptTimeline,
         deadline: Deadline,
         retries: RetryState,
     ) -> Decision:
         try:
-            with recorded_span(self._telemetry, schema.SPAN_ROUTE, root) as attributes:
-                decision = self._placement.choose(
-                    PlacementRequest(
-                        model=request.model,
-                        prompt_tokens=len(token_ids),
-                        prefill_placement=request.placement,
-                        policy=RoutePolicy.from_proto(self._policy.policy),
-                        remaining_s=deadline.remaining_s(),
-                        failed=retries.excluded,
-                        suspect=retries.avoided,
-                        local_only=retries.local_only,
-                        adapter=request.adapter,
-                    ),
-                    self._candidates(request, token_ids),
-                )
-                if root.is_recording():
-                    attributes.update(route_attributes(decision))
+            decision = self._placement.choose(
+                PlacementRequest(
+                    model=request.model,
+                    prompt_tokens=len(token_ids),
+                    prefill_placement=request.placement,
+                    policy=RoutePolicy.from_proto(self._policy.policy),
+                    remaining_s=deadline.remaining_s(),
+                    failed=retries.excluded,
+                    suspect=retries.avoided,
+                    local_only=retries.local_only,
+                    adapter=request.adapter,
+                ),
+                self._candidates(request, token_ids),
+            )
         except NoDecodeWorker as error:
+            timeline.facts.not_routed(error)
             # The failure that excluded the workers is more precise than NoDecodeWorker.
             raise retries.last_error or error from None
+        timeline.facts.routed(decision)
         if isinstance(retries.last_error, DecodeFull) and not decision.reachable:
             # The full workers have stated when to ask again. The error of an unreachable worker would hide that.
             raise retries.last_error

@@ -88,7 +88,7 @@ class OwnPrompts:
         priority = Priority.from_proto(request.priority)
         self._reject_slow_queue(worker, priority)
         span = trace.get_current_span(context_from_traceparent(request.traceparent))
-        if span.get_span_context().is_valid:
+        if span.get_span_context().trace_flags.sampled:
             self._start_trace(trace_id_of(span), request.request_id, time.time_ns())
         self._reject_repeated(request.transfer_id)
         terms = self._dispatcher.task_terms(

@@ -142,8 +142,9 @@ class EndpointPicker:
         table = self._parts.workers.table(prepared.model)
         allowed = {worker.ref for worker in table.workers if _is_allowed(worker, subset)}
         avoided = [worker.ref.worker_id for worker in table.workers if worker.ref not in allowed]
-        with self._parts.tracer.request_span(request_id, time.time_ns(), stored=False) as root:
-            decision = self._parts.dispatcher.route(prepared, root, deadline, avoided)
+        timeline = self._parts.tracer.new_timeline(time.time_ns(), time.monotonic_ns())
+        with self._parts.tracer.request_span(request_id, timeline, stored=False):
+            decision = self._parts.dispatcher.route(prepared, timeline, deadline, avoided)
         worker = decision.worker
         if worker.ref not in allowed:
             raise _none_allowed(prepared.model)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from google.protobuf.message import DecodeError
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
+from opentelemetry.sdk.trace import ReadableSpan
 
 from headrace.inference.v1 import trace_pb2
 from headrace_common.durations import duration_from_ns, timestamp_from_unix_ns
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.otlp import span_to_proto
-from headrace_common.telemetry.spans import EndedSpan
 from headrace_router.tracing.batches import RawSpan, attributes_as_text
+from headrace_router.tracing.request_record import AttemptFacts, MadeSpan, RequestRecord
 from headrace_router.tracing.worker_clocks import ClockDifference
 
 SPANS_PER_TRACE_MAX: Final = 8_192
@@ -23,14 +23,13 @@ NAMES_PER_TRACE_MAX: Final = 64
 # What Python's objects of one stored span take beside its bytes: about 400 were measured.
 SPAN_OVERHEAD_BYTES: Final = 512
 SPAN_ID_BYTES: Final = 8
-# The ids, the times and the name of a span.
-_FIXED_FIELDS_BYTES: Final = 96
-_NUMBER_BYTES: Final = 8
 # Of a StoredSpan.
 _BYTES: Final = 3
-_NAMES_WITH_ATTRIBUTES: Final = frozenset((schema.SPAN_REQUEST, schema.SPAN_ATTEMPT))
-NAMES_WITH_FACTS: Final = _NAMES_WITH_ATTRIBUTES | {schema.SPAN_DECODE, schema.SPAN_PREFILL}
+NAMES_WITH_FACTS: Final = frozenset((schema.SPAN_REQUEST, schema.SPAN_DECODE, schema.SPAN_PREFILL))
 """The spans that decide whether a trace is complete."""
+
+_ROUTER: Final = "router"
+_WORKER_SPANS: Final = ((schema.SPAN_DECODE, "decode"), (schema.SPAN_PREFILL, "prefill"))
 
 StoredSpan: TypeAlias = tuple[str, str, bytes, int]
 """The service and the worker id of the process that made a span, the span, and the bytes that count for it.
@@ -39,63 +38,20 @@ The span is in OTLP's encoding: a message would keep its whole export in memory.
 """
 
 
-class OwnSpans(NamedTuple):
-    """Spans of this router: the fields of EndedSpans, which are encoded only for a reader, and the bytes that count.
-
-    Tuples of these types cost the garbage collector no time.
-    """
-
-    service: str
-    fields: tuple[tuple[Any, ...], ...]
-    size: int
-
-    @classmethod
-    def of(cls, service: str, spans: Sequence[EndedSpan]) -> OwnSpans:
-        """The spans of one service of this process."""
-        content = sum(map(ended_span_bytes, spans))
-        size = content + len(spans) * SPAN_OVERHEAD_BYTES
-        return cls(service, tuple(map(tuple, spans)), size)
-
-    def read(self) -> list[otlp_pb2.Span]:
-        """The spans in OTLP's format."""
-        return [span_to_proto(EndedSpan(*one)) for one in self.fields]
-
-
 class SpanFacts(NamedTuple):
-    """What a trace needs to know of a span with a name of NAMES_WITH_FACTS when it is added."""
+    """What a trace needs of a span with a name of NAMES_WITH_FACTS when it is added."""
 
-    span_id: bytes
     name: str
     parent_id: bytes
-    failed: bool = False
     request_id: str = ""
-    prefill_worker_id: str = ""
 
     @classmethod
     def of_raw(cls, span: RawSpan) -> SpanFacts:
-        """The facts of a worker's span."""
-        found = span.parse() if span.name in _NAMES_WITH_ATTRIBUTES else None
-        if found is None:
-            return cls(span.span_id, span.name, span.parent_id)
-        attributes = attributes_as_text(found.attributes)
-        return cls(
-            *(span.span_id, span.name, span.parent_id, _failed(found)),
-            attributes.get(schema.ATTRIBUTE_REQUEST_ID, ""),
-            attributes.get(schema.ATTRIBUTE_PREFILL_WORKER_ID, ""),
-        )
-
-    @classmethod
-    def of_ended(cls, span: EndedSpan) -> SpanFacts:
-        """The facts of a span of this router."""
-        attributes = span.attributes if span.name in _NAMES_WITH_ATTRIBUTES else {}
-        return cls(
-            span.span_id.to_bytes(SPAN_ID_BYTES, "big"),
-            span.name,
-            span.parent_id.to_bytes(SPAN_ID_BYTES, "big"),
-            bool(span.error),
-            str(attributes.get(schema.ATTRIBUTE_REQUEST_ID, "")),
-            str(attributes.get(schema.ATTRIBUTE_PREFILL_WORKER_ID, "")),
-        )
+        """The facts of a worker's span. Decode workers with clients of their own have root spans."""
+        found = span.parse() if span.name == schema.SPAN_REQUEST else None
+        attributes = attributes_as_text(found.attributes) if found is not None else {}
+        request_id = attributes.get(schema.ATTRIBUTE_REQUEST_ID, "")
+        return cls(span.name, span.parent_id, request_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,34 +66,67 @@ class TraceSummary:
 
 
 class _Completeness:
-    """Tracks whether the root span and all spans of the successful attempts' workers have arrived."""
+    """Tracks whether the requests have ended and all spans of the successful attempts' workers have arrived."""
 
     def __init__(self) -> None:
         # Request ids of root spans. The empty one stands for every request.
         self._roots: set[str] = set()
-        self._reported: set[tuple[str, bytes]] = set()
+        self.reported: set[tuple[str, bytes]] = set()
+        """The names and the parents of the workers' spans that have arrived."""
         self._missing: set[tuple[str, bytes]] = set()
 
     def add(self, span: SpanFacts) -> None:
         if span.name == schema.SPAN_REQUEST:
             self._roots.add(span.request_id)
-        elif span.name in (schema.SPAN_DECODE, schema.SPAN_PREFILL):
-            reported = (span.name, span.parent_id)
-            self._reported.add(reported)
-            self._missing.discard(reported)
-        elif span.name == schema.SPAN_ATTEMPT and not span.failed:
-            expected = [schema.SPAN_DECODE]
-            if span.prefill_worker_id:
-                expected.append(schema.SPAN_PREFILL)
-            keys = {(name, span.span_id) for name in expected}
-            self._missing |= keys - self._reported
+            return
+        reported = (span.name, span.parent_id)
+        self.reported.add(reported)
+        self._missing.discard(reported)
+
+    def add_request(self, request: RequestRecord) -> None:
+        self._roots.add(request.request_id)
+        for facts in request.attempts if request.sampled else ():
+            if facts.context is not None and not facts.error:
+                expected = {(schema.SPAN_DECODE, attempt_id(facts))}
+                if facts.prefill_worker_id:
+                    expected.add((schema.SPAN_PREFILL, attempt_id(facts)))
+                self._missing |= expected - self.reported
 
     def complete(self, request_id: str) -> bool:
         return not self._missing and not self._roots.isdisjoint({"", request_id})
 
 
+class TraceContents(NamedTuple):
+    """The requests that have ended, and the spans that were sent. `reported`: see _Completeness."""
+
+    requests: tuple[RequestRecord, ...]
+    reported: frozenset[tuple[str, bytes]]
+    sent: tuple[StoredSpan, ...]
+    differences: Mapping[str, ClockDifference]
+
+    def placed(self) -> Iterator[_Placed]:
+        """All spans, in no order."""
+        for made in self._made():
+            yield _Placed(_encoded(made.span), made.service, made.worker_id, None)
+        for service, worker_id, content, _ in self.sent:
+            try:
+                span = otlp_pb2.Span.FromString(content)
+            except DecodeError:
+                continue
+            yield _Placed(span, service, worker_id, self.differences.get(worker_id))
+
+    def _made(self) -> Iterator[MadeSpan]:
+        for request in self.requests:
+            for span in request.spans():
+                yield MadeSpan(_ROUTER, "", span)
+            for number, facts in enumerate(request.attempts):
+                for name, service in _WORKER_SPANS:
+                    if facts.context and (name, attempt_id(facts)) not in self.reported:
+                        yield from request.worker_spans(number, service)
+
+
 class TraceRecord:
-    """The spans of one trace. Requests that share a client's trace share its record. Not thread-safe."""
+    """The requests and spans of one trace. Requests that share a client's trace share its record. Not thread-safe."""
 
     def __init__(self, trace_id: str) -> None:
         self.trace_id = trace_id
@@ -147,15 +136,9 @@ class TraceRecord:
         self._start_unix_ns = 0
         self._names: dict[str, None] = {}
         self._spans: dict[bytes, StoredSpan] = {}
-        self._own: list[OwnSpans] = []
-        self._own_count = 0
+        self._requests: list[RequestRecord] = []
         self._completeness = _Completeness()
         self._differences: dict[str, ClockDifference] = {}
-
-    @property
-    def differences(self) -> dict[str, ClockDifference]:
-        """How far workers' clocks are ahead of this router's, by worker id."""
-        return dict(self._differences)
 
     def add_clocks(self, differences: Mapping[str, ClockDifference]) -> None:
         """Sets how far workers' clocks are ahead."""
@@ -167,12 +150,19 @@ class TraceRecord:
         return tuple(self._names)
 
     @property
-    def spans(self) -> tuple[StoredSpan | OwnSpans, ...]:
-        return (*self._own, *self._spans.values())
+    def contents(self) -> TraceContents:
+        """What a reader gets."""
+        return TraceContents(
+            tuple(self._requests),
+            frozenset(self._completeness.reported),
+            tuple(self._spans.values()),
+            dict(self._differences),
+        )
 
     @property
     def span_count(self) -> int:
-        return len(self._spans) + self._own_count
+        """The number of spans that were sent."""
+        return len(self._spans)
 
     def start_request(self, sequence: int, request_id: str, start_unix_ns: int) -> str | None:
         """The trace has another request. Returns the id that is no longer among `names`, if any."""
@@ -206,16 +196,15 @@ class TraceRecord:
             self._completeness.add(facts)
         return True
 
-    def add_own(self, spans: OwnSpans, facts: Iterable[SpanFacts], bytes_max: int) -> bool:
-        """Adds spans of this router. False when the trace has no room for them."""
-        trace_bytes = self.stored_bytes + spans.size
-        if self.span_count + len(spans.fields) > SPANS_PER_TRACE_MAX or trace_bytes > bytes_max:
+    def add_request(self, request: RequestRecord, bytes_max: int) -> bool:
+        """Adds a request that has ended. False when the trace has no room for it."""
+        trace_bytes = self.stored_bytes + request.stored_bytes
+        if trace_bytes > bytes_max:
             return False
-        self._own.append(spans)
-        self._own_count += len(spans.fields)
+        self._requests.append(request)
         self.stored_bytes = trace_bytes
-        for one in facts:
-            self._completeness.add(one)
+        self._completeness.add_request(request)
+        self._differences |= request.differences
         return True
 
     def summary(self) -> TraceSummary:
@@ -228,20 +217,13 @@ class TraceRecord:
         )
 
 
-def trace_to_proto(
-    summary: TraceSummary,
-    spans: tuple[StoredSpan | OwnSpans, ...] = (),
-    differences: Mapping[str, ClockDifference] = MappingProxyType({}),
-) -> trace_pb2.Trace:
+def trace_to_proto(summary: TraceSummary, contents: TraceContents | None = None) -> trace_pb2.Trace:
     """Converts a trace, with its spans by start time. Takes long for many spans: call it in a thread.
 
-    Spans of workers in `differences` are moved to this router's clock.
+    Spans of workers with a known clock are moved to this router's clock. A router makes those of a worker that has sent
+    none for an attempt from what the worker has reported.
     """
-    parsed = [
-        _Placed(span, service, worker_id, differences.get(worker_id))
-        for stored in spans
-        for service, worker_id, span in _read(stored)
-    ]
+    parsed = [*contents.placed()] if contents is not None else []
     parsed.sort(key=lambda placed: placed.start_unix_ns)
     return trace_pb2.Trace(
         trace_id=summary.trace_id,
@@ -288,35 +270,19 @@ def _span_to_proto(placed: _Placed) -> trace_pb2.Span:
     )
 
 
-def ended_span_bytes(span: EndedSpan) -> int:
-    """About as many bytes as the contents of the span take."""
-    size = _FIXED_FIELDS_BYTES + _text_bytes(span.error)
-    for key, value in span.attributes.items():
-        size += len(key) + (_text_bytes(value) if isinstance(value, str) else _NUMBER_BYTES)
-    return size
-
-
 def stored_bytes(span_bytes: int) -> int:
     """The bytes that count for a span."""
     return span_bytes + SPAN_OVERHEAD_BYTES
 
 
-def _text_bytes(text: str) -> int:
-    # One character of other texts may take four bytes.
-    return len(text) if text.isascii() else 4 * len(text)
+def attempt_id(facts: AttemptFacts) -> bytes:
+    """The id of an attempt's span, which is the parent of its workers' spans."""
+    return facts.context.span_id.to_bytes(SPAN_ID_BYTES, "big") if facts.context else b""
 
 
-def _read(stored: StoredSpan | OwnSpans) -> Iterator[tuple[str, str, otlp_pb2.Span]]:
-    """The spans with their service and worker id, without those of workers that are malformed."""
-    if isinstance(stored, OwnSpans):
-        for span in stored.read():
-            yield stored.service, "", span
-        return
-    service, worker_id, content, _ = stored
-    try:
-        yield service, worker_id, otlp_pb2.Span.FromString(content)
-    except DecodeError:
-        return
+def _encoded(span: ReadableSpan) -> otlp_pb2.Span:
+    (resource,) = encode_spans([span]).resource_spans
+    return resource.scope_spans[0].spans[0]
 
 
 def _failed(span: otlp_pb2.Span) -> bool:

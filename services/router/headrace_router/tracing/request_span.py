@@ -1,40 +1,34 @@
-"""The root span of a request's trace."""
+"""The root of a request's trace."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
 from opentelemetry import trace
-from opentelemetry.trace import Span, Status, StatusCode
-from opentelemetry.util.types import AttributeValue
+from opentelemetry.trace import Span
 
 from headrace_common.errors import HeadraceError
-from headrace_common.latency.breakdown import Breakdown
+from headrace_common.latency.breakdown import Breakdown, break_down
 from headrace_common.logs import TRACE_NAMES
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.latency import (
-    breakdown_attributes,
-    gen_ai_attributes,
-    sum_attributes,
-)
+from headrace_common.telemetry.later import PendingSpan
 from headrace_common.telemetry.served import server_attributes
 from headrace_common.telemetry.setup import Telemetry
-from headrace_common.telemetry.spans import EndedSpan
 from headrace_frontend.request.response_stream import ResponseStream
+from headrace_router.tracing.request_record import RequestRecord
 from headrace_router.tracing.store import TraceStore
 from headrace_router.tracing.timeline import RequestTimeline
-from headrace_router.tracing.worker_clocks import WorkerClocks, clock_attributes
+from headrace_router.tracing.worker_clocks import WorkerClocks
 
 _GIVEN_UP: Final = "the client gave the request up"
 
 
 class RequestTracer:
-    """Starts the traces of requests, and their records in the trace store."""
+    """Stores a record of each request, and makes spans of those that are sampled, slow or failed."""
 
     def __init__(
         self,
@@ -52,119 +46,81 @@ class RequestTracer:
         self._store = store
         self._clocks = clocks
 
-    def new_timeline(self, arrival_ns: int) -> RequestTimeline:
-        """The timeline of a request that arrived at `arrival_ns` of the monotonic clock."""
-        return RequestTimeline(self._clocks, arrival_ns)
+    def new_timeline(self, arrival_unix_ns: int, arrival_ns: int) -> RequestTimeline:
+        """The timeline of a request that arrived at this time of both clocks."""
+        return RequestTimeline(self._clocks, arrival_ns, arrival_unix_ns)
 
     @contextmanager
     def request_span(
-        self,
-        request_id: str,
-        arrival_unix_ns: int,
-        *,
-        stored: bool = True,
-        timeline: RequestTimeline | None = None,
-    ) -> Iterator[Span]:
-        """The root span, over the block. It carries the error that the block raises, and the parts of the latency.
+        self, request_id: str, timeline: RequestTimeline, *, stored: bool = True
+    ) -> Iterator[PendingSpan]:
+        """The root of the trace, over the block. It gets the error that the block raises, and the parts of the latency.
 
-        `stored`: whether the trace store keeps the trace. The span may be passed on a moment after the block, when the
-        prefill worker has reported.
+        `stored`: whether the trace store keeps the trace. Spans are made after the block, when the prefill worker has
+        reported.
         """
-        root = self._telemetry.tracer.start_span(
-            schema.SPAN_REQUEST,
-            start_time=arrival_unix_ns,
-            attributes={schema.ATTRIBUTE_REQUEST_ID: request_id},
-        )
+        root = self._telemetry.pending_span(schema.SPAN_REQUEST)
+        root.set_attribute(schema.ATTRIBUTE_REQUEST_ID, request_id)
+        root.set_attributes(server_attributes())
         TRACE_NAMES.add(request_id, root.get_span_context())
-        recorded = root.is_recording()
-        if recorded:
-            root.set_attributes(server_attributes())
-        if stored and recorded:
-            self._store.start_trace(trace_id_of(root), request_id, arrival_unix_ns)
-        ending = _Ending(request_id, arrival_unix_ns, stored=stored, recorded=recorded)
+        if stored:
+            self._store.start_trace(trace_id_of(root), request_id, timeline.arrival_unix_ns)
+        error = ""
         try:
             yield root
-        except HeadraceError as error:
-            root.set_status(Status(StatusCode.ERROR, error.detail))
-            root.set_attribute(schema.ATTRIBUTE_ERROR_REASON, error.reason)
-            ending.fail(error.detail, error.reason)
+        except HeadraceError as failure:
+            root.set_attribute(schema.ATTRIBUTE_ERROR_REASON, failure.reason)
+            error = failure.detail
             raise
         except asyncio.CancelledError:
-            root.set_status(Status(StatusCode.ERROR, _GIVEN_UP))
-            ending.fail(_GIVEN_UP)
+            error = _GIVEN_UP
             raise
         finally:
-            if timeline is None:
-                root.end()
-            else:
-                ending.end_unix_ns, known = time.time_ns(), timeline
-                timeline.when_reported(lambda: self._end(root, known, ending))
+            end_unix_ns = time.time_ns()
+            timeline.when_reported(
+                lambda: self._end(request_id, root, timeline, end_unix_ns, error, stored=stored)
+            )
 
-    def _end(self, root: Span, timeline: RequestTimeline, ending: _Ending) -> None:
-        breakdown, response = timeline.break_down(), timeline.response
+    def _end(
+        self,
+        request_id: str,
+        root: PendingSpan,
+        timeline: RequestTimeline,
+        end_unix_ns: int,
+        error: str,
+        *,
+        stored: bool,
+    ) -> None:
+        steps, response = timeline.steps(), timeline.response
+        breakdown = break_down(steps, time.monotonic_ns() // 1_000)
+        tokens_unix_ns = (0, 0, 0)
         if response is not None and response.started:
             self._on_latency(response, breakdown)
-        slow = 0 < self._slow_s < 1e-6 * breakdown.first.total_us
-        kept = ending.stored and (slow or bool(ending.error))
-        if not (kept or ending.recorded):
-            return
-        trace_id, attributes = trace_id_of(root), breakdown_attributes(breakdown)
-        if kept:
-            if not ending.recorded:
-                self._record_root(root, attributes, ending)
-            self._store.keep(trace_id)
-        if not ending.recorded:
-            return
-        differences = timeline.differences()
-        self._store.add_clocks(trace_id, differences)
-        root.set_attributes(attributes)
-        root.set_attributes(clock_attributes(differences))
-        if response is not None and response.started:
-            duration_ns = ending.end_unix_ns - ending.start_unix_ns
-            root.set_attributes(gen_ai_attributes(breakdown, duration_ns))
-        if response is not None and breakdown.second is not None:
-            self._telemetry.record_span(
-                schema.SPAN_SECOND_TOKEN,
-                root,
+            tokens_unix_ns = (
                 response.first_token_unix_ns,
                 response.second_token_unix_ns,
-                sum_attributes(breakdown.second),
+                response.last_token_unix_ns,
             )
-        root.end(ending.end_unix_ns)
-
-    def _record_root(
-        self, root: Span, attributes: Mapping[str, AttributeValue], ending: _Ending
-    ) -> None:
-        """Stores the root span of a trace that was not sampled: it has the parts of the latency."""
-        context, request_id = root.get_span_context(), ending.request_id
-        self._store.start_trace(trace_id_of(root), request_id, ending.start_unix_ns)
-        own = {schema.ATTRIBUTE_REQUEST_ID: request_id}
-        if ending.reason:
-            own[schema.ATTRIBUTE_ERROR_REASON] = ending.reason
-        self._store.add_ended(
-            self._telemetry.tracer.source,
-            EndedSpan(
-                *(context.trace_id, context.span_id, 0, schema.SPAN_REQUEST),
-                *(ending.start_unix_ns, ending.end_unix_ns, {**own, **attributes}),
-                *(ending.error, ()),
-            ),
+        record = RequestRecord(
+            request_id,
+            root,
+            (timeline.arrival_unix_ns, end_unix_ns),
+            timeline.arrival_ns,
+            steps,
+            timeline.attempts,
+            breakdown,
+            timeline.differences(),
+            tokens_unix_ns,
+            error,
         )
-
-
-@dataclass(slots=True)
-class _Ending:
-    """What is known of a request when its span ends."""
-
-    request_id: str
-    start_unix_ns: int
-    stored: bool
-    recorded: bool
-    end_unix_ns: int = 0
-    error: str = ""
-    reason: str = ""
-
-    def fail(self, error: str, reason: str = "") -> None:
-        self.error, self.reason = error, reason
+        slow = 0 < self._slow_s < 1e-6 * breakdown.first.total_us
+        kept = slow or bool(error)
+        if stored:
+            self._store.end_request(record)
+            if kept:
+                self._store.keep(record.trace_id)
+        if (kept or record.sampled) and self._telemetry.exports:
+            self._telemetry.export(record.spans(self._telemetry.provider.resource))
 
 
 def trace_id_of(span: Span) -> str:

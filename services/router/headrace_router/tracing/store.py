@@ -12,24 +12,21 @@ from typing import Final
 from headrace.inference.v1 import trace_pb2
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
-from headrace_common.telemetry import schema
-from headrace_common.telemetry.spans import EndedSpan, SpanSource
 from headrace_router.tracing.batches import SpanBatch
 from headrace_router.tracing.record import (
     NAMES_WITH_FACTS,
     SPAN_ID_BYTES,
-    OwnSpans,
     SpanFacts,
     StoredSpan,
     TraceRecord,
     stored_bytes,
     trace_to_proto,
 )
+from headrace_router.tracing.request_record import RequestRecord
 from headrace_router.tracing.worker_clocks import ClockDifference
 
 PAGE_SIZE_DEFAULT: Final = 20
 SPAN_BYTES_MAX: Final = 65_536
-_PENDING_MAX: Final = 32
 
 DROPPED_SPAN: Final = "span"
 """The span has more than SPAN_BYTES_MAX bytes, or no valid id."""
@@ -52,7 +49,7 @@ class TraceLimits:
 
 
 class TraceStore:
-    """Stores the traces of the last requests.
+    """Stores the traces of the last requests: a record of each request, and the spans that workers send.
 
     Thread-safe, as exporters have threads of their own. No method holds the lock for longer than one span or one page
     takes, because the event loop takes it too.
@@ -69,8 +66,6 @@ class TraceStore:
         # Each trace id is in one of these, the oldest first.
         self._ordinary: OrderedDict[str, None] = OrderedDict()
         self._kept: OrderedDict[str, None] = OrderedDict()
-        # Spans of this router, with their service, that are not in the records yet.
-        self._pending: dict[int, list[tuple[str, EndedSpan]]] = {}
         self._trace_of_request: dict[str, str] = {}
         self._sequence = 0
         self._stored_bytes = 0
@@ -93,7 +88,6 @@ class TraceStore:
         with self._lock:
             self._sequence += 1
             record = self._records.pop(trace_id, None) or TraceRecord(trace_id)
-            self._pending.setdefault(int(trace_id, 16), [])
             forgotten = record.start_request(self._sequence, request_id, start_unix_ns)
             self._records[trace_id] = record
             if trace_id not in self._kept:
@@ -145,32 +139,28 @@ class TraceStore:
             if record is not None:
                 record.add_clocks(differences)
 
-    def add_ended(self, source: SpanSource, span: EndedSpan) -> None:
-        """Adds a span of this router. A SpanSink. The spans of a request are stored together, when its root ends."""
+    def end_request(self, request: RequestRecord) -> None:
+        """A request of `start_trace` has ended. Ignored for unknown traces."""
         dropped: dict[str, int] = {}
         with self._lock:
-            pending = self._pending.get(span.trace_id)
-            if pending is None:
+            record = self._records.get(request.trace_id)
+            if record is None:
                 return
-            pending.append((source.service, span))
-            if span.name == schema.SPAN_REQUEST or len(pending) >= _PENDING_MAX:
-                self._store_pending(span.trace_id, dropped)
-        if dropped:
-            self._report(dropped)
+            before = record.stored_bytes
+            if not record.add_request(request, self._limits.trace_bytes):
+                dropped[DROPPED_TRACE] = 1
+            self._stored_bytes += record.stored_bytes - before
+            self._shrink(dropped)
+        self._report(dropped)
 
     def get(self, name: str) -> trace_pb2.Trace:
         """The trace with this trace id or request id. The newest for an empty name. Raises NotFound."""
-        dropped: dict[str, int] = {}
         with self._lock:
             trace_id = name or next(reversed(self._records), "")
             record = self._records.get(trace_id) or self._records.get(
                 self._trace_of_request.get(name, "")
             )
-            found = None
-            if record is not None:
-                self._store_pending(int(record.trace_id, 16), dropped)
-                found = (record.summary(), record.spans, record.differences)
-        self._report(dropped)
+            found = None if record is None else (record.summary(), record.contents)
         if found is None:
             raise NotFound(
                 f"no trace {name!r} is stored; only the last {self._limits.traces} are"
@@ -187,18 +177,13 @@ class TraceStore:
         if page_token and not (page_token.isascii() and page_token.isdecimal()):
             raise InvalidRequest({"page_token": "must be a next_page_token, unchanged"})
         size = page_size or PAGE_SIZE_DEFAULT
-        dropped: dict[str, int] = {}
         with self._lock:
             older = (
                 record
                 for record in reversed(self._records.values())
                 if not page_token or record.sequence < int(page_token)
             )
-            records = tuple(islice(older, size + 1))
-            for record in records:
-                self._store_pending(int(record.trace_id, 16), dropped)
-            page = [record.summary() for record in records]
-        self._report(dropped)
+            page = [record.summary() for record in islice(older, size + 1)]
         chosen = page[:size]
         token = str(chosen[-1].sequence) if len(page) > size else ""
         return [trace_to_proto(summary) for summary in chosen], token
@@ -221,38 +206,6 @@ class TraceStore:
         self._stored_bytes += record.stored_bytes - before
         self._shrink(dropped)
 
-    def _store_pending(self, trace_number: int, dropped: dict[str, int]) -> None:
-        """Moves the spans of this router to their record."""
-        pending = self._pending.get(trace_number)
-        if not pending:
-            return
-        record = self._records[f"{trace_number:032x}"]
-        service = pending[0][0]
-        spans = [span for _, span in pending]
-        pending.clear()
-        if not self._store_own(record, service, spans, dropped):
-            # One of them may be too large.
-            for span in spans if len(spans) > 1 else ():
-                self._store_own(record, service, [span], dropped)
-        self._shrink(dropped)
-
-    def _store_own(
-        self, record: TraceRecord, service: str, spans: list[EndedSpan], dropped: dict[str, int]
-    ) -> bool:
-        """False when they have to be stored one by one, or are dropped."""
-        own = OwnSpans.of(service, spans)
-        if own.size > SPAN_BYTES_MAX:
-            reason = DROPPED_SPAN
-        else:
-            reason = DROPPED_TRACE
-            facts = [SpanFacts.of_ended(span) for span in spans if span.name in NAMES_WITH_FACTS]
-            if record.add_own(own, facts, self._limits.trace_bytes):
-                self._stored_bytes += own.size
-                return True
-        if len(spans) == 1:
-            dropped[reason] = dropped.get(reason, 0) + 1
-        return False
-
     def _shrink(self, dropped: dict[str, int]) -> None:
         """Removes traces until the rest is within the bound."""
         while self._stored_bytes > self._limits.total_bytes:
@@ -266,7 +219,6 @@ class TraceStore:
     def _remove_oldest(self) -> TraceRecord:
         trace_id, _ = (self._ordinary or self._kept).popitem(last=False)
         record = self._records.pop(trace_id)
-        del self._pending[int(trace_id, 16)]
         self._stored_bytes -= record.stored_bytes
         for name in record.names:
             self._forget_name(name, trace_id)

@@ -1,4 +1,4 @@
-"""The steps of one request on the router's clock, with those that its workers report."""
+"""The steps of one request on the router's clock, with those that its workers report. Its spans are made from them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
-
-from opentelemetry.trace import SpanContext
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import first_token_pb2
@@ -30,6 +28,7 @@ from headrace_frontend.request.response_stream import ResponseStream
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.prefill_queue.task import QueuedTask, TaskOutcome
+from headrace_router.tracing.request_record import AttemptFacts
 from headrace_router.tracing.worker_clocks import ClockDifference, WorkerClocks, difference_now
 
 _MAKERS: Final = {
@@ -43,6 +42,8 @@ class AttemptTimeline:
 
     def __init__(self, clocks: WorkerClocks) -> None:
         self.route_start_us = _now_us()
+        self.facts = AttemptFacts()
+        """What its spans show beside the steps."""
         self.differences: dict[str, ClockDifference] = {}
         """How far the clocks of the workers that have reported are ahead, by worker id."""
         self._clocks = clocks
@@ -147,16 +148,21 @@ class AttemptTimeline:
 class RequestTimeline:
     """The steps of one request. One event loop owns it."""
 
-    def __init__(self, clocks: WorkerClocks | None = None, arrival_ns: int = 0) -> None:
-        """`arrival_ns` is by the monotonic clock; 0 means now."""
+    def __init__(
+        self,
+        clocks: WorkerClocks | None = None,
+        arrival_ns: int = 0,
+        arrival_unix_ns: int = 0,
+    ) -> None:
+        """`arrival_ns` is by the monotonic clock; 0 means now. `arrival_unix_ns` is the same moment."""
         self._clocks = clocks or WorkerClocks()
-        self._arrival_us = arrival_ns // 1_000 or _now_us()
+        self.arrival_ns = arrival_ns or time.monotonic_ns()
+        self.arrival_unix_ns = arrival_unix_ns or time.time_ns()
+        self._arrival_us = self.arrival_ns // 1_000
         self._tokenize: list[tuple[int, int]] = []
         self._slot_wait: tuple[int, int] | None = None
         self._attempts: list[AttemptTimeline] = []
         self._response: ResponseStream | None = None
-        self.span_contexts: list[SpanContext] = []
-        """Of the attempts' spans, oldest first."""
 
     @property
     def response(self) -> ResponseStream | None:
@@ -182,10 +188,6 @@ class RequestTimeline:
         self._attempts.append(attempt)
         return attempt
 
-    def attempt_traced(self, context: SpanContext) -> None:
-        """An attempt has a span."""
-        self.span_contexts.append(context)
-
     def differences(self) -> dict[str, ClockDifference]:
         """How far the clocks of the request's workers are ahead, by worker id. Follows `break_down`."""
         found: dict[str, ClockDifference] = {}
@@ -193,8 +195,17 @@ class RequestTimeline:
             found |= attempt.differences
         return found
 
+    @property
+    def attempts(self) -> tuple[AttemptFacts, ...]:
+        """The attempts, oldest first."""
+        return tuple(attempt.facts for attempt in self._attempts)
+
     def break_down(self) -> Breakdown:
         """The sums, from the steps that are known now. Without a first token, the first one lasts until now."""
+        return break_down(self.steps(), _now_us())
+
+    def steps(self) -> RequestSteps:
+        """The steps that are known now."""
         response = self._response
         first: tuple[int, int] | None = None
         second: tuple[int, int] | None = None
@@ -205,7 +216,7 @@ class RequestTimeline:
                 second = self._token_at(response.monotonic_us(response.second_token_unix_ns))
             if response.first_message_unix_ns:
                 message = response.monotonic_us(response.first_message_unix_ns)
-        steps = RequestSteps(
+        return RequestSteps(
             arrival=self._arrival_us,
             tokenize=tuple(self._tokenize),
             slot_wait=self._slot_wait,
@@ -214,7 +225,6 @@ class RequestTimeline:
             second_token=second,
             first_message=message,
         )
-        return break_down(steps, _now_us())
 
     async def wait_for_report(self, deadline: Deadline) -> None:
         """Waits for the prefill worker's report, if one is missing, for 1 s at most."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace.export import SpanExportResult
 
 from headrace_common import reloading
 from headrace_common.access.credentials import TlsFiles
@@ -50,7 +51,7 @@ async def test_spans_reach_a_collector_with_a_certificate_of_a_new_authority(
     exporter.set_endpoints([address])
 
     async def exported() -> bool:
-        return await asyncio.to_thread(exporter.export, ())
+        return await asyncio.to_thread(exporter.export, ()) is SpanExportResult.SUCCESS
 
     try:
         assert await exported()

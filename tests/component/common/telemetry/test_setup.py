@@ -76,7 +76,7 @@ class Traced(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(
         self, request: inference_pb2.GenerateRequest, context: object
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        with use_span(self._telemetry.tracer.start_span(SPAN_DECODE), end_on_exit=True):
+        with use_span(self._telemetry.start_span(SPAN_DECODE), end_on_exit=True):
             yield inference_pb2.GenerateResponse(text="a")
             await asyncio.sleep(0)
             yield inference_pb2.GenerateResponse(text="b")
@@ -118,8 +118,8 @@ async def stop(telemetry: Telemetry) -> float:
 
 async def test_spans_of_two_services_form_one_tree(receiver: tuple[Receiver, str]) -> None:
     receiving, collector = receiver
-    router = init_telemetry("router", "router-0", ServiceConfig())
-    decode = init_telemetry("decode", "decode-0", ServiceConfig())
+    router = init_telemetry("router", "router-0", ServiceConfig(traces_sampler="always_on"))
+    decode = init_telemetry("decode", "decode-0", ServiceConfig(traces_sampler="always_on"))
     router.set_collectors([collector])
     decode.set_collectors([collector])
     server = traced_server(decode)
@@ -127,8 +127,8 @@ async def test_spans_of_two_services_form_one_tree(receiver: tuple[Receiver, str
     async with open_channel(server.client_endpoint) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         with (
-            use_span(router.tracer.start_span(SPAN_REQUEST), end_on_exit=True),
-            use_span(router.tracer.start_span(SPAN_ATTEMPT), end_on_exit=True) as attempt,
+            use_span(router.start_span(SPAN_REQUEST), end_on_exit=True),
+            use_span(router.start_span(SPAN_ATTEMPT), end_on_exit=True) as attempt,
         ):
             metadata = metadata_with_trace([("x-kiln", "1")])
             call = stub.Generate(inference_pb2.GenerateRequest(), metadata=metadata)
@@ -169,7 +169,7 @@ async def test_spans_of_two_services_form_one_tree(receiver: tuple[Receiver, str
 
 async def test_a_call_without_trace_context_has_a_root_span(receiver: tuple[Receiver, str]) -> None:
     receiving, collector = receiver
-    telemetry = init_telemetry("decode", "decode-0", ServiceConfig())
+    telemetry = init_telemetry("decode", "decode-0", ServiceConfig(traces_sampler="always_on"))
     telemetry.set_collectors([collector])
     server = traced_server(telemetry)
     assert metadata_with_trace() == ()
@@ -195,17 +195,17 @@ async def test_collectors_can_be_replaced(
 ) -> None:
     receiving, collector = receiver
     gone = free_endpoint()
-    telemetry = init_telemetry("prefill", "prefill-0", ServiceConfig())
+    telemetry = init_telemetry("prefill", "prefill-0", ServiceConfig(traces_sampler="always_on"))
     telemetry.set_collectors([gone, collector])
     assert telemetry.collectors == tuple(sorted([gone, collector]))
     with caplog.at_level(logging.WARNING):
         for name in ("a", "b", "c"):
-            telemetry.tracer.start_span(name).end()
+            telemetry.start_span(name).end()
             await asyncio.to_thread(telemetry.force_flush)
     assert set(receiving.spans) == {"a", "b", "c"}
     assert sum(gone in record.getMessage() for record in caplog.records) == 1
     telemetry.set_collectors([])
-    telemetry.tracer.start_span("d").end()
+    telemetry.start_span("d").end()
     assert await stop(telemetry) < STOPPED_IN_S
     assert "d" not in receiving.spans
 
@@ -216,11 +216,13 @@ async def test_shutdown_is_bounded_when_collectors_do_not_respond(count: int) ->
     silent = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     endpoints = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in silent]
     telemetry = init_telemetry(
-        "decode", "decode-0", ServiceConfig(otlp_endpoint=f"http://{endpoints[0]}")
+        "decode",
+        "decode-0",
+        ServiceConfig(otlp_endpoint=f"http://{endpoints[0]}", traces_sampler="always_on"),
     )
     telemetry.set_collectors(endpoints)
     for _ in range(3_000):
-        telemetry.tracer.start_span("lost").end()
+        telemetry.start_span("lost").end()
     try:
         assert await stop(telemetry) < STOPPED_IN_S
     finally:
@@ -230,11 +232,11 @@ async def test_shutdown_is_bounded_when_collectors_do_not_respond(count: int) ->
 
 async def test_an_otlp_endpoint_gets_every_span(receiver: tuple[Receiver, str]) -> None:
     receiving, collector = receiver
-    config = ServiceConfig(otlp_endpoint=f"http://{collector}")
+    config = ServiceConfig(otlp_endpoint=f"http://{collector}", traces_sampler="always_on")
     telemetry = init_telemetry("router", "router-0", config)
     kept = InMemorySpanExporter()
     telemetry.add_exporter(kept)
-    telemetry.tracer.start_span("both").end()
+    telemetry.start_span("both").end()
     await until(lambda: "both" in receiving.spans and len(kept.get_finished_spans()) == 1)
     assert await stop(telemetry) < STOPPED_IN_S
 

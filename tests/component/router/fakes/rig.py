@@ -45,7 +45,13 @@ class Rig:
 
     def __init__(self, **settings: Any) -> None:
         self.config = RouterConfig(
-            model=("sim",), **{"worker_wait_s": 0.2, "insecure": True, **settings}
+            model=("sim",),
+            **{
+                "worker_wait_s": 0.2,
+                "insecure": True,
+                "traces_sampler": "parentbased_always_on",
+                **settings,
+            },
         )
         self.handoff = Handoff()
         self.read_tokens = ReadTokens()

@@ -40,8 +40,8 @@ class Workers:
 @pytest.fixture
 async def workers(rig: Rig) -> Any:
     made = Workers(
-        init_telemetry("prefill", "p0", ServiceConfig()),
-        init_telemetry("decode", "d0", ServiceConfig()),
+        init_telemetry("prefill", "p0", ServiceConfig(traces_sampler="always_on")),
+        init_telemetry("decode", "d0", ServiceConfig(traces_sampler="always_on")),
     )
     for telemetry in (made.prefill, made.decode):
         telemetry.set_collectors([rig.internal_endpoint])
@@ -69,7 +69,7 @@ def _by_name(trace: trace_pb2.Trace) -> dict[str, trace_pb2.Span]:
 async def test_one_trace_covers_all_processes_of_a_request(rig: Rig, workers: Workers) -> None:
     async def prefill(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
         parent = context_from_traceparent(task.traceparent)
-        span = workers.prefill.tracer.start_span(schema.SPAN_PREFILL, context=parent)
+        span = workers.prefill.start_span(schema.SPAN_PREFILL, parent)
         await hand_over(worker, task)
         span.end()
 
@@ -77,9 +77,7 @@ async def test_one_trace_covers_all_processes_of_a_request(rig: Rig, workers: Wo
 
     async def decode(worker: FakeDecode, request: Any) -> Any:
         parent = context_from_traceparent(str(worker.metadata[-1]["traceparent"]))
-        with use_span(
-            workers.decode.tracer.start_span(schema.SPAN_DECODE, parent), end_on_exit=True
-        ):
+        with use_span(workers.decode.start_span(schema.SPAN_DECODE, parent), end_on_exit=True):
             async for event in generate(worker, request):
                 yield event
 

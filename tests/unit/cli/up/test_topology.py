@@ -167,3 +167,14 @@ def test_ranks_are_parsed() -> None:
 def test_wrong_ranks_are_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="--tensor-parallel"):
         parse_ranks(text)
+
+
+@pytest.mark.parametrize("chosen", [None, "always_off"])
+def test_every_request_is_sampled_unless_the_variable_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    monkeypatch.delenv("OTEL_TRACES_SAMPLER", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER", chosen)
+    spec = router_spec(Topology(engine="sim", model="m"), FOLDER, "127.0.0.1:7001")
+    assert spec.environment["OTEL_TRACES_SAMPLER"] == (chosen or "parentbased_always_on")

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
+from typing import get_args
 
 import pytest
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
+from opentelemetry import context as otel_context
+from opentelemetry.sdk.trace.sampling import Decision
 from opentelemetry.trace import get_current_span
 
-from headrace_common.config import TracesSampler
+from headrace_common.config import ServiceConfig, TracesSampler
 from headrace_common.rpc.trace_context import context_from_traceparent, traceparent
-from headrace_common.telemetry.sampler import SAMPLERS, Sampler
-from headrace_common.telemetry.spans import EndedSpan, SpanSource, SpanTracer
+from headrace_common.telemetry.setup import Telemetry, init_telemetry, new_sampler
+from tests.ended_spans import ended_spans
 
-SOURCE = SpanSource("router", "r", Resource({}))
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-"
+
+
+def tracing(name: TracesSampler) -> Telemetry:
+    return init_telemetry("router", "r", ServiceConfig(traces_sampler=name, traces_sampler_arg=0))
 
 
 @pytest.mark.parametrize(
@@ -24,73 +26,50 @@ PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-"
     [
         ("always_on", True, True, True),
         ("always_off", False, False, False),
+        ("traceidratio", False, False, False),
         ("parentbased_always_on", True, True, False),
         ("parentbased_always_off", False, True, False),
+        ("parentbased_traceidratio", False, True, False),
     ],
 )
 def test_the_name_decides(
     name: TracesSampler, root: bool, sampled_parent: bool, other_parent: bool
 ) -> None:
-    sampler = Sampler(name)
-    decisions = [sampler.samples(7, parent) for parent in (None, True, False)]
+    sampler = new_sampler(ServiceConfig(traces_sampler=name, traces_sampler_arg=0.0))
+    parents = (
+        None,
+        context_from_traceparent(PARENT + "01"),
+        context_from_traceparent(PARENT + "00"),
+    )
+    decisions = [
+        sampler.should_sample(parent, 7, "x").decision is Decision.RECORD_AND_SAMPLE
+        for parent in parents
+    ]
     assert decisions == [root, sampled_parent, other_parent]
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.01, 0.5, 1.0])
-def test_a_ratio_decides_as_opentelemetry_does(ratio: float) -> None:
-    standard, sampler = TraceIdRatioBased(ratio), Sampler("traceidratio", ratio)
-    parent_based = Sampler("parentbased_traceidratio", ratio)
-    ids = random.Random(5)
-    for _ in range(500):
-        trace_id = ids.getrandbits(128)
-        decision: Any = standard.should_sample(None, trace_id, "x").decision
-        expected = decision.is_sampled()
-        assert sampler.samples(trace_id, None) == expected
-        assert sampler.samples(trace_id, not expected) == expected
-        assert parent_based.samples(trace_id, None) == expected
-        assert parent_based.samples(trace_id, not expected) != expected
+def test_every_sampler_of_the_settings_has_a_case() -> None:
+    assert len(get_args(TracesSampler)) == 6
 
 
-def test_every_sampler_has_a_decision() -> None:
-    assert len(SAMPLERS) == 6
-    for name in SAMPLERS:
-        Sampler(name, 1.0).samples(1, None)  # type: ignore[arg-type]
-
-
-def tracing(name: TracesSampler) -> tuple[SpanTracer, list[EndedSpan]]:
-    ended: list[EndedSpan] = []
-    tracer = SpanTracer(SOURCE, Sampler(name, 0.0))
-    tracer.add_sink(lambda source, span: ended.append(span))
-    return tracer, ended
-
-
-@pytest.mark.parametrize("name", ["always_off", "parentbased_always_off", "traceidratio"])
-def test_a_trace_that_is_not_sampled_asks_other_processes_for_no_spans(name: TracesSampler) -> None:
-    tracer, ended = tracing(name)
-    root = tracer.start_span("root")
-    tracer.record("child", root, (1, 2), {}, "", ())
+def test_spans_of_a_trace_that_is_not_sampled_are_dropped() -> None:
+    telemetry = tracing("parentbased_traceidratio")
+    spans = ended_spans(telemetry)
+    root = telemetry.start_span("root")
+    telemetry.record_span("child", root, 1, 2)
     root.end()
-    assert ended == []
-    header = traceparent(root)
-    assert header.endswith("-00")
-    context = get_current_span(context_from_traceparent(header)).get_span_context()
-    assert context.trace_id == root.get_span_context().trace_id
+    assert not spans
+    assert not root.get_span_context().trace_flags.sampled
 
 
-def test_always_on_records_below_a_parent_that_is_not_sampled() -> None:
-    tracer, ended = tracing("always_on")
-    root = tracer.start_span("root", context_from_traceparent(f"{PARENT}00"))
-    tracer.record("child", root, (1, 2), {}, "", ())
-    root.end()
-    child, first = ended
-    assert child.parent_id == first.span_id
-    assert first.parent_id == 0xB7AD6B7169203331
-    assert traceparent(root).endswith("-01")
-
-
-def test_always_off_records_nothing_below_a_sampled_parent() -> None:
-    tracer, ended = tracing("always_off")
-    root = tracer.start_span("root", context_from_traceparent(f"{PARENT}01"))
-    root.end()
-    assert ended == []
-    assert traceparent(root) == f"{PARENT}00"
+@pytest.mark.parametrize("flag", ["00", "01"])
+def test_a_pending_span_follows_its_parent(flag: str) -> None:
+    telemetry = tracing("parentbased_traceidratio")
+    parent = get_current_span(context_from_traceparent(PARENT + flag)).get_span_context()
+    token = otel_context.attach(context_from_traceparent(PARENT + flag))
+    pending = telemetry.pending_span("root")
+    otel_context.detach(token)
+    found = pending.get_span_context()
+    assert (found.trace_id, pending.parent) == (parent.trace_id, parent)
+    assert found.span_id != parent.span_id
+    assert traceparent(pending).endswith(flag)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from opentelemetry.sdk.resources import Resource
-
-from headrace_common.telemetry import schema
-from headrace_common.telemetry.spans import EndedSpan, SpanSource
 from headrace_router.status.digests import LinkUse, RequestDigest, TraceDigests, sum_links
 from headrace_router.tracing.store import TraceLimits, TraceStore
+from tests.unit.router.tracing.records import ended
 
 
 class CountingStore(TraceStore):
@@ -49,7 +46,7 @@ def test_a_complete_trace_is_read_once_and_a_new_one_comes_first() -> None:
     assert digests.read() == []
     for number in (1, 2):
         store.start_trace(f"{number:032x}", f"request-{number}", 10 * number)
-        store.add_ended(SOURCE, root(number))
+        store.end_request(ended(trace_id=number, request_id=f"request-{number}"))
     assert [one.request_id for one in digests.read()] == ["request-2", "request-1"]
     assert [one.total_ns for one in digests.read()] == [70, 70]
     assert store.reads == 2
@@ -58,11 +55,3 @@ def test_a_complete_trace_is_read_once_and_a_new_one_comes_first() -> None:
         assert [one.complete for one in digests.read()] == [False, True, True]
     # It is read again until it is complete.
     assert store.reads == 4
-
-
-SOURCE = SpanSource("router", "router-0", Resource.get_empty())
-
-
-def root(number: int) -> EndedSpan:
-    name = {schema.ATTRIBUTE_REQUEST_ID: f"request-{number}"}
-    return EndedSpan(number, number, 0, schema.SPAN_REQUEST, 100, 170, name, "", ())

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from enum import StrEnum
-from types import MappingProxyType
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, ArrayValue, KeyValue
 from opentelemetry.proto.resource.v1.resource_pb2 import Resource
 from opentelemetry.proto.trace.v1.trace_pb2 import ResourceSpans, ScopeSpans, Span, Status
-from opentelemetry.sdk.resources import Resource as OtelResource
-from opentelemetry.util.types import AttributeValue
 
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.otlp import export_request
-from headrace_common.telemetry.spans import EndedSpan, SpanSource
 from headrace_router.tracing import batches, record
 from headrace_router.tracing import store as trace_store
 from headrace_router.tracing.store import TraceLimits, TraceStore
 from headrace_router.tracing.worker_clocks import ClockDifference
+from tests.unit.router.tracing.records import attempt, ended, failed_attempt
 
 _TRACE = "ab" * 16
 _ROOT, _ATTEMPT = "01" * 8, "02" * 8
@@ -77,40 +72,22 @@ def _store() -> TraceStore:
     return store
 
 
-def test_a_trace_is_complete_after_the_spans_of_the_successful_attempt() -> None:
+def test_a_trace_that_a_worker_starts_is_complete_with_its_root() -> None:
     store = _store()
-    parts = [
-        _span(schema.SPAN_ATTEMPT, "07" * 8, _ROOT, error="prefill worker died", worker="p9"),
-        _span(schema.SPAN_DECODE, "03" * 8, _ATTEMPT, service="decode"),
-        _span(schema.SPAN_ATTEMPT, _ATTEMPT, _ROOT, worker="p0"),
-        _span(schema.SPAN_REQUEST, _ROOT, "ff" * 8, request="r1"),
-        _span(schema.SPAN_PREFILL, "04" * 8, _ATTEMPT, service="prefill"),
-    ]
-    completeness = []
-    for part in parts:
-        _add(store, part)
-        completeness.append(store.get("r1").complete)
-    assert completeness == [False, False, False, False, True]
-    trace = store.get(_TRACE)
-    assert trace.start_time.ToNanoseconds() == 500
-    spans = {span.name: span for span in trace.spans if not span.error}
-    assert spans[schema.SPAN_REQUEST].parent_span_id == ""
-    assert spans[schema.SPAN_PREFILL].parent_span_id == _ATTEMPT
-    assert spans[schema.SPAN_PREFILL].service == "prefill"
-    assert spans[schema.SPAN_PREFILL].worker_id == "prefill-0"
-    assert spans[schema.SPAN_REQUEST].worker_id == ""
-    assert spans[schema.SPAN_PREFILL].duration.ToNanoseconds() == 2_000
-    assert [span.error for span in trace.spans if span.error] == ["prefill worker died"]
-
-
-def test_a_local_prefill_needs_no_prefill_span() -> None:
-    store = _store()
-    _add(store, _span(schema.SPAN_REQUEST, _ROOT, request="r1"))
-    assert store.get("r1").complete
-    _add(store, _span(schema.SPAN_ATTEMPT, _ATTEMPT, _ROOT))
+    _add(store, _span(schema.SPAN_DECODE, "03" * 8, _ROOT, service="decode"))
     assert not store.get("r1").complete
-    _add(store, _span(schema.SPAN_DECODE, "03" * 8, _ATTEMPT, service="decode"))
-    assert store.get("r1").complete
+    _add(store, _span(schema.SPAN_REQUEST, _ROOT, "ff" * 8, service="decode", request="r1"))
+    trace = store.get(_TRACE)
+    assert trace.complete
+    assert trace.start_time.ToNanoseconds() == 500
+    spans = {span.name: span for span in trace.spans}
+    assert spans[schema.SPAN_REQUEST].parent_span_id == ""
+    decode = spans[schema.SPAN_DECODE]
+    assert (decode.parent_span_id, decode.service, decode.worker_id) == (
+        *(_ROOT, "decode"),
+        "decode-0",
+    )
+    assert decode.duration.ToNanoseconds() == 2_000
 
 
 def test_kept_traces_are_removed_after_others_up_to_half_of_all() -> None:
@@ -229,46 +206,38 @@ def test_a_span_that_is_too_large_or_has_no_valid_id_is_dropped() -> None:
     assert dropped == {trace_store.DROPPED_SPAN: 2}
 
 
-def _own(name: str, span_id: int, parent: int = 0, **attributes: str) -> EndedSpan:
-    keys = {"worker": schema.ATTRIBUTE_PREFILL_WORKER_ID, "request": schema.ATTRIBUTE_REQUEST_ID}
-    named = {keys[key]: value for key, value in attributes.items()}
-    return EndedSpan(int(_TRACE, 16), span_id, parent, name, 1_000, 3_000, named, "", ())
-
-
-def test_own_spans_are_stored_as_those_of_workers_are() -> None:
-    source = SpanSource("router", "router-0", OtelResource({}))
-    own, exported = _store(), _store()
-    root, attempt = int(_ROOT, 16), int(_ATTEMPT, 16)
-    spans = [
-        _own(schema.SPAN_ATTEMPT, attempt, root, worker="p0"),
-        _own(schema.SPAN_REQUEST, root, request="r1"),
-    ]
-    for span in spans:
-        own.add_ended(source, span)
-        _add(exported, *export_request([(source, span)]).resource_spans)
-    for store in (own, exported):
-        _add(store, _span(schema.SPAN_DECODE, "03" * 8, _ATTEMPT, service="decode"))
-        assert not store.get("r1").complete
-        _add(store, _span(schema.SPAN_PREFILL, "04" * 8, _ATTEMPT, service="prefill"))
-        assert store.get("r1").complete
-    # The service's name is a part of the resource, which has none here.
-    found = list(exported.get("r1").spans)
-    for one in found:
-        one.service = one.service or "router"
-    assert list(own.get("r1").spans) == found
-    assert own.stored_bytes > 0
-
-
-def test_an_own_span_that_is_too_large_is_dropped() -> None:
+def test_a_request_with_too_large_a_record_is_dropped() -> None:
     dropped: Counter[str] = Counter()
-    store = TraceStore(_limits(10), lambda why, count: dropped.update({why: count}))
-    store.start_trace(_TRACE, "r1", 500)
-    source = SpanSource("router", "router-0", OtelResource({}))
-    # A character of this text may take four bytes.
-    text = "\u00e4" * (trace_store.SPAN_BYTES_MAX // 4)
-    store.add_ended(source, _own(schema.SPAN_REQUEST, 1, request=text))
-    assert dropped == {trace_store.DROPPED_SPAN: 1}
-    assert not store.get("r1").spans
+    store = TraceStore(
+        _limits(10, trace_bytes=10_000), lambda why, count: dropped.update({why: count})
+    )
+    store.start_trace(ended().trace_id, "r1", 500)
+    store.end_request(ended(error="x" * 10_000))
+    assert dropped == {trace_store.DROPPED_TRACE: 1}
+    assert not store.stored_bytes
+    store.end_request(ended())
+    assert store.stored_bytes > 0
+    assert store.get("r1").complete
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+def test_a_sampled_request_is_complete_with_the_spans_of_its_workers(sampled: bool) -> None:
+    record = ended(sampled=sampled, attempts=(failed_attempt(), attempt(remote=True)))
+    store = TraceStore(_limits(10))
+    store.start_trace(record.trace_id, "r1", 500)
+    store.end_request(record)
+    assert store.get("r1").complete is not sampled
+    context = record.attempts[1].context
+    assert context is not None
+    for name, service in ((schema.SPAN_DECODE, "decode"), (schema.SPAN_PREFILL, "prefill")):
+        assert len([one for one in store.get("r1").spans if one.name == name]) == 1
+        span_id = "03" * 8 if service == "decode" else "04" * 8
+        parent = f"{context.span_id:016x}"
+        _add(store, _span(name, span_id, parent, service=service, trace_id=record.trace_id))
+        # The worker's own span replaces the router's.
+        (found,) = (one for one in store.get("r1").spans if one.name == name)
+        assert (found.span_id, found.worker_id) == (span_id, f"{service}-0")
+    assert store.get("r1").complete
 
 
 def test_names_of_requests_that_share_a_trace_are_bounded() -> None:
@@ -297,7 +266,7 @@ def test_lists_read_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: object) -> None:
         raise AssertionError("a span was read")
 
-    monkeypatch.setattr(record.TraceRecord, "spans", property(fail))
+    monkeypatch.setattr(record.TraceRecord, "contents", property(fail))
     (trace,), _ = store.list_page(10, "")
     assert trace.complete
     assert not trace.spans
@@ -367,59 +336,3 @@ def test_a_span_that_is_malformed_after_its_start_is_left_out() -> None:
     bad = batches.read_span(content.replace(b"\x03" * 8, b"\x04" * 8) + b"\x4a\x7f")
     store.add_batch(batches.SpanBatch("decode", "decode-0", [batches.read_span(content), bad]))
     assert [span.span_id for span in store.get("r1").spans] == ["03" * 8]
-
-
-class _Kind(StrEnum):
-    SLOW = "slow"
-
-
-def test_own_spans_are_read_back_as_they_were_also_before_the_root_has_ended() -> None:
-    source = SpanSource("router", "router-0", OtelResource({}))
-    values: dict[str, AttributeValue] = {
-        "text": "a",
-        "kind": _Kind.SLOW,
-        "n": 3,
-        "real": 0.5,
-        "names": ["a", "b"],
-    }
-    events = (("state", 1, MappingProxyType({"to": _Kind.SLOW})),)
-    span = EndedSpan(int(_TRACE, 16), 7, 5, "one", 1_000, 3_000, values, "late", events, ((1, 2),))
-    store = _store()
-    store.add_ended(source, span)
-    (found,) = store.get("r1").spans
-    assert (found.service, found.error) == ("router", "late")
-    assert list(found.linked_span_ids) == [f"{2:016x}"]
-    assert dict(found.attributes) == {
-        "text": "a",
-        "kind": "slow",
-        "n": "3",
-        "real": "0.5",
-        "names": "a, b",
-    }
-
-
-def test_own_spans_are_bounded_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "SPANS_PER_TRACE_MAX", 40)
-    dropped: Counter[str] = Counter()
-    store = TraceStore(
-        _limits(10, trace_bytes=60_000), lambda why, count: dropped.update({why: count})
-    )
-    source = SpanSource("router", "router-0", OtelResource({}))
-    store.start_trace(_TRACE, "r1", 500)
-    for number in range(1, 101):
-        store.add_ended(source, _own(schema.SPAN_QUEUE, number))
-    assert len(store.get("r1").spans) == 40
-    assert dropped == {trace_store.DROPPED_TRACE: 60}
-    store.start_trace("cd" * 16, "r2", 500)
-    large = "x" * 20_000
-    for number in range(1, 5):
-        span = _own(schema.SPAN_ATTEMPT, number, worker=large)
-        store.add_ended(source, span._replace(trace_id=int("cd" * 16, 16)))
-    # Together they are too large for one span's bound, and one by one two of them fit.
-    assert len(store.get("r2").spans) == 2
-    assert store.stored_bytes <= 2 * 60_000
-    store.add_ended(source, _own(schema.SPAN_QUEUE, 1)._replace(trace_id=9))
-    for number in range(10):
-        store.start_trace(f"{number + 1:032x}", f"r{number}", 1)
-    assert not store.stored_bytes
-    assert len(store._pending) == len(store._records) == 10

@@ -1,0 +1,355 @@
+"""What is kept of a request that has ended, and the spans that are made from it.
+
+Every request has a record, from the steps that RPCs have brought. Only sampled, slow and failed requests get spans.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.trace import SpanContext
+from opentelemetry.util.types import AttributeValue
+
+from headrace_common.errors import HeadraceError
+from headrace_common.latency.breakdown import Breakdown
+from headrace_common.latency.steps import AttemptSteps, RequestSteps
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.latency import (
+    breakdown_attributes,
+    gen_ai_attributes,
+    sum_attributes,
+)
+from headrace_common.telemetry.later import PendingSpan, ended_span
+from headrace_router.placement import Decision
+from headrace_router.prefill_queue.task import QueuedTask
+from headrace_router.tracing.worker_clocks import ClockDifference, clock_attributes
+
+_LINK_METHOD: Final = "headrace.decode.v1.DecodeService/Link"
+_ID_STEP: Final = 0x9E37_79B9_7F4A_7C15
+_ID_MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
+_RECORD_BYTES: Final = 4_096
+_ATTEMPT_BYTES: Final = 2_048
+_NO_RESOURCE: Final = Resource({})
+
+
+@dataclass(slots=True)
+class AttemptFacts:
+    """One attempt beside its AttemptSteps. Times are microseconds of the router's clock, 0 for what has not happened.
+
+    `context` has the ids of its span. It is None while no attempt has followed the choice of workers.
+    """
+
+    decision: Decision | None = None
+    route_end: int = 0
+    route_error: str = ""
+    context: SpanContext | None = None
+    transfer_id: str = ""
+    number: int = 0
+    generated_tokens: int = 0
+    start: int = 0
+    end: int = 0
+    error: str = ""
+    reason: str = ""
+    prefill_worker_id: str = ""
+    tasks_ahead: int = 0
+    priority: str = ""
+
+    def routed(self, decision: Decision) -> None:
+        """The workers are chosen."""
+        self.decision, self.route_end = decision, _now_us()
+
+    def not_routed(self, error: HeadraceError) -> None:
+        """No workers could be chosen."""
+        self.route_error, self.route_end = error.detail, _now_us()
+
+    def started(
+        self, context: SpanContext, transfer_id: str, *, number: int, generated_tokens: int
+    ) -> None:
+        """The attempt has these ids. `generated_tokens` are those that the answer has already."""
+        self.context, self.transfer_id, self.start = context, transfer_id, _now_us()
+        self.number, self.generated_tokens = number, generated_tokens
+
+    def failed(self, error: HeadraceError) -> None:
+        """The attempt has failed."""
+        self.error, self.reason = error.detail, error.reason
+
+    def ended(self, queued: QueuedTask | None) -> None:
+        """The attempt has ended. `queued` is its prefill task."""
+        self.end = _now_us()
+        if queued is not None:
+            self.tasks_ahead, self.priority = queued.tasks_ahead, queued.priority.label
+            self.prefill_worker_id = queued.worker.worker_id if queued.worker is not None else ""
+
+
+class MadeSpan(NamedTuple):
+    """A span, and the process that did the work that it shows. `worker_id` is empty for a router."""
+
+    service: str
+    worker_id: str
+    span: ReadableSpan
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """A request that has ended. Times in `tokens_unix_ns` are of the first, second and last token, 0 without it."""
+
+    request_id: str
+    root: PendingSpan
+    times_unix_ns: tuple[int, int]
+    arrival_ns: int
+    steps: RequestSteps
+    attempts: tuple[AttemptFacts, ...]
+    breakdown: Breakdown
+    differences: Mapping[str, ClockDifference]
+    """How far workers' clocks are ahead of the router's, by worker id."""
+    tokens_unix_ns: tuple[int, int, int]
+    error: str = ""
+
+    @property
+    def trace_id(self) -> str:
+        """As 32 hex characters."""
+        return f"{self.root.get_span_context().trace_id:032x}"
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the workers send spans too."""
+        return self.root.get_span_context().trace_flags.sampled
+
+    @property
+    def stored_bytes(self) -> int:
+        """About as many bytes as the record takes."""
+        texts = (self.error, *self.root.attributes.values(), *(one.error for one in self.attempts))
+        size = sum(4 * len(text) for text in texts if isinstance(text, str))
+        return size + _RECORD_BYTES + _ATTEMPT_BYTES * len(self.attempts)
+
+    def spans(self, resource: Resource = _NO_RESOURCE) -> list[ReadableSpan]:
+        """The router's spans, the root first."""
+        return list(_Maker(self, resource).spans())
+
+    def worker_spans(self, attempt: int, service: str) -> list[MadeSpan]:
+        """The spans of a worker, "decode" or "prefill", as far as its reports show them."""
+        facts, steps = self.attempts[attempt], self.steps.attempts[attempt]
+        if facts.context is None or facts.decision is None:
+            return []
+        maker = _Maker(self, _NO_RESOURCE, 2 * attempt + 1 + (service == "prefill"))
+        if service == "prefill":
+            worker_id, spans = facts.prefill_worker_id, maker.prefill_spans(facts, steps)
+        else:
+            worker_id = facts.decision.worker.ref.worker_id
+            spans = maker.decode_spans(facts, steps)
+        return [MadeSpan(service, worker_id, span) for span in spans]
+
+
+class _Maker:
+    """Makes spans of a record. Each call with the same arguments gives them the same ids."""
+
+    def __init__(self, record: RequestRecord, resource: Resource, worker: int = 0) -> None:
+        self._record = record
+        self._resource = resource
+        self._root = record.root.get_span_context()
+        self._unix_ns = record.times_unix_ns[0] - record.arrival_ns
+        self._last_id = self._root.span_id + (worker << 32)
+
+    def spans(self) -> Iterator[ReadableSpan]:
+        record = self._record
+        yield ended_span(
+            *(schema.SPAN_REQUEST, self._root, record.root.parent, record.times_unix_ns),
+            self._root_attributes(),
+            resource=self._resource,
+            error=record.error,
+        )
+        for start, end in record.steps.tokenize:
+            yield self._span(schema.SPAN_TOKENIZE, self._root, start, end)
+        previous: tuple[SpanContext, ...] = ()
+        for facts, steps in zip(record.attempts, record.steps.attempts, strict=True):
+            yield from self._attempt_spans(facts, steps, previous)
+            previous = (facts.context,) if facts.context is not None else previous
+        yield from self._token_spans()
+
+    def _root_attributes(self) -> dict[str, AttributeValue]:
+        record = self._record
+        attributes = {
+            **record.root.attributes,
+            **breakdown_attributes(record.breakdown),
+            **clock_attributes(record.differences),
+        }
+        if record.tokens_unix_ns[0]:
+            start_ns, end_ns = record.times_unix_ns
+            attributes.update(gen_ai_attributes(record.breakdown, end_ns - start_ns))
+        return attributes
+
+    def _token_spans(self) -> Iterator[ReadableSpan]:
+        record = self._record
+        first_ns, second_ns, last_ns = record.tokens_unix_ns
+        if not first_ns:
+            return
+        arrival_ns = record.times_unix_ns[0]
+        yield self._at(schema.SPAN_FIRST_TOKEN, self._root, (arrival_ns, first_ns))
+        yield self._at(schema.SPAN_STREAM, self._root, (first_ns, last_ns))
+        second = record.breakdown.second
+        if second is not None:
+            times = (first_ns, second_ns)
+            yield self._at(schema.SPAN_SECOND_TOKEN, self._root, times, sum_attributes(second))
+
+    def _attempt_spans(
+        self, facts: AttemptFacts, steps: AttemptSteps, previous: tuple[SpanContext, ...]
+    ) -> Iterator[ReadableSpan]:
+        decision = facts.decision
+        if facts.route_end:
+            yield self._span(
+                *(schema.SPAN_ROUTE, self._root, steps.route_start, facts.route_end),
+                _route_attributes(decision) if decision is not None else {},
+                facts.route_error,
+            )
+        if facts.context is None or decision is None:
+            return
+        yield ended_span(
+            *(schema.SPAN_ATTEMPT, facts.context, self._root),
+            (self._unix_of(facts.start), self._unix_of(facts.end)),
+            self._attempt_attributes(facts, decision),
+            resource=self._resource,
+            error=facts.error,
+            links=previous,
+        )
+        if steps.start is not None:
+            error = facts.error if steps.reserved is None else ""
+            end = steps.reserved or facts.end
+            yield self._span(schema.SPAN_RESERVE, facts.context, steps.start, end, {}, error)
+        if steps.queued is not None:
+            yield self._span(
+                *(schema.SPAN_QUEUE, facts.context, steps.queued, steps.pulled or facts.end),
+                {
+                    schema.ATTRIBUTE_QUEUE_DEPTH: facts.tasks_ahead,
+                    schema.ATTRIBUTE_PRIORITY: facts.priority,
+                },
+                "never pulled" if steps.pulled is None else "",
+            )
+
+    def decode_spans(self, facts: AttemptFacts, steps: AttemptSteps) -> Iterator[ReadableSpan]:
+        """Those of the decode worker."""
+        decode = steps.decode
+        if decode is None or facts.context is None:
+            return
+        own = self._span(
+            *(schema.SPAN_DECODE, facts.context, decode.received, facts.end),
+            self._worker_attributes(facts),
+        )
+        yield own
+        ready = max(
+            time or 0
+            for time in (
+                *(decode.reserved, decode.kv_arrived),
+                decode.token_received,
+                decode.sampled,
+            )
+        )
+        intervals = (
+            (schema.SPAN_DECODE_RESERVE, decode.received, decode.reserved),
+            (schema.SPAN_DECODE_KV_WAIT, decode.reserved, decode.kv_arrived),
+            (schema.SPAN_DECODE_LOGITS_WAIT, decode.reserved, decode.logits_arrived),
+            (schema.SPAN_DECODE_SAMPLE, decode.logits_arrived, decode.sampled),
+            (schema.SPAN_DECODE_TOKEN_WAIT, decode.kv_arrived, decode.token_received),
+            (schema.SPAN_DECODE_FIRST_TOKEN, ready, decode.first_token),
+            (schema.SPAN_DECODE_GENERATE, decode.first_token, facts.end),
+        )
+        for name, start, end in intervals:
+            if start and end:
+                yield self._span(name, own.context, start, end)
+
+    def prefill_spans(self, facts: AttemptFacts, steps: AttemptSteps) -> Iterator[ReadableSpan]:
+        """Those of the prefill worker."""
+        prefill = steps.prefill
+        if prefill is None or facts.context is None:
+            return
+        times = (prefill.received, prefill.compute_end, prefill.last_write, prefill.sent)
+        attributes: dict[str, AttributeValue] = {
+            **self._worker_attributes(facts),
+            schema.ATTRIBUTE_PREFILL_WORKER_ID: facts.prefill_worker_id,
+        }
+        end = max(time or 0 for time in times)
+        own = self._span(*(schema.SPAN_PREFILL, facts.context, prefill.received, end), attributes)
+        yield own
+        if prefill.compute_start is not None and prefill.compute_end is not None:
+            compute = (prefill.compute_start, prefill.compute_end)
+            yield self._span(schema.SPAN_PREFILL_COMPUTE, own.context, *compute)
+
+    def _worker_attributes(self, facts: AttemptFacts) -> dict[str, AttributeValue]:
+        return {
+            schema.ATTRIBUTE_REQUEST_ID: self._record.request_id,
+            schema.ATTRIBUTE_TRANSFER_ID: facts.transfer_id,
+        }
+
+    def _attempt_attributes(
+        self, facts: AttemptFacts, decision: Decision
+    ) -> dict[str, AttributeValue]:
+        address, _, port = decision.worker.endpoint.rpartition(":")
+        attributes: dict[str, AttributeValue] = {
+            schema.ATTRIBUTE_ATTEMPT: facts.number,
+            schema.ATTRIBUTE_TRANSFER_ID: facts.transfer_id,
+            schema.ATTRIBUTE_REQUEST_ID: self._record.request_id,
+            schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
+            schema.ATTRIBUTE_PLACEMENT: _placement_of(decision),
+            schema.ATTRIBUTE_GENERATED_TOKENS: facts.generated_tokens,
+            schema.ATTRIBUTE_RPC_SYSTEM: "grpc",
+            schema.ATTRIBUTE_RPC_METHOD: _LINK_METHOD,
+            schema.ATTRIBUTE_SERVER_ADDRESS: address.strip("[]"),
+            schema.ATTRIBUTE_SERVER_PORT: int(port) if port.isdecimal() else 0,
+        }
+        if facts.prefill_worker_id:
+            attributes[schema.ATTRIBUTE_PREFILL_WORKER_ID] = facts.prefill_worker_id
+        if facts.reason:
+            attributes[schema.ATTRIBUTE_ERROR_REASON] = facts.reason
+        return attributes
+
+    def _unix_of(self, time_us: int) -> int:
+        return 1_000 * time_us + self._unix_ns
+
+    def _span(
+        self,
+        name: str,
+        parent: SpanContext,
+        start_us: int,
+        end_us: int,
+        attributes: Mapping[str, AttributeValue] | None = None,
+        error: str = "",
+    ) -> ReadableSpan:
+        times = (self._unix_of(start_us), self._unix_of(end_us))
+        return self._at(name, parent, times, attributes, error)
+
+    def _at(
+        self,
+        name: str,
+        parent: SpanContext,
+        times_unix_ns: tuple[int, int],
+        attributes: Mapping[str, AttributeValue] | None = None,
+        error: str = "",
+    ) -> ReadableSpan:
+        self._last_id = (self._last_id + _ID_STEP) & _ID_MASK or _ID_STEP
+        context = SpanContext(self._root.trace_id, self._last_id, False)
+        return ended_span(
+            *(name, context, parent, times_unix_ns, attributes or {}),
+            resource=self._resource,
+            error=error,
+        )
+
+
+def _now_us() -> int:
+    return time.monotonic_ns() // 1_000
+
+
+def _route_attributes(decision: Decision) -> dict[str, AttributeValue]:
+    return {
+        schema.ATTRIBUTE_DECODE_WORKER_ID: decision.worker.ref.worker_id,
+        schema.ATTRIBUTE_PLACEMENT: _placement_of(decision),
+        schema.ATTRIBUTE_EXPLANATION: decision.explanation,
+        schema.ATTRIBUTE_CANDIDATES: "; ".join(map(str, decision.candidates)),
+    }
+
+
+def _placement_of(decision: Decision) -> str:
+    return "remote" if decision.remote else "local"

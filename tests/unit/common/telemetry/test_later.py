@@ -1,0 +1,52 @@
+"""Spans that are made after their work, and the headers that name them before."""
+
+from __future__ import annotations
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from headrace_common.config import ServiceConfig
+from headrace_common.rpc.trace_context import metadata_with_trace, traceparent
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.later import ended_span
+from headrace_common.telemetry.setup import child_context, init_telemetry
+
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-"
+
+
+def test_an_exporter_accepts_a_span_of_a_trace_that_was_not_sampled() -> None:
+    telemetry = init_telemetry("router", "r", ServiceConfig(traces_sampler="always_off"))
+    root = telemetry.pending_span(schema.SPAN_REQUEST)
+    own = root.get_span_context()
+    assert not own.trace_flags.sampled
+    times, attributes = (9, 7), {"a": 1}
+    span = ended_span(
+        *(schema.SPAN_REQUEST, own, None, times, attributes),
+        resource=Resource({}),
+        error="torn",
+        links=[child_context(own)],
+    )
+    exporter = InMemorySpanExporter()
+    SimpleSpanProcessor(exporter).on_end(span)
+    (found,) = exporter.get_finished_spans()
+    assert (found.start_time, found.end_time, found.kind) == (9, 9, SpanKind.SERVER)
+    assert found.status.description == "torn"
+    assert [link.context.trace_id for link in found.links] == [own.trace_id]
+
+
+@pytest.mark.parametrize("state", ["", "vendor=1,other=2"])
+def test_the_headers_are_those_of_the_standard_propagator(state: str) -> None:
+    propagator = TraceContextTextMapPropagator()
+    carrier = {"traceparent": f"{PARENT}01", "tracestate": state}
+    telemetry = init_telemetry("router", "r", ServiceConfig())
+    span = telemetry.start_span("root", propagator.extract(carrier))
+    expected: dict[str, str] = {}
+    propagator.inject(expected, context=trace.set_span_in_context(span))
+    own = metadata_with_trace((("a", "b"),), trace.set_span_in_context(span))
+    assert own == (("a", "b"), *expected.items())
+    assert traceparent(span) == expected["traceparent"]
