@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from headrace.inference.v1 import trace_pb2
 from headrace_common.durations import ns_from_duration, unix_ns_from_timestamp
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.latency import PART_ATTRIBUTES
 from headrace_common.trace_view.links import TRANSFER_SPANS, TimedSpan, read_links
-from headrace_common.trace_view.model import TRANSFER_EXPOSED, Step, TraceView
-from headrace_common.trace_view.parts import parts_of_steps, reported_parts
+from headrace_common.trace_view.model import TRANSFER_EXPOSED, PartTime, Step, TraceView
 
 _NS_PER_US = 1_000
 _SERVICE_PREFIX = "headrace-"
 
 
 def read_trace(trace: trace_pb2.Trace) -> TraceView:
-    """What the trace says. Spans that have not arrived leave their time unaccounted."""
+    """What the trace says. It has no parts before the request has ended."""
     origin_ns = _origin_ns(trace)
     spans = [_timed(span, origin_ns) for span in trace.spans]
     named: dict[str, list[TimedSpan]] = defaultdict(list)
@@ -26,13 +26,9 @@ def read_trace(trace: trace_pb2.Trace) -> TraceView:
     root = next(iter(named[schema.SPAN_REQUEST]), None)
     first = next(iter(named[schema.SPAN_FIRST_TOKEN]), None)
     second = next(iter(named[schema.SPAN_SECOND_TOKEN]), None)
-    # The root of a direct request ends before its tokens come.
-    whole = [root, *named[schema.SPAN_STREAM]] if root else spans
-    total_ns = max((one.end_ns for one in whole), default=0)
-    summed = _with_sum(root, first)
-    parts = reported_parts(summed.span.attributes) if summed else ()
-    parts = parts or parts_of_steps(named, first.end_ns if first is not None else total_ns)
-    second_parts = reported_parts(second.span.attributes) if second else ()
+    total_ns = root.end_ns if root else max((one.end_ns for one in spans), default=0)
+    parts = _parts(root.span.attributes) if root else ()
+    second_parts = _parts(second.span.attributes) if second else ()
     return TraceView(
         trace_id=trace.trace_id,
         request_id=trace.request_id,
@@ -46,26 +42,23 @@ def read_trace(trace: trace_pb2.Trace) -> TraceView:
         answered=first is not None,
         second_parts=second_parts,
         exposed_in_second=any(part.name == TRANSFER_EXPOSED for part in second_parts),
-        hidden_ns=_NS_PER_US * summed.number(schema.ATTRIBUTE_TRANSFER_HIDDEN_US) if summed else 0,
-        clock_error_ns=round(summed.real(schema.ATTRIBUTE_CLOCK_ERROR_MS) * 1e6) if summed else 0,
+        hidden_ns=_NS_PER_US * root.number(schema.ATTRIBUTE_TRANSFER_HIDDEN_US) if root else 0,
+        clock_error_ns=round(root.real(schema.ATTRIBUTE_CLOCK_ERROR_MS) * 1e6) if root else 0,
         first_token_by=_first_text(spans, schema.ATTRIBUTE_FIRST_TOKEN),
         prompt_tokens=root.number(schema.ATTRIBUTE_PROMPT_TOKENS) if root else 0,
-        completion_tokens=_completion_tokens(root, named[schema.SPAN_DECODE_GENERATE]),
+        completion_tokens=root.number(schema.ATTRIBUTE_COMPLETION_TOKENS) if root else 0,
         error=root.span.error if root else "",
     )
 
 
-def _with_sum(root: TimedSpan | None, first: TimedSpan | None) -> TimedSpan | None:
-    """The span with the sum of the first token: the root, or of a direct request headrace.first_token."""
-    if first is not None and first.text(schema.ATTRIBUTE_LATENCY_TOTAL_US):
-        return first
-    return root
-
-
-def _completion_tokens(root: TimedSpan | None, generated: Sequence[TimedSpan]) -> int:
-    """Those of the root. The root of a direct request has none."""
-    known = root.number(schema.ATTRIBUTE_COMPLETION_TOKENS) if root else 0
-    return known or sum(one.number(schema.ATTRIBUTE_COMPLETION_TOKENS) for one in generated)
+def _parts(attributes: Mapping[str, str]) -> tuple[PartTime, ...]:
+    """The parts in the attributes of a span, in the order of a request. Empty when it has none."""
+    times = ((part, attributes.get(name, "")) for part, name in PART_ATTRIBUTES.items())
+    return tuple(
+        PartTime(part.label.replace("_", " "), int(text) * _NS_PER_US)
+        for part, text in times
+        if text.isdecimal()
+    )
 
 
 def _origin_ns(trace: trace_pb2.Trace) -> int:
