@@ -19,11 +19,11 @@ from headrace.inference.v1 import (
 )
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_cli.starting import wait_until_started
+from headrace_cli.starting import once_possible, wait_until_started
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import ConfigError, NotFound, WorkerGone
+from headrace_common.errors import ConfigError, NoDecodeWorker, NotFound, WorkerGone
 from headrace_common.rpc.channel import open_channel
 
 CALL_TIMEOUT_S = 5.0
@@ -79,8 +79,21 @@ class RouterClient:
     async def generate(
         self, request: inference_pb2.GenerateRequest, timeout_s: float
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Streams the answer. Retries when the router rejects the request with a retry delay."""
-        async for response in self._client.stream(request, timeout_s):
+        """Streams the answer. Retries when the router rejects the request with a retry delay.
+
+        Waits for the first decode worker as `once_possible` does.
+        """
+
+        async def begin() -> tuple[
+            AsyncIterator[inference_pb2.GenerateResponse], inference_pb2.GenerateResponse | None
+        ]:
+            responses = self._client.stream(request, timeout_s)
+            return responses, await anext(responses, None)
+
+        responses, first = await once_possible(begin, NoDecodeWorker)
+        if first is not None:
+            yield first
+        async for response in responses:
             yield response
 
     async def models(self) -> list[inference_pb2.Model]:
@@ -103,7 +116,9 @@ class RouterOperator:
 
     async def explain(self, request: inference_pb2.GenerateRequest) -> inference_pb2.RouteResponse:
         """Where the prompt would be routed now, with all candidates."""
-        return await self._client.route(request, CALL_TIMEOUT_S)
+        return await once_possible(
+            lambda: self._client.route(request, CALL_TIMEOUT_S), NoDecodeWorker
+        )
 
     async def prefix_key_fingerprint(self) -> int:
         """Fingerprint of the key with which the router hashes prompts; 0 while it has none."""

@@ -8,7 +8,7 @@ import os
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.client import list_members
 from headrace_cli.options import DEFAULT_ROUTER, REGISTRY_VARIABLE, ROUTER_VARIABLE
-from headrace_cli.up.state import find_registry
+from headrace_cli.state import find_registry
 from headrace_common.errors import HeadraceError
 
 _TIMEOUT_S = 1.0

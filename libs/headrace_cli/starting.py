@@ -1,17 +1,22 @@
-"""Commands wait for a service that is starting: its host refuses connections until the service listens."""
+"""Commands wait for a deployment that is starting: its addresses, its services and its workers appear one by one."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from typing import Annotated, Final
+from typing import Annotated, Final, TypeVar
 
 import typer
 
 from headrace_cli.console import notice_console
+from headrace_cli.state import find_registry
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
+from headrace_common.errors import HeadraceError, NotFound
+
+_T = TypeVar("_T")
 
 WAIT_S: Final = 10.0
 _POLL_S: Final = 0.1
@@ -32,7 +37,7 @@ Wait = Annotated[
         metavar="SECONDS",
         min=0,
         callback=_begin_wait,
-        help="Time that a service which refuses connections has to start; 0 fails at once.",
+        help="Time that a deployment which is starting has until it can answer; 0 fails at once.",
     ),
 ]
 """An option of every command that calls a service. It bounds all waits of the command together."""
@@ -50,12 +55,40 @@ async def wait_until_started(endpoint: str) -> None:
     while not deadline.expired and await asyncio.to_thread(_refuses, endpoint):
         if not has_noted:
             has_noted = True
-            notice_console().print(
-                f"headrace: {endpoint} refuses connections; "
-                f"waiting up to {deadline.remaining_s():.0f} s for it to start",
-                markup=False,
-            )
+            _note(f"{endpoint} refuses connections", deadline)
         await asyncio.sleep(min(_POLL_S, deadline.remaining_s()))
+
+
+async def once_possible(attempt: Callable[[], Awaitable[_T]], missing: type[HeadraceError]) -> _T:
+    """What `attempt` returns. It is repeated after an error `missing`, for as long as the command may wait."""
+    deadline = _waits_until.get()
+    has_noted = False
+    while True:
+        try:
+            return await attempt()
+        except missing as error:
+            if deadline is None or deadline.expired:
+                raise
+            if not has_noted:
+                has_noted = True
+                _note(error.detail, deadline)
+        await asyncio.sleep(min(_POLL_S, deadline.remaining_s()))
+
+
+async def registry_of(router: str, registry: str = "") -> str:
+    """`registry`, or else the registry of the deployment on this machine with this router. Raises NotFound."""
+
+    async def find() -> str:
+        return find_registry(router)
+
+    return registry or await once_possible(find, NotFound)
+
+
+def _note(state: str, deadline: Deadline) -> None:
+    notice_console().print(
+        f"headrace: {state}; waiting up to {deadline.remaining_s():.0f} s for it to start",
+        markup=False,
+    )
 
 
 def _refuses(endpoint: str) -> bool:

@@ -65,6 +65,20 @@ async def up(folder: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.
 
 
 @pytest.mark.core
+async def test_commands_wait_for_a_deployment_that_starts_after_them(tmp_path: Path) -> None:
+    port = str(free_port())
+    where = ("--router", f"127.0.0.1:{port}", "--wait", "60")
+    commands = [
+        asyncio.create_task(headrace(*command, *where))
+        for command in (("chat", "x", "--max-tokens", "2"), ("route", "x"), ("workers", "--json"))
+    ]
+    async with up(tmp_path / "logs", "--port", port):
+        for ended in await asyncio.gather(*commands):
+            assert ended.status == 0, ended.err
+            assert ended.out.strip()
+
+
+@pytest.mark.core
 async def test_the_demo_answers_prints_a_waterfall_and_leaves_no_process(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     shown = await headrace(

@@ -28,7 +28,7 @@ from headrace_cli.doctor.software import check_software, check_versions
 from headrace_cli.exit_status import EXIT_FAILED, run_command
 from headrace_cli.json_output import Json, print_json
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
-from headrace_cli.up.state import find_registry
+from headrace_cli.state import find_registry
 from headrace_common.errors import NotFound
 
 Ports = Annotated[

@@ -13,8 +13,7 @@ from headrace_cli.exit_status import run_command
 from headrace_cli.json_output import Json, message_object, print_json
 from headrace_cli.members.drain import drain_worker
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
-from headrace_cli.starting import WAIT_S, Wait
-from headrace_cli.up.state import find_registry
+from headrace_cli.starting import WAIT_S, Wait, registry_of
 from headrace_common.limits import DRAIN_GRACE_MAX_S
 
 
@@ -53,7 +52,7 @@ def drain(
     """Ends a worker as SIGTERM does: it rejects new requests, finishes those it has, and exits."""
 
     async def work() -> None:
-        found = registry or find_registry(router)
+        found = await registry_of(router, registry)
         console = None if as_json else answer_console()
         begun = await drain_worker(found, worker, grace, wait=not no_wait, console=console)
         if as_json:

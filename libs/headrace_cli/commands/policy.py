@@ -20,8 +20,7 @@ from headrace_cli.console import answer_console
 from headrace_cli.exit_status import run_command
 from headrace_cli.json_output import Json, message_object, print_json
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
-from headrace_cli.starting import WAIT_S, Wait
-from headrace_cli.up.state import find_registry
+from headrace_cli.starting import WAIT_S, Wait, registry_of
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import ConfigError
 
@@ -56,7 +55,7 @@ def get_policy(
     """Shows the policy in force."""
 
     async def work() -> None:
-        _show(await read_policy(registry or find_registry(router)), as_json=as_json)
+        _show(await read_policy(await registry_of(router, registry)), as_json=as_json)
 
     run_command(work())
 
@@ -74,7 +73,7 @@ def change_policy(
     """Changes the named fields; every router follows within a second."""
 
     async def work() -> None:
-        _show(await set_policy(registry or find_registry(router), changes), as_json=as_json)
+        _show(await set_policy(await registry_of(router, registry), changes), as_json=as_json)
 
     run_command(work())
 

@@ -28,9 +28,8 @@ from headrace_cli.options import (
     RouterInternal,
     SystemMessage,
 )
-from headrace_cli.starting import WAIT_S, Wait, wait_until_started
+from headrace_cli.starting import WAIT_S, Wait, once_possible, registry_of, wait_until_started
 from headrace_cli.tables import Column, fitted_table
-from headrace_cli.up.state import find_registry
 from headrace_client import build_request
 from headrace_common.errors import NotFound
 
@@ -85,16 +84,25 @@ async def find_internal(internal: str, registry: str, router: str) -> str:
     if internal:
         await wait_until_started(internal)
         return internal
-    routers = {
-        member.client_endpoint: member.endpoint
-        for member in await list_members(registry or find_registry(router))
-        if member.role == registry_pb2.Member.ROLE_ROUTER
-    }
+    found = await registry_of(router, registry)
+
+    async def find() -> dict[str, str]:
+        members = await list_members(found)
+        routers = {
+            member.client_endpoint: member.endpoint
+            for member in members
+            if member.role == registry_pb2.Member.ROLE_ROUTER
+        }
+        if not routers:
+            raise NotFound(f"no router is registered with the registry on {found}")
+        return routers
+
+    routers = await once_possible(find, NotFound)
     if router in routers:
         return routers[router]
     if len(routers) == 1:
         return next(iter(routers.values()))
-    known = ", ".join(sorted(routers)) or "none"
+    known = ", ".join(sorted(routers))
     raise NotFound(
         f"no router serves clients on {router}: name one with --router; there are: {known}",
         metadata={"router": router},

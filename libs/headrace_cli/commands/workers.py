@@ -18,8 +18,7 @@ from headrace_cli.members.rows import member_rows
 from headrace_cli.members.view import workers_object, workers_view
 from headrace_cli.members.watch import watch_objects, watch_table
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
-from headrace_cli.starting import WAIT_S, Wait
-from headrace_cli.up.state import find_registry
+from headrace_cli.starting import WAIT_S, Wait, registry_of
 from headrace_common.errors import NotFound
 
 
@@ -53,7 +52,7 @@ def workers(
     """Lists the registered processes and the state of each worker."""
 
     async def work() -> None:
-        found = registry or find_registry(router)
+        found = await registry_of(router, registry)
         read = partial(member_rows, found)
         if watch and as_json:
             await watch_objects(found, read, interval)
@@ -84,7 +83,7 @@ def reset_cache(
     """Empties workers' prefix caches; routers are notified at once."""
 
     async def work() -> None:
-        await reset_caches(registry or find_registry(router), worker_ids, timeout)
+        await reset_caches(await registry_of(router, registry), worker_ids, timeout)
         if as_json:
             print_json({"workers": worker_ids})
 

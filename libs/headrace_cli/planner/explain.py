@@ -16,8 +16,8 @@ from headrace_cli.exit_status import run_command
 from headrace_cli.json_output import Json, message_object, print_json
 from headrace_cli.options import DEFAULT_ROUTER, Router
 from headrace_cli.starting import WAIT_S, Wait
+from headrace_cli.state import find_planner
 from headrace_cli.tables import Column, fitted_table
-from headrace_cli.up.state import find_planner
 from headrace_common.durations import seconds_from_duration, unix_s_from_timestamp
 
 PLANNER_VARIABLE: Final = "HEADRACE_PLANNER"

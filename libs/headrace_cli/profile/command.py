@@ -16,8 +16,7 @@ from headrace_cli.console import notice_console
 from headrace_cli.exit_status import run_command
 from headrace_cli.options import DEFAULT_ROUTER, Registry, RequestModel, Router
 from headrace_cli.profile.measure import ProfileGrid, Profiler, WorkerSize
-from headrace_cli.starting import WAIT_S, Wait
-from headrace_cli.up.state import find_registry
+from headrace_cli.starting import WAIT_S, Wait, registry_of
 from headrace_common.errors import ConfigError, InternalError
 from headrace_common.version import version
 from headrace_planner.profile import WorkerProfile
@@ -83,7 +82,7 @@ def profile(  # noqa: PLR0913, PLR0917 - typer makes an option of each
         for name in ("prompt_lengths", "contexts", "concurrencies"):
             if len(getattr(grid, name)) > _POINTS_MAX:
                 raise ConfigError(f"at most {_POINTS_MAX} {name} can be measured: give fewer")
-        size = await worker_size(registry or find_registry(router), model)
+        size = await worker_size(await registry_of(router, registry), model)
         grid.check(size)
         notices = notice_console()
         async with open_router(router) as client:

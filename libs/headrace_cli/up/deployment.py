@@ -7,17 +7,17 @@ import os
 import signal
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
 
 from headrace_cli.client import open_router
+from headrace_cli.state import UpState, clear_state, default_folder, make_folder, write_state
 from headrace_cli.up.extras import require_extras
 from headrace_cli.up.lock import locked
 from headrace_cli.up.progress import StartProgress
-from headrace_cli.up.state import UpState, clear_state, default_folder, make_folder, write_state
 from headrace_cli.up.supervisor import Child, Spawn, Supervisor, spawn_program
 from headrace_cli.up.topology import (
     Topology,
@@ -29,7 +29,6 @@ from headrace_cli.up.topology import (
     worker_specs,
 )
 from headrace_common import ports
-from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, DeadlineExceeded, HeadraceError, InternalError
 from headrace_common.process.free_port import free_port
@@ -106,16 +105,18 @@ async def deployed(
     """
     check_topology(topology)
     require_extras(topology)
-    logs = make_folder(folder or default_folder(topology.port))
-    folders = {logs}
-    if topology.port:
-        folders.add(make_folder(default_folder(topology.port)))
+    topology = replace(topology, port=topology.port or free_port())
+    state_folder = make_folder(default_folder(topology.port))
+    logs = make_folder(folder) if folder is not None else state_folder
     with ExitStack() as locks:
         # Before any log of a running deployment is emptied.
-        for one in sorted(folders):
+        for one in sorted({logs, state_folder}):
             locks.enter_context(locked(one, f"127.0.0.1:{topology.port}"))
-        async with _supervised(topology, logs, console, signals, spawn) as deployment:
-            yield deployment
+        try:
+            async with _supervised(topology, logs, console, signals, spawn) as deployment:
+                yield deployment
+        finally:
+            clear_state(state_folder)
 
 
 @asynccontextmanager
@@ -127,14 +128,7 @@ async def _supervised(
     failed = True
     try:
         deployment = await signals.unless_stopped(_start(topology, logs, console, supervisor))
-        # The port that the router has, where any was asked for.
-        state_folder = make_folder(default_folder(split_host_port(deployment.router)[1]))
-        state = UpState(deployment.router, deployment.registry, os.getpid(), deployment.planner)
-        write_state(state_folder, state)
-        try:
-            yield deployment
-        finally:
-            clear_state(state_folder)
+        yield deployment
         failed = False
     except HeadraceError as error:
         show_log(error, console)
@@ -181,17 +175,23 @@ async def _start(
     """
     children: list[Child] = []
     pool_address = ""
+    planner_address = f"127.0.0.1:{free_port()}" if topology.planner else ""
     with StartProgress(console, supervisor.children) as progress:
         registry = await supervisor.start(registry_spec(topology, folder))
         if topology.pool_gib:
             pool_address = f"127.0.0.1:{free_port()}"
             children.append(await supervisor.start(pool_spec(topology, folder, pool_address)))
         await supervisor.wait_ready([registry, *children])
+        router_address = f"127.0.0.1:{topology.port}"
+        # Other commands wait for the rest by themselves.
+        write_state(
+            default_folder(topology.port),
+            UpState(router_address, registry.endpoint, os.getpid(), planner_address),
+        )
         router = await supervisor.start(router_spec(topology, folder, registry.endpoint))
         children += [registry, router]
         specs = worker_specs(topology, folder, registry.endpoint, pool_address)
         if topology.planner:
-            planner_address = f"127.0.0.1:{free_port()}"
             specs.append(planner_spec(topology, folder, registry.endpoint, planner_address))
         for spec in specs:
             children.append(await supervisor.start(spec))
@@ -211,7 +211,7 @@ async def _start(
         tuple(children),
         supervisor,
         pool=pool_address,
-        planner=next((one.endpoint for one in children if one.spec.service == "planner"), ""),
+        planner=planner_address,
     )
     await _wait_joined(topology, deployment)
     return deployment
