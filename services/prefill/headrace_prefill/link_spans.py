@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 from opentelemetry.trace import Span, Status, StatusCode
 
+from headrace.prefill.v1 import prefill_pb2
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import (
     LastWrite,
@@ -133,6 +134,26 @@ def layer_attributes(rank: int, destination_rank: int, write: LayerStamps) -> At
         schema.ATTRIBUTE_PAYLOAD_BYTES: write.payload_bytes,
         schema.ATTRIBUTE_SEND_WAIT_MS: (write.submitted_ns - write.ready_ns) / 1e6,
     }
+
+
+def last_link(reports: Sequence[SendReport], received_unix_ns: int) -> prefill_pb2.SentLink | None:
+    """The link that ended last, for a router that gets no spans. None without links."""
+    links = ((link.end_unix_ns, report.rank, link) for report in reports for link in report.links)
+    found = max(links, default=None, key=lambda one: one[0])
+    if found is None:
+        return None
+    end_unix_ns, rank, link = found
+    return prefill_pb2.SentLink(
+        source_rank=rank,
+        destination_rank=link.destination_rank,
+        transport=link.transport,
+        strategy=link.strategy,
+        payload_bytes=link.payload_bytes,
+        moving_us=link.moving_ns // 1_000,
+        start_us=max(0, link.start_unix_ns - received_unix_ns) // 1_000,
+        end_us=max(0, end_unix_ns - received_unix_ns) // 1_000,
+        layers=link.layers,
+    )
 
 
 def exposed_ns(reports: Sequence[SendReport]) -> int:

@@ -31,7 +31,7 @@ from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import salt_violations
 from headrace_prefill.bandwidths import LinkBandwidths
-from headrace_prefill.link_spans import LinkSpans
+from headrace_prefill.link_spans import LinkSpans, last_link
 from headrace_prefill.prefix_fetch import PrefixFetch, PrefixFetcher
 from headrace_prefill.spans import EndedTask, record_task
 from headrace_prefill.times import task_times
@@ -252,6 +252,7 @@ def _done_to_proto(ended: EndedTask, duration_ns: int) -> prefill_pb2.TaskDone:
         transfer_id=ended.task.transfer_id,
         duration=duration_from_ns(duration_ns),
         times=task_times(ended.outcome, ended.start_unix_ns, ended.end_unix_ns),
+        last_link=last_link(ended.reports, ended.start_unix_ns),
     )
     if ended.error is not None:
         done.reason, done.detail = ended.error.reason, ended.error.detail

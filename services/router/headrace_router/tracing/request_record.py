@@ -15,6 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanContext
 from opentelemetry.util.types import AttributeValue
 
+from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError
 from headrace_common.latency.breakdown import Breakdown
 from headrace_common.latency.steps import AttemptSteps, RequestSteps
@@ -58,6 +59,7 @@ class AttemptFacts:
     prefill_worker_id: str = ""
     tasks_ahead: int = 0
     priority: str = ""
+    last_link: prefill_pb2.SentLink | None = None
 
     def routed(self, decision: Decision) -> None:
         """The workers are chosen."""
@@ -125,6 +127,8 @@ class RequestRecord:
         """About as many bytes as the record takes."""
         texts = (self.error, *self.root.attributes.values(), *(one.error for one in self.attempts))
         size = sum(4 * len(text) for text in texts if isinstance(text, str))
+        links = (one.last_link for one in self.attempts)
+        size += sum(len(link.layers) for link in links if link is not None)
         return size + _RECORD_BYTES + _ATTEMPT_BYTES * len(self.attempts)
 
     def spans(self, resource: Resource = _NO_RESOURCE) -> list[ReadableSpan]:
@@ -277,6 +281,22 @@ class _Maker:
         if prefill.compute_start is not None and prefill.compute_end is not None:
             compute = (prefill.compute_start, prefill.compute_end)
             yield self._span(schema.SPAN_PREFILL_COMPUTE, own.context, *compute)
+        link = facts.last_link
+        if link is not None and facts.decision is not None:
+            yield self._span(
+                *(schema.SPAN_TRANSFER_LINK, own.context),
+                *(prefill.received + link.start_us, prefill.received + link.end_us),
+                {
+                    schema.ATTRIBUTE_SOURCE_RANK: link.source_rank,
+                    schema.ATTRIBUTE_DESTINATION_RANK: link.destination_rank,
+                    schema.ATTRIBUTE_DECODE_WORKER_ID: facts.decision.worker.ref.worker_id,
+                    schema.ATTRIBUTE_TRANSPORT: link.transport,
+                    schema.ATTRIBUTE_STRATEGY: link.strategy,
+                    schema.ATTRIBUTE_PAYLOAD_BYTES: link.payload_bytes,
+                    schema.ATTRIBUTE_MOVING_MS: link.moving_us / 1e3,
+                    schema.ATTRIBUTE_LINK_LAYERS: link.layers,
+                },
+            )
 
     def _worker_attributes(self, facts: AttemptFacts) -> dict[str, AttributeValue]:
         return {

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import SpanKind
 
+from headrace.prefill.v1 import prefill_pb2
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.layer_stamps import pack_writes
+from headrace_common.trace_view.reading import read_trace
+from headrace_router.tracing.record import TraceRecord, trace_to_proto
 from tests.span_schema import problems_of
 from tests.unit.router.tracing.records import START_UNIX_NS, attempt, ended, failed_attempt
 
@@ -99,6 +105,34 @@ def test_spans_of_workers_are_made_from_their_reports() -> None:
     assert not ended(attempts=(failed_attempt(),)).worker_spans(0, "decode")
     for one in (*decode, *prefill):
         assert not list(problems_of(one.span))
+
+
+def test_the_last_link_is_named_without_spans_of_the_worker() -> None:
+    facts = attempt(remote=True)
+    # Layer 5 was ready after 300 us and landed 40 us later.
+    layers = pack_writes(array("I", (5, 0, 8, 64, 300, 0, 0, 10, 0, 0, 30, 5)))
+    facts.last_link = prefill_pb2.SentLink(
+        source_rank=2,
+        destination_rank=1,
+        transport="mooncake",
+        strategy="direct",
+        payload_bytes=64,
+        moving_us=30,
+        start_us=20,
+        end_us=365,
+        layers=layers,
+    )
+    record = ended(attempts=(facts,))
+    link = record.worker_spans(0, "prefill")[-1].span
+    assert (link.name, times_us(link)) == (schema.SPAN_TRANSFER_LINK, (330, 675))
+    assert not list(problems_of(link))
+    trace = TraceRecord("ab")
+    assert trace.add_request(record, 1 << 20)
+    view = read_trace(trace_to_proto(trace.summary(), trace.contents))
+    assert view.last_link is not None
+    assert view.last_link.name == "prefill-0/r2 -> decode-0/r1"
+    assert view.last_link.last_write is not None
+    assert (view.last_link.last_write.layer, view.last_link.last_write.cause) == (5, "compute")
 
 
 def test_a_task_that_no_worker_pulled_has_failed_in_the_queue() -> None:
