@@ -19,12 +19,13 @@ class StopStringScanner:
         self._held = ""
         self._ignored = 0
         """First characters of `_held` in which no stop string ends the text."""
-        self._stopped = False
+        self.stopped_by = ""
+        """The stop string that is complete. Empty while none is."""
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string is complete."""
-        return self._stopped
+        return bool(self.stopped_by)
 
     def scan(self, text: str, *, may_stop: bool = True) -> str:
         """The text, including text held back before, that cannot be part of a stop string any more.
@@ -38,9 +39,9 @@ class StopStringScanner:
             self._ignored = len(pending)
         match = self._first_match(pending)
         if match is not None:
-            self._stopped = True
-            self._held = ""
             end, start = match
+            self.stopped_by = pending[start:end]
+            self._held = ""
             return pending[: end if self._keeps_stop else start]
         keep = self._prefix_length(pending)
         self._held = pending[len(pending) - keep :]

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pydantic
 import pytest
@@ -109,6 +110,52 @@ async def test_the_official_client_gets_the_same_text_as_grpc(tmp_path: Path) ->
         assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
         assert completion.usage is not None
         assert completion.usage.completion_tokens == 12
+
+
+@pytest.mark.core
+async def test_messages_and_responses_are_the_same_chat(tmp_path: Path) -> None:
+    function: Any = {"name": "weather", "parameters": TOOLS[0]["function"]["parameters"]}
+    tools: Any = [{"type": "function", "strict": False, **function}]
+    async with served(tmp_path) as (it, client):
+        expected = await grpc_text(it, 8)
+        response = await client.responses.create(
+            model="sim", input="hello", max_output_tokens=8, temperature=0
+        )
+        assert response.output_text == expected
+        assert response.status == "incomplete"
+        async with client.responses.stream(
+            model="sim",
+            input="hello",
+            tools=tools,
+            tool_choice="required",
+        ) as responses:
+            final = await responses.get_final_response()
+        (call,) = (item for item in final.output if item.type == "function_call")
+        assert set(json.loads(call.arguments)) == {"city", "days"}
+        base = str(client.base_url).removesuffix("/v1/")
+        async with anthropic.AsyncAnthropic(base_url=base, api_key="none", max_retries=0) as other:
+            answer = await other.messages.create(
+                model="sim", messages=MESSAGES, max_tokens=8, extra_body={"temperature": 0}
+            )
+            assert [block.text for block in answer.content if block.type == "text"] == [expected]
+            assert answer.stop_reason == "max_tokens"
+            counted = await other.messages.count_tokens(model="sim", messages=MESSAGES)
+            assert counted.input_tokens == answer.usage.input_tokens
+            tool: Any = {"name": "weather", "input_schema": function["parameters"]}
+            named: Any = {"type": "tool", "name": "weather"}
+            async with other.messages.stream(
+                model="sim",
+                messages=MESSAGES,
+                max_tokens=2_000,
+                tools=[tool],
+                tool_choice=named,
+            ) as messages:
+                message = await messages.get_final_message()
+            (use,) = (block for block in message.content if block.type == "tool_use")
+            assert isinstance(use.input, dict)
+            assert set(use.input) == {"city", "days"}
+            with pytest.raises(anthropic.NotFoundError):
+                await other.messages.create(model="other", messages=MESSAGES, max_tokens=8)
 
 
 async def test_choices_are_those_of_their_seeds_and_logprobs_name_the_text(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from opentelemetry import context as otel_context
 
@@ -19,14 +19,18 @@ from headrace_common.errors import HeadraceError, InternalError, InvalidRequest,
 from headrace_common.rpc.callers import caller_name
 from headrace_common.rpc.trace_context import SERVED, ServedCall, context_from_traceparent
 from headrace_frontend.answers import Outlets
-from headrace_frontend.openai.answers import rules_of
+from headrace_frontend.openai.answers import AnswerRules, rules_of
+from headrace_frontend.openai.block_apis.anthropic_answers import MESSAGES_ERRORS, MessagesFormat
+from headrace_frontend.openai.block_apis.anthropic_bodies import CountTokensBody, MessagesBody
+from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS, ResponsesFormat
+from headrace_frontend.openai.block_apis.responses_bodies import ResponsesBody
 from headrace_frontend.openai.conversion import (
     chat_request,
     completion_requests,
     openai_violations,
     tokenize_request,
 )
-from headrace_frontend.openai.errors import HttpError
+from headrace_frontend.openai.errors import OPENAI_ERRORS, HttpError
 from headrace_frontend.openai.event_stream import EventStream
 from headrace_frontend.openai.exchange import HttpExchange, Receive, Scope, Send
 from headrace_frontend.openai.metrics_page import MetricsPage
@@ -38,13 +42,14 @@ from headrace_frontend.openai.requests import (
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
+    checked_body,
     parse_body,
 )
 from headrace_frontend.openai.responses import (
+    AnswerFormat,
     ChatFormat,
     CollectedChoice,
     CompletionFormat,
-    ResponseFormat,
     ResponseHead,
     models_object,
 )
@@ -54,6 +59,11 @@ from headrace_frontend.tenants import tenant_or_none
 _LOG = logging.getLogger(__name__)
 
 
+_ERRORS: Final = {
+    "/v1/messages": MESSAGES_ERRORS,
+    "/v1/messages/count_tokens": MESSAGES_ERRORS,
+    "/v1/responses": RESPONSES_ERRORS,
+}
 _Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
 
 
@@ -63,7 +73,7 @@ class _Generation:
 
     requests: Sequence[inference_pb2.GenerateRequest]
     streamed: bool
-    format: ResponseFormat
+    format: AnswerFormat
     formatted: bool = False
     """Whether response_format sets the form of the answer."""
 
@@ -86,6 +96,9 @@ class OpenAiApp:
         self._routes: Mapping[str, tuple[str, _Handler]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._complete),
+            "/v1/messages": ("POST", self._messages),
+            "/v1/messages/count_tokens": ("POST", self._count_tokens),
+            "/v1/responses": ("POST", self._respond),
             "/v1/models": ("GET", self._list_models),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
@@ -97,6 +110,7 @@ class OpenAiApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one HTTP request."""
         exchange = HttpExchange(scope, receive, send)
+        exchange.errors = _ERRORS.get(exchange.path, OPENAI_ERRORS)
         try:
             await self._serve_in_bounds(exchange)
         except (HeadraceError, HttpError) as error:
@@ -149,18 +163,56 @@ class OpenAiApp:
     async def _chat(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
         body = await self._body(exchange, ChatCompletionBody)
+
+        def new_format(head: ResponseHead, model: str, rules: AnswerRules) -> AnswerFormat:
+            codec = self._parts.codecs[model]
+            return ChatFormat(head, codec, includes_usage=body.includes_usage, rules=rules)
+
+        await self._answer_chat(exchange, tenant, body, "chatcmpl-", new_format)
+
+    async def _messages(self, exchange: HttpExchange) -> None:
+        tenant = self._tenant_of(exchange)
+        body = await self._body(exchange, MessagesBody)
+        chat = checked_body(ChatCompletionBody, body.chat)
+        chat.stream = body.stream is True
+        await self._answer_chat(
+            exchange, tenant, chat, "msg_", lambda head, _, rules: MessagesFormat(head, rules)
+        )
+
+    async def _respond(self, exchange: HttpExchange) -> None:
+        tenant = self._tenant_of(exchange)
+        body = await self._body(exchange, ResponsesBody)
+        chat = checked_body(ChatCompletionBody, body.chat)
+        chat.stream = body.stream is True
+        echoed = body.echoed
+        await self._answer_chat(
+            exchange,
+            tenant,
+            chat,
+            "resp_",
+            lambda head, _, rules: ResponsesFormat(head, rules, echoed),
+        )
+
+    async def _answer_chat(
+        self,
+        exchange: HttpExchange,
+        tenant: str,
+        body: ChatCompletionBody,
+        id_prefix: str,
+        new_format: Callable[[ResponseHead, str, AnswerRules], AnswerFormat],
+    ) -> None:
+        """Answers a chat. `new_format` gets the head, the model and the rules of the answer."""
         request_id = _request_id(exchange)
-        head, model = self._head(body, f"chatcmpl-{request_id}")
+        head, model = self._head(body, id_prefix + request_id)
         rules = rules_of(body, self._parts.parsers[model])
         request = chat_request(body, request_id)
         if rules.divides and not request.sampling.HasField("skip_special_tokens"):
             # The tags around calls and reasoning may be special tokens.
             request.sampling.skip_special_tokens = False
-        codec = self._parts.codecs[model]
         generation = _Generation(
             [request],
             streamed=body.stream,
-            format=ChatFormat(head, codec, includes_usage=body.includes_usage, rules=rules),
+            format=new_format(head, model, rules),
             formatted=body.response_format is not None,
         )
         await self._generate(exchange, generation, tenant)
@@ -185,7 +237,7 @@ class OpenAiApp:
 
     async def _generate(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
         respond = self._stream if generation.streamed else self._collect
-        chat = isinstance(generation.format, ChatFormat)
+        chat = not isinstance(generation.format, CompletionFormat)
         try:
             await exchange.run_while_connected(respond(exchange, generation, tenant))
         except InvalidRequest as error:
@@ -252,9 +304,26 @@ class OpenAiApp:
         models = self._parts.models.list_models()
         await exchange.respond_object(models_object(models, self._started_s))
 
+    async def _count_tokens(self, exchange: HttpExchange) -> None:
+        tenant = self._tenant_of(exchange)
+        body = await self._body(exchange, CountTokensBody)
+        prompt = checked_body(TokenizeBody, body.prompt)
+        _, tokens = await self._tokens_of(prompt, tenant)
+        await exchange.respond_object({"input_tokens": len(tokens)})
+
     async def _tokenize(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
-        body = await self._body(exchange, TokenizeBody)
+        model, tokens = await self._tokens_of(await self._body(exchange, TokenizeBody), tenant)
+        await exchange.respond_object(
+            {
+                "count": len(tokens),
+                "max_model_len": self._parts.preparer.max_model_len(model),
+                "tokens": list(tokens),
+            }
+        )
+
+    async def _tokens_of(self, body: TokenizeBody, tenant: str) -> tuple[str, Sequence[int]]:
+        """The model, and the tokens of the prompt."""
         preparer = self._parts.preparer
         try:
             async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
@@ -264,13 +333,7 @@ class OpenAiApp:
                     tokens = await preparer.tokenize_part(prepared.model, body.prompt, tenant)
         except InvalidRequest as error:
             raise InvalidRequest(openai_violations(error.violations, chat=False)) from error
-        await exchange.respond_object(
-            {
-                "count": len(tokens),
-                "max_model_len": preparer.max_model_len(prepared.model),
-                "tokens": list(tokens),
-            }
-        )
+        return prepared.model, tokens
 
     async def _detokenize(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import grpc
 
@@ -91,3 +91,16 @@ def error_object(error: HeadraceError | HttpError) -> dict[str, Any]:
 def error_bytes(error: HeadraceError | HttpError) -> bytes:
     """`error_object` as JSON."""
     return json.dumps(error_object(error)).encode()
+
+
+AnyError: TypeAlias = HeadraceError | HttpError
+
+
+class ErrorForm(NamedTuple):
+    """How an API has errors: as a whole response, and as the last event of a stream."""
+
+    whole: Callable[[AnyError], bytes]
+    event: Callable[[AnyError], bytes]
+
+
+OPENAI_ERRORS: Final = ErrorForm(error_bytes, lambda error: b"data: %b\n\n" % error_bytes(error))

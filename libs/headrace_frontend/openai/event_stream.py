@@ -6,7 +6,7 @@ from typing import Final
 
 from headrace.inference.v1 import inference_pb2
 from headrace_frontend.openai.exchange import HttpExchange
-from headrace_frontend.openai.responses import DONE_EVENT, ResponseFormat
+from headrace_frontend.openai.responses import AnswerFormat
 
 _HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -21,7 +21,7 @@ class EventStream:
     """Sends an event for each message of each choice. `prompts` share the choices evenly."""
 
     def __init__(
-        self, exchange: HttpExchange, form: ResponseFormat, *, choices: int, prompts: int
+        self, exchange: HttpExchange, form: AnswerFormat, *, choices: int, prompts: int
     ) -> None:
         self._exchange = exchange
         self._form = form
@@ -66,7 +66,7 @@ class EventStream:
     async def finish(self) -> None:
         """Sends what is left, once all choices have ended."""
         exchange = self._exchange
-        data = self._ending + self._form.usage_event(self._usages, self._prompts) + DONE_EVENT
+        data = self._ending + self._form.last_event(self._usages, self._prompts)
         if exchange.finish_now(data):
             return
         if not exchange.started:
@@ -75,8 +75,7 @@ class EventStream:
 
     def _event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
         offset = self._offsets.get(index)
-        data = self._form.event(index, message, offset or 0)
-        if offset is None:
-            data = self._form.first_event(index) + data
+        data = self._form.first_event(index) if offset is None else b""
+        data += self._form.event(index, message, offset or 0)
         self._offsets[index] = (offset or 0) + len(message.text)
         return data

@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from headrace_common.callers.hosts import host_of
 from headrace_common.errors import Cancelled, HeadraceError
 from headrace_frontend.openai.errors import (
+    OPENAI_ERRORS,
     HttpError,
-    error_bytes,
     headers_of,
     status_of,
 )
@@ -77,6 +77,8 @@ class HttpExchange:
         """The client's host."""
         self._receive = receive
         self._send = send
+        self.errors = OPENAI_ERRORS
+        """The form of errors."""
         self.started = False
         """Whether the response's status is sent."""
 
@@ -217,10 +219,10 @@ class HttpExchange:
     async def respond_error(self, error: HeadraceError | HttpError) -> None:
         """Sends an error: as the response, or as the last event of a stream that has started."""
         if self.started:
-            await self.write(b"data: " + error_bytes(error) + b"\n\n")
+            await self.write(self.errors.event(error))
             await self.finish()
         else:
-            await self.respond(status_of(error), error_bytes(error), headers_of(error))
+            await self.respond(status_of(error), self.errors.whole(error), headers_of(error))
 
 
 def _too_large(bytes_max: int) -> HttpError:

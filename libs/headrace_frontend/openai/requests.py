@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import (
@@ -227,13 +228,21 @@ class DetokenizeBody(Body):
     tokens: TokenList
 
 
-BodyKind = TypeVar("BodyKind", bound=Body)
+BodyKind = TypeVar("BodyKind", bound=BaseModel)
 
 
 def parse_body(kind: type[BodyKind], data: bytes) -> BodyKind:
     """The body in `data`. Raises InvalidRequest that names the wrong fields."""
     try:
         return kind.model_validate_json(data)
+    except ValidationError as error:
+        raise InvalidRequest(_violations(error)) from None
+
+
+def checked_body(kind: type[BodyKind], value: Mapping[str, Any]) -> BodyKind:
+    """As `parse_body`, of a body that another API's body asks for."""
+    try:
+        return kind.model_validate(value)
     except ValidationError as error:
         raise InvalidRequest(_violations(error)) from None
 

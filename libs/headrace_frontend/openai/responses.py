@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.latency.breakdown import breakdown_object
@@ -45,6 +45,7 @@ class CollectedChoice:
     tokens: list[dict[str, Any]] = field(default_factory=list)
     reason: sampling_pb2.FinishReason.ValueType = sampling_pb2.FINISH_REASON_UNSPECIFIED
     usage: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
+    stop_text: str = ""
     latency: dict[str, Any] | None = None
     """Set when the client wants it."""
 
@@ -55,16 +56,46 @@ class CollectedChoice:
         if message.finish_reason:
             self.reason = message.finish_reason
             self.usage = message.usage
+            self.stop_text = message.stop_text
             self.latency = _latency_of(message)
 
     @property
     def extensions(self) -> dict[str, Any]:
         """Fields that OpenAI does not have."""
-        return {} if self.latency is None else {"latency": self.latency}
+        latency = {} if self.latency is None else {"latency": self.latency}
+        return {"stop_reason": self.stop_text or None, **latency}
+
+
+class AnswerFormat(Protocol):
+    """Formats one response: its events if it is streamed, or else one object."""
+
+    def first_event(self, index: int) -> bytes:
+        """The events before the first text. Empty if there are none."""
+        ...
+
+    def event(self, index: int, message: inference_pb2.GenerateResponse, offset: int = 0) -> bytes:
+        """The events for one message, or nothing. `offset` is the number of characters before it."""
+        ...
+
+    def text_event(self, index: int, text: str) -> bytes | None:
+        """As `event`, for a message with text alone. None when the event depends on more than the text."""
+        ...
+
+    def last_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
+        """The end of the stream."""
+        ...
+
+    def whole(self, choices: Sequence[CollectedChoice], prompts: int) -> bytes:
+        """The response as one object."""
+        ...
+
+    def tokens_of(self, message: inference_pb2.GenerateResponse) -> list[dict[str, Any]]:
+        """The tokens of a message with their logprobs. Empty when logprobs were not requested."""
+        ...
 
 
 class ResponseFormat(ABC):
-    """Formats one response: its events if it is streamed, or else one object."""
+    """The formats of /v1/completions and /v1/chat/completions."""
 
     kind: str
     chunk_kind: str
@@ -109,6 +140,10 @@ class ResponseFormat(ABC):
         if message.logprobs:
             logprobs = json.dumps(self._logprobs(self.tokens_of(message), offset))
         ending = f'"{reason}"' if reason else "null"
+        if message.finish_reason:
+            ending += (
+                f', "stop_reason": {_quote(message.stop_text) if message.stop_text else "null"}'
+            )
         latency = _latency_of(message) if message.finish_reason else None
         if latency is not None:
             ending = f'{ending}, "latency": {json.dumps(latency)}'
@@ -127,12 +162,12 @@ class ResponseFormat(ABC):
         head, tail = template
         return b"%b%b%b" % (head, _quote(text).encode(), tail)
 
-    def usage_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
-        """The last event before DONE_EVENT, or nothing if usage is not wanted."""
+    def last_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
+        """The end of the stream, after the event of the usage if that is wanted."""
         if not self._includes_usage:
-            return b""
+            return DONE_EVENT
         usage = json.dumps(usage_object(usages, prompts))
-        return f'{self._prefix}], "usage": {usage}}}\n\n'.encode()
+        return f'{self._prefix}], "usage": {usage}}}\n\n'.encode() + DONE_EVENT
 
     def whole(self, choices: Sequence[CollectedChoice], prompts: int) -> bytes:
         """The response as one object."""

@@ -27,6 +27,11 @@ class CompletionText:
         """Whether a stop string is complete."""
         return self.has_stop_strings and self._stop_scanner.stopped
 
+    @property
+    def stopped_by(self) -> str:
+        """The stop string that is complete. Empty while none is."""
+        return self._stop_scanner.stopped_by
+
     def replay(self, token_ids: Sequence[int]) -> None:
         """Advances over tokens that the client already has."""
         if self.has_stop_strings:

@@ -287,7 +287,10 @@ class ResponseStream:
         # The last characters can complete a stop string.
         self.finish_reason = sampling_pb2.FINISH_REASON_STOP if self.stopped else reason
         self._last_message = inference_pb2.GenerateResponse(
-            finish_reason=self.finish_reason, usage=usage, timing=timing
+            finish_reason=self.finish_reason,
+            usage=usage,
+            timing=timing,
+            stop_text=self._text.stopped_by,
         )
         self._end()
 

@@ -16,6 +16,7 @@ from headrace_common.errors import HeadraceError, InvalidRequest, QueueFull
 from headrace_frontend.openai.answers import AnswerRules
 from headrace_frontend.openai.errors import HttpError, error_object, headers_of, status_of
 from headrace_frontend.openai.responses import (
+    DONE_EVENT,
     ChatFormat,
     CollectedChoice,
     CompletionFormat,
@@ -78,7 +79,7 @@ def test_usage_is_null_until_the_last_event() -> None:
     assert read(form.first_event(0))["usage"] is None
     assert read(form.event(0, message("a", finish_reason=LENGTH)))["usage"] is None
     usage = inference_pb2.Usage(prompt_tokens=5, completion_tokens=2, decode_cached_tokens=3)
-    last = read(form.usage_event([usage, usage], 1))
+    last = read(form.last_event([usage, usage], 1).removesuffix(DONE_EVENT))
     assert last["choices"] == []
     assert last["usage"] == {
         "prompt_tokens": 5,
@@ -86,7 +87,7 @@ def test_usage_is_null_until_the_last_event() -> None:
         "total_tokens": 9,
         "prompt_tokens_details": {"cached_tokens": 3},
     }
-    assert ChatFormat(HEAD, ByteCodec(), includes_usage=False).usage_event([usage], 1) == b""
+    assert ChatFormat(HEAD, ByteCodec(), includes_usage=False).last_event([usage], 1) == DONE_EVENT
 
 
 def test_each_prompt_counts_once() -> None:

@@ -1,0 +1,1 @@
+"""Chats with answers in blocks: /v1/messages of Anthropic and /v1/responses of OpenAI."""

@@ -1,0 +1,223 @@
+"""The bodies of /v1/messages, as Anthropic has them, and the chats that they ask for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headrace_common.limits import CHAT_MESSAGES_MAX, CHAT_TOOLS_MAX
+
+_BLOCKS_MAX: Final = 1_024
+_STOPS_MAX: Final = 64
+_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+_IGNORED_BLOCKS: Final = frozenset(("redacted_thinking",))
+
+
+class _Part(BaseModel):
+    """A JSON object. Fields that this API does not use say nothing to the model, such as cache_control."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class BlockBody(_Part):
+    """A block of a message: text, thinking, a tool's use or a tool's result."""
+
+    type: str
+    text: str = ""
+    thinking: str = ""
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] = Field(default_factory=dict)
+    tool_use_id: str = ""
+    content: str | Annotated[list[BlockBody], Field(max_length=_BLOCKS_MAX)] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> BlockBody:
+        if self.type not in ("text", "thinking", "tool_use", "tool_result", *_IGNORED_BLOCKS):
+            raise ValueError(
+                f"type: {self.type[:64]!r} is not supported; send text, thinking, tool_use and tool_result"
+            )
+        return self
+
+
+_Blocks = str | Annotated[list[BlockBody], Field(max_length=_BLOCKS_MAX)]
+
+
+class AnthropicMessage(_Part):
+    """One turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: _Blocks
+
+
+class AnthropicTool(_Part):
+    """A tool. Those of other types run on Anthropic's servers, so they are left out."""
+
+    name: str = ""
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class AnthropicToolChoice(_Part):
+    """Whether the model must call a tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str = ""
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(_Part):
+    """Whether the model reasons before it answers."""
+
+    type: str
+
+
+class OutputFormat(_Part):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(_Part):
+    """The form of the answer, and how much the model reasons."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
+
+
+class CountTokensBody(_Part):
+    """A request of /v1/messages/count_tokens."""
+
+    model: str = ""
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=CHAT_MESSAGES_MAX)]
+    system: _Blocks | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=CHAT_TOOLS_MAX)] | None = None
+    tool_choice: AnthropicToolChoice | None = None
+    thinking: Thinking | None = None
+
+    @property
+    def prompt(self) -> dict[str, Any]:
+        """The fields of a chat that the prompt depends on."""
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*_system(self.system), *_messages(self.messages)],
+        }
+        if tools := [*map(_tool, self._own_tools)]:
+            fields["tools"] = tools
+        if self.thinking is not None:
+            thinks = self.thinking.type != "disabled"
+            fields["chat_template_kwargs"] = {"enable_thinking": thinks}
+        return fields
+
+    @property
+    def _own_tools(self) -> list[AnthropicTool]:
+        return [tool for tool in self.tools or () if tool.type in (None, "custom")]
+
+
+class MessagesBody(CountTokensBody):
+    """A request of /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1, lt=2**32)]
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=_STOPS_MAX)] | None = None
+    output_config: OutputConfig | None = None
+
+    @property
+    def chat(self) -> dict[str, Any]:
+        """The body of the same chat for /v1/chat/completions."""
+        fields = self.prompt | {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop": self.stop_sequences or None,
+        }
+        choice = self.tool_choice
+        if choice is not None and "tools" in fields:
+            fields["tool_choice"] = _CHOICES.get(choice.type) or {
+                "type": "function",
+                "function": {"name": choice.name},
+            }
+            if choice.disable_parallel_tool_use:
+                fields["parallel_tool_calls"] = False
+        if self.output_config is not None:
+            fields |= _output(self.output_config)
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+def _output(config: OutputConfig) -> dict[str, Any]:
+    fields: dict[str, Any] = {"reasoning_effort": config.effort}
+    if config.format is not None:
+        schema = {"name": "answer", "schema": config.format.schema_}
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return fields
+
+
+def _system(system: _Blocks | None) -> Iterator[dict[str, Any]]:
+    if text := _text(system):
+        yield {"role": "system", "content": text}
+
+
+def _messages(messages: Iterable[AnthropicMessage]) -> Iterator[dict[str, Any]]:
+    for message in messages:
+        if isinstance(message.content, str):
+            yield {"role": message.role, "content": message.content}
+        elif message.role == "assistant":
+            yield _assistant(message.content)
+        else:
+            yield from _results(message.content)
+            if text := _text(message.content):
+                yield {"role": message.role, "content": text}
+
+
+def _results(blocks: Iterable[BlockBody]) -> Iterator[dict[str, Any]]:
+    """The results of tools, which follow the calls directly in a chat."""
+    for block in blocks:
+        if block.type == "tool_result":
+            yield {
+                "role": "tool",
+                "tool_call_id": block.tool_use_id,
+                "content": _text(block.content),
+            }
+
+
+def _assistant(blocks: list[BlockBody]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": _text(blocks)}
+    if thoughts := [block.thinking for block in blocks if block.type == "thinking"]:
+        message["reasoning"] = "\n".join(thoughts)
+    calls = [
+        {
+            "id": block.id,
+            "type": "function",
+            "function": {
+                "name": block.name,
+                "arguments": json.dumps(block.input, ensure_ascii=False),
+            },
+        }
+        for block in blocks
+        if block.type == "tool_use"
+    ]
+    return message | {"tool_calls": calls} if calls else message
+
+
+def _text(content: _Blocks | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(block.text for block in content if block.type == "text")
+
+
+def _tool(tool: AnthropicTool) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.input_schema,
+    }
+    return {"type": "function", "function": function}

@@ -1,0 +1,140 @@
+"""An answer as blocks, one after the other: reasoning, text and tool calls. Each API has its own events for them."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_frontend.openai.answers import AnswerRules, ChatAnswer
+from headrace_frontend.openai.responses import CollectedChoice, ResponseHead
+
+
+class BlockKind(Enum):
+    """What a block contains."""
+
+    REASONING = "reasoning"
+    TEXT = "text"
+    CALL = "call"
+
+
+@dataclass(slots=True)
+class Block:
+    """A block. `call_id` and `name` are those of a call, and its text is the arguments as JSON."""
+
+    kind: BlockKind
+    index: int
+    call_id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """All of its text so far."""
+        return "".join(self.pieces)
+
+
+class BlockFormat(ABC):
+    """Formats one answer: its events if it is streamed, or else one object. It has the methods of ResponseFormat."""
+
+    def __init__(self, head: ResponseHead, rules: AnswerRules) -> None:
+        self._head = head
+        self._answer = ChatAnswer(rules)
+        self._divides = rules.divides
+        self._last = inference_pb2.GenerateResponse()
+        self.blocks: list[Block] = []
+        """The last one is open until the answer ends."""
+
+    @abstractmethod
+    def first_event(self, index: int) -> bytes:
+        """The events before the first block."""
+
+    @abstractmethod
+    def _opened(self, block: Block) -> bytes:
+        """The events of a block that has no text yet."""
+
+    @abstractmethod
+    def _more(self, block: Block, text: str) -> bytes:
+        """The event of more text."""
+
+    @abstractmethod
+    def _closed(self, block: Block) -> bytes:
+        """The events of a block that is complete."""
+
+    @abstractmethod
+    def last_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
+        """The events after the last block."""
+
+    @abstractmethod
+    def whole(self, choices: Sequence[CollectedChoice], prompts: int) -> bytes:
+        """The answer as one object."""
+
+    def event(self, index: int, message: inference_pb2.GenerateResponse, offset: int = 0) -> bytes:
+        """The events for one message; see ResponseFormat."""
+        last = bool(message.finish_reason)
+        data = b"".join(self._add(self._answer.delta(message.text, last=last)))
+        if last:
+            self._last = message
+            data += b"".join(self._close())
+        return data
+
+    def text_event(self, index: int, text: str) -> bytes | None:
+        """As `event`, for a message with text alone. None when the event depends on more than the text."""
+        if self._divides or not self.blocks:
+            return None
+        block = self.blocks[-1]
+        block.pieces.append(text)
+        return self._more(block, text)
+
+    def tokens_of(self, message: inference_pb2.GenerateResponse) -> list[dict[str, Any]]:
+        """None: these answers have no logprobs."""
+        return []
+
+    def _collect(self, choice: CollectedChoice) -> None:
+        """Takes a whole answer."""
+        self._last = inference_pb2.GenerateResponse(
+            finish_reason=choice.reason, stop_text=choice.stop_text
+        )
+        for _ in self._add(self._answer.delta("".join(choice.texts), last=True)):
+            pass
+
+    @property
+    def _reason(self) -> sampling_pb2.FinishReason.ValueType:
+        return self._last.finish_reason
+
+    def _add(self, delta: Mapping[str, Any]) -> Iterator[bytes]:
+        for name, kind in (("reasoning_content", BlockKind.REASONING), ("content", BlockKind.TEXT)):
+            if text := delta.get(name):
+                if not self.blocks or self.blocks[-1].kind is not kind:
+                    yield from self._open(Block(kind, len(self.blocks)))
+                yield self._extend(text)
+        for call in delta.get("tool_calls", ()):
+            function = call["function"]
+            if "id" in call:
+                block = Block(BlockKind.CALL, len(self.blocks), call["id"], function["name"])
+                yield from self._open(block)
+            if function["arguments"]:
+                yield self._extend(function["arguments"])
+
+    def _open(self, block: Block) -> Iterator[bytes]:
+        yield from self._close()
+        self.blocks.append(block)
+        yield self._opened(block)
+
+    def _extend(self, text: str) -> bytes:
+        block = self.blocks[-1]
+        block.pieces.append(text)
+        return self._more(block, text)
+
+    def _close(self) -> Iterator[bytes]:
+        if self.blocks:
+            yield self._closed(self.blocks[-1])
+
+
+def named_event(fields: Mapping[str, Any]) -> bytes:
+    """A server-sent event with the name in the object's `type`."""
+    return f"event: {fields['type']}\ndata: {json.dumps(fields)}\n\n".encode()

@@ -1,0 +1,157 @@
+"""Answers of /v1/responses, as OpenAI has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_frontend.openai.answers import AnswerRules
+from headrace_frontend.openai.block_apis.blocks import Block, BlockFormat, BlockKind, named_event
+from headrace_frontend.openai.errors import AnyError, ErrorForm, error_bytes, error_object
+from headrace_frontend.openai.responses import CollectedChoice, ResponseHead, usage_object
+
+_Usage = dict[str, Any]
+
+
+class ResponsesFormat(BlockFormat):
+    """The answers of /v1/responses. `echoed` has the fields of the request that each answer repeats."""
+
+    def __init__(self, head: ResponseHead, rules: AnswerRules, echoed: Mapping[str, Any]) -> None:
+        super().__init__(head, rules)
+        self._echoed = echoed
+        self._sequence = 0
+
+    def first_event(self, index: int) -> bytes:
+        response = self._response("in_progress", None)
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def _opened(self, block: Block) -> bytes:
+        item = self._item(block, done=False)
+        data = self._event("response.output_item.added", output_index=block.index, item=item)
+        if block.kind is not BlockKind.CALL:
+            data += self._of(block, "response.content_part.added", part=_part(block.kind, ""))
+        return data
+
+    def _more(self, block: Block, text: str) -> bytes:
+        if block.kind is BlockKind.CALL:
+            return self._event(
+                "response.function_call_arguments.delta",
+                item_id=self._item_id(block),
+                output_index=block.index,
+                delta=text,
+            )
+        return self._of(block, f"{_text_event(block)}.delta", delta=text, **_logprobs(block))
+
+    def _closed(self, block: Block) -> bytes:
+        if block.kind is BlockKind.CALL:
+            data = self._event(
+                "response.function_call_arguments.done",
+                item_id=self._item_id(block),
+                output_index=block.index,
+                name=block.name,
+                arguments=block.text,
+            )
+        else:
+            part = _part(block.kind, block.text)
+            data = self._of(
+                block, f"{_text_event(block)}.done", text=block.text, **_logprobs(block)
+            ) + self._of(block, "response.content_part.done", part=part)
+        item = self._item(block, done=True)
+        return data + self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def last_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
+        response = self._response(self._status, usage_object(usages, prompts))
+        return self._event(f"response.{self._status}", response=response)
+
+    def whole(self, choices: Sequence[CollectedChoice], prompts: int) -> bytes:
+        self._collect(choices[0])
+        usage = usage_object([choices[0].usage], prompts)
+        return json.dumps(self._response(self._status, usage)).encode()
+
+    @property
+    def _status(self) -> str:
+        cut = self._reason == sampling_pb2.FINISH_REASON_LENGTH
+        return "incomplete" if cut else "completed"
+
+    def _response(self, status: str, usage: _Usage | None) -> dict[str, Any]:
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self._head.id,
+            "object": "response",
+            "created_at": self._head.created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": cut,
+            "model": self._head.model,
+            "output": [self._item(block, done=True) for block in self.blocks],
+            "usage": None if usage is None else _usage(usage),
+            **self._echoed,
+        }
+
+    def _item_id(self, block: Block) -> str:
+        prefix = {BlockKind.CALL: "fc", BlockKind.REASONING: "rs"}.get(block.kind, "msg")
+        return f"{prefix}_{self._head.id.removeprefix('resp_')}_{block.index}"
+
+    def _item(self, block: Block, *, done: bool) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._item_id(block)}
+        content = [_part(block.kind, block.text)] if done else []
+        if block.kind is BlockKind.CALL:
+            arguments = block.text if done else ""
+            item |= {"type": "function_call", "call_id": block.call_id}
+            item |= {"name": block.name, "arguments": arguments}
+        elif block.kind is BlockKind.REASONING:
+            item |= {"type": "reasoning", "summary": [], "content": content}
+        else:
+            item |= {"type": "message", "role": "assistant", "content": content}
+        cut = self.blocks and block is self.blocks[-1]
+        ended = self._status if cut else "completed"
+        return item | {"status": ended if done else "in_progress"}
+
+    def _of(self, block: Block, kind: str, **fields: Any) -> bytes:
+        """An event about a block's only part."""
+        place = {"item_id": self._item_id(block), "output_index": block.index, "content_index": 0}
+        return self._event(kind, **place, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._sequence += 1
+        return named_event({"type": kind, "sequence_number": self._sequence - 1, **fields})
+
+
+def _error_event(error: AnyError) -> bytes:
+    found = error_object(error)["error"]
+    fields = {name: found[name] for name in ("code", "message", "param")}
+    return named_event({"type": "error", **fields})
+
+
+RESPONSES_ERRORS: Final = ErrorForm(error_bytes, _error_event)
+
+
+def _text_event(block: Block) -> str:
+    reasons = block.kind is BlockKind.REASONING
+    return "response.reasoning_text" if reasons else "response.output_text"
+
+
+def _logprobs(block: Block) -> dict[str, Any]:
+    return {"logprobs": []} if block.kind is BlockKind.TEXT else {}
+
+
+def _part(kind: BlockKind, text: str) -> dict[str, Any]:
+    if kind is BlockKind.REASONING:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _usage(usage: _Usage) -> dict[str, Any]:
+    details = usage.get("completion_tokens_details") or {}
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": usage["prompt_tokens_details"],
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": details.get("reasoning_tokens", 0)},
+        "total_tokens": usage["total_tokens"],
+    }

@@ -1,0 +1,254 @@
+"""The bodies of /v1/responses, as OpenAI has them, and the chats that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from headrace_common.limits import CHAT_MESSAGES_MAX, CHAT_TOOLS_MAX
+
+_PARTS_MAX: Final = 1_024
+_TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_ITEMS: Final = ("message", "function_call", "function_call_output", "reasoning")
+_NO_STATE: Final = (
+    "is not supported, as no response is stored here; send the whole conversation as input"
+)
+
+
+class _Part(BaseModel):
+    """A JSON object. Fields that this API does not use say nothing to the model, such as ids and statuses."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class PartBody(_Part):
+    """A part of an item's content."""
+
+    type: str
+    text: str = ""
+    refusal: str = ""
+
+    @model_validator(mode="after")
+    def _check(self) -> PartBody:
+        if self.type not in (*_TEXT_PARTS, "refusal"):
+            raise ValueError(f"type: {self.type[:64]!r} is not supported; send text")
+        return self
+
+
+_Parts = Annotated[list[PartBody], Field(max_length=_PARTS_MAX)]
+
+
+class ItemBody(_Part):
+    """An item of the conversation: a message, a call of a function, what it returned, or reasoning."""
+
+    type: str = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | _Parts | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = ""
+    output: str | _Parts = ""
+    summary: _Parts | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ItemBody:
+        if self.type not in _ITEMS:
+            raise ValueError(f"type: {self.type[:64]!r} is not supported; send {', '.join(_ITEMS)}")
+        if self.type == "message" and self.role is None:
+            raise ValueError("role: a message needs a role")
+        return self
+
+
+class ResponsesTool(_Part):
+    """A tool. Only functions can be called here, so that tools of other types are left out."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponsesToolChoice(_Part):
+    """The choice of one function, or of some tools."""
+
+    type: str
+    name: str = ""
+    mode: Literal["auto", "required"] | None = None
+
+
+class TextFormat(_Part):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = "answer"
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class TextBody(_Part):
+    """What the text of an answer is like."""
+
+    format: TextFormat | None = None
+
+
+class ReasoningBody(_Part):
+    """How much the model reasons."""
+
+    effort: str | None = None
+
+
+class ResponsesBody(_Part):
+    """A request of /v1/responses."""
+
+    model: str = ""
+    input: str | Annotated[list[ItemBody], Field(min_length=1, max_length=CHAT_MESSAGES_MAX)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1, lt=2**32)] | None = None
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningBody | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    text: TextBody | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=CHAT_TOOLS_MAX)] | None = None
+    top_p: float | None = None
+    # These need stored responses, or prompts.
+    background: bool | None = None
+    conversation: Any = None
+    previous_response_id: str | None = None
+    prompt: Any = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponsesBody:
+        for name in ("previous_response_id", "conversation", "background", "prompt"):
+            if getattr(self, name):
+                raise ValueError(f"{name}: {_NO_STATE}")
+        if self.store:
+            raise ValueError("store: true is not supported, as no response is stored; send false")
+        return self
+
+    @property
+    def chat(self) -> dict[str, Any]:
+        """The body of the same chat for /v1/chat/completions."""
+        tools = [_tool(tool) for tool in self.tools or () if tool.type == "function"]
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": _messages(self.instructions, self.input),
+            "max_completion_tokens": self.max_output_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "tools": tools or None,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "response_format": _response_format(
+                self.text.format if self.text is not None else None
+            ),
+        }
+        if tools:
+            fields["tool_choice"] = _tool_choice(self.tool_choice)
+            fields["parallel_tool_calls"] = self.parallel_tool_calls
+        return {name: value for name, value in fields.items() if value is not None}
+
+    @property
+    def echoed(self) -> dict[str, Any]:
+        """The fields that a response repeats."""
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": {"format": _plain(self.text and self.text.format) or {"type": "text"}},
+            "tool_choice": _plain(self.tool_choice) or "auto",
+            "tools": [_plain(tool) for tool in self.tools or ()],
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "truncation": "disabled",
+        }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(by_alias=True, exclude_unset=True)
+    return value
+
+
+def _messages(instructions: str | None, items: str | Iterable[ItemBody]) -> list[dict[str, Any]]:
+    """The messages of a chat. Templates take instructions from its first message only."""
+    messages: list[dict[str, Any]] = []
+    if instructions:
+        messages.append({"role": "system", "content": instructions})
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    for item in items:
+        _add(item, messages)
+    return messages
+
+
+def _add(item: ItemBody, messages: list[dict[str, Any]]) -> None:
+    if item.type == "function_call_output":
+        message = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+        messages.append(message)
+        return
+    if item.type == "message" and item.role != "assistant":
+        role = "user" if item.role == "user" else "system"
+        begun = messages[-1] if messages else {}
+        if role == begun.get("role") == "system" and len(messages) == 1:
+            begun["content"] += "\n\n" + _text(item.content)
+        else:
+            messages.append({"role": role, "content": _text(item.content)})
+        return
+    # Text, reasoning and calls that follow each other are one turn of the model.
+    turn = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+    if turn is None:
+        turn = {"role": "assistant", "content": ""}
+        messages.append(turn)
+    if item.type == "function_call":
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
+    elif item.type == "reasoning":
+        thoughts = _text(item.content) or _text(item.summary)
+        turn["reasoning"] = "\n".join(filter(None, (turn.get("reasoning"), thoughts)))
+    else:
+        turn["content"] = "\n".join(filter(None, (turn["content"], _text(item.content))))
+
+
+def _text(content: str | list[PartBody] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.text or part.refusal for part in content)
+
+
+def _tool(tool: ResponsesTool) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: str | ResponsesToolChoice | None) -> Any:
+    if choice is None or isinstance(choice, str):
+        return choice
+    if choice.type == "function":
+        return {"type": "function", "function": {"name": choice.name}}
+    return choice.mode or "auto"
+
+
+def _response_format(form: TextFormat | None) -> dict[str, Any] | None:
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return {"type": "json_object"}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": form.name, "schema": form.schema_},
+    }

@@ -1,0 +1,300 @@
+"""/v1/messages and /v1/responses: the chats that requests ask for, and answers as blocks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from anthropic.types import RawMessageStreamEvent
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_common.errors import InvalidRequest, QueueFull
+from headrace_frontend.openai.answers import AnswerRules
+from headrace_frontend.openai.block_apis.anthropic_answers import MESSAGES_ERRORS, MessagesFormat
+from headrace_frontend.openai.block_apis.anthropic_bodies import MessagesBody
+from headrace_frontend.openai.block_apis.blocks import BlockFormat
+from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS, ResponsesFormat
+from headrace_frontend.openai.block_apis.responses_bodies import ResponsesBody
+from headrace_frontend.openai.requests import ChatCompletionBody, checked_body, parse_body
+from headrace_frontend.openai.responses import CollectedChoice, ResponseHead
+
+HEAD = ResponseHead("id_1", 1_700_000_000, "m")
+RULES = AnswerRules(tool_calls="hermes", reasoning="deepseek_r1")
+TEXTS = (
+    "<think>hm",
+    "m</think>I look",
+    ' it up.<tool_call>{"name": "find", "arguments": ',
+    '{"what": "Paris"}}</tool_call>',
+)
+STOP = sampling_pb2.FINISH_REASON_STOP
+LENGTH = sampling_pb2.FINISH_REASON_LENGTH
+USAGE = inference_pb2.Usage(prompt_tokens=20, completion_tokens=9, decode_cached_tokens=16)
+
+CLAUDE_CODE: dict[str, Any] = {
+    "model": "m",
+    "max_tokens": 32_000,
+    "stream": True,
+    "metadata": {"user_id": "user_1_session_2"},
+    "thinking": {"type": "enabled", "budget_tokens": 31_999},
+    "system": [
+        {"type": "text", "text": "You are a coding agent.", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "Be brief."},
+    ],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "List files."}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "I call it.", "signature": "x"},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": "ls"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "toolu_1",
+                    "content": [{"type": "text", "text": "a.py"}],
+                    "is_error": False,
+                },
+                {"type": "text", "text": "And now?", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
+    ],
+    "tools": [
+        {"name": "Bash", "description": "Runs.", "input_schema": {"type": "object"}},
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+    ],
+    "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    "context_management": {"edits": []},
+}
+CODEX: dict[str, Any] = {
+    "model": "m",
+    "instructions": "You are a coding agent.",
+    "input": [
+        {
+            "type": "message",
+            "role": "developer",
+            "content": [{"type": "input_text", "text": "Be brief."}],
+        },
+        {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "List files."}],
+        },
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [{"type": "summary_text", "text": "I call it."}],
+            "encrypted_content": None,
+        },
+        {
+            "type": "function_call",
+            "name": "Bash",
+            "arguments": '{"command": "ls"}',
+            "call_id": "call_1",
+        },
+        {"type": "function_call_output", "call_id": "call_1", "output": "a.py"},
+        {"role": "user", "content": "And now?"},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "name": "Bash",
+            "description": "Runs.",
+            "strict": False,
+            "parameters": {"type": "object"},
+        },
+        {"type": "web_search", "external_web_access": False},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "0199",
+    "text": {"verbosity": "low"},
+}
+TURN: dict[str, Any] = {
+    "role": "assistant",
+    "content": "I look.",
+    "reasoning": "I call it.",
+    "tool_calls": [
+        {
+            "id": "toolu_1",
+            "type": "function",
+            "function": {"name": "Bash", "arguments": '{"command": "ls"}'},
+        }
+    ],
+}
+
+
+def message(text: str = "", **fields: Any) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(text=text, **fields)
+
+
+def events_of(form: BlockFormat, texts: Sequence[str], **last: Any) -> list[dict[str, Any]]:
+    data = form.first_event(0)
+    for text in texts:
+        data += form.event(0, message(text))
+    data += form.event(0, message(finish_reason=last.get("finish_reason", STOP), **last_of(last)))
+    data += form.last_event([USAGE], 1)
+    events = []
+    for part in data.decode().removesuffix("\n\n").split("\n\n"):
+        name, content = part.split("\ndata: ")
+        events.append(json.loads(content))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def last_of(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if name != "finish_reason"}
+
+
+def collected(texts: Sequence[str], **fields: Any) -> CollectedChoice:
+    choice = CollectedChoice()
+    for text in texts:
+        choice.add(message(text), [])
+    choice.add(message(finish_reason=STOP, usage=USAGE) if not fields else message(**fields), [])
+    return choice
+
+
+def test_a_request_of_claude_code_is_a_chat() -> None:
+    body = parse_body(MessagesBody, json.dumps(CLAUDE_CODE).encode())
+    chat = body.chat
+    assert chat["messages"] == [
+        {"role": "system", "content": "You are a coding agent.\nBe brief."},
+        {"role": "user", "content": "List files."},
+        TURN,
+        {"role": "tool", "tool_call_id": "toolu_1", "content": "a.py"},
+        {"role": "user", "content": "And now?"},
+    ]
+    checked = checked_body(ChatCompletionBody, chat)
+    assert [tool.function.name for tool in checked.tools or ()] == ["Bash"]
+    assert (checked.tool_choice, checked.parallel_tool_calls) == ("auto", False)
+    assert checked.template_variables == {"enable_thinking": True}
+    assert body.stream
+
+
+def test_a_request_of_codex_is_a_chat() -> None:
+    body = parse_body(ResponsesBody, json.dumps(CODEX).encode())
+    chat = body.chat
+    assert chat["messages"] == [
+        {"role": "system", "content": "You are a coding agent.\n\nBe brief."},
+        {"role": "user", "content": "List files."},
+        TURN | {"content": "", "tool_calls": [TURN["tool_calls"][0] | {"id": "call_1"}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "a.py"},
+        {"role": "user", "content": "And now?"},
+    ]
+    checked = checked_body(ChatCompletionBody, chat)
+    assert [tool.function.name for tool in checked.tools or ()] == ["Bash"]
+    assert checked.template_variables == {"reasoning_effort": "medium"}
+
+
+@pytest.mark.parametrize(
+    "kind, body, field",
+    [
+        (ResponsesBody, {"previous_response_id": "resp_1"}, "previous_response_id"),
+        (ResponsesBody, {"store": True}, "store"),
+        (ResponsesBody, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        (MessagesBody, {"max_tokens": 0}, "max_tokens"),
+        (
+            MessagesBody,
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_named(kind: Any, body: dict[str, Any], field: str) -> None:
+    whole = {"input": "x", "max_tokens": 1, "messages": [{"role": "user", "content": "x"}]} | body
+    with pytest.raises(InvalidRequest) as raised:
+        parse_body(kind, json.dumps(whole).encode())
+    assert list(raised.value.violations) == [field]
+
+
+def test_the_events_of_messages_are_those_of_anthropic() -> None:
+    events = events_of(MessagesFormat(HEAD, RULES), TEXTS)
+    known: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+    for event in events:
+        known.validate_python(event)
+    starts = [event["content_block"] for event in events if "content_block" in event]
+    assert [start["type"] for start in starts] == ["thinking", "text", "tool_use"]
+    assert starts[2]["name"] == "find"
+    said: dict[int, str] = {}
+    for event in events:
+        if event["type"] == "content_block_delta":
+            (text,) = (value for name, value in event["delta"].items() if name != "type")
+            said[event["index"]] = said.get(event["index"], "") + text
+    assert (said[0], said[1], json.loads(said[2])) == ("hmm", "I look it up.", {"what": "Paris"})
+    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert events[-2]["usage"]["input_tokens"] == 4
+    assert events[-2]["usage"]["cache_read_input_tokens"] == 16
+
+
+def test_the_events_of_responses_are_those_of_openai() -> None:
+    events = events_of(ResponsesFormat(HEAD, RULES, {"metadata": {}}), TEXTS)
+    known: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    for number, event in enumerate(events):
+        assert event["sequence_number"] == number
+        if "response" not in event:
+            known.validate_python(event)
+    assert events[0]["response"]["output"] == []
+    ended = events[-1]
+    assert ended["type"] == "response.completed"
+    reasoning, said, call = ended["response"]["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "hmm"}]
+    assert said["content"][0]["text"] == "I look it up."
+    assert (call["name"], json.loads(call["arguments"])) == ("find", {"what": "Paris"})
+    assert ended["response"]["usage"]["input_tokens_details"] == {"cached_tokens": 16}
+    assert [e["item"] for e in events if e["type"] == "response.output_item.done"] == [
+        reasoning,
+        said,
+        call,
+    ]
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        lambda: MessagesFormat(HEAD, RULES),
+        lambda: ResponsesFormat(HEAD, RULES, {}),
+    ],
+    ids=["messages", "responses"],
+)
+def test_a_whole_answer_has_the_blocks_of_a_streamed_one(new: Callable[[], BlockFormat]) -> None:
+    streamed, whole = new(), new()
+    events_of(streamed, TEXTS)
+    found = json.loads(whole.whole([collected(TEXTS)], 1))
+    assert [(b.kind, b.text) for b in whole.blocks] == [(b.kind, b.text) for b in streamed.blocks]
+    assert len(found.get("content") or found["output"]) == 3
+
+
+def test_the_end_of_an_answer_has_its_cause() -> None:
+    form = MessagesFormat(HEAD, AnswerRules())
+    found = json.loads(
+        form.whole([collected(["a"], finish_reason=STOP, stop_text="END", usage=USAGE)], 1)
+    )
+    assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "END")
+    events = events_of(MessagesFormat(HEAD, AnswerRules()), ["a"], finish_reason=LENGTH)
+    assert events[-2]["delta"]["stop_reason"] == "max_tokens"
+    cut = events_of(ResponsesFormat(HEAD, AnswerRules(), {}), ["a"], finish_reason=LENGTH)
+    assert cut[-1]["type"] == "response.incomplete"
+    assert cut[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
+    assert cut[-1]["response"]["output"][0]["status"] == "incomplete"
+
+
+def test_errors_have_the_form_of_their_api() -> None:
+    error = QueueFull("it is full")
+    assert json.loads(MESSAGES_ERRORS.whole(error)) == {
+        "type": "error",
+        "error": {"type": "rate_limit_error", "message": "it is full"},
+    }
+    assert MESSAGES_ERRORS.event(error).startswith(b'event: error\ndata: {"type": "error"')
+    assert RESPONSES_ERRORS.event(error).startswith(b'event: error\ndata: {"type": "error"')
