@@ -20,10 +20,6 @@ CERTIFICATE_FILE: Final = "certificate.pem"
 KEY_FILE: Final = "key.pem"
 DEFAULT_DOMAIN: Final = "headrace"
 _FILE_BYTES_MAX: Final = 1 << 20
-_ROLES: Final = (
-    *(Role.REGISTRY, Role.ROUTER, Role.PREFILL, Role.DECODE, Role.PLANNER, Role.OPERATOR),
-)
-"""Roles that `init` signs for. A gateway runs elsewhere."""
 
 Folder = Annotated[Path, typer.Argument(help="Folder of the authority.")]
 Hosts = Annotated[
@@ -64,7 +60,7 @@ def init(
     """Creates an authority, and a folder with certificate, key and authority for each role."""
     with failures_as_exit():
         authority = new_authority(trust_domain)
-        signed = {role: sign_role(authority, role, "", host, days) for role in _ROLES}
+        signed = {role: sign_role(authority, role, "", host, days) for role in Role}
         write_new(folder / AUTHORITY_KEY_FILE, authority.key, SECRET_MODE)
         write_new(folder / AUTHORITY_FILE, authority.certificate, PUBLIC_MODE)
         for role, one in signed.items():

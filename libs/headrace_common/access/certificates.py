@@ -1,6 +1,6 @@
 """The role in a client's certificate, and how long the certificate is valid.
 
-The role is a SPIFFE ID among its subject alternative names.
+The role is a SPIFFE ID among the URIs of its subject alternative names.
 
 The form is spiffe://DOMAIN/headrace/ROLE or spiffe://DOMAIN/headrace/ROLE/NAME. See the SPIFFE ID standard of
 https://spiffe.io.
@@ -19,8 +19,8 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 
 from headrace_common.access.roles import ANONYMOUS, Caller, Role
 
-SUBJECT_NAMES: Final = "x509_subject_alternative_name"
-"""The key of the names in gRPC's auth context."""
+URI_NAMES: Final = "peer_uri"
+"""The key of the certificate's URIs in gRPC's auth context. Its DNS and e-mail names name no role."""
 PEER_CERTIFICATE: Final = "x509_pem_cert"
 PEER_CHAIN: Final = "x509_pem_cert_chain"
 _CHAIN_MAX: Final = 4
@@ -37,7 +37,7 @@ def caller_of_certificate(
 
     An empty `trust_domain` accepts every domain that the certificate authority signs.
     """
-    return _caller_of_names(tuple(auth_context.get(SUBJECT_NAMES, ())), trust_domain)
+    return _caller_of_names(tuple(auth_context.get(URI_NAMES, ())), trust_domain)
 
 
 # Every call of a connection has the same names.

@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Final
 
 from headrace_common.access.authorizer import Authorizer
-from headrace_common.access.certificates import SUBJECT_NAMES
+from headrace_common.access.certificates import URI_NAMES
 from headrace_common.access.roles import TOKEN_KEY
 from headrace_common.errors import HeadraceError, InternalError, PermissionDenied, Unauthenticated
 from headrace_frontend.openai.errors import HttpError
@@ -81,7 +81,7 @@ class StatusApp:
         try:
             caller = self._authorizer.caller_of_metadata(_RIGHT, exchange.headers.items())
             if caller is None:
-                self._authorizer.caller_of_certificate(_RIGHT, {SUBJECT_NAMES: names})
+                self._authorizer.caller_of_certificate(_RIGHT, {URI_NAMES: names})
         except Unauthenticated as error:
             raise Unauthenticated(
                 f"{DOCUMENT_PATH} needs the role operator: send its token as header {TOKEN_KEY}, or its client "

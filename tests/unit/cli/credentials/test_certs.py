@@ -33,7 +33,7 @@ def caller_of(folder: Path, domain: str = "") -> tuple[frozenset[Role], str]:
         text.encode()
         for text in names_of(leaf(folder)).get_values_for_type(x509.UniformResourceIdentifier)
     ]
-    caller = caller_of_certificate({"x509_subject_alternative_name": names}, domain)
+    caller = caller_of_certificate({"peer_uri": names}, domain)
     return caller.roles, caller.name
 
 
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_one_command_makes_a_folder_for_each_role(folder: Path) -> None:
     roles = {path.name for path in folder.iterdir() if path.is_dir()}
-    assert roles == set(Role) - {"gateway"}
+    assert roles == set(Role)
     authority = (folder / "authority.pem").read_bytes()
     for role in roles:
         assert caller_of(folder / role, "headrace") == (frozenset({Role(role)}), "")

@@ -83,15 +83,15 @@ def test_an_insecure_service_trusts_every_caller() -> None:
     ],
 )
 def test_a_certificate_names_at_most_one_role(names: list[bytes], caller: Caller) -> None:
-    context = {"x509_subject_alternative_name": names}
+    context = {"peer_uri": names}
     assert caller_of_certificate(context, "cluster") == caller
 
 
 def test_a_certificate_decides_where_no_token_is_sent() -> None:
     authorizer = Authorizer(reads_certificates=True)
     assert authorizer.caller_of_metadata(SET_POLICY, ()) is None
-    operator = {"x509_subject_alternative_name": [b"spiffe://any/headrace/operator"]}
-    router = {"x509_subject_alternative_name": [b"spiffe://any/headrace/router"]}
+    operator = {"peer_uri": [b"spiffe://any/headrace/operator"]}
+    router = {"peer_uri": [b"spiffe://any/headrace/router"]}
     assert authorizer.caller_of_certificate(SET_POLICY, operator).roles == {Role.OPERATOR}
     with pytest.raises(PermissionDenied):
         authorizer.caller_of_certificate(SET_POLICY, router)
