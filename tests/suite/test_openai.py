@@ -307,8 +307,13 @@ async def test_errors_have_openais_shape(tmp_path: Path) -> None:
         assert wrong.value.code == "invalid_field"
         with pytest.raises(openai.NotFoundError, match="use one of: sim"):
             await client.chat.completions.create(model="other", messages=MESSAGES)
-        with pytest.raises(openai.NotFoundError, match="/v1/chat/completions"):
+        with pytest.raises(openai.NotFoundError) as unsupported:
             await client.embeddings.create(model="sim", input="x")
+        assert unsupported.value.code == "unsupported_endpoint"
+        assert (await client.models.retrieve("sim")).id == "sim"
+        head = await raw(client, get("/v1/models/").replace(b"GET", b"HEAD"))
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert head.endswith(b"\r\n\r\n")
         answer = await raw(client, get("/v1/completions"))
         assert answer.startswith(b"HTTP/1.1 405 ")
         assert b"allow: POST" in answer

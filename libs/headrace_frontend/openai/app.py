@@ -18,6 +18,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated
 from headrace_common.rpc.callers import caller_name
 from headrace_common.rpc.trace_context import SERVED, ServedCall, context_from_traceparent
+from headrace_common.version import version
 from headrace_frontend.answers import Outlets
 from headrace_frontend.openai.answers import AnswerRules, rules_of
 from headrace_frontend.openai.block_apis.anthropic_answers import MESSAGES_ERRORS, MessagesFormat
@@ -30,7 +31,7 @@ from headrace_frontend.openai.conversion import (
     openai_violations,
     tokenize_request,
 )
-from headrace_frontend.openai.errors import OPENAI_ERRORS, HttpError
+from headrace_frontend.openai.errors import OPENAI_ERRORS, HttpError, unknown_path
 from headrace_frontend.openai.event_stream import EventStream
 from headrace_frontend.openai.exchange import HttpExchange, Receive, Scope, Send
 from headrace_frontend.openai.metrics_page import MetricsPage
@@ -51,6 +52,7 @@ from headrace_frontend.openai.responses import (
     CollectedChoice,
     CompletionFormat,
     ResponseHead,
+    model_object,
     models_object,
 )
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
@@ -64,6 +66,8 @@ _ERRORS: Final = {
     "/v1/messages/count_tokens": MESSAGES_ERRORS,
     "/v1/responses": RESPONSES_ERRORS,
 }
+_MODEL_PATH: Final = "/v1/models/"
+_MODEL_ROUTE: Final = "/v1/models/{model}"
 _Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
 
 
@@ -100,17 +104,20 @@ class OpenAiApp:
             "/v1/messages/count_tokens": ("POST", self._count_tokens),
             "/v1/responses": ("POST", self._respond),
             "/v1/models": ("GET", self._list_models),
+            _MODEL_ROUTE: ("GET", self._describe_model),
             "/tokenize": ("POST", self._tokenize),
             "/detokenize": ("POST", self._detokenize),
             "/health": ("GET", self._report_health),
             "/ready": ("GET", self._report_ready),
+            "/ping": ("GET", self._report_health),
+            "/version": ("GET", self._report_version),
             "/metrics": ("GET", metrics.respond),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one HTTP request."""
         exchange = HttpExchange(scope, receive, send)
-        exchange.errors = _ERRORS.get(exchange.path, OPENAI_ERRORS)
+        exchange.errors = _ERRORS.get(exchange.path.rstrip("/"), OPENAI_ERRORS)
         try:
             await self._serve_in_bounds(exchange)
         except (HeadraceError, HttpError) as error:
@@ -135,12 +142,18 @@ class OpenAiApp:
                 await self._serve(exchange)
 
     async def _serve(self, exchange: HttpExchange) -> None:
-        method, handler = self._routes.get(exchange.path, ("", None))
+        path = exchange.path.rstrip("/")
+        if path.startswith(_MODEL_PATH):
+            path = _MODEL_ROUTE
+        method, handler = self._routes.get(path, ("", None))
         if handler is None:
-            raise HttpError(404, "unknown_path", f"use one of {', '.join(self._routes)}")
-        if exchange.method != method:
-            raise HttpError(405, "method", f"use {method} for {exchange.path}", {"allow": method})
-        SERVED.set(ServedCall(exchange.path, method))
+            raise unknown_path(path, self._routes)
+        # A server sends no body for HEAD.
+        methods = ("GET", "HEAD") if method == "GET" else (method,)
+        if exchange.method not in methods:
+            allowed = ", ".join(methods)
+            raise HttpError(405, "method", f"use {allowed} for {path}", {"allow": allowed})
+        SERVED.set(ServedCall(path, method))
         otel_context.attach(context_from_traceparent(exchange.headers.get("traceparent", "")))
         await handler(exchange)
 
@@ -304,6 +317,15 @@ class OpenAiApp:
         models = self._parts.models.list_models()
         await exchange.respond_object(models_object(models, self._started_s))
 
+    async def _describe_model(self, exchange: HttpExchange) -> None:
+        self._tenant_of(exchange)
+        name = exchange.path.rstrip("/").removeprefix(_MODEL_PATH)
+        for model in self._parts.models.list_models():
+            if model.name == name:
+                await exchange.respond_object(model_object(model, self._started_s))
+                return
+        raise InvalidRequest({"model": f"{name[:64]!r} is not served; /v1/models lists what is"})
+
     async def _count_tokens(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
         body = await self._body(exchange, CountTokensBody)
@@ -345,6 +367,9 @@ class OpenAiApp:
 
     async def _report_health(self, exchange: HttpExchange) -> None:
         await exchange.respond_object({"status": "ok"})
+
+    async def _report_version(self, exchange: HttpExchange) -> None:
+        await exchange.respond_object({"version": version()})
 
     async def _report_ready(self, exchange: HttpExchange) -> None:
         """200 while new requests can be served."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import grpc
@@ -35,6 +35,11 @@ _TYPES: Final[Mapping[int, str]] = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+_UNSUPPORTED: Final = (
+    *("/embeddings", "/rerank", "/score", "/classify", "/pooling", "/moderations"),
+    *("/audio", "/images", "/realtime", "/files", "/batches", "/fine_tuning", "/assistants"),
+)
+"""Beginnings of paths that servers of other kinds have."""
 _VIOLATIONS_SHOWN = 16
 
 
@@ -48,6 +53,17 @@ class HttpError(Exception):
         self.status = status
         self.code = code
         self.headers = dict(headers or {})
+
+
+def unknown_path(path: str, routes: Iterable[str]) -> HttpError:
+    """The error for a path that no route has."""
+    if path.removeprefix("/v1").startswith(_UNSUPPORTED):
+        return HttpError(
+            404,
+            "unsupported_endpoint",
+            f"{path[:64]} is not served here: Headrace generates text; use a server of that kind beside it",
+        )
+    return HttpError(404, "unknown_path", f"use one of {', '.join(routes)}")
 
 
 def status_of(error: HeadraceError | HttpError) -> int:

@@ -329,17 +329,17 @@ def usage_object(usages: Sequence[inference_pb2.Usage], prompts: int) -> dict[st
 
 def models_object(models: Iterable[inference_pb2.Model], created: int) -> dict[str, Any]:
     """The response of /v1/models. `created` is when this router started."""
+    return {"object": "list", "data": [model_object(model, created) for model in models]}
+
+
+def model_object(model: inference_pb2.Model, created: int) -> dict[str, Any]:
+    """One model, or one adapter, which has a parent."""
     return {
-        "object": "list",
-        "data": [
-            {
-                "id": model.name,
-                "object": "model",
-                "created": created,
-                "owned_by": "headrace",
-                "max_model_len": model.max_model_len,
-                "parent": model.parent or None,
-            }
-            for model in models
-        ],
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": "headrace",
+        "root": model.parent or model.name,
+        "parent": model.parent or None,
+        "max_model_len": model.max_model_len,
     }
