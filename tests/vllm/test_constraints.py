@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from tokenizers import Tokenizer
@@ -12,11 +15,14 @@ from headrace_common.errors import InvalidRequest
 from headrace_engine.interface import ConstraintKind, Sampling, StructuredOutputs
 from tests.vllm.conftest import ON_PAIR
 from tests.vllm.pair import GREEDY, MODEL, Answer, Pair, prompt_of
+from tests.waiting import until
 
 pytestmark = ON_PAIR
 
 LENGTH = 90
 EOS = 2
+# Without bounds, the first of these constraints stalled an engine for steps of 7 to 71 s.
+GAP_MAX_S = 2.0
 # Random weights would fill objects and arrays with spaces.
 SCHEMA = json.dumps({"enum": ["Rome", "Oslo", {"city": 7, "warm": None}]})
 
@@ -125,3 +131,52 @@ async def test_an_answer_that_does_not_follow_its_grammar_is_not_continued(pair:
     with pytest.raises(InvalidRequest, match="do not follow it"):
         await pair.plain(prompt_of(LENGTH), SAMPLINGS["choice"], [3, 4])
     await pair.reset()
+
+
+BOMBS: dict[str, tuple[ConstraintKind, str]] = {
+    "grammar": ("grammar", "root ::= ((([a-z]{1,1000}){1,1000}){1,1000}){1,1000}"),
+    "regex": ("regex", "((a{1,200}){1,200}){1,200}"),
+    "patterns": (
+        "json",
+        json.dumps(
+            {
+                "properties": {
+                    f"p{number}": {"type": "string", "pattern": "((a{1,200}){1,200}){1,200}"}
+                    for number in range(60)
+                },
+                "required": [f"p{number}" for number in range(60)],
+            }
+        ),
+    ),
+    "long": (
+        "json",
+        json.dumps({"properties": {f"{number}": {"enum": [*range(60)]} for number in range(180)}}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+async def test_a_costly_constraint_does_not_stall_the_others(pair: Pair, name: str) -> None:
+    kind, text = BOMBS[name]
+    times_s: list[float] = []
+
+    async def stream() -> None:
+        work = pair.work(prompt_of(LENGTH, 1), replace(GREEDY, max_tokens=200), remote_kv=False)
+        async for _ in pair.decode.decode(work):
+            times_s.append(time.monotonic())  # noqa: PERF401 - it is read while it grows
+
+    async def attack() -> str:
+        try:
+            answer = await pair.plain(prompt_of(LENGTH, 2), constrained(kind, text))
+        except InvalidRequest as error:
+            return f"{error.violations}"
+        return text_of(answer)
+
+    running = asyncio.create_task(stream())
+    await until(lambda: len(times_s) > 5, 20.0)
+    ended = [await attack() for _ in range(2)]
+    await running
+    await pair.reset()
+    gap_s = max(later - earlier for earlier, later in pairwise(times_s))
+    assert gap_s < GAP_MAX_S
+    assert all(ended)

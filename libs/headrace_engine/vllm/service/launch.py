@@ -236,6 +236,9 @@ def _engine_args(
         # vLLM needs the tokenizer for structured outputs only.
         skip_tokenizer_init=not folder.has_tokenizer,
         generation_config="vllm",
+        # By default, an engine's first request decides. This library bounds the work of a grammar at its start and in
+        # each step, and refuses what it cannot enforce.
+        structured_outputs_config={"backend": "guidance"},
         disable_log_stats=True,
         use_tqdm_on_load=False,
         logits_processors=[LOGITS_TAP] if config.role == "prefill" and runs_on_cpu() else None,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import InvalidRequest
@@ -78,6 +79,11 @@ def sampling_params(
     return params
 
 
+_SCHEMAS_BY_NAME: Final = ("properties", "patternProperties", "$defs", "definitions")
+_SCHEMAS: Final = ("items", "prefixItems", "additionalProperties", "anyOf", "oneOf")
+"""The keywords of JSON Schema with schemas of whole values."""
+
+
 def request_errors() -> tuple[type[Exception], ...]:
     """What vLLM raises for a request that it rejects."""
     from vllm.exceptions import VLLMClientError
@@ -108,7 +114,34 @@ def _structured_outputs(outputs: StructuredOutputs | None) -> StructuredOutputsP
         return StructuredOutputsParams(json_object=True)
     if outputs.kind == "choice":
         return StructuredOutputsParams(choice=list(outputs.choices))
+    if outputs.kind == "json":
+        return StructuredOutputsParams(json=closed_schema(outputs.text))
     return StructuredOutputsParams(**{outputs.kind: outputs.text})
+
+
+def closed_schema(text: str) -> str:
+    """The JSON Schema, where objects have no other properties than those named, unless it permits others.
+
+    A model could add properties until its answer is cut. A schema with allOf stays as it is: each part of it describes
+    an object that has the properties of the other parts too.
+    """
+    return text if '"allOf"' in text else json.dumps(_closed(json.loads(text)))
+
+
+def _closed(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return list(map(_closed, schema))
+    if not isinstance(schema, dict):
+        return schema
+    closed: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            closed[name] = {key: _closed(part) for key, part in value.items()}
+        else:
+            closed[name] = _closed(value) if name in _SCHEMAS else value
+    if isinstance(schema.get("properties"), dict):
+        closed.setdefault("additionalProperties", False)
+    return closed
 
 
 def tokens_of(
