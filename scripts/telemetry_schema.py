@@ -3,7 +3,7 @@
 python scripts/telemetry_schema.py [--check]
 
 Reads libs/headrace_common/telemetry/schema.yaml. Writes schema.py and schema_tables.py beside it, and the tables of
-docs/telemetry.md. With --check it writes nothing, and fails when a file differs.
+docs/telemetry-reference.md. With --check it writes nothing, and fails when a file differs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import yaml
 ROOT: Final = Path(__file__).resolve().parent.parent
 FOLDER: Final = ROOT / "libs" / "headrace_common" / "telemetry"
 SCHEMA: Final = FOLDER / "schema.yaml"
-PAGE: Final = ROOT / "docs" / "telemetry.md"
+PAGE: Final = ROOT / "docs" / "telemetry-reference.md"
 
 Entry = dict[str, Any]
 Section = dict[str, Entry]
@@ -202,7 +202,9 @@ def render_page(page: str, schema: Mapping[str, Section]) -> str:
     """The page with its marked tables replaced."""
     found = {match["section"] for match in _MARKED.finditer(page)}
     if found != set(PREFIXES):
-        raise ValueError(f"docs/telemetry.md has marks for {sorted(found)}, not {sorted(PREFIXES)}")
+        raise ValueError(
+            f"docs/telemetry-reference.md has marks for {sorted(found)}, not {sorted(PREFIXES)}"
+        )
 
     def replaced(match: re.Match[str]) -> str:
         return match["start"] + "\n".join(_table(match["section"], schema)) + match["end"]

@@ -15,7 +15,7 @@ START_UNIX_NS: Final = 10**18
 
 
 def packed(*writes: Iterable[int]) -> str:
-    """The packed times of writes, each of 12 words, as docs/telemetry.md describes them."""
+    """The packed times of writes, each of 12 words, as docs/telemetry-reference.md describes them."""
     return pack_writes(array("I", [word for write in writes for word in write]))
 
 
