@@ -116,8 +116,8 @@ class OpenAiApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serves one HTTP request."""
-        exchange = HttpExchange(scope, receive, send)
-        exchange.errors = _ERRORS.get(exchange.path.rstrip("/"), OPENAI_ERRORS)
+        errors = _ERRORS.get(scope["path"].rstrip("/"), OPENAI_ERRORS)
+        exchange = HttpExchange(scope, receive, send, errors)
         try:
             await self._serve_in_bounds(exchange)
         except (HeadraceError, HttpError) as error:
@@ -187,7 +187,6 @@ class OpenAiApp:
         tenant = self._tenant_of(exchange)
         body = await self._body(exchange, MessagesBody)
         chat = checked_body(ChatCompletionBody, body.chat)
-        chat.stream = body.stream is True
         await self._answer_chat(
             exchange, tenant, chat, "msg_", lambda head, _, rules: MessagesFormat(head, rules)
         )
@@ -196,7 +195,6 @@ class OpenAiApp:
         tenant = self._tenant_of(exchange)
         body = await self._body(exchange, ResponsesBody)
         chat = checked_body(ChatCompletionBody, body.chat)
-        chat.stream = body.stream is True
         echoed = body.echoed
         await self._answer_chat(
             exchange,

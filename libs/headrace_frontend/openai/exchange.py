@@ -11,6 +11,7 @@ from headrace_common.callers.hosts import host_of
 from headrace_common.errors import Cancelled, HeadraceError
 from headrace_frontend.openai.errors import (
     OPENAI_ERRORS,
+    ErrorForm,
     HttpError,
     headers_of,
     status_of,
@@ -64,7 +65,9 @@ class DirectWriter(Protocol):
 class HttpExchange:
     """One request and its response."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, errors: ErrorForm = OPENAI_ERRORS
+    ) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: dict[str, str] = {
@@ -77,8 +80,7 @@ class HttpExchange:
         """The client's host."""
         self._receive = receive
         self._send = send
-        self.errors = OPENAI_ERRORS
-        """The form of errors."""
+        self._errors = errors
         self.started = False
         """Whether the response's status is sent."""
 
@@ -219,10 +221,10 @@ class HttpExchange:
     async def respond_error(self, error: HeadraceError | HttpError) -> None:
         """Sends an error: as the response, or as the last event of a stream that has started."""
         if self.started:
-            await self.write(self.errors.event(error))
+            await self.write(self._errors.event(error))
             await self.finish()
         else:
-            await self.respond(status_of(error), self.errors.whole(error), headers_of(error))
+            await self.respond(status_of(error), self._errors.whole(error), headers_of(error))
 
 
 def _too_large(bytes_max: int) -> HttpError:

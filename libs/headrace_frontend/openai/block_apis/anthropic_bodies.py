@@ -134,6 +134,7 @@ class MessagesBody(CountTokensBody):
     def chat(self) -> dict[str, Any]:
         """The body of the same chat for /v1/chat/completions."""
         fields = self.prompt | {
+            "stream": self.stream is True,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,

@@ -137,6 +137,7 @@ class ResponsesBody(_Part):
         tools = [_tool(tool) for tool in self.tools or () if tool.type == "function"]
         fields: dict[str, Any] = {
             "model": self.model,
+            "stream": self.stream is True,
             "messages": _messages(self.instructions, self.input),
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
