@@ -32,8 +32,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
 from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork
 from headrace_kv.handoff.messages import Reservation
-from headrace_kv.receive.layer_overlap import LayerOverlap, OverlapSettings
-from headrace_kv.receive.observer import TransferObserver
+from headrace_kv.receive.observer import LayerOverlap, OverlapSettings, TransferObserver
 from tests.vllm.pair import GREEDY, Pair, running_pair
 from tests.waiting import until
 

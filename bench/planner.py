@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from headrace_kv.handoff.messages import LayerRange, Reservation
 from headrace_kv.layout.layout import KvLayout, RankMemory
 from headrace_kv.plan.copy_plan import CopyPlanner
-from headrace_kv.plan.regions import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
+from headrace_kv.plan.shard_map import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
 from headrace_kv.receive.ledger import Ledger
-from headrace_kv.send.writes.layer_write import WritePlan
+from headrace_kv.send.layer_write import WritePlan
 
 _LAYERS = 61
 _MEMCPY_BYTES = 256 * 1024 * 1024

@@ -26,7 +26,7 @@ from headrace_engine.torch_memory.opening import open_tier_memory
 from headrace_engine.torch_memory.streams import mark_compute
 from headrace_kv.layout.layout import KvLayout, RankMemory
 from headrace_kv.manager.lower_tiers import TierCopy
-from headrace_kv.plan.regions import HEAD_OUTER, place_regions
+from headrace_kv.plan.shard_map import HEAD_OUTER, place_regions
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.tier_copier import TierCopier
 

@@ -21,7 +21,7 @@ from headrace_engine.interface import DecodeEnded, DecodeTokens, DecodeWork
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.manager.load_times import TierLoad
-from headrace_kv.manager.settings import TierSettings
+from headrace_kv.manager.lower_tiers import TierSettings
 from tests.pool_store import Store
 from tests.vllm.pair import GREEDY, engine_config
 from tests.waiting import until

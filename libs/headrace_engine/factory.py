@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from headrace_common.process.kill_timer import KillTimer
     from headrace_engine.interface import Engine
     from headrace_kv.send.context import DescriptorSource
-    from headrace_kv.send.thread import SenderThread
-    from headrace_kv.transport.shared import SharedTransport
+    from headrace_kv.send.sender import SenderThread
+    from headrace_kv.transport.factory import SharedTransport
 
 
 def build_engine(
@@ -67,8 +67,7 @@ def build_engine(
 
 def shared_transport(config: EngineConfig) -> SharedTransport:
     """The transport of all sim engines of a process, each with the settings of `config`."""
-    from headrace_kv.transport.factory import open_transport
-    from headrace_kv.transport.shared import SharedTransport
+    from headrace_kv.transport.factory import SharedTransport, open_transport
 
     return SharedTransport(
         lambda: open_transport(

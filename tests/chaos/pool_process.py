@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace_kv.pool import process
-from headrace_kv.pool.memory import OWN_SHARD
+from headrace_kv.pool.memory import OWN_SHARD, SEAL_BYTES
 from headrace_kv.pool.process import BlockClient
-from headrace_kv.pool.seal import SEAL_BYTES
 from headrace_kv.pool.store import MooncakeStore
 
 MODULE = "tests.chaos.pool_process"

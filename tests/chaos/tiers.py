@@ -18,9 +18,8 @@ from headrace_kv.manager.lower_tiers import (
     TierPlan,
 )
 from headrace_kv.prefix.events import Tier
-from headrace_kv.storage.disk import DiskStorage
-from headrace_kv.storage.tier_copier import TierCopier
-from headrace_kv.transport.packing import Bytes
+from headrace_kv.storage.tier_copier import DiskStorage, TierCopier
+from headrace_kv.transport.memory import Bytes
 
 Held = Sequence[tuple[Tier, int]]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.transport.packing import Bytes
+from headrace_kv.transport.memory import Bytes
 
 if TYPE_CHECKING:
     from headrace_engine.torch_memory.device_memory import TorchMemory

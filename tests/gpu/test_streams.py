@@ -14,8 +14,7 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_kv.handoff.messages import LayerRange, TransferTarget
-from headrace_kv.transport.device_mark import Mark
-from headrace_kv.transport.packing import Bytes
+from headrace_kv.transport.memory import Bytes, Mark
 
 if TYPE_CHECKING:
     from headrace_engine.torch_memory.device_memory import TorchMemory

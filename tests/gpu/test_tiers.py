@@ -12,7 +12,7 @@ import pytest
 
 from headrace_kv.layout.layout import KvLayout, RankMemory
 from headrace_kv.manager.lower_tiers import TierCopy
-from headrace_kv.plan.regions import HEAD_OUTER, place_regions
+from headrace_kv.plan.shard_map import HEAD_OUTER, place_regions
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.tier_copier import TierCopier
 from tests.gpu.test_streams import keep_busy

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from headrace_kv.handoff.clock import Clock
+from headrace_kv.handoff.leases import Clock
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.plan.copy_plan import Runs

@@ -16,8 +16,8 @@ from headrace_kv.handoff.messages import LayerRange, Reservation, SendReport, Tr
 from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.plan.copy_plan import Runs
+from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, ReceiverLimits
-from headrace_kv.receive.state import TransferState
 from headrace_kv.transport.base import WriteResult
 from tests.model.ground import (
     BLOCK_TOKENS,

@@ -19,7 +19,7 @@ from headrace_engine.worker.descriptors import RegistryDescriptors
 from headrace_engine.worker.host import HostedWorker, Role, WorkerHost
 from headrace_engine.worker.serve import serve_worker
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.send.thread import SenderThread
+from headrace_kv.send.sender import SenderThread
 from headrace_prefill.config import PrefillConfig
 from headrace_prefill.main import PrefillServer
 from tests.suite.deployment import START_S

@@ -20,7 +20,7 @@ from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender, Sender
 from headrace_engine.vllm.rank import connector_worker
 from headrace_kv.handoff.messages import LayerRange, Reservation
-from headrace_kv.receive.layer_overlap import OverlapSettings
+from headrace_kv.receive.observer import OverlapSettings
 from tests.vllm.hybrids import mend_rotation
 from tests.vllm.pair import BLOCK_TOKENS, GREEDY, Answer, Pair, reset, running_pair
 from tests.waiting import until

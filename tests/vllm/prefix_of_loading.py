@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from headrace_kv.manager.settings import TierSettings
+from headrace_kv.manager.lower_tiers import TierSettings
 from headrace_kv.prefix.events import Tier
 from tests.vllm.pair import prompt_of
 from tests.vllm.prefix_fetch import (

@@ -11,8 +11,8 @@ from headrace_common.errors import ConfigError
 from headrace_engine.vllm.step.groups import LayerGroup, check_overlap_layers
 from headrace_engine.vllm.tiers.planner import plan_tiers
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
-from headrace_kv.manager.settings import TierSettings
-from headrace_kv.receive.layer_overlap import OverlapSettings
+from headrace_kv.manager.lower_tiers import TierSettings
+from headrace_kv.receive.observer import OverlapSettings
 from tests.vllm.conftest import IMPORTS_VLLM
 
 pytestmark = IMPORTS_VLLM

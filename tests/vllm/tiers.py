@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headrace_common.callers.priority import Priority
 from headrace_engine.vllm.engine import VllmEngine
-from headrace_kv.manager.settings import TierSettings
+from headrace_kv.manager.lower_tiers import TierSettings
 from headrace_kv.prefix.events import Tier, load_time_from_proto
 from tests.vllm.pair import GREEDY, Answer, Pair, prompt_of, running_pair
 from tests.vllm.tier_storm import storm

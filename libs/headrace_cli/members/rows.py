@@ -11,7 +11,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import list_members, open_router_internally, worker_status
 from headrace_common.errors import HeadraceError, LayoutMismatch
-from headrace_kv.layout.pairs import PairFault
+from headrace_kv.layout.compatibility import PairFault
 from headrace_kv.layout.proto import pair_faults_of
 
 NO_ANSWER: Final = "no answer"

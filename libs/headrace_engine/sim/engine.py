@@ -50,8 +50,8 @@ from headrace_engine.sim.step.scheduler import Scheduler
 from headrace_engine.sim.step.stepper import Stepper
 from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, RankMemory
-from headrace_kv.pool.keys import pool_secret
-from headrace_kv.pool.opening import PoolOpener, pool_opener
+from headrace_kv.pool.engine_blocks import pool_secret
+from headrace_kv.pool.remote import PoolOpener, pool_opener
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.send.context import SenderContext
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from headrace_common.process.kill_timer import KillTimer
     from headrace_engine.config import EngineConfig
     from headrace_kv.send.context import DescriptorSource
-    from headrace_kv.send.thread import SenderThread
+    from headrace_kv.send.sender import SenderThread
     from headrace_kv.transport.base import KvTransport
     from headrace_kv.transport.networks import Networks
 

@@ -14,7 +14,7 @@ from headrace_common.errors import ConfigError
 from headrace_engine.torch_memory.segments import Batch, Rows, Segment, batch, cut, rows_of
 from headrace_engine.torch_memory.streams import open_copy_stream
 from headrace_kv.plan.runs import Int64Array
-from headrace_kv.transport.packing import Bytes
+from headrace_kv.transport.memory import Bytes
 
 _COPY_TIMEOUT_S = 10.0
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from headrace_common.errors import QueueFull, TransferFailed
 from headrace_kv.handoff.messages import LayerRange, TransferTarget
-from headrace_kv.transport.device_mark import Mark
+from headrace_kv.transport.memory import Mark
 
 _log = logging.getLogger(__name__)
 

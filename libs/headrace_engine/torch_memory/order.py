@@ -17,8 +17,7 @@ import torch
 
 from headrace_engine.torch_memory.peer_writes import load_driver, open_flush
 from headrace_engine.torch_memory.streams import mark_compute
-from headrace_kv.transport.device_mark import Mark
-from headrace_kv.transport.memory import Memory
+from headrace_kv.transport.memory import Mark, Memory
 
 
 class DeviceOrder(Protocol):

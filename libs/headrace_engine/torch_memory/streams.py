@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from headrace_common.errors import TransferFailed
-from headrace_kv.transport.device_mark import PASSED, Mark, wait_for
+from headrace_kv.transport.memory import PASSED, Mark, wait_for
 
 
 class CopyStream(Protocol):

@@ -44,8 +44,7 @@ from headrace_engine.vllm.service.prefix_request import PrefixRequest
 from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.prefix.events import Tier
-from headrace_kv.receive.layer_overlap import LayerOverlap
-from headrace_kv.receive.observer import TransferObserver
+from headrace_kv.receive.observer import LayerOverlap, TransferObserver
 from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:

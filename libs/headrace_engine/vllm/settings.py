@@ -10,9 +10,9 @@ from headrace_common.access.credentials import Credentials
 from headrace_common.limits import write_quiet_s
 from headrace_kv.handoff.messages import TransferTarget
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.manager.settings import TierSettings
-from headrace_kv.pool.opening import PoolOpener, pool_opener
-from headrace_kv.receive.layer_overlap import OverlapSettings
+from headrace_kv.manager.lower_tiers import TierSettings
+from headrace_kv.pool.remote import PoolOpener, pool_opener
+from headrace_kv.receive.observer import OverlapSettings
 from headrace_kv.transport.networks import parse_networks
 
 PARAMS_KEY = "headrace"

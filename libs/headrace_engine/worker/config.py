@@ -33,8 +33,8 @@ from headrace_engine.config import EngineConfig
 from headrace_engine.interface import Engine
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
-from headrace_kv.manager.settings import TierSettings
-from headrace_kv.receive.layer_overlap import OverlapSettings
+from headrace_kv.manager.lower_tiers import TierSettings
+from headrace_kv.receive.observer import OverlapSettings
 from headrace_kv.transport.networks import parse_networks
 from headrace_text.model_hub import parse_hub_model
 

@@ -20,7 +20,7 @@ from headrace_engine.worker.descriptors import RegistryDescriptors
 from headrace_engine.worker.host import HostedWorker, Role, WorkerHost
 from headrace_engine.worker.serve import BuildServer, serve_worker
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.send.thread import SenderThread
+from headrace_kv.send.sender import SenderThread
 
 
 async def run_workers(role: Role, config: Config, build: BuildServer[Config]) -> None:

@@ -1,16 +1,58 @@
-"""Write leases of senders, and the quarantine after which no write can land. Pure: callers pass the time.
+"""Leases of KV memory, the clock that they run by, and the writes that may end after them.
 
 A renewal carries the time at which decode sent it, by decode's clock. It extends the lease from that time, however late
 the sender reads it. The fastest message so far relates the two clocks. The first message, the Welcome, is read within
 one time to live or not at all. So a lease ends at most two times to live after decode's last renewal. The receiver
 waits that long before it reuses blocks (I1).
+
+A write that has begun goes on when the process is frozen and woken, and nothing in the process can prevent that. So
+the kernel ends the process (KillTimer) when writes of a stream are in flight for too long after the stream's lease.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from headrace_common.limits import write_quiet_s
+from headrace_common.process.kill_timer import KillTimer, boottime_s
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Seconds of a monotonic clock, by which deadlines and durations count, and of the clock of write leases.
+
+    Leases also run out while the machine is suspended.
+    """
+
+    monotonic_s: Callable[[], float] = time.monotonic
+    lease_s: Callable[[], float] = boottime_s
+
+
+class TimerHandle(Protocol):
+    """A scheduled call."""
+
+    def cancel(self) -> None:
+        """The call is not made."""
+
+
+class Timers(Protocol):
+    """The timer methods of an event loop. Every asyncio loop has them."""
+
+    def time(self) -> float:
+        """Seconds of a monotonic clock."""
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> TimerHandle:
+        """Calls `callback` after `delay` seconds."""
+
+
+def running_timers(timers: Timers | None) -> Timers:
+    """`timers`, or the running event loop's."""
+    return timers if timers is not None else asyncio.get_running_loop()
 
 
 class WriteLease:
@@ -98,3 +140,53 @@ class Quarantine:
         self._remaining_s -= min(max(0.0, now_s - self._last_s), self._step_max_s)
         self._last_s = now_s
         return self._remaining_s <= 0
+
+
+_KILL_SHARE = 0.5
+"""Part of the quarantine's transport time after which the process ends. In the rest, sent bytes land or are lost."""
+_ALLOWED_MIN_S = 2.5
+"""No transport that runs needs longer to give up a write. So a decode worker cannot end a process that runs."""
+
+
+class LateWriteGuard:
+    """Counts the writes in flight of one handoff stream. Any thread may call its methods.
+
+    Without a timer it only counts.
+    """
+
+    def __init__(self, timer: KillTimer | None) -> None:
+        self._timer = timer
+        self._lock = threading.Lock()
+        self._deadline_s = 0.0
+        self._in_flight = 0
+
+    @staticmethod
+    def allowed_s(quarantine_s: float) -> float:
+        """How long after its lease a write may be in flight."""
+        return max(_ALLOWED_MIN_S, _KILL_SHARE * quarantine_s)
+
+    @property
+    def in_flight(self) -> int:
+        """Writes that have started and not ended."""
+        return self._in_flight
+
+    def lease_granted(self, end_s: float, quarantine_s: float) -> None:
+        """The lease ends at `end_s` of `boottime_s`. Decode's quarantine goes on for `quarantine_s` after that."""
+        with self._lock:
+            self._deadline_s = end_s + self.allowed_s(quarantine_s)
+            if self._in_flight and self._timer is not None:
+                self._timer.set(self, self._deadline_s)
+
+    def write_started(self) -> None:
+        """Call it before the transport gets the write."""
+        with self._lock:
+            self._in_flight += 1
+            if self._in_flight == 1 and self._timer is not None:
+                self._timer.set(self, self._deadline_s)
+
+    def write_ended(self) -> None:
+        """The transport has ended the write, successfully or not."""
+        with self._lock:
+            self._in_flight -= 1
+            if not self._in_flight and self._timer is not None:
+                self._timer.clear(self)

@@ -1,12 +1,14 @@
-"""Values that describe one transfer. Pure."""
+"""The messages of a handoff, and their conversion to and from protobuf. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol, TypedDict
 
 import numpy as np
 
+from headrace.kv.v1 import handoff_pb2
 from headrace_common.telemetry.layer_stamps import LayerStamps, unpack_writes
 from headrace_kv.layout.layout import TOKENS, KvLayout, WorkerRef
 from headrace_kv.plan.copy_plan import BlockSpan
@@ -204,3 +206,55 @@ def reserved_span(
     first = reservation.start_token
     first -= first % max(1, layout.groups[group_index].block_tokens)
     return BlockSpan(start_token, end_token, blocks, first, blocks, first)
+
+
+class ReservationMessage(Protocol):
+    """A message with the fields of `handoff_pb2.Reservation`."""
+
+    @property
+    def transfer_id(self) -> str: ...
+
+    @property
+    def block_ids(self) -> Iterable[int]: ...
+
+    @property
+    def start_token(self) -> int: ...
+
+    @property
+    def end_token(self) -> int: ...
+
+    @property
+    def further_block_ids(self) -> Iterable[handoff_pb2.BlockList]: ...
+
+
+class ReservationFields(TypedDict):
+    """The arguments that construct a ReservationMessage."""
+
+    transfer_id: str
+    block_ids: tuple[int, ...]
+    start_token: int
+    end_token: int
+    further_block_ids: list[handoff_pb2.BlockList]
+
+
+def reservation_fields(reservation: Reservation) -> ReservationFields:
+    return ReservationFields(
+        transfer_id=reservation.transfer_id,
+        block_ids=reservation.block_ids,
+        start_token=reservation.start_token,
+        end_token=reservation.end_token,
+        further_block_ids=[
+            handoff_pb2.BlockList(block_ids=block_ids)
+            for block_ids in reservation.further_block_ids
+        ],
+    )
+
+
+def reservation_from_proto(message: ReservationMessage) -> Reservation:
+    return Reservation(
+        message.transfer_id,
+        tuple(message.block_ids),
+        message.start_token,
+        message.end_token,
+        tuple(tuple(group.block_ids) for group in message.further_block_ids),
+    )

@@ -11,7 +11,7 @@ from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import LayoutMismatch
 from headrace_common.limits import require_limits
-from headrace_kv.layout.compatibility import fingerprint
+from headrace_kv.layout.compatibility import PairFault, PairSide, fingerprint, pair_faults
 from headrace_kv.layout.layout import (
     STATE,
     TOKENS,
@@ -23,7 +23,6 @@ from headrace_kv.layout.layout import (
     RankMemory,
     Region,
 )
-from headrace_kv.layout.pairs import PairFault, PairSide, pair_faults
 
 _KINDS: Final[dict[GroupKind, layout_pb2.CacheGroup.Kind.ValueType]] = {
     TOKENS: layout_pb2.CacheGroup.KIND_TOKENS,

@@ -12,9 +12,17 @@ import numpy as np
 
 from headrace_common.errors import LayoutMismatch, ProtocolViolation
 from headrace_kv.layout.layout import RankMemory, Region
-from headrace_kv.plan.runs import Int64Array, Runs, concatenate
+from headrace_kv.plan.runs import (
+    Axis,
+    Int64Array,
+    PairedPart,
+    Runs,
+    Segments,
+    concatenate,
+    pair_parts,
+    plan_part,
+)
 from headrace_kv.plan.shard_map import Edge
-from headrace_kv.plan.strided_copy import Axis, PairedPart, Segments, pair_parts, plan_part
 
 __all__ = ["BlockSpan", "CopyPlanner", "Int64Array", "Runs", "plan_runs"]
 

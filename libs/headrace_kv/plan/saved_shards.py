@@ -8,18 +8,32 @@ different shards. This *shard count* is the tensor-parallel size, up to the numb
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
 import numpy as np
 
 from headrace_kv.layout.layout import KvLayout, RankMemory
-from headrace_kv.plan.block_copy import StridedCopy
 from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
-from headrace_kv.plan.regions import WHOLE_BLOCKS, place_regions
 from headrace_kv.plan.runs import Runs, concatenate
-from headrace_kv.plan.shard_map import Edge, heads_held, shards
+from headrace_kv.plan.shard_map import WHOLE_BLOCKS, Edge, heads_held, place_regions, shards
+
+
+@dataclass(frozen=True, slots=True)
+class StridedCopy:
+    """Copies `count` pieces of `nbytes` from offset `source` to offset `destination` of two blocks.
+
+    The strides are the bytes from one piece to the next.
+    """
+
+    source: int
+    destination: int
+    nbytes: int
+    count: int
+    source_stride: int
+    destination_stride: int
+
 
 _EVERY_COUNT_MAX: Final = 8
 _COUNT_MAX: Final = 32

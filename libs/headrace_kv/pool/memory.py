@@ -1,16 +1,108 @@
-"""Slots for blocks: what a rank shares with the process of its pool, and how that process reaches them."""
+"""Slots for blocks: what a rank shares with the process of its pool, how that process reaches them, and their seals.
+
+The store is shared and checks nothing. A block with changed bytes, of another key, or of another deployment has no
+valid seal, and is not used.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import hmac
+import logging
 import mmap
-from collections.abc import Iterable
+import os
+import struct
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
-from headrace_common.errors import TransferFailed
-from headrace_kv.plan.block_copy import StridedCopy
-from headrace_kv.pool.seal import SEAL_BYTES
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_128_digest
+
+from headrace_common.errors import ConfigError, TransferFailed
+from headrace_kv.layout.arena import require_available
+from headrace_kv.plan.saved_shards import StridedCopy
+
+SEAL_BYTES: Final = 64
+_MAGIC: Final = b"HRBLOCK1"
+# Magic, bytes of the content, checksum of the content. The tag follows.
+_HEAD: Final = struct.Struct("<8sQ16s")
+_TAG_BYTES: Final = SEAL_BYTES - _HEAD.size
+
+
+def seal_of(secret: bytes, name: str, content: memoryview) -> bytes:
+    """The seal of a block's content under its name."""
+    head = _HEAD.pack(_MAGIC, len(content), xxh3_128_digest(content, _seed(secret)))
+    tag = hashlib.blake2s(head + name.encode(), digest_size=_TAG_BYTES, key=secret).digest()
+    return head + tag
+
+
+def is_sealed(secret: bytes, name: str, content: memoryview, seal: bytes) -> bool:
+    """Whether the content is what was stored under this name by a worker of the same deployment."""
+    return hmac.compare_digest(seal_of(secret, name, content), seal)
+
+
+def _seed(secret: bytes) -> int:
+    return int.from_bytes(secret[:8], "little")
+
+
+_NAME: Final = "headrace-kv-blocks"
+_POPULATE_WRITE: Final = 23
+"""An advice of Linux 5.14 and later."""
+log = logging.getLogger(__name__)
+
+
+class SharedArena:
+    """`nbytes` of zeroes without a name, which begin at a page. `descriptor` is for other mappings of it."""
+
+    def __init__(self, nbytes: int, setting: str = "kv_host_gib") -> None:
+        """Raises ConfigError when the host cannot give as much memory. `setting` is the field that asks for it."""
+        require_available(nbytes, setting)
+        try:
+            self.descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+            os.ftruncate(self.descriptor, nbytes)
+            self._memory = mmap.mmap(self.descriptor, nbytes)
+        except OSError as error:
+            raise ConfigError(
+                f"no shared memory of {nbytes / 2**30:.1f} GiB for KV blocks: {error.strerror}; lower {setting}",
+                metadata={"field": setting},
+            ) from error
+        self.bytes: NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
+
+    def populate_library_mappings(self) -> None:
+        """Gives mappings that a library made in this process their pages, so that its writes do not wait for memory.
+
+        Takes about half a second for each GiB. Other threads run meanwhile.
+        """
+        library = ctypes.CDLL(None, use_errno=True)
+        for address, nbytes in self._library_mappings():
+            failed = library.madvise(
+                ctypes.c_void_p(address), ctypes.c_size_t(nbytes), _POPULATE_WRITE
+            )
+            if failed:
+                reason = os.strerror(ctypes.get_errno())
+                log.info("memory for KV blocks gets its pages when it is used: %s", reason)
+
+    def _library_mappings(self) -> Iterator[tuple[int, int]]:
+        """(address, bytes) of each, from proc_pid_maps(5)."""
+        ours = int(self.bytes.ctypes.data)
+        inode = os.fstat(self.descriptor).st_ino
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+            addresses, _, _, _, number, *name = line.split(maxsplit=5)
+            if int(number) == inode and name and name[0].startswith(f"/memfd:{_NAME} "):
+                first, end = (int(address, 16) for address in addresses.split("-"))
+                if first != ours:
+                    yield first, end - first
+
+    def close(self) -> None:
+        """Closes the descriptor. The memory stays while arrays refer to it."""
+        os.close(self.descriptor)
+        # Another file may get the number.
+        self.descriptor = -1
+
 
 OWN_SHARD: Final = 0
 """The shard of a block that a rank stores, and reads straight into its slots."""

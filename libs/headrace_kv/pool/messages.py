@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
-from headrace_kv.plan.block_copy import StridedCopy
+from headrace_kv.plan.saved_shards import StridedCopy
 from headrace_kv.pool.memory import OWN_SHARD, PoolMemory, ShardSource
 
 PACKET_BYTES_MAX: Final = 192 * 1024

@@ -24,6 +24,8 @@ from headrace_kv.pool.memory import (
     ShardMemory,
     Slots,
     copy_heads,
+    is_sealed,
+    seal_of,
 )
 from headrace_kv.pool.messages import (
     PACKET_BYTES_MAX,
@@ -34,7 +36,6 @@ from headrace_kv.pool.messages import (
     reply_to_packet,
     setup_from_packet,
 )
-from headrace_kv.pool.seal import is_sealed, seal_of
 from headrace_kv.pool.store import PRESENT, STORED, MooncakeStore
 from headrace_kv.transport.networks import parse_networks
 

@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
-from headrace_kv.pool.memory import OWN_SHARD
+from headrace_kv.manager.lower_tiers import TierSettings
+from headrace_kv.pool.memory import OWN_SHARD, PoolMemory
 from headrace_kv.pool.messages import (
     PACKET_BYTES_MAX,
     Operation,
@@ -30,6 +31,7 @@ from headrace_kv.pool.messages import (
     setup_to_packet,
 )
 from headrace_kv.transport.mooncake.transport import protocol_environment
+from headrace_kv.transport.networks import Networks
 
 log = logging.getLogger(__name__)
 
@@ -333,3 +335,37 @@ def refused(count: int) -> Future[list[bool]]:
     future: Future[list[bool]] = Future()
     future.set_result([False] * count)
     return future
+
+
+PoolOpener: TypeAlias = Callable[[Sequence[PoolMemory], bytes, Callable[[], None]], RemotePool]
+"""Opens a pool over the memories of all ranks of a process, with the pool's secret, and a callback for its losses."""
+
+
+def pool_opener(
+    settings: TierSettings,
+    host: str,
+    rdma_devices: Sequence[str] = (),
+    admitted: Networks | None = None,
+) -> PoolOpener:
+    """Opens the store at `settings.pool_address`. `host` is this worker's address."""
+
+    def open_pool(
+        memories: Sequence[PoolMemory], secret: bytes, on_lost: Callable[[], None]
+    ) -> RemotePool:
+        protocol, _ = protocol_environment("auto")
+        callers: tuple[str, ...] | None = ()
+        if protocol == "rdma":
+            # Peers connect back, unlike over TCP.
+            callers = None if admitted is None else tuple(map(str, admitted))
+        setup = PoolSetup(
+            master=settings.pool_address,
+            host=host,
+            secret=secret,
+            memories=tuple(memories),
+            protocol=protocol,
+            rdma_devices=",".join(rdma_devices),
+            admitted=callers,
+        )
+        return RemotePool(setup, on_lost)
+
+    return open_pool

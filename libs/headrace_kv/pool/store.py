@@ -10,8 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final, cast
 
 from headrace_common.errors import TransferFailed
-from headrace_kv.pool.memory import Slots
-from headrace_kv.pool.shared_arena import SharedArena
+from headrace_kv.pool.memory import SharedArena, Slots
 from headrace_kv.transport.mooncake.known_lines import without_known_lines
 from headrace_kv.transport.mooncake.listen_filter import (
     open_listeners,

@@ -26,8 +26,7 @@ from headrace_kv.handoff.messages import Reservation, reserved_span
 from headrace_kv.layout.layout import KvDescriptor, RankMemory
 from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner, Runs
 from headrace_kv.plan.shard_map import Key
-from headrace_kv.receive.ledger import LayerLanded
-from headrace_kv.receive.local_ledger import LocalCopy, LocalLedger
+from headrace_kv.receive.ledger import LayerLanded, LocalCopy, LocalLedger
 from headrace_kv.receive.observer import (
     ReceiverFeature,
     ResumeTransfer,
@@ -35,7 +34,7 @@ from headrace_kv.receive.observer import (
     TransferView,
     call_when_done,
 )
-from headrace_kv.transport.packing import copy_runs
+from headrace_kv.transport.memory import copy_runs
 
 _log = logging.getLogger(__name__)
 

@@ -7,17 +7,86 @@ Everything here is called on the receiver's event loop and must not block.
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from typing import Protocol, TypeVar
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final, Protocol, TypeVar
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import HeadraceError
+from headrace_common.errors import ConfigError, HeadraceError, InternalError
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.plan.shard_map import Key
 from headrace_kv.receive.ledger import LayerLanded
+
+_log = logging.getLogger(__name__)
+
+
+class TransferState(Enum):
+    """A transfer's blocks belong to it until FREE."""
+
+    RESERVED = "reserved"
+    OPEN = "open"
+    RECEIVING = "receiving"
+    COMPLETE = "complete"
+    FAILED = "failed"
+    DRAINING = "draining"
+    FREE = "free"
+
+
+_S = TransferState
+NEXT_STATES: Final[dict[TransferState, frozenset[TransferState]]] = {
+    _S.RESERVED: frozenset({_S.OPEN, _S.FAILED}),
+    _S.OPEN: frozenset({_S.RECEIVING, _S.FAILED}),
+    _S.RECEIVING: frozenset({_S.COMPLETE, _S.FAILED}),
+    _S.COMPLETE: frozenset({_S.FREE}),
+    _S.FAILED: frozenset({_S.DRAINING}),
+    _S.DRAINING: frozenset({_S.FREE}),
+    _S.FREE: frozenset(),
+}
+ACTIVE_STATES: Final = frozenset({_S.RESERVED, _S.OPEN, _S.RECEIVING})
+
+
+class StateMachine:
+    """One transfer's states. `transitions` holds each with the Unix time of its entry in nanoseconds."""
+
+    def __init__(self, transfer_id: str, unix_ns: Callable[[], int] = time.time_ns) -> None:
+        self._transfer_id = transfer_id
+        self._unix_ns = unix_ns
+        self._state = TransferState.RESERVED
+        self._transitions = [(self._state, unix_ns())]
+
+    @property
+    def state(self) -> TransferState:
+        return self._state
+
+    @property
+    def transitions(self) -> tuple[tuple[TransferState, int], ...]:
+        return tuple(self._transitions)
+
+    def entered_unix_ns(self, state: TransferState) -> int:
+        """When a state was entered, 0 if it was not entered."""
+        return next((unix_ns for entered, unix_ns in self._transitions if entered is state), 0)
+
+    def enter(self, state: TransferState) -> None:
+        """Raises InternalError, and changes nothing, when `state` does not follow."""
+        if state not in NEXT_STATES[self._state]:
+            raise InternalError(
+                f"transfer {self._transfer_id} cannot go from {self._state.value} to {state.value}",
+                metadata={
+                    "transfer_id": self._transfer_id,
+                    "from": self._state.value,
+                    "to": state.value,
+                },
+            )
+        _log.debug("transfer %s: %s -> %s", self._transfer_id, self._state.value, state.value)
+        self._state = state
+        self._transitions.append((state, self._unix_ns()))
+
 
 _T = TypeVar("_T")
 
@@ -130,3 +199,72 @@ def call_when_done(future: Future[_T], callback: Callable[[Future[_T]], None]) -
             loop.call_soon_threadsafe(callback, done)
 
     future.add_done_callback(on_done)
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapSettings:
+    """`layer_count`: how many layers, the last ones, may be missing when a request starts; 0 turns the overlap off.
+
+    `wait_s`: the longest that one forward pass waits for them.
+    """
+
+    layer_count: int = 0
+    wait_s: float = 0.5
+
+    def check(self, model_layer_count: int) -> None:
+        """Raises ConfigError unless the first of `model_layer_count` layers must have arrived."""
+        if self.layer_count >= model_layer_count:
+            raise ConfigError(
+                f"overlap_layers is {self.layer_count}, but the model has {model_layer_count} layers: "
+                f"choose {model_layer_count - 1} or less",
+                metadata={"field": "overlap_layers"},
+            )
+
+
+class LayerArrivalListener(Protocol):
+    """Callbacks for layer arrival. They must not block."""
+
+    def arriving(self, transfer_id: str, deadline: Deadline) -> None:
+        """On every rank, all but the last layers have arrived: the request may start."""
+
+    def layers_arrived(
+        self, transfer_id: str, rank: int, layer_count: int, *, failed: bool
+    ) -> None:
+        """The first `layer_count` layers are whole on a rank. After a failure no more arrive."""
+
+
+class LayerOverlap(TransferObserver):
+    """Observes one transfer. Calls nothing when it completes or fails before its request could start early."""
+
+    def __init__(
+        self,
+        listener: LayerArrivalListener,
+        *,
+        overlap_layers: int,
+        layer_count: int,
+        rank_count: int,
+    ) -> None:
+        self._listener = listener
+        self._required_layers = layer_count - overlap_layers
+        self._reported = dict.fromkeys(range(rank_count), 0)
+        self._started = False
+
+    def on_progress(self, transfer: TransferView) -> None:
+        failed = transfer.error is not None
+        if not self._started and not (transfer.active and self._may_start(transfer)):
+            return
+        for rank, reported in self._reported.items():
+            layer_count = reported if failed else transfer.arrived_layers(rank)
+            if failed or layer_count > reported:
+                self._reported[rank] = layer_count
+                self._listener.layers_arrived(
+                    transfer.transfer_id, rank, layer_count, failed=failed
+                )
+        if not self._started:
+            self._started = True
+            self._listener.arriving(transfer.transfer_id, transfer.deadline)
+
+    def _may_start(self, transfer: TransferView) -> bool:
+        return all(
+            transfer.arrived_layers(rank) >= self._required_layers for rank in self._reported
+        )

@@ -29,17 +29,14 @@ from headrace_common.errors import (
 )
 from headrace_common.limits import TICKET_BYTES_MAX, WRITE_LEASE_S, WRITE_QUARANTINE_S
 from headrace_common.tickets.keys import TicketKey, unauthenticated
-from headrace_kv.handoff.clock import Timers
-from headrace_kv.handoff.leases import QuarantinePolicy
+from headrace_kv.handoff.leases import QuarantinePolicy, Timers
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.handoff.tickets import HandoffTickets
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.receive.handshake import validate_handshake
-from headrace_kv.receive.observer import ReceiverFeature, TransferObserver
-from headrace_kv.receive.pending_opens import PendingOpens
-from headrace_kv.receive.state import TransferState
+from headrace_kv.receive.observer import ReceiverFeature, TransferObserver, TransferState
 from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer, TransferSummary
-from headrace_kv.receive.transfer_table import TransferTable
+from headrace_kv.receive.transfer_table import PendingOpens, TransferTable
 
 __all__ = ["IncomingTransfer", "Receiver", "ReceiverLimits", "TransferState", "TransferSummary"]
 

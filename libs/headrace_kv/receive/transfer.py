@@ -17,16 +17,18 @@ from headrace_common.errors import (
     TransferTimeout,
 )
 from headrace_common.tickets.keys import TicketKey
-from headrace_kv.handoff.clock import TimerHandle, Timers
-from headrace_kv.handoff.leases import Quarantine, QuarantinePolicy
+from headrace_kv.handoff.leases import Quarantine, QuarantinePolicy, TimerHandle, Timers
 from headrace_kv.handoff.logits import IncomingLogits, logits_rank
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.handoff.proto import reservation_fields
+from headrace_kv.handoff.messages import Reservation, reservation_fields
 from headrace_kv.handoff.tickets import digest_seed
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.receive.ledger import LayerLanded, Ledger
-from headrace_kv.receive.observer import TransferObserver
-from headrace_kv.receive.state import ACTIVE_STATES, StateMachine, TransferState
+from headrace_kv.receive.observer import (
+    ACTIVE_STATES,
+    StateMachine,
+    TransferObserver,
+    TransferState,
+)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

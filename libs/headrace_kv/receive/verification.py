@@ -6,17 +6,23 @@ A receiver feature. A thread reads the memory back, and the transfer completes o
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from headrace.kv.v1 import handoff_pb2
-from headrace_common.errors import Draining, InternalError, KvCorrupt, ProtocolViolation
+from headrace_common.errors import (
+    Draining,
+    InternalError,
+    KvCorrupt,
+    ProtocolViolation,
+    TransferFailed,
+)
 from headrace_kv.handoff.checksum import DigestMode, destination_digest, digest_share, is_digested
 from headrace_kv.handoff.messages import Reservation, reserved_span
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.plan.copy_plan import CopyPlanner
 from headrace_kv.plan.shard_map import Edge, Key
-from headrace_kv.receive.corrupt_senders import CorruptSenderTracker
 from headrace_kv.receive.ledger import LayerLanded, name_numbers
 from headrace_kv.receive.observer import (
     ReceiverFeature,
@@ -28,6 +34,38 @@ from headrace_kv.receive.observer import (
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 
 _log = logging.getLogger(__name__)
+
+_TRACKED_LIMIT = 1024
+
+
+class CorruptSenderTracker:
+    """Counts corrupt transfers by prefill worker; a worker with `limit` of them is rejected."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._counts: OrderedDict[WorkerRef, int] = OrderedDict()
+
+    @property
+    def rejected(self) -> tuple[WorkerRef, ...]:
+        """The rejected workers."""
+        return tuple(ref for ref, count in self._counts.items() if count >= self._limit)
+
+    def record(self, ref: WorkerRef) -> None:
+        """Counts one corrupt transfer."""
+        count = self._counts[ref] = self._counts.pop(ref, 0) + 1
+        if count == self._limit:
+            _log.error("rejecting KV from %s: too many of its transfers arrived corrupt", ref)
+        if len(self._counts) > _TRACKED_LIMIT:
+            self._counts.popitem(last=False)
+
+    def require_accepted(self, ref: WorkerRef) -> None:
+        """Raises TransferFailed for a rejected worker: another one can send."""
+        if self._counts.get(ref, 0) >= self._limit:
+            raise TransferFailed(
+                f"too many transfers from {ref} arrived corrupt here",
+                metadata={"prefill": str(ref)},
+            )
+
 
 _NAMED_LIMIT = 8
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from headrace_common.access.credentials import Credentials
 from headrace_common.deadlines import Deadline
 from headrace_common.process.kill_timer import KillTimer
-from headrace_kv.handoff.clock import Clock
+from headrace_kv.handoff.leases import Clock
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.transport.base import KvTransport

@@ -13,8 +13,8 @@ from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory
 from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
 from headrace_kv.plan.shard_map import Edge
 from headrace_kv.send.context import SenderContext
+from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.stream import HandoffStream
-from headrace_kv.send.writes.layer_write import LayerWrite
 
 
 class WriteObserver(Protocol):

@@ -15,7 +15,7 @@ from headrace_common.errors import (
     WorkerGone,
     class_of,
 )
-from headrace_kv.send.writes.layer_write import LayerWrite
+from headrace_kv.send.layer_write import LayerWrite
 
 _REQUESTS_PER_BATCH: Final = 256
 

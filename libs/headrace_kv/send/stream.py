@@ -24,10 +24,8 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_kv.handoff.late_writes import LateWriteGuard
-from headrace_kv.handoff.leases import WriteLease
-from headrace_kv.handoff.messages import Reservation
-from headrace_kv.handoff.proto import reservation_from_proto
+from headrace_kv.handoff.leases import LateWriteGuard, WriteLease
+from headrace_kv.handoff.messages import Reservation, reservation_from_proto
 from headrace_kv.layout.compatibility import require_compatible
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto

@@ -17,9 +17,8 @@ from headrace_kv.handoff.messages import (
 from headrace_kv.handoff.tickets import digest_seed
 from headrace_kv.plan.copy_plan import BlockSpan
 from headrace_kv.plan.shard_map import Edge
+from headrace_kv.send.layer_write import LayerWrite, LinkRecord, WritePlan
 from headrace_kv.send.peer import SenderPeer
-from headrace_kv.send.writes.layer_write import LayerWrite, WritePlan
-from headrace_kv.send.writes.link_record import LinkRecord
 
 _LAYERS_NAMED_MAX = 16
 

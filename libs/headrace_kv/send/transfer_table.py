@@ -9,12 +9,12 @@ from headrace_common.errors import HeadraceError, InternalError
 from headrace_kv.handoff.messages import TransferTarget
 from headrace_kv.send import proto
 from headrace_kv.send.context import SenderContext
+from headrace_kv.send.layer_write import WritePlan
 from headrace_kv.send.mailbox import SenderInbox
 from headrace_kv.send.peer import SenderPeer
 from headrace_kv.send.transfer import OutgoingTransfer
-from headrace_kv.send.writes.layer_write import WritePlan
+from headrace_kv.transport.base import find_host
 from headrace_kv.transport.memory import kind_of
-from headrace_kv.transport.sessions import find_host
 
 _log = logging.getLogger(__name__)
 

@@ -12,12 +12,10 @@ from headrace_kv.layout.arena import (
     suited_alignment_bytes,
 )
 from headrace_kv.layout.layout import TOKENS, KvLayout, RankMemory
-from headrace_kv.plan.regions import WHOLE_BLOCKS, PlacedRegions, place_regions
 from headrace_kv.plan.saved_shards import plan_shard_read, readable_shards, shard_block_bytes
-from headrace_kv.pool.memory import PoolMemory, ShardSource
-from headrace_kv.pool.seal import SEAL_BYTES
-from headrace_kv.pool.shared_arena import SharedArena
-from headrace_kv.transport.packing import Bytes
+from headrace_kv.plan.shard_map import WHOLE_BLOCKS, PlacedRegions, place_regions
+from headrace_kv.pool.memory import SEAL_BYTES, PoolMemory, ShardSource, SharedArena
+from headrace_kv.transport.memory import Bytes
 
 
 def block_bytes_of(layout: KvLayout, rank: int, *, pooled: bool = False) -> int:

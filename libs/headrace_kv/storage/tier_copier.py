@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
+from xxhash import xxh3_64_intdigest
 
-from headrace_common.errors import InternalError, TransferFailed
+from headrace_common.errors import ConfigError, InternalError, TransferFailed
 from headrace_kv.layout.layout import KvLayout, RankMemory
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
@@ -16,11 +21,136 @@ from headrace_kv.plan.runs import Runs, interleave
 from headrace_kv.plan.shard_map import Edge, heads_held
 from headrace_kv.pool.memory import PoolMemory
 from headrace_kv.prefix.events import Tier
-from headrace_kv.storage.device_copies import DeviceCopies, DeviceMemory
-from headrace_kv.storage.disk import DiskStorage
 from headrace_kv.storage.host import HostStorage, block_bytes_of
-from headrace_kv.transport.device_mark import PASSED, Mark
-from headrace_kv.transport.packing import copy_runs
+from headrace_kv.transport.memory import PASSED, Bytes, Mark, Memory, bytes_at, copy_runs, wait_for
+
+_COMPUTE_TIMEOUT_S: Final = 30.0
+
+
+class DeviceMemory(Memory, Protocol):
+    """KV memory that this process cannot read by address."""
+
+    def lock_pages(self, area: Bytes) -> None:
+        """Lets the device copy from and to host memory at once. Raises ConfigError when it cannot."""
+
+    def unlock_pages(self, area: Bytes) -> None:
+        """Ends `lock_pages`. Precedes the end of the host memory."""
+
+
+class DeviceCopies:
+    """One thread calls it. `area` is the main memory that all runs lead to.
+
+    What a failed copy has left in main memory is unknown, and the device may still write there. So the caller makes no
+    copy after it.
+    """
+
+    def __init__(self, memory: DeviceMemory, area: Bytes) -> None:
+        self._memory = memory
+        self._area = area
+        self._failed = False
+        memory.lock_pages(area)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a copy has failed."""
+        return self._failed
+
+    def to_host(self, runs: Runs, mark: Mark) -> None:
+        """Copies what the device writes before the mark. Raises TransferFailed.
+
+        `runs` lead from the device to main memory.
+        """
+        with self._after(mark):
+            for host, runs_back in _pieces(runs.reverse()):
+                self._memory.gather(runs_back.destination_addresses, runs_back.lengths, host)
+
+    def to_device(self, runs: Runs, mark: Mark) -> None:
+        """Overwrites what the device reads before the mark. Raises TransferFailed.
+
+        `runs` lead from main memory to the device.
+        """
+        with self._after(mark):
+            for host, piece in _pieces(runs):
+                self._memory.scatter(host, piece.destination_addresses, piece.lengths)
+
+    def close(self) -> None:
+        """Ends the use of the area, which may then be freed."""
+        self._memory.unlock_pages(self._area)
+
+    @contextlib.contextmanager
+    def _after(self, mark: Mark) -> Iterator[None]:
+        self._failed = True
+        if not wait_for(mark, _COMPUTE_TIMEOUT_S):
+            raise TransferFailed(f"the device did not compute within {_COMPUTE_TIMEOUT_S:g} s")
+        yield
+        self._failed = False
+
+
+def _pieces(runs: Runs) -> Iterator[tuple[Bytes, Runs]]:
+    """The source bytes of runs that lie side by side there, and these runs, in the order of their sources."""
+    order = np.argsort(runs.source_addresses)
+    sources, lengths = runs.source_addresses[order], runs.lengths[order]
+    destinations = runs.destination_addresses[order]
+    breaks = np.flatnonzero(sources[1:] != sources[:-1] + lengths[:-1]) + 1
+    for piece in np.split(np.arange(len(runs)), breaks):
+        side_by_side = Runs(sources[piece], destinations[piece], lengths[piece])
+        yield bytes_at(int(sources[piece[0]]), side_by_side.payload_bytes), side_by_side
+
+
+class DiskStorage:
+    """`block_count` blocks of `block_bytes` bytes each, in a file without a name: it ends with this process.
+
+    Raises ConfigError when the file cannot have its size in that folder. One thread calls it.
+    """
+
+    def __init__(self, folder: Path, block_bytes: int, block_count: int) -> None:
+        self._block_bytes = block_bytes
+        self._checksums: dict[int, int] = {}
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, block_bytes * block_count)
+                self._descriptor = os.dup(file.fileno())
+        except OSError as error:
+            size_gib = block_bytes * block_count / 2**30
+            raise ConfigError(
+                f"no file of {size_gib:.1f} GiB can be made in {folder}: {error.strerror}; make room there, name "
+                "another folder, or take fewer blocks",
+                metadata={"field": "disk_folder", "value": str(folder)},
+            ) from error
+
+    def write(self, block: int, content: Bytes) -> None:
+        """Replaces a block. Raises TransferFailed; the block then has no content."""
+        self._checksums.pop(block, None)
+        with _failures(f"writing block {block}"):
+            done = os.pwrite(self._descriptor, content.data, block * self._block_bytes)
+            if done != self._block_bytes:
+                raise TransferFailed(f"{done} of {self._block_bytes} bytes reached the disk")
+        self._checksums[block] = xxh3_64_intdigest(content.data)
+
+    def read(self, block: int, target: Bytes) -> None:
+        """Reads a block. Raises TransferFailed when it has no content, or other content than was written."""
+        checksum = self._checksums.get(block)
+        if checksum is None:
+            raise TransferFailed(f"block {block} was not written to the disk")
+        with _failures(f"reading block {block}"):
+            done = os.preadv(self._descriptor, [target.data], block * self._block_bytes)
+        if done != self._block_bytes or xxh3_64_intdigest(target.data) != checksum:
+            raise TransferFailed(f"block {block} has other bytes on the disk than were written")
+
+    def close(self) -> None:
+        """Frees the space."""
+        os.close(self._descriptor)
+        # Another file may get the number.
+        self._descriptor = -1
+
+
+@contextmanager
+def _failures(what: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise TransferFailed(f"{what} on the disk failed: {error.strerror}") from error
+
 
 # Blocks that are read from disk before they are copied on together.
 _BOUNCE_BLOCKS_MAX: Final = 16

@@ -11,8 +11,7 @@ from enum import Enum
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.transport.base import KvTransport, WriteResult
-from headrace_kv.transport.sessions import session_of
+from headrace_kv.transport.base import KvTransport, WriteResult, session_of
 
 
 class FaultKind(Enum):

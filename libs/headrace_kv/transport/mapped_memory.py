@@ -16,7 +16,7 @@ import numpy as np
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.layout.layout import RankMemory
 from headrace_kv.plan.copy_plan import Int64Array
-from headrace_kv.transport.packing import Bytes, bytes_at, gather, scatter
+from headrace_kv.transport.memory import Bytes, bytes_at, gather, scatter
 
 SHARED_BYTES_MIN: Final = 32 * 1024 * 1024
 """Allocators give every allocation of this size pages of its own (mallopt(3): DEFAULT_MMAP_THRESHOLD_MAX)."""

@@ -1,14 +1,45 @@
-"""Access to registered memory: the host's here, a device's in headrace_engine.torch_memory."""
+"""Access to registered memory and copies within it: the host's here, a device's in headrace_engine.torch_memory."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import ctypes
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
 
-from headrace_common.errors import ConfigError
-from headrace_kv.plan.copy_plan import Int64Array
-from headrace_kv.transport.packing import Bytes, gather, scatter
+from headrace_common.errors import ConfigError, TransferFailed
+from headrace_kv.plan.copy_plan import Int64Array, Runs
+
+
+class MemoryRanges:
+    """Ranges [start, end) of addresses. Threads may call `covers` while another adds a range."""
+
+    def __init__(self, spans: tuple[tuple[int, int], ...] = ()) -> None:
+        self.spans = spans
+
+    def add(self, base_address: int, nbytes: int) -> None:
+        """Adds [base_address, base_address + nbytes)."""
+        self.spans = (*self.spans, (base_address, base_address + nbytes))
+
+    def covers(self, addresses: Int64Array, lengths: Int64Array) -> bool:
+        """Whether every [addresses[i], addresses[i] + lengths[i]) lies within one range. Shapes [run]."""
+        if not len(addresses):
+            return True
+        ends = addresses + lengths
+        low, high = int(addresses.min()), int(ends.max())
+        if any(start <= low and high <= end for start, end in self.spans):
+            return True
+        if len(self.spans) < 2:
+            return False
+        inside = np.zeros(len(addresses), np.bool_)
+        for start, end in self.spans:
+            inside |= (addresses >= start) & (ends <= end)
+        return bool(inside.all())
 
 
 class Memory(Protocol):
@@ -61,3 +92,184 @@ def kind_of(memory: Memory) -> str:
     if memory.on_host:
         return "host"
     return "device_staged" if memory.staged else "device"
+
+
+Bytes = NDArray[np.uint8]
+
+
+def copy_runs(runs: Runs) -> None:
+    """Copies runs within this process. They must not overlap. Other threads run meanwhile.
+
+    Adjacent runs at equal distances are one copy, such as the runs of a block in all layers. Adjacent copies of this
+    kind at equal distances are one too, such as those of blocks in a row. Each copy takes Python's lock once.
+    """
+    for source, destination in _pairs(runs):
+        np.copyto(destination, source)
+
+
+def _pairs(runs: Runs) -> Iterator[tuple[Bytes, Bytes]]:
+    """Views of source and destination, of shape [sequence, run of it, byte]."""
+    sources, destinations, lengths = runs.source_addresses, runs.destination_addresses, runs.lengths
+    firsts, counts = _equal_distances(sources, destinations, lengths)
+    seconds = np.minimum(firsts + 1, len(runs) - 1)
+    # A sequence of one run has no distance, and does not use it.
+    source_steps = sources[seconds] - sources[firsts]
+    steps = destinations[seconds] - destinations[firsts]
+    starts, source_starts, lengths = destinations[firsts], sources[firsts], lengths[firsts]
+    grids = _equal_distances(source_starts, starts, lengths, counts, source_steps, steps)
+    for first, count in zip(*grids, strict=True):
+        shape = (int(count), int(counts[first]), int(lengths[first]))
+        rows = slice(first, first + min(count, 2))
+        yield (
+            _view(source_starts[rows], int(source_steps[first]), shape),
+            _view(starts[rows], int(steps[first]), shape),
+        )
+
+
+def _equal_distances(
+    sources: Int64Array, destinations: Int64Array, *alike: Int64Array
+) -> tuple[Int64Array, Int64Array]:
+    """First members and sizes of sequences at equal distances on both sides, with equal values of `alike`."""
+    count = len(sources)
+    if count < 2:
+        return np.arange(count), np.ones(count, np.int64)
+    equal = np.ones(count - 1, bool)
+    for values in alike:
+        equal &= np.diff(values) == 0
+    # Whether members i, i + 1 and i + 2 are in one sequence.
+    joined = equal[1:] & equal[:-1]
+    for addresses in (sources, destinations):
+        joined &= np.diff(addresses, 2) == 0
+    firsts = []
+    first = 0
+    for last in (*np.flatnonzero(~joined).tolist(), count - 2):
+        if last >= first:
+            firsts.append(first)
+            is_pair = last == count - 2 and equal[first]
+            first = last + 2 if last > first or is_pair else first + 1
+    firsts += range(first, count)
+    starts = np.array(firsts, np.int64)
+    return starts, np.diff(starts, append=count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """Memory of this process, in the form that numpy makes arrays of."""
+
+    __array_interface__: dict[str, object]
+
+
+def _view(addresses: Int64Array, step: int, shape: tuple[int, int, int]) -> Bytes:
+    """Bytes of that shape, not a copy. The first rows start at `addresses`, and each has pieces at distances `step`."""
+    first = int(addresses[0])
+    strides = (int(addresses[-1]) - first, step, 1)
+    place = {"data": (first, False), "shape": shape, "strides": strides, "typestr": "|u1"}
+    return np.asarray(_Memory({**place, "version": 3}))
+
+
+def bytes_at(address: int, nbytes: int) -> Bytes:
+    """Memory of this process as an array, not a copy. The caller keeps it alive."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+
+def by_length(lengths: Int64Array) -> Int64Array | None:
+    """An order of the runs in which equal lengths are adjacent, None when they already are."""
+    if len(lengths) < 2 or np.all(lengths == lengths[0]):
+        return None
+    return np.argsort(lengths, kind="stable")
+
+
+# Fewer runs of a length are copied one by one, because a numpy call costs as much.
+_FEW_RUNS = 16
+
+
+def gather(addresses: Int64Array, lengths: Int64Array, target: Bytes) -> None:
+    """Copies [addresses[i], addresses[i] + lengths[i]) one after the other to the start of `target`. Shapes [run]."""
+    for first, stop, length, offset in _equal_lengths(lengths):
+        if stop - first < _FEW_RUNS:
+            packed = int(target.ctypes.data) + offset
+            for address in addresses[first:stop].tolist():
+                ctypes.memmove(packed, address, length)
+                packed += length
+            continue
+        rows = target[offset : offset + (stop - first) * length].reshape(-1, length)
+        memory, index = _rows(addresses[first:stop], length)
+        if memory.flags.c_contiguous:
+            np.take(memory, index, axis=0, out=rows, mode="clip")
+        else:
+            rows[...] = memory[index]
+
+
+def scatter(source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
+    """Copies consecutive bytes of `source` to [addresses[i], addresses[i] + lengths[i]). Shapes [run]."""
+    for first, stop, length, offset in _equal_lengths(lengths):
+        if stop - first < _FEW_RUNS:
+            packed = int(source.ctypes.data) + offset
+            for address in addresses[first:stop].tolist():
+                ctypes.memmove(address, packed, length)
+                packed += length
+            continue
+        rows = source[offset : offset + (stop - first) * length].reshape(-1, length)
+        memory, index = _rows(addresses[first:stop], length)
+        memory[index] = rows
+
+
+def _equal_lengths(lengths: Int64Array) -> Iterator[tuple[int, int, int, int]]:
+    """(first run, one past the last, length, offset of the first) of each sequence of runs with equal lengths."""
+    breaks = np.flatnonzero(np.diff(lengths)) + 1
+    offset = 0
+    first = 0
+    for stop in (*breaks.tolist(), len(lengths)):
+        if stop > first:
+            length = int(lengths[first])
+            yield first, stop, length, offset
+            offset += (stop - first) * length
+            first = stop
+
+
+def _rows(addresses: Int64Array, length: int) -> tuple[Bytes, Int64Array]:
+    """A view of memory in rows of `length` bytes, and the row of each address, so that numpy copies whole rows."""
+    low = int(addresses.min())
+    offsets = addresses - low
+    step = int(np.gcd.reduce(offsets)) or length
+    if step % length == 0:
+        step = length
+    count = int(offsets.max()) // step + 1
+    nbytes = (count - 1) * step + length
+    return as_strided(bytes_at(low, nbytes), (count, length), (step, 1)), offsets // step
+
+
+_POLL_S: Final = 20e-6
+
+
+class Mark(Protocol):
+    """A point in the work that is queued on a device."""
+
+    def query(self) -> bool:
+        """Whether all work before the mark is done. Raises RuntimeError when the device has failed."""
+
+
+class Passed:
+    """The mark of a device that computes in the calling thread."""
+
+    def query(self) -> bool:
+        return True
+
+
+PASSED: Final = Passed()
+
+
+def wait_for(mark: Mark, timeout_s: float) -> bool:
+    """Whether the mark is passed within the time. Polls, because CUDA's own waits have no timeout.
+
+    Raises TransferFailed when the device has failed.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    try:
+        while not mark.query():
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(_POLL_S)
+    except RuntimeError as error:
+        raise TransferFailed(f"the device has failed: {error}") from error
+    return True

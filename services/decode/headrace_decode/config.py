@@ -18,7 +18,7 @@ from headrace_common.config import (
 from headrace_engine.worker.config import WorkerConfig, served_name
 from headrace_frontend.config import FrontendConfig
 from headrace_kv.handoff.checksum import DigestMode
-from headrace_kv.receive.layer_overlap import OverlapSettings
+from headrace_kv.receive.observer import OverlapSettings
 
 
 class DecodeConfig(WorkerConfig, FrontendConfig):

@@ -16,7 +16,7 @@ from headrace_engine.interface import (
 )
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
-from headrace_kv.plan.regions import place_regions
+from headrace_kv.plan.shard_map import place_regions
 from headrace_kv.receive.observer import TransferObserver
 
 REF = WorkerRef("decode-0", "00112233445566ff")

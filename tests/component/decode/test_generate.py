@@ -20,7 +20,7 @@ from headrace_decode.admission.completion_time import CompletionTimeEstimator
 from headrace_decode.admission.retry_hint import HINT_S_MIN
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.handoff.messages import Reservation
-from headrace_kv.receive.state import TransferState
+from headrace_kv.receive.observer import TransferState
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.prefill_rank import (
     PIECE_BYTES,

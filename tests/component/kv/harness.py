@@ -18,12 +18,11 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation
 from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.status import ErrorInterceptor
-from headrace_kv.handoff.clock import Clock, Timers
+from headrace_kv.handoff.leases import Clock, Timers
 from headrace_kv.handoff.messages import LayerRange, Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.plan.regions import place_regions
-from headrace_kv.plan.shard_map import heads_held
+from headrace_kv.plan.shard_map import heads_held, place_regions
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer

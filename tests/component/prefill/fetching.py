@@ -27,7 +27,7 @@ from headrace_decode.service import DecodeService
 from headrace_engine.interface import Engine
 from headrace_engine.sim.clock import SimClock
 from headrace_engine.sim.engine import SimEngine
-from headrace_kv.handoff.clock import Timers
+from headrace_kv.handoff.leases import Timers
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer

@@ -22,9 +22,9 @@ from headrace_kv.manager.lower_tiers import (
     TierCopy,
     TierHit,
     TierPlan,
+    TierSettings,
 )
-from headrace_kv.manager.settings import TierSettings
-from headrace_kv.pool.keys import PoolKeys
+from headrace_kv.pool.engine_blocks import PoolKeys
 from headrace_kv.pool.memory import PoolMemory
 from headrace_kv.pool.remote import RemotePool
 from headrace_kv.prefix.events import Tier

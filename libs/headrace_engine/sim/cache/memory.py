@@ -14,7 +14,7 @@ from headrace_engine.sim.model.model import SimModel, WordArray
 from headrace_engine.sim.model.settings import SimShape
 from headrace_kv.layout.arena import allocate_arena, suited_alignment_bytes
 from headrace_kv.layout.layout import STATE, KvLayout, RankMemory
-from headrace_kv.plan.regions import PlacedRegions, place_regions
+from headrace_kv.plan.shard_map import PlacedRegions, place_regions
 
 _GROUP_ALIGNMENT_BYTES = 64
 _HEADS_MAX = 1 << 20

@@ -12,9 +12,7 @@ from headrace_common.callers.priority import Priority
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import LowerTiers, PoolBlocks, TierPlan
-from headrace_kv.pool.keys import PoolKeys
-from headrace_kv.pool.lookup import BlockLookup
-from headrace_kv.pool.rank_blocks import RankBlocks
+from headrace_kv.pool.engine_blocks import BlockLookup, PoolKeys, RankBlocks
 from headrace_kv.pool.remote import RemotePool, leading
 from headrace_kv.prefix.events import Tier
 

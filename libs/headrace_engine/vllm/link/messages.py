@@ -9,8 +9,13 @@ from typing import Any
 from headrace.engine.v1 import link_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
-from headrace_kv.handoff.messages import LinkSent, Reservation, SendReport, TransferTarget
-from headrace_kv.handoff.proto import reservation_fields
+from headrace_kv.handoff.messages import (
+    LinkSent,
+    Reservation,
+    SendReport,
+    TransferTarget,
+    reservation_fields,
+)
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.prefix.events import Tier

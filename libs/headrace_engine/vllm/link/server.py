@@ -31,8 +31,12 @@ from headrace_engine.vllm.link.messages import (
     report_from_proto,
     tier_load_from_proto,
 )
-from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
-from headrace_kv.handoff.proto import reservation_from_proto
+from headrace_kv.handoff.messages import (
+    Reservation,
+    SendReport,
+    TransferTarget,
+    reservation_from_proto,
+)
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.layout.proto import (
     descriptor_to_proto,

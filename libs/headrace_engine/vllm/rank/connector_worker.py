@@ -44,7 +44,7 @@ from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import STATE, KvLayout, RankMemory
 from headrace_kv.layout.proto import layout_from_proto, layout_to_proto, rank_memory_to_proto
 from headrace_kv.manager.load_times import TierLoad
-from headrace_kv.pool.keys import PoolKeys, pool_secret
+from headrace_kv.pool.engine_blocks import PoolKeys, pool_secret
 from headrace_kv.prefix.events import Tier
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender

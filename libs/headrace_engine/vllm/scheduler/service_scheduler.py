@@ -31,8 +31,7 @@ from headrace_engine.vllm.step.plan import StepPlan
 from headrace_engine.vllm.tiers.planner import TierPlanner
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.proto import layout_from_proto
-from headrace_kv.pool.keys import PoolKeys, pool_secret
-from headrace_kv.pool.lookup import BlockLookup
+from headrace_kv.pool.engine_blocks import BlockLookup, PoolKeys, pool_secret
 from headrace_kv.pool.remote import RemotePool
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from headrace_kv.layout.layout import KvDescriptor, RankMemory
 from headrace_kv.plan.runs import Runs
 from headrace_kv.receive.local_broadcast import WRITE_BYTES, LocalBroadcast, LocalWrite
 from headrace_kv.transport.mapped_memory import MappedMemory
-from headrace_kv.transport.packing import Bytes
+from headrace_kv.transport.memory import Bytes
 
 log = logging.getLogger(__name__)
 

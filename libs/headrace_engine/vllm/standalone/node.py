@@ -26,8 +26,7 @@ from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import STATE, KvDescriptor, KvLayout, WorkerRef
-from headrace_kv.receive.layer_overlap import LayerOverlap
-from headrace_kv.receive.observer import TransferObserver
+from headrace_kv.receive.observer import LayerOverlap, TransferObserver
 from headrace_kv.receive.receiver import Receiver, TransferSummary
 from headrace_kv.receive.service import HandoffServicer
 

@@ -29,7 +29,7 @@ from headrace_engine.vllm.compat import (
 from headrace_engine.vllm.model_folder import digest_of, read_model_folder
 from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.stages import stage_count
-from headrace_kv.receive.layer_overlap import OverlapSettings
+from headrace_kv.receive.observer import OverlapSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

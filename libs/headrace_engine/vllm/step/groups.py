@@ -9,7 +9,7 @@ from math import lcm
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.state_parts import StatePart
 from headrace_kv.layout.layout import STATE, TOKENS, GroupKind
-from headrace_kv.receive.layer_overlap import OverlapSettings
+from headrace_kv.receive.observer import OverlapSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.tier_copier import TierCopier
-from headrace_kv.transport.device_mark import PASSED, Mark
+from headrace_kv.transport.memory import PASSED, Mark
 
 log = logging.getLogger(__name__)
 

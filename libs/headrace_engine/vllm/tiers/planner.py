@@ -12,10 +12,9 @@ from headrace_engine.vllm.step.plan import RequestCopy, StepPlan
 from headrace_engine.vllm.tiers.host_sends import HostSends
 from headrace_engine.vllm.tiers.pool_planner import PoolPlanner, PoolUse
 from headrace_kv.manager.block_pool import CachedBlock
-from headrace_kv.manager.lower_tiers import LowerTiers, TierChange, TierHit, TierPlan
-from headrace_kv.manager.settings import TierSettings
+from headrace_kv.manager.lower_tiers import LowerTiers, TierChange, TierHit, TierPlan, TierSettings
 from headrace_kv.prefix.events import Tier
-from headrace_kv.receive.layer_overlap import OverlapSettings
+from headrace_kv.receive.observer import OverlapSettings
 
 _NO_HIT = TierHit(())
 

@@ -8,8 +8,7 @@ from functools import partial
 from typing import Final
 
 from headrace_engine.vllm.step.plan import PoolMove
-from headrace_kv.pool.keys import PoolKeys
-from headrace_kv.pool.rank_blocks import RankBlocks
+from headrace_kv.pool.engine_blocks import PoolKeys, RankBlocks
 from headrace_kv.pool.remote import RemotePool, leading
 
 _MEMORY: Final = 0

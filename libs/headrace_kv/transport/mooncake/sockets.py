@@ -1,4 +1,8 @@
-"""This process's own TCP sockets, those that libraries opened included."""
+"""This process's own TCP sockets, those that libraries opened included.
+
+A sender's kernel sends bytes again for about 100 s after the network has failed, also when the sender has ended.
+Without its connection, the receiver drops them. A frozen process keeps its connections, because its kernel answers.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 _MAPPED = "::ffff:"
@@ -81,3 +86,46 @@ def _own_socket(descriptor: int) -> OwnSocket | None:
         copy.close()
         return None
     return OwnSocket(status.st_ino, bool(flags & fcntl.FD_CLOEXEC), copy)
+
+
+_MICROSECONDS = 1_000_000
+
+
+def set_accept_timeout(port: int, timeout_s: float) -> bool:
+    """Sets the accept timeout of this process's socket that listens on `port`. Returns whether there is one.
+
+    The destructor of a Mooncake engine joins its handshake thread, which blocks in accept for up to a second. It holds
+    Python's GIL meanwhile, so nothing else in the process runs. An accept call in progress keeps its old timeout.
+    """
+    seconds, microseconds = divmod(round(timeout_s * _MICROSECONDS), _MICROSECONDS)
+    limit = struct.pack("@ll", seconds, microseconds)
+    found = False
+    for own in own_tcp_sockets():
+        if own.listens and own.local_port == port:
+            own.copy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            found = True
+    return found
+
+
+_FIRST_PROBE_S = 4
+_PROBE_INTERVAL_S = 2
+_PROBES = 3
+LOST_AFTER_S: Final = _FIRST_PROBE_S + _PROBES * _PROBE_INTERVAL_S
+"""When a silent connection ends. Shorter than decode's default quarantine_s."""
+
+
+def end_lost_connections(ports: Collection[int]) -> None:
+    """Makes the kernel probe the peers of connections that this process accepts on `ports` from now on."""
+    options = (
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _FIRST_PROBE_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_INTERVAL_S),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES),
+        # While an answer to the peer is not acknowledged, no probes are sent.
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_AFTER_S * 1000),
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    )
+    for own in own_tcp_sockets():
+        if own.listens and own.local_port in ports:
+            # Accepted connections inherit the options.
+            for level, option, value in options:
+                own.copy.setsockopt(level, option, value)

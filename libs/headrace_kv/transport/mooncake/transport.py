@@ -26,10 +26,11 @@ from headrace_kv.transport.base import (
     KvTransport,
     WriteResult,
     failed_future,
+    host_of,
+    session_of,
     wait_for_write,
 )
-from headrace_kv.transport.memory import HOST_MEMORY, Memory
-from headrace_kv.transport.mooncake.accept_timeout import set_accept_timeout
+from headrace_kv.transport.memory import HOST_MEMORY, Memory, MemoryRanges
 from headrace_kv.transport.mooncake.known_lines import without_known_lines
 from headrace_kv.transport.mooncake.listen_filter import (
     STARTING,
@@ -40,7 +41,7 @@ from headrace_kv.transport.mooncake.listen_filter import (
     restrict_listeners,
     restrict_ports,
 )
-from headrace_kv.transport.mooncake.lost_peers import end_lost_connections
+from headrace_kv.transport.mooncake.sockets import end_lost_connections, set_accept_timeout
 from headrace_kv.transport.mooncake.write_job import Engine
 from headrace_kv.transport.mooncake.write_worker import WriteWorker
 from headrace_kv.transport.networks import (
@@ -51,8 +52,6 @@ from headrace_kv.transport.networks import (
     networks_of,
     source_address,
 )
-from headrace_kv.transport.ranges import MemoryRanges
-from headrace_kv.transport.sessions import host_of, session_of
 
 _log = logging.getLogger(__name__)
 

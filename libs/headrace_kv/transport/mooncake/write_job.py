@@ -9,8 +9,7 @@ from typing import Final, Protocol
 
 from headrace_common.errors import TransferFailed
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.transport.base import WriteResult
-from headrace_kv.transport.sessions import host_of
+from headrace_kv.transport.base import WriteResult, host_of
 
 _WINDOW_ENTRIES = 256
 # The library may return a failure as the largest unsigned number.

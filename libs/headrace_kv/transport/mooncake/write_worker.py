@@ -16,9 +16,8 @@ from concurrent.futures import Future
 
 from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.transport.base import WriteResult
+from headrace_kv.transport.base import WriteResult, host_of
 from headrace_kv.transport.mooncake.write_job import NO_BATCH, Engine, PeerWrites, WriteJob
-from headrace_kv.transport.sessions import host_of
 
 _log = logging.getLogger(__name__)
 

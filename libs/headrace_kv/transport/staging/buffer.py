@@ -1,15 +1,51 @@
-"""Slots of host memory that runs are gathered into before a write."""
+"""Staged writes, and the slots of host memory that their runs are gathered into."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import NamedTuple
 
+from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_kv.plan.copy_plan import Int64Array, Runs
-from headrace_kv.transport.memory import Memory
-from headrace_kv.transport.packing import Bytes
-from headrace_kv.transport.staging.slots import Slots
+from headrace_kv.transport.base import Strategy, WriteResult
+from headrace_kv.transport.memory import Bytes, Memory
+
+
+class Slots:
+    """Slots 0 to `count` - 1. Any thread may call its methods."""
+
+    def __init__(self, count: int) -> None:
+        self._changed = threading.Condition()
+        self._free = list(range(count))
+        self._fault = ""
+
+    def acquire(self, deadline_s: float) -> int:
+        """Waits for a free slot. Raises TransferFailed at the deadline, by time.monotonic, or once closed."""
+        with self._changed:
+            while not self._free and not self._fault:
+                remaining_s = deadline_s - time.monotonic()
+                if remaining_s <= 0.0:
+                    raise TransferFailed("no staging or landing slot became free in time")
+                self._changed.wait(remaining_s)
+            if self._fault:
+                raise TransferFailed(self._fault)
+            # The slot that was used last is likeliest to be in a CPU cache.
+            return self._free.pop()
+
+    def release(self, slot: int) -> None:
+        """Makes a slot free."""
+        with self._changed:
+            self._free.append(slot)
+            self._changed.notify_all()
+
+    def close(self, fault: str) -> None:
+        """Fails every present and later `acquire`."""
+        with self._changed:
+            self._fault = fault
+            self._changed.notify_all()
 
 
 class Gathered(NamedTuple):
@@ -67,3 +103,62 @@ class StagingBuffer:
 def packed_addresses(first: int, lengths: Int64Array) -> Int64Array:
     """Addresses of runs that lie one after the other."""
     return first + lengths.cumsum() - lengths
+
+
+class StagedWrite:
+    """Counts parts; the future ends with the last of them. Any thread may call its methods.
+
+    It starts with one part, which belongs to its maker.
+    """
+
+    def __init__(self, strategy: Strategy, transport: str) -> None:
+        self.future: Future[WriteResult] = Future()
+        self._lock = threading.Lock()
+        self._strategy = strategy
+        self._transport = transport
+        self._entry_count = 0
+        self._gather_ns = self._wait_ns = 0
+        self._parts = 1
+        self._error: HeadraceError | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether a part has failed, so that no other need start."""
+        return self._error is not None
+
+    def start_part(self) -> None:
+        with self._lock:
+            self._parts += 1
+
+    def add_result(self, result: WriteResult) -> None:
+        """Adds the entries of a write of the inner transport."""
+        with self._lock:
+            self._transport = result.transport
+            self._entry_count += result.entry_count
+
+    def add_times(self, *, gather_ns: int = 0, wait_ns: int = 0) -> None:
+        """Adds the time of copies to staging memory, and of waits for slots."""
+        with self._lock:
+            self._gather_ns += gather_ns
+            self._wait_ns += wait_ns
+
+    def end_part(self, error: HeadraceError | None) -> None:
+        """Ends one part. The first error fails the write."""
+        with self._lock:
+            self._error = self._error or error
+            self._parts -= 1
+            if self._parts:
+                return
+            error = self._error
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(
+                WriteResult(
+                    self._transport,
+                    self._strategy,
+                    self._entry_count,
+                    self._gather_ns,
+                    self._wait_ns,
+                )
+            )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headrace_kv.plan.copy_plan import Int64Array, Runs
 from headrace_kv.transport.base import Strategy
-from headrace_kv.transport.packing import by_length
+from headrace_kv.transport.memory import by_length
 
 _CACHE_SIZE = 64
 

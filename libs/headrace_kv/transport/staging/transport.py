@@ -24,15 +24,14 @@ from headrace_kv.transport.base import (
     Strategy,
     WriteResult,
     failed_future,
+    join_sessions,
+    session_of,
     wait_for_write,
 )
-from headrace_kv.transport.memory import HOST_MEMORY, Memory
+from headrace_kv.transport.memory import HOST_MEMORY, Memory, MemoryRanges
 from headrace_kv.transport.networks import Address, Networks
-from headrace_kv.transport.ranges import MemoryRanges
-from headrace_kv.transport.sessions import join_sessions, session_of
-from headrace_kv.transport.staging.buffer import StagingBuffer, packed_addresses
-from headrace_kv.transport.staging.scatter_client import ScatterClient
-from headrace_kv.transport.staging.scatter_clients import ScatterClients
+from headrace_kv.transport.staging.buffer import StagedWrite, StagingBuffer, packed_addresses
+from headrace_kv.transport.staging.scatter_client import ScatterClient, ScatterClients
 from headrace_kv.transport.staging.scatter_server import LandingLimits, ScatterServer
 from headrace_kv.transport.staging.strategy import (
     StagingPlan,
@@ -40,7 +39,6 @@ from headrace_kv.transport.staging.strategy import (
     Thresholds,
     select,
 )
-from headrace_kv.transport.staging.write import StagedWrite
 
 # The session part of the scatter server: of memory that can also be written to directly, and of memory that cannot.
 _SERVER_PART, _ONLY_SERVER_PART = "scatter", "landing"

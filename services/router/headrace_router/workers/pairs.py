@@ -9,8 +9,8 @@ from typing import Final
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import LayoutMismatch
+from headrace_kv.layout.compatibility import PairSide, pair_faults
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.layout.pairs import PairSide, pair_faults
 from headrace_kv.layout.proto import layout_hash, pair_side
 
 _LOG = logging.getLogger(__name__)

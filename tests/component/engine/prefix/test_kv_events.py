@@ -26,7 +26,7 @@ from headrace_engine.prefix.event_publisher import PrefixEventPublisher
 from headrace_engine.worker import status
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.manager.settings import TierSettings
+from headrace_kv.manager.lower_tiers import TierSettings
 from headrace_kv.prefix.hashing import key_fingerprint
 from headrace_router.prefix_cache.model_index import ModelIndex
 from headrace_router.workers.directory import worker_from_member

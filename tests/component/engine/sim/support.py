@@ -32,10 +32,10 @@ from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
 from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.plan.shard_map import edges, heads_held
-from headrace_kv.pool.opening import PoolOpener
+from headrace_kv.pool.remote import PoolOpener
+from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
-from headrace_kv.receive.state import TransferState
 from headrace_kv.receive.transfer import IncomingTransfer, TransferSummary
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.transport.base import KvTransport

@@ -20,7 +20,7 @@ from headrace_common.errors import (
 )
 from headrace_kv.handoff.messages import LayerSent
 from headrace_kv.plan.shard_map import expected_keys
-from headrace_kv.receive.state import TransferState
+from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.transfer import IncomingTransfer
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport

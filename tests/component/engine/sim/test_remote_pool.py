@@ -13,10 +13,9 @@ from headrace_engine.interface import Sampling
 from headrace_engine.sim.cache import remote_blocks
 from headrace_engine.sim.cache.cache_events import CacheEventReporter
 from headrace_engine.sim.engine import SimEngine
-from headrace_kv.manager.settings import TierSettings
+from headrace_kv.manager.lower_tiers import TierSettings
 from headrace_kv.pool.memory import PoolMemory
-from headrace_kv.pool.opening import PoolOpener
-from headrace_kv.pool.remote import RemotePool
+from headrace_kv.pool.remote import PoolOpener, RemotePool
 from headrace_kv.prefix.events import Tier
 from tests.component.engine.prefix.workers import random_prompt
 from tests.component.engine.sim.support import check_answer, decode_engine, decode_work

@@ -9,7 +9,7 @@ import pytest
 
 from headrace_common.errors import Cancelled
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.receive.state import TransferState
+from headrace_kv.receive.observer import TransferState
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from tests.component.engine.sim.support import close, decode_work, pair

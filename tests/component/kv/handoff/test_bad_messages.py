@@ -16,8 +16,8 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
+from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import ReceiverLimits
-from headrace_kv.receive.state import TransferState
 from tests.component.kv.harness import LEASE_S, QUARANTINE_S, TOKENS, Rig, running
 from tests.model.virtual_time import VirtualTimers
 from tests.waiting import until

@@ -18,10 +18,10 @@ from headrace_common.errors import (
     TransferTimeout,
 )
 from headrace_common.limits import write_quiet_s
-from headrace_kv.handoff.clock import Clock
+from headrace_kv.handoff.leases import Clock
 from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import ReceiverLimits
-from headrace_kv.receive.state import TransferState
 from headrace_kv.receive.transfer import PrefillPeer
 from headrace_kv.send.sender import SenderLimits
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan

@@ -19,8 +19,8 @@ from headrace_common.tickets.keys import SigningKey, TicketKey
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.handoff.tickets import digest_seed
 from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import ReceiverLimits
-from headrace_kv.receive.state import TransferState
 from headrace_kv.send import transfer as send_transfer
 from tests.component.kv.handoff.test_bad_messages import (
     STRANGER,

@@ -32,14 +32,14 @@ from headrace_kv.handoff.messages import Reservation
 from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, RankMemory, WorkerRef
 from headrace_kv.layout.proto import descriptor_to_proto
-from headrace_kv.plan.regions import place_regions
+from headrace_kv.plan.shard_map import place_regions
 from headrace_kv.receive.receiver import Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer
+from headrace_kv.transport.base import session_of
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.mooncake import listen_filter
 from headrace_kv.transport.mooncake.listen_filter import open_listeners
 from headrace_kv.transport.mooncake.sockets import own_tcp_sockets
-from headrace_kv.transport.sessions import session_of
 from tests.component.kv.handoff.frozen_sender import BLOCKS, LAYOUT, SENT, TOKENS, Order
 from tests.waiting import until
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from headrace_kv.plan.shard_map import expected_keys
-from headrace_kv.receive.state import TransferState
+from headrace_kv.receive.observer import TransferState
 from tests.component.kv.harness import (
     BLOCK_TOKENS,
     LEASE_S,

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_kv.pool.keys import pool_secret
+from headrace_kv.pool.engine_blocks import pool_secret
 from headrace_kv.pool.memory import PoolMemory
 from headrace_kv.pool.messages import PoolSetup
 from headrace_kv.pool.remote import RemotePool

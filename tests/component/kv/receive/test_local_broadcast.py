@@ -26,16 +26,15 @@ from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.plan.shard_map import edges
-from headrace_kv.receive.ledger import LayerLanded
+from headrace_kv.receive.ledger import LayerLanded, LocalLedger
 from headrace_kv.receive.local_broadcast import (
     LocalBroadcast,
     LocalJob,
     LocalWrite,
     copy_in_process,
 )
-from headrace_kv.receive.local_ledger import LocalLedger
+from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import Receiver
-from headrace_kv.receive.state import TransferState
 from headrace_kv.receive.transfer import IncomingTransfer
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.in_memory import (

@@ -13,9 +13,9 @@ from headrace_kv.handoff.checksum import DigestMode, is_digested
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.receive.ledger import LayerLanded
-from headrace_kv.receive.state import TransferState
+from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.verification import DigestChecks
-from headrace_kv.send.digests import WriteDigests
+from headrace_kv.send.loop import WriteDigests
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan
 from tests.component.kv.harness import (
     BLOCK_TOKENS,

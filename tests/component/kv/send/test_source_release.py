@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 
 from headrace_common.identity import new_transfer_id
+from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import ReceiverLimits
-from headrace_kv.receive.state import TransferState
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan
 from tests.component.kv.harness import (
     LAYERS,

@@ -15,13 +15,11 @@ from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.layout.layout import CacheGroup, KvLayout, Part, RankMemory
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.plan.copy_plan import Int64Array
-from headrace_kv.plan.regions import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
+from headrace_kv.plan.shard_map import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
 from headrace_kv.prefix.events import Tier
-from headrace_kv.storage import device_copies, tier_copier
-from headrace_kv.storage.disk import DiskStorage
-from headrace_kv.storage.tier_copier import TierCopier
-from headrace_kv.transport.memory import HostMemory
-from headrace_kv.transport.packing import Bytes
+from headrace_kv.storage import tier_copier
+from headrace_kv.storage.tier_copier import DiskStorage, TierCopier
+from headrace_kv.transport.memory import Bytes, HostMemory
 
 BLOCKS = 6
 LAYERS = 3
@@ -195,7 +193,7 @@ def test_a_device_copies_what_it_wrote_before_the_mark(
 def test_after_a_failure_of_the_device_nothing_returns(
     copiers: list[TierCopier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr(device_copies, "_COMPUTE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(tier_copier, "_COMPUTE_TIMEOUT_S", 0.01)
     device = Device()
     one = rank_of(copiers, tmp_path, device=device)
     one.copier.copy(TierCopy(*TO_HOST, (5, 1), (0, 1)))

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.mooncake.accept_timeout import set_accept_timeout
+from headrace_kv.transport.mooncake.sockets import set_accept_timeout
 from tests.ports import free_port
 
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from headrace_common.errors import ConfigError, QueueFull
-from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.base import KvTransport, session_of
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.mooncake import listen_filter
 from headrace_kv.transport.mooncake import transport as mooncake_transport
@@ -25,7 +25,6 @@ from headrace_kv.transport.mooncake.listen_filter import (
 from headrace_kv.transport.mooncake.sockets import own_tcp_sockets
 from headrace_kv.transport.mooncake.transport import MooncakeTransport
 from headrace_kv.transport.networks import Address, Networks, networks_of, parse_networks
-from headrace_kv.transport.sessions import session_of
 
 OWN, OTHER = "127.0.0.1", "127.0.0.2"
 NOT_HERE = "203.0.113.7"

@@ -11,8 +11,11 @@ import pytest
 
 from headrace_kv.transport.mooncake import listen_filter
 from headrace_kv.transport.mooncake.listen_filter import open_listeners
-from headrace_kv.transport.mooncake.lost_peers import LOST_AFTER_S, end_lost_connections
-from headrace_kv.transport.mooncake.sockets import own_tcp_sockets
+from headrace_kv.transport.mooncake.sockets import (
+    LOST_AFTER_S,
+    end_lost_connections,
+    own_tcp_sockets,
+)
 from headrace_kv.transport.mooncake.transport import MooncakeTransport
 
 # A real clock, because the kernel has no other. The last probe may be late.

@@ -16,7 +16,7 @@ from headrace_engine.vllm.service.local_broadcast import copy_between, open_broa
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory
 from headrace_kv.plan.runs import Runs
 from headrace_kv.transport.mapped_memory import SHARED_BYTES_MIN, MappedMemory, share_pages
-from headrace_kv.transport.packing import Bytes
+from headrace_kv.transport.memory import Bytes
 
 ARENA_BYTES = SHARED_BYTES_MIN + 1000
 # Shares memory of which the first and the last byte are 1, and prints the bytes at its ends when asked to.

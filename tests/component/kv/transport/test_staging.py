@@ -13,10 +13,9 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_common.limits import write_quiet_s
 from headrace_kv.plan.copy_plan import Int64Array, Runs
-from headrace_kv.transport.base import WriteResult
+from headrace_kv.transport.base import WriteResult, session_of
 from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from headrace_kv.transport.memory import HostMemory
-from headrace_kv.transport.sessions import session_of
 from headrace_kv.transport.staging.scatter_client import ScatterClient
 from headrace_kv.transport.staging.scatter_server import LandingLimits
 from headrace_kv.transport.staging.strategy import Thresholds

@@ -15,8 +15,8 @@ from headrace_engine.config import EngineConfig
 from headrace_engine.vllm.model_folder import read_model_folder
 from headrace_engine.vllm.service import launch
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.manager.settings import TierSettings
-from headrace_kv.receive.layer_overlap import OverlapSettings
+from headrace_kv.manager.lower_tiers import TierSettings
+from headrace_kv.receive.observer import OverlapSettings
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

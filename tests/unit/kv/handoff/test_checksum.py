@@ -18,7 +18,7 @@ from headrace_kv.handoff.checksum import (
 )
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.plan.runs import Runs
-from headrace_kv.receive.corrupt_senders import CorruptSenderTracker
+from headrace_kv.receive.verification import CorruptSenderTracker
 from headrace_kv.transport.memory import HOST_MEMORY
 
 

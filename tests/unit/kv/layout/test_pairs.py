@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from headrace.registry.v1 import registry_pb2
+from headrace_kv.layout.compatibility import PairSide, pair_faults
 from headrace_kv.layout.layout import KvLayout
-from headrace_kv.layout.pairs import PairSide, pair_faults
 from headrace_kv.layout.proto import layout_to_proto, pair_faults_of
 
 LAYOUT = KvLayout.attention(

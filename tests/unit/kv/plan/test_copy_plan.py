@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from headrace_common.errors import LayoutMismatch, ProtocolViolation
 from headrace_kv.layout.layout import KvLayout, RankMemory
 from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner, Runs, plan_runs
-from headrace_kv.plan.regions import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
-from headrace_kv.plan.shard_map import Edge
+from headrace_kv.plan.shard_map import HEAD_OUTER, TOKENS_OUTER, Dimension, Edge, place_regions
 
 BLOCK_TOKENS = 4
 UNIT = 10

@@ -30,12 +30,10 @@ from headrace_kv.layout.layout import (
     Region,
 )
 from headrace_kv.plan.copy_plan import CopyPlanner, Runs
-from headrace_kv.plan.regions import HEAD_OUTER, place_regions
-from headrace_kv.plan.shard_map import heads_held
-from headrace_kv.receive.ledger import LayerLanded, Ledger
+from headrace_kv.plan.shard_map import HEAD_OUTER, heads_held, place_regions
+from headrace_kv.receive.ledger import LayerLanded, Ledger, LocalLedger
 from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalJob, copy_in_process
-from headrace_kv.receive.local_ledger import LocalLedger
-from headrace_kv.send.writes.layer_write import WritePlan
+from headrace_kv.send.layer_write import WritePlan
 from headrace_kv.transport.in_memory import InMemoryTransport, MemoryFabric
 
 SPARE_BLOCKS = 2

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_kv.layout.layout import TOKEN_OUTER, TOKENS, CacheGroup, KvLayout, Part
-from headrace_kv.plan.block_copy import StridedCopy
-from headrace_kv.plan.regions import WHOLE_BLOCKS, place_regions
 from headrace_kv.plan.runs import Runs
 from headrace_kv.plan.saved_shards import (
+    StridedCopy,
     copies_of_rank,
     heads_of_rank,
     plan_shard_read,
@@ -24,7 +23,7 @@ from headrace_kv.plan.saved_shards import (
     shards_read,
     strided_copies,
 )
-from headrace_kv.plan.shard_map import heads_held
+from headrace_kv.plan.shard_map import WHOLE_BLOCKS, heads_held, place_regions
 
 GROUP = CacheGroup("g", (0, 1, 2), TOKENS, 4, 2, (Part("k", "uint8", 3), Part("v", "uint8", 2)))
 LAYOUT = KvLayout("m", 2, (GROUP,))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_kv.pool.memory import PoolMemory
-from headrace_kv.pool.seal import SEAL_BYTES
-from headrace_kv.pool.shared_arena import SharedArena
+from headrace_kv.pool.memory import SEAL_BYTES, PoolMemory, SharedArena
 
 SLOT_BYTES = 4_096
 CONTENT_BYTES = 1_000

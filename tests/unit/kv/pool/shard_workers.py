@@ -10,10 +10,8 @@ from numpy.typing import NDArray
 
 from headrace_kv.layout.layout import KvLayout
 from headrace_kv.plan.saved_shards import heads_of_rank
-from headrace_kv.pool.keys import PoolKeys, pool_secret
-from headrace_kv.pool.lookup import BlockLookup
+from headrace_kv.pool.engine_blocks import BlockLookup, PoolKeys, RankBlocks, pool_secret
 from headrace_kv.pool.memory import PoolMemory
-from headrace_kv.pool.rank_blocks import RankBlocks
 from headrace_kv.pool.remote import RemotePool, leading
 from headrace_kv.storage.host import HostStorage
 

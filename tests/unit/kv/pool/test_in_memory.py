@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from headrace_kv.pool.keys import pool_secret
+from headrace_kv.pool.engine_blocks import pool_secret
+from headrace_kv.pool.memory import SEAL_BYTES
 from headrace_kv.pool.remote import RemotePool
-from headrace_kv.pool.seal import SEAL_BYTES
 from tests.memory_pool import InMemoryPool, MemoryStore
 from tests.unit.kv.pool.memories import CONTENT_BYTES, Memory
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from headrace_kv.layout.layout import KvLayout
-from headrace_kv.plan.block_copy import StridedCopy
-from headrace_kv.pool.keys import PoolKeys
+from headrace_kv.plan.saved_shards import StridedCopy
+from headrace_kv.pool.engine_blocks import PoolKeys
 from headrace_kv.pool.memory import PoolMemory, ShardSource
 from headrace_kv.pool.messages import (
     PACKET_BYTES_MAX,

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace_kv.layout.layout import KvLayout
-from headrace_kv.pool.keys import PoolKeys
-from headrace_kv.pool.lookup import BlockLookup
+from headrace_kv.pool.engine_blocks import BlockLookup, PoolKeys
 from headrace_kv.pool.remote import BATCH_BLOCKS_MAX
 from tests.memory_pool import InMemoryPool, MemoryStore
 from tests.unit.kv.pool.shard_workers import LAYERS, LONG_S, SECRET, Worker, layout_of

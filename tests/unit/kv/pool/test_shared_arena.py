@@ -11,7 +11,7 @@ import pytest
 
 from headrace_common.errors import ConfigError
 from headrace_kv.layout.arena import PAGE_BYTES
-from headrace_kv.pool.shared_arena import SharedArena
+from headrace_kv.pool.memory import SharedArena
 
 PAGES = 1_024
 

@@ -14,8 +14,7 @@ from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.plan.shard_map import Key, expected_keys
-from headrace_kv.receive.layer_overlap import LayerOverlap, OverlapSettings
-from headrace_kv.receive.observer import TransferObserver
+from headrace_kv.receive.observer import LayerOverlap, OverlapSettings, TransferObserver
 from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer
 from tests.unit.kv.receive.test_ledger import make_layout
 

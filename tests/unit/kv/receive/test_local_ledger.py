@@ -13,8 +13,7 @@ from headrace_common.errors import InternalError
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import KvLayout
 from headrace_kv.plan.shard_map import Edge, edges, local_edges
-from headrace_kv.receive.ledger import LayerLanded
-from headrace_kv.receive.local_ledger import LocalCopy, LocalLedger
+from headrace_kv.receive.ledger import LayerLanded, LocalCopy, LocalLedger
 from tests.unit.kv.receive.test_ledger import make_layout
 
 TOKENS = 10

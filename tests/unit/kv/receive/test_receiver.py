@@ -24,10 +24,10 @@ from headrace_kv.receive.observer import (
     ReceiverFeature,
     ResumeTransfer,
     TransferObserver,
+    TransferState,
     TransferView,
 )
 from headrace_kv.receive.receiver import Receiver
-from headrace_kv.receive.state import TransferState
 from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer
 from headrace_kv.receive.verification import DigestChecks
 from tests.model.virtual_time import VirtualDeadline, VirtualTimers

@@ -13,10 +13,10 @@ from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, Worker
 from headrace_kv.plan.copy_plan import BlockSpan, Runs
 from headrace_kv.plan.shard_map import Edge
 from headrace_kv.send.context import SenderContext
+from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.peer import SenderPeer
 from headrace_kv.send.stream import HandoffStream
 from headrace_kv.send.transfer import OutgoingTransfer
-from headrace_kv.send.writes.layer_write import LayerWrite
 from headrace_kv.transport.in_memory import InMemoryTransport
 
 BLOCK_TOKENS = 4

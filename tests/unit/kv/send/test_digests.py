@@ -9,7 +9,7 @@ import numpy as np
 from headrace.kv.v1 import handoff_pb2
 from headrace_kv.handoff.checksum import source_digest
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.send.digests import WriteDigests, requested_observers
+from headrace_kv.send.loop import WriteDigests, requested_observers
 from headrace_kv.transport.memory import HOST_MEMORY
 from tests.unit.kv.send.support import make_write
 

@@ -11,9 +11,8 @@ from headrace_common.telemetry.layer_stamps import WRITES_MAX, last_write, unpac
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.plan.copy_plan import BlockSpan
 from headrace_kv.plan.shard_map import Edge
+from headrace_kv.send.layer_write import LayerWrite, LinkRecord, WritePlan
 from headrace_kv.send.peer import WindowWait
-from headrace_kv.send.writes.layer_write import LayerWrite, WritePlan
-from headrace_kv.send.writes.link_record import LinkRecord
 from headrace_kv.transport.base import Strategy, WriteResult
 from headrace_kv.transport.in_memory import InMemoryTransport
 from tests.unit.kv.send.support import (

@@ -11,12 +11,11 @@ import pytest
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import TransferFailed, WorkerGone
-from headrace_kv.handoff.clock import Clock
-from headrace_kv.handoff.leases import WriteLease
+from headrace_kv.handoff.leases import Clock, WriteLease
 from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, RankMemory, WorkerRef
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.plan.regions import place_regions
+from headrace_kv.plan.shard_map import place_regions
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.loop import SendLoop
 from headrace_kv.send.mailbox import SenderInbox

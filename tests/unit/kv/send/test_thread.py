@@ -8,9 +8,9 @@ from typing import cast
 
 import pytest
 
-from headrace_kv.send import thread as thread_module
+from headrace_kv.send import sender as thread_module
 from headrace_kv.send.loop import SendLoop
-from headrace_kv.send.thread import SenderThread
+from headrace_kv.send.sender import SenderThread
 
 
 class PolledFuture(concurrent.futures.Future[None]):

@@ -8,8 +8,8 @@ import pytest
 
 from headrace_common.errors import ProtocolViolation
 from headrace_kv.handoff.messages import Reservation
+from headrace_kv.send.layer_write import WritePlan
 from headrace_kv.send.transfer import OutgoingTransfer
-from headrace_kv.send.writes.layer_write import WritePlan
 from headrace_kv.transport.base import WriteResult
 from tests.unit.kv.send.support import BLOCK_TOKENS, LAYOUT, make_range, make_transfer, make_write
 

@@ -6,6 +6,7 @@ import ipaddress
 
 import pytest
 
+from headrace_kv.transport.base import host_of
 from headrace_kv.transport.networks import (
     address_of_peer,
     networks_of,
@@ -14,7 +15,6 @@ from headrace_kv.transport.networks import (
     source_address,
     with_ipv4_loopback,
 )
-from headrace_kv.transport.sessions import host_of
 
 
 def test_networks_are_merged() -> None:

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 from headrace_kv.plan.copy_plan import Int64Array
 from headrace_kv.plan.runs import Runs
-from headrace_kv.transport import packing
-from headrace_kv.transport.packing import Bytes, by_length, copy_runs, gather, scatter
-from headrace_kv.transport.ranges import MemoryRanges
-from headrace_kv.transport.sessions import join_sessions, session_of
+from headrace_kv.transport import memory
+from headrace_kv.transport.base import join_sessions, session_of
+from headrace_kv.transport.memory import Bytes, MemoryRanges, by_length, copy_runs, gather, scatter
 
 
 @st.composite
@@ -79,7 +78,7 @@ def test_runs_are_copied_as_slices(places: list[tuple[int, int, int]]) -> None:
     copy_runs(runs)
     assert np.array_equal(target, expected)
     # Every run is copied once.
-    assert sum(source.shape[0] * source.shape[1] for source, _ in packing._pairs(runs)) == len(runs)
+    assert sum(source.shape[0] * source.shape[1] for source, _ in memory._pairs(runs)) == len(runs)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_runs_at_equal_distances_are_one_copy(
             (factors[0] * one, factors[1] * one, size)
             for one, size in zip(starts, lengths, strict=True)
         ]
-        pairs = list(packing._pairs(runs_of(source, target, places)))
+        pairs = list(memory._pairs(runs_of(source, target, places)))
         assert [one.shape for pair in pairs for one in pair] == [
             one for one in expected for _ in "ab"
         ]

@@ -9,7 +9,7 @@ from headrace_engine.vllm.scheduler.step_planner import StepPlanner
 from headrace_engine.vllm.step.groups import LayerGroup, check_overlap_layers
 from headrace_engine.vllm.step.plan import OverlappedLoad
 from headrace_kv.layout.layout import STATE, TOKENS
-from headrace_kv.receive.layer_overlap import OverlapSettings
+from headrace_kv.receive.observer import OverlapSettings
 from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION, admit_receive, step
 
 END_S = 1e12

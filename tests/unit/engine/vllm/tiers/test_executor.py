@@ -24,7 +24,7 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.prefix.events import Tier
-from headrace_kv.transport.device_mark import PASSED, Mark, Passed
+from headrace_kv.transport.memory import PASSED, Mark, Passed
 from tests.waiting import until
 
 STORE = TierCopy(Tier.DEVICE, Tier.HOST, (1,), (2,))

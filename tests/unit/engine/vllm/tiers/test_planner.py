@@ -11,10 +11,9 @@ from headrace_engine.vllm.step.plan import HostSend, StepPlan, TokenRange
 from headrace_engine.vllm.tiers.planner import TierPlanner, plan_tiers
 from headrace_engine.vllm.tiers.pool_planner import PoolUse
 from headrace_kv.layout.layout import STATE, TOKENS, GroupKind
-from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy
-from headrace_kv.manager.settings import TierSettings
+from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierSettings
 from headrace_kv.prefix.events import Tier
-from headrace_kv.receive.layer_overlap import OverlapSettings
+from headrace_kv.receive.observer import OverlapSettings
 
 BLOCK = 4
 

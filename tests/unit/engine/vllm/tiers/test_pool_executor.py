@@ -10,7 +10,7 @@ import pytest
 
 from headrace_engine.vllm.step.plan import PoolMove
 from headrace_engine.vllm.tiers.pool_executor import PoolExecutor
-from headrace_kv.pool.keys import PoolKeys
+from headrace_kv.pool.engine_blocks import PoolKeys
 from headrace_kv.pool.memory import OWN_SHARD
 from headrace_kv.pool.remote import RemotePool
 from tests.unit.kv.pool.test_keys import LAYOUT, SECRET

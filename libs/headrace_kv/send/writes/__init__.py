@@ -1,1 +1,0 @@
-"""One write and its record, from a layer range to the report of its link."""
