@@ -33,9 +33,8 @@ from headrace_common.access.roles import Role
 from headrace_common.identity import new_incarnation
 from headrace_common.registry.membership import Membership
 from headrace_common.rpc.channel import keepalive_options, open_channel
-from headrace_engine.prefix.event_publisher import PrefixEventPublisher
-from headrace_engine.worker.status import WorkerStatusServicer
-from headrace_engine.worker.status_signal import StatusSignal
+from headrace_engine.prefix_events import PrefixEventPublisher
+from headrace_engine.worker.status import StatusSignal, WorkerStatusServicer
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 

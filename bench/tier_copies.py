@@ -22,8 +22,8 @@ from typing import Final
 import torch
 
 from bench.placement.report import percentile
-from headrace_engine.torch_memory.opening import open_tier_memory
-from headrace_engine.torch_memory.streams import mark_compute
+from headrace_engine.torch_memory.device_memory import open_tier_memory
+from headrace_engine.torch_memory.stream_order import mark_compute
 from headrace_kv.layout.layout import KvLayout, RankMemory
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.plan.shard_map import HEAD_OUTER, place_regions

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from headrace_engine.sim.clock import SimClock
+from headrace_engine.sim.stepper import SimClock
 
 _logger = logging.getLogger(__name__)
 _TICK_S = 0.005

@@ -10,7 +10,7 @@ from typing import Literal, Protocol, TypeAlias
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import InternalError, ProtocolViolation
 from headrace_common.registry.adapters import Adapter
-from headrace_engine.prefix.event_publisher import PrefixEventPublisher
+from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.manager.load_times import LoadTimes

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from headrace_engine.prefix.event_log import PrefixEventLog
+from headrace_engine.prefix_event_log import PrefixEventLog
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier
 

@@ -41,7 +41,7 @@ class Tensor:
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
     torch = pytest.importorskip("torch")
-    from headrace_engine.torch_memory import device_memory, opening, order
+    from headrace_engine.torch_memory import device_memory, stream_order
 
     real = device_memory.TorchMemory
     seen = Opened([], [])
@@ -64,33 +64,33 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
         seen.transports.append(transport)
         return transport
 
-    monkeypatch.setattr(opening, "TorchMemory", memory_of)
-    monkeypatch.setattr(opening, "open_transport", open_one)
-    monkeypatch.setattr(order, "load_driver", object)
-    monkeypatch.setattr(order, "open_flush", lambda driver, number: None)
+    monkeypatch.setattr(device_memory, "TorchMemory", memory_of)
+    monkeypatch.setattr(device_memory, "open_transport", open_one)
+    monkeypatch.setattr(stream_order, "load_driver", object)
+    monkeypatch.setattr(stream_order, "open_flush", lambda driver, number: None)
     return seen
 
 
 def open_one(**settings: Any) -> Any:
-    from headrace_engine.torch_memory.opening import open_tensor_transport
+    from headrace_engine.torch_memory.device_memory import open_tensor_transport
 
     return open_tensor_transport(Tensor(), "mooncake", "127.0.0.1", **settings)
 
 
 def test_memory_is_direct_where_an_adapter_reaches_the_device(opened: Opened) -> None:
-    transport, order = open_one()
+    transport, stream_order = open_one()
     assert opened.calls == [("mooncake", "rdma", False)]
     assert "scatter=" in transport.session
-    assert order.queues
+    assert stream_order.queues
     transport.close()
 
 
 def test_without_an_adapter_the_memory_is_staged(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace_engine.torch_memory import opening
+    from headrace_engine.torch_memory import device_memory
 
-    usual: Callable[..., KvTransport] = vars(opening)["open_transport"]
+    usual: Callable[..., KvTransport] = vars(device_memory)["open_transport"]
 
     def refuse(
         kind: str,
@@ -103,11 +103,11 @@ def test_without_an_adapter_the_memory_is_staged(
             raise ConfigError("this machine has no RDMA device")
         return usual(kind, host, protocol, memory, **settings)
 
-    monkeypatch.setattr(opening, "open_transport", refuse)
-    transport, order = open_one()
+    monkeypatch.setattr(device_memory, "open_transport", refuse)
+    transport, stream_order = open_one()
     assert opened.calls == [("mooncake", "auto", True)]
     assert "landing=" in transport.session
-    assert order.queues
+    assert stream_order.queues
     transport.close()
 
 
@@ -142,12 +142,12 @@ def test_memory_that_the_adapter_rejects_is_staged(
 def test_memory_is_staged_where_writes_cannot_be_ordered(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace_engine.torch_memory import order
+    from headrace_engine.torch_memory import stream_order
 
     def refuse(driver: object, number: int) -> None:
         raise ConfigError("the device cannot make writes visible")
 
-    monkeypatch.setattr(order, "open_flush", refuse)
+    monkeypatch.setattr(stream_order, "open_flush", refuse)
     open_one()[0].close()
     assert opened.calls == [("mooncake", "auto", True)]
 
@@ -159,12 +159,12 @@ def test_memory_is_staged_on_request(opened: Opened) -> None:
 
 def test_a_cpu_needs_neither_ordered_sender_nor_fence() -> None:
     torch = pytest.importorskip("torch")
-    from headrace_engine.torch_memory.opening import open_tensor_transport, order_sender
+    from headrace_engine.torch_memory.device_memory import open_tensor_transport, order_sender
 
-    transport, order = open_tensor_transport(torch.zeros(64), "in_memory", "127.0.0.1")
-    assert order_sender(Recorder([]), order) is None
-    assert order.mark().query()
-    order.fence()
+    transport, stream_order = open_tensor_transport(torch.zeros(64), "in_memory", "127.0.0.1")
+    assert order_sender(Recorder([]), stream_order) is None
+    assert stream_order.mark().query()
+    stream_order.fence()
     transport.close()
 
 
@@ -215,8 +215,8 @@ def test_a_layer_is_sent_once_the_event_after_its_kernels_is_passed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch = pytest.importorskip("torch")
-    from headrace_engine.torch_memory.opening import order_sender
-    from headrace_engine.torch_memory.order import CudaOrder
+    from headrace_engine.torch_memory.device_memory import order_sender
+    from headrace_engine.torch_memory.stream_order import CudaOrder
 
     stream = Stream()
     devices: list[object] = []
@@ -243,7 +243,7 @@ def test_a_layer_is_sent_once_the_event_after_its_kernels_is_passed(
 
 def test_the_fence_flushes_with_the_devices_context(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
-    from headrace_engine.torch_memory.order import CudaOrder
+    from headrace_engine.torch_memory.stream_order import CudaOrder
 
     calls: list[object] = []
 

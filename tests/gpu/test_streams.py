@@ -18,7 +18,7 @@ from headrace_kv.transport.memory import Bytes, Mark
 
 if TYPE_CHECKING:
     from headrace_engine.torch_memory.device_memory import TorchMemory
-    from headrace_engine.torch_memory.streams import CopyStream
+    from headrace_engine.torch_memory.stream_order import CopyStream
 
 LAYERS = 6
 LAYER_BYTES = 1 << 20
@@ -91,7 +91,7 @@ class GatheringSender:
 def test_layers_are_gathered_as_they_are_written_while_later_ones_are_computed(device: str) -> None:
     import torch
 
-    from headrace_engine.torch_memory.streams import mark_compute
+    from headrace_engine.torch_memory.stream_order import mark_compute
 
     cache = Cache(device)
     cache.gather(0)
@@ -118,7 +118,7 @@ def test_layers_are_gathered_as_they_are_written_while_later_ones_are_computed(d
 def test_copies_run_beside_the_computation(device: str) -> None:
     import torch
 
-    from headrace_engine.torch_memory.streams import mark_compute
+    from headrace_engine.torch_memory.stream_order import mark_compute
 
     cache = Cache(device)
     cache.layers[0].fill_(1)
@@ -156,7 +156,7 @@ class Stuck:
 
 def drained(mark: Stuck) -> CopyStream:
     pytest.importorskip("torch")
-    from headrace_engine.torch_memory.streams import DrainedStream
+    from headrace_engine.torch_memory.stream_order import DrainedStream
 
     return DrainedStream(contextlib.nullcontext, lambda: mark)
 

@@ -105,7 +105,7 @@ def test_blocks_of_a_device_return_with_their_bytes_from_every_tier(cache: Cache
 
 
 def test_a_store_has_what_queued_kernels_write_and_runs_beside_later_ones(cache: Cache) -> None:
-    from headrace_engine.torch_memory.streams import mark_compute
+    from headrace_engine.torch_memory.stream_order import mark_compute
 
     cache.copier.copy(TierCopy(*TO_HOST, (0,), (0,)))
     keep_busy(cache.device.type)
@@ -123,7 +123,7 @@ def test_a_store_has_what_queued_kernels_write_and_runs_beside_later_ones(cache:
 
 
 def test_a_load_overwrites_a_block_after_queued_kernels_have_read_it(cache: Cache) -> None:
-    from headrace_engine.torch_memory.streams import mark_compute
+    from headrace_engine.torch_memory.stream_order import mark_compute
 
     (stored,) = cache.blocks(3)
     cache.copier.copy(TierCopy(*TO_HOST, (3,), (1,)))

@@ -15,8 +15,8 @@ from headrace_decode.main import DecodeServer
 from headrace_engine.factory import build_engine, shared_transport
 from headrace_engine.interface import Engine
 from headrace_engine.worker.config import engine_config
-from headrace_engine.worker.descriptors import RegistryDescriptors
 from headrace_engine.worker.host import HostedWorker, Role, WorkerHost
+from headrace_engine.worker.process import RegistryDescriptors
 from headrace_engine.worker.serve import serve_worker
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.send.sender import SenderThread

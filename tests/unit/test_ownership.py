@@ -22,7 +22,7 @@ PROTO_FIELD = re.compile(
 FOREIGN = {
     # The objects are of the standard library.
     ("libs/headrace_common/logs.py", "root.handlers"): "a logger has no method that replaces its handlers",
-    ("libs/headrace_engine/vllm/standalone/logs.py", "ours.propagate"): "a logger's documented attribute",
+    ("libs/headrace_engine/vllm/deployment.py", "ours.propagate"): "a logger's documented attribute",
     ("libs/headrace_engine/vllm/compat.py", "os.environ"): "vLLM reads its settings there",
     ("libs/headrace_kv/transport/mapped_memory.py", "library.mmap.restype"): "ctypes",
     ("services/registry/headrace_registry/store/etcd3_compat.py", "sys.modules"): "etcd3's modules are made here",
@@ -32,7 +32,7 @@ FOREIGN = {
     ("libs/headrace_common/access/server_tls.py", "context.sni_callback"): "ssl has no method for it",
     ("libs/headrace_common/access/server_tls.py", "context.verify_mode"): "ssl has no method for it",
     # The objects are vLLM's, which has no methods for these changes.
-    ("libs/headrace_engine/vllm/scheduler/block_order.py", "pool.get_new_blocks"): "the order of new blocks",
+    ("libs/headrace_engine/vllm/scheduler/connector_scheduler.py", "pool.get_new_blocks"): "the order of new blocks",
     ("libs/headrace_engine/vllm/continuation.py", "request.prefill_stats"): "vLLM's Request",
     ("libs/headrace_engine/vllm/continuation.py", "request.sampling_params.extra_args"): "vLLM's SamplingParams",
     ("libs/headrace_engine/vllm/continuation.py", "add_request.__wrapped__"): "the patch of vLLM's InputBatch",

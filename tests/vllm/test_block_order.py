@@ -20,7 +20,7 @@ def lists_of_requests(*, sort: bool) -> list[list[int]]:
     """The blocks of requests of random lengths, which run side by side and grow in chunks of 8 blocks."""
     from vllm.v1.core.block_pool import BlockPool
 
-    from headrace_engine.vllm.scheduler.block_order import sort_new_blocks
+    from headrace_engine.vllm.scheduler.connector_scheduler import sort_new_blocks
 
     pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=32)
     if sort:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.step.groups import LayerGroup, check_overlap_layers
+from headrace_engine.vllm.layer_groups import LayerGroup, check_overlap_layers
 from headrace_engine.vllm.tiers.planner import plan_tiers
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
 from headrace_kv.manager.lower_tiers import TierSettings

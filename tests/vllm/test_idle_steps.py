@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.vllm.step.plan import StepPlan
+from headrace_engine.vllm.step_plan import StepPlan
 from headrace_engine.vllm.tiers import pool_planner
 from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION
 from tests.unit.engine.vllm.tiers.test_pool_planner import LONG_S, Lookup, computed, hashes, planner

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.rank.memory import Arena, describe_arena, rank_memory
-from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_kv.layout.layout import TOKEN_OUTER, TOKENS
 from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
 from headrace_kv.plan.shard_map import Edge

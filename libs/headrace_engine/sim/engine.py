@@ -28,26 +28,23 @@ from headrace_engine.interface import (
     PrefillWork,
     Sampling,
 )
-from headrace_engine.prefix.event_publisher import PrefixEventPublisher
-from headrace_engine.prefix.sending import check_prefix
+from headrace_engine.prefix_events import PrefixEventPublisher, check_prefix
+from headrace_engine.sim.answer import SimAnswer, check_decode, check_prefill
 from headrace_engine.sim.cache.lower_tiers import SimLowerTiers, open_lower_tiers
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
-from headrace_engine.sim.clock import SimClock
-from headrace_engine.sim.model.logits import logits_bytes
+from headrace_engine.sim.handover import Handover
 from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.sampling import logits_bytes
 from headrace_engine.sim.model.settings import plan_shape
-from headrace_engine.sim.request.answer import SimAnswer
-from headrace_engine.sim.request.handover import Handover
-from headrace_engine.sim.request.sequence import (
+from headrace_engine.sim.scheduler import Scheduler
+from headrace_engine.sim.sequence import (
     FirstTokenRequest,
     Sequence,
     decode_sequence,
     prefill_sequence,
 )
-from headrace_engine.sim.request.validation import check_decode, check_prefill
-from headrace_engine.sim.step.scheduler import Scheduler
-from headrace_engine.sim.step.stepper import Stepper
+from headrace_engine.sim.stepper import SimClock, Stepper
 from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, RankMemory
 from headrace_kv.pool.engine_blocks import pool_secret

@@ -1,20 +1,132 @@
-"""Device tensors as the memory that runs are copied from and to."""
+"""Opens KV memory and a transport on a device, and copies within that memory."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from headrace_common.errors import ConfigError
-from headrace_engine.torch_memory.segments import Batch, Rows, Segment, batch, cut, rows_of
-from headrace_engine.torch_memory.streams import open_copy_stream
+from headrace_common.errors import ConfigError, TransferFailed
+from headrace_common.limits import write_quiet_s
+from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender, Sender
+from headrace_engine.torch_memory.stream_order import DeviceOrder, open_copy_stream, open_order
 from headrace_kv.plan.runs import Int64Array
+from headrace_kv.transport.base import KvTransport
+from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.memory import Bytes
+from headrace_kv.transport.networks import Networks
+
+_WORD_BYTES = 8
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Segment:
+    """Runs of `length` bytes at `offsets` in span number `span`. Packed, they start at `packed_offset`."""
+
+    span: int
+    offsets: Int64Array
+    length: int
+    packed_offset: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Batch:
+    """Packed bytes [start, stop) that go through the buffer at once. With `direct`, one long run without the buffer."""
+
+    start: int
+    stop: int
+    segments: tuple[Segment, ...]
+    direct: bool
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Rows:
+    """`count` rows of `words` words of `word_bytes` in a span, from `first_word` on and `step` words apart.
+
+    `index` selects rows.
+    """
+
+    word_bytes: int
+    words: int
+    first_word: int
+    step: int
+    count: int
+    index: Int64Array
+
+
+def cut(
+    spans: Sequence[tuple[int, int]], addresses: Int64Array, lengths: Int64Array
+) -> Iterator[Segment]:
+    """Segments of neighbouring runs that have one length and lie in one span [start, end). Drops empty runs.
+
+    `spans` are sorted and do not overlap. Raises TransferFailed for a run outside all spans.
+    """
+    filled = lengths > 0
+    if not filled.all():
+        addresses, lengths = addresses[filled], lengths[filled]
+    if not len(lengths):
+        return
+    starts = np.array([start for start, _ in spans], np.int64)
+    ends = np.array([end for _, end in spans], np.int64)
+    held = np.searchsorted(starts, addresses, side="right") - 1
+    if not len(spans) or bool((held < 0).any() or (addresses + lengths > ends[held]).any()):
+        raise TransferFailed("an address is not in the registered device memory")
+    breaks = np.flatnonzero((np.diff(lengths) != 0) | (np.diff(held) != 0)) + 1
+    packed_offset, first = 0, 0
+    for stop in (*breaks.tolist(), len(lengths)):
+        span, length = int(held[first]), int(lengths[first])
+        yield Segment(span, addresses[first:stop] - starts[span], length, packed_offset)
+        packed_offset += (stop - first) * length
+        first = stop
+
+
+def batch(segments: Iterator[Segment], buffer_bytes: int, direct_bytes: int) -> Iterator[Batch]:
+    """Batches that fill the buffer. Runs of `direct_bytes` or more go alone. direct_bytes <= buffer_bytes."""
+    waiting: list[Segment] = []
+    start = stop = 0
+    for segment in segments:
+        length = segment.length
+        first = 0
+        while first < len(segment.offsets):
+            direct = length >= direct_bytes
+            room = 0 if direct else (buffer_bytes - (stop - start)) // length
+            if room == 0 and waiting:
+                yield Batch(start, stop, tuple(waiting), direct=False)
+                waiting, start = [], stop
+                continue
+            count = 1 if direct else min(room, len(segment.offsets) - first)
+            part = Segment(segment.span, segment.offsets[first : first + count], length, stop)
+            first += count
+            stop += count * length
+            if direct:
+                yield Batch(start, stop, (part,), direct=True)
+                start = stop
+            else:
+                waiting.append(part)
+    if waiting:
+        yield Batch(start, stop, tuple(waiting), direct=False)
+
+
+def rows_of(segment: Segment, buffer_offset: int) -> Rows:
+    """The segment as rows of the widest words that it and its place in the buffer are aligned to."""
+    low = int(segment.offsets.min())
+    moved = segment.offsets - low
+    apart = int(np.gcd.reduce(moved))
+    word_bytes = int(np.gcd.reduce([_WORD_BYTES, low, apart, segment.length, buffer_offset]))
+    words = segment.length // word_bytes
+    step = apart // word_bytes or words
+    if step % words == 0:
+        # Rows that do not overlap need the fewest words of index.
+        step = words
+    index = moved // (step * word_bytes)
+    return Rows(word_bytes, words, low // word_bytes, step, int(index.max()) + 1, index)
+
 
 _COPY_TIMEOUT_S = 10.0
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -178,3 +290,89 @@ class TorchMemory:
 def _run(spans: tuple[_Span, ...], segment: Segment) -> Tensor:
     first = int(segment.offsets[0])
     return spans[segment.span].data[first : first + segment.length]
+
+
+_log = logging.getLogger(__name__)
+
+
+def open_tensor_transport(
+    tensor: Tensor,
+    kind: str,
+    host: str,
+    *,
+    gpu_direct: bool = True,
+    rdma_devices: Sequence[str] = (),
+    admitted: Networks | None = None,
+    quiet_s: float = write_quiet_s(),
+) -> tuple[KvTransport, DeviceOrder]:
+    """A transport of `kind` that has registered the tensor's whole allocation, and its order. See open_transport.
+
+    KV on a device crosses host memory on both sides, unless `gpu_direct` is set and an RDMA adapter reaches the device.
+    Raises ConfigError as open_transport and register do.
+    """
+    if tensor.device.type == "cpu":
+        storage = tensor.untyped_storage()
+        transport = open_transport(
+            kind, host, rdma_devices=rdma_devices, admitted=admitted, quiet_s=quiet_s
+        )
+        transport.register(storage.data_ptr(), storage.nbytes())
+        return transport, open_order(tensor.device, transport.memory)
+    if gpu_direct and kind == "mooncake":
+        opened = _open_direct(tensor, host, rdma_devices, admitted, quiet_s)
+        if opened is not None:
+            return opened
+    memory = TorchMemory(tensor.device)
+    address, nbytes = memory.hold(tensor)
+    transport = open_transport(
+        kind, host, memory=memory, rdma_devices=rdma_devices, admitted=admitted, quiet_s=quiet_s
+    )
+    transport.register(address, nbytes)
+    return transport, open_order(tensor.device, memory)
+
+
+def _open_direct(
+    tensor: Tensor,
+    host: str,
+    rdma_devices: Sequence[str],
+    admitted: Networks | None,
+    quiet_s: float,
+) -> tuple[KvTransport, DeviceOrder] | None:
+    """A transport without host memory in between. None where that is not possible, which only trying shows."""
+    transport: KvTransport | None = None
+    try:
+        memory = TorchMemory(tensor.device, direct=True)
+        order = open_order(tensor.device, memory)
+        address, nbytes = memory.hold(tensor)
+        transport = open_transport(
+            *("mooncake", host, "rdma", memory),
+            rdma_devices=rdma_devices,
+            admitted=admitted,
+            quiet_s=quiet_s,
+        )
+        transport.register(address, nbytes)
+        # Mooncake registers the memory with the adapter when it makes the session.
+        transport.session  # noqa: B018
+    except ConfigError as error:
+        _log.info("KV bytes of %s cross host memory: %s", tensor.device, error)
+        if transport is not None:
+            transport.close()
+        return None
+    _log.info("adapters read and write the memory of %s", tensor.device)
+    return transport, order
+
+
+def open_tier_memory(tensor: Tensor) -> TorchMemory | None:
+    """The memory of a device for copies to lower tiers, with streams of its own, so that no transfer waits for them.
+
+    None for KV memory that this process reads by address. Raises ConfigError as TorchMemory.hold does.
+    """
+    if tensor.device.type == "cpu":
+        return None
+    memory = TorchMemory(tensor.device)
+    memory.hold(tensor)
+    return memory
+
+
+def order_sender(sender: Sender, order: DeviceOrder) -> EventOrderedSender | None:
+    """A sender in front of `sender` where the forward pass only queues its work. None elsewhere."""
+    return EventOrderedSender(sender, order.mark) if order.queues else None

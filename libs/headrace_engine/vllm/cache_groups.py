@@ -20,8 +20,13 @@ from vllm.v1.kv_cache_interface import (
 
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.compat import in_model_order
-from headrace_engine.vllm.state_parts import StateArray, StateHeads, StatePart, state_heads
-from headrace_engine.vllm.step.groups import LayerGroup
+from headrace_engine.vllm.layer_groups import (
+    LayerGroup,
+    StateArray,
+    StateHeads,
+    StatePart,
+    state_heads,
+)
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, GroupKind
 
 if TYPE_CHECKING:

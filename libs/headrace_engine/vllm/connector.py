@@ -25,11 +25,11 @@ from headrace_engine.vllm.compat import (
     uses_latent_attention,
 )
 from headrace_engine.vllm.deployment import deployment_of
+from headrace_engine.vllm.layer_groups import check_overlap_layers
 from headrace_engine.vllm.rank.connector_worker import ConnectorWorker
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
 from headrace_engine.vllm.stages import stage_layers_max
-from headrace_engine.vllm.step.groups import check_overlap_layers
-from headrace_engine.vllm.step.plan import StepPlan
+from headrace_engine.vllm.step_plan import StepPlan
 
 if TYPE_CHECKING:
     from torch import Tensor

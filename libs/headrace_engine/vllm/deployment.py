@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -9,19 +10,33 @@ from typing import TYPE_CHECKING, Protocol
 from headrace_common.errors import HeadraceError
 from headrace_engine.vllm import continuation, stages
 from headrace_engine.vllm.compat import extra_config
-from headrace_engine.vllm.link.startup_error import write_startup_error
+from headrace_engine.vllm.layer_groups import LayerGroup
+from headrace_engine.vllm.link.messages import write_startup_error
 from headrace_engine.vllm.rank.connector_worker import ConnectorWorker
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
 from headrace_engine.vllm.scheduler.service_scheduler import ServiceConnectorScheduler
 from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.standalone.connector_scheduler import StandaloneConnectorScheduler
-from headrace_engine.vllm.standalone.logs import join_vllm_log
 from headrace_engine.vllm.standalone.settings import StandaloneSettings, standalone_settings
-from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_engine.vllm.tiers.planner import plan_tiers
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+PACKAGES = ("headrace_common", "headrace_engine", "headrace_kv")
+
+
+def join_vllm_log() -> None:
+    """Sends the log records of our packages to vLLM's handlers, at vLLM's level."""
+    vllm_log = logging.getLogger("vllm")
+    for name in PACKAGES:
+        ours = logging.getLogger(name)
+        ours.setLevel(vllm_log.getEffectiveLevel())
+        for handler in vllm_log.handlers:
+            if handler not in ours.handlers:
+                ours.addHandler(handler)
+                ours.propagate = False
 
 
 class Deployment(Protocol):

@@ -26,8 +26,7 @@ from headrace_engine.interface import (
     PrefillOutcome,
     PrefillWork,
 )
-from headrace_engine.prefix.event_publisher import PrefixEventPublisher
-from headrace_engine.prefix.sending import check_prefix
+from headrace_engine.prefix_events import PrefixEventPublisher, check_prefix
 from headrace_engine.vllm.compat import (
     end_llm,
     max_model_len,
@@ -39,8 +38,7 @@ from headrace_engine.vllm.service.adapters import LoadedAdapter, load_adapters
 from headrace_engine.vllm.service.decode_request import DecodeRequest
 from headrace_engine.vllm.service.launch import check_config, launch
 from headrace_engine.vllm.service.local_broadcast import open_broadcast
-from headrace_engine.vllm.service.prefill_request import PrefillRequest
-from headrace_engine.vllm.service.prefix_request import PrefixRequest
+from headrace_engine.vllm.service.prefill_request import PrefillRequest, PrefixRequest
 from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.prefix.events import Tier

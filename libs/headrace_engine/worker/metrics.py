@@ -12,10 +12,22 @@ from headrace_common.tasks import end_task, run_forever
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import Counter
 from headrace_common.telemetry.metrics.process import Metrics
-from headrace_engine.prefix.event_publisher import PrefixEventPublisher
+from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.manager.load_times import LoadTimes
 from headrace_kv.prefix.events import Tier
+
+_NAMES: Final = {
+    Tier.HOST: schema.ATTRIBUTE_HOST_TOKENS,
+    Tier.DISK: schema.ATTRIBUTE_DISK_TOKENS,
+    Tier.REMOTE: schema.ATTRIBUTE_REMOTE_TOKENS,
+}
+
+
+def tier_attributes(tier_tokens: Mapping[Tier, int]) -> dict[str, int]:
+    """An attribute for each tier below KV memory with tokens. See PrefillOutcome.tier_tokens."""
+    return {_NAMES[tier]: count for tier, count in tier_tokens.items() if count and tier in _NAMES}
+
 
 _INTERVAL_S: Final = 1.0
 _DONE: Final = "done"

@@ -3,24 +3,82 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
+import socket
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, Final
 
+from headrace_common.config import split_host_port
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import InternalError, RegistryUnavailable
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
 from headrace_common.process.kill_timer import KillTimer
 from headrace_common.process.run import interruptible
-from headrace_common.registry.reachable import wait_reachable
+from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_engine.factory import build_engine, shared_transport
 from headrace_engine.worker.config import Config, engine_config, worker_configs
-from headrace_engine.worker.descriptors import RegistryDescriptors
 from headrace_engine.worker.host import HostedWorker, Role, WorkerHost
 from headrace_engine.worker.serve import BuildServer, serve_worker
-from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.layout.proto import descriptor_from_proto
 from headrace_kv.send.sender import SenderThread
+
+_LOG = logging.getLogger(__name__)
+_CONNECT_TIMEOUT_S: Final = 2.0
+_POLL_S: Final = 0.2
+
+
+def wait_reachable(registry: str, timeout_s: float) -> None:
+    """Returns when a process listens at the registry's "host:port". Blocks, for use before anything else runs.
+
+    A worker calls it before it loads a model, so that a wrong address costs seconds. Raises RegistryUnavailable.
+    """
+    host, port = split_host_port(registry)
+    deadline = Deadline.after(timeout_s)
+    warned = False
+    while True:
+        try:
+            limit_s = min(_CONNECT_TIMEOUT_S, max(_POLL_S, deadline.remaining_s()))
+            socket.create_connection((host.strip("[]"), port), limit_s).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if deadline.expired:
+            raise RegistryUnavailable(
+                f"the registry on {registry} is not reachable ({reason}), so no model was loaded: start it, or set "
+                "registry to its address",
+                metadata={"registry": registry},
+            )
+        if not warned:
+            warned = True
+            _LOG.warning("waiting for the registry on %s: %s", registry, reason)
+        time.sleep(_POLL_S)
+
+
+class RegistryDescriptors:
+    """A DescriptorSource for engines, usable once it is connected.
+
+    An engine is built before any connection is opened, because it may start processes of its own.
+    """
+
+    def __init__(self) -> None:
+        self._cache: DescriptorCache | None = None
+
+    def connect(self, cache: DescriptorCache) -> None:
+        """Takes descriptors from `cache` from now on."""
+        self._cache = cache
+
+    async def __call__(self, ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
+        """Raises StaleIncarnation when that incarnation is gone."""
+        if self._cache is None:
+            raise InternalError(f"the KV memory of {ref} was needed before the worker joined")
+        return descriptor_from_proto(
+            await self._cache.get(ref.worker_id, ref.incarnation, deadline)
+        )
 
 
 async def run_workers(role: Role, config: Config, build: BuildServer[Config]) -> None:

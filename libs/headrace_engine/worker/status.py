@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -29,9 +30,27 @@ from headrace_common.limits import (
     STATUS_STREAMS_OF_CALLER_MAX,
 )
 from headrace_common.tickets.keys import TicketKeys
-from headrace_engine.prefix.event_publisher import PrefixEventPublisher
-from headrace_engine.worker.status_signal import StatusSignal
+from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_kv.layout.layout import WorkerRef
+
+
+class StatusSignal:
+    """The worker gives it when it begins something: a request, or its end. One event loop owns it."""
+
+    def __init__(self) -> None:
+        self._begun = asyncio.Event()
+
+    def notify(self) -> None:
+        """The worker's status may change from now on."""
+        self._begun.set()
+        self._begun = asyncio.Event()
+
+    async def wait_until(self, due_s: float) -> None:
+        """Returns at the next `notify`, or at `due_s` of the event loop's clock."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(due_s):
+                await self._begun.wait()
+
 
 DEFAULT_INTERVAL_S = 1.0
 SHORTEST_INTERVAL_S = 0.1

@@ -1,5 +1,6 @@
-"""How much KV is kept below KV memory, and which blocks there hold which cached prefixes. Pure: plans copies, and makes none.
+"""How much KV is kept below KV memory, and which blocks there hold which cached prefixes. Pure.
 
+Plans copies, and makes none.
 All copies of a rank are made in the order in which they were planned. Therefore a plan is in effect as soon as it is
 returned: a later copy out of a block finds what an earlier copy put into it. Only blocks in KV memory, which others use
 too, need their holders until their copies have ended.

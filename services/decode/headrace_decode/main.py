@@ -27,7 +27,7 @@ from headrace_engine.interface import Engine
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
 from headrace_engine.worker.serve import RoleServer
-from headrace_engine.worker.status_signal import StatusSignal
+from headrace_engine.worker.status import StatusSignal
 from headrace_engine.worker.transfer_peers import TransferPeers
 from headrace_kv.handoff.tickets import RouterTickets
 from headrace_kv.receive.receiver import Receiver

@@ -10,7 +10,7 @@ from headrace_common.telemetry.served import server_attributes
 from headrace_common.telemetry.setup import Telemetry
 from headrace_decode.attempt import Attempt
 from headrace_engine.interface import DecodeWork
-from headrace_engine.worker.tier_attributes import tier_attributes
+from headrace_engine.worker.metrics import tier_attributes
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.receive.receiver import IncomingTransfer
 

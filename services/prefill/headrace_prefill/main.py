@@ -18,7 +18,7 @@ from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
 from headrace_engine.worker.serve import RoleServer
-from headrace_engine.worker.status_signal import StatusSignal
+from headrace_engine.worker.status import StatusSignal
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_prefill.bandwidths import LinkBandwidths
 from headrace_prefill.config import PrefillConfig

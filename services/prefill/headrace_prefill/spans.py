@@ -13,7 +13,7 @@ from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_engine.interface import PrefillOutcome
-from headrace_engine.worker.tier_attributes import tier_attributes
+from headrace_engine.worker.metrics import tier_attributes
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import WorkerRef
 from headrace_prefill.link_spans import LinkSpans

@@ -23,8 +23,7 @@ from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_decode.admission.admission import Admission, Capacity
 from headrace_decode.service import DecodeService
-from headrace_engine.worker.status import WorkerStatusServicer
-from headrace_engine.worker.status_signal import StatusSignal
+from headrace_engine.worker.status import StatusSignal, WorkerStatusServicer
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from tests.component.decode.prefill_rank import RESERVATION, ROUTER, PrefillRank, next_event

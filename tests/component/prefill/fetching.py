@@ -25,8 +25,8 @@ from headrace_decode.admission.admission import Admission, Capacity
 from headrace_decode.prefix_service import PrefixServicer
 from headrace_decode.service import DecodeService
 from headrace_engine.interface import Engine
-from headrace_engine.sim.clock import SimClock
 from headrace_engine.sim.engine import SimEngine
+from headrace_engine.sim.stepper import SimClock
 from headrace_kv.handoff.leases import Timers
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import Receiver, ReceiverLimits

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from headrace_engine.prefix.event_publisher import PrefixEventPublisher
-from headrace_engine.sim.request.sequence import Sequence
+from headrace_engine.prefix_events import PrefixEventPublisher
+from headrace_engine.sim.sequence import Sequence
 from headrace_kv.prefix.events import Tier
 
 

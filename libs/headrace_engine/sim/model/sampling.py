@@ -1,16 +1,183 @@
-"""Chooses a token from the digest of a KV cache. Pure."""
+"""Chooses a token from the digest of a KV cache, or from logits that stand for it. Pure.
+
+Structured outputs are texts of which the answer must be one. A token below 256 is a byte of text. Logits are as many as
+those of a real model with the same vocabulary, and every byte of them is checked.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
 
-from headrace_engine.interface import Sampling, TokenLogprobs
-from headrace_engine.sim.model.bit_mixer import mix_int
-from headrace_engine.sim.model.constraints import constrain, is_constrained
+import numpy as np
+
+from headrace_common.errors import KvCorrupt
+from headrace_engine.interface import Sampling, StructuredOutputs, TokenLogprobs
+from headrace_engine.sim.model.bit_mixer import counted_words, mix_int, mix_words
+
+SUPPORTED_FORMS = ("choice", "json", "json_object")
+_LEVELS_MAX = 16
+_ITEMS_MAX = 16
+
+
+@lru_cache(maxsize=256)
+def texts_of_form(outputs: StructuredOutputs) -> tuple[str, ...]:
+    """The choices, or for JSON one value that matches the schema. `outputs` must be one of SUPPORTED_FORMS.
+
+    It knows the words of JSON Schema that tools and typed answers use, and no others.
+    """
+    if outputs.kind == "choice":
+        return outputs.choices
+    value = {} if outputs.kind == "json_object" else _example(json.loads(outputs.text))
+    return (json.dumps(value, ensure_ascii=False),)
+
+
+def _example(schema: Any, definitions: Mapping[str, Any] | None = None, level: int = 0) -> Any:
+    if not isinstance(schema, dict) or level > _LEVELS_MAX:
+        return None
+    definitions = schema.get("$defs") or definitions or {}
+    if "$ref" in schema:
+        name = str(schema["$ref"]).removeprefix("#/$defs/")
+        return _example(definitions.get(name), definitions, level + 1)
+    if "const" in schema:
+        return schema["const"]
+    for word in ("enum", "anyOf", "oneOf", "allOf"):
+        if schema.get(word):
+            first = schema[word][0]
+            return first if word == "enum" else _example(first, definitions, level + 1)
+    kind = schema.get("type", "object" if "properties" in schema else "string")
+    if isinstance(kind, list):
+        kind = kind[0]
+    if kind == "object":
+        properties = schema.get("properties") or {}
+        return {name: _example(one, definitions, level + 1) for name, one in properties.items()}
+    if kind == "array":
+        item = _example(schema.get("items") or {}, definitions, level + 1)
+        return [item] * min(_ITEMS_MAX, int(schema.get("minItems", 1)))
+    plain = {"integer": schema.get("minimum", 3), "number": schema.get("minimum", 0.5)}
+    return {**plain, "boolean": True, "null": None}.get(kind, "sim")
+
 
 _CANDIDATES = 32
+
+
+def is_constrained(sampling: Sampling) -> bool:
+    """Whether `constrain` changes anything."""
+    return bool(
+        sampling.logit_bias
+        or sampling.structured_outputs
+        or sampling.allowed_token_ids
+        or sampling.bad_token_sequences
+        or sampling.min_tokens
+    )
+
+
+def constrain(
+    digest: int,
+    vocabulary: int,
+    candidates: tuple[list[int], list[float]],
+    sampling: Sampling,
+    answer: Sequence[int],
+) -> tuple[list[int], list[float]]:
+    """The tokens that may follow `answer`, and their scores, from the model's own candidates.
+
+    Tokens that are allowed, or have a bias, become candidates as well. Their scores lie below those of the model's own.
+    """
+    allowed = _allowed(sampling, answer)
+    prevented = _prevented(sampling, answer)
+    biases = dict(sampling.logit_bias)
+    scores = dict(zip(*candidates, strict=True))
+    lowest = min(scores.values()) - 1.0
+    liked = (token for token, bias in biases.items() if bias > 0)
+    for token in (*liked, *_in_random_order(digest, allowed or ())):
+        scores.setdefault(token, lowest)
+    kept = {
+        token: score + biases.get(token, 0.0)
+        for token, score in scores.items()
+        if token not in prevented and (allowed is None or token in allowed)
+    }
+    if not kept:
+        kept = {_first_not_prevented(digest, vocabulary, prevented): lowest}
+    ranked = sorted(kept.items(), key=lambda item: -item[1])
+    return [token for token, _ in ranked], [score for _, score in ranked]
+
+
+def choice_is_complete(sampling: Sampling, answer: Sequence[int]) -> bool:
+    """Whether the answer is one of the texts of its form, and no longer one."""
+    outputs = sampling.structured_outputs
+    return outputs is not None and bool(answer) and not _next_bytes(texts_of_form(outputs), answer)
+
+
+def _allowed(sampling: Sampling, answer: Sequence[int]) -> frozenset[int] | None:
+    """None for all tokens."""
+    outputs = sampling.structured_outputs
+    if outputs is None:
+        return frozenset(sampling.allowed_token_ids) or None
+    found = _next_bytes(texts_of_form(outputs), answer)
+    return found & frozenset(sampling.allowed_token_ids) if sampling.allowed_token_ids else found
+
+
+def _next_bytes(texts: Sequence[str], answer: Sequence[int]) -> frozenset[int]:
+    """The bytes with which the texts that begin with the answer continue."""
+    known, count = list(answer), len(answer)
+    encoded = (text.encode() for text in texts)
+    return frozenset(
+        text[count] for text in encoded if len(text) > count and list(text[:count]) == known
+    )
+
+
+def _prevented(sampling: Sampling, answer: Sequence[int]) -> frozenset[int]:
+    prevented = {
+        ids[-1]
+        for ids in sampling.bad_token_sequences
+        if tuple(answer[max(0, len(answer) - len(ids) + 1) :]) == ids[:-1]
+    }
+    if len(answer) < sampling.min_tokens:
+        prevented.update(sampling.stop_token_ids)
+    return frozenset(prevented)
+
+
+def _in_random_order(digest: int, tokens: Iterable[int]) -> list[int]:
+    return sorted(tokens, key=lambda token: mix_int(digest ^ token))[:_CANDIDATES]
+
+
+def _first_not_prevented(digest: int, vocabulary: int, prevented: frozenset[int]) -> int:
+    """Real models choose some token even when all are prevented."""
+    start = mix_int(digest) % vocabulary
+    order = ((start + step) % vocabulary for step in range(vocabulary))
+    return next((token for token in order if token not in prevented), start)
+
+
+_LOGIT_BYTES: Final = 4
+_WORD_BYTES: Final = 8
+_SEED: Final = 15
+
+
+def logits_bytes(vocabulary: int) -> int:
+    """Bytes of one position's logits."""
+    return max(_WORD_BYTES, _LOGIT_BYTES * vocabulary)
+
+
+def logits_of(digest: int, vocabulary: int) -> bytes:
+    """The digest, followed by words derived from it."""
+    size = logits_bytes(vocabulary)
+    words = mix_words(counted_words(-(-size // _WORD_BYTES), _SEED) ^ np.uint64(digest))
+    words[0] = digest
+    return words.astype("<u8").tobytes()[:size]
+
+
+def digest_of(logits: bytes, vocabulary: int) -> int:
+    """The digest in some logits. Raises KvCorrupt when any byte is wrong."""
+    digest = int.from_bytes(logits[:_WORD_BYTES], "little")
+    if logits != logits_of(digest, vocabulary):
+        raise KvCorrupt("the logits are not those of any KV cache")
+    return digest
+
+
 _BYTES = 256
 _TOP_SCORE = 16.0
 _WORD = float(1 << 64)

@@ -1,14 +1,17 @@
-"""Converts values of headrace_kv to and from the link's messages. Pure."""
+"""Converts values of headrace_kv to and from the link's messages, and keeps the error of a failed start."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 from headrace.engine.v1 import link_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
+from headrace_common.errors import HeadraceError, from_reason
 from headrace_kv.handoff.messages import (
     LinkSent,
     Reservation,
@@ -19,6 +22,31 @@ from headrace_kv.handoff.messages import (
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.prefix.events import Tier
+
+
+def _file(link_path: Path) -> Path:
+    return link_path.with_name("failure.json")
+
+
+def write_startup_error(link_path: Path, error: HeadraceError) -> None:
+    """Stores the error for `read_startup_error`, unless there is one already."""
+    file = _file(link_path)
+    if not file.exists():
+        file.write_text(
+            json.dumps(
+                {"reason": error.reason, "detail": error.detail, "metadata": error.metadata}
+            ),
+            encoding="utf-8",
+        )
+
+
+def read_startup_error(link_path: Path) -> HeadraceError | None:
+    """The stored error, or None."""
+    try:
+        stored = json.loads(_file(link_path).read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+    return from_reason(stored["reason"], stored["detail"], metadata=stored["metadata"])
 
 
 @dataclass(frozen=True, slots=True)

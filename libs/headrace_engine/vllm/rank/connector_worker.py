@@ -13,32 +13,35 @@ from typing import TYPE_CHECKING
 from headrace.engine.v1 import link_pb2
 from headrace_common.errors import ConfigError, HeadraceError
 from headrace_common.process.kill_timer import KillTimer
-from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
-from headrace_engine.torch_memory.opening import (
+from headrace_engine.torch_memory.device_memory import (
     open_tensor_transport,
     open_tier_memory,
     order_sender,
 )
-from headrace_engine.torch_memory.order import DeviceOrder
+from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
+from headrace_engine.torch_memory.stream_order import DeviceOrder
 from headrace_engine.vllm.compat import (
     block_interior,
     request_tile_registers,
     tensor_parallel_rank,
     tensor_parallel_size,
 )
+from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.link.client import Link
 from headrace_engine.vllm.link.messages import report_to_proto, tier_load_to_proto
-from headrace_engine.vllm.rank.layer_wait import LayerWait
 from headrace_engine.vllm.rank.logits_tap import LogitsTap
-from headrace_engine.vllm.rank.memory import Arena, describe_arena, layout_of, rank_memory
-from headrace_engine.vllm.rank.stage_layers import join_stages
-from headrace_engine.vllm.rank.step_executor import LayerKind, StepExecutor
+from headrace_engine.vllm.rank.memory import (
+    Arena,
+    describe_arena,
+    join_stages,
+    layout_of,
+    rank_memory,
+)
+from headrace_engine.vllm.rank.step_executor import LayerKind, LayerWait, StepExecutor
 from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.stages import gather_from_stages, stage_of_this_rank
-from headrace_engine.vllm.step.groups import LayerGroup
-from headrace_engine.vllm.step.plan import StepPlan
-from headrace_engine.vllm.tiers.executor import TierExecutor
-from headrace_engine.vllm.tiers.pool_executor import PoolExecutor
+from headrace_engine.vllm.step_plan import StepPlan
+from headrace_engine.vllm.tiers.executor import PoolExecutor, TierExecutor
 from headrace_kv.handoff.logits import logits_rank
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import STATE, KvLayout, RankMemory

@@ -1,13 +1,14 @@
-"""Describes a rank's KV tensors as regions of one arena."""
+"""Describes a rank's KV tensors as regions of one arena, and joins the layers of pipeline stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.step.groups import LayerGroup
+from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_kv.layout.layout import (
     STATE,
     TOKEN_OUTER,
@@ -22,6 +23,7 @@ from headrace_kv.plan.shard_map import heads_held
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 WHOLE_BLOCKS = "vllm-blocks"
 """The block_format of blocks with separate tokens that are only transferred whole."""
@@ -234,3 +236,45 @@ def _refusal(what: str) -> ConfigError:
         f"the model has {what}, which Headrace cannot transfer: serve another model",
         metadata={"field": "model"},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StageLayers:
+    """The groups of the whole model, and the number of each stage's first layer."""
+
+    groups: tuple[CacheGroup, ...]
+    stage_starts: tuple[int, ...]
+
+    def in_model(self, arena: Arena, stage: int) -> Arena:
+        """A stage's arena with all groups, and with the numbers that its layers have in the whole model."""
+        first = self.stage_starts[stage]
+        regions = tuple(replace(one, layer=first + one.layer) for one in arena.regions)
+        return replace(arena, groups=self.groups, regions=regions)
+
+
+def join_stages(stages: Sequence[Sequence[CacheGroup]]) -> StageLayers:
+    """Takes each stage's groups, with its layers numbered from 0.
+
+    Raises ConfigError when a group differs between stages in anything but its layers.
+    """
+    counts = [sum(len(group.layers) for group in groups) for groups in stages]
+    starts = tuple(accumulate(counts[:-1], initial=0))
+    return StageLayers(
+        tuple(_join(of_stages, starts) for of_stages in zip(*stages, strict=True)), starts
+    )
+
+
+def _join(of_stages: Sequence[CacheGroup], starts: Sequence[int]) -> CacheGroup:
+    layers = tuple(
+        start + layer
+        for start, group in zip(starts, of_stages, strict=True)
+        for layer in group.layers
+    )
+    # A group without layers in a stage has no parts there.
+    found = {replace(group, layers=layers) for group in of_stages if group.layers}
+    if len(found) != 1:
+        raise ConfigError(
+            f"the caches of group {of_stages[0].name} differ between pipeline stages: set pipeline_parallel_size to 1",
+            metadata={"field": "pipeline_parallel_size"},
+        )
+    return found.pop()

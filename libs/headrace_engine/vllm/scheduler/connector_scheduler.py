@@ -3,27 +3,62 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import tier_event
-from headrace_engine.vllm.scheduler.block_order import sort_new_blocks
+from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.scheduler.step_planner import SHORT_STEP_S, StepPlanner
-from headrace_engine.vllm.scheduler.steps_under_way import StepsUnderWay
 from headrace_engine.vllm.scheduler.transfers import ScheduledRequest
-from headrace_engine.vllm.step.groups import LayerGroup
-from headrace_engine.vllm.step.plan import StepPlan
+from headrace_engine.vllm.step_plan import StepPlan
 from headrace_engine.vllm.tiers.planner import TierPlanner
 from headrace_kv.handoff.messages import Reservation
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+
+def sort_new_blocks(kv_cache_manager: KVCacheManager) -> None:
+    """Gives requests their new blocks in ascending order, so that a transfer copies neighbouring blocks as one.
+
+    vLLM frees a request's last block first, and would hand the same blocks out in descending order. Which blocks are
+    handed out, and evicted from the prefix cache, does not change.
+    """
+    pool = kv_cache_manager.block_pool
+    take = pool.get_new_blocks
+
+    def get_new_blocks(num_blocks: int) -> list[KVCacheBlock]:
+        return sorted(take(num_blocks), key=lambda block: block.block_id)
+
+    pool.get_new_blocks = get_new_blocks
+
+
+class StepsUnderWay:
+    """With pipeline stages, vLLM plans as many steps as there are stages before it handles the results of the first.
+
+    It handles results after it has planned the next step. So a planned step must not wait while one before it may have
+    results.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self._have_results = deque[bool](maxlen=stages - 1)
+
+    @property
+    def may_have_results(self) -> bool:
+        """Whether a planned step computes or changes something, and its results may not be handled."""
+        return any(self._have_results)
+
+    def add(self, *, has_results: bool) -> None:
+        """A step is planned. The results of the oldest of `stages` steps are handled."""
+        self._have_results.append(has_results)
 
 
 class ConnectorScheduler(ABC):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from headrace_engine.vllm.step.plan import OverlappedLoad
+from headrace_engine.vllm.step_plan import OverlappedLoad
 
 
 @dataclass(slots=True)

@@ -1,19 +1,21 @@
-"""The scheduler's half of the connector in an engine of Headrace's services."""
+"""The scheduler's half of the connector in an engine of Headrace's services, with its load."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from headrace.engine.v1 import link_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.durations import seconds_from_duration
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import block_counts
+from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.link.client import Link
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
@@ -22,12 +24,9 @@ from headrace_engine.vllm.link.messages import (
     reservation_to_proto,
 )
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
-from headrace_engine.vllm.scheduler.load import LoadMeter, report_changes
 from headrace_engine.vllm.scheduler.step_planner import LONG_STEP_S
-from headrace_engine.vllm.scheduler.step_starts import StepStarts
 from headrace_engine.vllm.settings import PRIORITY_KEY, STEP_KEY, ConnectorSettings
-from headrace_engine.vllm.step.groups import LayerGroup
-from headrace_engine.vllm.step.plan import StepPlan
+from headrace_engine.vllm.step_plan import StepPlan
 from headrace_engine.vllm.tiers.planner import TierPlanner
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.proto import layout_from_proto
@@ -38,6 +37,83 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+
+REPORT_S: Final = 0.05
+
+
+class LoadMeter:
+    """Counts requests from the scheduler's hooks, on the scheduling thread. Any thread may call `read`."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._running: set[str] = set()
+        self._count_blocks: Callable[[], tuple[int, int]] = lambda: (0, 0)
+
+    def bind(self, count_blocks: Callable[[], tuple[int, int]]) -> None:
+        """`count_blocks` reads vLLM's (used, total) blocks."""
+        self._count_blocks = count_blocks
+
+    def request_added(self, request_id: str) -> None:
+        """The scheduler has a new request."""
+        self._known.add(request_id)
+
+    def step_planned(self, scheduled: Iterable[str], preempted: Iterable[str]) -> None:
+        """A step contains the `scheduled` requests. One of them may have been preempted before."""
+        self._running.difference_update(preempted)
+        self._running.update(scheduled)
+
+    def request_finished(self, request_id: str) -> None:
+        """A request has ended, in whatever state."""
+        self._known.discard(request_id)
+        self._running.discard(request_id)
+
+    def read(self) -> EngineLoad:
+        """The current load."""
+        used, total = self._count_blocks()
+        running = len(self._running)
+        return EngineLoad(running, max(0, len(self._known) - running), used, total)
+
+
+async def report_changes(meter: LoadMeter, send: Callable[[EngineLoad], None]) -> None:
+    """Sends the load at the start and after each change. Polls every `REPORT_S`: no hook follows a block's return."""
+    last: EngineLoad | None = None
+    while True:
+        load = meter.read()
+        if load != last:
+            send(load)
+            last = load
+        await asyncio.sleep(REPORT_S)
+
+
+class StepStarts:
+    """Reports each named request once, when its first step was planned. The scheduling thread calls all methods."""
+
+    def __init__(self, on_start: Callable[[str, int], None]) -> None:
+        """`on_start` gets the name and nanoseconds of the host's monotonic clock."""
+        self._on_start = on_start
+        self._names: dict[str, str] = {}
+
+    def request_added(self, request_id: str, name: str) -> None:
+        """The scheduler has a new request. One with an empty name is not reported."""
+        if name:
+            self._names[request_id] = name
+
+    def step_planned(self, scheduled: Mapping[str, int]) -> None:
+        """A step is about to begin. `scheduled` has its requests, with their tokens."""
+        if not self._names:
+            return
+        started = self._names.keys() & scheduled.keys()
+        if not started:
+            return
+        now_ns = time.monotonic_ns()
+        for request_id in started:
+            self._on_start(self._names.pop(request_id), now_ns)
+
+    def request_finished(self, request_id: str) -> None:
+        """The request has ended, perhaps before its first step."""
+        self._names.pop(request_id, None)
+
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
-from headrace_engine.vllm.scheduler.block_holds import BlockHolds
+from headrace_engine.vllm.layer_groups import LayerGroup, token_stride
 from headrace_engine.vllm.scheduler.overlapped_requests import OverlappedRequests
-from headrace_engine.vllm.scheduler.prefix_sends import PrefixSends
 from headrace_engine.vllm.scheduler.transfers import (
+    BlockHolds,
     CachedPrefix,
+    PrefixSends,
     Receive,
     ScheduledRequest,
     Send,
@@ -25,8 +26,7 @@ from headrace_engine.vllm.settings import (
     read_params,
     read_prefix,
 )
-from headrace_engine.vllm.step.groups import LayerGroup, token_stride
-from headrace_engine.vllm.step.plan import StepPlan, TokenRange
+from headrace_engine.vllm.step_plan import StepPlan, TokenRange
 from headrace_kv.handoff.messages import Reservation, TransferTarget
 from headrace_kv.layout.layout import STATE, TOKENS
 

@@ -16,7 +16,7 @@ from headrace_common.registry.adapters import (
     Adapter,
     is_adapter_name,
 )
-from headrace_engine.vllm.weights_digest import digest_of_adapter
+from headrace_engine.vllm.model_folder import digest_of_adapter
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.models.protocol import LoRAModulePath

@@ -14,11 +14,11 @@ from headrace_common.errors import (
     TransferFailed,
 )
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork
-from headrace_engine.vllm.service.prompt import token_prompt
 from headrace_engine.vllm.service.sampling import (
     rejected,
     request_errors,
     sampling_params,
+    token_prompt,
     tokens_of,
 )
 from headrace_engine.vllm.settings import receive_params

@@ -15,7 +15,7 @@ import zmq
 import zmq.asyncio
 
 from headrace_common.tasks import end_task, run_forever
-from headrace_engine.prefix.event_publisher import PrefixEventPublisher
+from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_kv.prefix.cache_salt import is_cache_salt
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS

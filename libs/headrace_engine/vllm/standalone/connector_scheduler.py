@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.registry.adapters import ADAPTERS_MAX
+from headrace_engine.vllm.layer_groups import LayerGroup
+from headrace_engine.vllm.model_folder import digest_of_adapter
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
 from headrace_engine.vllm.scheduler.step_planner import SHORT_STEP_S
 from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.standalone.node import StandaloneNode, TransferEvents
 from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler, Prompt
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
-from headrace_engine.vllm.step.groups import LayerGroup
-from headrace_engine.vllm.step.plan import StepPlan
+from headrace_engine.vllm.step_plan import StepPlan
 from headrace_engine.vllm.tiers.planner import TierPlanner
-from headrace_engine.vllm.weights_digest import digest_of_adapter
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.manager.lower_tiers import LowerTiers
 from headrace_kv.receive.receiver import TransferSummary

@@ -20,8 +20,11 @@ from headrace_engine.vllm.link.client import LinkLoop
 from headrace_engine.vllm.link.server import LinkEvents, LinkServer
 from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.standalone.fetch_client import FetchClient, FetchPlan
-from headrace_engine.vllm.standalone.fetch_service import DecodeMemories, FetchService
-from headrace_engine.vllm.standalone.pending_fetches import PendingFetches
+from headrace_engine.vllm.standalone.fetch_service import (
+    DecodeMemories,
+    FetchService,
+    PendingFetches,
+)
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.handoff.tickets import NoTickets

@@ -17,17 +17,17 @@ from headrace_common.errors import (
 )
 from headrace_common.identity import new_transfer_id
 from headrace_engine.vllm.settings import PARAMS_KEY, receive_params, send_params
-from headrace_engine.vllm.standalone.fetch_client import FetchPlan
-from headrace_engine.vllm.standalone.params import (
+from headrace_engine.vllm.standalone.fetch_client import (
     ConsumerParams,
+    FetchPlan,
     ProducerParams,
     clear_request,
     held_params,
     prompt_digest,
     read_request,
 )
-from headrace_engine.vllm.standalone.pending_fetches import PendingFetch, PendingFetches
-from headrace_engine.vllm.step.plan import StepPlan, TokenRange
+from headrace_engine.vllm.standalone.fetch_service import PendingFetch, PendingFetches
+from headrace_engine.vllm.step_plan import StepPlan, TokenRange
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.receive.receiver import TransferSummary

@@ -3,20 +3,70 @@
 from __future__ import annotations
 
 import logging
+import queue
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Final
 
 from headrace_common.errors import HeadraceError
 from headrace_common.process.niceness import lower_priority
-from headrace_engine.vllm.step.plan import HostSend, PoolMove, PrefixSend, StepPlan
-from headrace_engine.vllm.tiers.pool_executor import PoolExecutor
+from headrace_engine.vllm.step_plan import HostSend, PoolMove, PrefixSend, StepPlan
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy
+from headrace_kv.pool.engine_blocks import PoolKeys, RankBlocks
+from headrace_kv.pool.remote import RemotePool, leading
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.tier_copier import TierCopier
 from headrace_kv.transport.memory import PASSED, Mark
+
+_MEMORY: Final = 0
+"""A rank opens the pool over its own memory alone."""
+
+
+class PoolExecutor:
+    """The thread of the tiers begins moves, and the rank's compute thread takes their ends."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._opened: tuple[RemotePool, RankBlocks] | None = None
+        self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+
+    def attach(self, pool: RemotePool, keys: PoolKeys) -> None:
+        """Uses a pool from now on. Without one, moves end at once."""
+        self._opened = (pool, RankBlocks(pool, keys, self._rank, _MEMORY))
+
+    def begin(self, move: PoolMove) -> None:
+        """Begins a move. The copies before it are made."""
+        if self._opened is None:
+            self.refuse(move)
+            return
+        _, blocks = self._opened
+        moved = (
+            blocks.fetch(move.prefixes, move.block_ids, move.shard_counts, move.timeout_s)
+            if move.fetches
+            else blocks.store(move.prefixes, move.block_ids, move.timeout_s)
+        )
+        moved.add_done_callback(partial(self._end, move.number))
+
+    def refuse(self, move: PoolMove) -> None:
+        """Ends a move that was not begun."""
+        self._ended.put((move.number, 0))
+
+    def take_ended(self) -> list[tuple[int, int]]:
+        """Moves that have ended since the last call: (number, blocks that were moved whole, from the first on)."""
+        return [self._ended.get() for _ in range(self._ended.qsize())]
+
+    def close(self) -> None:
+        """Leaves the pool."""
+        if self._opened is not None:
+            self._opened[0].close()
+
+    def _end(self, number: int, moved: Future[list[bool]]) -> None:
+        self._ended.put((number, leading(moved.result())))
+
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.step.groups import LayerGroup
-from headrace_engine.vllm.step.plan import RequestCopy, StepPlan
+from headrace_engine.vllm.layer_groups import LayerGroup
+from headrace_engine.vllm.step_plan import RequestCopy, StepPlan
 from headrace_engine.vllm.tiers.host_sends import HostSends
 from headrace_engine.vllm.tiers.pool_planner import PoolPlanner, PoolUse
 from headrace_kv.manager.block_pool import CachedBlock

@@ -21,8 +21,8 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_engine.prefix import event_publisher
-from headrace_engine.prefix.event_publisher import PrefixEventPublisher
+from headrace_engine import prefix_events
+from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.worker import status
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
@@ -276,7 +276,7 @@ def _has_applied_all(model_index: ModelIndex, ref: WorkerRef, events: PrefixEven
 async def test_a_slow_subscriber_is_ended_and_delays_no_other(
     rig: EventRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_publisher, "BUFFERED_BYTES_MAX", 64 << 10)
+    monkeypatch.setattr(prefix_events, "BUFFERED_BYTES_MAX", 64 << 10)
     # Without bandwidth probes, the receive window of a connection stays at 64 KiB.
     small = [("grpc.http2.bdp_probe", 0), ("grpc.enable_http_proxy", 0)]
     worker = await rig.add("w-0")

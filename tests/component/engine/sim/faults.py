@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from headrace_common.errors import InternalError
 from headrace_engine.sim.engine import SimEngine
-from headrace_engine.sim.step.step_plan import Chunk
+from headrace_engine.sim.stepper import Chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from headrace_engine.interface import (
     PrefillWork,
     Sampling,
 )
-from headrace_engine.sim.clock import SimClock
 from headrace_engine.sim.engine import SimEngine
+from headrace_engine.sim.stepper import SimClock
 from headrace_kv.handoff.checksum import DigestMode
 from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
 from headrace_kv.handoff.tickets import NoTickets

@@ -11,8 +11,8 @@ import pytest
 
 from headrace_common.errors import KvCorrupt, TransferFailed
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Sampling
-from headrace_engine.sim.model.logits import logits_of
-from headrace_engine.sim.request.handover import Handover
+from headrace_engine.sim.handover import Handover
+from headrace_engine.sim.model.sampling import logits_of
 from tests.component.engine.sim.support import (
     GREEDY,
     Pair,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InternalError, ProtocolViolation
-from headrace_engine.prefix.event_log import PrefixEventLog
+from headrace_engine.prefix_event_log import PrefixEventLog
 from headrace_kv.prefix.events import (
     KvEvent,
     Tier,

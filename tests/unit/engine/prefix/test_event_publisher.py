@@ -11,8 +11,8 @@ import pytest
 
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InternalError, QueueFull
-from headrace_engine.prefix import event_publisher
-from headrace_engine.prefix.event_publisher import PrefixEventPublisher, Subscription
+from headrace_engine import prefix_events
+from headrace_engine.prefix_events import PrefixEventPublisher, Subscription
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import unpack_hashes, xor_of
 
@@ -109,7 +109,7 @@ async def test_heartbeats_are_sent_in_time_among_many_events(events: PrefixEvent
 async def test_a_full_buffer_ends_one_subscription_only(
     events: PrefixEventPublisher, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(event_publisher, limit, 10 if limit == "BUFFERED_MESSAGES_MAX" else 500)
+    monkeypatch.setattr(prefix_events, limit, 10 if limit == "BUFFERED_MESSAGES_MAX" else 500)
     with events.subscribe(0) as slow, events.subscribe(0) as fast:
         slow_subscriber, fast_subscriber = Subscriber(slow), Subscriber(fast)
         await slow_subscriber.read(2)
@@ -124,7 +124,7 @@ async def test_a_full_buffer_ends_one_subscription_only(
 async def test_the_number_of_subscriptions_is_bounded(
     events: PrefixEventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_publisher, "SUBSCRIBERS_MAX", 2)
+    monkeypatch.setattr(prefix_events, "SUBSCRIBERS_MAX", 2)
     with ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(events.subscribe(0))

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace_engine.sim.clock import SimClock
+from headrace_engine.sim.stepper import SimClock
 from tests.sim_clock import ManualClock
 
 

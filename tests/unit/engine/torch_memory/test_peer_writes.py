@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_engine.torch_memory.peer_writes import (
+from headrace_engine.torch_memory.stream_order import (
     FLUSH_OPTIONS,
     ORDERED_FOR_OWNER,
     RDMA_SUPPORTED,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.torch_memory.segments import Segment, batch, cut, rows_of
+from headrace_engine.torch_memory.device_memory import Segment, batch, cut, rows_of
 
 SPANS = ((1000, 3000), (3000, 4000), (9000, 20_000))
 

@@ -162,7 +162,7 @@ def test_only_these_modules_import_vllm() -> None:
         "rank/logits_tap.py",
         "service/adapters.py",
         "service/engine_args.py",
-        "service/first_token_grammar.py",
+        "service/first_token_sampler.py",
         "service/launch.py",
         "service/sampling.py",
         "stages.py",

@@ -11,7 +11,7 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import HistogramPoint
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.telemetry.setup import init_telemetry
-from headrace_engine.prefix.event_publisher import PrefixEventPublisher
+from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import WorkerRef

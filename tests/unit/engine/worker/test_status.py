@@ -8,8 +8,12 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from headrace.worker.v1 import worker_pb2
-from headrace_engine.worker.status import BUSY_INTERVAL_S, POLL_S, WorkerStatusServicer
-from headrace_engine.worker.status_signal import StatusSignal
+from headrace_engine.worker.status import (
+    BUSY_INTERVAL_S,
+    POLL_S,
+    StatusSignal,
+    WorkerStatusServicer,
+)
 from tests.virtually import virtually
 
 START_S = 1_000.0

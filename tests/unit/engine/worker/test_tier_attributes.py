@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_common.telemetry import schema
-from headrace_engine.worker.tier_attributes import tier_attributes
+from headrace_engine.worker.metrics import tier_attributes
 from headrace_kv.prefix.events import Tier
 
 

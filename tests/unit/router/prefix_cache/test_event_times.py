@@ -6,7 +6,7 @@ import asyncio
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_engine.prefix.event_publisher import PrefixEventPublisher
+from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.worker.status import WorkerStatusServicer
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from headrace_common.errors import InternalError
-from headrace_engine.prefix.event_log import SNAPSHOT_HASHES_MAX, PrefixEventLog
+from headrace_engine.prefix_event_log import SNAPSHOT_HASHES_MAX, PrefixEventLog
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier, pack_hashes
 from headrace_kv.prefix.hashing import PrefixHasher

@@ -20,12 +20,13 @@ from headrace_engine.vllm.link.client import Link
 from headrace_engine.vllm.link.messages import (
     prefix_target_from_proto,
     prefix_target_to_proto,
+    read_startup_error,
     report_to_proto,
     reservation_to_proto,
     tier_load_to_proto,
+    write_startup_error,
 )
 from headrace_engine.vllm.link.server import LinkEvents, LinkServer
-from headrace_engine.vllm.link.startup_error import read_startup_error, write_startup_error
 from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto

@@ -15,8 +15,11 @@ from headrace.kv.v1 import pair_pb2, pair_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, StaleIncarnation, WorkerGone
 from headrace_common.rpc.status import ErrorInterceptor, error_from_rpc
-from headrace_engine.vllm.standalone.fetch_service import DecodeMemories, FetchService
-from headrace_engine.vllm.standalone.pending_fetches import PendingFetches
+from headrace_engine.vllm.standalone.fetch_service import (
+    DecodeMemories,
+    FetchService,
+    PendingFetches,
+)
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from tests.component.engine.vllm.link.test_link import LAYOUT, SENT, memory

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace_engine.interface import StructuredOutputs
-from headrace_engine.sim.model.forms import texts_of_form
+from headrace_engine.sim.model.sampling import texts_of_form
 
 
 def example(schema: Any) -> Any:

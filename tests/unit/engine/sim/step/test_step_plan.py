@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from headrace_engine.interface import DecodeWork, Sampling
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import SimSettings
-from headrace_engine.sim.request.sequence import Sequence, decode_sequence
-from headrace_engine.sim.step.step_plan import plan_step
+from headrace_engine.sim.sequence import Sequence, decode_sequence
+from headrace_engine.sim.stepper import plan_step
 
 MODEL = SimModel(SimSettings(1, 1, 8, 100))
 

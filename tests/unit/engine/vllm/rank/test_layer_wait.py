@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.vllm.rank import layer_wait
-from headrace_engine.vllm.rank.layer_wait import LayerWait
-from headrace_engine.vllm.step.plan import OverlappedLoad
+from headrace_engine.vllm.rank import step_executor
+from headrace_engine.vllm.rank.step_executor import LayerWait
+from headrace_engine.vllm.step_plan import OverlappedLoad
 from tests.blocking_clock import BlockingClock
 
 LAYERS = 6
@@ -19,7 +19,7 @@ NEVER = 1e12
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> BlockingClock:
     clock = BlockingClock()
-    clock.install(monkeypatch, layer_wait)
+    clock.install(monkeypatch, step_executor)
     return clock
 
 

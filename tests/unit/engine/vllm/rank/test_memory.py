@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import ConfigError
+from headrace_engine.vllm.layer_groups import LayerGroup, StatePart
 from headrace_engine.vllm.rank.memory import (
     WHOLE_BLOCKS,
     Arena,
@@ -16,8 +17,6 @@ from headrace_engine.vllm.rank.memory import (
     layout_of,
     rank_memory,
 )
-from headrace_engine.vllm.state_parts import StatePart
-from headrace_engine.vllm.step.groups import LayerGroup
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, GroupKind, Part
 
 BASE = 0x10000

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.rank.memory import Arena, describe_arena, layout_of
-from headrace_engine.vllm.rank.stage_layers import join_stages
-from headrace_engine.vllm.step.groups import LayerGroup
+from headrace_engine.vllm.layer_groups import LayerGroup
+from headrace_engine.vllm.rank.memory import Arena, describe_arena, join_stages, layout_of
 from headrace_kv.layout.layout import STATE, TOKENS, CacheGroup
 from tests.unit.engine.vllm.rank.test_memory import describe, group, tensor
 

@@ -10,7 +10,7 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_engine.vllm.rank import step_executor
 from headrace_engine.vllm.rank.step_executor import LayerKind, StepExecutor
-from headrace_engine.vllm.step.plan import HostSend, PrefixSend, StepPlan, TokenRange
+from headrace_engine.vllm.step_plan import HostSend, PrefixSend, StepPlan, TokenRange
 from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from tests.blocking_clock import BlockingClock

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from headrace_engine.vllm.link.messages import EngineLoad, load_from_proto, load_to_proto
-from headrace_engine.vllm.scheduler.load import LoadMeter, report_changes
+from headrace_engine.vllm.scheduler.service_scheduler import LoadMeter, report_changes
 
 
 def test_requests_count_as_waiting_and_running_through_every_state() -> None:

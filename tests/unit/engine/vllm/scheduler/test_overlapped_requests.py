@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from headrace_common.errors import ConfigError
+from headrace_engine.vllm.layer_groups import LayerGroup, check_overlap_layers
 from headrace_engine.vllm.scheduler.step_planner import StepPlanner
-from headrace_engine.vllm.step.groups import LayerGroup, check_overlap_layers
-from headrace_engine.vllm.step.plan import OverlappedLoad
+from headrace_engine.vllm.step_plan import OverlappedLoad
 from headrace_kv.layout.layout import STATE, TOKENS
 from headrace_kv.receive.observer import OverlapSettings
 from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION, admit_receive, step

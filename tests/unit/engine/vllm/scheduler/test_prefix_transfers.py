@@ -18,7 +18,7 @@ from headrace_engine.vllm.settings import (
     receive_params,
     send_params,
 )
-from headrace_engine.vllm.step.plan import StepPlan, TokenRange
+from headrace_engine.vllm.step_plan import StepPlan, TokenRange
 from headrace_kv.handoff.messages import Reservation, TransferTarget
 from headrace_kv.layout.layout import TOKENS
 from tests.unit.engine.vllm.scheduler.test_step_planner import (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headrace_engine.prefix.event_publisher import PrefixEventPublisher
+from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.vllm.service.kv_events import VllmPrefixes
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import Tier, unpack_hashes

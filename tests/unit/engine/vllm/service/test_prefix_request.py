@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import InternalError, NotFound, TransferTimeout
-from headrace_engine.vllm.service import prefix_request
-from headrace_engine.vllm.service.prefix_request import PrefixRequest
+from headrace_engine.vllm.service import prefill_request
+from headrace_engine.vllm.service.prefill_request import PrefixRequest
 from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from tests.waiting import until
@@ -93,7 +93,7 @@ async def test_a_prefix_that_ends_early_waits_for_the_ranks(cancelled: bool) -> 
 async def test_blocks_of_a_rank_that_is_not_quiet_in_time_stay_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(prefix_request, "QUIET_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(prefill_request, "QUIET_TIMEOUT_S", 0.05)
     rig = Rig(timeout_s=0.05)
     rig.request.transfer_quiet(SendReport("x1", 0, "", ""))
     with pytest.raises(TransferTimeout):

@@ -9,7 +9,7 @@ import pytest
 
 FAULTS = """
 import ctypes, os, resource, sys
-from headrace_engine.vllm.service.process import engine_children
+from headrace_engine.vllm.service.launch import engine_children
 
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

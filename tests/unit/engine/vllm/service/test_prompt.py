@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_engine.vllm.service.prompt import token_prompt
+from headrace_engine.vllm.service.sampling import token_prompt
 
 
 def test_a_salt_is_given_to_vllm_and_an_empty_one_is_not() -> None:

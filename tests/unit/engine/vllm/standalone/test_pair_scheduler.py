@@ -18,18 +18,18 @@ from headrace_common.errors import (
     QueueFull,
 )
 from headrace_engine.vllm.settings import ReceiveParams, read_params, receive_params
-from headrace_engine.vllm.standalone.fetch_client import FetchPlan
-from headrace_engine.vllm.standalone.node import require_all_tokens
-from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler, Prompt
-from headrace_engine.vllm.standalone.params import (
+from headrace_engine.vllm.standalone.fetch_client import (
     ConsumerParams,
+    FetchPlan,
     ProducerParams,
     prompt_digest,
     read_request,
 )
-from headrace_engine.vllm.standalone.pending_fetches import PendingFetch, PendingFetches
+from headrace_engine.vllm.standalone.fetch_service import PendingFetch, PendingFetches
+from headrace_engine.vllm.standalone.node import require_all_tokens
+from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler, Prompt
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
-from headrace_engine.vllm.step.plan import StepPlan, TokenRange
+from headrace_engine.vllm.step_plan import StepPlan, TokenRange
 from headrace_kv.handoff.messages import Reservation, TransferTarget
 from headrace_kv.layout.layout import STATE, CacheGroup, KvLayout, Part, WorkerRef
 from headrace_kv.receive.receiver import TransferSummary

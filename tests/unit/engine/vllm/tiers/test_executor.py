@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from headrace_common.errors import TransferFailed
-from headrace_engine.vllm.step.plan import (
+from headrace_engine.vllm.step_plan import (
     HostSend,
     PoolMove,
     PrefixSend,

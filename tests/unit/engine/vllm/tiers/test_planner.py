@@ -6,8 +6,8 @@ import pytest
 
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.step.groups import LayerGroup
-from headrace_engine.vllm.step.plan import HostSend, StepPlan, TokenRange
+from headrace_engine.vllm.layer_groups import LayerGroup
+from headrace_engine.vllm.step_plan import HostSend, StepPlan, TokenRange
 from headrace_engine.vllm.tiers.planner import TierPlanner, plan_tiers
 from headrace_engine.vllm.tiers.pool_planner import PoolUse
 from headrace_kv.layout.layout import STATE, TOKENS, GroupKind

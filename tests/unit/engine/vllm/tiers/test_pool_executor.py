@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from headrace_engine.vllm.step.plan import PoolMove
-from headrace_engine.vllm.tiers.pool_executor import PoolExecutor
+from headrace_engine.vllm.step_plan import PoolMove
+from headrace_engine.vllm.tiers.executor import PoolExecutor
 from headrace_kv.pool.engine_blocks import PoolKeys
 from headrace_kv.pool.memory import OWN_SHARD
 from headrace_kv.pool.remote import RemotePool

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from headrace_engine.vllm.step.plan import PoolMove, StepPlan
+from headrace_engine.vllm.step_plan import PoolMove, StepPlan
 from headrace_engine.vllm.tiers import pool_planner
 from headrace_engine.vllm.tiers.planner import BlockChange, TierPlanner
 from headrace_engine.vllm.tiers.pool_planner import PoolUse

@@ -2,22 +2,139 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence as Items
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headrace_engine.interface import DecodeTokens, Sampling
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
-from headrace_engine.sim.clock import SimClock
-from headrace_engine.sim.model.constraints import choice_is_complete
-from headrace_engine.sim.model.logits import digest_of, logits_of
+from headrace_engine.sim.handover import Handover
+from headrace_engine.sim.model.bit_mixer import U64Array
 from headrace_engine.sim.model.model import SimModel
-from headrace_engine.sim.model.sampling import Choice, choose_token, plain_token
+from headrace_engine.sim.model.sampling import (
+    Choice,
+    choice_is_complete,
+    choose_token,
+    digest_of,
+    logits_of,
+    plain_token,
+)
 from headrace_engine.sim.model.settings import SimSettings, SimShape
-from headrace_engine.sim.request.handover import Handover
-from headrace_engine.sim.request.sequence import Sequence
-from headrace_engine.sim.step.step_plan import Chunk
-from headrace_engine.sim.step.writes import StepWrites
-from headrace_kv.layout.layout import STATE
+from headrace_engine.sim.sequence import Sequence
+from headrace_kv.layout.layout import STATE, CacheGroup
+
+
+class SimClock:
+    """The time of the running event loop in seconds. A test may give an engine a clock that it advances itself."""
+
+    def now_s(self) -> float:
+        """The current time."""
+        return asyncio.get_running_loop().time()
+
+    async def sleep_until(self, due_s: float) -> None:
+        """Returns when the time is `due_s` or later. Always lets other tasks run."""
+        await asyncio.sleep(max(0.0, due_s - self.now_s()))
+
+    async def wait(self, event: asyncio.Event) -> None:
+        """Waits for an event that does not depend on this clock."""
+        await event.wait()
+
+
+class Chunk(NamedTuple):
+    """Positions [start, end) of one sequence."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether it is the last known token of a decode request, and so gives a new token."""
+        return self.sequence.generation is not None and self.end - self.start == 1
+
+
+def plan_step(sequences: Items[Sequence], token_budget: int, block_tokens: int) -> list[Chunk]:
+    """One token of each sequence that generates; prompts share the rest of the budget.
+
+    `sequences` are in order of preference. Prompts get equal shares of whole blocks, but for a
+    prompt's last chunk. At least one block is always computed.
+    """
+    chunks: list[Chunk] = []
+    prompts: list[Sequence] = []
+    for sequence in sequences:
+        pending = sequence.pending
+        if pending == 1 and sequence.generation is not None:
+            chunks.append(Chunk(sequence, sequence.computed, sequence.computed + 1))
+        elif pending:
+            prompts.append(sequence)
+    budget = max(block_tokens, token_budget - len(chunks))
+    while prompts and budget >= block_tokens:
+        sequence = prompts.pop(0)
+        share = max(budget // (len(prompts) + 1) // block_tokens, 1) * block_tokens
+        end = min(len(sequence.tokens), sequence.computed + share)
+        chunks.append(Chunk(sequence, sequence.computed, end))
+        budget -= end - sequence.computed
+    return chunks
+
+
+class StepWrites:
+    """The positions of a step with their hashes and blocks, and the states that it advances."""
+
+    def __init__(self, chunks: Items[Chunk], groups: tuple[CacheGroup, ...]) -> None:
+        self._positions = np.concatenate(
+            [np.arange(chunk.start, chunk.end, dtype=np.uint64) for chunk in chunks]
+        )
+        self._hashes = np.concatenate(
+            [chunk.sequence.hashes[chunk.start : chunk.end] for chunk in chunks]
+        )
+        self._blocks = tuple(_blocks(chunks, index, group) for index, group in enumerate(groups))
+        self._advances: _Advances | None = None
+        if any(group.kind == STATE for group in groups):
+            self._advances = _advances(chunks)
+
+    def execute(self, memory: SimMemory, layers: range) -> None:
+        """Writes these layers."""
+        memory.write(layers, self._hashes, self._positions, self._blocks)
+        if self._advances is not None:
+            memory.advance_states(layers, *self._advances, self._blocks)
+
+
+_Advances = tuple[U64Array, U64Array, NDArray[np.bool_]]
+"""Of each advanced state: the hashes before and after, and whether there is none before."""
+
+
+def _advances(chunks: Items[Chunk]) -> _Advances:
+    is_first = np.array([chunk.start == 0 for chunk in chunks])
+    # The first chunk of a prompt has no hash before it; any value will do.
+    before = _hashes_at(chunks, [max(0, chunk.start - 1) for chunk in chunks])
+    return before, _hashes_at(chunks, [chunk.end - 1 for chunk in chunks]), is_first
+
+
+def _blocks(chunks: Items[Chunk], index: int, group: CacheGroup) -> U64Array:
+    """Each position's block, or each chunk's page of a state."""
+    tables = [chunk.sequence.block_tables[index] for chunk in chunks]
+    if group.kind == STATE:
+        return np.concatenate(tables)
+    return np.concatenate(
+        [
+            table[np.arange(chunk.start, chunk.end) // group.block_tokens]
+            for chunk, table in zip(chunks, tables, strict=True)
+        ]
+    )
+
+
+def _hashes_at(chunks: Items[Chunk], positions: Items[int]) -> U64Array:
+    return np.array(
+        [
+            chunk.sequence.hashes[position]
+            for chunk, position in zip(chunks, positions, strict=True)
+        ],
+        np.uint64,
+    )
 
 
 class Stepper:

@@ -19,11 +19,11 @@ from headrace_engine.interface import (
     Sampling,
     TokenLogprobs,
 )
+from headrace_engine.sim.events import DecodeEventQueue
+from headrace_engine.sim.handover import Handover
 from headrace_engine.sim.model.bit_mixer import U64Array, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import is_plain
-from headrace_engine.sim.request.event_queue import DecodeEventQueue
-from headrace_engine.sim.request.handover import Handover
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.manager.lower_tiers import NO_BLOCKS, PoolBlocks
 from headrace_kv.prefix.events import Tier

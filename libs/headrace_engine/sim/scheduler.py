@@ -17,11 +17,9 @@ from headrace_common.errors import (
 )
 from headrace_engine.interface import PrefixSource
 from headrace_engine.sim.cache.pools import CachePools
-from headrace_engine.sim.clock import SimClock
 from headrace_engine.sim.model.settings import SimShape
-from headrace_engine.sim.request.sequence import Sequence
-from headrace_engine.sim.step.step_plan import plan_step
-from headrace_engine.sim.step.stepper import Stepper
+from headrace_engine.sim.sequence import Sequence
+from headrace_engine.sim.stepper import SimClock, Stepper, plan_step
 from headrace_kv.handoff.messages import Reservation
 
 _logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from headrace_kv.layout.layout import KvLayout
 if TYPE_CHECKING:
     from headrace_kv.send.sender import RankSender
 
+
 _QUIESCE_LIMIT_S = 120.0
 
 

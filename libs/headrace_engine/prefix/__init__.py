@@ -1,1 +1,0 @@
-"""Publishes the prefix cache of an engine to routers."""

@@ -1,1 +1,0 @@
-"""One request of the simulation engine, and its transfer."""

@@ -1,1 +1,0 @@
-"""Scheduling and execution of one step of the simulation engine."""
