@@ -12,8 +12,8 @@ from typing import Any, Final
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from headrace_cli.exit_status import failures_as_exit
 from headrace_cli.options import REGISTRY_VARIABLE, ROUTER_VARIABLE
+from headrace_cli.output import failures_as_exit
 from headrace_common.config import split_host_port
 from headrace_common.errors import ConfigError
 

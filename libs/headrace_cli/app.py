@@ -1,31 +1,61 @@
-"""The `headrace` command, assembled from its subcommands."""
+"""The `headrace` command, assembled from its subcommands, and what replaces those of earlier releases."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 from headrace_cli.commands import (
     chat,
-    demo,
+    credentials,
     doctor,
-    drain,
     pair,
+    planner,
     policy,
+    profile,
     route,
+    simulate,
+    size,
     status,
     trace,
     up,
     workers,
 )
-from headrace_cli.credentials import certs, token
-from headrace_cli.planner import command as planner_command
-from headrace_cli.profile import command as profile_command
-from headrace_cli.removed import Group
-from headrace_cli.simulate import command as simulate_command
-from headrace_cli.size import command as size_command
+from headrace_cli.output import failures_as_exit
+from headrace_common.errors import ConfigError
 from headrace_common.version import version
+
+# By the first words of a command line, the last of which may be an option anywhere in it.
+REMOVED: Final[Mapping[tuple[str, str], str]] = {
+    ("bench", ""): "use `vllm bench serve`, GuideLLM or AIPerf: docs/load-testing.md",
+    ("context", ""): "write ~/.config/headrace/config.toml: docs/commands.md",
+    ("doctor", "--firewall"): "docs/security.md has the rules of a firewall",
+    ("doctor", "--pool"): "a worker's log names a remote pool that does not answer",
+    ("doctor pair", ""): "routers and `headrace workers` name what differs when workers join",
+    ("", "--context"): "name another file by HEADRACE_CONFIG: docs/commands.md",
+}
+
+
+class Group(TyperGroup):
+    """Refuses what was removed, and names the replacement."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with failures_as_exit():
+            check_words(args)
+        return super().parse_args(ctx, args)
+
+
+def check_words(words: list[str]) -> None:
+    """Raises ConfigError for a removed command or option."""
+    given = {word.partition("=")[0] for word in words if word.startswith("--")}
+    for (command, option), remedy in REMOVED.items():
+        if command in ("", *words[:1], " ".join(words[:2])) and (not option or option in given):
+            name = " ".join(filter(None, (command, option)))
+            raise ConfigError(f"`headrace {name}` was removed: {remedy}")
+
 
 app = typer.Typer(
     name="headrace",
@@ -38,9 +68,20 @@ app = typer.Typer(
 
 # The help lists them in this order.
 COMMANDS = (
-    *(up, demo, chat, route, workers, drain, trace, status),
-    *(pair, policy, token, certs, doctor, size_command, planner_command),
-    *(profile_command, simulate_command),
+    up,
+    chat,
+    route,
+    workers,
+    trace,
+    status,
+    pair,
+    policy,
+    credentials,
+    doctor,
+    size,
+    planner,
+    profile,
+    simulate,
 )
 for command in COMMANDS:
     command.register(app)

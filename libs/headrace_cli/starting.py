@@ -10,7 +10,7 @@ from typing import Annotated, Final, TypeVar
 
 import typer
 
-from headrace_cli.console import notice_console
+from headrace_cli.output import notice_console
 from headrace_cli.state import find_registry
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline

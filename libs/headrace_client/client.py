@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Unpack
@@ -11,14 +12,76 @@ from typing import Final, Unpack
 import grpc
 import grpc.aio
 
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
-from headrace_client.progress import Progress
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, latency_pb2
 from headrace_client.requests import Message, Sampling, build_request
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, WorkerGone
+from headrace_common.latency.parts import Part, Sum, sum_from_proto, sum_to_proto
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
+
+
+def complete_latency(
+    latency: latency_pb2.LatencyBreakdown, measured_us: int, retry_us: int
+) -> None:
+    """Extends the router's first sum to the time that the client measured.
+
+    `retry_us` of it passed before the call that succeeded. The rest that the router has not seen is the network's.
+    """
+    known = sum_from_proto(latency.first_token)
+    parts = dict(known.parts_us)
+    missing_us = max(0, measured_us - known.total_us)
+    retry_us = min(missing_us, retry_us)
+    for part, more_us in ((Part.RETRY, retry_us), (Part.NETWORK, missing_us - retry_us)):
+        if more_us:
+            parts[part] = parts.get(part, 0) + more_us
+    latency.first_token.CopyFrom(sum_to_proto(Sum(known.total_us + missing_us, parts)))
+
+
+class Progress:
+    """A request and the tokens received so far."""
+
+    def __init__(self, request: inference_pb2.GenerateRequest) -> None:
+        self._request = request
+        self.generated = list(request.generated.ids)
+        self.begin_s = time.monotonic()
+        self.first_s = 0.0
+        """Time of the first token by time.monotonic; 0 before it."""
+        self._call_s = 0.0
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether tokens were received."""
+        return self.first_s > 0
+
+    @property
+    def rest(self) -> inference_pb2.GenerateRequest:
+        """The request for the rest of the answer."""
+        if not self.has_tokens:
+            return self._request
+        request = inference_pb2.GenerateRequest()
+        request.CopyFrom(self._request)
+        request.generated.ids[:] = self.generated
+        return request
+
+    def record(self, response: inference_pb2.GenerateResponse) -> None:
+        """Records the tokens of a response. Adds what the router has not seen to its latency."""
+        if response.token_ids:
+            self.first_s = self.first_s or time.monotonic()
+            self.generated += response.token_ids
+        # The first token of an answer that another call began is not this call's.
+        if response.timing.HasField("latency") and 0 < self._call_s <= self.first_s:
+            complete_latency(
+                response.timing.latency,
+                round(1e6 * (self.first_s - self.begin_s)),
+                round(1e6 * (self._call_s - self.begin_s)),
+            )
+
+    def record_call(self) -> None:
+        """Records the start of a call to the router."""
+        self._call_s = time.monotonic()
+
 
 DEFAULT_TIMEOUT_S: Final = 300.0
 LIST_TIMEOUT_S: Final = 10.0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headrace.planner.v1 import planner_pb2
-from headrace_cli.planner.explain import read_explanation
+from headrace_cli.commands.planner import read_explanation
 from tests.kube.cluster import Cluster, as_list
 from tests.kube.node import FakeNode
 from tests.suite.deployment import Suite, suite

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from headrace_cli.app import app
 from headrace_cli.commands.doctor import examine
-from headrace_cli.doctor.finding import Verdict
+from headrace_cli.doctor.checks import Verdict
 from tests.suite.deployment import suite
 from tests.waiting import until
 

@@ -13,9 +13,8 @@ from rich.console import Console
 from headrace.kv.v1 import handoff_pb2, layout_pb2
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_cli.client import list_members
-from headrace_cli.json_output import json_text
-from headrace_cli.members.rows import member_rows
-from headrace_cli.members.view import workers_object, workers_view
+from headrace_cli.members import member_rows, workers_object, workers_view
+from headrace_cli.output import json_text
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import Role

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from headrace_cli.client import list_members
-from headrace_cli.members.drain import drain_worker
+from headrace_cli.commands.workers import drain_worker
 from tests.ports import free_port
 from tests.suite.deployment import prompt_of, suite
 from tests.suite.load import load

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from headrace.planner.v1 import planner_pb2
-from headrace_cli.planner.explain import read_explanation
+from headrace_cli.commands.planner import read_explanation
 from headrace_cli.up.keeping import keep
 from headrace_cli.up.restarts import RestartPolicy
 from headrace_cli.up.topology import Topology

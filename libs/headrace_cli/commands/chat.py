@@ -12,10 +12,15 @@ import typer
 from headrace.inference.v1 import inference_pb2
 from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import RouterClient, open_router
-from headrace_cli.console import notice_console
-from headrace_cli.exit_status import failures_as_exit, run_command
-from headrace_cli.json_output import Json, message_object, print_json
 from headrace_cli.options import DEFAULT_ROUTER, MaxTokens, RequestModel, Router, SystemMessage
+from headrace_cli.output import (
+    Json,
+    failures_as_exit,
+    message_object,
+    notice_console,
+    print_json,
+    run_command,
+)
 from headrace_cli.starting import WAIT_S, Wait
 from headrace_client import build_request
 from headrace_common.durations import seconds_from_duration

@@ -12,10 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace_cli.addressed import AddressedGroup
-from headrace_cli.console import answer_console
-from headrace_cli.doctor.credentials import check_credentials
-from headrace_cli.doctor.finding import Finding, Verdict
-from headrace_cli.doctor.members import check_members, find_members
+from headrace_cli.doctor.checks import (
+    Finding,
+    Verdict,
+    check_credentials,
+    check_members,
+    check_software,
+    check_versions,
+    find_members,
+)
 from headrace_cli.doctor.peer import (
     ANSWER_S_MAX,
     DEFAULT_PORTS,
@@ -24,10 +29,8 @@ from headrace_cli.doctor.peer import (
     parse_ports,
 )
 from headrace_cli.doctor.rdma import check_rdma
-from headrace_cli.doctor.software import check_software, check_versions
-from headrace_cli.exit_status import EXIT_FAILED, run_command
-from headrace_cli.json_output import Json, print_json
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
+from headrace_cli.output import EXIT_FAILED, Json, answer_console, print_json, run_command
 from headrace_cli.state import find_registry
 from headrace_common.errors import NotFound
 

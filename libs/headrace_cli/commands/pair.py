@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headrace_cli.exit_status import run_command
+from headrace_cli.output import run_command
 from headrace_common import ports
 from headrace_common.extras import require_extra
 
@@ -41,7 +41,7 @@ def pair(
 
     async def work() -> None:
         require_extra("headrace pair", "pair")
-        from headrace_cli.pair.proxy import PairOptions, run_pair
+        from headrace_cli.pair import PairOptions, run_pair
 
         await run_pair(
             PairOptions(prefill, decode, pair_address, host, port, timeout, transfer_timeout)

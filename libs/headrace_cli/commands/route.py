@@ -17,9 +17,6 @@ from headrace_cli.client import (
     list_members,
     open_router_internally,
 )
-from headrace_cli.console import answer_console
-from headrace_cli.exit_status import run_command
-from headrace_cli.json_output import Json, message_object, print_json
 from headrace_cli.options import (
     DEFAULT_ROUTER,
     Registry,
@@ -28,8 +25,16 @@ from headrace_cli.options import (
     RouterInternal,
     SystemMessage,
 )
+from headrace_cli.output import (
+    Column,
+    Json,
+    answer_console,
+    fitted_table,
+    message_object,
+    print_json,
+    run_command,
+)
 from headrace_cli.starting import WAIT_S, Wait, once_possible, registry_of, wait_until_started
-from headrace_cli.tables import Column, fitted_table
 from headrace_client import build_request
 from headrace_common.errors import NotFound
 

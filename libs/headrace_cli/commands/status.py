@@ -6,9 +6,7 @@ from typing import Annotated
 
 import typer
 
-from headrace_cli.console import answer_console
-from headrace_cli.exit_status import failures_as_exit
-from headrace_cli.json_output import Json, print_json
+from headrace_cli.output import Json, answer_console, failures_as_exit, print_json
 from headrace_common import ports
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role

@@ -17,16 +17,18 @@ from headrace.inference.v1 import trace_pb2
 from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import RouterOperator, open_router_internally
 from headrace_cli.commands.route import find_internal
-from headrace_cli.console import answer_console, can_draw_blocks
-from headrace_cli.exit_status import run_command
-from headrace_cli.json_output import Json, message_object, print_json
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router, RouterInternal
+from headrace_cli.output import (
+    Json,
+    answer_console,
+    can_draw_blocks,
+    message_object,
+    print_json,
+    run_command,
+)
 from headrace_cli.starting import WAIT_S, Wait
-from headrace_cli.trace_export.html import html_page
-from headrace_cli.trace_export.otlp import otlp_object
-from headrace_cli.trace_export.perfetto import perfetto_object
-from headrace_cli.waterfall.compare import draw_comparison
-from headrace_cli.waterfall.draw import draw_layers, draw_trace
+from headrace_cli.trace_export import html_page, otlp_object, perfetto_object
+from headrace_cli.waterfall import draw_comparison, draw_layers, draw_trace
 from headrace_common.errors import ConfigError, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
 from headrace_common.trace_view.model import TraceView

@@ -1,29 +1,151 @@
-"""`headrace workers` and `headrace reset-cache`: the members, and their prefix caches."""
+"""`headrace workers`, `reset-cache` and `drain`: the members, their prefix caches, and the end of one."""
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Final
 
+import grpc
+import grpc.aio
 import typer
+from rich.console import Console
 
 from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_cli.addressed import AddressedCommand
-from headrace_cli.client import list_members, reset_prefix_cache
-from headrace_cli.completion import complete_workers
-from headrace_cli.console import answer_console
-from headrace_cli.exit_status import run_command
-from headrace_cli.json_output import Json, print_json
-from headrace_cli.members.rows import member_rows
-from headrace_cli.members.view import workers_object, workers_view
-from headrace_cli.members.watch import watch_objects, watch_table
-from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
+from headrace_cli.client import (
+    CALL_TIMEOUT_S,
+    call_channel,
+    list_members,
+    reset_prefix_cache,
+    rpc_errors,
+)
+from headrace_cli.members import (
+    member_rows,
+    watch_objects,
+    watch_table,
+    workers_object,
+    workers_view,
+)
+from headrace_cli.options import DEFAULT_ROUTER, Registry, Router, complete_workers
+from headrace_cli.output import Json, answer_console, message_object, print_json, run_command
 from headrace_cli.starting import WAIT_S, Wait, registry_of
-from headrace_common.errors import NotFound
+from headrace_common.deadlines import Deadline
+from headrace_common.durations import duration_from_seconds, seconds_from_duration
+from headrace_common.errors import DeadlineExceeded, NotFound
+from headrace_common.limits import DRAIN_GRACE_MAX_S
+from headrace_common.rpc.server import DRAIN_OVERRUN_MAX_S
+
+_WORKERS: Final = (registry_pb2.Member.ROLE_PREFILL, registry_pb2.Member.ROLE_DECODE)
+# After its last request a process still stops its engine.
+_ENGINE_STOP_S: Final = 10.0
+
+
+async def drain_worker(
+    registry: str, worker_id: str, grace_s: float | None, *, wait: bool, console: Console | None
+) -> worker_pb2.DrainResponse:
+    """Drains a worker. With `wait`, returns when it has ended. Shows its steps on `console`.
+
+    Raises NotFound for an id that no worker has, DeadlineExceeded when it does not end.
+    """
+    member = await _find(registry, worker_id)
+    async with call_channel(member.endpoint) as channel:
+        request = worker_pb2.DrainRequest(incarnation=member.incarnation)
+        if grace_s is not None:
+            request.grace.CopyFrom(duration_from_seconds(grace_s))
+        with rpc_errors(f"worker {worker_id} on {member.endpoint}"):
+            begun = await worker_pb2_grpc.WorkerServiceStub(channel).Drain(
+                request, timeout=CALL_TIMEOUT_S
+            )
+        remaining_s = seconds_from_duration(begun.remaining)
+        if console is not None:
+            console.print(
+                f"{worker_id} drains: {begun.request_count} requests in flight, up to {remaining_s:.0f} s"
+            )
+        if wait:
+            await _wait_gone(channel, worker_id, remaining_s + DRAIN_OVERRUN_MAX_S + _ENGINE_STOP_S)
+            if console is not None:
+                console.print(f"{worker_id} has ended")
+    return begun
+
+
+async def _find(registry: str, worker_id: str) -> registry_pb2.Member:
+    workers = {
+        member.worker_id: member
+        for member in await list_members(registry)
+        if member.role in _WORKERS
+    }
+    if worker_id not in workers:
+        known = ", ".join(sorted(workers)) or "none"
+        raise NotFound(
+            f"no worker is registered as {worker_id}; there are: {known}",
+            metadata={"worker_id": worker_id},
+        )
+    return workers[worker_id]
+
+
+async def _wait_gone(channel: grpc.aio.Channel, worker_id: str, timeout_s: float) -> None:
+    """Waits until the worker's port is closed. Its status stream ends a moment earlier."""
+    deadline = Deadline.after(timeout_s)
+    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+    while True:
+        try:
+            async for _ in stub.WatchStatus(
+                worker_pb2.WatchStatusRequest(), timeout=deadline.remaining_s()
+            ):
+                pass
+        except grpc.aio.AioRpcError as error:
+            if deadline.expired:
+                raise DeadlineExceeded(
+                    f"{worker_id} has not ended within {timeout_s:.0f} s",
+                    metadata={"worker_id": worker_id},
+                ) from error
+            if error.code() is grpc.StatusCode.UNAVAILABLE and "DRAINING" not in str(
+                error.trailing_metadata()
+            ):
+                return
+        await asyncio.sleep(0.1)
+
+
+def drain(
+    worker: Annotated[
+        str,
+        typer.Argument(
+            help="Its id, as `headrace workers` shows it.", autocompletion=complete_workers
+        ),
+    ],
+    router: Router = DEFAULT_ROUTER,
+    registry: Registry = "",
+    grace: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=DRAIN_GRACE_MAX_S,
+            help="Seconds that its requests may take; the rest continues elsewhere. "
+            "[default: the worker's drain_grace_s]",
+        ),
+    ] = None,
+    no_wait: Annotated[
+        bool, typer.Option("--no-wait", help="Return at once, not when the worker has ended.")
+    ] = False,
+    wait: Wait = WAIT_S,
+    as_json: Json = False,
+) -> None:
+    """Ends a worker as SIGTERM does: it rejects new requests, finishes those it has, and exits."""
+
+    async def work() -> None:
+        found = await registry_of(router, registry)
+        console = None if as_json else answer_console()
+        begun = await drain_worker(found, worker, grace, wait=not no_wait, console=console)
+        if as_json:
+            print_json({"worker": worker, **message_object(begun), "ended": not no_wait})
+
+    run_command(work())
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `headrace workers` and `headrace reset-cache`."""
+    """Adds `headrace workers`, `headrace reset-cache` and `headrace drain`."""
     app.command(
         cls=AddressedCommand,
         epilog="Examples:  headrace workers   |   headrace workers --watch   |   "
@@ -35,6 +157,10 @@ def register(app: typer.Typer) -> None:
         epilog="Examples:  headrace reset-cache decode-0   |   "
         "headrace reset-cache prefill-0 decode-0 --timeout 30",
     )(reset_cache)
+    app.command(
+        cls=AddressedCommand,
+        epilog="Examples:  headrace drain decode-0   |   headrace drain prefill-1 --grace 120 --no-wait",
+    )(drain)
 
 
 def workers(

@@ -17,8 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from headrace_cli.doctor.finding import Finding, Verdict
-from headrace_cli.doctor.members import clock_findings
+from headrace_cli.doctor.checks import Finding, Verdict, clock_findings
 from headrace_common.errors import ConfigError
 from headrace_common.version import version
 

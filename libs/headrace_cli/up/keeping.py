@@ -3,22 +3,183 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import logging
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Final
 
+import grpc.aio
 from rich.console import Console
 
-from headrace_cli.client import list_members
+from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
+from headrace_cli.client import CALL_TIMEOUT_S, call_channel, list_members, rpc_errors
 from headrace_cli.up.deployment import Deployment, Signals, deployed, ready_text
 from headrace_cli.up.restarts import RestartPolicy, Restarts
-from headrace_cli.up.scaling import Scaler
-from headrace_cli.up.targets import TargetFollower
-from headrace_cli.up.topology import Topology, worker_spec
+from headrace_cli.up.supervisor import Child, Supervisor
+from headrace_cli.up.topology import ProcessSpec, Topology, worker_spec
 from headrace_common.config import ServiceConfig
+from headrace_common.errors import Conflict, HeadraceError
 from headrace_common.rpc.server import DRAIN_OVERRUN_MAX_S
 from headrace_kv.layout.proto import pair_faults_of
+
+ROLES: Final = ("prefill", "decode")
+START_TIMEOUT_S: Final = 600.0
+"""Limit of a worker's start: engines load models for minutes."""
+
+MakeSpec = Callable[[str, str], ProcessSpec]
+"""A worker, by service and name."""
+
+
+class Scaler:
+    """Adds and removes workers of a supervisor, and has no state of its own."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        make_spec: MakeSpec,
+        console: Console,
+        drain_timeout_s: Callable[[str], float],
+        start_timeout_s: float = START_TIMEOUT_S,
+    ) -> None:
+        """`drain_timeout_s` returns the limit of a drain, by service."""
+        self._supervisor = supervisor
+        self._make_spec = make_spec
+        self._console = console
+        self._drain_timeout_s = drain_timeout_s
+        self._start_timeout_s = start_timeout_s
+
+    def counts(self) -> tuple[int, int]:
+        """The prefill and decode workers that run or start again."""
+        prefill, decode = (len(self._workers(role)) for role in ROLES)
+        return prefill, decode
+
+    async def apply(self, prefill: int, decode: int) -> None:
+        """Returns when that many workers run: all that were added serve, and all that were removed have ended.
+
+        Removals come first, because an added worker may need their devices. Raises HeadraceError for the first worker
+        that could not be started or did not drain, after all others.
+        """
+        wanted = dict(zip(ROLES, (prefill, decode), strict=True))
+        workers = {role: self._workers(role) for role in ROLES}
+        # A worker that has ended is started again by its name, and cannot be drained.
+        surplus = [one for role in ROLES for one in workers[role][wanted[role] :] if one.running]
+        await self._all([self._drain(child) for child in surplus])
+        taken = {child.spec.name for role in ROLES for child in workers[role]}
+        taken |= {child.spec.name for child in self._supervisor.children if child.running}
+        added: list[Coroutine[Any, Any, None]] = []
+        for role in ROLES:
+            free = (name for name in map(f"{role}-{{}}".format, count()) if name not in taken)
+            missing = max(0, wanted[role] - len(workers[role]))
+            added += [self._add(role, name) for name in islice(free, missing)]
+        await self._all(added)
+
+    def _workers(self, role: str) -> list[Child]:
+        """The workers of a role, those with the highest numbers last. Those that start again count too."""
+        found = [
+            child
+            for child in self._supervisor.children
+            if child.spec.service == role and not child.stopping
+        ]
+        return sorted(found, key=lambda child: (child.running, _number(child.spec.name)))
+
+    async def _drain(self, child: Child) -> None:
+        self._console.print(f"the planner removes {child.spec.name}", markup=False)
+        await self._supervisor.drain(child, self._drain_timeout_s(child.spec.service))
+
+    async def _add(self, role: str, name: str) -> None:
+        self._console.print(f"the planner adds {name}", markup=False)
+        # An earlier worker may have had the name.
+        spec = replace(self._make_spec(role, name), keeps_log=True)
+        child = await self._supervisor.add(spec, self._start_timeout_s)
+        self._console.print(f"{name} serves on {child.endpoint}", markup=False)
+
+    async def _all(self, work: list[Coroutine[Any, Any, None]]) -> None:
+        """Raises the first HeadraceError when all have ended, and any other error."""
+        results = await asyncio.gather(*work, return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        for failure in sorted(failures, key=lambda one: isinstance(one, HeadraceError)):
+            raise failure
+
+
+def _number(name: str) -> int:
+    number = name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+_LOG = logging.getLogger(__name__)
+_RETRY_S: Final = 0.2
+_FAILURE_CHARACTERS_MAX: Final = 1_000
+
+
+class TargetFollower:
+    """Applies each target of the planner at `planner`, and acknowledges it.
+
+    A planner that is lost and returns publishes targets of its own, decided from the workers that run then.
+    """
+
+    def __init__(self, planner: str, scaler: Scaler, console: Console) -> None:
+        self._planner = planner
+        self._scaler = scaler
+        self._console = console
+
+    async def run(self) -> None:
+        """Never returns. While the planner does not answer, the numbers of workers stay."""
+        while True:
+            async with call_channel(self._planner) as channel:
+                try:
+                    with rpc_errors(f"the planner on {self._planner}"):
+                        await self._follow(planner_pb2_grpc.PlannerServiceStub(channel))
+                except HeadraceError as error:
+                    # The supervisor reports the end of the planner's process.
+                    _LOG.debug("the targets are not watched: %s", error.detail)
+            await asyncio.sleep(_RETRY_S)
+
+    async def _follow(self, stub: planner_pb2_grpc.PlannerServiceAsyncStub) -> None:
+        """Raises AioRpcError when the stream ends."""
+        async for response in stub.WatchTargets(planner_pb2.WatchTargetsRequest()):
+            failure = ""
+            try:
+                await self._apply(response.target)
+            except HeadraceError as error:
+                failure = error.detail
+                self._console.print(f"the planner's target failed: {failure}", markup=False)
+            await self._acknowledge(stub, response.target.id, failure)
+
+    async def _apply(self, target: planner_pb2.Target) -> None:
+        """Raises Conflict for a target that was decided from other workers than those that run.
+
+        Else raises as the scaler does.
+        """
+        wanted = (target.workers.prefill, target.workers.decode)
+        observed = (target.current.prefill, target.current.decode)
+        counts = self._scaler.counts()
+        if counts not in (observed, wanted):
+            raise Conflict(
+                f"it was decided from {_counts_text(observed)}, and {_counts_text(counts)} run here",
+                metadata={"observed": _counts_text(observed), "running": _counts_text(counts)},
+            )
+        await self._scaler.apply(*wanted)
+
+    async def _acknowledge(
+        self, stub: planner_pb2_grpc.PlannerServiceAsyncStub, target_id: str, failure: str
+    ) -> None:
+        """A planner that has started again since does not have the target: nothing is lost then."""
+        request = planner_pb2.AcknowledgeTargetRequest(
+            target_id=target_id, failure=failure[:_FAILURE_CHARACTERS_MAX]
+        )
+        try:
+            await stub.AcknowledgeTarget(request, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+
+
+def _counts_text(counts: tuple[int, int]) -> str:
+    return f"{counts[0]} P, {counts[1]} D"
+
 
 # After its last request a process still stops its engine.
 _ENGINE_STOP_S: Final = 10.0

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 from headrace_cli.app import app
-from headrace_cli.planner.explain import read_explanation
+from headrace_cli.commands.planner import read_explanation
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.rpc.channel import open_channel

@@ -11,8 +11,7 @@ import pytest
 from rich.console import Console
 
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
-from headrace_cli.up.scaling import Scaler
-from headrace_cli.up.targets import TargetFollower
+from headrace_cli.up.keeping import Scaler, TargetFollower
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import NotFound, WorkerGone
 from headrace_common.rpc.server import GrpcServer

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.inference.v1 import inference_pb2, latency_pb2
-from headrace_client.latency import complete_latency
-from headrace_client.progress import Progress
+from headrace_client.client import Progress, complete_latency
 from headrace_common.latency.parts import Part, Sum, sum_from_proto, sum_to_proto
 
 

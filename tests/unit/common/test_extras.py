@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from headrace_cli.up.extras import require_extras
+from headrace_cli.up.deployment import require_extras
 from headrace_cli.up.topology import SIM, Topology
 from headrace_common import extras
 from headrace_common.errors import ConfigError

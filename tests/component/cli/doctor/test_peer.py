@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from headrace_cli.doctor import peer
-from headrace_cli.doctor.finding import Finding, Verdict
+from headrace_cli.doctor.checks import Finding, Verdict
 from headrace_cli.doctor.peer import answer_calls, ask_peer, parse_ports
 from headrace_common.errors import ConfigError
 from headrace_common.version import version

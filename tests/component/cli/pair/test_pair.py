@@ -13,8 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from headrace_cli.pair.proxy import PairOptions, serving
-from headrace_cli.pair.requests import HttpRequest, split, without_transfer_params
+from headrace_cli.pair import HttpRequest, PairOptions, serving, split, without_transfer_params
 from headrace_common.errors import ConfigError
 from tests.waiting import until
 

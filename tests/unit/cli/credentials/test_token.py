@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace_cli.app import app
-from headrace_cli.credentials.token import PRIVATE_KEY_FILE, PUBLIC_KEYS_FILE
+from headrace_cli.commands.credentials import PRIVATE_KEY_FILE, PUBLIC_KEYS_FILE
 from headrace_common.access.roles import Caller, Role
 from headrace_common.access.tokens import TokenVerifier
 

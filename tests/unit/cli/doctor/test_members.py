@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_cli.doctor.members import clock_findings
+from headrace_cli.doctor.checks import clock_findings
 
 _SECOND_NS = 10**9
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace_cli.doctor import rdma
-from headrace_cli.doctor.finding import Finding, Verdict
+from headrace_cli.doctor.checks import Finding, Verdict
 from headrace_cli.doctor.rdma import check_rdma
 
 _LINK_LOCAL = "fe80:0000:0000:0000:0a00:27ff:fe00:0001"

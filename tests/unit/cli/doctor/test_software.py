@@ -7,10 +7,9 @@ from importlib import metadata
 import pytest
 
 from headrace.registry.v1 import registry_pb2
-from headrace_cli.doctor import software
-from headrace_cli.doctor.finding import Finding, Verdict
-from headrace_cli.doctor.software import check_software, check_versions
-from headrace_cli.members.rows import UNKNOWN_VERSION
+from headrace_cli.doctor import checks
+from headrace_cli.doctor.checks import Finding, Verdict, check_software, check_versions
+from headrace_cli.members import UNKNOWN_VERSION
 
 
 def found(subject: str, verdict: Verdict | None = None) -> Finding:
@@ -19,17 +18,17 @@ def found(subject: str, verdict: Verdict | None = None) -> Finding:
 
 
 def test_a_missing_library_is_named_with_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "_LIBRARIES", (("libabsent.so.9", "libabsent9"),))
+    monkeypatch.setattr(checks, "_LIBRARIES", (("libabsent.so.9", "libabsent9"),))
     finding = found("libraries")
     assert finding.verdict is Verdict.WARNING
     assert "libabsent.so.9" in finding.detail
     assert finding.remedy.endswith("libabsent9")
-    monkeypatch.setattr(software, "_LIBRARIES", (("libc.so.6", "libc6"),))
+    monkeypatch.setattr(checks, "_LIBRARIES", (("libc.so.6", "libc6"),))
     assert found("libraries").verdict is Verdict.OK
 
 
 def test_two_builds_of_mooncake_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed = dict.fromkeys(software._MOONCAKE_BUILDS[:1], "1.0")
+    installed = dict.fromkeys(checks._MOONCAKE_BUILDS[:1], "1.0")
 
     def version_of(name: str) -> str:
         if name in installed:
@@ -37,9 +36,9 @@ def test_two_builds_of_mooncake_are_an_error(monkeypatch: pytest.MonkeyPatch) ->
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", version_of)
-    assert f"{software._MOONCAKE_BUILDS[0]} 1.0" in found("packages").detail
+    assert f"{checks._MOONCAKE_BUILDS[0]} 1.0" in found("packages").detail
     assert all(one.verdict is Verdict.OK for one in check_software() if one.subject == "packages")
-    installed[software._MOONCAKE_BUILDS[1]] = "1.0"
+    installed[checks._MOONCAKE_BUILDS[1]] = "1.0"
     assert "over each other" in found("packages", Verdict.ERROR).detail
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.members.rows import Row, prefix_faults
+from headrace_cli.members import Row, prefix_faults
 
 Role = registry_pb2.Member.Role
 

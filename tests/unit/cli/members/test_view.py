@@ -12,9 +12,8 @@ from rich.console import Console
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_cli.json_output import json_text
-from headrace_cli.members.rows import NO_ANSWER, Row
-from headrace_cli.members.view import COLUMNS, workers_object, workers_view
+from headrace_cli.members import COLUMNS, NO_ANSWER, Row, workers_object, workers_view
+from headrace_cli.output import json_text
 
 Role = registry_pb2.Member.Role
 LONG = "decode-in-the-second-rack-of-the-first-hall-0017"

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.app import app
-from headrace_cli.profile import command
-from headrace_cli.profile.measure import WorkerSize
+from headrace_cli.commands import profile
+from headrace_cli.commands.profile import WorkerSize
 from headrace_common.errors import ConfigError, InternalError
 
 _Role = registry_pb2.Member.Role
@@ -35,13 +35,13 @@ def deployment(
     async def worker_status(endpoint: str) -> worker_pb2.WatchStatusResponse:
         return worker_pb2.WatchStatusResponse(total_blocks=total_blocks)
 
-    monkeypatch.setattr(command, "list_members", list_members)
-    monkeypatch.setattr(command, "worker_status", worker_status)
+    monkeypatch.setattr(profile, "list_members", list_members)
+    monkeypatch.setattr(profile, "worker_status", worker_status)
 
 
 async def test_the_size_is_that_of_the_decode_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     deployment(monkeypatch, member(PREFILL), member(DECODE), member(DECODE, "other"))
-    assert await command.worker_size("registry", "small") == WorkerSize("small", 2_048, 8, 1_600)
+    assert await profile.worker_size("registry", "small") == WorkerSize("small", 2_048, 8, 1_600)
 
 
 @pytest.mark.parametrize(
@@ -57,13 +57,13 @@ async def test_one_worker_of_each_role_is_measured(
 ) -> None:
     deployment(monkeypatch, *members)
     with pytest.raises(ConfigError, match="a profile is that of one each"):
-        await command.worker_size("registry", "")
+        await profile.worker_size("registry", "")
 
 
 async def test_a_worker_without_a_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     deployment(monkeypatch, member(PREFILL), member(DECODE), total_blocks=0)
     with pytest.raises(InternalError, match="small-3 does not report"):
-        await command.worker_size("registry", "")
+        await profile.worker_size("registry", "")
 
 
 def test_the_folder_of_the_output_must_exist(tmp_path: Path) -> None:

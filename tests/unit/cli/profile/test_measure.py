@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from headrace.inference.v1 import inference_pb2
-from headrace_cli.profile.measure import ProfileGrid, Profiler, WorkerSize
+from headrace_cli.commands.profile import ProfileGrid, Profiler, WorkerSize
 from headrace_common.errors import ConfigError
 from headrace_simulator.virtual_time import run_virtually
 

@@ -15,10 +15,8 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from headrace.inference.v1 import trace_pb2
 from headrace_cli.commands.trace import trace_object, write_files
-from headrace_cli.json_output import json_text
-from headrace_cli.trace_export.html import html_page
-from headrace_cli.trace_export.otlp import otlp_object
-from headrace_cli.trace_export.perfetto import perfetto_object
+from headrace_cli.output import json_text
+from headrace_cli.trace_export import html_page, otlp_object, perfetto_object
 from headrace_common.errors import ConfigError
 from headrace_common.telemetry import schema
 from headrace_common.trace_view.reading import read_trace

@@ -10,8 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from headrace_cli.state import UpState, find_planner, find_registry, write_state
-from headrace_cli.up.lock import LOCK_FILE, locked
+from headrace_cli.state import LOCK_FILE, UpState, find_planner, find_registry, locked, write_state
 from headrace_cli.up.supervisor import Child, disk_note, spawn_program, unexpected_end
 from headrace_cli.up.topology import ProcessSpec
 from headrace_common.errors import ConfigError, NotFound

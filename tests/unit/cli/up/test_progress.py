@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from headrace_cli.up.progress import StartProgress
+from headrace_cli.up.deployment import StartProgress
 from headrace_cli.up.supervisor import Child
 from headrace_cli.up.topology import ProcessSpec
 

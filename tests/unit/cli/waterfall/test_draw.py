@@ -12,11 +12,20 @@ from google.protobuf.json_format import ParseDict
 
 from headrace.inference.v1 import trace_pb2
 from headrace_cli.commands.trace import chosen_names
-from headrace_cli.trace_export.html import html_page
-from headrace_cli.trace_export.perfetto import perfetto_object
-from headrace_cli.waterfall.canvas import BLOCKS, Scale, shade_line, spread
-from headrace_cli.waterfall.compare import conclusion, draw_comparison
-from headrace_cli.waterfall.draw import LINKS_DRAWN, clamp_width, draw_layers, draw_sum, draw_trace
+from headrace_cli.trace_export import html_page, perfetto_object
+from headrace_cli.waterfall import (
+    BLOCKS,
+    LINKS_DRAWN,
+    Scale,
+    clamp_width,
+    conclusion,
+    draw_comparison,
+    draw_layers,
+    draw_sum,
+    draw_trace,
+    shade_line,
+    spread,
+)
 from headrace_common.errors import ConfigError
 from headrace_common.telemetry import schema
 from headrace_common.trace_view.model import LayerWrite, Link, PartTime, Step, TraceView

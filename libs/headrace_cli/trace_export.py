@@ -1,11 +1,17 @@
-"""A trace as one HTML page without scripts, which needs no other file. Pure."""
+"""Traces as files for other programs: an HTML page, OTLP in JSON, and Chrome's trace events for Perfetto. Pure."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from html import escape
-from typing import Final
+from typing import Any, Final
 
+from opentelemetry.trace import SpanKind
+
+from headrace.inference.v1 import trace_pb2
+from headrace_common.durations import ns_from_duration, unix_ns_from_timestamp
+from headrace_common.telemetry.schema_tables import ATTRIBUTE_TYPES, SPAN_KINDS
 from headrace_common.trace_view.model import UNDRAWN_STEPS, LayerWrite, Link, Step, TraceView
 from headrace_common.trace_view.units import (
     format_bytes,
@@ -120,3 +126,129 @@ def _layers(link: Link) -> str:
         f"<details><summary>{escape(link.name)}: layers</summary><table><tr><th>layer</th><th>ready ms</th>"
         f"<th>submitted</th><th>landed</th><th>bytes</th><th>time went to</th></tr>{rows}</table></details>"
     )
+
+
+_ERROR: Final = 2
+_SEPARATOR: Final = ", "
+
+
+def otlp_object(trace: trace_pb2.Trace) -> dict[str, Any]:
+    """An ExportTraceServiceRequest. Ids are hex and 64-bit numbers are texts, as OTLP's JSON has them."""
+    by_process: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for span in trace.spans:
+        by_process.setdefault((span.service, span.worker_id), []).append(_span(trace, span))
+    return {
+        "resourceSpans": [
+            {
+                "resource": {
+                    "attributes": [
+                        _attribute("service.name", f"headrace-{service}"),
+                        *([_attribute("service.instance.id", worker)] if worker else []),
+                    ]
+                },
+                "scopeSpans": [{"scope": {"name": "headrace"}, "spans": spans}],
+            }
+            for (service, worker), spans in by_process.items()
+        ]
+    }
+
+
+def _span(trace: trace_pb2.Trace, span: trace_pb2.Span) -> dict[str, Any]:
+    start_ns = unix_ns_from_timestamp(span.start_time)
+    made: dict[str, Any] = {
+        "traceId": trace.trace_id,
+        "spanId": span.span_id,
+        "name": span.name,
+        # OTLP's numbers begin with "unspecified".
+        "kind": SPAN_KINDS.get(span.name, SpanKind.INTERNAL).value + 1,
+        "startTimeUnixNano": str(start_ns),
+        "endTimeUnixNano": str(start_ns + ns_from_duration(span.duration)),
+        "attributes": [_attribute(key, value) for key, value in sorted(span.attributes.items())],
+    }
+    if span.parent_span_id:
+        made["parentSpanId"] = span.parent_span_id
+    if span.linked_span_ids:
+        made["links"] = [
+            {"traceId": trace.trace_id, "spanId": linked} for linked in span.linked_span_ids
+        ]
+    if span.error:
+        made["status"] = {"code": _ERROR, "message": span.error}
+    return made
+
+
+def _attribute(key: str, text: str) -> dict[str, Any]:
+    return {"key": key, "value": _value(ATTRIBUTE_TYPES.get(key, "string"), text)}
+
+
+def _value(kind: str, text: str) -> dict[str, Any]:
+    """An attribute's value from its text in a trace. A text that does not fit the type stays one."""
+    if kind.endswith("[]"):
+        item = kind.removesuffix("[]")
+        parts = text.split(_SEPARATOR) if text else []
+        return {"arrayValue": {"values": [_value(item, part) for part in parts]}}
+    try:
+        match kind:
+            case "int":
+                return {"intValue": str(int(text))}
+            case "double" if math.isfinite(float(text)):
+                return {"doubleValue": float(text)}
+    except ValueError:
+        return {"stringValue": text}
+    if kind == "bool" and text in ("true", "false"):
+        return {"boolValue": text == "true"}
+    return {"stringValue": text}
+
+
+def perfetto_object(view: TraceView) -> dict[str, Any]:
+    """Each worker is a process of the document, and each link a thread of the process "links"."""
+    threads: dict[tuple[str, str], tuple[int, int]] = {}
+    processes: dict[str, int] = {}
+    events: list[dict[str, Any]] = []
+
+    def thread(process: str, name: str) -> dict[str, int]:
+        if process not in processes:
+            processes[process] = len(processes) + 1
+            events.append(_name("process_name", processes[process], 0, process))
+        number = threads.get((process, name))
+        if number is None:
+            number = threads[process, name] = processes[process], len(threads) + 1
+            events.append(_name("thread_name", *number, name))
+        return {"pid": number[0], "tid": number[1]}
+
+    for step in view.steps:
+        place = thread(step.worker or step.service or "unknown", f"depth {step.depth}")
+        events.append(
+            {
+                **place,
+                **_times(step.start_ns, step.start_ns + step.duration_ns),
+                "name": step.label,
+                "cat": step.service,
+                "args": {"error": step.error} if step.error else {},
+            }
+        )
+    for link in view.links:
+        events += [
+            {
+                **thread("links", link.name),
+                **_times(write.submitted_ns, write.landed_ns),
+                "name": f"layer {write.layer}",
+                "cat": "transfer",
+                "args": {
+                    "bytes": write.payload_bytes,
+                    "ready_us": write.ready_ns / 1e3,
+                    "cause": write.cause,
+                    "cause_us": write.cause_ns / 1e3,
+                },
+            }
+            for write in link.writes
+        ]
+    about = {"trace_id": view.trace_id, "request_id": view.request_id}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _times(start_ns: int, end_ns: int) -> dict[str, Any]:
+    return {"ph": "X", "ts": start_ns / 1e3, "dur": max(0, end_ns - start_ns) / 1e3}
+
+
+def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}

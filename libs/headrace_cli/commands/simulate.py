@@ -13,10 +13,14 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 
-from headrace_cli.console import answer_console
-from headrace_cli.exit_status import failures_as_exit
-from headrace_cli.json_output import Json, print_json
-from headrace_cli.tables import Column, fitted_table
+from headrace_cli.output import (
+    Column,
+    Json,
+    answer_console,
+    failures_as_exit,
+    fitted_table,
+    print_json,
+)
 from headrace_common.errors import ConfigError, DeadlineExceeded, InternalError
 from headrace_common.extras import require_extra
 from headrace_planner.files import read_profile, read_settings

@@ -1,17 +1,18 @@
-"""Draws a request for a terminal: the sum with its verdict, then the waterfall. Pure.
+"""Draws a request for a terminal, the sum with its verdict and then the waterfall, and compares two requests. Pure.
 
 Every line has at most the given width.
 """
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from rich.text import Text
 
-from headrace_cli.waterfall.canvas import ASCII, BLOCKS, Charset, Scale, clip, shade_line, spread
 from headrace_common.trace_view.model import UNDRAWN_STEPS, Link, PartTime, Step, TraceView
 from headrace_common.trace_view.units import (
     format_bytes,
@@ -20,6 +21,111 @@ from headrace_common.trace_view.units import (
     format_percent,
 )
 from headrace_common.trace_view.verdict import verdict
+
+_TICK_COLUMNS_MIN: Final = 10
+_NS_PER_MS: Final = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Charset:
+    """The characters of a drawing. `shades` begins with the lightest."""
+
+    full: str
+    thin: str
+    more: str
+    ellipsis: str
+    shades: str
+
+
+BLOCKS: Final = Charset("\N{FULL BLOCK}", "\N{LEFT ONE QUARTER BLOCK}", "\N{BLACK RIGHT-POINTING SMALL TRIANGLE}",
+    "\N{HORIZONTAL ELLIPSIS}", "\N{LIGHT SHADE}\N{MEDIUM SHADE}\N{DARK SHADE}\N{FULL BLOCK}")  # fmt: skip
+ASCII: Final = Charset("#", "|", ">", "~", ".:+#")
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Maps the times from 0 to `end_ns` to `width` columns."""
+
+    end_ns: int
+    width: int
+
+    def column(self, time_ns: int) -> int:
+        """The column of a time, which is clipped to the scale."""
+        if self.end_ns <= 0:
+            return 0
+        return max(0, min(self.width - 1, time_ns * self.width // self.end_ns))
+
+    def bar(self, start_ns: int, end_ns: int, marks: Charset) -> str:
+        """A bar of exactly `width` columns. What goes on beyond the end has a mark there."""
+        if self.width <= 0:
+            return ""
+        start = self.column(start_ns)
+        limit = self.end_ns if self.end_ns > 0 else 1
+        end = min(self.width, max(start + 1, math.ceil(end_ns * self.width / limit)))
+        short = (end_ns - start_ns) * self.width * 2 < limit
+        bar = marks.thin if end - start == 1 and short else marks.full * (end - start)
+        if end_ns > self.end_ns > 0:
+            bar = bar[:-1] + marks.more
+        return (" " * start + bar).ljust(self.width)
+
+    def axis(self) -> str:
+        """Marks of whole milliseconds, and the end."""
+        end_text = _ms(self.end_ns)
+        step_ns = _tick_ns(self.end_ns, self.width)
+        line = [" "] * self.width
+        last_column = self.width - len(end_text)
+        time_ns = 0
+        while step_ns > 0 and time_ns < self.end_ns:
+            text, column = _ms(time_ns), self.column(time_ns)
+            if column + len(text) < last_column:
+                line[column : column + len(text)] = text
+            time_ns += step_ns
+        if last_column >= 0:
+            line[last_column:] = end_text
+        return "".join(line)
+
+
+def shade_line(amounts: Sequence[float], most: float, marks: Charset) -> str:
+    """One character for each amount, from none for 0 to the darkest for `most`."""
+    steps = len(marks.shades)
+    return "".join(
+        marks.shades[min(steps - 1, int(amount / most * steps))] if amount > 0 and most > 0 else " "
+        for amount in amounts
+    )
+
+
+def spread(intervals: Iterable[tuple[int, int, float]], scale: Scale) -> list[float]:
+    """Divides amounts among the columns of their (start_ns, end_ns, amount)."""
+    columns = [0.0] * max(0, scale.width)
+    if not columns:
+        return columns
+    for start_ns, end_ns, amount in intervals:
+        first, last = scale.column(start_ns), scale.column(max(start_ns, end_ns - 1))
+        for column in range(first, last + 1):
+            columns[column] += amount / (last - first + 1)
+    return columns
+
+
+def clip(text: str, width: int, marks: Charset) -> str:
+    """The text in at most `width` columns."""
+    return (
+        text if len(text) <= width else text[: max(0, width - 1)] + marks.ellipsis[: max(0, width)]
+    )
+
+
+def _tick_ns(end_ns: int, width: int) -> int:
+    """The smallest step of 1, 2 or 5 times a power of ten that leaves room for its numbers."""
+    if end_ns <= 0 or width < 2 * _TICK_COLUMNS_MIN:
+        return 0
+    least = end_ns * _TICK_COLUMNS_MIN / width
+    power = 10.0 ** math.floor(math.log10(least))
+    return max(1, next(round(power * times) for times in (1, 2, 5, 10) if power * times >= least))
+
+
+def _ms(time_ns: int) -> str:
+    value = time_ns / _NS_PER_MS
+    return f"{value:,.0f}" if value >= 10 or value == int(value) else f"{value:.2f}"
+
 
 WIDTH_MIN: Final = 60
 WIDTH_MAX: Final = 120
@@ -230,3 +336,44 @@ def transfer_text(links: Sequence[Link]) -> str:
     counts = f"; {runs:,} runs in {entries:,} entries" if runs else ""
     count = f"{len(links)} link{'s' if len(links) > 1 else ''}"
     return f"{size} of {len(layers)} layers in {writes} writes on {count}{by}{counts}"
+
+
+def draw_comparison(
+    first: TraceView, second: TraceView, *, width: int, ascii_only: bool = False
+) -> list[Text]:
+    """The verdict of both, and the difference of each part, the greatest first."""
+    width, marks = clamp_width(width), ASCII if ascii_only else BLOCKS
+    rows = [*differences(first, second), ("sum", first.ttft_ns, second.ttft_ns)]
+    lines = [
+        Text(clip(f"{mark}  {view.request_id}: {verdict(view)}", width, marks))
+        for mark, view in (("A", first), ("B", second))
+    ]
+    lines.append(Text(clip(conclusion(first, second), width, marks), style="bold"))
+    lines.append(Text(f"  {'':<18}{'A':>13}{'B':>13}{'B - A':>13}", style="dim"))
+    for name, one_ns, other_ns in rows:
+        change = f"{'+' if other_ns >= one_ns else '-'}{format_ms(abs(other_ns - one_ns))}"
+        text = f"  {clip(name, 18, marks):<18}{format_ms(one_ns):>13}{format_ms(other_ns):>13}{change:>13}"
+        lines.append(Text(clip(text, width, marks), style="bold" if name == "sum" else ""))
+    return lines
+
+
+def differences(first: TraceView, second: TraceView) -> list[tuple[str, int, int]]:
+    """Each part with its nanoseconds in both requests, by the size of the difference."""
+    names = list(dict.fromkeys(part.name for part in (*first.parts, *second.parts)))
+    rows = [(name, first.part_ns(name), second.part_ns(name)) for name in names]
+    return sorted(rows, key=lambda row: -abs(row[2] - row[1]))
+
+
+def conclusion(first: TraceView, second: TraceView) -> str:
+    """Which request was slower, and by which part most."""
+    change_ns = second.ttft_ns - first.ttft_ns
+    if change_ns == 0:
+        return "both took the same time"
+    word = "slower" if change_ns > 0 else "faster"
+    along = [
+        PartTime(name, other_ns - one_ns)
+        for name, one_ns, other_ns in differences(first, second)
+        if (other_ns - one_ns) * change_ns > 0
+    ]
+    text = f"B is {format_ms(abs(change_ns))} {word}"
+    return text + (f": {along[0].name} {format_ms(abs(along[0].duration_ns))}" if along else "")

@@ -1,0 +1,330 @@
+"""`headrace token` and `headrace certs`: keys, tokens and certificates that prove a role."""
+
+from __future__ import annotations
+
+import datetime as dt
+import ipaddress
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from headrace_cli.output import answer_console, failures_as_exit
+from headrace_common.access.roles import Role
+from headrace_common.access.tokens import create_token, new_private_key, public_key_of
+from headrace_common.errors import ConfigError
+from headrace_common.identity import is_worker_id
+
+SECRET_MODE: Final = 0o600
+PUBLIC_MODE: Final = 0o644
+
+
+def write_new(path: Path, content: bytes, mode: int) -> None:
+    """Creates a file. Never replaces one: another process may use it. Raises ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+    except FileExistsError as error:
+        raise ConfigError(f"{path} exists; remove it first, or name another file") from error
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}; name another file") from error
+
+
+PRIVATE_KEY_FILE: Final = "token_key.pem"
+PUBLIC_KEYS_FILE: Final = "token_keys.pem"
+_DAY_S: Final = 86_400.0
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `headrace token` and `headrace certs`."""
+    token_app = typer.Typer(no_args_is_help=True, help="Creates keys and role tokens.")
+    token_app.command("keygen", epilog="Example:  headrace token keygen credentials")(keygen)
+    token_app.command(
+        "create",
+        epilog="Example:  headrace token create decode --name decode-0 --key credentials/token_key.pem "
+        "--output credentials/decode-0.token",
+    )(create_token_file)
+    app.add_typer(token_app, name="token")
+    certs_app = typer.Typer(
+        no_args_is_help=True, help="Creates certificates of roles, for mutual TLS."
+    )
+    certs_app.command(
+        "init", epilog="Example:  headrace certs init credentials --host 10.0.0.7 --host 10.0.0.8"
+    )(init_authority)
+    certs_app.command(
+        "create",
+        epilog="Example:  headrace certs create credentials decode --name decode-1 --host 10.0.0.9 "
+        "--output credentials/decode-1",
+    )(create_certificate)
+    app.add_typer(certs_app, name="certs")
+
+
+def keygen(
+    folder: Annotated[Path, typer.Argument(help="Where the two key files are created.")],
+) -> None:
+    """Creates a private key, which signs tokens, and its public key, for token_keys_file of every service."""
+    with failures_as_exit():
+        private_key = new_private_key()
+        write_new(folder / PRIVATE_KEY_FILE, private_key, SECRET_MODE)
+        write_new(folder / PUBLIC_KEYS_FILE, public_key_of(private_key), PUBLIC_MODE)
+        answer_console().print(
+            f"{folder / PRIVATE_KEY_FILE}: signs tokens; keep it away from every service\n"
+            f"{folder / PUBLIC_KEYS_FILE}: verifies them; set token_keys_file of every service to it",
+            markup=False,
+        )
+
+
+def create_token_file(
+    role: Annotated[Role, typer.Argument(help="The role that the token proves.")],
+    key: Annotated[Path, typer.Option(help=f"The private key, {PRIVATE_KEY_FILE}.")],
+    output: Annotated[Path, typer.Option(help="The file to write. Only its owner may read it.")],
+    name: Annotated[
+        str, typer.Option(help="Id of the only member that may use it. [default: any]")
+    ] = "",
+    days: Annotated[float, typer.Option(min=0.001, help="Days until the token expires.")] = 365.0,
+) -> None:
+    """Writes a token of one role."""
+    with failures_as_exit():
+        try:
+            private_key = key.read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"cannot read {key}: {error.strerror}; `headrace token keygen` creates one"
+            ) from error
+        token = create_token(private_key, role, name, days * _DAY_S)
+        write_new(output, f"{token}\n".encode(), SECRET_MODE)
+
+
+HOSTS_MAX: Final = 256
+DAYS_MAX: Final = 3_650.0
+_AUTHORITY_DAYS: Final = 3_650.0
+# Clocks of hosts differ.
+_EARLY: Final = dt.timedelta(hours=1)
+_HOST_NAME: Final = re.compile(r"[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63}){0,31}")
+_DOMAIN_CHARACTERS: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789._-")
+
+
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """A certificate and its private key, both in PEM."""
+
+    certificate: bytes
+    key: bytes
+
+
+def new_authority(domain: str) -> Signed:
+    """A certificate authority, valid for ten years. Raises ConfigError for a wrong trust domain."""
+    if not 0 < len(domain) <= 255 or not set(domain) <= _DOMAIN_CHARACTERS:
+        raise ConfigError(
+            f"the trust domain {domain!r} is wrong: use 1 to 255 characters of a-z, 0-9, '.', '_', '-'"
+        )
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _name(f"Headrace authority of {domain}"[:64])
+    certificate = (
+        _builder(name, name, key.public_key(), _AUTHORITY_DAYS)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(signs=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"spiffe://{domain}")]),
+            critical=False,
+        )
+        .sign(key, hashes.SHA256())
+    )
+    return _pem(certificate, key)
+
+
+def sign_role(
+    authority: Signed, role: Role, name: str, hosts: Sequence[str], days: float
+) -> Signed:
+    """A certificate that proves a role to servers, and that serves `hosts`, which are names or addresses.
+
+    An empty `name` binds it to no member. Raises ConfigError for a wrong name, host or authority.
+    """
+    if name and not is_worker_id(name):
+        raise ConfigError(
+            f"the name {name!r} is no worker id: use 1 to 63 characters of a-z, 0-9, '.', '_', '-'"
+        )
+    if not hosts or len(hosts) > HOSTS_MAX:
+        raise ConfigError(f"give 1 to {HOSTS_MAX} hosts, by name or address")
+    issuer, issuer_key = _loaded(authority)
+    identity = f"spiffe://{_domain_of(issuer)}/headrace/{role}" + (f"/{name}" if name else "")
+    key = ec.generate_private_key(ec.SECP256R1())
+    names = [*map(_host_name, hosts), x509.UniformResourceIdentifier(identity)]
+    uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    certificate = (
+        _builder(_name(name or role.value), issuer.subject, key.public_key(), days)
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(signs=False), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(uses), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()),
+            critical=False,
+        )
+        .sign(issuer_key, hashes.SHA256())
+    )
+    return _pem(certificate, key)
+
+
+def _loaded(authority: Signed) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    try:
+        certificate = x509.load_pem_x509_certificate(authority.certificate)
+        key = serialization.load_pem_private_key(authority.key, None)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"the authority cannot be read: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or (
+        key.public_key() != certificate.public_key()
+    ):
+        raise ConfigError("the authority's key does not belong to its certificate: name both files")
+    return certificate, key
+
+
+def _domain_of(issuer: x509.Certificate) -> str:
+    try:
+        names = issuer.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        names = x509.SubjectAlternativeName([])
+    for text in names.get_values_for_type(x509.UniformResourceIdentifier):
+        if text.startswith("spiffe://"):
+            return text.removeprefix("spiffe://")
+    raise ConfigError("the authority names no trust domain: create one with `headrace certs init`")
+
+
+def _host_name(text: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(text))
+    except ValueError:
+        pass
+    if not _HOST_NAME.fullmatch(text):
+        raise ConfigError(f"the host {text!r} is no name or address: give one such as 10.0.0.7")
+    return x509.DNSName(text)
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: float
+) -> x509.CertificateBuilder:
+    now = dt.datetime.now(dt.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _EARLY)
+        .not_valid_after(now + dt.timedelta(days=days))
+    )
+
+
+def _key_usage(*, signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _pem(certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Signed:
+    return Signed(
+        certificate.public_bytes(serialization.Encoding.PEM),
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ),
+    )
+
+
+AUTHORITY_FILE: Final = "authority.pem"
+AUTHORITY_KEY_FILE: Final = "authority_key.pem"
+CERTIFICATE_FILE: Final = "certificate.pem"
+KEY_FILE: Final = "key.pem"
+DEFAULT_DOMAIN: Final = "headrace"
+_FILE_BYTES_MAX: Final = 1 << 20
+
+Folder = Annotated[Path, typer.Argument(help="Folder of the authority.")]
+Hosts = Annotated[
+    list[str],
+    typer.Option(
+        "--host", metavar="HOST", help="Name or address that others call; may be repeated."
+    ),
+]
+Days = Annotated[
+    float, typer.Option(min=0.001, max=DAYS_MAX, help="Days until certificates expire.")
+]
+
+
+def init_authority(
+    folder: Annotated[Path, typer.Argument(help="New folder for the authority and all roles.")],
+    host: Hosts,
+    trust_domain: Annotated[
+        str, typer.Option(help="Name of the deployment in certificates, for tls_trust_domain.")
+    ] = DEFAULT_DOMAIN,
+    days: Days = 365.0,
+) -> None:
+    """Creates an authority, and a folder with certificate, key and authority for each role."""
+    with failures_as_exit():
+        authority = new_authority(trust_domain)
+        signed = {role: sign_role(authority, role, "", host, days) for role in Role}
+        write_new(folder / AUTHORITY_KEY_FILE, authority.key, SECRET_MODE)
+        write_new(folder / AUTHORITY_FILE, authority.certificate, PUBLIC_MODE)
+        for role, one in signed.items():
+            _write(folder / role, one, authority.certificate)
+        answer_console().print(
+            f"{folder / AUTHORITY_KEY_FILE}: signs certificates; keep it away from every service\n"
+            f"{folder}/ROLE: {CERTIFICATE_FILE}, {KEY_FILE} and {AUTHORITY_FILE}; give each host the folders of its "
+            "services",
+            markup=False,
+        )
+
+
+def create_certificate(
+    folder: Folder,
+    role: Annotated[Role, typer.Argument(help="The role that the certificate proves.")],
+    host: Hosts,
+    output: Annotated[Path, typer.Option(help="New folder for certificate, key and authority.")],
+    name: Annotated[
+        str, typer.Option(help="Id of the only member that may use it. [default: any]")
+    ] = "",
+    days: Days = 365.0,
+) -> None:
+    """Signs a certificate of one role, such as that of a further host or of a member with a name."""
+    with failures_as_exit():
+        authority = Signed(_read(folder / AUTHORITY_FILE), _read(folder / AUTHORITY_KEY_FILE))
+        _write(output, sign_role(authority, role, name, host, days), authority.certificate)
+
+
+def _write(folder: Path, signed: Signed, authority: bytes) -> None:
+    write_new(folder / KEY_FILE, signed.key, SECRET_MODE)
+    write_new(folder / CERTIFICATE_FILE, signed.certificate, PUBLIC_MODE)
+    write_new(folder / AUTHORITY_FILE, authority, PUBLIC_MODE)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(_FILE_BYTES_MAX)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}; `headrace certs init` creates one"
+        ) from error

@@ -1,0 +1,231 @@
+"""`headrace planner`: what the planner would decide for a recording, and what a running one has decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Final, NamedTuple
+
+import typer
+
+from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
+from headrace_cli.addressed import check_address
+from headrace_cli.client import CALL_TIMEOUT_S, rpc_errors, started_channel
+from headrace_cli.options import DEFAULT_ROUTER, Router
+from headrace_cli.output import (
+    Column,
+    Json,
+    answer_console,
+    failures_as_exit,
+    fitted_table,
+    message_object,
+    print_json,
+    run_command,
+)
+from headrace_cli.starting import WAIT_S, Wait
+from headrace_cli.state import find_planner
+from headrace_common.durations import seconds_from_duration, unix_s_from_timestamp
+from headrace_planner.files import read_profile, read_settings
+from headrace_planner.observation import Decision, Interval, WorkerCounts
+from headrace_planner.planner import PlannerState, plan
+from headrace_planner.profile import WorkerProfile
+from headrace_planner.recording import read_intervals
+from headrace_planner.settings import PlannerSettings
+
+PLANNER_VARIABLE: Final = "HEADRACE_PLANNER"
+_DECISIONS_MAX: Final = 1_000
+_EXPLAIN_COLUMNS: Final = (
+    Column("Number", rank=2, right=True),
+    Column("Time", rank=1),
+    Column("Workers", right=True),
+    Column("Target", right=True),
+    Column("Outcome"),
+    Column("Why"),
+)
+
+
+class Explanation(NamedTuple):
+    """The state of a planner, and its last decisions, newest first."""
+
+    status: planner_pb2.GetStatusResponse
+    decisions: list[planner_pb2.Decision]
+
+
+def explain(
+    planner: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            envvar=PLANNER_VARIABLE,
+            help="Planner to call; empty means that of `headrace up`.",
+        ),
+    ] = "",
+    router: Router = DEFAULT_ROUTER,
+    count: Annotated[
+        int, typer.Option(min=1, max=_DECISIONS_MAX, help="Decisions to show, the newest first.")
+    ] = 20,
+    changes: Annotated[
+        bool, typer.Option("--changes", help="Of these, show only those that ask for a change.")
+    ] = False,
+    wait: Wait = WAIT_S,
+    as_json: Json = False,
+) -> None:
+    """Shows what a running planner has decided, and why."""
+
+    async def work() -> None:
+        address = check_address("--planner", planner) if planner else find_planner(router)
+        found = await read_explanation(address, count)
+        decisions = [one for one in found.decisions if not changes or one.target != one.current]
+        if as_json:
+            objects = list(map(message_object, found.decisions))
+            print_json(message_object(found.status) | {"decisions": objects})
+        else:
+            _show_status(found.status, decisions)
+
+    run_command(work())
+
+
+async def read_explanation(planner: str, count: int) -> Explanation:
+    """The planner's state and its last decisions. Raises HeadraceError when it cannot be reached."""
+    async with started_channel(planner) as channel:
+        stub = planner_pb2_grpc.PlannerServiceStub(channel)
+        with rpc_errors(f"the planner on {planner}"):
+            status = await stub.GetStatus(planner_pb2.GetStatusRequest(), timeout=CALL_TIMEOUT_S)
+            listed = await stub.ListDecisions(
+                planner_pb2.ListDecisionsRequest(page_size=count), timeout=CALL_TIMEOUT_S
+            )
+    return Explanation(status, list(listed.decisions))
+
+
+def short_name(name: str) -> str:
+    """The end of an enum value's name, such as "advise" of MODE_ADVISE."""
+    return name.partition("_")[2].lower()
+
+
+def _show_status(
+    status: planner_pb2.GetStatusResponse, decisions: Sequence[planner_pb2.Decision]
+) -> None:
+    console = answer_console()
+    mode = short_name(planner_pb2.GetStatusResponse.Mode.Name(status.mode))
+    interval_s = seconds_from_duration(status.interval)
+    line = f"{status.model}, mode {mode}, a decision every {interval_s:g} s"
+    if status.HasField("current"):
+        line += f": {_counts_text(status.current)} now"
+    if status.HasField("target"):
+        line += f", target {_counts_text(status.target.workers)}"
+    console.print(line, markup=False, highlight=False)
+    if status.observation_fault:
+        console.print(f"not observed: {status.observation_fault}", style="red", markup=False)
+    table, _ = fitted_table(console, _EXPLAIN_COLUMNS, list(map(_cells, decisions)))
+    console.print(table)
+
+
+def _cells(decision: planner_pb2.Decision) -> tuple[str, ...]:
+    start_s = unix_s_from_timestamp(decision.start_time)
+    sentences = [reason.sentence for reason in decision.reasons]
+    return (
+        str(decision.number),
+        datetime.fromtimestamp(start_s, UTC).isoformat(timespec="seconds"),
+        _counts_text(decision.current),
+        _counts_text(decision.target) if decision.target != decision.current else "",
+        short_name(planner_pb2.Decision.Outcome.Name(decision.outcome)),
+        " ".join(filter(None, [decision.detail, *sentences])),
+    )
+
+
+def _counts_text(counts: planner_pb2.WorkerCounts | WorkerCounts) -> str:
+    return f"{counts.prefill} P, {counts.decode} D"
+
+
+_REPLAY_COLUMNS = (
+    Column("Time"),
+    Column("Workers", right=True),
+    Column("Target", right=True),
+    Column("Why"),
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds `headrace planner replay` and `headrace planner explain`."""
+    planner_app = typer.Typer(
+        no_args_is_help=True, help="Plans the numbers of prefill and decode workers."
+    )
+    planner_app.command(
+        "replay",
+        epilog="Example:  headrace planner replay monday.jsonl --settings planner.toml --profile profile.json",
+    )(replay)
+    planner_app.command(
+        "explain",
+        epilog="Examples:  headrace planner explain   |   headrace planner explain --planner 10.0.0.5:7058 --changes",
+    )(explain)
+    app.add_typer(planner_app, name="planner")
+
+
+def replay(
+    recording: Annotated[
+        Path, typer.Argument(help="Observations as JSON lines, one interval a line.")
+    ],
+    settings: Annotated[
+        Path | None, typer.Option(help="TOML file with the planner's settings.")
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="JSON file with a worker's profile. Without it, only the load decides."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Shows what the planner would decide for each interval of a recording. It changes nothing."""
+    with failures_as_exit():
+        chosen = read_settings(settings)
+        measured = read_profile(profile)
+        with recording.open(encoding="utf-8") as lines:
+            decisions = _decisions(chosen, measured, read_intervals(lines))
+            if as_json:
+                for interval, decision in decisions:
+                    print_json(decision_object(interval, decision), one_line=True)
+            else:
+                _show_replay(list(decisions))
+
+
+def _decisions(
+    settings: PlannerSettings, profile: WorkerProfile | None, intervals: Iterator[Interval]
+) -> Iterator[tuple[Interval, Decision]]:
+    state = PlannerState()
+    for interval in intervals:
+        decision, state = plan(settings, profile, interval, state)
+        yield interval, decision
+
+
+def decision_object(interval: Interval, decision: Decision) -> dict[str, Any]:
+    """The decision for programs."""
+    return {
+        "start_unix_s": interval.start_unix_s,
+        "duration_s": interval.duration_s,
+        "is_changing": interval.is_changing,
+        **asdict(decision),
+    }
+
+
+def _show_replay(decisions: list[tuple[Interval, Decision]]) -> None:
+    console = answer_console()
+    rows = [
+        (
+            datetime.fromtimestamp(interval.start_unix_s, UTC).isoformat(timespec="seconds"),
+            _counts_text(decision.current),
+            _counts_text(decision.target) if decision.is_change else "",
+            _why(interval, decision),
+        )
+        for interval, decision in decisions
+    ]
+    table, _ = fitted_table(console, _REPLAY_COLUMNS, rows)
+    console.print(table)
+    changes = sum(decision.is_change for _, decision in decisions)
+    console.print(f"{changes} changes in {len(decisions)} intervals.")
+
+
+def _why(interval: Interval, decision: Decision) -> str:
+    if interval.is_changing:
+        return "Workers join or leave."
+    return " ".join(reason.sentence for reason in decision.reasons)

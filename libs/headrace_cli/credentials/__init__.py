@@ -1,1 +1,0 @@
-"""Commands that create keys, tokens and certificates."""

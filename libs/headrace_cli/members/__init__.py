@@ -1,1 +1,0 @@
-"""The members of a deployment: what they report, as a table and for programs."""

@@ -1,0 +1,142 @@
+"""Output of commands: consoles, JSON for programs, tables, and the exit status of a failure."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headrace_common.errors import Cancelled, ConfigError, HeadraceError, InternalError
+
+# Wide enough for rows with the longest names. Lines are not filled up to it.
+PIPED_WIDTH = 1_000
+
+
+def answer_console() -> Console:
+    """The console for results. Without a terminal it has no colour and a fixed width."""
+    console = Console(highlight=False, soft_wrap=True)
+    return console if console.is_terminal else Console(highlight=False, width=PIPED_WIDTH)
+
+
+def notice_console() -> Console:
+    """The console for progress, hints and errors."""
+    return Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def can_draw_blocks(console: Console) -> bool:
+    """Whether the encoding of the console has block characters."""
+    return console.encoding.lower().startswith("utf")
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document for programs.")]
+
+
+def message_object(message: Message) -> dict[str, Any]:
+    """A message by protobuf's JSON mapping, with the names of the proto's fields."""
+    return MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+
+
+def json_text(document: Mapping[str, Any], *, one_line: bool = False) -> str:
+    """The document as text."""
+    return json.dumps(document, indent=None if one_line else 2, ensure_ascii=False)
+
+
+def print_json(document: Mapping[str, Any], *, one_line: bool = False) -> None:
+    """Writes the document to stdout."""
+    sys.stdout.write(f"{json_text(document, one_line=one_line)}\n")
+    sys.stdout.flush()
+
+
+_WIDTH_MAX = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column. On a narrow terminal, the one with the highest `rank` is left out first, and those with 0 never."""
+
+    title: str
+    rank: int = 0
+    right: bool = False
+
+
+def fitted_table(
+    console: Console, columns: Sequence[Column], rows: Sequence[Sequence[str]]
+) -> tuple[Table, list[str]]:
+    """A table that fits the console, and the titles of the columns that are left out.
+
+    Without a terminal nothing is left out. Cells never lose text: where no column can be left out, they are folded.
+    """
+    kept = list(range(len(columns)))
+    table = _table(columns, rows, kept)
+    left_out: list[str] = []
+    unbounded = console.options.update(width=_WIDTH_MAX)
+    while console.is_terminal and console.measure(table, options=unbounded).maximum > console.width:
+        last = max(kept, key=lambda index: columns[index].rank)
+        if not columns[last].rank:
+            break
+        kept.remove(last)
+        left_out.append(columns[last].title)
+        table = _table(columns, rows, kept)
+    return table, left_out
+
+
+def _table(columns: Sequence[Column], rows: Sequence[Sequence[str]], kept: Sequence[int]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for index in kept:
+        column = columns[index]
+        table.add_column(column.title, justify="right" if column.right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(row[index]) for index in kept))
+    return table
+
+
+EXIT_FAILED = 1
+EXIT_MISCONFIGURED = 2
+EXIT_INTERRUPTED = 130
+
+
+def run_command(work: Coroutine[Any, Any, None]) -> None:
+    """Runs `work` to its end. Raises typer.Exit when it fails."""
+    with failures_as_exit():
+        asyncio.run(work)
+
+
+@contextmanager
+def failures_as_exit() -> Iterator[None]:
+    """Turns every expected failure into typer.Exit."""
+    try:
+        yield
+    except ConfigError as error:
+        _fail(error, EXIT_MISCONFIGURED)
+    except Cancelled as error:
+        _fail(error, EXIT_INTERRUPTED)
+    except HeadraceError as error:
+        _fail(error, EXIT_FAILED)
+    except KeyboardInterrupt:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    except BrokenPipeError:
+        sys.stderr.close()
+        raise typer.Exit(EXIT_FAILED) from None
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _fail(InternalError(f"{where}{error.strerror or error}"), EXIT_FAILED)
+
+
+def _fail(error: HeadraceError, status: int) -> None:
+    line = " ".join(error.detail.split())
+    notice_console().print(f"headrace: {line}", style="red", markup=False)
+    raise typer.Exit(status) from None

@@ -1,1 +1,0 @@
-"""`headrace planner`: decisions about the numbers of workers."""

@@ -1,1 +1,0 @@
-"""Measures a worker for the planner and the simulator."""

@@ -1,1 +1,0 @@
-"""Replays a trace in a process of its own."""
