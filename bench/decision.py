@@ -47,7 +47,7 @@ from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.tracing.timeline import RequestTimeline
 from headrace_router.workers.directory import WorkerDirectory
-from headrace_text.byte_codec import ByteCodec
+from headrace_text.load import ByteCodec
 
 MODEL = "bench"
 TARGET_GROWTH = 2.0

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.simulation.make_trace import DAY_S, day_entries
-from headrace_planner.forecast import Predictor, forecast, last_value, local_trend, seasonal
+from headrace_planner.goal_decision import Predictor, forecast, last_value, local_trend, seasonal
 
 Series = NDArray[np.float64]
 

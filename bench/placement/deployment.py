@@ -26,7 +26,7 @@ from headrace_common.tickets.keys import SigningKey
 from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
 from headrace_router.placement import Placement
-from headrace_text.byte_codec import ByteCodec
+from headrace_text.load import ByteCodec
 
 CACHE_TOKENS = 10_240
 BLOCK_TOKENS = 32

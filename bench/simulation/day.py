@@ -23,9 +23,13 @@ from typing import Any
 
 from bench.simulation.make_trace import DAY_S, day_entries
 from bench.simulation.oracle import OracleDecisions
-from headrace_planner.files import read_profile
-from headrace_planner.profile import WorkerProfile
-from headrace_planner.settings import BudgetSettings, GoalSettings, PlannerSettings
+from headrace_planner.settings import (
+    BudgetSettings,
+    GoalSettings,
+    PlannerSettings,
+    WorkerProfile,
+    read_profile,
+)
 from headrace_simulator.replay import simulate
 from headrace_simulator.settings import Scaling, ScalingSettings, SimulationSettings, Way
 from headrace_simulator.trace import TraceRequest, read_trace

@@ -6,12 +6,11 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from headrace_planner.budget import within_budget
-from headrace_planner.forecast import Forecast
-from headrace_planner.goal_decision import Corrections, Demand, decide_by_goals
+from headrace_planner.goal_decision import Corrections, Demand, Forecast, decide_by_goals
 from headrace_planner.load_decision import apply_reasons
 from headrace_planner.observation import Interval, WorkerCounts
-from headrace_planner.profile import WorkerProfile
+from headrace_planner.planner import within_budget
+from headrace_planner.settings import WorkerProfile
 from headrace_simulator.settings import ScalingSettings
 from headrace_simulator.trace import TraceRequest
 

@@ -20,10 +20,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from headrace_planner.files import read_profile
-from headrace_planner.profile import WorkerProfile
+from headrace_planner.settings import WorkerProfile, read_profile
+from headrace_simulator.job import SimulationResult
 from headrace_simulator.replay import simulate
-from headrace_simulator.result import SimulationResult
 from headrace_simulator.settings import SimulationSettings, Way
 from headrace_simulator.trace import TraceRequest, read_trace
 

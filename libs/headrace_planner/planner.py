@@ -1,17 +1,116 @@
-"""The planner's decision: the goals set a floor, the load corrects, the budget bounds. Pure."""
+"""The planner's decision: the goals set a floor, the load corrects, the budget of devices bounds. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headrace_planner.budget import within_budget
 from headrace_planner.goal_decision import corrections, decide_by_goals, predict_demand
 from headrace_planner.load_decision import LoadState, apply_reasons, decide_by_load
-from headrace_planner.observation import Decision, Interval, Reason, WorkerCounts
-from headrace_planner.profile import WorkerProfile
-from headrace_planner.settings import PlannerSettings
-from headrace_planner.steadiness import keep_needed, needed_now
+from headrace_planner.observation import Decision, Interval, PlannedRole, Reason, WorkerCounts
+from headrace_planner.settings import BudgetSettings, PlannerSettings, WorkerProfile
+
+
+def devices_of(settings: BudgetSettings, counts: WorkerCounts) -> int:
+    """Devices that these workers have."""
+    return (
+        counts.prefill * settings.prefill_worker_devices
+        + counts.decode * settings.decode_worker_devices
+    )
+
+
+def within_budget(
+    settings: BudgetSettings, wanted: WorkerCounts
+) -> tuple[WorkerCounts, tuple[Reason, ...]]:
+    """The wanted counts, raised to the floors and cut to the budget, and the rules that changed them.
+
+    A cut keeps the proportion of the roles as far as the floors allow. Decode workers get what rounding leaves, because
+    answers stop without them.
+    """
+    floors = WorkerCounts(settings.prefill_workers_min, settings.decode_workers_min)
+    raised = WorkerCounts(max(wanted.prefill, floors.prefill), max(wanted.decode, floors.decode))
+    reasons = [
+        Reason(
+            role,
+            "fewest workers",
+            floors.of(role),
+            {"wanted": wanted.of(role), "fewest": floors.of(role)},
+            f"At least {floors.of(role)} {role} workers run.",
+        )
+        for role in PlannedRole
+        if wanted.of(role) < floors.of(role)
+    ]
+    needed = devices_of(settings, raised)
+    if needed <= settings.devices_max:
+        return raised, tuple(reasons)
+    cut = _cut(settings, raised, floors)
+    reasons += [
+        Reason(
+            role,
+            "budget",
+            cut.of(role),
+            {"wanted": raised.of(role), "devices": needed, "devices_max": settings.devices_max},
+            f"{raised.of(role)} {role} workers do not fit: all workers need {needed} devices, "
+            f"and {settings.devices_max} are allowed.",
+        )
+        for role in PlannedRole
+        if cut.of(role) != raised.of(role)
+    ]
+    return cut, tuple(reasons)
+
+
+def _cut(settings: BudgetSettings, wanted: WorkerCounts, floors: WorkerCounts) -> WorkerCounts:
+    """The largest counts within the budget in about the wanted proportion."""
+    share = settings.devices_max / devices_of(settings, wanted)
+    floor_devices = floors.decode * settings.decode_worker_devices
+    affordable = (settings.devices_max - floor_devices) // settings.prefill_worker_devices
+    prefill = min(affordable, max(floors.prefill, round(wanted.prefill * share)))
+    left = settings.devices_max - prefill * settings.prefill_worker_devices
+    return WorkerCounts(prefill, min(wanted.decode, left // settings.decode_worker_devices))
+
+
+def needed_now(
+    current: WorkerCounts, by_load: Sequence[Reason], floors: Sequence[Reason]
+) -> WorkerCounts:
+    """The workers that the rules justify at this moment: the floors, and those that the load does not give up."""
+    needed = WorkerCounts(0, 0)
+    for role in PlannedRole:
+        wished = [reason.count for reason in by_load if reason.role is role]
+        kept = 0 if wished and wished[-1] < current.of(role) else max((current.of(role), *wished))
+        counts = [reason.count for reason in floors if reason.role is role]
+        needed = needed.changed(role, max((kept, *counts)))
+    return needed
+
+
+def keep_needed(
+    settings: PlannerSettings,
+    current: WorkerCounts,
+    wanted: WorkerCounts,
+    recent: Sequence[WorkerCounts],
+) -> tuple[WorkerCounts, tuple[Reason, ...]]:
+    """The wanted counts, and for a role that would shrink at least what it needed lately.
+
+    Workers are not kept when the budget has no room for them beside the wanted ones.
+    """
+    kept = wanted
+    for role in PlannedRole:
+        most = max((one.of(role) for one in recent), default=0)
+        if wanted.of(role) < current.of(role):
+            kept = kept.changed(role, max(wanted.of(role), min(most, current.of(role))))
+    if kept == wanted or devices_of(settings.budget, kept) > settings.budget.devices_max:
+        return wanted, ()
+    reasons = tuple(
+        Reason(
+            role,
+            "recently needed",
+            kept.of(role),
+            {"wanted": wanted.of(role), "intervals": len(recent)},
+            f"Within the last {len(recent)} decisions, {kept.of(role)} {role} workers were needed.",
+        )
+        for role in PlannedRole
+        if kept.of(role) != wanted.of(role)
+    )
+    return kept, reasons
 
 
 @dataclass(frozen=True, slots=True)

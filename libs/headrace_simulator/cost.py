@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_planner.profile import WorkerProfile
+from headrace_planner.settings import WorkerProfile
 
 
 class CostModel:

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 
 from headrace_common.errors import ConfigError, HeadraceError
 from headrace_planner.observation import PlannedRole
-from headrace_planner.profile import WorkerProfile
-from headrace_simulator.autoscaler import Autoscaler, Decide, PlannerDecisions
+from headrace_planner.settings import WorkerProfile
 from headrace_simulator.cost import CostModel
-from headrace_simulator.fleet import Fleet
-from headrace_simulator.job import RequestOutcome
-from headrace_simulator.result import (
+from headrace_simulator.fleet import Autoscaler, Decide, Fleet, PlannerDecisions
+from headrace_simulator.job import (
     ChangeRow,
+    RequestOutcome,
     SimulationResult,
     attainment,
     classes_of,

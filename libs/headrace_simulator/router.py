@@ -33,11 +33,10 @@ from headrace_router.prefix_cache.index import PrefixIndex
 from headrace_router.prefix_cache.tier_prices import TierPrices
 from headrace_router.workers.table import LoadTable
 from headrace_simulator.cost import CostModel
-from headrace_simulator.decode_worker import SimulatedDecodeWorker
 from headrace_simulator.job import Job
-from headrace_simulator.prefill_worker import computed
 from headrace_simulator.settings import SimulationSettings, Way
 from headrace_simulator.trace import BLOCK_TOKENS, TraceRequest
+from headrace_simulator.workers import SimulatedDecodeWorker, computed
 
 MODEL: Final = "simulated"
 LAYOUT: Final = KvLayout.attention(

@@ -13,8 +13,7 @@ from headrace_common.config import (
     PositiveCount,
     PositiveSeconds,
 )
-from headrace_planner.profile import WorkerProfile
-from headrace_planner.settings import PlannerSettings
+from headrace_planner.settings import PlannerSettings, WorkerProfile
 
 RUNS_MAX: Final = 64
 _WORKERS_MAX: Final = 2_000

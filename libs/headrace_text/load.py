@@ -1,13 +1,101 @@
-"""Loads the codecs of all served models."""
+"""Loads the codecs of all served models. That of the simulated model has one token per byte."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from headrace_text.byte_codec import ByteCodec
-from headrace_text.codec import TextCodec
+from headrace_text.codec import ChatMessage, TextCodec, TooManyTokens
 from headrace_text.model_hub import TEXT_FILES, fetch_model, parse_hub_model
+
+_BYTE_COUNT = 256
+# The simulated engine has the same default.
+_VOCABULARY_SIZE = 32_000
+# Tokens beyond the bytes have no text of their own. Each decodes to an ASCII word of two syllables, because every
+# terminal shows it and a search finds it.
+_SYLLABLES = tuple(
+    consonant + vowel + end
+    for end in ("", "n")
+    for vowel in "aeiou"
+    for consonant in (
+        "b",
+        "c",
+        "d",
+        "f",
+        "g",
+        "h",
+        "j",
+        "k",
+        "l",
+        "m",
+        "n",
+        "p",
+        "r",
+        "s",
+        "t",
+        "v",
+        "w",
+        "y",
+        "z",
+    )
+)
+
+
+class ByteCodec(TextCodec):
+    """Tokens 0-255 are the bytes of UTF-8. Other tokens decode to a space and a word, each to its own.
+
+    `encode` never returns them.
+    """
+
+    vocabulary_size = _VOCABULARY_SIZE
+    longest_token_bytes = 1
+    max_model_len = 0
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
+        content = text.encode()
+        if tokens_max is not None and len(content) > tokens_max:
+            raise TooManyTokens(len(content))
+        return list(content)
+
+    def encode_chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        continue_final_message: bool,
+        tokens_max: int | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+        cache_scope: str = "",
+    ) -> list[int]:
+        lines = [f"{name}: {value}" for name, value in sorted((template_kwargs or {}).items())]
+        lines += [f"tool: {json.dumps(tool, ensure_ascii=False)}" for tool in tools]
+        lines += map(_line, messages)
+        text = "\n".join(lines)
+        return self.encode(text if continue_final_message else f"{text}\nassistant: ", tokens_max)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        content = b"".join(
+            bytes((token_id,)) if token_id < _BYTE_COUNT else _word(token_id - _BYTE_COUNT)
+            for token_id in token_ids
+        )
+        return content.decode(errors="replace")
+
+
+def _line(message: ChatMessage) -> str:
+    calls = [
+        f" {call.name}({json.dumps(call.arguments, ensure_ascii=False)})"
+        for call in message.tool_calls
+    ]
+    return f"{message.role}: {message.reasoning}{message.content}{''.join(calls)}"
+
+
+def _word(number: int) -> bytes:
+    first, second = divmod(number, len(_SYLLABLES))
+    return f" {_SYLLABLES[first % len(_SYLLABLES)]}{_SYLLABLES[second]}".encode("ascii")
+
 
 SIMULATED_MODEL = "sim"
 

@@ -17,10 +17,8 @@ from headrace_common.errors import (
     PermissionDenied,
 )
 from headrace_planner.observation import WorkerCounts
-from headrace_planner_service.config import PlannerConfig
-from headrace_planner_service.kubernetes.connector import open_scaler
-from headrace_planner_service.kubernetes.scaler import WorkloadScaler
-from headrace_planner_service.workloads import Workload
+from headrace_planner_service.config import PlannerConfig, Workload
+from headrace_planner_service.kubernetes_connector import WorkloadScaler, open_scaler
 from tests.component.chart.charts import EXAMPLES
 from tests.kube.cluster import Cluster
 from tests.kube.node import FakeNode

@@ -14,8 +14,8 @@ import pytest
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.telemetry import schema
 from headrace_router.picker.messages import DESTINATION
-from headrace_text.byte_codec import ByteCodec
 from headrace_text.codec import ChatMessage
+from headrace_text.load import ByteCodec
 from tests.channels import operator_channel
 from tests.ports import free_port
 from tests.suite.deployment import Suite, suite

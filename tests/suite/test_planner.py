@@ -18,7 +18,7 @@ from headrace_cli.up.keeping import keep
 from headrace_cli.up.restarts import RestartPolicy
 from headrace_cli.up.topology import Topology
 from headrace_common.errors import HeadraceError
-from headrace_planner.recording import read_intervals
+from headrace_planner.observation import read_intervals
 from tests.suite.deployment import Suite, prompt_of, suite
 from tests.waiting import until
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from headrace_planner.profile import WorkerProfile
+from headrace_planner.settings import WorkerProfile
 from tests.suite.deployment import suite
 from tests.suite.test_command_line import headrace
 

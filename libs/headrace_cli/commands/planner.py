@@ -27,12 +27,9 @@ from headrace_cli.output import (
 from headrace_cli.starting import WAIT_S, Wait
 from headrace_cli.state import find_planner
 from headrace_common.durations import seconds_from_duration, unix_s_from_timestamp
-from headrace_planner.files import read_profile, read_settings
-from headrace_planner.observation import Decision, Interval, WorkerCounts
+from headrace_planner.observation import Decision, Interval, WorkerCounts, read_intervals
 from headrace_planner.planner import PlannerState, plan
-from headrace_planner.profile import WorkerProfile
-from headrace_planner.recording import read_intervals
-from headrace_planner.settings import PlannerSettings
+from headrace_planner.settings import PlannerSettings, WorkerProfile, read_profile, read_settings
 
 PLANNER_VARIABLE: Final = "HEADRACE_PLANNER"
 _DECISIONS_MAX: Final = 1_000

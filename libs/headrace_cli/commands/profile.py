@@ -27,7 +27,7 @@ from headrace_cli.starting import WAIT_S, Wait, registry_of
 from headrace_client import build_request
 from headrace_common.errors import ConfigError, InternalError
 from headrace_common.version import version
-from headrace_planner.profile import DecodePoint, PrefillPoint, WorkerProfile
+from headrace_planner.settings import DecodePoint, PrefillPoint, WorkerProfile
 
 # Of ordinary text, in the vocabulary of any model.
 _TOKEN_IDS: Final = range(300, 1_300)

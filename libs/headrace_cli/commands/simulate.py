@@ -23,7 +23,7 @@ from headrace_cli.output import (
 )
 from headrace_common.errors import ConfigError, DeadlineExceeded, InternalError
 from headrace_common.extras import require_extra
-from headrace_planner.files import read_profile, read_settings
+from headrace_planner.settings import read_profile, read_settings
 from headrace_simulator.settings import (
     Scaling,
     ScalingSettings,

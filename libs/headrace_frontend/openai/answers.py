@@ -11,7 +11,7 @@ from typing import Any
 from headrace_common.errors import InvalidRequest
 from headrace_frontend.openai.requests import ChatCompletionBody
 from headrace_text.parsing.answer import AnswerParser
-from headrace_text.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from headrace_text.parsing.buffered import CallArguments, CallStart, Content, Piece, Reasoning
 from headrace_text.parsing.registry import (
     new_reasoning_parser,
     new_required_call_parser,

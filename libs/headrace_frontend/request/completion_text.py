@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_text.detokenizer import IncrementalDetokenizer
-from headrace_text.stop_strings import StopStringScanner
+from headrace_text.detokenizer import IncrementalDetokenizer, StopStringScanner
 
 
 class CompletionText:

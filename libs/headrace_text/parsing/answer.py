@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_text.parsing.buffered import TextParser
-from headrace_text.parsing.pieces import CallArguments, Content, Piece, Reasoning
+from headrace_text.parsing.buffered import CallArguments, Content, Piece, Reasoning, TextParser
 
 
 class AnswerParser:

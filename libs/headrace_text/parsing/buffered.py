@@ -1,12 +1,44 @@
-"""The base of parsers of text that arrives in parts."""
+"""The base of parsers of text that arrives in parts, and the pieces that they divide it into."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from headrace_text.parsing.pieces import Content, Piece
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call begins. `call_id` is the id that the model wrote, or empty."""
+
+    name: str
+    call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the arguments of the latest tool call, which are one JSON object."""
+
+    text: str
+
+
+Piece: TypeAlias = Content | Reasoning | CallStart | CallArguments
+
 
 State: TypeAlias = Callable[[], bool]
 """Takes text from the buffer. False when it needs more text."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from headrace_text.parsing.buffered import BufferedParser
+from headrace_text.parsing.buffered import BufferedParser, CallArguments, CallStart, Piece
 from headrace_text.parsing.json_values import CallObject
-from headrace_text.parsing.pieces import CallArguments, CallStart, Piece
 
 
 class _CallObjects(BufferedParser):

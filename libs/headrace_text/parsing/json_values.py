@@ -6,7 +6,7 @@ import json
 import re
 from enum import Enum, auto
 
-from headrace_text.parsing.pieces import CallArguments, CallStart, Piece
+from headrace_text.parsing.buffered import CallArguments, CallStart, Piece
 
 _SPACE = " \t\r\n"
 _SIGNS = re.compile(r'["{}\[\]]')

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from headrace_text.parsing.buffered import BufferedParser
+from headrace_text.parsing.buffered import BufferedParser, CallArguments, CallStart
 from headrace_text.parsing.json_calls import ListedCalls
 from headrace_text.parsing.json_values import JsonValueScanner
-from headrace_text.parsing.pieces import CallArguments, CallStart
 
 _KIMI_ID = re.compile(r"(?:functions\.)?([^:\s]+)(?::\d+)?")
 

@@ -6,8 +6,7 @@ import ast
 import json
 import re
 
-from headrace_text.parsing.buffered import BufferedParser
-from headrace_text.parsing.pieces import CallArguments, CallStart
+from headrace_text.parsing.buffered import BufferedParser, CallArguments, CallStart
 
 _SIGNS = re.compile(r"[\"'()\[\]{}]")
 _NAME = re.compile(r"\s*[A-Za-z_][\w.]*\s*\(")

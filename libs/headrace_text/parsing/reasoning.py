@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_text.parsing.buffered import BufferedParser
-from headrace_text.parsing.pieces import Reasoning
+from headrace_text.parsing.buffered import BufferedParser, Reasoning
 
 
 class TaggedReasoning(BufferedParser):

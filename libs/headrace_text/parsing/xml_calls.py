@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from headrace_text.parsing.buffered import BufferedParser
-from headrace_text.parsing.pieces import CallArguments, CallStart
+from headrace_text.parsing.buffered import BufferedParser, CallArguments, CallStart
 
 _CALL = "<tool_call>"
 _CALL_END = "</tool_call>"

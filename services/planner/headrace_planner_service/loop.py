@@ -11,12 +11,10 @@ from pathlib import Path
 
 from headrace_common.errors import HeadraceError
 from headrace_common.logs import CauseLog
-from headrace_planner.observation import Interval, LoadSample
-from headrace_planner.recording import interval_line
+from headrace_planner.observation import Interval, LoadSample, interval_line
 from headrace_planner_service.config import PlannerConfig
 from headrace_planner_service.decisions import DecisionEntry
-from headrace_planner_service.observer import Observer, Reading
-from headrace_planner_service.sampling import Totals, request_statistics
+from headrace_planner_service.observer import Observer, Reading, Totals, request_statistics
 from headrace_planner_service.steering import Steering
 
 _LOG = logging.getLogger(__name__)

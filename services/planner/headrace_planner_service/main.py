@@ -23,16 +23,14 @@ from headrace_common.rpc.server import GrpcServer
 from headrace_common.tasks import end_task, run_forever
 from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_common.telemetry.setup import init_telemetry
-from headrace_planner.files import read_profile, read_settings
+from headrace_planner.settings import read_profile, read_settings
 from headrace_planner_service.config import PlannerConfig
-from headrace_planner_service.decisions import DecisionLog
-from headrace_planner_service.kubernetes.connector import KubernetesConnector, open_scaler
+from headrace_planner_service.decisions import DecisionLog, PlannerMetrics
+from headrace_planner_service.kubernetes_connector import KubernetesConnector, open_scaler
 from headrace_planner_service.loop import PlanningLoop
-from headrace_planner_service.metrics import PlannerMetrics
 from headrace_planner_service.observer import Observer
 from headrace_planner_service.service import PlannerServicer
-from headrace_planner_service.steering import Rules, Steering
-from headrace_planner_service.targets import TargetBoard
+from headrace_planner_service.steering import Rules, Steering, TargetBoard
 
 _LOG = logging.getLogger(__name__)
 

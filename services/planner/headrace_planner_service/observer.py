@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,11 +11,184 @@ import grpc.aio
 
 from headrace.inference.v1 import load_pb2, load_pb2_grpc
 from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import RegistryUnavailable, WorkerGone
+from headrace_common.process.heartbeats import heartbeat_interval_s, must_change
 from headrace_common.rpc.status import error_from_rpc
-from headrace_planner.observation import LoadSample
-from headrace_planner_service.sampling import DecodeReading, Totals, load_sample
-from headrace_planner_service.worker_status import OpenChannel, WorkerStatus, status_interval_s
+from headrace_common.tasks import end_task, run_forever
+from headrace_planner.observation import ClassCounts, DecodeLoad, LoadSample, RequestStatistics
+
+_US = 1e-6
+_SUMS = tuple(field.name for field in load_pb2.RequestTotals.DESCRIPTOR.fields)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeReading:
+    """The status of a decode worker, and its slots."""
+
+    status: worker_pb2.WatchStatusResponse
+    max_num_seqs: int
+
+
+Totals = Mapping[str, load_pb2.RequestTotals]
+"""Sums over the answered requests of one model, by router incarnation."""
+
+
+def load_sample(
+    routers: Iterable[load_pb2.ModelLoad],
+    prefill: Iterable[worker_pb2.WatchStatusResponse],
+    decode: Iterable[DecodeReading],
+) -> LoadSample:
+    """The load of one model. Workers that drain are left out, because they take no requests."""
+    loads = tuple(routers)
+    pulling = [status for status in prefill if _serves(status)]
+    queued = sum(load.queued_prompts for load in loads)
+    queued += sum(status.waiting_requests for status in pulling)
+    return LoadSample(
+        prefill_workers=len(pulling),
+        queued_prompts=queued,
+        decode=_decode_loads(
+            [reading for reading in decode if _serves(reading.status)],
+            sum(load.waiting_requests for load in loads),
+        ),
+        queued_by_class=ClassCounts(
+            high=sum(load.queued_by_class.high for load in loads),
+            normal=sum(load.queued_by_class.normal for load in loads),
+            low=sum(load.queued_by_class.low for load in loads),
+        ),
+    )
+
+
+def request_statistics(before: Totals, after: Totals) -> RequestStatistics | None:
+    """The requests that were answered between two readings, or None without any.
+
+    A router that the first reading lacks counts from its next reading on. A router with smaller sums has started again.
+    """
+    sums = dict.fromkeys(_SUMS, 0)
+    for router, totals in after.items():
+        first = before.get(router)
+        if first is None:
+            continue
+        restarted = totals.request_count < first.request_count
+        for name in _SUMS:
+            sums[name] += getattr(totals, name) - (0 if restarted else getattr(first, name))
+    count = sums["request_count"]
+    if count <= 0:
+        return None
+    gaps = sums["answer_tokens"] - count
+    prompt_tokens = sums["prompt_tokens"]
+    return RequestStatistics(
+        request_count=count,
+        prompt_tokens=prompt_tokens / count,
+        answer_tokens=sums["answer_tokens"] / count,
+        ttft_s=_US * sums["time_to_first_token_us"] / count,
+        itl_s=_US * sums["streaming_us"] / gaps if gaps > 0 else 0.0,
+        duration_s=_US * sums["duration_us"] / count,
+        cached_share=min(1.0, sums["cached_prompt_tokens"] / max(1, prompt_tokens)),
+    )
+
+
+def _decode_loads(readings: Sequence[DecodeReading], waiting: int) -> tuple[DecodeLoad, ...]:
+    """The loads, with the requests that wait on routers spread evenly: any worker may get them."""
+    share, rest = divmod(waiting, max(1, len(readings)))
+    return tuple(
+        _decode_load(reading, share + (index < rest)) for index, reading in enumerate(readings)
+    )
+
+
+def _decode_load(reading: DecodeReading, waiting: int) -> DecodeLoad:
+    status = reading.status
+    held = max(status.used_blocks, status.reserved_blocks + status.quarantined_blocks)
+    return DecodeLoad(
+        kv_usage=_share(held, status.total_blocks),
+        waiting_requests=status.waiting_requests + waiting,
+        slot_usage=_share(status.running_requests + status.waiting_requests, reading.max_num_seqs),
+    )
+
+
+def _share(part: int, whole: int) -> float:
+    return min(1.0, part / whole) if whole else 0.0
+
+
+def _serves(status: worker_pb2.WatchStatusResponse) -> bool:
+    return status.state == worker_pb2.WatchStatusResponse.STATE_SERVING
+
+
+OpenChannel = Callable[[str], grpc.aio.Channel]
+
+_SHORTEST_S: Final = 5.0
+_LATE_S: Final = 3.0
+_RETRY_FIRST_S: Final = 0.2
+_RETRY_MAX_S: Final = 5.0
+
+
+def status_interval_s(workers: int) -> float:
+    """In this time an idle worker sends at least once, if it is one of `workers`. Others send each change."""
+    return max(_SHORTEST_S, heartbeat_interval_s(workers))
+
+
+class WorkerStatus:
+    """The latest status of one worker incarnation, from the start of the object to `close`."""
+
+    def __init__(
+        self, member: registry_pb2.Member, open_channel: OpenChannel, interval_s: float
+    ) -> None:
+        """An idle worker sends at least every `interval_s`."""
+        self.member = member
+        self._interval_s = interval_s
+        self._open_channel = open_channel
+        self._latest: worker_pb2.WatchStatusResponse | None = None
+        self._task = run_forever(self._follow(), f"status-{member.worker_id}")
+
+    @property
+    def latest(self) -> worker_pb2.WatchStatusResponse | None:
+        """The latest status. None while the worker sends none."""
+        return self._latest
+
+    def set_interval(self, interval_s: float) -> None:
+        """Asks for another interval after the next status, if the difference is worth a new stream."""
+        self._interval_s = interval_s
+
+    async def close(self) -> None:
+        """Ends the stream."""
+        await end_task(self._task)
+
+    async def _follow(self) -> None:
+        delay_s = _RETRY_FIRST_S
+        while True:
+            channel = self._open_channel(self.member.endpoint)
+            try:
+                while await self._read(channel):
+                    pass
+                if self._latest is not None:
+                    delay_s = _RETRY_FIRST_S
+            finally:
+                self._latest = None
+                await channel.close()
+            await asyncio.sleep(delay_s)
+            delay_s = min(_RETRY_MAX_S, 2 * delay_s)
+
+    async def _read(self, channel: grpc.aio.Channel) -> bool:
+        """Reads until the stream ends or is late. Returns whether it is to be opened again with another interval."""
+        interval_s = self._interval_s
+        request = worker_pb2.WatchStatusRequest(max_interval=duration_from_seconds(interval_s))
+        call: Any = worker_pb2_grpc.WorkerServiceStub(channel).WatchStatus(request)
+        try:
+            while True:
+                async with asyncio.timeout(interval_s + _LATE_S):
+                    status = await call.read()
+                if not isinstance(status, worker_pb2.WatchStatusResponse):
+                    return False
+                if status.incarnation == self.member.incarnation:
+                    self._latest = status
+                    if must_change(interval_s, self._interval_s):
+                        return True
+        except (TimeoutError, grpc.aio.AioRpcError):
+            return False
+        finally:
+            call.cancel()
+
 
 _CALL_TIMEOUT_S: Final = 2.0
 _WORKERS: Final = (registry_pb2.Member.ROLE_PREFILL, registry_pb2.Member.ROLE_DECODE)

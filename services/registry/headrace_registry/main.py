@@ -2,19 +2,90 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from typing import NoReturn
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final, NoReturn
+
+from opentelemetry.sdk.resources import Resource
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config, redacted
 from headrace_common.rpc.server import GrpcServer
-from headrace_registry.config import RegistryConfig
-from headrace_registry.metrics import recorded_metrics
+from headrace_common.tasks import end_task, run_forever
+from headrace_common.telemetry import schema
+from headrace_common.telemetry.metrics.listener import metrics_served
+from headrace_common.telemetry.metrics.process import Metrics
+from headrace_registry.config import MEMORY_STORE, RegistryConfig
 from headrace_registry.service import RegistryServicer
-from headrace_registry.store.factory import open_store
+from headrace_registry.store.base import Store
+from headrace_registry.store.memory import MemoryStore
+
+_INTERVAL_S: Final = 1.0
+
+
+@asynccontextmanager
+async def recorded_metrics(store: Store, config: ServiceConfig) -> AsyncIterator[Metrics]:
+    """Samples, exports and serves the metrics of a registry over the block, where the settings ask for it.
+
+    Raises ConfigError when it cannot listen.
+    """
+    resource = Resource.create(
+        {"service.name": "headrace-registry", "service.instance.id": config.internal_listen}
+    )
+    metrics = Metrics(resource, config.otlp_endpoint, readable=bool(config.metrics_keys_file))
+    corrupt = metrics.store.gauge(schema.METRIC_CORRUPT_RECORDS)
+
+    members = metrics.store.gauge(schema.METRIC_MEMBERS, schema.ATTRIBUTE_MEMBER_ROLE)
+
+    async def sample() -> None:
+        while True:
+            corrupt.set(store.corrupt_record_count)
+            members.replace(Counter(map(_role_name, store.members.values())))
+            await asyncio.sleep(_INTERVAL_S)
+
+    task = run_forever(sample(), "registry-metrics") if metrics.has_readers else None
+    try:
+        async with metrics_served(config, metrics):
+            yield metrics
+    finally:
+        await end_task(task)
+        await asyncio.to_thread(metrics.shutdown)
+
+
+def _role_name(member: registry_pb2.Member) -> str:
+    return registry_pb2.Member.Role.Name(member.role).removeprefix("ROLE_").lower()
+
+
+def open_store(config: RegistryConfig) -> Store:
+    """The store that the settings name, not started. Raises ConfigError when its package or a file is missing."""
+    if config.store == MEMORY_STORE:
+        return MemoryStore(config.history_size)
+    # Imported here, so that a registry without etcd does not need etcd3.
+    from headrace_registry.store.etcd_endpoint import EtcdAccess
+    from headrace_registry.store.etcd_store import EtcdStore
+
+    return EtcdStore(
+        EtcdAccess(
+            endpoints=config.etcd_endpoints,
+            timeout_s=config.store_timeout_s,
+            authority_file=config.store_tls_authority_file,
+            certificate_file=config.store_tls_certificate_file,
+            key_file=config.store_tls_key_file,
+            user=config.store_user,
+            password_file=config.store_password_file,
+        ),
+        prefix=config.store_prefix,
+        history_size=config.history_size,
+        start_timeout_s=config.store_start_timeout_s,
+    )
+
 
 _log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from headrace_frontend.request.size import RequestSizeCheck, needed_request_byte
 from headrace_frontend.salts import CacheSalts
 from headrace_frontend.tenants import Tenants, load_tenants, tenant_or_none
 from headrace_kv.layout.layout import WorkerRef
-from headrace_planner.files import read_profile
+from headrace_planner.settings import read_profile
 from headrace_router.client_gate import ClientGate
 from headrace_router.config import RouterConfig
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher

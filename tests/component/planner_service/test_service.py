@@ -26,8 +26,7 @@ from headrace_planner_service.loop import PlanningLoop
 from headrace_planner_service.main import SERVICE
 from headrace_planner_service.observer import Observer
 from headrace_planner_service.service import PlannerServicer
-from headrace_planner_service.steering import Rules, Steering
-from headrace_planner_service.targets import TargetBoard
+from headrace_planner_service.steering import Rules, Steering, TargetBoard
 from tests.channels import operator_channel
 from tests.unit.planner.samples import interval, sample
 

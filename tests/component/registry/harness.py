@@ -23,11 +23,10 @@ from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.server import GrpcServer
 from headrace_registry.config import RegistryConfig
-from headrace_registry.main import SERVICE
+from headrace_registry.main import SERVICE, open_store
 from headrace_registry.service import RegistryServicer
 from headrace_registry.store.base import Store
 from headrace_registry.store.etcd_store import EtcdStore
-from headrace_registry.store.factory import open_store
 from tests.channels import operator_channel
 from tests.freezing import freeze, thaw
 from tests.ports import free_port

@@ -16,7 +16,7 @@ from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import FirstTokenLate, InvalidRequest
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
-from headrace_planner.profile import DecodePoint, PrefillPoint, WorkerProfile
+from headrace_planner.settings import DecodePoint, PrefillPoint, WorkerProfile
 from tests.component.router.fakes import Rig, hand_over, reply, text_of, with_settings
 
 _WAIT_S = 100.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_planner.observation import DecodeLoad, Interval, LoadSample, RequestStatistics
-from headrace_planner.profile import DecodePoint, PrefillPoint, WorkerProfile
+from headrace_planner.settings import DecodePoint, PrefillPoint, WorkerProfile
 
 PROFILE = WorkerProfile(
     prefill=(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_planner.forecast import forecast, last_value, local_trend, seasonal
+from headrace_planner.goal_decision import forecast, last_value, local_trend, seasonal
 
 DAY = [20 + 15 * math.sin(2 * math.pi * hour / 24) for hour in range(24)]
 

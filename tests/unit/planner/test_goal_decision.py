@@ -13,12 +13,13 @@ from headrace_planner.goal_decision import (
     Corrections,
     corrections,
     decide_by_goals,
+    fewest_workers,
+    late_share,
+    mean_wait_s,
     predict_demand,
 )
 from headrace_planner.observation import RequestStatistics
-from headrace_planner.profile import PrefillPoint, WorkerProfile
-from headrace_planner.queueing import fewest_workers, late_share, mean_wait_s
-from headrace_planner.settings import GoalSettings, PlannerSettings
+from headrace_planner.settings import GoalSettings, PlannerSettings, PrefillPoint, WorkerProfile
 from tests.unit.planner.samples import PROFILE, interval, requests, sample
 
 SETTINGS = PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=0.05))

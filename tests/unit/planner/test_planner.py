@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from headrace_planner.budget import devices_of, within_budget
 from headrace_planner.observation import PlannedRole, WorkerCounts
-from headrace_planner.planner import PlannerState, plan
+from headrace_planner.planner import PlannerState, devices_of, plan, within_budget
 from headrace_planner.settings import BudgetSettings, PlannerSettings
 from tests.unit.planner.samples import PROFILE, interval, requests, sample
 

@@ -7,8 +7,7 @@ import json
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_planner.observation import ClassCounts
-from headrace_planner.recording import LINE_BYTES_MAX, interval_line, read_intervals
+from headrace_planner.observation import LINE_BYTES_MAX, ClassCounts, interval_line, read_intervals
 
 LINE = {
     "start_unix_s": 10,

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_planner.observation import PlannedRole, Reason, WorkerCounts
-from headrace_planner.planner import PlannerState, plan
+from headrace_planner.planner import PlannerState, keep_needed, needed_now, plan
 from headrace_planner.settings import BudgetSettings, PlannerSettings
-from headrace_planner.steadiness import keep_needed, needed_now
 from tests.unit.planner.samples import PROFILE, interval, requests, sample
 
 SETTINGS = PlannerSettings(shrink_intervals=3, budget=BudgetSettings(devices_max=10))

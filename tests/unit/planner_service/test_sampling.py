@@ -7,7 +7,7 @@ import pytest
 from headrace.inference.v1 import load_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_planner.observation import ClassCounts
-from headrace_planner_service.sampling import DecodeReading, load_sample, request_statistics
+from headrace_planner_service.observer import DecodeReading, load_sample, request_statistics
 
 STATES = worker_pb2.WatchStatusResponse
 

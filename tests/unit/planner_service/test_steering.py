@@ -13,8 +13,7 @@ from headrace_common.errors import ConfigError, Draining, NotFound
 from headrace_planner.observation import WorkerCounts
 from headrace_planner.settings import LoadSettings, PlannerSettings
 from headrace_planner_service.decisions import DecisionEntry, DecisionLog, Outcome
-from headrace_planner_service.steering import Rules, Steering
-from headrace_planner_service.targets import TargetBoard
+from headrace_planner_service.steering import Rules, Steering, TargetBoard
 from tests.unit.planner.samples import interval, sample
 
 QUEUED = interval(sample(prefill=1, queued=5))

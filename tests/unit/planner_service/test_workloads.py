@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from headrace_planner_service.config import PlannerConfig
-from headrace_planner_service.workloads import Workload, WorkloadState, parse_workload
+from headrace_planner_service.config import PlannerConfig, Workload, WorkloadState, parse_workload
 
 BOTH = {"kubernetes_prefill": "statefulset/p", "kubernetes_decode": "deployment/d"}
 

@@ -15,7 +15,7 @@ from headrace_frontend.request.size import needed_request_bytes
 from headrace_router.app import _warn_of_short_requests
 from headrace_router.config import RouterConfig
 from headrace_router.main import join_models
-from headrace_text.byte_codec import ByteCodec
+from headrace_text.load import ByteCodec
 
 
 def _load(*arguments: str) -> RouterConfig:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace_common.callers.priority import Priority
-from headrace_planner.profile import DecodePoint, PrefillPoint, TransferTime, WorkerProfile
+from headrace_planner.settings import DecodePoint, PrefillPoint, TransferTime, WorkerProfile
 from headrace_simulator.trace import TraceRequest
 
 PROFILE = WorkerProfile(

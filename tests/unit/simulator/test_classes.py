@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from headrace_common.callers.priority import Priority
-from headrace_planner.profile import WorkerProfile
+from headrace_planner.settings import WorkerProfile
+from headrace_simulator.job import ClassResult, SimulationResult
 from headrace_simulator.replay import simulate
-from headrace_simulator.result import ClassResult, SimulationResult
 from headrace_simulator.settings import SimulationSettings
 from headrace_simulator.trace import TraceRequest
 from tests.unit.simulator.samples import PROFILE, request

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_planner.profile import DecodePoint, PrefillPoint
+from headrace_planner.settings import DecodePoint, PrefillPoint
 from headrace_simulator.cost import CostModel
 from tests.unit.simulator.samples import PROFILE, SLOW_LINK
 

@@ -10,10 +10,9 @@ import pytest
 from bench.simulation.make_trace import Conversations, conversation_entries
 from bench.simulation.oracle import OracleDecisions
 from headrace_common.errors import ConfigError
-from headrace_planner.profile import WorkerProfile
-from headrace_planner.settings import BudgetSettings, GoalSettings, PlannerSettings
+from headrace_planner.settings import BudgetSettings, GoalSettings, PlannerSettings, WorkerProfile
+from headrace_simulator.job import SimulationResult
 from headrace_simulator.replay import simulate
-from headrace_simulator.result import SimulationResult
 from headrace_simulator.settings import Scaling, ScalingSettings, SimulationSettings, Way
 from headrace_simulator.trace import TraceRequest
 from tests.unit.simulator.samples import PROFILE, SLOW_LINK, request

@@ -7,7 +7,7 @@ from random import Random
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier
 from headrace_router.prefix_cache.index import ApplyResult, PrefixIndex
-from headrace_simulator.worker_cache import WorkerCache
+from headrace_simulator.workers import WorkerCache
 
 REF = WorkerRef("prefill-0", "i0")
 

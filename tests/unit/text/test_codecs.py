@@ -9,12 +9,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from headrace_common.errors import ConfigError, InvalidRequest
-from headrace_text.byte_codec import ByteCodec
 from headrace_text.chat_template import ChatTemplate, template_values
 from headrace_text.codec import ChatMessage, TextCodec
 from headrace_text.detokenizer import IncrementalDetokenizer
 from headrace_text.hugging_face import HuggingFaceCodec
-from headrace_text.load import load_codecs
+from headrace_text.load import ByteCodec, load_codecs
 
 _TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}"

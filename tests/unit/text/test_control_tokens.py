@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import CONTROL_TEXTS_MAX
-from headrace_text import chat_encoder, hugging_face, tokenizing
+from headrace_text import chat_encoder, hugging_face
 from headrace_text.codec import ChatMessage, TooManyTokens
 from headrace_text.hugging_face import HuggingFaceCodec
 
@@ -210,13 +210,13 @@ def test_a_far_too_long_text_is_not_encoded_to_its_end(
 ) -> None:
     codec = codecs["adjacent"]
     encoded: list[int] = []
-    encode = tokenizing.encode
+    encode = chat_encoder.encode
 
     def recorded(tokenizer: Any, text: str, **options: bool) -> Any:
         encoded.append(len(text))
         return encode(tokenizer, text, **options)
 
-    for module in (tokenizing, hugging_face, chat_encoder):
+    for module in (chat_encoder, hugging_face, chat_encoder):
         monkeypatch.setattr(module, "encode", recorded)
     for length, tokens_max in ((1_000_000, 10_000), (3_000_000, 100_000)):
         encoded.clear()

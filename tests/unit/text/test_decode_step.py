@@ -13,9 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace_text.byte_level import ByteStep, TokenBytes
 from headrace_text.detokenizer import IncrementalDetokenizer
-from headrace_text.hugging_face import HuggingFaceCodec
+from headrace_text.hugging_face import ByteStep, HuggingFaceCodec, TokenBytes
 
 _BYTES = [f"<0x{value:02X}>" for value in range(256)]
 _WORDS = ["▁the", "▁a", "▁", "b", "é", "€", ",", "▁.", "n't"]

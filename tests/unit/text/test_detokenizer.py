@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace_text.byte_codec import ByteCodec
 from headrace_text.detokenizer import IncrementalDetokenizer
+from headrace_text.load import ByteCodec
 
 _CODEC = ByteCodec()
 _CHARACTERS = st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd")

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from headrace_text.chat_encoder import PieceCache, cut_texts
 from headrace_text.codec import ChatMessage, TooManyTokens
 from headrace_text.hugging_face import HuggingFaceCodec
-from headrace_text.piece_cache import PieceCache, cut_texts
 
 _CONTROL = ("<|im_start|>", "<|im_end|>", "<s>")
 _LONG = "the market of the old town, 7 o'clock: " * 8

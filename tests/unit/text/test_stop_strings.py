@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_text.stop_strings import StopStringScanner
+from headrace_text.detokenizer import StopStringScanner
 
 _STOP_STRINGS = st.lists(st.text("ab€", min_size=1, max_size=4), max_size=4)
 

@@ -1,19 +1,170 @@
-"""Calls to etcd in a bounded set of threads, with a deadline on every call, and a watch."""
+"""Calls to etcd in a bounded set of threads, with a deadline on every call, and a watch.
+
+protobuf 4 and later reject the generated modules of `etcd3`. The descriptors inside them are valid, so this
+module reads them from the source without running it. Modules built from them replace the generated
+ones.
+"""
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import contextlib
+import importlib
+import importlib.util
 import logging
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, TypeVar
 
+import grpc
+from google.protobuf import descriptor_pool, message_factory
+
 from headrace_common.errors import ConfigError, RegistryUnavailable
-from headrace_registry.store.etcd3_compat import load_etcd3
-from headrace_registry.store.etcd_endpoint import EtcdAccess, EtcdCallFailed, EtcdEndpoint
-from headrace_registry.store.etcd_watch import EtcdWatch
+from headrace_common.extras import install_command
+from headrace_registry.store.etcd_endpoint import EtcdAccess, EtcdCallFailed, EtcdEndpoint, cause_of
+
+# In the order of their imports.
+_GENERATED = ("kv_pb2", "auth_pb2", "rpc_pb2")
+
+
+@cache
+def load_etcd3() -> Any:
+    """The `etcd3` package, untyped. Raises ImportError when it is missing or not as expected."""
+    specification = importlib.util.find_spec("etcd3")
+    if specification is None or specification.origin is None:
+        raise ImportError(
+            f"the etcd store needs the extra etcd: {install_command('etcd')}", name="etcd3"
+        )
+    folder = Path(specification.origin).parent / "etcdrpc"
+    # Not the default pool: another package may have registered files named rpc.proto or kv.proto.
+    pool = descriptor_pool.DescriptorPool()
+    for name in _GENERATED:
+        file = pool.AddSerializedFile(_serialized_descriptor(folder / f"{name}.py"))
+        qualified_name = f"etcd3.etcdrpc.{name}"
+        sys.modules[qualified_name] = _module_of(qualified_name, file)
+    return importlib.import_module("etcd3")
+
+
+def _serialized_descriptor(path: Path) -> bytes:
+    """The serialized FileDescriptorProto inside a generated module."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.keyword) and node.arg == "serialized_pb":
+            # Code for Python 2 and 3 wraps the text as _b('...').
+            literal = node.value.args[0] if isinstance(node.value, ast.Call) else node.value
+            value = ast.literal_eval(literal)
+            return value if isinstance(value, bytes) else str(value).encode("latin-1")
+    raise ImportError(f"{path} holds no serialized descriptor", path=str(path))
+
+
+def _module_of(qualified_name: str, file: Any) -> ModuleType:
+    module = ModuleType(qualified_name)
+    module.__dict__["DESCRIPTOR"] = file
+    for name, descriptor in file.message_types_by_name.items():
+        module.__dict__[name] = message_factory.GetMessageClass(descriptor)
+    for enumeration in file.enum_types_by_name.values():
+        for value in enumeration.values:
+            module.__dict__[value.name] = value.number
+    return module
+
+
+_WATCH_BUFFER: Final = 64
+# A member of the cluster that has lost its leader ends the watch. Otherwise it would be silent.
+_REQUIRE_LEADER: Final = ("hasleader", "true")
+
+
+class EtcdWatch:
+    """A watch of a prefix at one endpoint, received by a thread and read on the event loop.
+
+    Replaces etcd3's watcher, which cannot be stopped and loops without a pause during an outage.
+    """
+
+    def __init__(self, endpoint: EtcdEndpoint, prefix: str, start_revision: int) -> None:
+        self.endpoint = endpoint
+        messages = endpoint.messages
+        create = messages.WatchCreateRequest(
+            key=prefix.encode(),
+            range_end=_prefix_end(prefix.encode()),
+            start_revision=start_revision,
+        )
+        self._request = messages.WatchRequest(create_request=create)
+        self._closed = threading.Event()
+        self._room = threading.BoundedSemaphore(_WATCH_BUFFER)
+        self._loop = asyncio.get_running_loop()
+        self._responses: asyncio.Queue[Any] = asyncio.Queue()
+        self._call = messages.WatchStub(endpoint.client.channel).Watch(
+            self._requests(), metadata=(_REQUIRE_LEADER, *endpoint.token_metadata)
+        )
+        self._thread = threading.Thread(target=self._read, name="etcd-watch", daemon=True)
+        self._thread.start()
+
+    async def responses(self, start_timeout_s: float) -> AsyncIterator[Any]:
+        """Yields etcd's WatchResponses. The first confirms the watch, within the timeout.
+
+        Raises RegistryUnavailable when etcd ends the watch.
+        """
+        try:
+            async with asyncio.timeout(start_timeout_s):
+                first = await self._next()
+        except TimeoutError:
+            raise RegistryUnavailable("etcd does not confirm a watch in time") from None
+        yield first
+        while True:
+            yield await self._next()
+
+    def end(self, why: str) -> None:
+        """Ends the watch with RegistryUnavailable. Any thread may call it."""
+        self._deliver(RegistryUnavailable(why))
+        self.close()
+
+    def close(self) -> None:
+        """Ends the watch and its thread. Does not wait."""
+        self._closed.set()
+        self._call.cancel()
+
+    async def _next(self) -> Any:
+        response = await self._responses.get()
+        if isinstance(response, RegistryUnavailable):
+            raise response
+        self._room.release()
+        return response
+
+    def _requests(self) -> Iterator[Any]:
+        yield self._request
+        self._closed.wait()
+
+    def _read(self) -> None:
+        try:
+            for response in self._call:
+                # The event loop is behind. Flow control keeps the rest in etcd.
+                while not self._room.acquire(timeout=0.5):
+                    if self._closed.is_set():
+                        return
+                self._deliver(response)
+            self._deliver(RegistryUnavailable("etcd ended the watch"))
+        except grpc.RpcError as error:
+            self._deliver(RegistryUnavailable(f"the watch of etcd broke ({cause_of(error)})"))
+        finally:
+            self._closed.set()
+
+    def _deliver(self, response: Any) -> None:
+        if self._closed.is_set():
+            return
+        # The event loop may be closed.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._responses.put_nowait, response)
+
+
+def _prefix_end(prefix: bytes) -> bytes:
+    """The first key after all keys with the prefix."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])
+
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

@@ -18,8 +18,7 @@ from headrace_registry.feed import ALL, ChangeFeed, PolicyRecord, WatchFilter
 from headrace_registry.store.base import Registration, Store, descriptor_missing
 from headrace_registry.store.etcd_connection import EtcdConnection
 from headrace_registry.store.etcd_endpoint import EtcdAccess
-from headrace_registry.store.etcd_leases import MemberLeases
-from headrace_registry.store.etcd_losses import VanishedMembers
+from headrace_registry.store.etcd_leases import BatchedRenewals, MemberLeases, VanishedMembers
 from headrace_registry.store.etcd_records import (
     CorruptRecord,
     CorruptRecords,
@@ -27,7 +26,6 @@ from headrace_registry.store.etcd_records import (
     Record,
     try_read,
 )
-from headrace_registry.store.etcd_renewals import BatchedRenewals
 from headrace_registry.store.etcd_table import EtcdTable, parse_record
 
 _log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from headrace_registry.store.base import (
     require_owner,
     require_policy_revision,
 )
-from headrace_registry.store.etcd3_compat import load_etcd3
+from headrace_registry.store.etcd_connection import load_etcd3
 from headrace_registry.store.etcd_endpoint import code_of
 from headrace_registry.store.etcd_records import (
     PREFIX_HASH_KEY_BYTES,

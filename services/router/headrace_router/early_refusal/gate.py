@@ -13,7 +13,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
 from headrace_common.telemetry import schema
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_planner.profile import WorkerProfile
+from headrace_planner.settings import WorkerProfile
 from headrace_router.dispatch.dispatcher import PolicySource, PrefixSource
 from headrace_router.early_refusal.prediction import (
     DEADLINE,

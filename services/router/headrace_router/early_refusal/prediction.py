@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace_common.errors import FirstTokenLate
-from headrace_planner.profile import WorkerProfile
+from headrace_planner.settings import WorkerProfile
 
 RETRY_S_MIN: Final = 0.05
 RETRY_S_MAX: Final = 60.0

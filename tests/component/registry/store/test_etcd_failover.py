@@ -12,8 +12,8 @@ import pytest
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Conflict, RegistryUnavailable
 from headrace_registry.config import RegistryConfig
+from headrace_registry.main import open_store
 from headrace_registry.store.etcd_store import EtcdStore
-from headrace_registry.store.factory import open_store
 from tests.component.registry.harness import ETCD, EtcdServer, running_cluster, worker
 from tests.ports import free_port
 from tests.waiting import PATIENCE_S, until

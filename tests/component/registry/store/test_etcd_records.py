@@ -11,7 +11,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import NotFound
 from headrace_common.telemetry import schema
-from headrace_registry.metrics import recorded_metrics
+from headrace_registry.main import recorded_metrics
 from headrace_registry.store.etcd_store import EtcdStore
 from tests.collector import collecting
 from tests.component.registry.harness import (

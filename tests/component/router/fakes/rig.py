@@ -21,7 +21,7 @@ from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_kv.layout.layout import KvLayout
 from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
-from headrace_text.byte_codec import ByteCodec
+from headrace_text.load import ByteCodec
 from tests.channels import operator_channel
 from tests.component.router.fakes.decode import FakeDecode, Script
 from tests.component.router.fakes.handoff import LAYOUT, Handoff

@@ -12,9 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from headrace_cli.app import app
-from headrace_planner.profile import WorkerProfile
-from headrace_planner.recording import read_intervals
-from headrace_planner.settings import PlannerSettings
+from headrace_planner.observation import read_intervals
+from headrace_planner.settings import PlannerSettings, WorkerProfile
 
 PAGE = (Path(__file__).parents[4] / "docs" / "planner.md").read_text(encoding="utf-8")
 

@@ -13,7 +13,7 @@ from headrace_common.errors import InvalidRequest
 from headrace_frontend.openai.answers import AnswerRules, ModelParsers, rules_of
 from headrace_frontend.openai.requests import ChatCompletionBody, parse_body
 from headrace_frontend.openai.responses import ChatFormat, CollectedChoice, ResponseHead
-from headrace_text.byte_codec import ByteCodec
+from headrace_text.load import ByteCodec
 
 STOP = sampling_pb2.FINISH_REASON_STOP
 UNSPECIFIED = sampling_pb2.FINISH_REASON_UNSPECIFIED

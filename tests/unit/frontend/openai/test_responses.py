@@ -23,7 +23,7 @@ from headrace_frontend.openai.responses import (
     ResponseHead,
     usage_object,
 )
-from headrace_text.byte_codec import ByteCodec
+from headrace_text.load import ByteCodec
 
 HEAD = ResponseHead("chatcmpl-1", 1_700_000_000, 'the "model"')
 LENGTH = sampling_pb2.FINISH_REASON_LENGTH

@@ -17,7 +17,7 @@ from headrace_frontend.request.response_stream import (
     TextOutlet,
 )
 from headrace_frontend.request.validation import prepare
-from headrace_text.byte_codec import ByteCodec
+from headrace_text.load import ByteCodec
 from tests.waiting import until
 
 _STOP = sampling_pb2.FINISH_REASON_STOP

@@ -23,7 +23,7 @@ from headrace_frontend.request.validation import prepare
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.dispatch.first_token import BY_PREFILL
 from headrace_router.dispatch.messages import prefill_task
-from headrace_text.byte_codec import ByteCodec
+from headrace_text.load import ByteCodec
 
 Mode = tools_pb2.ToolChoice.Mode
 _SCHEMA = '{"type": "object", "properties": {"city": {"type": "string"}}}'

@@ -10,8 +10,8 @@ import pytest
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_frontend.request.validation import PreparedRequest, prepare
-from headrace_text.byte_codec import ByteCodec
 from headrace_text.codec import TextCodec
+from headrace_text.load import ByteCodec
 
 _CHAT = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role="user", content="hi")])
 

@@ -18,10 +18,13 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_planner.observation import PlannedRole, WorkerCounts
-from headrace_planner_service.kubernetes.connector import KubernetesConnector
-from headrace_planner_service.kubernetes.scaler import ScaleLimits, WorkloadScaler
-from headrace_planner_service.targets import TargetBoard
-from headrace_planner_service.workloads import Workload, WorkloadState
+from headrace_planner_service.config import Workload, WorkloadState
+from headrace_planner_service.kubernetes_connector import (
+    KubernetesConnector,
+    ScaleLimits,
+    WorkloadScaler,
+)
+from headrace_planner_service.steering import TargetBoard
 from tests.waiting import until
 
 P, D = Workload("statefulset", "p"), Workload("statefulset", "d")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_registry.store.etcd3_compat import _serialized_descriptor, load_etcd3
+from headrace_registry.store.etcd_connection import _serialized_descriptor, load_etcd3
 
 
 def test_messages_can_be_serialized() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_text.parsing.answer import AnswerParser
-from headrace_text.parsing.pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from headrace_text.parsing.buffered import CallArguments, CallStart, Content, Piece, Reasoning
 from headrace_text.parsing.registry import (
     TOOL_CALL_PARSERS,
     new_required_call_parser,

@@ -1,16 +1,25 @@
-"""Sets the numbers of workers in Kubernetes, and waits until they run."""
+"""Follows the planner's targets, and has each carried out in Kubernetes."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from headrace_common.errors import Conflict, DeadlineExceeded, WorkerGone
+from headrace_common.errors import (
+    ConfigError,
+    Conflict,
+    DeadlineExceeded,
+    HeadraceError,
+    WorkerGone,
+)
+from headrace_common.extras import require_extra
 from headrace_planner.observation import PlannedRole, WorkerCounts
-from headrace_planner_service.workloads import Workload, WorkloadState
+from headrace_planner_service.config import PlannerConfig, Workload, WorkloadState, parse_workload
+from headrace_planner_service.steering import TargetBoard
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -110,3 +119,63 @@ class WorkloadScaler:
 
 def _text(counts: WorkerCounts) -> str:
     return f"{counts.prefill} P, {counts.decode} D"
+
+
+_FAILURE_CHARACTERS_MAX: Final = 1_000
+
+
+class KubernetesConnector:
+    """Carries out one target after the other, and acknowledges each."""
+
+    def __init__(
+        self,
+        board: TargetBoard,
+        scaler: WorkloadScaler,
+        acknowledge: Callable[[str, str], object],
+    ) -> None:
+        """`acknowledge` gets the target's id, and why it failed."""
+        self._board = board
+        self._scaler = scaler
+        self._acknowledge = acknowledge
+
+    async def run(self) -> None:
+        """Never returns. A cancellation leaves the numbers of workers as they are."""
+        seen_id = ""
+        while True:
+            target = await self._board.wait_other(seen_id)
+            seen_id = target.id
+            failure = ""
+            try:
+                await self._scaler.apply(target.current, target.counts)
+            except HeadraceError as error:
+                failure = error.detail[:_FAILURE_CHARACTERS_MAX]
+                _LOG.warning("target %s failed: %s", target.id, failure)
+            self._acknowledge(target.id, failure)
+
+
+@asynccontextmanager
+async def open_scaler(config: PlannerConfig) -> AsyncIterator[WorkloadScaler]:
+    """The scaler that the settings describe. Raises ConfigError when Kubernetes refuses to show the workloads."""
+    require_extra("mode kubernetes", "kubernetes")
+    from headrace_planner_service.kubernetes_client import KubernetesApi
+
+    workloads = {
+        PlannedRole.PREFILL: parse_workload(config.kubernetes_prefill),
+        PlannedRole.DECODE: parse_workload(config.kubernetes_decode),
+    }
+    limits = ScaleLimits(config.kubernetes_poll_s, config.change_timeout_s)
+    api = KubernetesApi(
+        config.kubeconfig, config.kubernetes_namespace, config.kubernetes_call_timeout_s
+    )
+    try:
+        for workload in workloads.values():
+            try:
+                await api.read(workload)
+            except HeadraceError as error:
+                raise ConfigError(
+                    f"{error.detail}; kubernetes_prefill and kubernetes_decode name workloads that this planner may "
+                    "scale"
+                ) from error
+        yield WorkloadScaler(api, workloads, limits)
+    finally:
+        await api.close()

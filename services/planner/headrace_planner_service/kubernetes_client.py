@@ -20,7 +20,7 @@ from headrace_common.errors import (
     PermissionDenied,
     WorkerGone,
 )
-from headrace_planner_service.workloads import Workload, WorkloadState
+from headrace_planner_service.config import Workload, WorkloadState
 
 _KINDS: Final[dict[str, Any]] = {"statefulset": StatefulSet, "deployment": Deployment}
 _ERRORS: Final[dict[int, type[HeadraceError]]] = {

@@ -1,1 +1,0 @@
-"""Carries targets out in Kubernetes, by the scale subresource of the workers' workloads."""
