@@ -9,7 +9,7 @@ import tempfile
 import pytest
 from hypothesis import settings
 
-from headrace_common.access.local_key import FOLDER_VARIABLE
+from headrace_common.access.tokens import FOLDER_VARIABLE
 
 pytest_plugins = ["tests.second_run"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from headrace.kv.v1 import handoff_pb2
-from headrace_common.tickets.handoff import sign_handoff
-from headrace_common.tickets.keys import SigningKey, TicketKeys
+from headrace_common.tickets import SigningKey, TicketKeys, sign_handoff
 from headrace_kv.handoff.tickets import RouterTickets
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_hash

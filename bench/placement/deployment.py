@@ -22,7 +22,7 @@ from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import init_telemetry
-from headrace_common.tickets.keys import SigningKey
+from headrace_common.tickets import SigningKey
 from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
 from headrace_router.placement import Placement

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from headrace_common.access.addresses import is_loopback
 from headrace_common.errors import ConfigError, NotFound
+from headrace_common.ports import is_loopback
 
 STATE_FILE = "up.json"
 _UNREADABLE = (OSError, ValueError, TypeError)

@@ -13,13 +13,13 @@ from headrace.inference.v1 import trace_pb2
 from headrace_common.durations import ns_from_duration, unix_ns_from_timestamp
 from headrace_common.telemetry.schema_tables import ATTRIBUTE_TYPES, SPAN_KINDS
 from headrace_common.trace_view.model import UNDRAWN_STEPS, LayerWrite, Link, Step, TraceView
-from headrace_common.trace_view.units import (
+from headrace_common.trace_view.verdict import (
     format_bytes,
     format_gb_s,
     format_ms,
     format_percent,
+    verdict,
 )
-from headrace_common.trace_view.verdict import verdict
 
 _COLORS: Final = {
     "admission": "#7f56d9", "tokenize": "#9e77ed", "route": "#6172f3", "retry": "#c01048", "reserve": "#53b1fd",

@@ -14,13 +14,13 @@ from typing import Final
 from rich.text import Text
 
 from headrace_common.trace_view.model import UNDRAWN_STEPS, Link, PartTime, Step, TraceView
-from headrace_common.trace_view.units import (
+from headrace_common.trace_view.verdict import (
     format_bytes,
     format_gb_s,
     format_ms,
     format_percent,
+    verdict,
 )
-from headrace_common.trace_view.verdict import verdict
 
 _TICK_COLUMNS_MIN: Final = 10
 _NS_PER_MS: Final = 1_000_000

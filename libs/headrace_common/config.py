@@ -21,9 +21,9 @@ from pydantic import (
 )
 
 from headrace_common import ports
-from headrace_common.access.addresses import is_loopback
 from headrace_common.access.roles import Role
 from headrace_common.identity import is_worker_id
+from headrace_common.ports import is_loopback
 
 WILDCARD_HOSTS = ("0.0.0.0", "[::]", "::")
 _HOST_PORT = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")

@@ -1,11 +1,14 @@
-"""Helpers for asyncio tasks that belong to one object."""
+"""Tasks that run beside others, and bounded queues between them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
+
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import DeadlineExceeded, QueueFull
 
 _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
@@ -28,3 +31,51 @@ async def end_task(task: asyncio.Task[_Result] | None) -> None:
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         _log.critical("%s ended because of a bug", task.get_name(), exc_info=task.exception())
+
+
+T = TypeVar("T")
+
+
+class BoundedQueue(Generic[T]):
+    """A first-in first-out queue of one event loop. Errors contain its name."""
+
+    def __init__(self, name: str, maxsize: int) -> None:
+        if maxsize < 1:
+            raise ValueError(f"queue {name}: maxsize must be 1 or more, not {maxsize}")
+        self.name = name
+        self.maxsize = maxsize
+        self._items: asyncio.Queue[T] = asyncio.Queue(maxsize)
+
+    @property
+    def depth(self) -> int:
+        """Number of items in the queue."""
+        return self._items.qsize()
+
+    def put_nowait(self, item: T) -> None:
+        """Adds an item, or raises QueueFull."""
+        try:
+            self._items.put_nowait(item)
+        except asyncio.QueueFull:
+            raise QueueFull(
+                f"queue {self.name} is full with {self.maxsize} items",
+                metadata={"queue": self.name, "maxsize": str(self.maxsize)},
+            ) from None
+
+    async def put(self, item: T, deadline: Deadline) -> None:
+        """Adds an item when there is room. Raises DeadlineExceeded."""
+        try:
+            async with asyncio.timeout(deadline.remaining_s()):
+                await self._items.put(item)
+        except TimeoutError:
+            what = f"room in queue {self.name}"
+            raise DeadlineExceeded(
+                f"the deadline passed while waiting for {what}", metadata={"waited_for": what}
+            ) from None
+
+    async def get(self) -> T:
+        """Waits for an item and removes the oldest. The caller bounds the wait."""
+        return await self._items.get()
+
+    def get_nowait(self) -> T:
+        """Removes the oldest item. There must be one."""
+        return self._items.get_nowait()

@@ -24,9 +24,8 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_cli.client import list_members
 from headrace_common.access.credentials import Credentials
-from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import Role
-from headrace_common.access.tokens import create_token
+from headrace_common.access.tokens import create_token, load_local_key
 from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.channel import open_channel
 from headrace_kv.layout.layout import WorkerRef

@@ -16,9 +16,8 @@ from headrace_cli.client import list_members
 from headrace_cli.members import member_rows, workers_object, workers_view
 from headrace_cli.output import json_text
 from headrace_common.access.credentials import Credentials
-from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import Role
-from headrace_common.access.tokens import create_token
+from headrace_common.access.tokens import create_token, load_local_key
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.channel import open_channel
 from tests.security.test_roles import status_of

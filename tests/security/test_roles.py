@@ -19,10 +19,9 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.client import list_members
 from headrace_common.access.credentials import Credentials
-from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import Role
 from headrace_common.access.table import Listener, methods_of, needs_role, roles_of
-from headrace_common.access.tokens import create_token
+from headrace_common.access.tokens import create_token, load_local_key
 from headrace_common.rpc.channel import open_channel
 from tests.suite.deployment import Suite, prompt_of, suite
 

@@ -28,9 +28,9 @@ FOREIGN = {
     ("services/registry/headrace_registry/store/etcd_connection.py", "sys.modules"): "etcd3's modules are made here",
     ("services/registry/headrace_registry/store/etcd_connection.py", "module.__dict__"): "the same",
     ("services/registry/headrace_registry/store/etcd_endpoint.py", "client.metadata"): "etcd3's token of a user",
-    ("libs/headrace_common/access/server_tls.py", "connection.context"): "ssl has no method for it",
-    ("libs/headrace_common/access/server_tls.py", "context.sni_callback"): "ssl has no method for it",
-    ("libs/headrace_common/access/server_tls.py", "context.verify_mode"): "ssl has no method for it",
+    ("libs/headrace_common/access/tls.py", "connection.context"): "ssl has no method for it",
+    ("libs/headrace_common/access/tls.py", "context.sni_callback"): "ssl has no method for it",
+    ("libs/headrace_common/access/tls.py", "context.verify_mode"): "ssl has no method for it",
     # The objects are vLLM's, which has no methods for these changes.
     ("libs/headrace_engine/vllm/scheduler/connector_scheduler.py", "pool.get_new_blocks"): "the order of new blocks",
     ("libs/headrace_engine/vllm/continuation.py", "request.prefill_stats"): "vLLM's Request",

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from headrace_cli.output import Json, answer_console, failures_as_exit, print_json
 from headrace_common.errors import ConfigError
-from headrace_common.trace_view.units import format_ms
+from headrace_common.trace_view.verdict import format_ms
 from headrace_kv.layout.time_model import EFFICIENCY, KvShape, exposed_s, kv_shape, transfer_s
 from headrace_text.model_hub import fetch_model, parse_hub_model
 

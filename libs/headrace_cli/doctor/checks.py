@@ -20,7 +20,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import list_members, open_router_internally, worker_status
 from headrace_cli.members import UNKNOWN_VERSION, version_notes
 from headrace_common.access.credentials import TlsFiles
-from headrace_common.access.local_key import load_local_key, local_folder
+from headrace_common.access.tokens import load_local_key, local_folder
 from headrace_common.errors import ConfigError, HeadraceError
 from headrace_common.limits import CLOCK_OFFSET_NOTED_S
 from headrace_common.version import version

@@ -1,4 +1,4 @@
-"""What a process presents to the services that it calls."""
+"""What a process presents to the services that it calls, and the settings that name it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from headrace_common.access.addresses import is_loopback
 from headrace_common.access.roles import Role
-from headrace_common.access.settings import AccessSettings
 from headrace_common.errors import ConfigError
+from headrace_common.ports import is_loopback
 from headrace_common.reloading import ReloadedFiles
+
+
+class AccessSettings(Protocol):
+    """See headrace_common.config.ServiceConfig for the meaning of each."""
+
+    @property
+    def role(self) -> Role | None: ...
+    @property
+    def tls_certificate_file(self) -> str: ...
+    @property
+    def tls_key_file(self) -> str: ...
+    @property
+    def tls_authority_file(self) -> str: ...
+    @property
+    def tls_trust_domain(self) -> str: ...
+    @property
+    def token_file(self) -> str: ...
+    @property
+    def token_keys_file(self) -> str: ...
+    @property
+    def insecure(self) -> bool: ...
+
 
 _LOCAL_LIFETIME_S: Final = 86_400.0
 
@@ -124,7 +145,6 @@ def _read_token(path: str) -> str:
 def _local_token(role: Role, period: int) -> str:
     """A token of this host's user. Each period of half a lifetime has a new one."""
     # Programs that call public RPCs only do without these modules.
-    from headrace_common.access.local_key import load_local_key
-    from headrace_common.access.tokens import create_token
+    from headrace_common.access.tokens import create_token, load_local_key
 
     return create_token(load_local_key(), role, "", _LOCAL_LIFETIME_S)

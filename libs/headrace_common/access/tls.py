@@ -1,9 +1,9 @@
-"""Certificates, read again when their files change."""
+"""Certificates of gRPC's and other listeners, read again when their files change."""
 
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -100,3 +100,41 @@ def check_files(files: TlsFiles) -> None:
         raise ConfigError(
             f"{stated}: not valid ({error}); write PEM, a key without a password that belongs to its certificate"
         ) from error
+
+
+def server_context(files: TlsFiles, setting: str) -> ssl.SSLContext | None:
+    """Presents the certificate of a listener, and a replaced one in new handshakes. None without a certificate.
+
+    `setting` is the listener's, for messages. Raises ConfigError.
+    """
+    if not files.tls_certificate_file:
+        return None
+    contexts = ReloadedFiles(
+        [path for path in astuple(files) if path], lambda: _read_context(files, setting)
+    )
+
+    def use_current(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:
+        connection.context = contexts.current()
+
+    context = _read_context(files, setting)
+    context.sni_callback = use_current
+    return context
+
+
+def _read_context(files: TlsFiles, setting: str) -> ssl.SSLContext:
+    """A context that requires certificates of clients, if `files` has an authority."""
+    try:
+        if not files.tls_authority_file:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        else:
+            context = ssl.create_default_context(
+                ssl.Purpose.CLIENT_AUTH, cafile=files.tls_authority_file
+            )
+            context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(files.tls_certificate_file, files.tls_key_file)
+    except OSError as error:
+        raise ConfigError(
+            f"the TLS files of {setting}, {files.tls_certificate_file} and {files.tls_key_file}, cannot be used: "
+            f"{error.strerror}; they must be PEM, and the key must belong to the certificate"
+        ) from error
+    return context

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
 
-from headrace_common.access.recheck import rechecked
+from headrace_common.access.authorizer import rechecked
 from headrace_common.callers.turns import FairTurns
 from headrace_common.client_config import ClientAccessConfig
 from headrace_common.errors import QueueFull, Unauthenticated

@@ -14,7 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace_common.config import split_host_port
-from headrace_common.process.listening import cannot_listen, check_free
+from headrace_common.ports import cannot_listen, check_free
 
 LIVE: Final = "live"
 """The name that is SERVING as long as the process answers, also while it drains."""

@@ -1,4 +1,4 @@
-"""A local copy of the members and the policy, kept current by a watch of the registry."""
+"""A local copy of the members and the policy, kept current by a watch of the registry, and the policy before that."""
 
 from __future__ import annotations
 
@@ -12,8 +12,15 @@ import grpc.aio
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import HeadraceError, WatchExpired
 from headrace_common.registry.link import CALL_TIMEOUT_S, RegistryLink
-from headrace_common.registry.policy import default_policy
 from headrace_common.tasks import end_task, run_forever
+
+DEFAULT_RETRY_BUDGET: Final = 2
+
+
+def default_policy() -> registry_pb2.Policy:
+    """A new message; the caller may change it."""
+    return registry_pb2.Policy(retry_budget=DEFAULT_RETRY_BUDGET)
+
 
 # Reading the members takes a time that grows with their number.
 _NOTIFICATION_INTERVAL_S: Final = 0.05

@@ -10,8 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from headrace_common.access.authorizer import Authorizer
-from headrace_common.access.recheck import rechecked
+from headrace_common.access.authorizer import Authorizer, rechecked
 from headrace_common.access.roles import ANONYMOUS, Caller, set_current_caller
 from headrace_common.access.table import Listener, is_served
 from headrace_common.errors import HeadraceError

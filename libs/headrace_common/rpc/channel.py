@@ -1,23 +1,224 @@
-"""Channels to other services, with keepalive, large messages and no HTTP proxy."""
+"""Channels to other services, with keepalive, large messages, role tokens, current certificates and no HTTP proxy.
+
+gRPC's call credentials need TLS. Its asynchronous interceptors wrap every message of a stream. A token channel only
+changes the start of a call.
+
+A channel of gRPC presents the certificate of its creation, also when it connects again years later. A renewed one makes
+a new channel of gRPC for the calls that start after a change. Calls in progress end on the channel that they began on.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import grpc
 import grpc.aio
 
 from headrace_common.access.credentials import Credentials, TlsFiles
+from headrace_common.access.roles import TOKEN_KEY
 from headrace_common.access.tls import TlsIdentity, tls_identity
 from headrace_common.errors import ConfigError
 from headrace_common.reloading import ReloadedFiles
-from headrace_common.rpc.renewed_channel import RenewedChannel
-from headrace_common.rpc.token_channel import TokenChannel, TokenInterceptor
 
 if TYPE_CHECKING:
     from headrace_common.config import ServiceConfig
+
+
+_MultiCallable: TypeAlias = Callable[..., Any]
+_Metadata: TypeAlias = "Sequence[tuple[str, str | bytes]]"
+TokenSource: TypeAlias = Callable[[], str]
+"""Returns the current token. It may raise ConfigError."""
+
+
+class TokenChannel(grpc.aio.Channel):
+    """A channel that adds the token that `token` returns to each call."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: TokenSource) -> None:
+        self._channel = channel
+        self._token = token
+
+    async def __aenter__(self) -> TokenChannel:
+        await self._channel.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self._channel.__aexit__(*error)
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        return self._with_token(self._channel.unary_unary(*arguments, **options))
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        return self._with_token(self._channel.unary_stream(*arguments, **options))
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        return self._with_token(self._channel.stream_unary(*arguments, **options))
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        return self._with_token(self._channel.stream_stream(*arguments, **options))
+
+    def _with_token(self, start_call: _MultiCallable) -> _MultiCallable:
+        def start(*arguments: Any, metadata: _Metadata | None = None, **options: Any) -> Any:
+            token = (TOKEN_KEY, self._token())
+            return start_call(*arguments, metadata=(*(metadata or ()), token), **options)
+
+        return start
+
+
+class _CallDetails(NamedTuple):
+    """The fields of grpc.ClientCallDetails, which has no constructor."""
+
+    method: str
+    timeout: float | None
+    metadata: _Metadata | None
+    credentials: grpc.CallCredentials | None
+    wait_for_ready: bool | None
+    compression: grpc.Compression | None
+
+
+class TokenInterceptor(grpc.UnaryUnaryClientInterceptor):
+    """Does the same for the unary calls of a blocking channel."""
+
+    def __init__(self, token: TokenSource) -> None:
+        self._token = token
+
+    def intercept_unary_unary(
+        self, continuation: Callable[..., Any], client_call_details: Any, request: Any
+    ) -> Any:
+        given = client_call_details
+        details = _CallDetails(
+            given.method,
+            given.timeout,
+            (*(given.metadata or ()), (TOKEN_KEY, self._token())),
+            given.credentials,
+            given.wait_for_ready,
+            given.compression,
+        )
+        return continuation(details, request)
+
+
+class RenewedChannel(grpc.aio.Channel):
+    """`identity` returns the certificate in force, and `connect` makes a channel that presents one."""
+
+    def __init__(
+        self,
+        identity: Callable[[], TlsIdentity],
+        connect: Callable[[TlsIdentity], grpc.aio.Channel],
+    ) -> None:
+        self._identity = identity
+        self._connect = connect
+        self._used = identity()
+        self._current = _CountedChannel(connect(self._used))
+        self._replaced: dict[_CountedChannel, asyncio.Task[None]] = {}
+        self._closed = False
+
+    async def __aenter__(self) -> RenewedChannel:
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await self.close()
+
+    async def close(self, grace: float | None = None) -> None:
+        self._closed = True
+        waits = list(self._replaced.values())
+        for task in waits:
+            task.cancel()
+        channels = [counted.channel for counted in (*self._replaced, self._current)]
+        await asyncio.gather(*(channel.close(grace) for channel in channels))
+        await asyncio.gather(*waits, return_exceptions=True)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._current.channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._current.channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._renewed().channel.channel_ready()
+
+    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
+        return self._starter("unary_unary", arguments, options)
+
+    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
+        return self._starter("unary_stream", arguments, options)
+
+    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
+        return self._starter("stream_unary", arguments, options)
+
+    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
+        return self._starter("stream_stream", arguments, options)
+
+    def _starter(
+        self, kind: str, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> Callable[..., Any]:
+        counted = self._current
+        start_call = getattr(counted.channel, kind)(*arguments, **options)
+
+        def start(*call_arguments: Any, **call_options: Any) -> Any:
+            nonlocal counted, start_call
+            current = self._renewed()
+            if current is not counted:
+                counted = current
+                start_call = getattr(current.channel, kind)(*arguments, **options)
+            return counted.count(start_call(*call_arguments, **call_options))
+
+        return start
+
+    def _renewed(self) -> _CountedChannel:
+        """The channel for the next call."""
+        identity = self._identity()
+        if identity is not self._used and not self._closed:
+            if identity != self._used:
+                old = self._current
+                self._current = _CountedChannel(self._connect(identity))
+                self._replaced[old] = asyncio.create_task(self._close_when_unused(old))
+            self._used = identity
+        return self._current
+
+    async def _close_when_unused(self, counted: _CountedChannel) -> None:
+        await counted.wait_unused()
+        await counted.channel.close()
+        del self._replaced[counted]
+
+
+class _CountedChannel:
+    """A channel and the number of its calls in progress."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self._calls = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+
+    def count(self, call: Any) -> Any:
+        self._calls += 1
+        self._unused.clear()
+        call.add_done_callback(self._end)
+        return call
+
+    async def wait_unused(self) -> None:
+        await self._unused.wait()
+
+    def _end(self, call: Any) -> None:
+        self._calls -= 1
+        if not self._calls:
+            self._unused.set()
+
 
 MESSAGE_BYTES_MAX = 64 * 1024 * 1024
 METADATA_BYTES_MAX = 64 * 1024

@@ -16,7 +16,7 @@ from headrace_common.access.table import Listener
 from headrace_common.access.tls import TlsIdentity, tls_identity
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import ServiceConfig, split_host_port
-from headrace_common.process.listening import cannot_listen, check_free
+from headrace_common.ports import cannot_listen, check_free
 from headrace_common.reloading import ReloadedFiles
 from headrace_common.rpc.channel import (
     MESSAGE_BYTES_MAX,

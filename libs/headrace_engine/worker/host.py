@@ -11,7 +11,7 @@ from typing import Generic, Literal
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import StaleIncarnation
 from headrace_common.registry.descriptors import DescriptorCache
-from headrace_common.registry.renewals import LeaseRenewals
+from headrace_common.registry.membership import LeaseRenewals
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import (

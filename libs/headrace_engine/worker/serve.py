@@ -14,7 +14,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.registry.membership import Membership
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
 from headrace_common.rpc.server import GrpcServer
-from headrace_common.tickets.keys import TicketKeys
+from headrace_common.tickets import TicketKeys
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.worker.config import Config, WorkerConfig, worker_member
 from headrace_engine.worker.host import HostedWorker, RouterListener, WorkerHost

@@ -29,7 +29,7 @@ from headrace_common.limits import (
     STATUS_STREAMS_MAX,
     STATUS_STREAMS_OF_CALLER_MAX,
 )
-from headrace_common.tickets.keys import TicketKeys
+from headrace_common.tickets import TicketKeys
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_kv.layout.layout import WorkerRef
 

@@ -14,7 +14,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from headrace_common.access.credentials import TlsFiles
-from headrace_common.access.server_tls import server_context
+from headrace_common.access.tls import server_context
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
-from headrace_common.latency.clock_pair import clocks_now
+from headrace_common.latency.clocks import clocks_now
 from headrace_common.process.pacing import FlushPace, LoopLoad
 from headrace_common.telemetry.metrics.instruments import BucketCounts
 from headrace_frontend.request.completion_text import CompletionText

@@ -8,8 +8,7 @@ from typing import Protocol
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import HeadraceError
-from headrace_common.tickets.handoff import check_handoff
-from headrace_common.tickets.keys import TicketKey, TicketKeys
+from headrace_common.tickets import TicketKey, TicketKeys, check_handoff
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_hash
 

@@ -28,7 +28,7 @@ from headrace_common.errors import (
     class_of,
 )
 from headrace_common.limits import TICKET_BYTES_MAX, WRITE_LEASE_S, WRITE_QUARANTINE_S
-from headrace_common.tickets.keys import TicketKey, unauthenticated
+from headrace_common.tickets import TicketKey, unauthenticated
 from headrace_kv.handoff.leases import QuarantinePolicy, Timers
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.handoff.tickets import HandoffTickets

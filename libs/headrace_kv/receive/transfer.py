@@ -16,7 +16,7 @@ from headrace_common.errors import (
     ProtocolViolation,
     TransferTimeout,
 )
-from headrace_common.tickets.keys import TicketKey
+from headrace_common.tickets import TicketKey
 from headrace_kv.handoff.leases import Quarantine, QuarantinePolicy, TimerHandle, Timers
 from headrace_kv.handoff.logits import IncomingLogits, logits_rank
 from headrace_kv.handoff.messages import Reservation, reservation_fields

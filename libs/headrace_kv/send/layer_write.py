@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from headrace_common.errors import InternalError, ProtocolViolation
-from headrace_common.latency.clock_pair import clocks_now
+from headrace_common.latency.clocks import clocks_now
 from headrace_common.telemetry.layer_stamps import NEVER, WORDS_PER_WRITE, WRITES_MAX, pack_writes
 from headrace_kv.handoff.messages import LayerRange, LinkSent, Reservation, first_sent_tokens
 from headrace_kv.layout.layout import STATE, KvLayout

@@ -17,7 +17,7 @@ from headrace_common.errors import (
     InvalidRequest,
 )
 from headrace_common.process.pacing import LoopLoad
-from headrace_common.tickets.keys import TicketKey
+from headrace_common.tickets import TicketKey
 from headrace_decode.event_buffer import EventBuffer
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_decode.transfer_waiter import TransferWaiter

@@ -21,7 +21,7 @@ from headrace_common.logs import TRACE_NAMES
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.telemetry.schema import SPAN_DECODE
 from headrace_common.telemetry.setup import Telemetry
-from headrace_common.tickets.keys import TicketKey, TicketKeys, unauthenticated
+from headrace_common.tickets import TicketKey, TicketKeys, unauthenticated
 from headrace_decode.admission.admission import Admission, SeenTransfers
 from headrace_decode.attempt import Attempt
 from headrace_decode.proto import work_from_proto

@@ -18,7 +18,7 @@ from headrace_common.extras import require_extra
 from headrace_common.limits import message_bytes_max
 from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config
-from headrace_common.tickets.keys import TicketKeys
+from headrace_common.tickets import TicketKeys
 from headrace_decode.admission.admission import Admission, Capacity
 from headrace_decode.config import DecodeConfig
 from headrace_decode.prefix_service import PrefixServicer

@@ -11,7 +11,7 @@ from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.telemetry.setup import Telemetry
-from headrace_common.tickets.keys import TicketKeys
+from headrace_common.tickets import TicketKeys
 from headrace_decode.admission.admission import Admission
 from headrace_decode.attempts import Attempts
 from headrace_decode.link.session import LinkSession, LinkSessions

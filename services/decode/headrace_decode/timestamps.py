@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from headrace.decode.v1 import decode_pb2
-from headrace_common.latency.clock_pair import ClockPair, clocks_now
+from headrace_common.latency.clocks import ClockPair, clocks_now
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import RegistryUnavailable, WorkerGone
-from headrace_common.process.heartbeats import heartbeat_interval_s, must_change
+from headrace_common.process.pacing import heartbeat_interval_s, must_change
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import end_task, run_forever
 from headrace_planner.observation import ClassCounts, DecodeLoad, LoadSample, RequestStatistics

@@ -6,7 +6,7 @@ import hmac
 from collections.abc import Callable
 
 from headrace_common.errors import HeadraceError
-from headrace_common.tickets.keys import TicketKey, not_permitted, unauthenticated
+from headrace_common.tickets import TicketKey, not_permitted, unauthenticated
 from headrace_kv.layout.layout import WorkerRef
 
 

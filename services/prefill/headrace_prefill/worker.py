@@ -21,7 +21,7 @@ from headrace_common.errors import (
     InternalError,
     InvalidRequest,
 )
-from headrace_common.latency.clock_pair import clocks_now
+from headrace_common.latency.clocks import clocks_now
 from headrace_common.logs import TRACE_NAMES
 from headrace_common.registry.adapters import Adapter
 from headrace_common.telemetry.setup import Telemetry

@@ -11,7 +11,7 @@ from typing import Final
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import WatchExpired
-from headrace_common.registry.policy import default_policy
+from headrace_common.registry.view import default_policy
 
 # A watcher gets the changes of so many seconds in one message.
 _BATCH_S: Final = 0.02

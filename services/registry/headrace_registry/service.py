@@ -19,7 +19,7 @@ from headrace_common.durations import duration_from_seconds, seconds_from_durati
 from headrace_common.errors import PermissionDenied, QueueFull
 from headrace_common.identity import is_worker_id
 from headrace_common.limits import CLOCK_OFFSET_NOTED_S, LEASES_PER_RENEWAL_MAX, PAGE_SIZE_MAX
-from headrace_common.registry.policy import DEFAULT_RETRY_BUDGET
+from headrace_common.registry.view import DEFAULT_RETRY_BUDGET
 from headrace_registry import validation
 from headrace_registry.feed import WatchFilter
 from headrace_registry.store.base import Store

@@ -21,8 +21,7 @@ from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.telemetry.setup import Telemetry
-from headrace_common.tickets.handoff import sign_handoff
-from headrace_common.tickets.keys import SigningKey
+from headrace_common.tickets import SigningKey, sign_handoff
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import OpenAiApp

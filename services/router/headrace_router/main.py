@@ -23,7 +23,7 @@ from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
 from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_common.telemetry.setup import init_telemetry
-from headrace_common.tickets.keys import SigningKey
+from headrace_common.tickets import SigningKey
 from headrace_common.version import version
 from headrace_frontend.openai.server import HttpServer
 from headrace_router.app import Router, assemble

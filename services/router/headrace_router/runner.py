@@ -15,7 +15,7 @@ from headrace_common.callers.bounds import CallerBounds
 from headrace_common.callers.priority import Priority, permitted_priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Draining
-from headrace_common.latency.clock_pair import clocks_now
+from headrace_common.latency.clocks import clocks_now
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.telemetry import schema
 from headrace_frontend.admission.admission import Admission, AdmissionPermit

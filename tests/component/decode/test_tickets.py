@@ -22,7 +22,7 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_common.tickets.keys import SigningKey
+from headrace_common.tickets import SigningKey
 from headrace_decode import attempts
 from headrace_engine.worker import status
 from tests.component.decode.conftest import Served, request

@@ -29,7 +29,7 @@ from headrace_common.errors import (
 from headrace_common.limits import write_quiet_s
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_common.tickets.keys import SigningKey
+from headrace_common.tickets import SigningKey
 from headrace_kv.handoff.leases import Timers
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.plan.copy_plan import Runs

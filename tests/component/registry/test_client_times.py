@@ -15,8 +15,7 @@ from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import RegistryUnavailable, StaleIncarnation
 from headrace_common.registry.descriptors import DescriptorCache
-from headrace_common.registry.membership import Membership
-from headrace_common.registry.renewals import LeaseRenewals
+from headrace_common.registry.membership import LeaseRenewals, Membership
 from headrace_common.registry.view import RegistryView
 from headrace_registry.store.memory import MemoryStore
 from tests.component.registry import harness

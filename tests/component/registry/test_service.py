@@ -11,9 +11,8 @@ import grpc.aio
 import pytest
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
-from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import TOKEN_KEY, Role
-from headrace_common.access.tokens import create_token
+from headrace_common.access.tokens import create_token, load_local_key
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import (
     Conflict,

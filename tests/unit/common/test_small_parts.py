@@ -12,7 +12,7 @@ from headrace_common.access.credentials import TlsFiles
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError, DeadlineExceeded, QueueFull
 from headrace_common.identity import is_incarnation, is_worker_id, new_incarnation, new_transfer_id
-from headrace_common.queues import BoundedQueue
+from headrace_common.tasks import BoundedQueue
 
 
 @given(st.floats(0.5, 1e6))

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from headrace.decode.v1 import decode_pb2
-from headrace_common.latency.clock_pair import ClockPair
+from headrace_common.latency.clocks import ClockPair
 from headrace_decode.timestamps import RequestTimestamps
 
 

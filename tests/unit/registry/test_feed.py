@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import WatchExpired
-from headrace_common.registry.policy import default_policy
+from headrace_common.registry.view import default_policy
 from headrace_registry.feed import ChangeFeed, PolicyRecord, WatchFilter
 from headrace_simulator.virtual_time import run_virtually
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.key_file import key_digest, key_in, load_keys
-from headrace_common.access.server_tls import server_context
+from headrace_common.access.tls import server_context
 from headrace_common.config import ServiceConfig, split_host_port
 from headrace_common.errors import ConfigError
 from headrace_common.reloading import ReloadedFiles

@@ -25,7 +25,7 @@ from headrace_common.errors import (
     InvalidRequest,
 )
 from headrace_common.latency.breakdown import breakdown_to_proto
-from headrace_common.latency.clock_pair import clocks_now
+from headrace_common.latency.clocks import clocks_now
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.registry.adapters import adapters_from_proto
 from headrace_common.registry.view import RegistryView

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import Draining, QueueFull
-from headrace_common.queues import BoundedQueue
+from headrace_common.tasks import BoundedQueue
 from headrace_prefill.pull.slot_shares import RouterDemand
 from headrace_prefill.worker import PrefillWorker
 

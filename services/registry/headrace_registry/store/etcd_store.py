@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import ConfigError, RegistryUnavailable, WatchExpired
-from headrace_common.registry.policy import default_policy
+from headrace_common.registry.view import default_policy
 from headrace_common.tasks import end_task, run_forever
 from headrace_registry.feed import ALL, ChangeFeed, PolicyRecord, WatchFilter
 from headrace_registry.store.base import Registration, Store, descriptor_missing

@@ -14,7 +14,7 @@ from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError
-from headrace_common.latency.clock_pair import clocks_now
+from headrace_common.latency.clocks import clocks_now
 from headrace_common.registry.adapters import Adapter
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 

@@ -12,8 +12,8 @@ from sortedcontainers import SortedDict
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import ProtocolViolation
-from headrace_common.queues import BoundedQueue
 from headrace_common.registry.adapters import Adapter
+from headrace_common.tasks import BoundedQueue
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_hash
 from headrace_router.prefill_queue.task import QueuedTask, SignTask

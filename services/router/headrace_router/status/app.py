@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from importlib.resources import files
 from typing import Final
 
-from headrace_common.access.authorizer import Authorizer
-from headrace_common.access.certificates import URI_NAMES
+from headrace_common.access.authorizer import URI_NAMES, Authorizer
 from headrace_common.access.roles import TOKEN_KEY
 from headrace_common.errors import HeadraceError, InternalError, PermissionDenied, Unauthenticated
 from headrace_frontend.openai.errors import HttpError

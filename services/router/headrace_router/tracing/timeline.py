@@ -13,7 +13,7 @@ from headrace.inference.v1 import first_token_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.latency.breakdown import Breakdown, break_down
-from headrace_common.latency.clock_offset import ClockOffset
+from headrace_common.latency.clocks import ClockOffset
 from headrace_common.latency.report import call_when_reported, wait_for_report
 from headrace_common.latency.steps import (
     AttemptSteps,

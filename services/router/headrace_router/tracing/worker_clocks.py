@@ -8,8 +8,7 @@ from typing import Final, NamedTuple
 
 from opentelemetry.util.types import AttributeValue
 
-from headrace_common.latency.clock_offset import ClockOffset
-from headrace_common.latency.clock_pair import clocks_now
+from headrace_common.latency.clocks import ClockOffset, clocks_now
 from headrace_common.telemetry import schema
 
 _WORKERS_MAX: Final = 4_096

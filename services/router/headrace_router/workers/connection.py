@@ -16,8 +16,7 @@ import grpc.aio
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.durations import duration_from_seconds
 from headrace_common.limits import CLOCK_OFFSET_NOTED_S
-from headrace_common.process.heartbeats import SHORTEST_S, must_change
-from headrace_common.process.pacing import LoopLoad
+from headrace_common.process.pacing import SHORTEST_S, LoopLoad, must_change
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.workers.clock import WorkerClock

@@ -13,8 +13,7 @@ import grpc.aio
 from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.process.heartbeats import heartbeat_interval_s
-from headrace_common.process.pacing import LoopLoad
+from headrace_common.process.pacing import LoopLoad, heartbeat_interval_s
 from headrace_common.registry.adapters import adapters_from_proto
 from headrace_frontend.request.model_names import Adapters
 from headrace_kv.layout.layout import KvLayout, WorkerRef

@@ -15,7 +15,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import KvCorrupt, TransferFailed, Unauthenticated
 from headrace_common.limits import TICKET_BYTES_MAX
 from headrace_common.rpc.status import error_from_rpc
-from headrace_common.tickets.keys import SigningKey, TicketKey
+from headrace_common.tickets import SigningKey, TicketKey
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.handoff.tickets import digest_seed
 from headrace_kv.layout.layout import WorkerRef

@@ -15,9 +15,13 @@ import pytest
 
 from headrace_common.access.authorizer import Authorizer
 from headrace_common.access.credentials import TlsFiles
-from headrace_common.access.local_key import load_local_key
 from headrace_common.access.roles import Role
-from headrace_common.access.tokens import create_token, new_private_key, public_key_of
+from headrace_common.access.tokens import (
+    create_token,
+    load_local_key,
+    new_private_key,
+    public_key_of,
+)
 from headrace_common.errors import ConfigError
 from headrace_common.process.settings import load_config
 from headrace_frontend.openai.server import HttpServer

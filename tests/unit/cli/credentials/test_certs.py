@@ -12,7 +12,7 @@ from cryptography import x509
 from typer.testing import CliRunner, Result
 
 from headrace_cli.app import app
-from headrace_common.access.certificates import caller_of_certificate, valid_until
+from headrace_common.access.authorizer import caller_of_certificate, valid_until
 from headrace_common.access.roles import Role
 
 

@@ -7,15 +7,19 @@ from pathlib import Path
 import pytest
 
 from headrace_common import reloading
-from headrace_common.access.addresses import is_loopback
-from headrace_common.access.authorizer import Authorizer
-from headrace_common.access.certificates import caller_of_certificate
+from headrace_common.access.authorizer import Authorizer, caller_of_certificate
 from headrace_common.access.credentials import Credentials
-from headrace_common.access.local_key import FOLDER_VARIABLE, load_local_key
 from headrace_common.access.roles import ANONYMOUS, TOKEN_KEY, TRUSTED, Caller, Role
-from headrace_common.access.tokens import create_token, new_private_key, public_key_of
+from headrace_common.access.tokens import (
+    FOLDER_VARIABLE,
+    create_token,
+    load_local_key,
+    new_private_key,
+    public_key_of,
+)
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import ConfigError, HeadraceError, PermissionDenied, Unauthenticated
+from headrace_common.ports import is_loopback
 
 SET_POLICY = "/headrace.registry.v1.RegistryService/SetPolicy"
 HEALTH = "/grpc.health.v1.Health/Check"

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from headrace_common.access.certificates import valid_until
+from headrace_common.access.authorizer import valid_until
 
 NOW = dt.datetime(2026, 1, 1, tzinfo=dt.UTC)
 

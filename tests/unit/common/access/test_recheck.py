@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from headrace_common.access.recheck import rechecked
+from headrace_common.access.authorizer import rechecked
 from headrace_common.errors import PermissionDenied
 
 

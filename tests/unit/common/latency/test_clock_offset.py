@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_common.latency.clock_offset import ClockOffset
+from headrace_common.latency.clocks import ClockOffset
 
 DELAYS = st.integers(0, 50_000_000)
 EXCHANGES = st.lists(st.tuples(DELAYS, DELAYS, DELAYS), min_size=1, max_size=30)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from headrace_common.latency.clock_pair import clocks_now
+from headrace_common.latency.clocks import clocks_now
 
 AHEAD_NS = 10**18
 PAUSE_NS = 30_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_common.process.heartbeats import heartbeat_interval_s, must_change
+from headrace_common.process.pacing import heartbeat_interval_s, must_change
 
 
 def test_small_deployments_send_every_second() -> None:

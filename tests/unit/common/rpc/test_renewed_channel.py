@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace_common.access.tls import TlsIdentity
-from headrace_common.rpc.renewed_channel import RenewedChannel
+from headrace_common.rpc.channel import RenewedChannel
 
 
 class Call:

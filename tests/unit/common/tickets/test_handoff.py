@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.errors import HeadraceError, PermissionDenied, Unauthenticated
 from headrace_common.limits import TICKET_BYTES_MAX
-from headrace_common.tickets.handoff import check_handoff, sign_handoff
-from headrace_common.tickets.keys import SigningKey, TicketKeys
+from headrace_common.tickets import SigningKey, TicketKeys, check_handoff, sign_handoff
 
 KEY, OTHER = SigningKey(), SigningKey()
 KEYS = TicketKeys()

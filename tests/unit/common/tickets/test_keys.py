@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
+from headrace_common import tickets
 from headrace_common.errors import QueueFull
-from headrace_common.tickets import keys
-from headrace_common.tickets.keys import SigningKey, TicketKeys
+from headrace_common.tickets import SigningKey, TicketKeys
 
 KEPT_S = 90.0
 
@@ -49,7 +49,7 @@ def test_a_key_is_known_while_it_is_in_use_and_a_bounded_time_after() -> None:
 def test_the_number_of_keys_is_bounded_and_those_in_use_stay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(keys, "TICKET_KEYS_MAX", 3)
+    monkeypatch.setattr(tickets, "TICKET_KEYS_MAX", 3)
     known = TicketKeys(KEPT_S, Clock())
     open_key = SigningKey().public
     known.use(open_key.public_key)

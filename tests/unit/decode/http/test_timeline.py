@@ -14,7 +14,7 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import TransferFailed
 from headrace_common.latency.breakdown import Breakdown, Owner
-from headrace_common.latency.clock_pair import ClockPair
+from headrace_common.latency.clocks import ClockPair
 from headrace_common.latency.parts import Part
 from headrace_decode.http import timeline as timeline_module
 from headrace_decode.http.timeline import OwnTimeline

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_common.latency.clock_offset import ClockOffset
-from headrace_common.latency.clock_pair import ClockPair
+from headrace_common.latency.clocks import ClockOffset, ClockPair
 from headrace_common.telemetry import schema
 from headrace_router.tracing import worker_clocks
 from headrace_router.tracing.worker_clocks import (

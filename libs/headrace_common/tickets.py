@@ -1,4 +1,4 @@
-"""Keys of tickets: each router has an Ed25519 key pair of its own, made at its start.
+"""Handoff tickets: a router's permission for one prefill worker to fill one transfer.
 
 The private key never leaves the process. Others get the public key, so they verify tickets and cannot sign any.
 """
@@ -9,14 +9,17 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from google.protobuf.message import DecodeError
 
+from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import PermissionDenied, QueueFull, Unauthenticated
 from headrace_common.limits import (
+    TICKET_BYTES_MAX,
     TICKET_KEY_ID_BYTES,
     TICKET_KEY_KEPT_S,
     TICKET_KEYS_MAX,
@@ -173,3 +176,40 @@ def require_signed(
 
 def _signed_bytes(kind: str, claims: bytes) -> bytes:
     return kind.encode() + b"\0" + claims
+
+
+_KIND: Final = handoff_pb2.HandoffClaims.DESCRIPTOR.full_name
+_CLAIMS: Final = tuple(field.name for field in handoff_pb2.HandoffClaims.DESCRIPTOR.fields)
+
+
+def sign_handoff(key: SigningKey, claims: handoff_pb2.HandoffClaims) -> bytes:
+    """A ticket with these claims."""
+    content = claims.SerializeToString()
+    return handoff_pb2.HandoffTicket(
+        claims=content, signature=key.sign(_KIND, content), key_id=key.public.key_id
+    ).SerializeToString()
+
+
+def check_handoff(find_key: FindKey, ticket: bytes, required: handoff_pb2.HandoffClaims) -> None:
+    """Raises Unauthenticated or PermissionDenied, with the wrong part, unless a known router signed these claims.
+
+    The signature is verified last: to refuse a ticket for something else costs little.
+    """
+    if not ticket:
+        raise unauthenticated(
+            "is missing; a router gives a handoff ticket with the task", "missing"
+        )
+    signed, claims = handoff_pb2.HandoffTicket(), handoff_pb2.HandoffClaims()
+    try:
+        if len(ticket) > TICKET_BYTES_MAX:
+            raise DecodeError("too long")
+        signed.ParseFromString(ticket)
+        claims.ParseFromString(signed.claims)
+    except DecodeError:
+        raise unauthenticated("is not a handoff ticket", "signature") from None
+    for name in _CLAIMS:
+        if getattr(claims, name) != getattr(required, name):
+            raise not_permitted(f"is for another {name}", name)
+    require_signed(
+        find_key, _KIND, claims=signed.claims, signature=signed.signature, key_id=signed.key_id
+    )

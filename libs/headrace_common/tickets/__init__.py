@@ -1,1 +1,0 @@
-"""Tickets: permissions that a router signs and a decode worker verifies."""
