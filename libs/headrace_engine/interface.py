@@ -58,7 +58,7 @@ class Sampling:
     structured_outputs: StructuredOutputs | None = None
 
 
-class PrefixSource(Protocol):
+class RemotePrefix(Protocol):
     """Another worker that has the KV of a prompt's tokens below `end_token`."""
 
     @property
@@ -98,7 +98,7 @@ class PrefillWork:
     """The name of one of the engine's adapters, empty for the model alone. Needs a salt of its own."""
     priority: Priority = Priority.NORMAL
     """Cached blocks that only lower classes have used are reused first, where the engine manages them."""
-    prefix: PrefixSource | None = None
+    prefix: RemotePrefix | None = None
     """Where the engine may have KV fetched from that it would compute otherwise."""
 
 
@@ -227,7 +227,7 @@ class Engine(ABC):
     """One model on one worker: all its ranks. Its methods are called on one event loop, except `start`.
 
     Only `prefill` is called on a prefill engine, and only the other methods on a decode engine. Where a work has a
-    PrefixSource, `arrived`, `recompute` and `released` are called on the prefill engine, and `send_prefix` on the
+    RemotePrefix, `arrived`, `recompute` and `released` are called on the prefill engine, and `send_prefix` on the
     decode engine.
     """
 

@@ -151,7 +151,7 @@ class Reason:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class ScalingDecision:
     """The numbers of workers that should run from now on, and every rule that applied, in order."""
 
     current: WorkerCounts

@@ -7,7 +7,13 @@ from dataclasses import dataclass, field
 
 from headrace_planner.goal_decision import corrections, decide_by_goals, predict_demand
 from headrace_planner.load_decision import LoadState, apply_reasons, decide_by_load
-from headrace_planner.observation import Decision, Interval, PlannedRole, Reason, WorkerCounts
+from headrace_planner.observation import (
+    Interval,
+    PlannedRole,
+    Reason,
+    ScalingDecision,
+    WorkerCounts,
+)
 from headrace_planner.settings import BudgetSettings, PlannerSettings, WorkerProfile
 
 
@@ -128,7 +134,7 @@ def plan(
     profile: WorkerProfile | None,
     interval: Interval,
     state: PlannerState,
-) -> tuple[Decision, PlannerState]:
+) -> tuple[ScalingDecision, PlannerState]:
     """The decision at the end of an interval, which has at least one sample.
 
     Without a profile, only the load decides. While workers join or leave, the numbers stay as they are, because the
@@ -137,7 +143,7 @@ def plan(
     observed = record_interval(settings, interval, state)
     current = interval.counts
     if interval.is_changing:
-        return Decision(current, current, ()), observed
+        return ScalingDecision(current, current, ()), observed
     by_load, load = decide_by_load(settings.load, interval, state.load)
     floors = _floors(settings, profile, observed.history)
     wanted, by_goals = _raise_to(apply_reasons(current, by_load), floors)
@@ -146,7 +152,7 @@ def plan(
     reasons = (*by_load, *by_goals, *by_need, *by_budget)
     needed = (*state.needed, needed_now(current, by_load, floors))
     recent = needed[max(0, len(needed) - settings.shrink_intervals) :]
-    return Decision(current, target, reasons), PlannerState(observed.history, load, recent)
+    return ScalingDecision(current, target, reasons), PlannerState(observed.history, load, recent)
 
 
 def record_interval(

@@ -27,7 +27,7 @@ from headrace_cli.output import (
 from headrace_cli.starting import WAIT_S, Wait
 from headrace_cli.state import find_planner
 from headrace_common.durations import seconds_from_duration, unix_s_from_timestamp
-from headrace_planner.observation import Decision, Interval, WorkerCounts, read_intervals
+from headrace_planner.observation import Interval, ScalingDecision, WorkerCounts, read_intervals
 from headrace_planner.planner import PlannerState, plan
 from headrace_planner.settings import PlannerSettings, WorkerProfile, read_profile, read_settings
 
@@ -188,14 +188,14 @@ def replay(
 
 def _decisions(
     settings: PlannerSettings, profile: WorkerProfile | None, intervals: Iterator[Interval]
-) -> Iterator[tuple[Interval, Decision]]:
+) -> Iterator[tuple[Interval, ScalingDecision]]:
     state = PlannerState()
     for interval in intervals:
         decision, state = plan(settings, profile, interval, state)
         yield interval, decision
 
 
-def decision_object(interval: Interval, decision: Decision) -> dict[str, Any]:
+def decision_object(interval: Interval, decision: ScalingDecision) -> dict[str, Any]:
     """The decision for programs."""
     return {
         "start_unix_s": interval.start_unix_s,
@@ -205,7 +205,7 @@ def decision_object(interval: Interval, decision: Decision) -> dict[str, Any]:
     }
 
 
-def _show_replay(decisions: list[tuple[Interval, Decision]]) -> None:
+def _show_replay(decisions: list[tuple[Interval, ScalingDecision]]) -> None:
     console = answer_console()
     rows = [
         (
@@ -222,7 +222,7 @@ def _show_replay(decisions: list[tuple[Interval, Decision]]) -> None:
     console.print(f"{changes} changes in {len(decisions)} intervals.")
 
 
-def _why(interval: Interval, decision: Decision) -> str:
+def _why(interval: Interval, decision: ScalingDecision) -> str:
     if interval.is_changing:
         return "Workers join or leave."
     return " ".join(reason.sentence for reason in decision.reasons)

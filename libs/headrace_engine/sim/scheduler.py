@@ -15,7 +15,7 @@ from headrace_common.errors import (
     InternalError,
     TransferTimeout,
 )
-from headrace_engine.interface import PrefixSource
+from headrace_engine.interface import RemotePrefix
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.settings import SimShape
 from headrace_engine.sim.sequence import Sequence
@@ -161,7 +161,7 @@ class Scheduler:
             elif sequence.prefix is not None:
                 self._fetch_prefix(sequence, sequence.prefix)
 
-    def _fetch_prefix(self, sequence: Sequence, prefix: PrefixSource) -> None:
+    def _fetch_prefix(self, sequence: Sequence, prefix: RemotePrefix) -> None:
         """Has the KV fetched that a prompt lacks, if there is any and the source agrees."""
         end = prefix.end_token
         usable = sequence.cached < end <= sequence.reusable_tokens(self._pools.keeps_state)

@@ -15,7 +15,7 @@ from headrace_engine.interface import (
     DecodeTokens,
     DecodeWork,
     PrefillWork,
-    PrefixSource,
+    RemotePrefix,
     Sampling,
     TokenLogprobs,
 )
@@ -76,7 +76,7 @@ class Sequence:
     handover: Handover | None = None
     generation: Generation | None = None
     first_token: FirstTokenRequest | None = None
-    prefix: PrefixSource | None = None
+    prefix: RemotePrefix | None = None
     prefix_handover: Handover | None = None
     awaits_first_token: bool = False
     block_ids_by_group: tuple[tuple[int, ...], ...] = ()

@@ -36,7 +36,7 @@ from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.receive.handshake import validate_handshake
 from headrace_kv.receive.observer import ReceiverFeature, TransferObserver, TransferState
 from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer, TransferSummary
-from headrace_kv.receive.transfer_table import PendingOpens, TransferTable
+from headrace_kv.receive.transfer_table import IncomingTransfers, PendingOpens
 
 __all__ = ["IncomingTransfer", "Receiver", "ReceiverLimits", "TransferState", "TransferSummary"]
 
@@ -95,7 +95,7 @@ class Receiver:
         self._refused_tickets: dict[PrefillPeer, int] = {}
         self._features = tuple(features)
         self._policy = QuarantinePolicy(lease_ttl_s, quarantine_s)
-        self._transfers = TransferTable(
+        self._transfers = IncomingTransfers(
             on_released,
             self._policy,
             quiesce_timeout_s=limits.quiesce_timeout_s,

@@ -20,7 +20,7 @@ from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer
 _log = logging.getLogger(__name__)
 
 
-class TransferTable:
+class IncomingTransfers:
     """Advances transfers, fails them, and releases their blocks once nothing writes into them (I1).
 
     `on_released(transfer_id)` is called once for each failed transfer, when its blocks may be reused. Ended transfers

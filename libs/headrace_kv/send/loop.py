@@ -19,7 +19,7 @@ from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.mailbox import SenderInbox
 from headrace_kv.send.peer import SenderPeer, WriteObserver
 from headrace_kv.send.stream import HandoffStream, HandoffStreamListener
-from headrace_kv.send.transfer_table import SWEEP_INTERVAL_S, TransferTable
+from headrace_kv.send.transfer_table import SWEEP_INTERVAL_S, OutgoingTransfers
 from headrace_kv.send.write_scheduler import WriteScheduler
 from headrace_kv.transport.memory import Memory
 
@@ -80,7 +80,7 @@ class SendLoop:
         self._make_stream = make_stream
         self._listener = _PostedEvents(inbox, self)
         self._peers: dict[WorkerRef, SenderPeer] = {}
-        self._table = TransferTable(context, inbox)
+        self._table = OutgoingTransfers(context, inbox)
         self._scheduler = WriteScheduler(context, inbox, self._table)
         self._gave_up = False
 

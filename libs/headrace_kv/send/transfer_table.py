@@ -23,7 +23,7 @@ SWEEP_INTERVAL_S = 0.5
 _ASK_AGAIN_S = 1.0
 
 
-class TransferTable:
+class OutgoingTransfers:
     """Opens, commits, fails and ends transfers: sends the messages for that to decode, and the report to the engine.
 
     A transfer ends, and leaves the table, when it is quiet (I2).

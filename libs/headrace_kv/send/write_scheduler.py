@@ -14,7 +14,7 @@ from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.mailbox import SenderInbox
 from headrace_kv.send.peer import SenderPeer
 from headrace_kv.send.transfer import OutgoingTransfer
-from headrace_kv.send.transfer_table import TransferTable
+from headrace_kv.send.transfer_table import OutgoingTransfers
 from headrace_kv.transport.base import KvTransport, WriteResult
 
 Step = tuple[OutgoingTransfer, LayerWrite | None]
@@ -180,7 +180,9 @@ class WriteWindow:
 class WriteScheduler:
     """Plans, writes and acknowledges the pushed ranges of all transfers. An error fails its transfer alone."""
 
-    def __init__(self, context: SenderContext, inbox: SenderInbox, table: TransferTable) -> None:
+    def __init__(
+        self, context: SenderContext, inbox: SenderInbox, table: OutgoingTransfers
+    ) -> None:
         self._clock = context.clock
         self._transport = context.transport
         self._inbox = inbox

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
-from headrace_planner.observation import Decision, PlannedRole, WorkerCounts
+from headrace_planner.observation import PlannedRole, ScalingDecision, WorkerCounts
 
 
 class Outcome(StrEnum):
@@ -32,7 +32,7 @@ class DecisionEntry:
     number: int
     start_unix_s: float
     duration_s: float
-    decision: Decision
+    decision: ScalingDecision
     outcome: Outcome
     detail: str = ""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from headrace_common.errors import ConfigError, Draining, NotFound
-from headrace_planner.observation import Decision, Interval, WorkerCounts
+from headrace_planner.observation import Interval, ScalingDecision, WorkerCounts
 from headrace_planner.planner import PlannerState, plan, record_interval
 from headrace_planner.settings import PlannerSettings, WorkerProfile
 from headrace_planner_service.decisions import DecisionEntry, DecisionLog, Outcome
@@ -130,7 +130,7 @@ class Steering:
         self._expire()
         if self.board.pending and self.board.target is not None:
             self._state = record_interval(self._rules.settings, interval, self._state)
-            kept = Decision(interval.counts, self.board.target.counts, ())
+            kept = ScalingDecision(interval.counts, self.board.target.counts, ())
             return self._add(
                 interval,
                 kept,
@@ -160,7 +160,7 @@ class Steering:
         return self.decisions.add(
             DecisionEntry(
                 *(self.decisions.next_number, start_unix_s, duration_s),
-                *(Decision(counts, counts, ()), Outcome.INCOMPLETE, fault),
+                *(ScalingDecision(counts, counts, ()), Outcome.INCOMPLETE, fault),
             )
         )
 
@@ -190,7 +190,7 @@ class Steering:
             self.decisions.set_outcome(target.number, Outcome.EXPIRED, detail)
 
     def _add(
-        self, interval: Interval, decision: Decision, outcome: Outcome, detail: str = ""
+        self, interval: Interval, decision: ScalingDecision, outcome: Outcome, detail: str = ""
     ) -> DecisionEntry:
         return self.decisions.add(
             DecisionEntry(

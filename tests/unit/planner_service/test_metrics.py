@@ -8,13 +8,13 @@ import pytest
 
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
-from headrace_planner.observation import Decision, PlannedRole, Reason, WorkerCounts
+from headrace_planner.observation import PlannedRole, Reason, ScalingDecision, WorkerCounts
 from headrace_planner_service.config import PlannerConfig
 from headrace_planner_service.decisions import DecisionEntry, Outcome, PlannerMetrics
 from tests.ended_spans import ended_spans
 
 REASON = Reason(PlannedRole.DECODE, "load above threshold", 3, {"load": 0.95}, "It is full.")
-DECISION = Decision(WorkerCounts(1, 2), WorkerCounts(1, 3), (REASON,))
+DECISION = ScalingDecision(WorkerCounts(1, 2), WorkerCounts(1, 3), (REASON,))
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_a_decision_sets_the_numbers_and_counts_its_outcome(telemetry: Telemetry
     metrics = PlannerMetrics(telemetry)
     metrics.count_decision(entry(Outcome.PUBLISHED))
     # What was not observed replaces no number.
-    unknown = Decision(WorkerCounts(0, 0), WorkerCounts(0, 0), ())
+    unknown = ScalingDecision(WorkerCounts(0, 0), WorkerCounts(0, 0), ())
     metrics.count_decision(DecisionEntry(2, 130.0, 30.0, unknown, Outcome.INCOMPLETE))
     metrics.count_miss()
     found = values(telemetry)

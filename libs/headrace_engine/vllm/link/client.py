@@ -54,7 +54,7 @@ class LinkLoop:
             return cls._ours
 
 
-class Link:
+class EngineLink:
     """The stream of one connector. When it ends before `close`, the process exits: it has no service to serve.
 
     Any thread may call `send`. The link's loop calls `on_response`.

@@ -27,7 +27,7 @@ from headrace_engine.vllm.compat import (
     tensor_parallel_size,
 )
 from headrace_engine.vllm.layer_groups import LayerGroup
-from headrace_engine.vllm.link.client import Link
+from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import report_to_proto, tier_load_to_proto
 from headrace_engine.vllm.rank.logits_tap import LogitsTap
 from headrace_engine.vllm.rank.memory import (
@@ -88,7 +88,7 @@ class ConnectorWorker:
         self._ordered_sender: EventOrderedSender | None = None
         # Of a decode rank, until it sends its first prefix.
         self._start_sending_later: Callable[[], None] | None = None
-        self._link: Link | None = None
+        self._link: EngineLink | None = None
         self._executor = StepExecutor(self._rank, self._send_report)
         self._layer_wait: LayerWait | None = None
         self._tiers: TierExecutor | None = None
@@ -156,7 +156,7 @@ class ConnectorWorker:
             process_id=os.getpid() if on_host else 0,
             memory_descriptor=memory_descriptor,
         )
-        self._link = Link(Path(self._settings.link_path), attachment, self._on_response)
+        self._link = EngineLink(Path(self._settings.link_path), attachment, self._on_response)
         start_sending = partial(
             self._start_sending, self._link, self._transport, order, layout, memory
         )
@@ -192,7 +192,7 @@ class ConnectorWorker:
 
     def _start_sending(
         self,
-        link: Link,
+        link: EngineLink,
         transport: KvTransport,
         order: DeviceOrder,
         layout: KvLayout,

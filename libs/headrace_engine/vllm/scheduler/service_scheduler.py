@@ -16,7 +16,7 @@ from headrace_common.durations import seconds_from_duration
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import block_counts
 from headrace_engine.vllm.layer_groups import LayerGroup
-from headrace_engine.vllm.link.client import Link
+from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
     load_to_proto,
@@ -134,7 +134,7 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         self._pool: RemotePool | None = None
         self._load = LoadMeter()
         self._starts = StepStarts(self._send_step_started)
-        self._link = Link(link_path, link_pb2.Attachment(scheduler=True), self._on_response)
+        self._link = EngineLink(link_path, link_pb2.Attachment(scheduler=True), self._on_response)
         self._load_reports = asyncio.run_coroutine_threadsafe(
             report_changes(self._load, self._send_load), self._link.loop
         )

@@ -42,7 +42,7 @@ from headrace_kv.transport.mooncake.listen_filter import (
     restrict_ports,
 )
 from headrace_kv.transport.mooncake.sockets import end_lost_connections, set_accept_timeout
-from headrace_kv.transport.mooncake.write_job import Engine
+from headrace_kv.transport.mooncake.write_job import MooncakeEngine
 from headrace_kv.transport.mooncake.write_worker import WriteWorker
 from headrace_kv.transport.networks import (
     Address,
@@ -223,10 +223,10 @@ class MooncakeTransport(KvTransport):
             self._receiving = None
             self._receiving_ports = frozenset()
 
-    def _open_sending(self) -> Engine:
+    def _open_sending(self) -> MooncakeEngine:
         with self._lock:
             self._sending, self._sending_ports = self._make_engine(self._sending_sources())
-            engine: Engine = self._sending
+            engine: MooncakeEngine = self._sending
             return engine
 
     def _drop_sending(self) -> None:

@@ -16,7 +16,7 @@ _WINDOW_ENTRIES = 256
 NO_BATCH: Final = (0, -1, (1 << 64) - 1)
 
 
-class Engine(Protocol):
+class MooncakeEngine(Protocol):
     """The part of Mooncake's engine that is used."""
 
     def transfer_submit_write(
@@ -64,7 +64,7 @@ class WriteJob:
     def late(self, now_s: float) -> bool:
         return now_s >= self.deadline_s
 
-    def submit(self, engine: Engine, entry_limit: int) -> int:
+    def submit(self, engine: MooncakeEngine, entry_limit: int) -> int:
         """Submits up to `entry_limit` entries and returns their number. Raises TransferFailed."""
         start = self._position
         while not self.submitted and self._position - start < entry_limit:
@@ -78,7 +78,7 @@ class WriteJob:
             self._position += 1
         return self._position - start
 
-    def poll(self, engine: Engine) -> int:
+    def poll(self, engine: MooncakeEngine) -> int:
         """Removes the entries at the front that have ended and returns their number. Raises TransferFailed."""
         ended = 0
         while self._pending:
@@ -120,7 +120,7 @@ class PeerWrites:
     def add(self, job: WriteJob) -> None:
         self._jobs.append(job)
 
-    def submit(self, engine: Engine) -> int:
+    def submit(self, engine: MooncakeEngine) -> int:
         """Submits entries of writes that are not late, within the peer's window. Raises TransferFailed."""
         started = 0
         now_s = time.monotonic()
@@ -130,7 +130,7 @@ class PeerWrites:
                 started += job.submit(engine, room - started)
         return started
 
-    def poll(self, engine: Engine) -> int:
+    def poll(self, engine: MooncakeEngine) -> int:
         """Counts the entries that have ended. Raises TransferFailed."""
         return sum(job.poll(engine) for job in self._jobs)
 

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import WriteResult, host_of
-from headrace_kv.transport.mooncake.write_job import NO_BATCH, Engine, PeerWrites, WriteJob
+from headrace_kv.transport.mooncake.write_job import NO_BATCH, MooncakeEngine, PeerWrites, WriteJob
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class WriteWorker:
 
     def __init__(
         self,
-        open_engine: Callable[[], Engine],
+        open_engine: Callable[[], MooncakeEngine],
         drop_engine: Callable[[], None],
         transport: str,
         *,
@@ -62,7 +62,7 @@ class WriteWorker:
         self._transport = transport
         self._stall_s = stall_s
         self._rest_s = rest_s
-        self._engine: Engine | None = None
+        self._engine: MooncakeEngine | None = None
         self._arrivals: queue.Queue[WriteJob | None] = queue.Queue(_JOB_LIMIT)
         self._peers: dict[str, PeerWrites] = {}
         self._failed_s: dict[str, float] = {}
@@ -171,7 +171,7 @@ class WriteWorker:
             self._end_late(session, peer, now_s)
         return progress
 
-    def _connected_engine(self, session: str, job: WriteJob) -> Engine | None:
+    def _connected_engine(self, session: str, job: WriteJob) -> MooncakeEngine | None:
         """The engine once it is connected to a peer, else None. Raises TransferFailed.
 
         The first call to an unresponsive peer blocks for a minute, so a thread of its own makes it.
@@ -265,7 +265,7 @@ class WriteWorker:
 
 
 def _connect(
-    engine: Engine,
+    engine: MooncakeEngine,
     session: str,
     addresses: tuple[int, int],
     connecting: Future[int],

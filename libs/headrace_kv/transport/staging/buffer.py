@@ -14,7 +14,7 @@ from headrace_kv.transport.base import Strategy, WriteResult
 from headrace_kv.transport.memory import Bytes, Memory
 
 
-class Slots:
+class BufferSlots:
     """Slots 0 to `count` - 1. Any thread may call its methods."""
 
     def __init__(self, count: int) -> None:
@@ -71,7 +71,7 @@ class StagingBuffer:
         self._slot_count = slot_count
         self._slot_bytes = slot_bytes
         self._register = register
-        self._slots = Slots(slot_count)
+        self._slots = BufferSlots(slot_count)
         self._bytes: Bytes | None = None
 
     def gather(self, runs: Runs, deadline_s: float) -> Gathered:

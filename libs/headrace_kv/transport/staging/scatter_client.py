@@ -18,7 +18,7 @@ from headrace.kv.v1 import scatter_pb2, scatter_pb2_grpc
 from headrace_common.errors import TransferFailed
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import host_of
-from headrace_kv.transport.staging.buffer import Slots
+from headrace_kv.transport.staging.buffer import BufferSlots
 from headrace_kv.transport.staging.scatter_server import LandingLimits
 
 _CLOSE_TIMEOUT_S = 1.0
@@ -53,7 +53,7 @@ class ScatterClient:
         self._pending: dict[int, _Pending] = {}
         self._sequence = 0
         self._fault = ""
-        self.slots = Slots(0)
+        self.slots = BufferSlots(0)
         self._attached: Future[scatter_pb2.Landing] = Future()
         self._channel = grpc.insecure_channel(target)
         stub = scatter_pb2_grpc.ScatterServiceStub(self._channel)

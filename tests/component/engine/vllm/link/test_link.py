@@ -16,7 +16,7 @@ import pytest
 from headrace.engine.v1 import link_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError, QueueFull, StaleIncarnation
-from headrace_engine.vllm.link.client import Link
+from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import (
     prefix_target_from_proto,
     prefix_target_to_proto,
@@ -78,12 +78,12 @@ class Ends:
     loads: list[tuple[int, TierLoad]]
     starts: list[tuple[str, int]]
     failed: list[tuple[str, bool]]
-    links: dict[str, Link] = field(default_factory=dict)
+    links: dict[str, EngineLink] = field(default_factory=dict)
     received: dict[str, list[str | None]] = field(default_factory=dict)
 
     def attach(self, path: Path, name: str, attachment: link_pb2.Attachment) -> None:
         found = self.received[name] = []
-        self.links[name] = Link(
+        self.links[name] = EngineLink(
             path, attachment, lambda response: found.append(response.WhichOneof("message"))
         )
 
