@@ -64,8 +64,10 @@ def read_links(spans: Sequence[TimedSpan]) -> tuple[Link, ...]:
 def _link(one: TimedSpan, by_id: Mapping[str, TimedSpan]) -> Link:
     stamps = unpack_writes(one.text(schema.ATTRIBUTE_LINK_LAYERS))
     return Link(
-        *(one.span.worker_id, one.number(schema.ATTRIBUTE_SOURCE_RANK)),
-        *(_decode_worker(one, by_id), one.number(schema.ATTRIBUTE_DESTINATION_RANK)),
+        source=one.span.worker_id,
+        source_rank=one.number(schema.ATTRIBUTE_SOURCE_RANK),
+        destination=_decode_worker(one, by_id),
+        destination_rank=one.number(schema.ATTRIBUTE_DESTINATION_RANK),
         transport=one.text(schema.ATTRIBUTE_TRANSPORT),
         strategy=one.text(schema.ATTRIBUTE_STRATEGY),
         payload_bytes=one.number(schema.ATTRIBUTE_PAYLOAD_BYTES),
@@ -141,8 +143,10 @@ def _link_of_layers(destination: str, sent: Sequence[TimedSpan]) -> Link:
     ]
     writes.sort(key=lambda write: (write.submitted_ns, write.layer))
     return Link(
-        *(sent[0].span.worker_id, sent[0].number(schema.ATTRIBUTE_SOURCE_RANK)),
-        *(destination, sent[0].number(schema.ATTRIBUTE_DESTINATION_RANK)),
+        source=sent[0].span.worker_id,
+        source_rank=sent[0].number(schema.ATTRIBUTE_SOURCE_RANK),
+        destination=destination,
+        destination_rank=sent[0].number(schema.ATTRIBUTE_DESTINATION_RANK),
         transport=_joined(sent, schema.ATTRIBUTE_TRANSPORT),
         strategy=_joined(sent, schema.ATTRIBUTE_STRATEGY),
         payload_bytes=sum(write.payload_bytes for write in writes),

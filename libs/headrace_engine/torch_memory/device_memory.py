@@ -344,7 +344,10 @@ def _open_direct(
         order = open_order(tensor.device, memory)
         address, nbytes = memory.hold(tensor)
         transport = open_transport(
-            *("mooncake", host, "rdma", memory),
+            kind="mooncake",
+            host=host,
+            protocol="rdma",
+            memory=memory,
             rdma_devices=rdma_devices,
             admitted=admitted,
             quiet_s=quiet_s,

@@ -179,7 +179,11 @@ class VllmEngine(Engine):
         transfer_id = work.target.transfer_id
         self._require_new(transfer_id)
         request = PrefillRequest(
-            *(llm, link, work, self._config.rank_count, on_first_token),
+            llm=llm,
+            link=link,
+            work=work,
+            rank_count=self._config.rank_count,
+            on_first_token=on_first_token,
             lora_request=self._lora_request(work.adapter),
         )
         self._prefills[transfer_id] = request
@@ -195,7 +199,11 @@ class VllmEngine(Engine):
         llm, link = self._require_started()
         self._require_new(work.transfer_id)
         request = DecodeRequest(
-            *(llm, link, work, self._first_token_sampler, self.max_model_len),
+            llm=llm,
+            link=link,
+            work=work,
+            sampler=self._first_token_sampler,
+            max_model_len=self.max_model_len,
             lora_request=self._lora_request(work.adapter),
         )
         self._decodes[work.transfer_id] = request
@@ -246,7 +254,9 @@ class VllmEngine(Engine):
         assert request is not None
         request.prefix_sending_started()
         sending = PrefixRequest(
-            *(link, target, self._config.rank_count),
+            link,
+            target,
+            self._config.rank_count,
             on_quiet=partial(self._prefix_quiet, name),
         )
         self._prefixes[name] = sending

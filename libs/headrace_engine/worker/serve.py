@@ -185,7 +185,8 @@ async def _serve(
         worker.set_prefix_hash_key(membership.prefix_hash_key)
         server.set_serving(True)
         with host.metrics.reporting(
-            *(ref.worker_id, worker.status),
+            ref.worker_id,
+            worker.status,
             reserves_blocks=worker.reserves_blocks,
             incoming=worker.incoming,
             tier_loads=engine.tier_loads,

@@ -69,7 +69,7 @@ class StoreServer:
         try:
             self._wait_for_master()
             self._store = MooncakeStore(
-                *(host, self.address), protocol="tcp", sources=parse_networks(["127.0.0.0/8"])
+                host, self.address, protocol="tcp", sources=parse_networks(["127.0.0.0/8"])
             )
             self._store.offer(self._memory)
         except HeadraceError:

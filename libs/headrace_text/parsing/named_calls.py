@@ -46,7 +46,9 @@ def _deepseek_signs(*, has_kind: bool) -> CallSigns:
 DEEPSEEK_V3 = _deepseek_signs(has_kind=True)
 DEEPSEEK_V31 = _deepseek_signs(has_kind=False)
 KIMI_K2 = CallSigns(
-    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+    "<|tool_calls_section_begin|>",
+    "<|tool_calls_section_end|>",
+    "<|tool_call_begin|>",
     separator="<|tool_call_argument_begin|>",
     call_end="<|tool_call_end|>",
     name_is_id=True,

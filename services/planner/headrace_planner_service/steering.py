@@ -159,8 +159,12 @@ class Steering:
         counts = newest.decision.current if newest is not None else WorkerCounts(0, 0)
         return self.decisions.add(
             DecisionEntry(
-                *(self.decisions.next_number, start_unix_s, duration_s),
-                *(ScalingDecision(counts, counts, ()), Outcome.INCOMPLETE, fault),
+                number=self.decisions.next_number,
+                start_unix_s=start_unix_s,
+                duration_s=duration_s,
+                decision=ScalingDecision(counts, counts, ()),
+                outcome=Outcome.INCOMPLETE,
+                detail=fault,
             )
         )
 
@@ -194,7 +198,11 @@ class Steering:
     ) -> DecisionEntry:
         return self.decisions.add(
             DecisionEntry(
-                *(self.decisions.next_number, interval.start_unix_s, interval.duration_s),
-                *(decision, outcome, detail),
+                number=self.decisions.next_number,
+                start_unix_s=interval.start_unix_s,
+                duration_s=interval.duration_s,
+                decision=decision,
+                outcome=outcome,
+                detail=detail,
             )
         )

@@ -110,7 +110,10 @@ async def serve() -> None:
             server = GrpcServer(config, [SERVICE])
             registry_pb2_grpc.add_RegistryServiceServicer_to_server(
                 RegistryServicer(
-                    *(store, config.max_members, config.max_unnamed_members, prefix_hash_key),
+                    store=store,
+                    max_members=config.max_members,
+                    max_unnamed_members=config.max_unnamed_members,
+                    prefix_hash_key=prefix_hash_key,
                     max_routers=config.max_routers,
                     registrations_per_s=config.max_registrations_per_s,
                 ),

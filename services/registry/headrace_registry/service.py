@@ -175,7 +175,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             _LOG.warning(
                 "the clock of %s is %.1f s %s this registry's. It is admitted, but times in traces and logs are wrong: "
                 "set the clocks of both hosts",
-                *(request.member.worker_id, abs(offset_s)),
+                request.member.worker_id,
+                abs(offset_s),
                 "ahead of" if offset_s > 0 else "behind",
             )
 

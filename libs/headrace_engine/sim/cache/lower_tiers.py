@@ -335,7 +335,9 @@ class SimLowerTiers:
             except TransferFailed as error:
                 _logger.warning(
                     "a copy from %s to %s: %s",
-                    *(copy.source.name, copy.destination.name, error.detail),
+                    copy.source.name,
+                    copy.destination.name,
+                    error.detail,
                 )
                 failed.append(copy)
                 if is_load:

@@ -87,7 +87,8 @@ class VanishedMembers:
                 _log.error(
                     "etcd lost the records of %d members before their leases ended, such as %s. They register again. "
                     "Does another program delete keys?",
-                    *(len(vanished), ", ".join(vanished[:5])),
+                    len(vanished),
+                    ", ".join(vanished[:5]),
                 )
 
 

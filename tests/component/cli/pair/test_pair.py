@@ -270,8 +270,13 @@ async def test_invalid_urls_are_rejected(url: str) -> None:
 async def test_a_port_in_use_is_named() -> None:
     async with proxied(responds, responds) as it:
         options = PairOptions(
-            *("http://127.0.0.1:1", "http://127.0.0.1:1", "10.0.0.5:7730", "127.0.0.1"),
-            *(it.port, 1.0, 1.0),
+            prefill="http://127.0.0.1:1",
+            decode="http://127.0.0.1:1",
+            pair_address="10.0.0.5:7730",
+            host="127.0.0.1",
+            port=it.port,
+            timeout_s=1.0,
+            transfer_timeout_s=1.0,
         )
         with pytest.raises(ConfigError, match="set --port"):
             async with serving(options):

@@ -300,7 +300,8 @@ class Pair:
     ) -> Handed:
         """Runs one request as the router and both services do. With `check`, the answer must be correct."""
         work = decode_work(
-            *(prompt, sampling),
+            prompt,
+            sampling,
             transfer_id=transfer_id,
             remote_kv=True,
             generated=generated,

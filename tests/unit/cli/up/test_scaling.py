@@ -66,7 +66,10 @@ class Bench:
         self.supervisor = Supervisor(spawn=self.spawn)
         self.console = Console(file=self.terminal, width=200)
         self.scaler = Scaler(
-            *(self.supervisor, self.spec, self.console, lambda _: LIMIT_S),
+            supervisor=self.supervisor,
+            make_spec=self.spec,
+            console=self.console,
+            drain_timeout_s=lambda _: LIMIT_S,
             start_timeout_s=self.start_timeout_s,
         )
 

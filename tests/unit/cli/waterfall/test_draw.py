@@ -39,7 +39,12 @@ RECORDED = sorted(path.stem for path in GOLDEN.glob("*.json"))
 def link(number: int, mb: int = 2, ms: int = 1, layers: int = 61, start_ms: int = 20) -> Link:
     each_ns = ms * MS // layers
     return Link(
-        *("prefill-1", number % 8, "decode-0", number // 8, "mooncake/rdma", "direct"),
+        source="prefill-1",
+        source_rank=number % 8,
+        destination="decode-0",
+        destination_rank=number // 8,
+        transport="mooncake/rdma",
+        strategy="direct",
         payload_bytes=mb * 10**6,
         moving_ns=ms * MS,
         writes=tuple(
@@ -147,7 +152,12 @@ class RandomViews:
     def link(self) -> Link:
         ranks = self._random.randrange(99), self._random.randrange(99)
         return Link(
-            *(self.name(), ranks[0], self.name(), ranks[1], self.name(), self.name()),
+            source=self.name(),
+            source_rank=ranks[0],
+            destination=self.name(),
+            destination_rank=ranks[1],
+            transport=self.name(),
+            strategy=self.name(),
             payload_bytes=abs(self.time()),
             moving_ns=abs(self.time()),
             runs=abs(self.time()),
@@ -160,9 +170,14 @@ class RandomViews:
     def step(self) -> Step:
         kinds = (schema.SPAN_PREFILL, schema.SPAN_ATTEMPT, schema.SPAN_DECODE, "x")
         return Step(
-            *(self._random.randrange(40), self._random.choice(kinds), self.name()),
-            *(self._random.choice(("router", "prefill", "decode", "")), self.name(), self.time()),
-            *(abs(self.time()), self.name() if self._random.random() < 0.3 else ""),
+            depth=self._random.randrange(40),
+            name=self._random.choice(kinds),
+            label=self.name(),
+            service=self._random.choice(("router", "prefill", "decode", "")),
+            worker=self.name(),
+            start_ns=self.time(),
+            duration_ns=abs(self.time()),
+            error=self.name() if self._random.random() < 0.3 else "",
         )
 
     def parts(self) -> tuple[PartTime, ...]:
@@ -175,7 +190,10 @@ class RandomViews:
     def view(self) -> TraceView:
         parts = self.parts()
         return TraceView(
-            *("0" * 32, self.name(), 0, self._random.random() < 0.5),
+            trace_id="0" * 32,
+            request_id=self.name(),
+            start_unix_ns=0,
+            complete=self._random.random() < 0.5,
             ttft_ns=sum(part.duration_ns for part in parts),
             total_ns=abs(self.time()),
             parts=parts,

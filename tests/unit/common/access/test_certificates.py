@@ -37,7 +37,8 @@ class Signer:
 
 def days_of(certificate: Signer, chain: list[Signer], trusted: list[Signer]) -> int | None:
     end = valid_until(
-        *(certificate.pem, b"".join(one.pem for one in chain)),
+        certificate.pem,
+        b"".join(one.pem for one in chain),
         b"".join(one.pem for one in trusted),
     )
     return (end - NOW).days if end is not None else None

@@ -26,7 +26,11 @@ def test_an_exporter_accepts_a_span_of_a_trace_that_was_not_sampled() -> None:
     assert not own.trace_flags.sampled
     times, attributes = (9, 7), {"a": 1}
     span = ended_span(
-        *(schema.SPAN_REQUEST, own, None, times, attributes),
+        name=schema.SPAN_REQUEST,
+        context=own,
+        parent=None,
+        times_unix_ns=times,
+        attributes=attributes,
         resource=Resource({}),
         error="torn",
         links=[child_context(own)],

@@ -85,7 +85,7 @@ def test_loads_from_lower_tiers_are_counted_once_for_all_ranks() -> None:
         return points.get(schema.METRIC_TIER_LOADED_BLOCKS)
 
     with workers.reporting(
-        *("prefill-0", worker_pb2.WatchStatusResponse), reserves_blocks=False, tier_loads=loads
+        "prefill-0", worker_pb2.WatchStatusResponse, reserves_blocks=False, tier_loads=loads
     ):
         assert loaded() is None
         for rank in range(2):
@@ -103,7 +103,7 @@ def test_blocks_that_could_not_be_loaded_are_counted_apart() -> None:
     workers = WorkerMetrics(metrics)
     loads = LoadTimes()
     with workers.reporting(
-        *("prefill-0", worker_pb2.WatchStatusResponse), reserves_blocks=False, tier_loads=loads
+        "prefill-0", worker_pb2.WatchStatusResponse, reserves_blocks=False, tier_loads=loads
     ):
         for rank in range(2):
             loads.record(TierLoad(Tier.DISK, 3, 0.1, failed=True), rank)
@@ -124,7 +124,7 @@ async def test_blocks_stored_below_kv_memory_are_counted_by_tier() -> None:
         return points.get(schema.METRIC_TIER_STORED_BLOCKS)
 
     with workers.reporting(
-        *("prefill-0", worker_pb2.WatchStatusResponse), reserves_blocks=False, prefixes=prefixes
+        "prefill-0", worker_pb2.WatchStatusResponse, reserves_blocks=False, prefixes=prefixes
     ):
         prefixes.stored(None, [1, 2, 3])
         assert stored() is None

@@ -51,7 +51,11 @@ REPORT = SendReport("x1", 1, "QUEUE_FULL", "too many", (SENT,), 240, "10.0.0.1",
 LOADED = TierLoad(Tier.DISK, 3, 0.25, failed=True)
 RESERVATION = Reservation("x1", (4, 2), 32, 70, ((3,), (7, 8)))
 TARGET = TransferTarget(
-    *("x1", WorkerRef("p0", "1"), "127.0.0.1:9", 32, 96),
+    transfer_id="x1",
+    decode=WorkerRef("p0", "1"),
+    handoff_endpoint="127.0.0.1:9",
+    start_token=32,
+    end_token=96,
     deadline_s=time.monotonic() + 1000.0,
     ticket=bytes(range(256)),
 )

@@ -41,7 +41,12 @@ class Rig:
         link: Any = RecordingLink()
         self.events: list[str] = link.events
         target = TransferTarget(
-            *("x1", WorkerRef("p0", "1"), "127.0.0.1:9", 0, 64), time.monotonic() + timeout_s
+            transfer_id="x1",
+            decode=WorkerRef("p0", "1"),
+            handoff_endpoint="127.0.0.1:9",
+            start_token=0,
+            end_token=64,
+            deadline_s=time.monotonic() + timeout_s,
         )
         self.request = PrefixRequest(link, target, 2, lambda: self.events.append("quiet"))
         self.running = asyncio.create_task(self.request.run())
