@@ -14,8 +14,7 @@ from rich.console import Console
 
 from headrace.planner.v1 import planner_pb2
 from headrace_cli.commands.planner import read_explanation
-from headrace_cli.up.keeping import keep
-from headrace_cli.up.restarts import RestartPolicy
+from headrace_cli.up.keeping import RestartPolicy, keep
 from headrace_cli.up.topology import Topology
 from headrace_common.errors import HeadraceError
 from headrace_planner.observation import read_intervals

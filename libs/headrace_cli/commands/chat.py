@@ -11,7 +11,7 @@ import typer
 
 from headrace.inference.v1 import inference_pb2
 from headrace_cli.addressed import AddressedCommand
-from headrace_cli.client import RouterClient, open_router
+from headrace_cli.client import WAIT_S, RouterClient, Wait, open_router
 from headrace_cli.options import DEFAULT_ROUTER, MaxTokens, RequestModel, Router, SystemMessage
 from headrace_cli.output import (
     Json,
@@ -21,7 +21,6 @@ from headrace_cli.output import (
     print_json,
     run_command,
 )
-from headrace_cli.starting import WAIT_S, Wait
 from headrace_client import build_request
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import ConfigError, InternalError

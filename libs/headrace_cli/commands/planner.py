@@ -12,7 +12,7 @@ import typer
 
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 from headrace_cli.addressed import check_address
-from headrace_cli.client import CALL_TIMEOUT_S, rpc_errors, started_channel
+from headrace_cli.client import CALL_TIMEOUT_S, WAIT_S, Wait, rpc_errors, started_channel
 from headrace_cli.options import DEFAULT_ROUTER, Router
 from headrace_cli.output import (
     Column,
@@ -24,7 +24,6 @@ from headrace_cli.output import (
     print_json,
     run_command,
 )
-from headrace_cli.starting import WAIT_S, Wait
 from headrace_cli.state import find_planner
 from headrace_common.durations import seconds_from_duration, unix_s_from_timestamp
 from headrace_planner.observation import Interval, ScalingDecision, WorkerCounts, read_intervals

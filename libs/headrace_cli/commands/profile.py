@@ -20,10 +20,9 @@ import typer
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.addressed import AddressedCommand
-from headrace_cli.client import list_members, open_router, worker_status
+from headrace_cli.client import WAIT_S, Wait, list_members, open_router, registry_of, worker_status
 from headrace_cli.options import DEFAULT_ROUTER, Registry, RequestModel, Router
 from headrace_cli.output import notice_console, run_command
-from headrace_cli.starting import WAIT_S, Wait, registry_of
 from headrace_client import build_request
 from headrace_common.errors import ConfigError, InternalError
 from headrace_common.version import version

@@ -14,8 +14,13 @@ from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import (
+    WAIT_S,
+    Wait,
     list_members,
+    once_possible,
     open_router_internally,
+    registry_of,
+    wait_until_started,
 )
 from headrace_cli.options import (
     DEFAULT_ROUTER,
@@ -34,7 +39,6 @@ from headrace_cli.output import (
     print_json,
     run_command,
 )
-from headrace_cli.starting import WAIT_S, Wait, once_possible, registry_of, wait_until_started
 from headrace_client import build_request
 from headrace_common.errors import NotFound
 

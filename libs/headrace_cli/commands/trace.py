@@ -15,7 +15,7 @@ from rich.text import Text
 
 from headrace.inference.v1 import trace_pb2
 from headrace_cli.addressed import AddressedCommand
-from headrace_cli.client import RouterOperator, open_router_internally
+from headrace_cli.client import WAIT_S, RouterOperator, Wait, open_router_internally
 from headrace_cli.commands.route import find_internal
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router, RouterInternal
 from headrace_cli.output import (
@@ -26,7 +26,6 @@ from headrace_cli.output import (
     print_json,
     run_command,
 )
-from headrace_cli.starting import WAIT_S, Wait
 from headrace_cli.trace_export import html_page, otlp_object, perfetto_object
 from headrace_cli.waterfall import draw_comparison, draw_layers, draw_trace
 from headrace_common.errors import ConfigError, NotFound

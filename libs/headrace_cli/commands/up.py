@@ -29,8 +29,7 @@ from headrace_cli.options import (
 )
 from headrace_cli.output import answer_console, notice_console, run_command
 from headrace_cli.up.deployment import Deployment, Signals, deployed
-from headrace_cli.up.keeping import run_up
-from headrace_cli.up.restarts import NO_RESTARTS, RestartPolicy
+from headrace_cli.up.keeping import NO_RESTARTS, RestartPolicy, run_up
 from headrace_cli.up.topology import (
     SIM,
     Topology,

@@ -16,8 +16,11 @@ from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import (
     CALL_TIMEOUT_S,
+    WAIT_S,
+    Wait,
     call_channel,
     list_members,
+    registry_of,
     reset_prefix_cache,
     rpc_errors,
 )
@@ -30,7 +33,6 @@ from headrace_cli.members import (
 )
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router, complete_workers
 from headrace_cli.output import Json, answer_console, message_object, print_json, run_command
-from headrace_cli.starting import WAIT_S, Wait, registry_of
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import DeadlineExceeded, NotFound

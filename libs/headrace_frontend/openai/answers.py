@@ -10,9 +10,9 @@ from typing import Any
 
 from headrace_common.errors import InvalidRequest
 from headrace_frontend.openai.requests import ChatCompletionBody
-from headrace_text.parsing.answer import AnswerParser
 from headrace_text.parsing.buffered import CallArguments, CallStart, Content, Piece, Reasoning
 from headrace_text.parsing.registry import (
+    AnswerParser,
     new_reasoning_parser,
     new_required_call_parser,
     new_tool_call_parser,

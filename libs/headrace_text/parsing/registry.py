@@ -1,4 +1,4 @@
-"""The parsers by the names that vLLM gives them."""
+"""The parsers by the names that vLLM gives them, of reasoning and of the whole text of an answer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from headrace_text.parsing.buffered import TextParser
+from headrace_text.parsing.buffered import (
+    BufferedParser,
+    CallArguments,
+    Content,
+    Piece,
+    Reasoning,
+    TextParser,
+)
 from headrace_text.parsing.json_calls import LeadingCalls, ListedCalls, NamedCall, TaggedCalls
 from headrace_text.parsing.named_calls import (
     DEEPSEEK_V3,
@@ -16,8 +23,118 @@ from headrace_text.parsing.named_calls import (
     NamedCalls,
 )
 from headrace_text.parsing.pythonic_calls import PythonicCalls
-from headrace_text.parsing.reasoning import TaggedReasoning
 from headrace_text.parsing.xml_calls import XmlCalls
+
+
+class TaggedReasoning(BufferedParser):
+    """Reasoning at the beginning, up to the tag that ends it.
+
+    With `inside`, the text begins within the reasoning, and the opening tag may be absent: the prompt can have it.
+    Without, reasoning is only what follows an opening tag at the beginning of the text.
+    """
+
+    def __init__(self, opening: str, closing: str, *, inside: bool) -> None:
+        super().__init__()
+        self._opening = opening
+        self._closing = closing
+        self._inside = inside
+
+    def _start(self) -> bool:
+        text = self._text.lstrip()
+        if text.startswith(self._opening):
+            self._text = text.removeprefix(self._opening)
+            self._state = self._read_reasoning
+        elif self._opening.startswith(text) and not self._ended:
+            return False
+        else:
+            self._state = self._read_reasoning if self._inside else self._pass_on
+        return True
+
+    def _read_reasoning(self) -> bool:
+        text, tag = self._take_before([self._closing])
+        if text:
+            self._pieces.append(Reasoning(text))
+        if tag:
+            self._state = self._pass_on
+        return bool(tag)
+
+    def _pass_on(self) -> bool:
+        self._add_content(self._take(len(self._text)))
+        return False
+
+
+class AnswerParser:
+    """Finds reasoning first, and tool calls in what follows it. Either parser may be None.
+
+    Spaces before and between tool calls are dropped.
+    """
+
+    def __init__(self, reasoning: TextParser | None, calls: TextParser | None) -> None:
+        self._reasoning = reasoning
+        self._calls = calls
+        self._spaces = ""
+        """Spaces that are content only if a text follows."""
+        self._has_text = False
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that are certain after more text."""
+        pieces: list[Piece] = [Content(text)]
+        if self._reasoning is not None:
+            pieces = self._reasoning.feed(text)
+        return self._merged(self._with_calls(pieces))
+
+    def finish(self) -> list[Piece]:
+        """The remaining pieces, at the end of the text."""
+        pieces = [] if self._reasoning is None else self._reasoning.finish()
+        pieces = self._with_calls(pieces)
+        if self._calls is not None:
+            pieces += self._calls.finish()
+        return self._merged(pieces)
+
+    def _with_calls(self, pieces: list[Piece]) -> list[Piece]:
+        if self._calls is None:
+            return pieces
+        found: list[Piece] = []
+        for piece in pieces:
+            found += self._calls.feed(piece.text) if isinstance(piece, Content) else [piece]
+        return found
+
+    def _merged(self, pieces: list[Piece]) -> list[Piece]:
+        """Joins pieces of one kind, and holds back spaces before the first text and after calls."""
+        merged: list[Piece] = []
+        for piece in map(self._held_back, pieces):
+            last = merged[-1] if merged else None
+            joined = None if last is None else _join(last, piece)
+            if joined is not None:
+                merged[-1] = joined
+            elif not isinstance(piece, Content) or piece.text:
+                merged.append(piece)
+        return merged
+
+    def _held_back(self, piece: Piece) -> Piece:
+        if self._calls is None or isinstance(piece, Reasoning):
+            return piece
+        if not isinstance(piece, Content):
+            self._spaces, self._has_text = "", False
+            return piece
+        text = self._spaces + piece.text
+        if not self._has_text and not text.strip():
+            self._spaces = text
+            return Content("")
+        self._spaces, self._has_text = "", True
+        return Content(text)
+
+
+def _join(first: Piece, second: Piece) -> Piece | None:
+    """Both pieces as one, if they are of one kind."""
+    if isinstance(first, Content) and isinstance(second, Content):
+        return Content(first.text + second.text)
+    if isinstance(first, Reasoning) and isinstance(second, Reasoning):
+        return Reasoning(first.text + second.text)
+    if isinstance(first, CallArguments) and isinstance(second, CallArguments):
+        return CallArguments(first.text + second.text)
+    return None
+
 
 _THINK = ("<think>", "</think>")
 

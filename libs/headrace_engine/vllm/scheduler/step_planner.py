@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 from headrace_engine.vllm.layer_groups import LayerGroup, token_stride
-from headrace_engine.vllm.scheduler.overlapped_requests import OverlappedRequests
 from headrace_engine.vllm.scheduler.transfers import (
     BlockHolds,
     CachedPrefix,
+    OverlappedRequests,
     PrefixSends,
     Receive,
     ScheduledRequest,

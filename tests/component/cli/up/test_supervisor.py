@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headrace_cli.up.restarts import NO_RESTARTS, Restarts
+from headrace_cli.up.keeping import NO_RESTARTS, Restarts
 from headrace_cli.up.supervisor import Supervisor, log_tail
 from headrace_cli.up.topology import ProcessSpec
 from headrace_common.errors import ConfigError, WorkerGone

@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from headrace_cli.up import supervisor
-from headrace_cli.up.keeping import Scaler, drain_timeout_s
-from headrace_cli.up.restarts import NO_RESTARTS, Restarts
+from headrace_cli.up.keeping import NO_RESTARTS, Restarts, Scaler, drain_timeout_s
 from headrace_cli.up.supervisor import ChildProcess, Supervisor
 from headrace_cli.up.topology import ProcessSpec, Topology
 from headrace_common.errors import ConfigError, DeadlineExceeded, WorkerGone

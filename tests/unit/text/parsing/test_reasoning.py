@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_text.parsing.answer import AnswerParser
 from headrace_text.parsing.registry import (
     REASONING_PARSERS,
+    AnswerParser,
     new_reasoning_parser,
     new_tool_call_parser,
 )

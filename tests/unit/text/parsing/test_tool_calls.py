@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_text.parsing.answer import AnswerParser
 from headrace_text.parsing.buffered import CallArguments, CallStart, Content, Piece, Reasoning
 from headrace_text.parsing.registry import (
     TOOL_CALL_PARSERS,
+    AnswerParser,
     new_required_call_parser,
     new_tool_call_parser,
 )
