@@ -11,7 +11,7 @@ from random import Random
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import TransferTimeout
 from headrace_kv.prefix.events import Tier
-from tests.component.engine.prefix.workers import random_prompt
+from tests.component.engine.kv_event_workers import random_prompt
 from tests.component.engine.sim.support import advance_until
 from tests.component.prefill.fetching import Reserved, Workers, fetching_workers
 from tests.sim_clock import ManualClock

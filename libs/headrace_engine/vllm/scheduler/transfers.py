@@ -1,7 +1,8 @@
 """The transfers of requests as a scheduler knows them, and the blocks that they hold. Uses no vLLM types.
 
 Requests run before the last layers of their KV have arrived, and vLLM takes them for fully loaded. If one ends before
-its transfer has settled, its blocks must not be reused (I1) and must leave the prefix cache. Until then, new requests must not share its blocks.
+its transfer has settled, its blocks must not be reused (I1) and must leave the prefix cache. Until then, new requests
+must not share its blocks.
 """
 
 from __future__ import annotations

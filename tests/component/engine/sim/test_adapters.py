@@ -11,7 +11,7 @@ from headrace_common.registry.adapters import Adapter
 from headrace_engine.interface import Sampling
 from headrace_engine.sim.model.settings import parse_settings
 from headrace_kv.prefix.cache_salt import adapter_salt
-from tests.component.engine.prefix.workers import random_prompt
+from tests.component.engine.kv_event_workers import random_prompt
 from tests.component.engine.sim.support import decode_engine, decode_work, pair
 
 GREEDY = Sampling(temperature=0.0, max_tokens=6)

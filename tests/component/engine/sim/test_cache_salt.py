@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from headrace_engine.interface import Sampling
-from tests.component.engine.prefix.workers import random_prompt
+from tests.component.engine.kv_event_workers import random_prompt
 from tests.component.engine.sim.support import (
     advance_until,
     check_answer,

@@ -15,7 +15,7 @@ from headrace_engine.sim.model.settings import parse_settings
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.tier_copier import DiskStorage
 from headrace_kv.transport.memory import Bytes
-from tests.component.engine.prefix.workers import random_prompt
+from tests.component.engine.kv_event_workers import random_prompt
 from tests.component.engine.sim.support import (
     advance_until,
     check_answer,

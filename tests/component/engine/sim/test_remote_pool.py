@@ -17,7 +17,7 @@ from headrace_kv.manager.lower_tiers import TierSettings
 from headrace_kv.pool.memory import PoolMemory
 from headrace_kv.pool.remote import PoolOpener, RemotePool
 from headrace_kv.prefix.events import Tier
-from tests.component.engine.prefix.workers import random_prompt
+from tests.component.engine.kv_event_workers import random_prompt
 from tests.component.engine.sim.support import check_answer, decode_engine, decode_work
 from tests.memory_pool import InMemoryPool, MemoryStore
 from tests.waiting import until

@@ -18,7 +18,7 @@ from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.prefix.events import Tier
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.in_memory import InMemoryTransport
-from tests.component.engine.prefix.workers import random_prompt
+from tests.component.engine.kv_event_workers import random_prompt
 from tests.component.engine.sim.support import (
     GREEDY,
     Handed,

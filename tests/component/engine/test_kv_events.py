@@ -31,7 +31,7 @@ from headrace_kv.prefix.hashing import key_fingerprint
 from headrace_router.prefix_cache.model_index import ModelIndex
 from headrace_router.workers.directory import worker_from_member
 from headrace_router.workers.table import LoadTable
-from tests.component.engine.prefix.workers import (
+from tests.component.engine.kv_event_workers import (
     BLOCK_TOKENS,
     KEY,
     MODEL,

@@ -22,7 +22,7 @@ from headrace_common.telemetry import schema
 from headrace_common.trace_view.reading import read_trace
 from tests.span_schema import ATTRIBUTES
 
-RECORDED = Path(__file__).parents[1] / "waterfall" / "golden" / "remote.json"
+RECORDED = Path(__file__).parent / "waterfall" / "golden" / "remote.json"
 LAYERS, LINKS = 24, 4
 
 
