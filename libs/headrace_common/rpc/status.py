@@ -1,4 +1,4 @@
-"""Converts errors to gRPC statuses on the server, and statuses back to errors on the client."""
+"""Converts errors to gRPC statuses on the server, also of malformed messages, and back to errors on the client."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from google.protobuf import descriptor_pool
-from google.protobuf.descriptor import Descriptor
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
@@ -23,7 +23,60 @@ from headrace_common import errors
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest
 from headrace_common.rpc.handlers import Context, Handler, WrappingInterceptor, guarded
-from headrace_common.rpc.malformed import invalid_text_fields
+from headrace_common.rpc.wire_fields import MalformedMessage, fields_of
+
+_DEPTH_MAX = 32
+# The search runs on the event loop.
+_FIELDS_MAX = 256
+
+
+def invalid_text_fields(data: bytes, message_type: Descriptor) -> list[str]:
+    """Paths of the string fields of `data` that are not UTF-8, such as "chat.messages[1].content".
+
+    Searches the first fields only. Empty when none of these is such a field, or when they are malformed in another way.
+    """
+    try:
+        return list(_search(data, 0, len(data), message_type, "", 0, iter(range(_FIELDS_MAX))))
+    except MalformedMessage:
+        return []
+
+
+def _search(
+    data: bytes,
+    start: int,
+    end: int,
+    message_type: Descriptor,
+    prefix: str,
+    depth: int,
+    budget: Iterator[int],
+) -> Iterator[str]:
+    """Takes one from `budget` for each field, and ends with it."""
+    if depth == _DEPTH_MAX:
+        return
+    occurrences: dict[int, int] = {}
+    for _, (number, content, value_end) in zip(budget, fields_of(data, start, end), strict=False):
+        field = message_type.fields_by_number.get(number)
+        if field is None or content is None:
+            continue
+        index = occurrences.get(number, 0)
+        occurrences[number] = index + 1
+        path = f"{prefix}{field.name}" + (f"[{index}]" if field.is_repeated else "")
+        if field.type == FieldDescriptor.TYPE_STRING:
+            if not _is_utf8(data[content:value_end]):
+                yield path
+        elif field.message_type is not None:
+            yield from _search(
+                data, content, value_end, field.message_type, f"{path}.", depth + 1, budget
+            )
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
 
 _LOG = logging.getLogger(__name__)
 

@@ -13,9 +13,8 @@ from headrace_common.errors import HeadraceError
 from headrace_common.logs import CauseLog
 from headrace_planner.observation import Interval, LoadSample, interval_line
 from headrace_planner_service.config import PlannerConfig
-from headrace_planner_service.decisions import DecisionEntry
 from headrace_planner_service.observer import Observer, Reading, Totals, request_statistics
-from headrace_planner_service.steering import Steering
+from headrace_planner_service.steering import DecisionEntry, Steering
 
 _LOG = logging.getLogger(__name__)
 _FAULTS = CauseLog(_LOG)

@@ -25,12 +25,17 @@ from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_planner.settings import read_profile, read_settings
 from headrace_planner_service.config import PlannerConfig
-from headrace_planner_service.decisions import DecisionLog, PlannerMetrics
 from headrace_planner_service.kubernetes_connector import KubernetesConnector, open_scaler
 from headrace_planner_service.loop import PlanningLoop
 from headrace_planner_service.observer import Observer
 from headrace_planner_service.service import PlannerServicer
-from headrace_planner_service.steering import Rules, Steering, TargetBoard
+from headrace_planner_service.steering import (
+    DecisionLog,
+    PlannerMetrics,
+    Rules,
+    Steering,
+    TargetBoard,
+)
 
 _LOG = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ from headrace_common.durations import duration_from_seconds, timestamp_from_unix
 from headrace_common.errors import ConfigError, InvalidRequest
 from headrace_planner.observation import Reason, WorkerCounts
 from headrace_planner_service.config import PlannerConfig
-from headrace_planner_service.decisions import DecisionEntry, Outcome
 from headrace_planner_service.loop import PlanningLoop
-from headrace_planner_service.steering import Steering, Target
+from headrace_planner_service.steering import DecisionEntry, Outcome, Steering, Target
 
 _OUTCOMES: Final = {
     outcome: planner_pb2.Decision.Outcome.Value(f"OUTCOME_{outcome.name}") for outcome in Outcome

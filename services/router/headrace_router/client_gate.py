@@ -10,7 +10,7 @@ from google.protobuf.descriptor import Descriptor
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.limits import REQUEST_FIELDS_MAX
-from headrace_common.rpc.gate import GateInterceptor, Metadata
+from headrace_common.rpc.handlers import GateInterceptor, Metadata
 from headrace_common.rpc.wire_fields import MalformedMessage, fields_of, require_few_fields
 from headrace_frontend.request.size import RequestSizeCheck
 from headrace_frontend.tenants import Tenants

@@ -14,10 +14,16 @@ from headrace_common.errors import WorkerGone
 from headrace_planner.observation import read_intervals
 from headrace_planner.settings import PlannerSettings
 from headrace_planner_service.config import PlannerConfig
-from headrace_planner_service.decisions import DecisionEntry, DecisionLog, Outcome
 from headrace_planner_service.loop import PlanningLoop
 from headrace_planner_service.observer import Observer, Reading
-from headrace_planner_service.steering import Rules, Steering, TargetBoard
+from headrace_planner_service.steering import (
+    DecisionEntry,
+    DecisionLog,
+    Outcome,
+    Rules,
+    Steering,
+    TargetBoard,
+)
 from tests.unit.planner.samples import sample
 
 

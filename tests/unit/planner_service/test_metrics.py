@@ -10,7 +10,7 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_planner.observation import PlannedRole, Reason, ScalingDecision, WorkerCounts
 from headrace_planner_service.config import PlannerConfig
-from headrace_planner_service.decisions import DecisionEntry, Outcome, PlannerMetrics
+from headrace_planner_service.steering import DecisionEntry, Outcome, PlannerMetrics
 from tests.ended_spans import ended_spans
 
 REASON = Reason(PlannedRole.DECODE, "load above threshold", 3, {"load": 0.95}, "It is full.")

@@ -12,8 +12,14 @@ from hypothesis import strategies as st
 from headrace_common.errors import ConfigError, Draining, NotFound
 from headrace_planner.observation import WorkerCounts
 from headrace_planner.settings import LoadSettings, PlannerSettings
-from headrace_planner_service.decisions import DecisionEntry, DecisionLog, Outcome
-from headrace_planner_service.steering import Rules, Steering, TargetBoard
+from headrace_planner_service.steering import (
+    DecisionEntry,
+    DecisionLog,
+    Outcome,
+    Rules,
+    Steering,
+    TargetBoard,
+)
 from tests.unit.planner.samples import interval, sample
 
 QUEUED = interval(sample(prefill=1, queued=5))

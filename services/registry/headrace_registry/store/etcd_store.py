@@ -19,14 +19,15 @@ from headrace_registry.store.base import Registration, Store, descriptor_missing
 from headrace_registry.store.etcd_connection import EtcdConnection
 from headrace_registry.store.etcd_endpoint import EtcdAccess
 from headrace_registry.store.etcd_leases import BatchedRenewals, MemberLeases, VanishedMembers
-from headrace_registry.store.etcd_records import (
+from headrace_registry.store.etcd_table import (
     CorruptRecord,
     CorruptRecords,
+    EtcdTable,
     Listing,
     Record,
+    parse_record,
     try_read,
 )
-from headrace_registry.store.etcd_table import EtcdTable, parse_record
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.errors import HeadraceError, InvalidRequest, QueueFull, Unauthenticated
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, open_channel
-from headrace_common.rpc.gate import GateInterceptor, Metadata
+from headrace_common.rpc.handlers import GateInterceptor, Metadata
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.rpc.status import error_from_rpc
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from headrace_common.callers.bounds import REFUSED_CALLS, CallerBounds, CallerLimits
-from headrace_common.callers.rates import CALLERS_MAX, RateByCaller
+from headrace_common.callers.hosts import CALLERS_MAX, RateByCaller
 from headrace_common.errors import QueueFull
 
 LIMITS = CallerLimits(calls_max=4, check_s=60.0)

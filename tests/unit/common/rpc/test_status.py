@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import DecodeFull, InvalidRequest, TransferTimeout
-from headrace_common.rpc.malformed import invalid_text_fields
-from headrace_common.rpc.status import DOMAIN, status_of
+from headrace_common.rpc.status import DOMAIN, invalid_text_fields, status_of
 
 REQUEST = inference_pb2.GenerateRequest.DESCRIPTOR
 MARK = "\u2603"

@@ -18,6 +18,7 @@ from headrace_common.errors import (
     QueueFull,
 )
 from headrace_engine.vllm.settings import ReceiveParams, read_params, receive_params
+from headrace_engine.vllm.standalone.connector_scheduler import require_all_tokens
 from headrace_engine.vllm.standalone.fetch_client import (
     ConsumerParams,
     FetchPlan,
@@ -26,7 +27,6 @@ from headrace_engine.vllm.standalone.fetch_client import (
     read_request,
 )
 from headrace_engine.vllm.standalone.fetch_service import PendingFetch, PendingFetches
-from headrace_engine.vllm.standalone.node import require_all_tokens
 from headrace_engine.vllm.standalone.pair_scheduler import PairScheduler, Prompt
 from headrace_engine.vllm.standalone.settings import StandaloneSettings
 from headrace_engine.vllm.step_plan import StepPlan, TokenRange
