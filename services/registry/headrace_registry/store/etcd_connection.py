@@ -28,7 +28,13 @@ from google.protobuf import descriptor_pool, message_factory
 
 from headrace_common.errors import ConfigError, RegistryUnavailable
 from headrace_common.extras import install_command
-from headrace_registry.store.etcd_endpoint import EtcdAccess, EtcdCallFailed, EtcdEndpoint, cause_of
+from headrace_registry.store.etcd_endpoint import (
+    UNREACHABLE_REMEDY,
+    EtcdAccess,
+    EtcdCallFailed,
+    EtcdEndpoint,
+    cause_of,
+)
 
 # In the order of their imports.
 _GENERATED = ("kv_pb2", "auth_pb2", "rpc_pb2")
@@ -246,7 +252,7 @@ class EtcdConnection:
                 others = tries < len(self._endpoints) and time.monotonic() < deadline_s
                 if error.refused or not repeatable or not others:
                     cause = f"{endpoint.name}: {error.cause}"
-                    raise self._unavailable(cause, error.refused) from error
+                    raise self._unavailable(cause, error.remedy) from error
             else:
                 self._record_success(endpoint)
                 return result
@@ -281,12 +287,7 @@ class EtcdConnection:
     def _metadata(self) -> dict[str, str]:
         return {"store": f"etcd://{self.name}"}
 
-    def _unavailable(self, cause: str, refused: bool = False) -> RegistryUnavailable:
-        remedy = (
-            "check its user, its password file and the user's permissions."
-            if refused
-            else "is it running and does it have a leader?"
-        )
+    def _unavailable(self, cause: str, remedy: str = UNREACHABLE_REMEDY) -> RegistryUnavailable:
         return RegistryUnavailable(
             f"etcd at {self.name} does not serve ({cause}): {remedy}",
             metadata={**self._metadata, "cause": cause},

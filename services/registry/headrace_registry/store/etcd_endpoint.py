@@ -41,6 +41,13 @@ _REFUSALS: Final = frozenset(
         grpc.StatusCode.UNAUTHENTICATED,
     }
 )
+UNREACHABLE_REMEDY: Final = "is it running and does it have a leader?"
+_ACCESS_REMEDY: Final = "check its user, its password file and the user's permissions."
+# Above its quota, etcd refuses all writes until the alarm is disarmed.
+_QUOTA_REMEDY: Final = (
+    "etcd is at a limit of its own: with 'database space exceeded', compact and defragment it or raise its "
+    "--quota-backend-bytes, then run 'etcdctl alarm disarm'."
+)
 # etcd's words for a request without a token, or with one from before a change of users or roles.
 _TOKEN_NEEDED: Final = (
     "etcdserver: user name is empty",
@@ -149,9 +156,11 @@ class EtcdEndpoint:
             return function(self.client)
         except self._errors as error:
             code = code_of(error)
-            raise EtcdCallFailed(cause_of(error), refused=code in _REFUSALS) from error
+            refused = code in _REFUSALS
+            remedy = _remedy_of(code) if refused else UNREACHABLE_REMEDY
+            raise EtcdCallFailed(cause_of(error), remedy, refused=refused) from error
         except ConfigError as error:
-            raise EtcdCallFailed(error.detail, refused=True) from error
+            raise EtcdCallFailed(error.detail, _ACCESS_REMEDY, refused=True) from error
 
     def close(self) -> None:
         """Closes the connection. Calls in progress fail."""
@@ -204,9 +213,10 @@ class EtcdEndpoint:
 class EtcdCallFailed(Exception):
     """A call to an endpoint failed. `refused`: every other endpoint would refuse it too."""
 
-    def __init__(self, cause: str, *, refused: bool) -> None:
+    def __init__(self, cause: str, remedy: str, *, refused: bool) -> None:
         super().__init__(cause)
         self.cause = cause
+        self.remedy = remedy
         self.refused = refused
 
 
@@ -222,6 +232,13 @@ def cause_of(error: BaseException) -> str:
     if call is not None:
         return f"{call.code().name}: {call.details()}"
     return str(error) or type(error).__name__
+
+
+def _remedy_of(code: grpc.StatusCode | None) -> str:
+    """What to do about a call that etcd refuses."""
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return _QUOTA_REMEDY
+    return _ACCESS_REMEDY
 
 
 def _call_of(error: BaseException) -> grpc.Call | None:

@@ -1,0 +1,54 @@
+"""The remedies of failed calls to etcd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+
+from headrace_common.errors import RegistryUnavailable
+from headrace_registry.store.etcd_connection import EtcdConnection
+from headrace_registry.store.etcd_endpoint import EtcdAccess
+from tests.ports import free_port
+
+
+class Refusal(grpc.RpcError, grpc.Call):
+    """A status that etcd sends."""
+
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__()
+        self._status = (code, details)
+
+    def code(self) -> grpc.StatusCode:
+        return self._status[0]
+
+    def details(self) -> str:
+        return self._status[1]
+
+
+for name in Refusal.__abstractmethods__:
+    setattr(Refusal, name, None)
+Refusal.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("code", "details", "remedy"),
+    [
+        ("RESOURCE_EXHAUSTED", "etcdserver: mvcc: database space exceeded", "etcdctl alarm disarm"),
+        ("PERMISSION_DENIED", "etcdserver: permission denied", "check its user"),
+        ("UNAVAILABLE", "etcdserver: no leader", "does it have a leader"),
+    ],
+)
+async def test_the_remedy_fits_the_cause(code: str, details: str, remedy: str) -> None:
+    connection = EtcdConnection(EtcdAccess((("127.0.0.1", free_port()),), timeout_s=1.0))
+
+    def call(client: Any) -> None:
+        raise Refusal(grpc.StatusCode[code], details)
+
+    try:
+        with pytest.raises(RegistryUnavailable, match=details) as caught:
+            await connection.call(call)
+        assert remedy in caught.value.detail
+    finally:
+        connection.close()
