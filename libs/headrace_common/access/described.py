@@ -1,14 +1,27 @@
-"""The description of a listener's RPCs, for reflection. It names no RPC that the listener does not serve."""
+"""Reflection of a listener's RPCs. It names no RPC that the listener does not serve.
+
+Both versions of its protocol are served. The package grpcio-reflection has v1alpha alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import Final
 
+import grpc
+import grpc.aio
 from google.protobuf import descriptor_pb2, descriptor_pool
 from google.protobuf.descriptor import FileDescriptor
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from headrace_common.access.table import Listener, is_served
+
+_ALPHA: Final = "grpc.reflection.v1alpha"
+_STABLE: Final = "grpc.reflection.v1"
+_METHOD: Final = "ServerReflectionInfo"
+REFLECTION_NAMES: Final = (reflection.SERVICE_NAME, f"{_STABLE}.ServerReflection")
+"""The names of the services."""
 
 
 def descriptors_of(listener: Listener, services: Iterable[str]) -> descriptor_pool.DescriptorPool:
@@ -44,3 +57,41 @@ def _described(listener: Listener, services: tuple[str, ...]) -> descriptor_pool
     for name in services:
         add(descriptor_pool.Default().FindFileContainingSymbol(name))
     return described
+
+
+def enable_reflection(
+    server: grpc.aio.Server, names: Sequence[str], pool: descriptor_pool.DescriptorPool
+) -> None:
+    """Serves the descriptions in `pool` of the services with these names."""
+    servicer = reflection.aio.ReflectionServicer(names, pool=pool)
+    # The messages of both versions are the same.
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers(
+        [
+            grpc.method_handlers_generic_handler(name, {_METHOD: handler})
+            for name in REFLECTION_NAMES
+        ]
+    )
+
+
+def _describe_stable() -> None:
+    """Adds the file of v1 to the default pool: that of v1alpha with its own names."""
+    content = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(content)
+    content.name = content.name.replace("v1alpha", "v1")
+    content.package = _STABLE
+    for message in content.message_type:
+        for field in message.field:
+            if field.type_name:
+                field.type_name = field.type_name.replace(f".{_ALPHA}.", f".{_STABLE}.")
+    for method in content.service[0].method:
+        method.input_type = method.input_type.replace(f".{_ALPHA}.", f".{_STABLE}.")
+        method.output_type = method.output_type.replace(f".{_ALPHA}.", f".{_STABLE}.")
+    descriptor_pool.Default().AddSerializedFile(content.SerializeToString())
+
+
+_describe_stable()

@@ -33,6 +33,7 @@ _EVERY_CALLER: Final = ()
 
 _COMMON: Final[Mapping[str, _Methods]] = {
     "grpc.health.v1.Health": dict.fromkeys(("Check", "List", "Watch"), _EVERY_CALLER),
+    "grpc.reflection.v1.ServerReflection": {"ServerReflectionInfo": _EVERY_CALLER},
     "grpc.reflection.v1alpha.ServerReflection": {"ServerReflectionInfo": _EVERY_CALLER},
 }
 

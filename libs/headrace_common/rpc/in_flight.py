@@ -16,6 +16,7 @@ _ENDLESS = frozenset(
     {
         "/headrace.decode.v1.DecodeService/Link",
         "/grpc.health.v1.Health/Watch",
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
         "/headrace.registry.v1.RegistryService/KeepAlive",
         "/headrace.registry.v1.RegistryService/Watch",

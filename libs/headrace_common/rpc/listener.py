@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from headrace_common.access.credentials import TlsFiles
-from headrace_common.access.described import descriptors_of
+from headrace_common.access.described import (
+    REFLECTION_NAMES,
+    descriptors_of,
+    enable_reflection,
+)
 from headrace_common.access.table import Listener
 from headrace_common.access.tls import TlsIdentity, tls_identity
 from headrace_common.client_config import ClientFacingConfig
@@ -115,9 +118,8 @@ class RpcListener:
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        described = descriptors_of(address.listener, names)
-        reflection.enable_server_reflection(names, self.server, described)
+        names = (*self._services, health.SERVICE_NAME, *REFLECTION_NAMES)
+        enable_reflection(self.server, names, descriptors_of(address.listener, names))
         self.port = 0
 
     def bind(self) -> str:

@@ -18,7 +18,7 @@ import grpc.aio
 import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common.errors import Draining
@@ -84,21 +84,33 @@ async def test_health_answers_for_the_server_and_its_service(tmp_path: Path) -> 
             await health_of(channel, "headrace.kiln.v1.KilnService")
 
 
-async def test_reflection_describes_the_contract() -> None:
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_describes_the_contract(version: str) -> None:
+    service = f"grpc.reflection.{version}.ServerReflection"
     async with running() as (_, endpoint), open_channel(endpoint) as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        # The messages of both versions are the same.
+        reflect = channel.stream_stream(
+            f"/{service}/ServerReflectionInfo",
+            request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+            response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+        )
         requests = [
             reflection_pb2.ServerReflectionRequest(list_services=""),
             reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
+            reflection_pb2.ServerReflectionRequest(file_containing_symbol=service),
         ]
-        responses = [r async for r in stub.ServerReflectionInfo(iter(requests), timeout=10)]
+        responses = [r async for r in reflect(iter(requests), timeout=10)]
         names = {service.name for service in responses[0].list_services_response.service}
-        assert {SERVICE, "grpc.health.v1.Health"} <= names
+        assert {SERVICE, service, "grpc.health.v1.Health"} <= names
         files = [
             FileDescriptorProto.FromString(data)
-            for data in responses[1].file_descriptor_response.file_descriptor_proto
+            for response in responses[1:]
+            for data in response.file_descriptor_response.file_descriptor_proto
         ]
-        assert any(file.name == "headrace/inference/v1/inference.proto" for file in files)
+        assert {file.package for file in files} >= {
+            "headrace.inference.v1",
+            service.rpartition(".")[0],
+        }
 
 
 async def test_sigterm_lets_streams_end_and_rejects_new_rpcs() -> None:
