@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Unpack
 
@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, latency_pb2
-from headrace_client.requests import Message, Sampling, build_request
+from headrace_client.requests import Messages, Sampling, build_request
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, WorkerGone
@@ -134,7 +134,7 @@ class Client:
         self,
         prompt: str = "",
         *,
-        messages: Iterable[Message] = (),
+        messages: Messages = (),
         tokens: Sequence[int] = (),
         model: str = "",
         request_id: str = "",

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias, TypedDict, Unpack
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 from headrace.inference.v1 import inference_pb2, priority_pb2, sampling_pb2, tools_pb2
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import InvalidRequest
 
-Message: TypeAlias = tuple[str, str] | inference_pb2.ChatMessage
-"""(role, content), or a whole message, such as one with tool calls."""
+Message: TypeAlias = tuple[str, str] | Mapping[str, Any] | inference_pb2.ChatMessage
+"""(role, content), a mapping with the fields of ChatMessage or of OpenAI's messages, or a whole message."""
+Messages: TypeAlias = str | Iterable[Message]
+"""Messages, oldest first. A text is one message of role user."""
+
+
+_MESSAGE_REMEDY = (
+    "give a text, or for each message a pair of role and content, a mapping such as "
+    '{"role": "user", "content": "Hello"}, or a ChatMessage'
+)
 
 
 class Sampling(TypedDict, total=False):
@@ -41,7 +49,7 @@ class Sampling(TypedDict, total=False):
 def build_request(
     prompt: str = "",
     *,
-    messages: Iterable[Message] = (),
+    messages: Messages = (),
     tokens: Sequence[int] = (),
     tools: Iterable[tools_pb2.Tool] = (),
     model: str = "",
@@ -60,7 +68,10 @@ def build_request(
     InvalidRequest unless exactly one kind of prompt is given, and for values of the wrong type. The router validates
     the rest.
     """
-    chat = [_message(message) for message in messages]
+    try:
+        chat = messages_of(messages)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise InvalidRequest({"messages": _MESSAGE_REMEDY}) from error
     if sum(map(bool, (prompt, chat, tokens))) != 1:
         raise InvalidRequest({"prompt": "give exactly one of a text, messages and tokens"})
     given = {name: value for name, value in sampling.items() if value is not None}
@@ -88,8 +99,29 @@ def build_request(
     return request
 
 
+def messages_of(messages: Messages) -> list[inference_pb2.ChatMessage]:
+    """The messages of the contract. Raises TypeError, ValueError, AttributeError or KeyError for other values."""
+    return list(map(_message, [("user", messages)] if isinstance(messages, str) else messages))
+
+
 def _message(message: Message) -> inference_pb2.ChatMessage:
     if isinstance(message, inference_pb2.ChatMessage):
         return message
-    role, content = message
-    return inference_pb2.ChatMessage(role=role, content=content)
+    if not isinstance(message, Mapping):
+        role, content = message
+        return inference_pb2.ChatMessage(role=role, content=content)
+    fields = {name: value for name, value in message.items() if value is not None}
+    fields["tool_calls"] = [_tool_call(call) for call in fields.get("tool_calls", ())]
+    content = fields.get("content", "")
+    if not isinstance(content, str):
+        fields["content"] = "\n".join(part["text"] for part in content)
+    return inference_pb2.ChatMessage(**fields)
+
+
+def _tool_call(call: Any) -> tools_pb2.ToolCall:
+    if isinstance(call, tools_pb2.ToolCall):
+        return call
+    function = call.get("function", call)
+    return tools_pb2.ToolCall(
+        id=call.get("id", ""), name=function["name"], arguments=function.get("arguments", "")
+    )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from typing import Any, Final, TypeVar, Unpack
 
 from headrace.inference.v1 import inference_pb2
 from headrace_client.client import DEFAULT_TIMEOUT_S, LIST_TIMEOUT_S, Client
-from headrace_client.requests import Message, Sampling, build_request
+from headrace_client.requests import Messages, Sampling, build_request
 from headrace_common.access.credentials import TlsFiles
 
 Result = TypeVar("Result")
@@ -69,7 +69,7 @@ class SyncClient:
         self,
         prompt: str = "",
         *,
-        messages: Iterable[Message] = (),
+        messages: Messages = (),
         tokens: Sequence[int] = (),
         model: str = "",
         request_id: str = "",

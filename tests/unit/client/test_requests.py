@@ -52,9 +52,30 @@ def test_messages_may_be_pairs_or_whole() -> None:
     assert [one.name for one in chat.tools] == ["add"]
 
 
+def test_messages_may_be_those_of_openai() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    chat = build_request(
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"text": "b"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "4", "tool_call_id": "c1"},
+        ]
+    ).chat
+    assert [message.content for message in chat.messages] == ["a\nb", "", "4"]
+    assert chat.messages[1].tool_calls[0] == tools_pb2.ToolCall(id="c1", name="add", arguments="{}")
+    assert chat.messages[2].tool_call_id == "c1"
+
+
+def test_a_text_is_one_message_of_the_user() -> None:
+    (message,) = build_request(messages="Hello").chat.messages
+    assert (message.role, message.content) == ("user", "Hello")
+
+
 @pytest.mark.parametrize(
     ("values", "field"),
     [
+        ({"messages": [{"role": "user", "contents": "x"}]}, "messages"),
+        ({"messages": [5]}, "messages"),
         ({}, "prompt"),
         ({"prompt": "x", "tokens": [1]}, "prompt"),
         ({"prompt": "x", "top_p": "much"}, "request"),
