@@ -201,6 +201,7 @@ class DecodeRequest:
         try:
             await asyncio.wait({changed, first}, return_when=asyncio.FIRST_COMPLETED)
             if not changed.done() and first.exception() is None:
+                await self._raise_early_end(first.result())
                 await asyncio.wait({changed}, timeout=RESERVATION_LAG_S)
         finally:
             changed.cancel()
@@ -210,6 +211,12 @@ class DecodeRequest:
             first.result()
             raise InternalError("vLLM generated tokens without a reservation of blocks")
         return self._reservation
+
+    async def _raise_early_end(self, output: RequestOutput) -> None:
+        """Raises the error of a request that vLLM has ended before it scheduled it: no reservation will come."""
+        reason = output.outputs[0].finish_reason
+        if output.finished and reason not in ("stop", "length"):
+            await self._stopped(reason)
 
     async def _next_output(self) -> RequestOutput:
         try:

@@ -39,10 +39,10 @@ def _no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def error_of(
-    sampling: Sampling, *reports: bool, failed_transfer: bool = False
+    sampling: Sampling, *reports: bool, failed_transfer: bool = False, remote_kv: bool = False
 ) -> HeadraceError:
     """The request's error. `reports` come over the link after vLLM's output."""
-    work = DecodeWork("x1", (1, 2, 3), sampling, remote_kv=False)
+    work = DecodeWork("x1", (1, 2, 3), sampling, remote_kv=remote_kv)
     engine: Any = FailingEngine()
     link: Any = QuietLink()
     request = DecodeRequest(engine, link, work)
@@ -63,6 +63,13 @@ async def test_a_failed_load_is_no_fault_of_the_answers_form() -> None:
     error = await error_of(FORMED, False)
     assert isinstance(error, InvalidRequest)
     assert list(error.violations) == ["sampling.structured_outputs.regex"]
+
+
+async def test_a_form_that_cannot_be_compiled_ends_a_request_without_a_reservation() -> None:
+    start_s = asyncio.get_running_loop().time()
+    error = await error_of(FORMED, False, remote_kv=True)
+    assert list(error.metadata) == ["sampling.structured_outputs.regex"]
+    assert asyncio.get_running_loop().time() == start_s
 
 
 async def test_only_the_first_report_counts() -> None:
