@@ -44,7 +44,6 @@ def gen_ai_attributes(one: Breakdown, duration_ns: int) -> dict[str, AttributeVa
     first = one.first
     queue_us = sum(map(first.__getitem__, _QUEUE_PARTS))
     attributes: dict[str, AttributeValue] = {
-        schema.ATTRIBUTE_GEN_AI_OPERATION: "text_completion",
         schema.ATTRIBUTE_GEN_AI_TTFT_S: first.total_us / 1e6,
         schema.ATTRIBUTE_GEN_AI_E2E_S: duration_ns / 1e9,
         schema.ATTRIBUTE_GEN_AI_QUEUE_S: queue_us / 1e6,

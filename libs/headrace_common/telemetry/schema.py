@@ -280,7 +280,7 @@ ATTRIBUTE_PREDICTED_FIRST_TOKEN_S: Final = "headrace.first_token.predicted_s"
 ATTRIBUTE_ALLOWED_FIRST_TOKEN_S: Final = "headrace.first_token.allowed_s"
 # What set that bound: "deadline", "ttft_target" (of the request) or "policy" (its ttft_target).
 ATTRIBUTE_FIRST_TOKEN_BOUND: Final = "headrace.first_token.bound"
-# Always "text_completion", also for chats, which the router turns into a prompt.
+# "chat" for a conversation, or "text_completion".
 ATTRIBUTE_GEN_AI_OPERATION: Final = "gen_ai.operation.name"
 # Time to the first token.
 ATTRIBUTE_GEN_AI_TTFT_S: Final = "gen_ai.latency.time_to_first_token"

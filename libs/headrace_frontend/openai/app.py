@@ -17,7 +17,7 @@ from headrace.inference.v1 import inference_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated
 from headrace_common.rpc.callers import caller_name
-from headrace_common.rpc.trace_context import SERVED, ServedCall, context_from_traceparent
+from headrace_common.rpc.trace_context import SERVED, ServedCall, context_of_carrier
 from headrace_common.version import version
 from headrace_frontend.answers import Outlets
 from headrace_frontend.openai.answers import AnswerRules, rules_of
@@ -154,7 +154,10 @@ class OpenAiApp:
             allowed = ", ".join(methods)
             raise HttpError(405, "method", f"use {allowed} for {path}", {"allow": allowed})
         SERVED.set(ServedCall(path, method))
-        otel_context.attach(context_from_traceparent(exchange.headers.get("traceparent", "")))
+        headers = exchange.headers
+        otel_context.attach(
+            context_of_carrier(headers.get("traceparent", ""), headers.get("tracestate", ""))
+        )
         await handler(exchange)
 
     def _tenant_of(self, exchange: HttpExchange) -> str:

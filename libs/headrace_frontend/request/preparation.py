@@ -127,6 +127,8 @@ class RequestPreparer:
         start_ns = time.monotonic_ns()
         prepared = await self._run(request, request_id, tenant)
         prepared = replace(prepared, tokenized_ns=(start_ns, time.monotonic_ns()))
+        operation = "chat" if request.HasField("chat") else "text_completion"
+        root.set_attribute(schema.ATTRIBUTE_GEN_AI_OPERATION, operation)
         root.set_attribute(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL, prepared.served_name)
         root.set_attribute(schema.ATTRIBUTE_PROMPT_TOKENS, len(prepared.token_ids))
         return prepared
