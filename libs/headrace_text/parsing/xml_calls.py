@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace_text.parsing.buffered import BufferedParser, CallArguments, CallStart
+from headrace_text.parsing.schema_types import converted
 
 _CALL = "<tool_call>"
 _CALL_END = "</tool_call>"
@@ -19,7 +20,7 @@ _PARAMETER_END = "</parameter>"
 class XmlCalls(BufferedParser):
     """Returns each argument when it is complete. `schemas` has the JSON schema of each tool's arguments by name.
 
-    The schema decides whether an argument is a text.
+    The schema decides the type of an argument.
     """
 
     def __init__(self, schemas: Mapping[str, Any]) -> None:
@@ -96,16 +97,10 @@ class XmlCalls(BufferedParser):
         return True
 
     def _json_of(self, value: str) -> str:
-        properties = (self._schemas.get(self._name) or {}).get("properties") or {}
+        root = self._schemas.get(self._name)
+        properties = root.get("properties") if isinstance(root, dict) else None
         schema = properties.get(self._key) if isinstance(properties, dict) else None
-        if _is_text(schema if isinstance(schema, dict) else {}):
-            return json.dumps(value, ensure_ascii=False)
-        try:
-            parsed = json.loads(value)
-        except (ValueError, RecursionError):
-            words = {"true": True, "false": False, "none": None, "null": None}
-            parsed = words.get(value.strip().lower(), value)
-        return json.dumps(parsed, ensure_ascii=False)
+        return json.dumps(converted(value, schema, root), ensure_ascii=False)
 
     def _close_call(self) -> bool:
         self._skip_space()
@@ -123,11 +118,3 @@ class XmlCalls(BufferedParser):
             return False
         self._state = self._start
         return True
-
-
-def _is_text(schema: Mapping[str, Any]) -> bool:
-    """Whether the schema accepts a text, or says nothing."""
-    kinds = schema.get("type")
-    if kinds is None:
-        return not any(name in schema for name in ("anyOf", "oneOf", "enum", "$ref"))
-    return kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
