@@ -17,7 +17,7 @@ from headrace_common.limits import (
     TEMPLATE_KWARGS_BYTES_MAX,
 )
 from headrace_frontend.request.json_text import JsonRejected, parse_object
-from headrace_frontend.request.schema import schema_problem
+from headrace_frontend.request.schema import moved_schema, schema_problem
 from headrace_text.codec import RESERVED_NAMES, ChatMessage, ToolCall
 
 _MODE = tools_pb2.ToolChoice.Mode
@@ -96,17 +96,18 @@ def forced_call_schema(chat: inference_pb2.Chat) -> str | None:
     if choice.mode == _MODE.MODE_FUNCTION:
         return json.dumps(schemas[choice.function_name], ensure_ascii=False)
     definitions: dict[str, Any] = {}
-    for schema in schemas.values():
-        definitions.update(_definitions(schema))
-        schema.pop("$defs", None)
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"type": "string", "enum": [name]}, "parameters": schema},
-            "required": ["name", "parameters"],
-        }
-        for name, schema in schemas.items()
-    ]
+    calls = []
+    for number, (name, schema) in enumerate(schemas.items()):
+        place = f"#/$defs/tool{number}"
+        moved = moved_schema(schema, place)
+        if moved != schema:
+            # It would be another resource, with references of its own.
+            moved.pop("$id", None)
+            definitions[f"tool{number}"] = moved
+            moved = {"$ref": place}
+        properties = {"name": {"type": "string", "enum": [name]}, "parameters": moved}
+        required = ["name", "parameters"]
+        calls.append({"type": "object", "properties": properties, "required": required})
     answer: dict[str, Any] = {
         "type": "array",
         "minItems": 1,
@@ -186,7 +187,7 @@ def _tool_choice_violations(chat: inference_pb2.Chat) -> Iterator[tuple[str, str
 
 def _forced_call_violations(chat: inference_pb2.Chat) -> Iterator[tuple[str, str]]:
     """Of the one schema that tools make together. Elsewhere the model only reads their schemas."""
-    choice, definitions = chat.tool_choice, dict[str, Any]()
+    choice = chat.tool_choice
     size = len((forced_call_schema(chat) or "").encode())
     if size > SCHEMA_BYTES_MAX:
         yield (
@@ -201,15 +202,6 @@ def _forced_call_violations(chat: inference_pb2.Chat) -> Iterator[tuple[str, str
         problem = schema_problem(tool.parameters) if tool.parameters else None
         if problem:
             yield path, problem
-            continue
-        for name, schema in _definitions(_parameters(tool)).items():
-            if definitions.setdefault(name, schema) != schema:
-                yield path, f"$defs has another {name} than an earlier tool; rename it"
-
-
-def _definitions(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = schema.get("$defs")
-    return found if isinstance(found, dict) else {}
 
 
 def _kwargs_violations(text: str) -> dict[str, str]:

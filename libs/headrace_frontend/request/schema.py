@@ -1,11 +1,18 @@
-"""Checks the JSON Schemas that answers must match. Pure."""
+"""The JSON Schemas that answers must match. Pure."""
 
 from __future__ import annotations
+
+from typing import Any, Final
 
 from headrace_common.limits import SCHEMA_BYTES_MAX
 from headrace_frontend.request.json_text import JsonRejected, parse_object
 
 _SHOWN_CHARACTERS = 200
+# Keywords with values that are no schemas, and those with a schema for each of several names.
+_LITERALS: Final = frozenset({"const", "default", "enum", "examples"})
+_MAPPINGS: Final = frozenset(
+    {"$defs", "definitions", "properties", "patternProperties", "dependentSchemas"}
+)
 
 
 def schema_problem(text: str) -> str | None:
@@ -31,3 +38,22 @@ def schema_problem(text: str) -> str | None:
         place = "".join(f"[{part!r}]" for part in error.absolute_path) or "its top"
         return f"is not a JSON Schema: {error.message[:_SHOWN_CHARACTERS]}, at {place}; correct it"
     return None
+
+
+def moved_schema(schema: Any, place: str, *, is_mapping: bool = False) -> Any:
+    """The schema with references that are right where `place`, such as "#/$defs/x", is its top."""
+    if isinstance(schema, list):
+        return [moved_schema(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for name, value in schema.items():
+        if is_mapping:
+            moved[name] = moved_schema(value, place)
+        elif name == "$ref" and isinstance(value, str) and (value == "#" or value[:2] == "#/"):
+            moved[name] = place + value[1:]
+        elif name in _LITERALS:
+            moved[name] = value
+        else:
+            moved[name] = moved_schema(value, place, is_mapping=name in _MAPPINGS)
+    return moved

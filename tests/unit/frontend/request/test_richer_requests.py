@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2, tools_pb2
@@ -243,7 +244,6 @@ def test_a_forced_call_has_the_schema_of_its_function() -> None:
 def test_a_required_call_is_one_of_all_functions() -> None:
     chat = _choice(mode=Mode.MODE_REQUIRED, single_call=True).chat
     chat.tools.append(_tool("other", ""))
-    chat.tools.append(_tool("third", '{"$defs": {"d": {"type": "null"}}, "$ref": "#/$defs/d"}'))
     schema = json.loads(forced_call_schema(chat) or "")
     assert (schema["minItems"], schema["maxItems"]) == (1, 1)
     calls = {
@@ -253,9 +253,37 @@ def test_a_required_call_is_one_of_all_functions() -> None:
     assert calls == {
         "look": json.loads(_SCHEMA),
         "other": {"type": "object", "properties": {}},
-        "third": {"$ref": "#/$defs/d"},
     }
-    assert schema["$defs"] == {"d": {"type": "null"}}
+    assert "$defs" not in schema
+
+
+@pytest.mark.parametrize("place", ["$defs", "definitions", "properties"])
+def test_references_mean_the_same_in_all_forced_calls(place: str) -> None:
+    parameters = {
+        "type": "object",
+        place: {"node": {"type": "integer", "default": {"$ref": "#/left alone"}}},
+        "patternProperties": {"^const$": {"$ref": f"#/{place}/node"}},
+        "additionalProperties": {"anyOf": [{"$ref": "#"}, {"$ref": f"#/{place}/node"}]},
+        "required": ["a"],
+    }
+    # Another tool has other definitions by the same names.
+    other = json.loads(json.dumps(parameters).replace("integer", "string"))
+    chat = _choice(mode=Mode.MODE_REQUIRED).chat
+    del chat.tools[:]
+    chat.tools.extend([_tool("f", json.dumps(parameters)), _tool("g", json.dumps(other))])
+    required = Draft202012Validator(json.loads(forced_call_schema(chat) or ""))
+    chat.tool_choice.mode, chat.tool_choice.function_name = Mode.MODE_FUNCTION, "f"
+    named = Draft202012Validator(json.loads(forced_call_schema(chat) or ""))
+    for arguments, valid in (
+        ({"a": 1, "const": 2}, True),
+        ({"a": {"a": 1}}, True),
+        ({"a": {}}, False),
+        ({"a": "text"}, False),
+        ({"a": 1, "const": "text"}, False),
+    ):
+        assert named.is_valid(arguments) == valid, arguments
+        assert required.is_valid([{"name": "f", "parameters": arguments}]) == valid, arguments
+    assert required.is_valid([{"name": "g", "parameters": {"a": "text"}}])
 
 
 def test_workers_get_what_the_router_does_not_do_itself() -> None:
@@ -308,11 +336,6 @@ def test_a_forced_call_becomes_a_structured_output() -> None:
 @pytest.mark.parametrize(
     ("parameters", "field", "remedy"),
     [
-        (
-            '{"$defs": {"d": {"const": %d}}}',
-            "chat.tools[1].parameters",
-            "another d than an earlier tool",
-        ),
         (f'{{"%d": "{"x" * 40_000}"}}', "chat.tools", "more than 65536"),
     ],
 )
