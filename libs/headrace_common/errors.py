@@ -67,15 +67,23 @@ class HeadraceError(Exception):
 
 
 class InvalidRequest(HeadraceError):
-    """A field of the request is wrong. `violations` maps each field's path to its remedy."""
+    """A field of the request is wrong. `violations` maps each field's path to its remedy.
+
+    `cause` is the word that OpenAI has for it, such as "model_not_found". It stays within the process.
+    """
 
     reason = "INVALID_FIELD"
     code = grpc.StatusCode.INVALID_ARGUMENT
 
     def __init__(
-        self, violations: Mapping[str, str], *, retry_after_s: float | None = None
+        self,
+        violations: Mapping[str, str],
+        *,
+        cause: str = "",
+        retry_after_s: float | None = None,
     ) -> None:
         self.violations = dict(violations)
+        self.cause = cause
         detail = "; ".join(f"{field}: {remedy}" for field, remedy in self.violations.items())
         super().__init__(detail, metadata=self.violations, retry_after_s=retry_after_s)
 

@@ -48,6 +48,8 @@ JSON_LEVELS_MAX: Final = 64
 """Deepest nesting of JSON from a client. Engines have the same bound."""
 SCHEMA_BYTES_MAX: Final = 65_536
 """Most bytes of a JSON Schema or grammar."""
+CLIENT_SALT_CHARACTERS_MAX: Final = 128
+"""Longest cache salt of a client."""
 REGEX_BYTES_MAX: Final = 4_096
 """Longest regular expression."""
 CHOICE_TEXTS_MAX: Final = 1_024

@@ -86,6 +86,12 @@ class FrontendConfig(ClientAccessConfig):
         "within the share waits until its deadline.",
     )
 
+    reject_unknown_fields: bool = Field(
+        default=False,
+        description="Whether the HTTP API rejects requests with a field that it does not have. Otherwise it ignores "
+        "the field, and names it in the response's header x-headrace-ignored-fields.",
+    )
+
     @property
     def clients_prove_themselves(self) -> bool:
         return bool(self.api_keys_file)

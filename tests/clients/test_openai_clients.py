@@ -53,7 +53,7 @@ async def test_openais_python_client_retries(tmp_path: Path) -> None:
             once = client.with_options(max_retries=0)
             with pytest.raises(openai.RateLimitError) as refused:
                 await once.chat.completions.create(model="sim", messages=MESSAGES)
-            assert refused.value.code == "decode_full"
+            assert refused.value.code == "rate_limit_exceeded"
             decode.requests.clear()
             answer = await client.chat.completions.create(model="sim", messages=MESSAGES)
         assert answer.choices[0].message.content == "ok"

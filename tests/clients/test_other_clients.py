@@ -50,7 +50,7 @@ async def test_openais_node_client_uses_what_it_offers(tmp_path: Path) -> None:
             "days",
         }
         assert found["aborted"]
-        assert found["error"] == {"status": 400, "param": "temperature", "code": "invalid_field"}
+        assert found["error"] == {"status": 400, "param": "temperature", "code": "invalid_value"}
         await it.wait_empty("decode-0")
 
 

@@ -223,7 +223,8 @@ async def test_tools_are_called_and_forms_are_kept(tmp_path: Path) -> None:
         answer = await ask(messages=MESSAGES, extra_body=forced)
         message = answer.choices[0].message
         call = the_call(message)
-        assert (message.content, message.model_extra) == ("Well. ", {"reasoning_content": "Hm."})
+        reasoning = {"reasoning": "Hm.", "reasoning_content": "Hm."}
+        assert (message.content, message.model_extra) == ("Well. ", reasoning)
         assert (call.function.name, call.function.arguments) == ("now", '{"a": "é"}')
         # The client's helper puts the deltas together, and the call is sent back with its result.
         async with client.chat.completions.stream(
@@ -304,7 +305,7 @@ async def test_errors_have_openais_shape(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError) as wrong:
             await client.chat.completions.create(model="sim", messages=MESSAGES, temperature=9.0)
         assert wrong.value.param == "temperature"
-        assert wrong.value.code == "invalid_field"
+        assert wrong.value.code == "invalid_value"
         with pytest.raises(openai.NotFoundError, match="use one of: sim"):
             await client.chat.completions.create(model="other", messages=MESSAGES)
         with pytest.raises(openai.NotFoundError) as unsupported:

@@ -11,16 +11,14 @@ from typing import Final
 
 import grpc
 import grpc.aio
-from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf import descriptor_pb2, descriptor_pool, text_format
 from google.protobuf.descriptor import FileDescriptor
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from headrace_common.access.table import Listener, is_served
 
-_ALPHA: Final = "grpc.reflection.v1alpha"
-_STABLE: Final = "grpc.reflection.v1"
 _METHOD: Final = "ServerReflectionInfo"
-REFLECTION_NAMES: Final = (reflection.SERVICE_NAME, f"{_STABLE}.ServerReflection")
+REFLECTION_NAMES: Final = (reflection.SERVICE_NAME, "grpc.reflection.v1.ServerReflection")
 """The names of the services."""
 
 
@@ -82,16 +80,9 @@ def _describe_stable() -> None:
     """Adds the file of v1 to the default pool: that of v1alpha with its own names."""
     content = descriptor_pb2.FileDescriptorProto()
     reflection_pb2.DESCRIPTOR.CopyToProto(content)
-    content.name = content.name.replace("v1alpha", "v1")
-    content.package = _STABLE
-    for message in content.message_type:
-        for field in message.field:
-            if field.type_name:
-                field.type_name = field.type_name.replace(f".{_ALPHA}.", f".{_STABLE}.")
-    for method in content.service[0].method:
-        method.input_type = method.input_type.replace(f".{_ALPHA}.", f".{_STABLE}.")
-        method.output_type = method.output_type.replace(f".{_ALPHA}.", f".{_STABLE}.")
-    descriptor_pool.Default().AddSerializedFile(content.SerializeToString())
+    text = text_format.MessageToString(content)
+    stable = text_format.Parse(text.replace("v1alpha", "v1"), descriptor_pb2.FileDescriptorProto())
+    descriptor_pool.Default().AddSerializedFile(stable.SerializeToString())
 
 
 _describe_stable()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import string
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace_common.errors import InvalidRequest
@@ -18,6 +19,8 @@ from headrace_text.parsing.registry import (
     new_tool_call_parser,
 )
 
+# The first is that of vLLM and its clients, the second that of DeepSeek and older ones.
+_REASONING_FIELDS = ("reasoning", "reasoning_content")
 _MISTRAL_ID_CHARACTERS = string.ascii_letters + string.digits
 
 
@@ -45,6 +48,9 @@ class AnswerRules:
     constrained: bool = False
     single_call: bool = False
     """Whether only the first call is returned."""
+    calls_one_function: bool = False
+    """Whether the call is returned as `function_call`, OpenAI's older form."""
+    hides_reasoning: bool = False
 
     @property
     def divides(self) -> bool:
@@ -90,15 +96,16 @@ def rules_of(body: ChatCompletionBody, parsers: ModelParsers) -> AnswerRules:
                 "choose required, a function or none"
             }
         )
-    formatted = body.response_format is not None and body.response_format.type != "text"
     return AnswerRules(
         tool_calls=parsers.tool_calls if automatic else None,
         required=required,
         reasoning=parsers.reasoning or None,
         schemas={tool.function.name: tool.function.parameters for tool in body.tools or ()},
         variables=body.template_variables,
-        constrained=formatted or required is not None or body.structured_outputs is not None,
-        single_call=body.parallel_tool_calls is False,
+        constrained=body.formatted or required is not None or body.structured_outputs is not None,
+        single_call=not body.parallel_tool_calls or body.functions is not None,
+        calls_one_function=body.functions is not None,
+        hides_reasoning=not body.include_reasoning,
     )
 
 
@@ -108,12 +115,26 @@ class ChatAnswer:
     def __init__(self, rules: AnswerRules) -> None:
         self._rules = rules
         self._parser = rules.new_parser()
-        self._calls = 0
+        self._arguments: list[str] = []
+        """Of each call so far."""
 
     @property
     def called(self) -> bool:
-        """Whether the answer has a tool call so far."""
-        return self._calls > 0
+        """Whether the answer, which has ended, has tool calls, all of them whole and valid."""
+        returned = self._arguments[:1] if self._rules.single_call else self._arguments
+        return bool(returned) and all(map(_is_json, returned))
+
+    def whole(self, text: str) -> dict[str, Any]:
+        """The fields of a whole answer's message. With a call that was cut or is no JSON, calls stay content."""
+        delta = self.delta(text, last=True)
+        if self.called or not self._arguments:
+            return delta
+        return ChatAnswer(replace(self._rules, tool_calls=None, required=None)).whole(text)
+
+    def reasoning_of(self, text: str) -> str:
+        """The reasoning in the text of a whole answer, hidden or not."""
+        pieces = self._parser.feed(text) + self._parser.finish()
+        return "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
 
     def delta(self, text: str, *, last: bool) -> dict[str, Any]:
         """The fields of a message's delta that more text completes. Empty if there are none."""
@@ -130,13 +151,15 @@ class ChatAnswer:
                 case Content(text):
                     delta["content"] = delta.get("content", "") + text
                 case Reasoning(text):
-                    delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+                    if not self._rules.hides_reasoning:
+                        for field_name in _REASONING_FIELDS:
+                            delta[field_name] = delta.get(field_name, "") + text
                 case CallStart(name):
-                    self._calls += 1
+                    self._arguments.append("")
                     function = {"name": name, "arguments": ""}
                     calls.append(
                         {
-                            "index": self._calls - 1,
+                            "index": len(self._arguments) - 1,
                             "id": self._rules.new_call_id(piece),
                             "type": "function",
                             "function": function,
@@ -144,11 +167,15 @@ class ChatAnswer:
                     )
                 case CallArguments(text):
                     if not calls:
-                        calls.append({"index": self._calls - 1, "function": {"arguments": ""}})
+                        number = len(self._arguments) - 1
+                        calls.append({"index": number, "function": {"arguments": ""}})
+                    self._arguments[-1] += text
                     calls[-1]["function"]["arguments"] += text
         if self._rules.single_call:
             calls = [call for call in calls if not call["index"]]
-        if calls:
+        if calls and self._rules.calls_one_function:
+            delta["function_call"] = calls[0]["function"]
+        elif calls:
             delta["tool_calls"] = calls
         return delta
 
@@ -158,14 +185,20 @@ def whole_message(text: str, rules: AnswerRules) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
     if not rules.divides:
         return message
-    delta = ChatAnswer(rules).delta(text, last=True)
-    calls = [
-        {name: value for name, value in call.items() if name != "index"}
-        for call in delta.get("tool_calls", ())
-    ]
-    message["content"] = delta.get("content", "" if not delta else None)
-    if "reasoning_content" in delta:
-        message["reasoning_content"] = delta["reasoning_content"]
+    delta = ChatAnswer(rules).whole(text)
+    calls = delta.pop("tool_calls", None)
+    message["content"] = None if delta or calls else ""
+    message.update(delta)
     if calls:
-        message["tool_calls"] = calls
+        message["tool_calls"] = [
+            {name: value for name, value in call.items() if name != "index"} for call in calls
+        ]
     return message
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ from headrace_frontend.openai.conversion import (
 from headrace_frontend.openai.errors import OPENAI_ERRORS, HttpError, unknown_path
 from headrace_frontend.openai.event_stream import EventStream
 from headrace_frontend.openai.exchange import HttpExchange, Receive, Scope, Send
+from headrace_frontend.openai.messages import UnknownFields
 from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts
 from headrace_frontend.openai.requests import (
@@ -42,6 +44,7 @@ from headrace_frontend.openai.requests import (
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
+    Includes,
     TokenizeBody,
     checked_body,
     parse_body,
@@ -51,6 +54,7 @@ from headrace_frontend.openai.responses import (
     ChatFormat,
     CollectedChoice,
     CompletionFormat,
+    ResponseFormat,
     ResponseHead,
     model_object,
     models_object,
@@ -68,6 +72,8 @@ _ERRORS: Final = {
 }
 _MODEL_PATH: Final = "/v1/models/"
 _MODEL_ROUTE: Final = "/v1/models/{model}"
+_NO_ID_CHARACTER: Final = re.compile(r"[^!-~]")
+
 _Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
 
 
@@ -78,6 +84,7 @@ class _Generation:
     requests: Sequence[inference_pb2.GenerateRequest]
     streamed: bool
     format: AnswerFormat
+    includes: Includes
     formatted: bool = False
     """Whether response_format sets the form of the answer."""
 
@@ -97,6 +104,7 @@ class OpenAiApp:
         self._deadline_s = deadline_s
         self._body_bytes_max = body_bytes_max
         self._started_s = int(time.time())
+        self._unknown_fields = UnknownFields(rejected=parts.rejects_unknown_fields)
         self._routes: Mapping[str, tuple[str, _Handler]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/completions": ("POST", self._complete),
@@ -118,6 +126,7 @@ class OpenAiApp:
         """Serves one HTTP request."""
         errors = _ERRORS.get(scope["path"].rstrip("/"), OPENAI_ERRORS)
         exchange = HttpExchange(scope, receive, send, errors)
+        exchange.add_header("x-request-id", exchange.request_id)
         try:
             await self._serve_in_bounds(exchange)
         except (HeadraceError, HttpError) as error:
@@ -174,7 +183,11 @@ class OpenAiApp:
         data = await exchange.read_json(self._body_bytes_max)
         self._parts.size.check(len(data))
         await self._parts.callers.wait_turn()
-        return parse_body(kind, data)
+        body = parse_body(kind, data)
+        unknown = self._unknown_fields.check(body)
+        if unknown:
+            exchange.add_header("x-headrace-ignored-fields", ", ".join(unknown))
+        return body
 
     async def _chat(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
@@ -182,7 +195,7 @@ class OpenAiApp:
 
         def new_format(head: ResponseHead, model: str, rules: AnswerRules) -> AnswerFormat:
             codec = self._parts.codecs[model]
-            return ChatFormat(head, codec, includes_usage=body.includes_usage, rules=rules)
+            return ChatFormat(head, codec, includes=body.includes, rules=rules)
 
         await self._answer_chat(exchange, tenant, body, "chatcmpl-", new_format)
 
@@ -216,31 +229,38 @@ class OpenAiApp:
         new_format: Callable[[ResponseHead, str, AnswerRules], AnswerFormat],
     ) -> None:
         """Answers a chat. `new_format` gets the head, the model and the rules of the answer."""
-        request_id = _request_id(exchange)
+        request_id = _request_id(exchange, body)
         head, model = self._head(body, id_prefix + request_id)
         rules = rules_of(body, self._parts.parsers[model])
         request = chat_request(body, request_id)
-        if rules.divides and not request.sampling.HasField("skip_special_tokens"):
-            # The tags around calls and reasoning may be special tokens.
+        if rules.divides:
+            # The tags around calls and reasoning may be special tokens. vLLM sets it for calls, too.
             request.sampling.skip_special_tokens = False
         generation = _Generation(
             [request],
             streamed=body.stream,
             format=new_format(head, model, rules),
-            formatted=body.response_format is not None,
+            includes=body.includes,
+            formatted=body.formatted,
         )
         await self._generate(exchange, generation, tenant)
 
     async def _complete(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
         body = await self._body(exchange, CompletionBody)
-        request_id = _request_id(exchange)
+        request_id = _request_id(exchange, body)
         head, model = self._head(body, f"cmpl-{request_id}")
         codec = self._parts.codecs[model]
         generation = _Generation(
             completion_requests(body, request_id),
             streamed=body.stream,
-            format=CompletionFormat(head, codec, includes_usage=body.includes_usage),
+            format=CompletionFormat(
+                *(head, codec),
+                includes=body.includes,
+                skip_special_tokens=body.skip_special_tokens is not False,
+            ),
+            includes=body.includes,
+            formatted=body.formatted,
         )
         await self._generate(exchange, generation, tenant)
 
@@ -253,12 +273,23 @@ class OpenAiApp:
         respond = self._stream if generation.streamed else self._collect
         chat = not isinstance(generation.format, CompletionFormat)
         try:
+            form = generation.format
+            if generation.includes.prompt and isinstance(form, ResponseFormat):
+                for request in generation.requests:
+                    form.add_prompt(await self._prompt_tokens(request, tenant), request.n)
             await exchange.run_while_connected(respond(exchange, generation, tenant))
         except InvalidRequest as error:
             violations = openai_violations(
                 error.violations, chat=chat, formatted=generation.formatted
             )
-            raise InvalidRequest(violations) from error
+            raise InvalidRequest(violations, cause=error.cause) from error
+
+    async def _prompt_tokens(
+        self, request: inference_pb2.GenerateRequest, tenant: str
+    ) -> Sequence[int]:
+        """The tokens of a prompt, where the response needs them before its first event."""
+        async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
+            return (await self._parts.preparer.tokenize(request, tenant)).token_ids
 
     async def _stream(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
         """Sends an event for each message of each choice."""
@@ -325,7 +356,8 @@ class OpenAiApp:
             if model.name == name:
                 await exchange.respond_object(model_object(model, self._started_s))
                 return
-        raise InvalidRequest({"model": f"{name[:64]!r} is not served; /v1/models lists what is"})
+        remedy = f"{name[:64]!r} is not served; /v1/models lists what is"
+        raise InvalidRequest({"model": remedy}, cause="model_not_found")
 
     async def _count_tokens(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
@@ -355,7 +387,8 @@ class OpenAiApp:
                 if body.prompt is not None and body.add_special_tokens is False:
                     tokens = await preparer.tokenize_part(prepared.model, body.prompt, tenant)
         except InvalidRequest as error:
-            raise InvalidRequest(openai_violations(error.violations, chat=False)) from error
+            violations = openai_violations(error.violations, chat=False)
+            raise InvalidRequest(violations, cause=error.cause) from error
         return prepared.model, tokens
 
     async def _detokenize(self, exchange: HttpExchange) -> None:
@@ -380,8 +413,8 @@ class OpenAiApp:
         await exchange.respond_object({"status": "ready"})
 
 
-def _request_id(exchange: HttpExchange) -> str:
-    """The client's id in X-Request-Id, or a new one."""
-    return exchange.headers.get("x-request-id", "")[
-        :REQUEST_ID_CHARACTERS_MAX
-    ] or secrets.token_hex(12)
+def _request_id(exchange: HttpExchange, body: GenerationBody) -> str:
+    """The id of the request in traces. No header is too long for it, and none has a character that it may not have."""
+    own = body.request_id and "x-request-id" not in exchange.headers
+    given = body.request_id if own else exchange.request_id
+    return _NO_ID_CHARACTER.sub("_", given)[:REQUEST_ID_CHARACTERS_MAX]

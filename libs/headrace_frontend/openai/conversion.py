@@ -22,6 +22,8 @@ from headrace_frontend.openai.requests import (
     StructuredOutputsBody,
     TokenizeBody,
 )
+from headrace_frontend.request.sampling import SEED_MAX
+from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
 
 _SAME_NAMES = (
     "temperature",
@@ -30,7 +32,7 @@ _SAME_NAMES = (
     "presence_penalty",
     "frequency_penalty",
     "repetition_penalty",
-    "seed",
+    "max_tokens",
     "skip_special_tokens",
 )
 _MODES = {
@@ -63,23 +65,22 @@ def chat_request(body: ChatCompletionBody, request_id: str) -> inference_pb2.Gen
     if body.max_completion_tokens is not None:
         sampling.max_tokens = body.max_completion_tokens
     if body.logprobs:
-        sampling.logprobs = body.top_logprobs or 0
-    if body.response_format is not None:
-        _set_response_format(sampling, body.response_format)
+        sampling.logprobs = body.top_logprobs
     chat = _chat(body.messages, body.tools, body.template_variables)
     chat.continue_final_message = body.continue_final_message
     if body.tools and body.tool_choice is not None:
-        single = body.parallel_tool_calls is False
+        single = not body.parallel_tool_calls
         chat.tool_choice.CopyFrom(_tool_choice(body.tool_choice, single=single))
     return inference_pb2.GenerateRequest(
         model=body.model,
         chat=chat,
         sampling=sampling,
         request_id=request_id,
-        n=body.choice_count,
+        n=body.n,
         include_latency=body.include_latency,
         ttft_target=_ttft_target(body),
-        priority=_priority(body),
+        priority=_PRIORITIES[body.priority],
+        cache_salt=body.cache_salt,
     )
 
 
@@ -94,12 +95,13 @@ def completion_requests(
         inference_pb2.GenerateRequest(
             model=body.model,
             sampling=sampling,
-            request_id=f"{request_id}-{index}" if index else request_id,
-            n=body.choice_count,
-            best_of=body.best_of or 0,
+            request_id=_numbered(request_id, index),
+            n=body.n,
+            best_of=body.best_of,
             include_latency=body.include_latency,
             ttft_target=_ttft_target(body),
-            priority=_priority(body),
+            priority=_PRIORITIES[body.priority],
+            cache_salt=body.cache_salt,
             **prompt,
         )
         for index, prompt in enumerate(_prompts(body.prompt))
@@ -136,8 +138,10 @@ def openai_violations(
     return renamed
 
 
-def _priority(body: GenerationBody) -> priority_pb2.Priority.ValueType:
-    return _PRIORITIES[body.priority or 0]
+def _numbered(request_id: str, index: int) -> str:
+    """The id of the request for prompt `index`."""
+    suffix = f"-{index}" if index else ""
+    return f"{request_id[: REQUEST_ID_CHARACTERS_MAX - len(suffix)]}{suffix}"
 
 
 def _ttft_target(body: GenerationBody) -> Duration | None:
@@ -154,7 +158,6 @@ def _sampling(body: GenerationBody) -> sampling_pb2.SamplingParams:
         allowed_token_ids=body.allowed_token_ids,
         include_stop_str_in_output=body.include_stop_str_in_output,
         logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
-        max_tokens=body.max_tokens,
         # vLLM writes -1 for all tokens.
         top_k=None if body.top_k is None else max(0, body.top_k),
     )
@@ -162,8 +165,13 @@ def _sampling(body: GenerationBody) -> sampling_pb2.SamplingParams:
         value = getattr(body, name)
         if value is not None:
             setattr(sampling, name, value)
+    # vLLM writes -1 for no seed, and counts other negative ones from the end of its range.
+    if body.seed not in (None, -1):
+        sampling.seed = body.seed if body.seed >= 0 else body.seed & SEED_MAX
     if body.structured_outputs is not None:
         sampling.structured_outputs.CopyFrom(_structured_outputs(body.structured_outputs))
+    if body.response_format is not None:
+        _set_response_format(sampling, body.response_format)
     return sampling
 
 
@@ -188,6 +196,8 @@ def _structured_outputs(body: StructuredOutputsBody) -> sampling_pb2.StructuredO
 def _set_response_format(sampling: sampling_pb2.SamplingParams, body: ResponseFormatBody) -> None:
     if body.type == "json_object":
         sampling.structured_outputs.json_object = True
+    elif body.type == "structural_tag":
+        sampling.structured_outputs.structural_tag = _json(body.model_dump(exclude_none=True))
     elif body.json_schema is not None and body.json_schema.schema_ is not None:
         sampling.structured_outputs.json = _json(body.json_schema.schema_)
 
@@ -206,15 +216,15 @@ def _message(body: MessageBody) -> inference_pb2.ChatMessage:
     return inference_pb2.ChatMessage(
         role=body.role,
         content=body.text,
-        name=body.name or "",
+        name=body.name,
         tool_calls=[
             tools_pb2.ToolCall(
-                id=call.id or "", name=call.function.name, arguments=call.function.arguments or ""
+                id=call.id, name=call.function.name, arguments=call.function.arguments
             )
             for call in body.tool_calls or ()
         ],
-        tool_call_id=body.tool_call_id or "",
-        reasoning=body.reasoning_content or body.reasoning or "",
+        tool_call_id=body.tool_call_id,
+        reasoning=body.reasoning_content or body.reasoning,
     )
 
 
@@ -222,7 +232,7 @@ def _tool(body: ToolBody) -> tools_pb2.Tool:
     function = body.function
     return tools_pb2.Tool(
         name=function.name,
-        description=function.description or "",
+        description=function.description,
         parameters="" if function.parameters is None else _json(function.parameters),
         strict=function.strict,
     )

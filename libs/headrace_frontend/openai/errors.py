@@ -22,6 +22,13 @@ _STATUSES: Final[Mapping[grpc.StatusCode, int]] = {
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
+# OpenAI's words. Errors that OpenAI does not have keep their reason.
+_CODES: Final[Mapping[grpc.StatusCode, str]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: "invalid_value",
+    grpc.StatusCode.UNAUTHENTICATED: "invalid_api_key",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "rate_limit_exceeded",
+    grpc.StatusCode.INTERNAL: "server_error",
+}
 _TYPES: Final[Mapping[int, str]] = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -70,7 +77,7 @@ def status_of(error: HeadraceError | HttpError) -> int:
     """The HTTP status of an error. 404 for an unknown model, as OpenAI has it."""
     if isinstance(error, HttpError):
         return error.status
-    if isinstance(error, InvalidRequest) and list(error.violations) == ["model"]:
+    if isinstance(error, InvalidRequest) and error.cause == "model_not_found":
         return 404
     return _STATUSES.get(error.code, 500)
 
@@ -91,7 +98,7 @@ def error_object(error: HeadraceError | HttpError) -> dict[str, Any]:
         "message": str(error),
         "type": _TYPES.get(status, "server_error"),
         "param": None,
-        "code": error.code if isinstance(error, HttpError) else error.reason.lower(),
+        "code": _code_of(error),
     }
     if isinstance(error, HeadraceError):
         body["message"] = error.detail
@@ -102,6 +109,14 @@ def error_object(error: HeadraceError | HttpError) -> dict[str, Any]:
     if isinstance(error, InvalidRequest):
         body["param"] = next(iter(error.violations), None)
     return {"error": body}
+
+
+def _code_of(error: HeadraceError | HttpError) -> str:
+    """A word for programs, as OpenAI has it."""
+    if isinstance(error, HttpError):
+        return error.code
+    cause = error.cause if isinstance(error, InvalidRequest) else ""
+    return cause or _CODES.get(error.code, error.reason.lower())
 
 
 def error_bytes(error: HeadraceError | HttpError) -> bytes:

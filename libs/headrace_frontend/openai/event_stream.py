@@ -27,8 +27,8 @@ class EventStream:
         self._form = form
         self._prompts = prompts
         self._usages = [inference_pb2.Usage() for _ in range(choices)]
-        self._offsets: dict[int, int] = {}
-        """The characters of each choice so far."""
+        self._begun: set[int] = set()
+        """The choices with an event."""
         self._ending = b""
 
     async def write(self, index: int, message: inference_pb2.GenerateResponse) -> None:
@@ -58,10 +58,7 @@ class EventStream:
     def write_text(self, index: int, text: str) -> bool:
         """Sends text after the first message of choice `index`. See TextOutlet."""
         data = self._form.text_event(index, text)
-        if data is None or not self._exchange.write_now(data):
-            return False
-        self._offsets[index] += len(text)
-        return True
+        return data is not None and self._exchange.write_now(data)
 
     async def finish(self) -> None:
         """Sends what is left, once all choices have ended."""
@@ -74,8 +71,7 @@ class EventStream:
         await exchange.finish(data)
 
     def _event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
-        offset = self._offsets.get(index)
-        data = self._form.first_event(index) if offset is None else b""
-        data += self._form.event(index, message, offset or 0)
-        self._offsets[index] = (offset or 0) + len(message.text)
-        return data
+        if index in self._begun:
+            return self._form.event(index, message)
+        self._begun.add(index)
+        return self._form.first_event(index) + self._form.event(index, message)

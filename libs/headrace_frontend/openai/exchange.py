@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import secrets
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -29,6 +31,7 @@ DIRECT_EXTENSION = "headrace_direct"
 PEER_NAMES_EXTENSION = "headrace_peer_names"
 """The URIs in the client's certificate, as bytes, among the extensions of an ASGI scope."""
 
+_NO_HEADER_CHARACTER = re.compile(r"[^ -~\x80-\xff]")
 BODY_WAIT_S = 30.0
 """Time in which a client must send its request."""
 
@@ -74,6 +77,10 @@ class HttpExchange:
             name.decode("latin-1").lower(): value.decode("latin-1")
             for name, value in scope["headers"]
         }
+        self.request_id = _NO_HEADER_CHARACTER.sub(
+            "", self.headers.get("x-request-id", "")
+        ) or secrets.token_hex(12)
+        """The client's X-Request-Id, or a new one."""
         # Taken out of the scope, to which it refers: a cycle would be garbage only for the collector.
         self._direct: DirectWriter | None = scope.get("extensions", {}).pop(DIRECT_EXTENSION, None)
         self.host = host_of((scope.get("client") or ("unknown", 0))[0])
@@ -81,8 +88,13 @@ class HttpExchange:
         self._receive = receive
         self._send = send
         self._errors = errors
+        self._response_headers: dict[str, str] = {}
         self.started = False
         """Whether the response's status is sent."""
+
+    def add_header(self, name: str, value: str) -> None:
+        """Sends a header with whatever becomes the response."""
+        self._response_headers[name] = value
 
     async def read_json(self, bytes_max: int) -> bytes:
         """The body of a JSON request. Raises HttpError before it receives more than `bytes_max` bytes."""
@@ -169,6 +181,7 @@ class HttpExchange:
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Sends the status and the headers."""
         self.started = True
+        headers = {**self._response_headers, **headers}
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 
@@ -183,7 +196,9 @@ class HttpExchange:
 
     def start_now(self, headers: bytes, data: bytes) -> bool:
         """Sends status 200, the lines of these headers and the first part of the body, if that needs no wait."""
-        if self.started or self._direct is None or not self._direct.start(headers, data):
+        more = "".join(f"{name}: {value}\r\n" for name, value in self._response_headers.items())
+        lines = headers + more.encode("latin-1")
+        if self.started or self._direct is None or not self._direct.start(lines, data):
             return False
         self.started = True
         return True

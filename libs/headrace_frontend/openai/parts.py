@@ -68,3 +68,4 @@ class OpenAiParts:
     count_failures: Callable[[], AbstractContextManager[None]]
     """Counts a request that the block fails or cancels."""
     callers: CallerBounds
+    rejects_unknown_fields: bool = False

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import (
@@ -22,33 +23,91 @@ from headrace_frontend.openai.messages import Body, Messages, ToolChoice, Tools
 PROMPTS_MAX = 64
 _STOPS_MAX = 64
 _TOKENS_MAX = 4_194_304
+COMPLETION_TOKENS = 16
+"""Tokens of a completion without max_tokens, as OpenAI has it."""
 
-Uint32 = Annotated[int, Field(ge=0, lt=2**32)]
-Uint64 = Annotated[int, Field(ge=0, lt=2**64)]
-TokenList = Annotated[list[Uint32], Field(fail_fast=True, min_length=1, max_length=_TOKENS_MAX)]
+
+def _whole(value: Any) -> Any:
+    """A number such as 2.0 as an integer: JSON has one kind of numbers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_whole)]
+Uint32 = Annotated[Integer, Field(ge=0, lt=2**32)]
+Token = Annotated[int, Field(ge=0, lt=2**32)]
+TokenList = Annotated[list[Token], Field(fail_fast=True, max_length=_TOKENS_MAX)]
+PromptTokens = Annotated[TokenList, Field(min_length=1)]
 Prompt: TypeAlias = (
     str
-    | TokenList
+    | PromptTokens
     | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
-    | Annotated[list[TokenList], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
+    | Annotated[list[PromptTokens], Field(fail_fast=True, min_length=1, max_length=PROMPTS_MAX)]
 )
 
 
 _NO_TEXT = "Input should be a valid string"
 # A remedy that a validator gives for one field.
 _FIELD_REMEDY = re.compile(r"([a-z_]+): (.*)", re.DOTALL)
+_NO_VALUE: Final = ()
+# Constraints of the answer by the names that vLLM had before, and that SGLang has.
+_CONSTRAINTS: Final[Mapping[str, str]] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+# OpenAI's code for each kind of violation that pydantic has a word for. Others are invalid values.
+_CODES: Final[Mapping[str, str]] = {
+    "missing": "missing_required_parameter",
+    **{
+        f"{kind}_type": "invalid_type"
+        for kind in ("string", "int", "float", "bool", "list", "dict")
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Includes:
+    """What a response has besides its choices."""
+
+    usage: bool = False
+    continuous_usage: bool = False
+    """Whether each event has the usage so far."""
+    token_ids: bool = False
+    """Whether the tokens of prompt and answers are returned."""
+    names_tokens_by_id: bool = False
+    """Whether logprobs have "token_id:5" in place of the token's text."""
+
+    @property
+    def prompt(self) -> bool:
+        """Whether the prompt's tokens must be known before the first event."""
+        return self.continuous_usage or self.token_ids
 
 
 class StreamOptions(Body):
     """Options of a streamed response."""
 
+    # OpenAI pads events with it.
+    without_effect = frozenset({"include_obfuscation"})
+
     include_usage: bool = False
-    # Without effect here: OpenAI pads events with it.
-    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool = False
+
+
+_NO_OPTIONS: Final = StreamOptions()
 
 
 class StructuredOutputsBody(Body):
     """vLLM's structured outputs. One of the fields must be set."""
+
+    neutral = {  # noqa: RUF012
+        "disable_any_whitespace": (False,),
+        "disable_additional_properties": (False,),
+        "whitespace_pattern": _NO_VALUE,
+    }
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     json_object: bool | None = None
@@ -58,85 +117,24 @@ class StructuredOutputsBody(Body):
     structural_tag: str | None = None
 
 
-class GenerationBody(Body):
-    """The fields that completions and chat completions share. Names are OpenAI's, or else vLLM's."""
-
-    model: str = ""
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=ANSWERS_MAX)] | None = None
-    max_tokens: Uint32 | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**32)] | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    seed: Uint64 | None = None
-    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=_STOPS_MAX)] | None = None
-    stop_token_ids: TokenList | None = None
-    ignore_eos: bool = False
-    min_tokens: Uint32 = 0
-    bad_words: Annotated[list[str], Field(fail_fast=True, max_length=BAD_WORDS_MAX)] | None = None
-    allowed_token_ids: (
-        Annotated[list[Uint32], Field(fail_fast=True, max_length=ALLOWED_TOKENS_MAX)] | None
-    ) = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=LOGIT_BIASES_MAX)] | None = None
-    structured_outputs: StructuredOutputsBody | None = None
-    prompt_logprobs: int | None = None
-    priority: Literal[-1, 0, 1] | None = None
-    include_latency: bool = False
-    ttft_target_s: (
-        Annotated[float, Field(gt=0, le=TTFT_TARGET_MAX_S, allow_inf_nan=False)] | None
-    ) = None
-    # These describe the caller's records, not the response.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_key: str | None = None
-
-    @property
-    def choice_count(self) -> int:
-        """Completions of each prompt."""
-        return self.n or 1
-
-    @property
-    def includes_usage(self) -> bool:
-        """Whether a streamed response ends with its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
-    @model_validator(mode="after")
-    def _check(self) -> GenerationBody:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only for stream=true; leave it out")
-        if self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs: is not supported; leave it out")
-        for token in self.logit_bias or ():
-            if not token.isdecimal() or int(token) >= 2**32:
-                raise ValueError(f"logit_bias: {token[:64]!r} is no token id; write it in digits")
-        return self
-
-
 class JsonSchemaBody(Body):
     """The schema of an answer."""
 
-    name: str | None = None
-    description: str | None = None
+    # They describe the schema.
+    without_effect = frozenset({"name", "description", "strict"})
+
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
 
 
 class ResponseFormatBody(Body):
     """The form of the answer."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaBody | None = None
+    # Of a structural tag.
+    format: Any = None
+    structures: Any = None
+    triggers: Any = None
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormatBody:
@@ -146,22 +144,140 @@ class ResponseFormatBody(Body):
         return self
 
 
+class GenerationBody(Body):
+    """The fields that completions and chat completions share. Names are OpenAI's, or else vLLM's."""
+
+    # These describe the caller's records, not the response.
+    without_effect = frozenset(
+        {
+            *("user", "metadata", "store", "service_tier", "safety_identifier", "session_id"),
+            *("prompt_cache_retention", "prompt_cache_key", "prompt_cache_options"),
+        }
+    )
+    neutral = {  # noqa: RUF012
+        "use_beam_search": (False,),
+        "length_penalty": (1,),
+        "early_stopping": (False,),
+        "prompt_logprobs": _NO_VALUE,
+        "logprob_token_ids": ([],),
+        "spaces_between_special_tokens": (True,),
+        "truncate_prompt_tokens": _NO_VALUE,
+        "thinking_token_budget": (-1,),
+        "repetition_detection": _NO_VALUE,
+        "watermarking": (False,),
+        "guided_whitespace_pattern": _NO_VALUE,
+        # Of SGLang, TGI and llama.cpp.
+        "lora_path": _NO_VALUE,
+        "custom_logit_processor": _NO_VALUE,
+        "no_stop_trim": (False,),
+        "typical_p": (1,),
+        "dry_multiplier": (0,),
+        "mirostat": (0,),
+        "xtc_probability": (0,),
+    }
+
+    model: str = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: Annotated[Integer, Field(ge=1, le=ANSWERS_MAX)] = 1
+    max_tokens: Uint32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[Integer, Field(ge=-1, lt=2**32)] | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: Annotated[Integer, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=_STOPS_MAX)] | None = None
+    stop_token_ids: TokenList | None = None
+    ignore_eos: bool = False
+    min_tokens: Uint32 = 0
+    bad_words: Annotated[list[str], Field(fail_fast=True, max_length=BAD_WORDS_MAX)] | None = None
+    allowed_token_ids: Annotated[TokenList, Field(max_length=ALLOWED_TOKENS_MAX)] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=LOGIT_BIASES_MAX)] | None = None
+    structured_outputs: StructuredOutputsBody | None = None
+    response_format: ResponseFormatBody | None = None
+    priority: Annotated[Literal[-1, 0, 1], BeforeValidator(_whole)] = 0
+    cache_salt: str = ""
+    request_id: str = ""
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    include_latency: bool = False
+    ttft_target_s: (
+        Annotated[float, Field(gt=0, le=TTFT_TARGET_MAX_S, allow_inf_nan=False)] | None
+    ) = None
+
+    @property
+    def includes(self) -> Includes:
+        """What the response has besides its choices."""
+        options = self.stream_options or _NO_OPTIONS
+        return Includes(
+            usage=options.include_usage,
+            continuous_usage=options.include_usage and options.continuous_usage_stats,
+            token_ids=self.return_token_ids,
+            names_tokens_by_id=self.return_tokens_as_token_ids,
+        )
+
+    @property
+    def formatted(self) -> bool:
+        """Whether response_format sets the form of the answer."""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @classmethod
+    def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        for name in _CONSTRAINTS.keys() & fields.keys():
+            outputs = fields.get("structured_outputs", {})
+            if not isinstance(outputs, dict) or _CONSTRAINTS[name] in outputs:
+                raise ValueError(f"{name}: structured_outputs is given too; leave one out")
+            outputs = {**outputs, _CONSTRAINTS[name]: fields.pop(name)}
+            fields["structured_outputs"] = outputs
+        return fields
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerationBody:
+        options = self.stream_options
+        if options is not None and options.model_fields_set and not self.stream:
+            raise ValueError("stream_options: only for stream=true; leave it out")
+        for token in self.logit_bias or ():
+            if not token.isdecimal() or int(token) >= 2**32:
+                raise ValueError(f"logit_bias: {token[:64]!r} is no token id; write it in digits")
+        if self.formatted and self.structured_outputs is not None:
+            raise ValueError("structured_outputs: response_format sets the form too; leave one out")
+        return self
+
+
 class ChatCompletionBody(GenerationBody):
     """A request of /v1/chat/completions."""
 
+    neutral = {  # noqa: RUF012
+        **GenerationBody.neutral,
+        "echo": (False,),
+        "add_special_tokens": (False,),
+        "chat_template": _NO_VALUE,
+        "documents": ([],),
+        "modalities": (["text"], []),
+        "web_search_options": _NO_VALUE,
+        "moderation": _NO_VALUE,
+        "separate_reasoning": (True,),
+    }
+
     messages: Messages
     max_completion_tokens: Uint32 | None = None
-    logprobs: bool | None = None
-    top_logprobs: Uint32 | None = None
-    response_format: ResponseFormatBody | None = None
+    logprobs: bool = False
+    top_logprobs: Uint32 = 0
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    """Set when the request has OpenAI's older form of tools, which `tools` has too."""
+    parallel_tool_calls: bool = True
     reasoning_effort: str | None = None
+    include_reasoning: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    modalities: list[Literal["text"]] | None = None
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -171,40 +287,60 @@ class ChatCompletionBody(GenerationBody):
         )
         return {**effort, **(self.chat_template_kwargs or {})}
 
+    @classmethod
+    def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        fields = super().translated(fields)
+        functions = fields.get("functions")
+        if isinstance(functions, list):
+            if "tools" in fields:
+                raise ValueError("functions: tools are given too; leave one out")
+            fields["tools"] = [{"type": "function", "function": one} for one in functions]
+        if "function_call" in fields:
+            call = fields.pop("function_call")
+            named = isinstance(call, dict)
+            fields.setdefault(
+                "tool_choice", {"type": "function", "function": call} if named else call
+            )
+        return fields
+
     @model_validator(mode="after")
     def _check_chat(self) -> ChatCompletionBody:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs=true")
         if not self.add_generation_prompt and not self.continue_final_message:
             raise ValueError(
                 "add_generation_prompt: false needs continue_final_message=true; leave it out"
             )
-        formatted = self.response_format is not None and self.response_format.type != "text"
-        if formatted and self.structured_outputs is not None:
-            raise ValueError("structured_outputs: response_format sets the form too; leave one out")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise ValueError("tool_choice: needs tools; set tools or leave it out")
         return self
 
 
 class CompletionBody(GenerationBody):
     """A request of /v1/completions."""
 
-    prompt: Prompt
-    logprobs: Uint32 | None = None
-    best_of: Uint32 | None = None
-    echo: bool = False
-    suffix: str | None = None
+    neutral = {  # noqa: RUF012
+        **GenerationBody.neutral,
+        "echo": (False,),
+        "suffix": ("",),
+        "add_special_tokens": (True,),
+        "prompt_embeds": ([],),
+    }
 
-    @model_validator(mode="after")
-    def _check_completion(self) -> CompletionBody:
-        if self.echo:
-            raise ValueError("echo: is not supported; put the prompt before the text yourself")
-        if self.suffix:
-            raise ValueError("suffix: is not supported; leave it out")
-        return self
+    prompt: Prompt
+    max_tokens: Uint32 = COMPLETION_TOKENS
+    logprobs: Uint32 | None = None
+    best_of: Uint32 = 0
 
 
 class TokenizeBody(Body):
     """A request of /tokenize, as vLLM has it. One of prompt and messages must be set."""
+
+    neutral = {  # noqa: RUF012
+        "add_generation_prompt": (True,),
+        "return_token_strs": (False,),
+        "chat_template": _NO_VALUE,
+    }
 
     model: str = ""
     prompt: str | None = None
@@ -225,10 +361,10 @@ class DetokenizeBody(Body):
     """A request of /detokenize, as vLLM has it."""
 
     model: str = ""
-    tokens: TokenList
+    tokens: PromptTokens
 
 
-BodyKind = TypeVar("BodyKind", bound=BaseModel)
+BodyKind = TypeVar("BodyKind", bound=Body)
 
 
 def parse_body(kind: type[BodyKind], data: bytes) -> BodyKind:
@@ -236,7 +372,7 @@ def parse_body(kind: type[BodyKind], data: bytes) -> BodyKind:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        raise InvalidRequest(_violations(error)) from None
+        raise _invalid(error) from None
 
 
 def checked_body(kind: type[BodyKind], value: Mapping[str, Any]) -> BodyKind:
@@ -244,7 +380,12 @@ def checked_body(kind: type[BodyKind], value: Mapping[str, Any]) -> BodyKind:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise InvalidRequest(_violations(error)) from None
+        raise _invalid(error) from None
+
+
+def _invalid(error: ValidationError) -> InvalidRequest:
+    kinds = {_CODES.get(item["type"], "") for item in error.errors(include_url=False)}
+    return InvalidRequest(_violations(error), cause=kinds.pop() if len(kinds) == 1 else "")
 
 
 def _violations(error: ValidationError) -> dict[str, str]:
@@ -255,8 +396,6 @@ def _violations(error: ValidationError) -> dict[str, str]:
         named = _FIELD_REMEDY.fullmatch(message) if item["type"] == "value_error" else None
         if named is not None:
             path, message = f"{path}.{named[1]}" if path else named[1], named[2]
-        if item["type"] == "extra_forbidden":
-            message = "is not a field of this request; correct its name or leave it out"
         # The members of a union have a violation each.
         name = path or "body"
         violations[name] = f"{violations[name]}, or: {message}" if name in violations else message

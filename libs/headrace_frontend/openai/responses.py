@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.latency.breakdown import breakdown_object
 from headrace_frontend.openai.answers import AnswerRules, ChatAnswer, whole_message
+from headrace_frontend.openai.requests import Includes
+from headrace_frontend.openai.tokens import TextOffsets, TokenNames, tokens_within
 from headrace_text.codec import TextCodec
 
 DONE_EVENT: Final = b"data: [DONE]\n\n"
@@ -19,9 +20,9 @@ _FINISH_REASONS: Final = {
     sampling_pb2.FINISH_REASON_STOP: "stop",
     sampling_pb2.FINISH_REASON_LENGTH: "length",
 }
-# JSON has no infinity.
-_LOGPROB_MIN = -9999.0
 _ALL_CONTENT: Final = AnswerRules()
+_CHOICES_ALONE: Final = Includes()
+_NO_FIELDS: Final[Mapping[str, Any]] = {}
 _quote = json.encoder.encode_basestring_ascii
 # A text that occurs nowhere else in an event: a request's id and a model's name have no such characters.
 _MARK: Final = "\x00\x01"
@@ -42,6 +43,7 @@ class CollectedChoice:
     """One choice of a response that is not streamed."""
 
     texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     tokens: list[dict[str, Any]] = field(default_factory=list)
     reason: sampling_pb2.FinishReason.ValueType = sampling_pb2.FINISH_REASON_UNSPECIFIED
     usage: inference_pb2.Usage = field(default_factory=inference_pb2.Usage)
@@ -52,6 +54,7 @@ class CollectedChoice:
     def add(self, message: inference_pb2.GenerateResponse, tokens: list[dict[str, Any]]) -> None:
         """Appends a message. `tokens` has the message's logprobs."""
         self.texts.append(message.text)
+        self.token_ids += message.token_ids
         self.tokens += tokens
         if message.finish_reason:
             self.reason = message.finish_reason
@@ -60,10 +63,9 @@ class CollectedChoice:
             self.latency = _latency_of(message)
 
     @property
-    def extensions(self) -> dict[str, Any]:
-        """Fields that OpenAI does not have."""
-        latency = {} if self.latency is None else {"latency": self.latency}
-        return {"stop_reason": self.stop_text or None, **latency}
+    def text(self) -> str:
+        """The text of the answer."""
+        return "".join(self.texts)
 
 
 class AnswerFormat(Protocol):
@@ -73,8 +75,8 @@ class AnswerFormat(Protocol):
         """The events before the first text. Empty if there are none."""
         ...
 
-    def event(self, index: int, message: inference_pb2.GenerateResponse, offset: int = 0) -> bytes:
-        """The events for one message, or nothing. `offset` is the number of characters before it."""
+    def event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
+        """The events for one message, or nothing."""
         ...
 
     def text_event(self, index: int, text: str) -> bytes | None:
@@ -99,17 +101,31 @@ class ResponseFormat(ABC):
 
     kind: str
     chunk_kind: str
+    lists_beside_top: bool
+    """See TokenNames."""
 
-    def __init__(self, head: ResponseHead, codec: TextCodec, *, includes_usage: bool) -> None:
+    def __init__(
+        self, head: ResponseHead, codec: TextCodec, *, includes: Includes = _CHOICES_ALONE
+    ) -> None:
         self._head = head
         self._codec = codec
-        self._includes_usage = includes_usage
+        self._includes = includes
+        self.tokens_of = TokenNames(
+            codec, by_id=includes.names_tokens_by_id, beside_top=self.lists_beside_top
+        ).tokens_of
+        self._prompts: list[Sequence[int]] = []
+        """The tokens of each choice's prompt, where `includes` needs them."""
         self._prefix = (
             f'data: {{"id": {_quote(head.id)}, "object": "{self.chunk_kind}", "created": {head.created}, '
             f'"model": {_quote(head.model)}, "choices": ['
         )
-        self._suffix = '], "usage": null}\n\n' if includes_usage else "]}\n\n"
+        self._suffix = '], "usage": null}\n\n' if includes.usage else "]}\n\n"
         self._templates: dict[int, tuple[bytes, bytes]] = {}
+        self._completion_tokens: dict[int, int] = {}
+
+    def add_prompt(self, token_ids: Sequence[int], choices: int) -> None:
+        """The tokens of the prompt of the next choices, where the response includes them."""
+        self._prompts += [token_ids] * choices
 
     @abstractmethod
     def _choice(self, index: int, choice: CollectedChoice) -> dict[str, Any]:
@@ -123,37 +139,62 @@ class ResponseFormat(ABC):
         return _FINISH_REASONS.get(reason)
 
     @abstractmethod
-    def _logprobs(self, tokens: list[dict[str, Any]], offset: int) -> dict[str, Any]:
-        """The logprobs of some tokens. `offset` is the number of characters before them."""
+    def _logprobs(
+        self, index: int, tokens: list[dict[str, Any]], message: inference_pb2.GenerateResponse
+    ) -> dict[str, Any]:
+        """The logprobs of the tokens of a message."""
 
     def first_event(self, index: int) -> bytes:
         """The event before the first text. Empty if there is none."""
         return b""
 
-    def event(self, index: int, message: inference_pb2.GenerateResponse, offset: int = 0) -> bytes:
-        """The event for one message, or nothing. `offset` is the number of characters before it."""
+    def event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
+        """The event for one message, or nothing."""
+        count = self._completion_tokens.get(index, 0) + len(message.token_ids)
+        self._completion_tokens[index] = count
         delta = self._delta(index, message)
         if delta is None:
             return b""
         reason = self._finish_reason(index, message.finish_reason)
         logprobs = "null"
         if message.logprobs:
-            logprobs = json.dumps(self._logprobs(self.tokens_of(message), offset))
+            logprobs = json.dumps(self._logprobs(index, self.tokens_of(message), message))
         ending = f'"{reason}"' if reason else "null"
-        if message.finish_reason:
-            ending += (
-                f', "stop_reason": {_quote(message.stop_text) if message.stop_text else "null"}'
-            )
-        latency = _latency_of(message) if message.finish_reason else None
-        if latency is not None:
-            ending = f'{ending}, "latency": {json.dumps(latency)}'
+        for name, value in self._extensions(index, message).items():
+            ending += f', "{name}": {json.dumps(value)}'
         return (
             f'{self._prefix}{{"index": {index}, {delta}, "logprobs": {logprobs}, '
-            f'"finish_reason": {ending}}}{self._suffix}'
+            f'"finish_reason": {ending}}}{self._suffix_of(index)}'
         ).encode()
+
+    def _extensions(self, index: int, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        """Fields of the choice in an event that OpenAI does not have."""
+        extensions: dict[str, Any] = {}
+        if self._includes.token_ids:
+            extensions["token_ids"] = list(message.token_ids)
+        if message.finish_reason:
+            extensions["stop_reason"] = message.stop_text or None
+        latency = _latency_of(message) if message.finish_reason else None
+        if latency is not None:
+            extensions["latency"] = latency
+        return extensions
+
+    def _suffix_of(self, index: int, fields: Mapping[str, Any] = _NO_FIELDS) -> str:
+        """The end of an event of choice `index`, with these fields, and with the usage so far if that is wanted."""
+        suffix = self._suffix
+        if self._includes.continuous_usage:
+            usage = inference_pb2.Usage(
+                prompt_tokens=len(self._prompts[index]),
+                completion_tokens=self._completion_tokens.get(index, 0),
+            )
+            suffix = f'], "usage": {json.dumps(usage_object([usage], 1))}}}\n\n'
+        more = "".join(f', "{name}": {json.dumps(value)}' for name, value in fields.items())
+        return f"]{more}{suffix[1:]}"
 
     def text_event(self, index: int, text: str) -> bytes | None:
         """As `event`, for a message with text alone. None when the event depends on more than the text."""
+        if self._includes.prompt:
+            return None
         template = self._templates.get(index)
         if template is None:
             whole = self.event(index, inference_pb2.GenerateResponse(text=_MARK))
@@ -164,44 +205,44 @@ class ResponseFormat(ABC):
 
     def last_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
         """The end of the stream, after the event of the usage if that is wanted."""
-        if not self._includes_usage:
+        if not self._includes.usage:
             return DONE_EVENT
-        usage = json.dumps(usage_object(usages, prompts))
+        usage = json.dumps({**usage_object(usages, prompts), **self._usage_details(())})
         return f'{self._prefix}], "usage": {usage}}}\n\n'.encode() + DONE_EVENT
+
+    def _usage_details(self, choices: Sequence[CollectedChoice]) -> dict[str, Any]:
+        """More fields of the usage. `choices` are those of a response that is not streamed."""
+        return {}
 
     def whole(self, choices: Sequence[CollectedChoice], prompts: int) -> bytes:
         """The response as one object."""
+        usage = usage_object([choice.usage for choice in choices], prompts)
         return json.dumps(
             {
                 "id": self._head.id,
                 "object": self.kind,
                 "created": self._head.created,
                 "model": self._head.model,
-                "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
-                "usage": usage_object([choice.usage for choice in choices], prompts),
+                "choices": [
+                    {**self._choice(index, choice), **self._whole_extensions(choice)}
+                    for index, choice in enumerate(choices)
+                ],
+                "usage": {**usage, **self._usage_details(choices)},
+                **self._whole_fields(),
             }
         ).encode()
 
-    def tokens_of(self, message: inference_pb2.GenerateResponse) -> list[dict[str, Any]]:
-        """The tokens of a message with their logprobs. Empty when logprobs were not requested."""
-        return [
-            {
-                **self._token(token_id, entry.logprob),
-                "top_logprobs": [
-                    self._token(other.token_id, other.logprob) for other in entry.alternatives
-                ],
-            }
-            for token_id, entry in zip(message.token_ids, message.logprobs, strict=False)
-        ]
+    def _whole_extensions(self, choice: CollectedChoice) -> dict[str, Any]:
+        extensions: dict[str, Any] = {"stop_reason": choice.stop_text or None}
+        if self._includes.token_ids:
+            extensions["token_ids"] = choice.token_ids
+        if choice.latency is not None:
+            extensions["latency"] = choice.latency
+        return extensions
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._codec.decode([token_id])
-        return {
-            "token": text,
-            "logprob": max(logprob, _LOGPROB_MIN) if math.isfinite(logprob) else _LOGPROB_MIN,
-            # A token may be a part of a character, which has no text of its own.
-            "bytes": None if "\ufffd" in text else list(text.encode()),
-        }
+    def _whole_fields(self) -> dict[str, Any]:
+        """Fields of the object that OpenAI does not have."""
+        return {}
 
 
 class ChatFormat(ResponseFormat):
@@ -209,24 +250,32 @@ class ChatFormat(ResponseFormat):
 
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    lists_beside_top = False
 
     def __init__(
         self,
         head: ResponseHead,
         codec: TextCodec,
         *,
-        includes_usage: bool,
+        includes: Includes = _CHOICES_ALONE,
         rules: AnswerRules = _ALL_CONTENT,
     ) -> None:
-        super().__init__(head, codec, includes_usage=includes_usage)
+        super().__init__(head, codec, includes=includes)
         self._rules = rules
         self._answers: dict[int, ChatAnswer] = {}
+        self._sent: dict[int, CollectedChoice] = {}
+        """What was streamed, where the tokens of its reasoning are counted."""
 
     def first_event(self, index: int) -> bytes:
         return (
             f'{self._prefix}{{"index": {index}, "delta": {{"role": "assistant", "content": ""}}, '
-            f'"logprobs": null, "finish_reason": null}}{self._suffix}'
+            f'"logprobs": null, "finish_reason": null}}{self._suffix_of(index, self._whole_fields())}'
         ).encode()
+
+    def event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
+        if self._rules.reasoning is not None and self._includes.usage:
+            self._sent.setdefault(index, CollectedChoice()).add(message, [])
+        return super().event(index, message)
 
     def _delta(self, index: int, message: inference_pb2.GenerateResponse) -> str | None:
         if not self._rules.divides:
@@ -237,7 +286,7 @@ class ChatFormat(ResponseFormat):
             answer = self._answers[index] = ChatAnswer(self._rules)
         last = bool(message.finish_reason)
         delta = answer.delta(message.text, last=last)
-        if not delta and not last and not message.logprobs:
+        if not (delta or last or message.logprobs or self._includes.token_ids):
             return None
         return f'"delta": {json.dumps(delta)}'
 
@@ -246,30 +295,42 @@ class ChatFormat(ResponseFormat):
 
     def _finish_reason(self, index: int, reason: sampling_pb2.FinishReason.ValueType) -> str | None:
         answer = self._answers.get(index)
-        return self._reason_after_calls(reason, called=answer is not None and answer.called)
+        called = bool(reason) and answer is not None and answer.called
+        return self._reason_after_calls(reason, called=called)
 
     def _reason_after_calls(
         self, reason: sampling_pb2.FinishReason.ValueType, *, called: bool
     ) -> str | None:
         # As OpenAI, a call of the function that the request names ends with stop.
         if called and reason == sampling_pb2.FINISH_REASON_STOP and not self._rules.required:
-            return "tool_calls"
+            return "function_call" if self._rules.calls_one_function else "tool_calls"
         return _FINISH_REASONS.get(reason)
 
     def _choice(self, index: int, choice: CollectedChoice) -> dict[str, Any]:
-        message = whole_message("".join(choice.texts), self._rules)
+        message = whole_message(choice.text, self._rules)
+        called = "tool_calls" in message or "function_call" in message
         return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(choice.tokens, 0) if choice.tokens else None,
-            "finish_reason": self._reason_after_calls(
-                choice.reason, called="tool_calls" in message
-            ),
-            **choice.extensions,
+            "logprobs": _chat_logprobs(choice.tokens) if choice.tokens else None,
+            "finish_reason": self._reason_after_calls(choice.reason, called=called),
         }
 
-    def _logprobs(self, tokens: list[dict[str, Any]], offset: int) -> dict[str, Any]:
-        return {"content": tokens, "refusal": None}
+    def _logprobs(
+        self, index: int, tokens: list[dict[str, Any]], message: inference_pb2.GenerateResponse
+    ) -> dict[str, Any]:
+        return _chat_logprobs(tokens)
+
+    def _usage_details(self, choices: Sequence[CollectedChoice]) -> dict[str, Any]:
+        count = 0
+        if self._rules.reasoning is not None:
+            for choice in choices or self._sent.values():
+                reasoning = ChatAnswer(self._rules).reasoning_of(choice.text)
+                count += tokens_within(self._codec, choice.token_ids, choice.text, reasoning)
+        return {"completion_tokens_details": {"reasoning_tokens": count}}
+
+    def _whole_fields(self) -> dict[str, Any]:
+        return {"prompt_token_ids": list(self._prompts[0])} if self._includes.token_ids else {}
 
 
 class CompletionFormat(ResponseFormat):
@@ -277,33 +338,73 @@ class CompletionFormat(ResponseFormat):
 
     kind = "text_completion"
     chunk_kind = "text_completion"
+    lists_beside_top = True
+
+    def __init__(
+        self,
+        head: ResponseHead,
+        codec: TextCodec,
+        *,
+        includes: Includes = _CHOICES_ALONE,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        super().__init__(head, codec, includes=includes)
+        self._skip_special_tokens = skip_special_tokens
+        self._offsets: dict[int, TextOffsets] = {}
+        self._begun: set[int] = set()
 
     def _delta(self, index: int, message: inference_pb2.GenerateResponse) -> str | None:
         return f'"text": {_quote(message.text)}'
 
-    def _choice(self, index: int, choice: CollectedChoice) -> dict[str, Any]:
-        return {
-            "index": index,
-            "text": "".join(choice.texts),
-            "logprobs": self._logprobs(choice.tokens, 0) if choice.tokens else None,
-            "finish_reason": _FINISH_REASONS.get(choice.reason),
-            **choice.extensions,
-        }
+    def _extensions(self, index: int, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
+        extensions = super()._extensions(index, message)
+        if self._includes.token_ids and index not in self._begun:
+            self._begun.add(index)
+            extensions["prompt_token_ids"] = list(self._prompts[index])
+        return extensions
 
-    def _logprobs(self, tokens: list[dict[str, Any]], offset: int) -> dict[str, Any]:
-        offsets: list[int] = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token["token"])
-        return {
-            "tokens": [token["token"] for token in tokens],
-            "token_logprobs": [token["logprob"] for token in tokens],
-            "top_logprobs": [
-                {other["token"]: other["logprob"] for other in token["top_logprobs"]}
-                for token in tokens
-            ],
-            "text_offset": offsets,
+    def _choice(self, index: int, choice: CollectedChoice) -> dict[str, Any]:
+        logprobs = None
+        if choice.tokens:
+            offsets = self._new_offsets().extend(choice.token_ids, choice.text)
+            end = len(choice.text)
+            logprobs = _completion_logprobs(choice.tokens, [min(end, at) for at in offsets])
+        found = {
+            "index": index,
+            "text": choice.text,
+            "logprobs": logprobs,
+            "finish_reason": _FINISH_REASONS.get(choice.reason),
         }
+        if self._includes.token_ids:
+            found["prompt_token_ids"] = list(self._prompts[index])
+        return found
+
+    def _logprobs(
+        self, index: int, tokens: list[dict[str, Any]], message: inference_pb2.GenerateResponse
+    ) -> dict[str, Any]:
+        if index not in self._offsets:
+            self._offsets[index] = self._new_offsets()
+        offsets = self._offsets[index].extend(message.token_ids, message.text)
+        return _completion_logprobs(tokens, offsets)
+
+    def _new_offsets(self) -> TextOffsets:
+        return TextOffsets(self._codec, skip_special_tokens=self._skip_special_tokens)
+
+
+def _chat_logprobs(tokens: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"content": tokens, "refusal": None}
+
+
+def _completion_logprobs(tokens: list[dict[str, Any]], offsets: list[int]) -> dict[str, Any]:
+    return {
+        "tokens": [token["token"] for token in tokens],
+        "token_logprobs": [token["logprob"] for token in tokens],
+        "top_logprobs": [
+            {other["token"]: other["logprob"] for other in token["top_logprobs"]}
+            for token in tokens
+        ],
+        "text_offset": offsets,
+    }
 
 
 def _latency_of(message: inference_pb2.GenerateResponse) -> dict[str, Any] | None:

@@ -43,7 +43,8 @@ def resolve_model(
         owners = sorted(model for model in served if name in adapters.get(model, {}))
         if not owners:
             raise InvalidRequest(
-                {"model": f"{name!r} is not served; use one of: {_shown(served, adapters)}"}
+                {"model": f"{name!r} is not served; use one of: {_shown(served, adapters)}"},
+                cause="model_not_found",
             )
         if len(owners) > 1:
             raise InvalidRequest(
@@ -59,7 +60,10 @@ def resolve_model(
         return ModelChoice(owners[0], adapters[owners[0]][name])
     if len(served) > 1:
         raise InvalidRequest(
-            {"model": f"must be set, as several are served; use one of: {_shown(served, adapters)}"}
+            {
+                "model": f"must be set, as several are served; use one of: {_shown(served, adapters)}"
+            },
+            cause="missing_required_parameter",
         )
     return ModelChoice(served[0], _adapter_of(served[0], adapter, adapters))
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Final
 
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
 
+CONTEXT_WORDS: Final = "this model's maximum context length is"
+"""Agents and gateways recognize a prompt that is too long by these words of OpenAI."""
 # A token of the prompt and one of the answer so far, as numbers in a message.
 _NUMBER_BYTES = 10
 _OTHER_BYTES = 1024 * 1024
@@ -39,9 +42,10 @@ class RequestSizeCheck:
         if request_bytes > bytes_max:
             raise InvalidRequest(
                 {
-                    "request": f"has {request_bytes} bytes, and a prompt for the context of {context} tokens "
-                    f"needs at most {bytes_max}; shorten it"
-                }
+                    "request": f"has {request_bytes} bytes, and {CONTEXT_WORDS} {context} tokens, for which "
+                    f"a request needs at most {bytes_max}; shorten it"
+                },
+                cause="context_length_exceeded",
             )
 
     def check_text(self, text_bytes: int) -> None:
@@ -52,9 +56,10 @@ class RequestSizeCheck:
         if context and text_bytes > bytes_max:
             raise InvalidRequest(
                 {
-                    "text": f"has {text_bytes} bytes of text, and the context of {context} tokens takes at most "
-                    f"{bytes_max}; shorten it by {text_bytes - bytes_max} bytes"
-                }
+                    "text": f"has {text_bytes} bytes of text, and {CONTEXT_WORDS} {context} tokens, which takes at "
+                    f"most {bytes_max}; shorten it by {text_bytes - bytes_max} bytes"
+                },
+                cause="context_length_exceeded",
             )
 
     def _longest_context(self) -> int:

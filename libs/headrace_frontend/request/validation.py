@@ -10,7 +10,12 @@ from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import InvalidRequest
-from headrace_common.limits import ANSWERS_MAX, TTFT_TARGET_MAX_S, UNKNOWN_CONTEXT_TOKENS
+from headrace_common.limits import (
+    ANSWERS_MAX,
+    CLIENT_SALT_CHARACTERS_MAX,
+    TTFT_TARGET_MAX_S,
+    UNKNOWN_CONTEXT_TOKENS,
+)
 from headrace_common.registry.adapters import Adapter
 from headrace_frontend.request.chat import (
     chat_violations,
@@ -29,8 +34,9 @@ from headrace_frontend.request.sampling import (
     vocabulary_violations,
     with_defaults,
 )
+from headrace_frontend.request.size import CONTEXT_WORDS
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.prefix.cache_salt import adapter_salt
+from headrace_kv.prefix.cache_salt import adapter_salt, client_salt
 from headrace_text.codec import TextCodec, TooManyTokens
 
 REQUEST_ID_CHARACTERS_MAX = 128
@@ -58,7 +64,7 @@ class PreparedRequest:
     generated: tuple[int, ...] = ()
     """Tokens of the completion that the client already has."""
     cache_salt: str = ""
-    """Only requests with an equal salt share cached blocks. Never from the client."""
+    """Only requests with an equal salt share cached blocks. It depends on the tenant, and on the client's salt."""
     adapter: Adapter | None = None
     """The LoRA adapter, None for the model alone. The salt depends on it."""
     keeps_stop: bool = False
@@ -106,7 +112,7 @@ def prepare(
     try:
         choice = resolve_model(request.model, codecs, adapters or {}, request.adapter)
     except InvalidRequest as error:
-        raise InvalidRequest({**error.violations, **violations}) from error
+        raise InvalidRequest({**error.violations, **violations}, cause=error.cause) from error
     model = choice.model
     codec = codecs[model]
     context = max_model_len.get(model) or codec.max_model_len
@@ -118,7 +124,8 @@ def prepare(
         violations.update(prompt_violations)
     violations.update(_vocabulary_violations(request, codec.vocabulary_size, context))
     if violations:
-        raise InvalidRequest(violations)
+        beyond = any(CONTEXT_WORDS in remedy for remedy in violations.values())
+        raise InvalidRequest(violations, cause="context_length_exceeded" if beyond else "")
     max_tokens = request.sampling.max_tokens or _room(context, len(token_ids))
     violations = _room_violations(request, max_tokens)
     if violations:
@@ -135,7 +142,7 @@ def prepare(
         placement=request.prefill_placement,
         first_token=request.first_token,
         generated=tuple(request.generated.ids),
-        cache_salt=adapter_salt(cache_salt, choice.adapter),
+        cache_salt=adapter_salt(client_salt(cache_salt, request.cache_salt), choice.adapter),
         adapter=choice.adapter,
         keeps_stop=request.sampling.include_stop_str_in_output,
         skips_special_tokens=not request.sampling.HasField("skip_special_tokens")
@@ -186,6 +193,8 @@ def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]
         violations["prefill_placement"] = "must be one of the named values"
     if request.first_token not in _FIRST_TOKEN_POLICIES:
         violations["first_token"] = "must be one of the named values"
+    if len(request.cache_salt) > CLIENT_SALT_CHARACTERS_MAX:
+        violations["cache_salt"] = f"must have at most {CLIENT_SALT_CHARACTERS_MAX} characters"
     violations.update(_target_violations(request))
     return violations
 
@@ -228,7 +237,7 @@ def _byte_violations(
     return {
         _prompt_field(
             request
-        ): f"has {size} bytes of text, and the context of {tokens_max} tokens takes at "
+        ): f"has {size} bytes of text, and {CONTEXT_WORDS} {tokens_max} tokens, which takes at "
         f"most {bytes_max}; shorten it by {size - bytes_max} bytes"
     }
 
@@ -241,7 +250,7 @@ def _tokenized(
         token_ids = _prompt_tokens(request, codec, context or None, cache_scope)
     except TooManyTokens as error:
         if not error.count:
-            why = f"has far more tokens than the context of {context}; shorten it"
+            why = f"has far too many tokens, and {CONTEXT_WORDS} {context} tokens; shorten it"
             return (), {_prompt_field(request): why}
         return (), _length_violations(request, error.count, context)
     except InvalidRequest as error:
@@ -280,13 +289,13 @@ def _length_violations(
     room = context - prompt_tokens
     if room < 1:
         return {
-            prompt_field: f"has {prompt_tokens} tokens, and the context of {context} must also fit "
-            f"one generated token; shorten it by {1 - room}"
+            prompt_field: f"has {prompt_tokens} tokens, and {CONTEXT_WORDS} {context} tokens, which must "
+            f"also fit one generated token; shorten it by {1 - room}"
         }
     if request.sampling.max_tokens > room:
         return {
-            "sampling.max_tokens": f"must be at most {room}, as the prompt has {prompt_tokens} tokens of "
-            f"the context of {context}, not {request.sampling.max_tokens}"
+            "sampling.max_tokens": f"must be at most {room}, as the prompt has {prompt_tokens} tokens and "
+            f"{CONTEXT_WORDS} {context} tokens, not {request.sampling.max_tokens}"
         }
     return {}
 

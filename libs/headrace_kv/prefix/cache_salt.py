@@ -14,6 +14,7 @@ _SALT: Final = re.compile(f"[0-9a-f]{{0,{CACHE_SALT_CHARACTERS_MAX}}}")
 # BLAKE2's personalization: no salt equals another digest under the same key.
 _PERSON: Final = b"cachsalt"
 _ADAPTER_PERSON: Final = b"adapsalt"
+_CLIENT_PERSON: Final = b"clntsalt"
 
 
 def tenant_salt(prefix_hash_key: int, tenant: str) -> str:
@@ -31,10 +32,17 @@ def adapter_salt(cache_salt: str, adapter: Adapter | None) -> str:
     """The salt of requests with an adapter, from their tenant's. Without an adapter it is the tenant's."""
     if adapter is None:
         return cache_salt
-    parts = (cache_salt, adapter.name, adapter.digest)
+    return _joined(_ADAPTER_PERSON, cache_salt, adapter.name, adapter.digest)
+
+
+def client_salt(cache_salt: str, text: str) -> str:
+    """The salt of requests for which a client gives a salt, from their tenant's. Without one it is the tenant's."""
+    return _joined(_CLIENT_PERSON, cache_salt, text) if text else cache_salt
+
+
+def _joined(person: bytes, *parts: str) -> str:
     named = "".join(f"{len(part)}:{part}" for part in parts)
-    digest = hashlib.blake2s(named.encode(), digest_size=_SALT_BYTES, person=_ADAPTER_PERSON)
-    return digest.hexdigest()
+    return hashlib.blake2s(named.encode(), digest_size=_SALT_BYTES, person=person).hexdigest()
 
 
 def is_cache_salt(text: str) -> bool:

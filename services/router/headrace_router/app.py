@@ -253,6 +253,7 @@ def assemble(
         OpenAiParts(
             *(codecs, parsers, models, tenants, runner, preparer, size),
             *(metrics.count_failures, callers),
+            rejects_unknown_fields=config.reject_unknown_fields,
         ),
         MetricsPage(
             load_tenants(config.metrics_keys_file, "metrics_keys_file"), telemetry.metrics.text

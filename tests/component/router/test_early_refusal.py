@@ -166,6 +166,7 @@ async def test_over_http_the_refusal_is_429_with_retry_after(waiting_rig: Rig) -
     status, headers, body = await post(waiting_rig, {"prompt": "a prompt", "ttft_target_s": 60})
     assert status == 429
     assert _WAIT_S - _SHORT_S <= int(headers["retry-after"]) <= _SHORT_S
-    assert body["error"]["code"] == "first_token_late"
+    assert body["error"]["code"] == "rate_limit_exceeded"
+    assert body["error"]["headrace"]["reason"] == "FIRST_TOKEN_LATE"
     status, _, body = await post(waiting_rig, {"prompt": "a prompt", "ttft_target_s": 0})
     assert (status, body["error"]["param"]) == (400, "ttft_target_s")

@@ -6,9 +6,10 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from headrace_common.limits import CHAT_MESSAGES_MAX, CHAT_TOOLS_MAX
+from headrace_frontend.openai.messages import Body
 
 _BLOCKS_MAX: Final = 1_024
 _STOPS_MAX: Final = 64
@@ -16,10 +17,10 @@ _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _IGNORED_BLOCKS: Final = frozenset(("redacted_thinking",))
 
 
-class _Part(BaseModel):
+class _Part(Body):
     """A JSON object. Fields that this API does not use say nothing to the model, such as cache_control."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore")
 
 
 class BlockBody(_Part):

@@ -73,7 +73,7 @@ class BlockFormat(ABC):
     def whole(self, choices: Sequence[CollectedChoice], prompts: int) -> bytes:
         """The answer as one object."""
 
-    def event(self, index: int, message: inference_pb2.GenerateResponse, offset: int = 0) -> bytes:
+    def event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
         """The events for one message; see ResponseFormat."""
         last = bool(message.finish_reason)
         data = b"".join(self._add(self._answer.delta(message.text, last=last)))
@@ -99,7 +99,7 @@ class BlockFormat(ABC):
         self._last = inference_pb2.GenerateResponse(
             finish_reason=choice.reason, stop_text=choice.stop_text
         )
-        for _ in self._add(self._answer.delta("".join(choice.texts), last=True)):
+        for _ in self._add(self._answer.whole(choice.text)):
             pass
 
     @property

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace_common.limits import CHAT_MESSAGES_MAX, CHAT_TOOLS_MAX
+from headrace_frontend.openai.messages import Body
 
 _PARTS_MAX: Final = 1_024
 _TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -17,10 +18,10 @@ _NO_STATE: Final = (
 )
 
 
-class _Part(BaseModel):
+class _Part(Body):
     """A JSON object. Fields that this API does not use say nothing to the model, such as ids and statuses."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config = ConfigDict(extra="ignore")
 
 
 class PartBody(_Part):

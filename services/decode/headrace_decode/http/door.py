@@ -142,6 +142,7 @@ class HttpDoor:
             size=RequestSizeCheck(model.max_model_len, config.max_bytes_per_token),
             count_failures=nullcontext,
             callers=self._callers,
+            rejects_unknown_fields=config.reject_unknown_fields,
         )
         metrics = MetricsPage(
             load_tenants(config.metrics_keys_file, "metrics_keys_file"), telemetry.metrics.text

@@ -113,7 +113,9 @@ class EndpointPicker:
             if not isinstance(error, InvalidRequest):
                 raise
             chat = _path(headers) == "/v1/chat/completions"
-            raise InvalidRequest(openai_violations(error.violations, chat=chat)) from error
+            raise InvalidRequest(
+                openai_violations(error.violations, chat=chat), cause=error.cause
+            ) from error
         self._parts.count_pick("picked")
         return endpoint
 

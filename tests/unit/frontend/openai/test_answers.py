@@ -11,8 +11,13 @@ import pytest
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_frontend.openai.answers import AnswerRules, ModelParsers, rules_of
-from headrace_frontend.openai.requests import ChatCompletionBody, parse_body
-from headrace_frontend.openai.responses import ChatFormat, CollectedChoice, ResponseHead
+from headrace_frontend.openai.requests import ChatCompletionBody, Includes, parse_body
+from headrace_frontend.openai.responses import (
+    DONE_EVENT,
+    ChatFormat,
+    CollectedChoice,
+    ResponseHead,
+)
 from headrace_text.load import ByteCodec
 
 STOP = sampling_pb2.FINISH_REASON_STOP
@@ -38,7 +43,7 @@ def rules(parsers: ModelParsers = PARSERS, **fields: Any) -> AnswerRules:
 
 def chat_format(answer_rules: AnswerRules) -> ChatFormat:
     head = ResponseHead("id", 1, "m")
-    return ChatFormat(head, ByteCodec(), includes_usage=False, rules=answer_rules)
+    return ChatFormat(head, ByteCodec(), rules=answer_rules)
 
 
 def streamed(
@@ -104,11 +109,76 @@ def test_deltas_make_the_same_message() -> None:
     assert streamed(rules(), [ANSWER])[:2] == (expected, "tool_calls")
 
 
-def test_an_answer_that_was_cut_says_so() -> None:
-    text = '<tool_call>{"name": "f", "arguments": {"a": '
-    choice = whole(rules(ModelParsers("hermes")), text, LENGTH)
-    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"a": '
-    assert choice["finish_reason"] == "length"
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, '<tool_call>{"name": "f", "arguments": {"a": '),
+        ({}, '<tool_call>{"name": "f", "arguments": {"a": tru}}</tool_call>'),
+        ({}, '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": {'),
+        ({"tool_choice": NAMED}, "{"),
+        ({"tool_choice": "required"}, '[{"name": "f", "parameters": {"a": '),
+    ],
+)
+@pytest.mark.parametrize(("reason", "expected"), [(LENGTH, "length"), (STOP, "stop")])
+def test_a_call_that_is_cut_or_no_json_is_text(
+    fields: dict[str, Any], text: str, reason: Any, expected: str
+) -> None:
+    choice = whole(rules(ModelParsers("hermes"), **fields), text, reason)
+    message = choice["message"]
+    assert ("tool_calls" in message, message["content"]) == (False, text)
+    assert choice["finish_reason"] == expected
+    # What was streamed cannot be taken back, but the end does not name it a call.
+    assert streamed(rules(ModelParsers("hermes"), **fields), [text], reason)[1] == expected
+
+
+def test_reasoning_has_both_names_and_may_be_left_out() -> None:
+    message = whole(rules(), ANSWER)["message"]
+    assert message["reasoning"] == message["reasoning_content"] == "why"
+    hidden = rules(include_reasoning=False)
+    message = whole(hidden, ANSWER)["message"]
+    assert ("reasoning" in message, message["content"]) == (False, "So.")
+    assert "reasoning_content" not in streamed(hidden, list(ANSWER))[0]
+
+
+@pytest.mark.parametrize("text", ["<think>why</think>So.", "why</think>So.", "why", "So."])
+@pytest.mark.parametrize("hidden", [True, False])
+def test_the_tokens_of_reasoning_are_counted(text: str, hidden: bool) -> None:
+    expected = 3 if "why" in text else 0
+    fields: dict[str, Any] = {} if "why" in text else {"response_format": {"type": "json_object"}}
+    answer_rules = rules(tools=None, include_reasoning=not hidden, **fields)
+    sent = inference_pb2.GenerateResponse(
+        text=text, token_ids=list(text.encode()), finish_reason=STOP
+    )
+    choice = CollectedChoice()
+    choice.add(sent, [])
+    form = ChatFormat(
+        ResponseHead("id", 1, "m"), ByteCodec(), includes=Includes(usage=True), rules=answer_rules
+    )
+    details = {"reasoning_tokens": expected}
+    assert json.loads(form.whole([choice], 1))["usage"]["completion_tokens_details"] == details
+    form.event(0, sent)
+    usage = json.loads(
+        form.last_event([sent.usage], 1).removeprefix(b"data: ").removesuffix(DONE_EVENT)
+    )["usage"]
+    assert usage["completion_tokens_details"] == details
+
+
+def test_functions_are_answered_in_their_own_form() -> None:
+    older = rules(tools=None, functions=[{"name": "f"}, {"name": "g"}])
+    choice = whole(older, ANSWER)
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    assert (choice["message"]["function_call"], choice["finish_reason"]) == (
+        function,
+        "function_call",
+    )
+    assert "tool_calls" not in choice["message"]
+    form, sent = chat_format(older), {"name": "", "arguments": ""}
+    for part in ANSWER:
+        event = form.event(0, inference_pb2.GenerateResponse(text=part))
+        delta = json.loads(event.removeprefix(b"data: "))["choices"][0]["delta"] if event else {}
+        for name, value in delta.get("function_call", {}).items():
+            sent[name] += value
+    assert sent == function
 
 
 def test_an_answer_with_a_form_begins_without_reasoning() -> None:

@@ -18,6 +18,7 @@ from headrace_frontend.openai.conversion import (
     openai_violations,
     tokenize_request,
 )
+from headrace_frontend.openai.messages import UnknownFields
 from headrace_frontend.openai.requests import (
     ChatCompletionBody,
     CompletionBody,
@@ -62,7 +63,7 @@ def test_a_chat_becomes_one_request_with_its_sampling() -> None:
     request = chat_request(body, "r1")
     assert [(one.role, one.content) for one in request.chat.messages] == [
         ("system", "be brief"),
-        ("user", "ab"),
+        ("user", "a\nb"),
         ("assistant", ""),
     ]
     sampling = request.sampling
@@ -145,6 +146,9 @@ def test_a_named_function_is_a_choice() -> None:
     request = chat_request(body, "r1").chat
     assert request.tool_choice.function_name == "weather"
     assert not chat_request(chat(tool_choice="none"), "r1").chat.HasField("tool_choice")
+    older = chat(functions=[WEATHER], function_call={"name": "weather"})
+    assert chat_request(older, "r1").chat == request
+    assert chat_request(chat(functions=[WEATHER], function_call="none"), "r1").chat.tools
 
 
 @pytest.mark.parametrize(
@@ -187,7 +191,6 @@ def test_the_bias_of_tokens_is_kept() -> None:
 @pytest.mark.parametrize(
     ("fields", "field", "remedy"),
     [
-        ({"max_token": 5}, "max_token", "is not a field of this request"),
         ({"messages": []}, "messages", "at least 1"),
         ({"messages": [USER] * 2_049}, "messages", "at most 2048"),
         ({"messages": [{"role": 5, "content": "x"}]}, "messages[0].role", "valid string"),
@@ -196,7 +199,19 @@ def test_the_bias_of_tokens_is_kept() -> None:
             "messages[0].tool_calls[0].function",
             "required",
         ),
-        ({"messages": [{**USER, "function_call": {}}]}, "messages[0].function_call", "tool_calls"),
+        ({"messages": [{**USER, "audio": {"id": "a"}}]}, "messages[0].audio", "not supported"),
+        ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "needs tools"),
+        ({"function_call": "auto"}, "tool_choice", "needs tools"),
+        ({"functions": [], "tools": []}, "functions", "leave one out"),
+        ({"guided_json": {}, "structured_outputs": {"json": {}}}, "guided_json", "leave one out"),
+        ({"use_beam_search": True}, "use_beam_search", "not supported"),
+        (
+            {"structured_outputs": {"whitespace_pattern": "x"}},
+            "structured_outputs.whitespace_pattern",
+            "not",
+        ),
+        ({"max_tokens": 2.5}, "max_tokens", "valid integer"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0].type",
@@ -262,8 +277,145 @@ def test_a_body_that_is_no_json_is_rejected() -> None:
 
 def test_violations_are_few_however_many_fields_are_wrong() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        chat(**{f"field_{number}": 1 for number in range(1_000)})
-    assert len(caught.value.violations) == 16
+        chat(messages=[USER] * 3, stop=[1], n=0, tools=[{}], **dict.fromkeys(NUMBERS, "x"))
+    assert 10 < len(caught.value.violations) <= 16
+
+
+NUMBERS = (
+    *("max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "seed"),
+    *("frequency_penalty", "repetition_penalty", "min_tokens", "ttft_target_s", "top_logprobs"),
+    *("max_completion_tokens", "priority", "stream", "logprobs", "ignore_eos", "cache_salt"),
+)
+
+
+def test_unknown_fields_are_named_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    part = {"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}
+    message = {"role": "user", "content": [part, part], "id": "m1", "cache_control": {}}
+    tool = {"type": "function", "function": {**WEATHER, "defer_loading": True}}
+    body = chat(messages=[message, message], tools=[tool], verbosity="low", **{"a\r\nb": 1})
+    expected = [
+        "a__b",
+        "messages.cache_control",
+        "messages.content.cache_control",
+        "messages.id",
+        "tools.function.defer_loading",
+        "verbosity",
+    ]
+    unknown = UnknownFields(rejected=False)
+    for _ in range(2):
+        assert unknown.check(body) == expected
+    assert len(caplog.records) == len(expected)
+    assert "field verbosity, which is ignored" in caplog.text
+    assert unknown.check(chat(user="u", store=True, seed=None, unheard_of=None)) == []
+    many = chat(**{f"field_{number}": 1 for number in range(1_000)})
+    assert len(unknown.check(many)) == 16
+
+
+def test_unknown_fields_can_be_rejected() -> None:
+    with pytest.raises(InvalidRequest, match="correct its name") as caught:
+        UnknownFields(rejected=True).check(chat(max_token=5))
+    assert (list(caught.value.violations), caught.value.cause) == (
+        ["max_token"],
+        "unknown_parameter",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("guided_json", "json"),
+        ("guided_regex", "regex"),
+        ("guided_grammar", "grammar"),
+        ("regex", "regex"),
+        ("ebnf", "grammar"),
+        ("json_schema", "json"),
+    ],
+)
+def test_constraints_by_other_names_are_kept(name: str, kind: str) -> None:
+    for body in (chat(**{name: "{}"}), completion(**{name: "{}"})):
+        assert body.structured_outputs is not None
+        assert body.structured_outputs.model_dump(exclude_none=True, by_alias=True) == {kind: "{}"}
+    sampling = chat_request(chat(guided_choice=["a"]), "r1").sampling
+    assert list(sampling.structured_outputs.choice.texts) == ["a"]
+
+
+def test_neutral_values_and_null_are_those_that_are_left_out() -> None:
+    neutral: dict[str, Any] = {
+        "seed": -1,
+        "stream": None,
+        "model": None,
+        "n": None,
+        "top_k": None,
+        "echo": False,
+        "stop": [],
+        "stop_token_ids": [],
+        "allowed_token_ids": [],
+        "logit_bias": {},
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "kv_transfer_params": None,
+        "stream_options": {},
+        "priority": 0.0,
+        "response_format": {"type": "text", "json_schema": None},
+        "truncate_prompt_tokens": None,
+        "cache_salt": None,
+    }
+    more = {"top_logprobs": 0, "tools": [], "tool_choice": None, "parallel_tool_calls": None}
+    message = {**USER, "name": None, "tool_calls": None, "audio": None, "function_call": None}
+    body = chat(messages=[message], **neutral, **more)
+    assert chat_request(body, "r1") == chat_request(chat(), "r1")
+    assert UnknownFields(rejected=True).check(body) == []
+    prompted = completion(**neutral, suffix="", best_of=None, max_tokens=None)
+    assert completion_requests(prompted, "r1") == completion_requests(completion(), "r1")
+
+
+def test_whole_numbers_may_have_a_fraction_of_zero() -> None:
+    sampling = chat_request(
+        chat(max_tokens=2.0, top_k=3.0, seed=-7.0, min_tokens=1.0), "r"
+    ).sampling
+    assert (sampling.max_tokens, sampling.top_k, sampling.min_tokens) == (2, 3, 1)
+    assert sampling.seed == 2**63 - 7
+
+
+def test_a_completion_has_sixteen_tokens_unless_it_says_otherwise() -> None:
+    for fields, count in (({}, 16), ({"max_tokens": None}, 16), ({"max_tokens": 5}, 5)):
+        (request,) = completion_requests(completion(**fields), "r1")
+        assert request.sampling.max_tokens == count
+
+
+def test_messages_of_older_and_other_clients_are_understood() -> None:
+    parts = [
+        "plain",
+        {"text": "no type"},
+        {"type": "refusal", "refusal": "no"},
+        {"type": "output_text", "text": "out", "annotations": []},
+        {"type": "thinking", "thinking": "hm"},
+    ]
+    call = {"name": "weather", "arguments": "{}"}
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "weather", "content": "rain"},
+    ]
+    request = chat_request(chat(messages=messages), "r1")
+    user, assistant, result = request.chat.messages
+    assert user.content == "plain\nno type\nno\nout\nhm"
+    assert [(one.name, one.arguments) for one in assistant.tool_calls] == [("weather", "{}")]
+    assert (result.role, result.name, result.content) == ("tool", "weather", "rain")
+    assert request_violations(request) == {}
+
+
+def test_ids_of_several_prompts_are_never_too_long() -> None:
+    requests = completion_requests(completion(prompt=["a", "b"]), "r" * 128)
+    assert [len(one.request_id) for one in requests] == [128, 128]
+    assert requests[1].request_id.endswith("r-1")
+    assert not any(map(request_violations, requests))
+
+
+def test_a_structural_tag_may_be_the_response_format() -> None:
+    tag = {"type": "structural_tag", "format": {"type": "any_text"}}
+    (request,) = completion_requests(completion(response_format=tag), "r1")
+    assert json.loads(request.sampling.structured_outputs.structural_tag) == tag
 
 
 @settings(max_examples=40, deadline=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from headrace_common import errors
 from headrace_common.errors import HeadraceError, InvalidRequest, QueueFull
 from headrace_frontend.openai.answers import AnswerRules
 from headrace_frontend.openai.errors import HttpError, error_object, headers_of, status_of
+from headrace_frontend.openai.requests import Includes
 from headrace_frontend.openai.responses import (
     DONE_EVENT,
     ChatFormat,
@@ -26,6 +28,14 @@ from headrace_frontend.openai.responses import (
 from headrace_text.load import ByteCodec
 
 HEAD = ResponseHead("chatcmpl-1", 1_700_000_000, 'the "model"')
+# OpenAI's words.
+CODES = {
+    errors.Unauthenticated: "invalid_api_key",
+    errors.DecodeFull: "rate_limit_exceeded",
+    errors.QueueFull: "rate_limit_exceeded",
+    errors.FirstTokenLate: "rate_limit_exceeded",
+    errors.InternalError: "server_error",
+}
 LENGTH = sampling_pb2.FINISH_REASON_LENGTH
 
 
@@ -50,20 +60,20 @@ def logprobs(token_id: int, logprob: float) -> dict[str, Any]:
 @given(st.text(min_size=1), st.booleans(), st.booleans())
 def test_the_event_of_a_text_is_that_of_its_message(text: str, chat: bool, usage: bool) -> None:
     kind = ChatFormat if chat else CompletionFormat
-    form = kind(HEAD, ByteCodec(), includes_usage=usage)
+    form = kind(HEAD, ByteCodec(), includes=Includes(usage=usage))
     for index in (0, 3, 0):
         assert form.text_event(index, text) == form.event(index, message(text))
 
 
 def test_a_text_has_no_event_of_its_own_where_the_answer_is_divided() -> None:
-    form = ChatFormat(HEAD, ByteCodec(), includes_usage=False, rules=AnswerRules(required=""))
+    form = ChatFormat(HEAD, ByteCodec(), rules=AnswerRules(required=""))
     assert form.text_event(0, "a") is None
 
 
 @given(st.text(), st.booleans())
 def test_an_event_is_one_line_of_json_with_any_text(text: str, chat: bool) -> None:
     kind = ChatFormat if chat else CompletionFormat
-    form = kind(HEAD, ByteCodec(), includes_usage=False)
+    form = kind(HEAD, ByteCodec())
     event = read(form.event(3, message(text)))
     (choice,) = event["choices"]
     assert (event["id"], event["model"], choice["index"]) == (HEAD.id, HEAD.model, 3)
@@ -75,7 +85,7 @@ def test_an_event_is_one_line_of_json_with_any_text(text: str, chat: bool) -> No
 
 
 def test_usage_is_null_until_the_last_event() -> None:
-    form = ChatFormat(HEAD, ByteCodec(), includes_usage=True)
+    form = ChatFormat(HEAD, ByteCodec(), includes=Includes(usage=True))
     assert read(form.first_event(0))["usage"] is None
     assert read(form.event(0, message("a", finish_reason=LENGTH)))["usage"] is None
     usage = inference_pb2.Usage(prompt_tokens=5, completion_tokens=2, decode_cached_tokens=3)
@@ -86,8 +96,9 @@ def test_usage_is_null_until_the_last_event() -> None:
         "completion_tokens": 4,
         "total_tokens": 9,
         "prompt_tokens_details": {"cached_tokens": 3},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
-    assert ChatFormat(HEAD, ByteCodec(), includes_usage=False).last_event([usage], 1) == DONE_EVENT
+    assert ChatFormat(HEAD, ByteCodec()).last_event([usage], 1) == DONE_EVENT
 
 
 def test_each_prompt_counts_once() -> None:
@@ -95,22 +106,50 @@ def test_each_prompt_counts_once() -> None:
     assert usage_object(usages, 2)["prompt_tokens"] == 12
 
 
+def tops(kind: type[ChatFormat | CompletionFormat], sampled: int, *others: int) -> list[str]:
+    """The most probable tokens of a token, in an event."""
+    entry = sampling_pb2.TokenLogprobs(logprob=-3.0)
+    for number, other in enumerate(others):
+        entry.alternatives.add(token_id=other, logprob=-3.0 if other == sampled else -number)
+    sent = message("x", token_ids=[sampled], logprobs=[entry])
+    (choice,) = read(kind(HEAD, ByteCodec()).event(0, sent))["choices"]
+    if kind is ChatFormat:
+        return [one["token"] for one in choice["logprobs"]["content"][0]["top_logprobs"]]
+    return list(choice["logprobs"]["top_logprobs"][0])
+
+
+def test_the_sampled_token_is_among_the_most_probable_ones() -> None:
+    assert tops(ChatFormat, 97, 97, 98) == ["a", "b"]
+    assert tops(ChatFormat, 97, 98, 99) == ["b", "a"]
+    assert tops(ChatFormat, 97, 98) == ["a"]
+    assert tops(ChatFormat, 97) == []
+    assert tops(CompletionFormat, 97, 97, 98) == ["a", "b"]
+    assert tops(CompletionFormat, 97, 98, 99) == ["b", "c", "a"]
+    assert tops(CompletionFormat, 97) == ["a"]
+
+
+def test_tokens_may_be_named_by_their_ids() -> None:
+    form = ChatFormat(HEAD, ByteCodec(), includes=Includes(names_tokens_by_id=True))
+    (token,) = form.tokens_of(message("a", **logprobs(97, -1.0)))
+    assert (token["token"], token["bytes"]) == ("token_id:97", [97])
+
+
 def test_logprobs_of_a_chat_have_text_and_bytes() -> None:
-    form = ChatFormat(HEAD, ByteCodec(), includes_usage=False)
+    form = ChatFormat(HEAD, ByteCodec())
     event = read(form.event(0, message("a", **logprobs(97, -math.inf))))
     (token,) = event["choices"][0]["logprobs"]["content"]
     assert (token["token"], token["logprob"], token["bytes"]) == ("a", -9999.0, [97])
-    assert token["top_logprobs"] == [{"token": "b", "logprob": -2.0, "bytes": [98]}]
+    assert token["top_logprobs"] == [{"token": "a", "logprob": -9999.0, "bytes": [97]}]
 
 
 def test_a_token_that_is_part_of_a_character_has_no_bytes() -> None:
-    form = ChatFormat(HEAD, ByteCodec(), includes_usage=False)
+    form = ChatFormat(HEAD, ByteCodec())
     (token,) = form.tokens_of(message("", **logprobs(0xE4, -1.0)))
     assert token["bytes"] is None
 
 
 def test_a_whole_completion_has_offsets_over_all_messages() -> None:
-    form = CompletionFormat(HEAD, ByteCodec(), includes_usage=False)
+    form = CompletionFormat(HEAD, ByteCodec())
     choice = CollectedChoice()
     usage = inference_pb2.Usage(prompt_tokens=1, completion_tokens=2)
     for part in (
@@ -126,12 +165,60 @@ def test_a_whole_completion_has_offsets_over_all_messages() -> None:
     assert whole["usage"]["total_tokens"] == 3
 
 
+@pytest.mark.parametrize("sizes", [(6,), (1, 1, 1, 1, 1, 1), (2, 4), (3, 3)])
+def test_offsets_count_characters_of_the_text(sizes: tuple[int, ...]) -> None:
+    """One event or several. The second character has three tokens, and the last token has no text."""
+    tokens = list("a\u20acbc".encode())
+    form, choice, offsets = CompletionFormat(HEAD, ByteCodec()), CollectedChoice(), []
+    for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
+        ids = tokens[start : start + size]
+        entries = [sampling_pb2.TokenLogprobs(logprob=-1.0) for _ in ids]
+        # The stop string "c" is not sent.
+        text = ByteCodec().decode(tokens[: start + size]).rstrip("\ufffd").removesuffix("c")
+        sent = message(text[len(choice.text) :], token_ids=ids, logprobs=entries)
+        choice.add(sent, form.tokens_of(sent))
+        offsets += read(form.event(0, sent))["choices"][0]["logprobs"]["text_offset"]
+    assert offsets == [0, 1, 1, 1, 2, 3]
+    whole = json.loads(form.whole([choice], 1))["choices"][0]
+    assert (whole["text"], whole["logprobs"]["text_offset"]) == ("a\u20acb", offsets)
+
+
+def test_tokens_are_returned_where_they_are_wanted() -> None:
+    includes = Includes(token_ids=True)
+    sent = message("ab", token_ids=[97, 98], finish_reason=LENGTH)
+    collected = CollectedChoice()
+    collected.add(sent, [])
+    chat = ChatFormat(HEAD, ByteCodec(), includes=includes)
+    chat.add_prompt([5, 6], 1)
+    assert read(chat.first_event(0))["prompt_token_ids"] == [5, 6]
+    assert read(chat.event(0, sent))["choices"][0]["token_ids"] == [97, 98]
+    whole = json.loads(chat.whole([collected], 1))
+    assert (whole["prompt_token_ids"], whole["choices"][0]["token_ids"]) == ([5, 6], [97, 98])
+    completion = CompletionFormat(HEAD, ByteCodec(), includes=includes)
+    completion.add_prompt([5, 6], 1)
+    seen = [read(completion.event(0, sent))["choices"][0] for _ in range(2)]
+    assert [choice.get("prompt_token_ids") for choice in seen] == [[5, 6], None]
+    (choice,) = json.loads(completion.whole([collected], 1))["choices"]
+    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([5, 6], [97, 98])
+    assert chat.text_event(0, "x") is completion.text_event(0, "x") is None
+
+
+def test_each_event_has_the_usage_so_far_where_it_is_wanted() -> None:
+    form = ChatFormat(HEAD, ByteCodec(), includes=Includes(usage=True, continuous_usage=True))
+    form.add_prompt([5, 6, 7], 1)
+    events = [form.first_event(0)]
+    events += [form.event(0, message("a", token_ids=[97] * size)) for size in (1, 2)]
+    usages = [read(event)["usage"] for event in events]
+    assert [usage["completion_tokens"] for usage in usages] == [0, 1, 3]
+    assert {usage["prompt_tokens"] for usage in usages} == {3}
+
+
 @pytest.mark.parametrize("kind", [ChatFormat, CompletionFormat])
 def test_a_choice_ends_with_its_latency(kind: type[ChatFormat | CompletionFormat]) -> None:
     last = message(finish_reason=LENGTH)
     last.timing.latency.first_token.total_us = 7
     last.timing.latency.first_token.parts.add(part=latency_pb2.LATENCY_PART_QUEUE, duration_us=7)
-    form = kind(HEAD, ByteCodec(), includes_usage=False)
+    form = kind(HEAD, ByteCodec())
     (choice,) = read(form.event(0, last))["choices"]
     assert choice["finish_reason"] == "length"
     assert choice["latency"]["first_token"] == {"total_us": 7, "parts_us": {"queue": 7}}
@@ -152,7 +239,7 @@ def test_every_error_has_a_status_and_its_reason(kind: type[HeadraceError]) -> N
     body = error_object(error)["error"]
     assert 400 <= status_of(error) < 600
     assert body["message"] == "what happened"
-    assert body["code"] == kind.reason.lower()
+    assert body["code"] == CODES.get(kind, kind.reason.lower())
     assert body["headrace"] == {"reason": kind.reason, "metadata": {"key": "value"}}
 
 
@@ -163,7 +250,12 @@ def test_clients_learn_when_to_retry() -> None:
 
 
 def test_statuses_of_invalid_requests() -> None:
-    assert status_of(InvalidRequest({"model": "is not served"})) == 404
-    assert status_of(InvalidRequest({"temperature": "too high"})) == 400
+    for cause, status in (("model_not_found", 404), ("context_length_exceeded", 400)):
+        error = InvalidRequest({"model": "what happened"}, cause=cause)
+        assert status_of(error) == status
+        assert error_object(error)["error"]["code"] == cause
+        assert error_object(error)["error"]["headrace"]["reason"] == "INVALID_FIELD"
+    invalid = InvalidRequest({"temperature": "too high"})
+    assert (status_of(invalid), error_object(invalid)["error"]["code"]) == (400, "invalid_value")
     assert error_object(InvalidRequest({"n": "too many"}))["error"]["param"] == "n"
     assert status_of(HttpError(405, "method", "use GET")) == 405

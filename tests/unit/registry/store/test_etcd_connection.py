@@ -13,7 +13,7 @@ from headrace_registry.store.etcd_endpoint import EtcdAccess
 from tests.ports import free_port
 
 
-class Refusal(grpc.RpcError, grpc.Call):
+class Refusal(grpc.RpcError):
     """A status that etcd sends."""
 
     def __init__(self, code: grpc.StatusCode, details: str) -> None:
@@ -27,9 +27,7 @@ class Refusal(grpc.RpcError, grpc.Call):
         return self._status[1]
 
 
-for name in Refusal.__abstractmethods__:
-    setattr(Refusal, name, None)
-Refusal.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+grpc.Call.register(Refusal)
 
 
 @pytest.mark.parametrize(

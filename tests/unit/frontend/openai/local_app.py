@@ -1,0 +1,180 @@
+"""The HTTP API in this process: real parsing, validation and formatting, over a runner that answers at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import Mock
+
+from opentelemetry import trace
+
+from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_common.callers.bounds import CallerBounds, CallerLimits
+from headrace_common.deadlines import Deadline
+from headrace_frontend.answers import Outlets, ResponseWriter, request_id_of
+from headrace_frontend.openai.answers import ModelParsers
+from headrace_frontend.openai.app import OpenAiApp
+from headrace_frontend.openai.metrics_page import MetricsPage
+from headrace_frontend.openai.parts import OpenAiParts
+from headrace_frontend.request.preparation import RequestPreparer
+from headrace_frontend.request.size import RequestSizeCheck
+from headrace_frontend.request.validation import PreparedRequest
+from headrace_frontend.tenants import Tenants
+from headrace_text.load import ByteCodec
+
+# The event loop itself prepares requests of this size: no thread runs in virtual time.
+CONTEXT = 512
+ANSWER = "Hi"
+
+
+class Workers:
+    """One worker of the model "sim"."""
+
+    def max_model_len(self) -> Mapping[str, int]:
+        return {"sim": CONTEXT}
+
+    def adapters(self) -> Mapping[str, Any]:
+        return {}
+
+    async def wait_for_worker(self, model: str, deadline: Deadline) -> bool:
+        return False
+
+
+class Runner:
+    """Answers each request with ANSWER. `prepared` has the requests in their order."""
+
+    def __init__(self, preparer: RequestPreparer) -> None:
+        self._preparer = preparer
+        self.requests: list[inference_pb2.GenerateRequest] = []
+        self.prepared: list[PreparedRequest] = []
+        self.contexts: list[trace.SpanContext] = []
+        self.attributes: list[dict[str, Any]] = []
+        """Those that the root spans got."""
+
+    async def run(
+        self,
+        request: inference_pb2.GenerateRequest,
+        tenant: str,
+        deadline: Deadline,
+        write: ResponseWriter,
+        outlets: Outlets | None = None,
+    ) -> None:
+        self.contexts.append(trace.get_current_span().get_span_context())
+        attributes: dict[str, Any] = {}
+        root: Any = Mock(set_attribute=attributes.__setitem__)
+        self.attributes.append(attributes)
+        prepared = await self._preparer.prepare(
+            request, request_id_of(request), root, deadline, tenant
+        )
+        self.requests.append(request)
+        self.prepared.append(prepared)
+        for choice in range(request.n):
+            message = inference_pb2.GenerateResponse(
+                text=ANSWER,
+                token_ids=ANSWER.encode(),
+                finish_reason=sampling_pb2.FINISH_REASON_STOP,
+                choice=choice,
+            )
+            if request.sampling.HasField("logprobs"):
+                message.logprobs.extend(sampling_pb2.TokenLogprobs() for _ in ANSWER)
+            if request.include_latency:
+                message.timing.latency.first_token.total_us = 1
+            message.usage.prompt_tokens = len(prepared.token_ids)
+            message.usage.completion_tokens = len(ANSWER)
+            await write(message)
+
+    @contextlib.asynccontextmanager
+    async def admitted(self, tenant: str, deadline: Deadline) -> AsyncIterator[None]:
+        yield
+
+    def reject_when_draining(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A response."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
+    """The requests that it answers."""
+    prepared: list[PreparedRequest] = field(default_factory=list)
+    """The same, with every default."""
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error that it is."""
+        found: dict[str, Any] = json.loads(self.body)["error"]
+        return found
+
+
+class LocalApp:
+    """The API of one model, "sim". `reasoning` names the parser of its reasoning."""
+
+    def __init__(self, *, rejects_unknown_fields: bool = False, reasoning: str = "qwen3") -> None:
+        codecs = {"sim": ByteCodec()}
+        preparer = RequestPreparer(codecs, Workers(), 16, lambda tenant: "")
+        self.runner = Runner(preparer)
+        parts = OpenAiParts(
+            codecs=codecs,
+            parsers={"sim": ModelParsers("hermes", reasoning)},
+            models=Mock(),
+            tenants=Tenants(None),
+            runner=self.runner,
+            preparer=preparer,
+            size=RequestSizeCheck(lambda: {"sim": CONTEXT}, 16),
+            count_failures=contextlib.nullcontext,
+            callers=CallerBounds(CallerLimits(1_024, 0.05)),
+            rejects_unknown_fields=rejects_unknown_fields,
+        )
+        self._app = OpenAiApp(
+            parts, MetricsPage(Tenants(None), str), deadline_s=60.0, body_bytes_max=2**20
+        )
+
+    async def post(self, path: str, body: Any, **headers: str) -> Reply:
+        """The response to a body, a JSON value or bytes. Underscores in `headers` stand for hyphens."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        named = {"content-type": "application/json", **headers}
+        parts = [{"type": "http.request", "body": data, "more_body": False}]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            if not parts:
+                await asyncio.Event().wait()
+            return parts.pop()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "method": "POST",
+            "path": path,
+            "headers": [
+                (name.replace("_", "-").encode(), value.encode("latin-1"))
+                for name, value in named.items()
+            ],
+        }
+        before = len(self.runner.requests)
+        await self._app(scope, receive, send)
+        answered = {name.decode(): value.decode("latin-1") for name, value in sent[0]["headers"]}
+        content = b"".join(message.get("body", b"") for message in sent[1:])
+        runner = self.runner
+        return Reply(
+            *(sent[0]["status"], answered, content),
+            *(runner.requests[before:], runner.prepared[before:]),
+        )
+
+    async def chat(self, **fields: Any) -> Reply:
+        """The response to a chat."""
+        body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+        return await self.post("/v1/chat/completions", body)
+
+    async def complete(self, **fields: Any) -> Reply:
+        """The response to a completion."""
+        return await self.post("/v1/completions", {"prompt": "hi", **fields})

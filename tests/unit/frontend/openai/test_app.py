@@ -1,0 +1,132 @@
+"""Requests through the HTTP API in this process: headers, errors and options that need more than one part of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from headrace_common.limits import CLIENT_SALT_CHARACTERS_MAX
+from headrace_common.telemetry import schema
+from headrace_kv.prefix.cache_salt import is_cache_salt
+from tests.unit.frontend.openai.local_app import ANSWER, CONTEXT, LocalApp
+
+USER = {"role": "user", "content": "hi"}
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    "request_id", ["with a space", "\xe9\x80", '{"a": 1}', "x" * 128, "x" * 999]
+)
+async def test_no_request_id_fails_a_request(request_id: str) -> None:
+    app = LocalApp()
+    body = {"prompt": ["a", "b"]}
+    reply = await app.post("/v1/completions", body, x_request_id=request_id)
+    assert (reply.status, len(reply.requests)) == (200, 2)
+    assert reply.headers["x-request-id"] == request_id
+    assert len({request.request_id for request in reply.requests}) == 2
+
+
+async def test_every_response_has_a_request_id() -> None:
+    app = LocalApp()
+    for path, body in ((CHAT, {}), (CHAT, b"{"), ("/nowhere", {}), ("/tokenize", {"prompt": "a"})):
+        assert (await app.post(path, body, x_request_id="mine")).headers["x-request-id"] == "mine"
+        assert (await app.post(path, body)).headers["x-request-id"]
+    (request,) = (await app.chat(request_id="of the body")).requests
+    assert request.request_id == "of_the_body"
+    reply = await app.post(CHAT, {"messages": [USER], "request_id": "b"}, x_request_id="header")
+    assert reply.requests[0].request_id == "header"
+
+
+async def test_the_trace_of_the_caller_goes_on_with_its_state() -> None:
+    app = LocalApp()
+    parent = f"00-{TRACE}-b7ad6b7169203331-01"
+    await app.post(CHAT, {"messages": [USER]}, traceparent=parent, tracestate="vendor=1,other=2")
+    (context,) = app.runner.contexts
+    assert f"{context.trace_id:032x}" == TRACE
+    assert context.trace_state.to_header() == "vendor=1,other=2"
+    await app.post(CHAT, {"messages": [USER]}, traceparent=parent, tracestate="no state,,=")
+    assert app.runner.contexts[1].trace_id == context.trace_id
+
+
+async def test_a_chat_is_named_so_in_its_trace() -> None:
+    app = LocalApp()
+    await app.chat()
+    await app.complete()
+    names = [one[schema.ATTRIBUTE_GEN_AI_OPERATION] for one in app.runner.attributes]
+    assert names == ["chat", "text_completion"]
+
+
+async def test_ignored_fields_are_named_in_a_header() -> None:
+    header = "x-headrace-ignored-fields"
+    app = LocalApp()
+    for stream in (False, True):
+        reply = await app.chat(verbosity="low", prediction={"type": "content"}, stream=stream)
+        assert (reply.status, reply.headers[header]) == (200, "prediction, verbosity")
+    assert header not in (await app.chat(user="u")).headers
+    rejected = await LocalApp(rejects_unknown_fields=True).chat(verbosity="low")
+    assert (rejected.status, rejected.error["param"]) == (400, "verbosity")
+    assert rejected.error["code"] == "unknown_parameter"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "code", "words"),
+    [
+        ({"model": "other"}, 404, "model_not_found", "use one of: sim"),
+        ({"model": 5}, 400, "invalid_type", "valid string"),
+        ({"messages": None}, 400, "missing_required_parameter", "required"),
+        ({"temperature": 9}, 400, "invalid_value", "from 0 to 2"),
+        ({"max_tokens": CONTEXT}, 400, "context_length_exceeded", "maximum context length is 512"),
+        (
+            {"messages": [{**USER, "content": "x" * CONTEXT}]},
+            *(400, "context_length_exceeded", "maximum context length is 512"),
+        ),
+    ],
+)
+async def test_errors_have_openais_codes(
+    fields: dict[str, Any], status: int, code: str, words: str
+) -> None:
+    reply = await LocalApp().chat(**fields)
+    assert (reply.status, reply.error["code"]) == (status, code)
+    assert words in reply.error["message"]
+    assert reply.error["headrace"]["reason"] == "INVALID_FIELD"
+
+
+async def test_requests_with_another_salt_share_no_cache() -> None:
+    app = LocalApp()
+    for salt in ("", "a", "b", "a"):
+        assert (await app.complete(cache_salt=salt)).status == 200
+    none, first, second, again = (prepared.cache_salt for prepared in app.runner.prepared)
+    assert none == ""
+    assert len({none, first, second}) == 3
+    assert first == again
+    assert is_cache_salt(first)
+    reply = await app.complete(cache_salt="x" * (CLIENT_SALT_CHARACTERS_MAX + 1))
+    assert (reply.status, reply.error["param"]) == (400, "cache_salt")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_prompts_are_known_before_the_first_event(stream: bool) -> None:
+    app = LocalApp()
+    prompts = {"prompt": ["ab", "c"], "n": 2}
+    reply = await app.complete(**prompts, return_token_ids=True, stream=stream)
+    events = [json.loads(reply.body)] if not stream else events_of(reply.body)
+    choices = {choice["index"]: choice for event in events for choice in event["choices"]}
+    assert [choices[index]["prompt_token_ids"] for index in range(4)] == [[97, 98]] * 2 + [[99]] * 2
+    assert choices[3]["token_ids"] == list(ANSWER.encode())
+
+
+async def test_the_usage_so_far_is_in_every_event() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = events_of((await LocalApp().chat(stream=True, stream_options=options)).body)
+    counts = [event["usage"]["completion_tokens"] for event in events]
+    assert counts == [0, len(ANSWER), len(ANSWER)]
+    assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
+
+
+def events_of(body: bytes) -> list[dict[str, Any]]:
+    lines = [line.removeprefix(b"data: ") for line in body.split(b"\n\n") if line]
+    assert lines[-1] == b"[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
