@@ -181,7 +181,7 @@ class HttpExchange:
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Sends the status and the headers."""
         self.started = True
-        headers = {**self._response_headers, **headers}
+        headers = {**headers, **self._response_headers}
         pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": pairs})
 

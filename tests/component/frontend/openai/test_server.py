@@ -169,6 +169,7 @@ class BothWays:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         exchange = HttpExchange(scope, receive, send)
+        exchange.add_header("x-more", "1")
         # The server's object refers to the scope.
         assert DIRECT_EXTENSION not in scope["extensions"]
         if scope["method"] == "POST":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -11,7 +12,11 @@ from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from headrace_common.config import ServiceConfig
-from headrace_common.rpc.trace_context import metadata_with_trace, traceparent
+from headrace_common.rpc.trace_context import (
+    context_of_carrier,
+    metadata_with_trace,
+    traceparent,
+)
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.later import ended_span
 from headrace_common.telemetry.setup import child_context, init_telemetry
@@ -41,6 +46,22 @@ def test_an_exporter_accepts_a_span_of_a_trace_that_was_not_sampled() -> None:
     assert (found.start_time, found.end_time, found.kind) == (9, 9, SpanKind.SERVER)
     assert found.status.description == "torn"
     assert [link.context.trace_id for link in found.links] == [own.trace_id]
+
+
+def test_a_span_has_the_parent_and_the_state_of_its_caller() -> None:
+    telemetry = init_telemetry("router", "r", ServiceConfig())
+    token = otel_context.attach(context_of_carrier(f"{PARENT}01", "vendor=1"))
+    try:
+        root = telemetry.pending_span(schema.SPAN_REQUEST)
+    finally:
+        otel_context.detach(token)
+    own, parent = root.get_span_context(), root.parent
+    span = ended_span(schema.SPAN_REQUEST, own, parent, (7, 9), {}, resource=Resource({}))
+    assert span.parent is not None
+    assert f"{span.parent.span_id:016x}" in PARENT
+    for context in (span.context, child_context(own)):
+        assert context is not None
+        assert context.trace_state.to_header() == "vendor=1"
 
 
 @pytest.mark.parametrize("state", ["", "vendor=1,other=2"])

@@ -94,6 +94,21 @@ async def test_errors_have_openais_codes(
     assert reply.error["headrace"]["reason"] == "INVALID_FIELD"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/messages", {"messages": [USER], "max_tokens": 5}),
+        ("/v1/responses", {"input": "hi"}),
+        ("/tokenize", {"prompt": "hi"}),
+        ("/detokenize", {"tokens": [97]}),
+    ],
+)
+async def test_null_counts_as_left_out_in_every_api(path: str, body: dict[str, Any]) -> None:
+    names = ("model", "stream", "tools", "tool_choice", "metadata", "text", "store", "unheard_of")
+    reply = await LocalApp().post(path, {**body, **dict.fromkeys(names)})
+    assert (reply.status, reply.headers.get("x-headrace-ignored-fields")) == (200, None)
+
+
 async def test_requests_with_another_salt_share_no_cache() -> None:
     app = LocalApp()
     for salt in ("", "a", "b", "a"):
