@@ -400,7 +400,11 @@ def _completion_logprobs(tokens: list[dict[str, Any]], offsets: list[int]) -> di
         "tokens": [token["token"] for token in tokens],
         "token_logprobs": [token["logprob"] for token in tokens],
         "top_logprobs": [
-            {other["token"]: other["logprob"] for other in token["top_logprobs"]}
+            {
+                **{other["token"]: other["logprob"] for other in token["top_logprobs"]},
+                # Parts of characters have equal names.
+                token["token"]: token["logprob"],
+            }
             for token in tokens
         ],
         "text_offset": offsets,

@@ -126,6 +126,8 @@ def test_the_sampled_token_is_among_the_most_probable_ones() -> None:
     assert tops(CompletionFormat, 97, 97, 98) == ["a", "b"]
     assert tops(CompletionFormat, 97, 98, 99) == ["b", "c", "a"]
     assert tops(CompletionFormat, 97) == ["a"]
+    # Both are parts of characters.
+    assert tops(CompletionFormat, 0xE4, 0xE5) == ["\ufffd"]
 
 
 def test_tokens_may_be_named_by_their_ids() -> None:
