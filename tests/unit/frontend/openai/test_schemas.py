@@ -14,8 +14,17 @@ from typing import Any, Final
 
 import pytest
 from openai.types import completion_create_params
+from openai.types.chat import (
+    ChatCompletionAssistantMessageParam,
+    ChatCompletionDeveloperMessageParam,
+    ChatCompletionFunctionMessageParam,
+    ChatCompletionSystemMessageParam,
+    ChatCompletionToolMessageParam,
+    ChatCompletionUserMessageParam,
+)
 from openai.types.chat import completion_create_params as chat_params
 
+from headrace_frontend.openai.messages import MessageBody
 from headrace_frontend.openai.requests import ChatCompletionBody, CompletionBody
 from headrace_text.load import ByteCodec
 from tests.unit.frontend.openai.local_app import LocalApp, Reply
@@ -190,3 +199,31 @@ def neutral(chat: bool, name: str, value: Any) -> bool:
         return True
     field = kind.model_fields.get(name)
     return field is not None and value == field.get_default()
+
+
+MESSAGES: Final[Mapping[str, tuple[Any, dict[str, Any]]]] = {
+    "system": (ChatCompletionSystemMessageParam, {"content": "x"}),
+    "developer": (ChatCompletionDeveloperMessageParam, {"content": "x"}),
+    "user": (ChatCompletionUserMessageParam, {"content": "x"}),
+    "assistant": (ChatCompletionAssistantMessageParam, {"content": "x"}),
+    "tool": (ChatCompletionToolMessageParam, {"content": "x", "tool_call_id": "c1"}),
+    "function": (ChatCompletionFunctionMessageParam, {"content": "x", "name": "f"}),
+}
+
+
+@pytest.mark.parametrize("role", MESSAGES)
+async def test_every_field_of_a_message_may_be_null_and_none_fails_the_server(role: str) -> None:
+    app = LocalApp()
+    params, needed = MESSAGES[role]
+    message = {"role": role, **needed}
+    base = await ask(app, True, {"messages": [message]})
+    assert base.status == 200
+    for name in {*params.__annotations__, "id", "cache_control"} - {"role"}:
+        for value in (None, *VALID, *INVALID):
+            reply = await ask(app, True, {"messages": [{**message, name: value}]})
+            changed = [one.chat for one in reply.requests] != [one.chat for one in base.requests]
+            if value is None:
+                assert not changed or name in needed
+            elif reply.status == 200 and not changed:
+                named = f"messages.{name}" in reply.headers.get(IGNORED, "")
+                assert named or name in MessageBody.without_effect or value in needed.values()
