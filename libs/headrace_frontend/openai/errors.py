@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import grpc
+from pydantic import ValidationError
 
 from headrace_common.errors import HeadraceError, InvalidRequest
 
@@ -48,6 +50,17 @@ _UNSUPPORTED: Final = (
 )
 """Beginnings of paths that servers of other kinds have."""
 _VIOLATIONS_SHOWN = 16
+_NO_TEXT: Final = "Input should be a valid string"
+# A remedy that a validator gives for one field.
+_FIELD_REMEDY: Final = re.compile(r"([a-z_]+): (.*)", re.DOTALL)
+# OpenAI's code for each kind of violation that pydantic has a word for. Others are invalid values.
+_BODY_CODES: Final[Mapping[str, str]] = {
+    "missing": "missing_required_parameter",
+    **{
+        f"{kind}_type": "invalid_type"
+        for kind in ("string", "int", "float", "bool", "list", "dict")
+    },
+}
 
 
 class HttpError(Exception):
@@ -135,3 +148,42 @@ class ErrorForm(NamedTuple):
 
 
 OPENAI_ERRORS: Final = ErrorForm(error_bytes, lambda error: b"data: %b\n\n" % error_bytes(error))
+
+
+def invalid_body(error: ValidationError) -> InvalidRequest:
+    """The error for a body that names its wrong fields."""
+    kinds = {_BODY_CODES.get(item["type"], "") for item in error.errors(include_url=False)}
+    return InvalidRequest(_violations(error), cause=kinds.pop() if len(kinds) == 1 else "")
+
+
+def _violations(error: ValidationError) -> dict[str, str]:
+    violations: dict[str, str] = {}
+    for item in error.errors(include_url=False, include_input=False, include_context=False)[:16]:
+        message = item["msg"].removeprefix("Value error, ")
+        path = _path(item["loc"])
+        named = _FIELD_REMEDY.fullmatch(message) if item["type"] == "value_error" else None
+        if named is not None:
+            path, message = f"{path}.{named[1]}" if path else named[1], named[2]
+        # The members of a union have a violation each.
+        name = path or "body"
+        violations[name] = f"{violations[name]}, or: {message}" if name in violations else message
+    # Where a part of a list is wrong, a text was only the alternative to the list.
+    return {
+        name: message
+        for name, message in violations.items()
+        if message != _NO_TEXT or not any(other.startswith(f"{name}[") for other in violations)
+    }
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """A field's path such as messages[0].content. Drops the names that pydantic adds for the members of a union."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier():
+            # The names of our own classes, too, are not of the client's body.
+            if path and (part in ("str", "int", "dict") or part[0].isupper()):
+                continue
+            path += f".{part}" if path else part
+    return path

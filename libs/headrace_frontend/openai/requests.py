@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from headrace_common.errors import InvalidRequest
 from headrace_common.limits import (
     ALLOWED_TOKENS_MAX,
     ANSWERS_MAX,
@@ -18,6 +16,7 @@ from headrace_common.limits import (
     LOGIT_BIASES_MAX,
     TTFT_TARGET_MAX_S,
 )
+from headrace_frontend.openai.errors import invalid_body
 from headrace_frontend.openai.messages import Body, Messages, ToolChoice, Tools
 
 PROMPTS_MAX = 64
@@ -45,9 +44,6 @@ Prompt: TypeAlias = (
 )
 
 
-_NO_TEXT = "Input should be a valid string"
-# A remedy that a validator gives for one field.
-_FIELD_REMEDY = re.compile(r"([a-z_]+): (.*)", re.DOTALL)
 _NO_VALUE: Final = ()
 # Constraints of the answer by the names that vLLM had before, and that SGLang has.
 _CONSTRAINTS: Final[Mapping[str, str]] = {
@@ -58,14 +54,6 @@ _CONSTRAINTS: Final[Mapping[str, str]] = {
     "json_schema": "json",
     "regex": "regex",
     "ebnf": "grammar",
-}
-# OpenAI's code for each kind of violation that pydantic has a word for. Others are invalid values.
-_CODES: Final[Mapping[str, str]] = {
-    "missing": "missing_required_parameter",
-    **{
-        f"{kind}_type": "invalid_type"
-        for kind in ("string", "int", "float", "bool", "list", "dict")
-    },
 }
 
 
@@ -372,7 +360,7 @@ def parse_body(kind: type[BodyKind], data: bytes) -> BodyKind:
     try:
         return kind.model_validate_json(data)
     except ValidationError as error:
-        raise _invalid(error) from None
+        raise invalid_body(error) from None
 
 
 def checked_body(kind: type[BodyKind], value: Mapping[str, Any]) -> BodyKind:
@@ -380,42 +368,4 @@ def checked_body(kind: type[BodyKind], value: Mapping[str, Any]) -> BodyKind:
     try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise _invalid(error) from None
-
-
-def _invalid(error: ValidationError) -> InvalidRequest:
-    kinds = {_CODES.get(item["type"], "") for item in error.errors(include_url=False)}
-    return InvalidRequest(_violations(error), cause=kinds.pop() if len(kinds) == 1 else "")
-
-
-def _violations(error: ValidationError) -> dict[str, str]:
-    violations: dict[str, str] = {}
-    for item in error.errors(include_url=False, include_input=False, include_context=False)[:16]:
-        message = item["msg"].removeprefix("Value error, ")
-        path = _path(item["loc"])
-        named = _FIELD_REMEDY.fullmatch(message) if item["type"] == "value_error" else None
-        if named is not None:
-            path, message = f"{path}.{named[1]}" if path else named[1], named[2]
-        # The members of a union have a violation each.
-        name = path or "body"
-        violations[name] = f"{violations[name]}, or: {message}" if name in violations else message
-    # Where a part of a list is wrong, a text was only the alternative to the list.
-    return {
-        name: message
-        for name, message in violations.items()
-        if message != _NO_TEXT or not any(other.startswith(f"{name}[") for other in violations)
-    }
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    """A field's path such as messages[0].content. Drops the names that pydantic adds for the members of a union."""
-    path = ""
-    for part in location:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif part.isidentifier():
-            # The names of our own classes, too, are not of the client's body.
-            if path and (part in ("str", "int", "dict") or part[0].isupper()):
-                continue
-            path += f".{part}" if path else part
-    return path
+        raise invalid_body(error) from None
