@@ -236,8 +236,6 @@ ATTRIBUTE_WORKER_ID: Final = "headrace.worker_id"
 ATTRIBUTE_TICKET_PART: Final = "headrace.ticket.part"
 # State of the requests that a metric counts: "running" or "waiting".
 ATTRIBUTE_WORKER_STATE: Final = "headrace.worker.state"
-# State of the slots that a metric counts: "busy" with a task, or "free" as unused credit.
-ATTRIBUTE_SLOT_STATE: Final = "headrace.slot.state"
 # End of a request, transfer or pick: "done", "picked", its finish reason, or the reason of its error.
 ATTRIBUTE_END_REASON: Final = "headrace.end_reason"
 # What a client listener refused: "calls in flight" (of one caller), "late request" or "removed key".
@@ -318,9 +316,6 @@ METRIC_QUEUE_WAIT: Final = "headrace.queue.expected_wait"
 METRIC_CLASS_QUEUE_DEPTH: Final = "headrace.queue.class_depth"
 # Age of the oldest task in the prefill queue, by class.
 METRIC_CLASS_QUEUE_AGE: Final = "headrace.queue.class_oldest_age"
-# Slots of prefill workers that this router may use, by state. Workers divide their slots among routers by the
-# requests that wait there.
-METRIC_PREFILL_SLOTS: Final = "headrace.queue.prefill_slots"
 # Time from arrival to the first token, by model and class.
 METRIC_CLASS_FIRST_TOKEN: Final = "headrace.first_token.by_class"
 # Predicted times from the arrival to the first token, of requests that have a bound on it. Compare with

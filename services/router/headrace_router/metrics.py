@@ -71,7 +71,6 @@ def _gauges(
         _Gauge(schema.METRIC_QUEUE_LIMIT, limits, schema.ATTRIBUTE_QUEUE),
         _Gauge(schema.METRIC_CLASS_QUEUE_DEPTH, queue.depths, schema.ATTRIBUTE_PRIORITY),
         _Gauge(schema.METRIC_CLASS_QUEUE_AGE, queue.oldest_ages_s, schema.ATTRIBUTE_PRIORITY),
-        _Gauge(schema.METRIC_PREFILL_SLOTS, queue.slots, schema.ATTRIBUTE_SLOT_STATE),
         _Gauge(schema.METRIC_QUEUE_AGE, lambda: queue.estimate().oldest_age_s),
         _Gauge(schema.METRIC_QUEUE_WAIT, lambda: queue.estimate().wait_s),
         _Gauge(schema.METRIC_PREFIX_FAULTS, lambda: len(prefixes.faults)),

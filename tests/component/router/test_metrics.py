@@ -96,38 +96,6 @@ async def test_depth_limit_and_age_of_the_queues_are_exported(
     assert collector.value(schema.METRIC_QUEUE_DEPTH, **prefill) == 0
 
 
-async def test_slots_of_prefill_workers_are_exported_by_state(
-    collected: tuple[Rig, Collector],
-) -> None:
-    rig, collector = collected
-    ends = asyncio.Event()
-
-    async def computes(worker: FakePrefill, task: prefill_pb2.PrefillTask) -> None:
-        await ends.wait()
-        await hand_over(worker, task)
-
-    await rig.add_decode(reply("ok"))
-    await rig.add_prefill(computes, credit=3)
-    worker = await rig.add_prefill(computes, credit=0)
-    await worker.give_credit(2)
-
-    async def slots() -> tuple[float | None, float | None]:
-        await _export(rig)
-        busy, free = (
-            collector.value(schema.METRIC_PREFILL_SLOTS, **{schema.ATTRIBUTE_SLOT_STATE: state})
-            for state in ("busy", "free")
-        )
-        return busy, free
-
-    await until(lambda: rig.router.queue.slots() == {"busy": 0, "free": 5})
-    assert await slots() == (0, 5)
-    asking = asyncio.create_task(rig.ask())
-    await until(lambda: rig.router.queue.slots() == {"busy": 1, "free": 4})
-    assert await slots() == (1, 4)
-    ends.set()
-    await asking
-
-
 async def test_dropped_spans_are_counted_by_bound(collected: tuple[Rig, Collector]) -> None:
     rig, collector = collected
     trace_id = b"t" * 16

@@ -20,7 +20,6 @@ from headrace_common.registry.adapters import Adapter, adapter_to_proto
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_prefill.pull.session import PullSession
-from headrace_prefill.pull.slot_shares import RouterDemand, divide_slots
 from headrace_prefill.worker import PrefillWorker
 
 log = logging.getLogger(__name__)
@@ -33,7 +32,7 @@ RouterKey: TypeAlias = tuple[str, str, str]
 
 
 class TaskPuller:
-    """Keeps one Pull stream to each router incarnation, and divides the worker's slots among them by their demand."""
+    """Keeps one Pull stream to each router incarnation. Routers with tasks that wait share the slots equally."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class TaskPuller:
             self._streams.pop(left).cancel()
         for key in wanted - self._streams.keys():
             self._streams[key] = asyncio.create_task(self._pull(key), name=f"pull from {key[0]}")
-        self._divide()
+        self._grant_credit()
 
     async def drain(self, deadline: Deadline) -> None:
         """Refuses new tasks, and returns when every task has ended and been reported.
@@ -94,36 +93,32 @@ class TaskPuller:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
 
-    def _divide(self) -> None:
-        """Gives each router the credit of its share. Recalls unused credit beyond it."""
-        demands = {
-            key: self._sessions[key].demand if key in self._sessions else RouterDemand()
-            for key in self._streams
-        }
-        shares = divide_slots(self._worker.slot_count, demands)
-        sessions = {key: one for key, one in self._sessions.items() if key in shares}
-        free = sum(shares.values()) - sum(one.granted for one in self._sessions.values())
-        for session in sessions.values():
-            session.ask_for_demand(len(self._streams) > 1)
-        missing = {key: shares[key] - one.granted for key, one in sessions.items()}
-        # The router that lacks most is first. One that has nothing always gets one.
-        for key in sorted(missing, key=missing.__getitem__, reverse=True):
-            session = sessions[key]
-            if missing[key] < 0:
-                session.recall(-missing[key])
+    def _grant_credit(self) -> None:
+        """Gives free slots to the routers with the fewest tasks here, one at a time.
+
+        A router without a task keeps one unused credit, which takes no slot from the others.
+        """
+        slot_count = self._worker.slot_count
+        sessions = [self._sessions[key] for key in self._streams if key in self._sessions]
+        if len(self._streams) == 1:
+            for session in sessions:
+                session.grant(slot_count - session.granted)
+            return
+        taken = sum(one.running + min(1, one.running, one.unused) for one in sessions)
+        for session in sorted(sessions, key=lambda one: one.running):
+            if session.unused or (session.running and taken >= slot_count):
                 continue
-            granted = min(missing[key], max(free, 0 if session.granted else 1))
-            session.grant(granted)
-            free -= max(0, granted)
+            session.grant(1)
+            taken += min(1, session.running)
 
     async def _pull(self, key: RouterKey) -> None:
         router_id, _, endpoint = key
         retry_s = RETRY_S_MIN
         async with open_channel(endpoint, self._config) as channel:
             while not self._draining:
-                session = PullSession(self._worker, self._hello, self._divide)
+                session = PullSession(self._worker, self._hello, self._grant_credit)
                 self._sessions[key] = session
-                self._divide()
+                self._grant_credit()
                 try:
                     await session.run(prefill_pb2_grpc.PrefillQueueServiceStub(channel))
                     log.info("router %s ended the pull stream", router_id)
@@ -136,6 +131,6 @@ class TaskPuller:
                 finally:
                     if self._sessions.get(key) is session:
                         del self._sessions[key]
-                    self._divide()
+                    self._grant_credit()
                 retry_s = RETRY_S_MIN if session.was_answered else min(RETRY_S_MAX, 2 * retry_s)
                 await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
-from headrace_common.callers.priority import Priority
 from headrace_common.errors import Draining, QueueFull
 from headrace_common.tasks import BoundedQueue
-from headrace_prefill.pull.slot_shares import RouterDemand
 from headrace_prefill.worker import PrefillWorker
 
 log = logging.getLogger(__name__)
@@ -31,8 +29,8 @@ class _Report:
 class PullSession:
     """Owns the tasks of one stream. When the stream ends, they are stopped: the router requeues them.
 
-    Credit is the number of tasks that the router may still send. `granted` counts the credit that was given and not
-    returned, by the end of a task or by the router. `on_change` is called when `granted` or `demand` has changed.
+    Credit is the number of tasks that the router may still send. `granted` counts the credit that was given, until its
+    task has ended. `on_change` is called when a task has started or ended.
     """
 
     def __init__(
@@ -42,9 +40,6 @@ class PullSession:
         self._on_change = on_change
         self._answered = False
         self.granted = 0
-        self._waiting: Mapping[Priority, int] | None = None
-        self._wants_demand = False
-        self._recalls = False
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._outgoing: BoundedQueue[_Report] = BoundedQueue("pull reports", REPORTS_MAX)
         self._draining = False
@@ -59,9 +54,14 @@ class PullSession:
         return self._answered
 
     @property
-    def demand(self) -> RouterDemand:
-        """What waits at the router, as it reported last, and what runs here."""
-        return RouterDemand(self._waiting, len(self._tasks))
+    def running(self) -> int:
+        """The tasks of the router that run here."""
+        return len(self._tasks)
+
+    @property
+    def unused(self) -> int:
+        """The tasks that the router may still send."""
+        return self.granted - len(self._tasks)
 
     async def run(self, stub: prefill_pb2_grpc.PrefillQueueServiceAsyncStub) -> None:
         """Serves the stream until it ends.
@@ -77,10 +77,6 @@ class PullSession:
                         self._start_task(response.task)
                     case "cancel":
                         self._cancel_task(response.cancel.transfer_id)
-                    case "demand":
-                        self._set_waiting(response.demand)
-                    case "returned":
-                        self._take_back(response.returned.task_count)
                     case unknown:
                         log.warning("the router sent an unknown message %s", unknown)
         finally:
@@ -92,25 +88,8 @@ class PullSession:
         if self._draining or task_count < 1:
             return
         self.granted += task_count
-        self._send_credit(prefill_pb2.Credit(task_count=task_count))
-
-    def ask_for_demand(self, wanted: bool) -> None:
-        """Whether the router reports what waits there."""
-        if wanted is not self._wants_demand and not self._draining:
-            self._wants_demand = wanted
-            self._send_credit(prefill_pb2.Credit())
-            if not wanted:
-                self._waiting = None
-
-    def recall(self, task_count: int) -> None:
-        """Asks the router for unused credit. Does nothing before it has answered the last time.
-
-        Routers of older versions report no demand, and keep their credit.
-        """
-        unused = min(task_count, self.granted - len(self._tasks))
-        if unused > 0 and not self._recalls and self._waiting is not None and not self._draining:
-            self._recalls = True
-            self._send_credit(prefill_pb2.Credit(recall_count=unused))
+        credit = prefill_pb2.Credit(task_count=task_count)
+        self._send(prefill_pb2.PullRequest(credit=credit))
 
     async def drain(self) -> None:
         """Refuses new tasks, and returns when all running tasks have been reported."""
@@ -136,6 +115,7 @@ class PullSession:
             self._tasks[transfer_id] = asyncio.create_task(
                 self._run_task(task), name=f"prefill {transfer_id}"
             )
+            self._on_change()
 
     def _refuse(self, transfer_id: str, error: Draining | QueueFull) -> None:
         done = prefill_pb2.TaskDone(
@@ -161,21 +141,6 @@ class PullSession:
             self._on_change()
             self._update_idle()
 
-    def _set_waiting(self, demand: prefill_pb2.QueueDemand) -> None:
-        # A report may have been on its way when the worker stopped asking.
-        if self._wants_demand:
-            self._waiting = {
-                Priority.HIGH: demand.high_count,
-                Priority.NORMAL: demand.normal_count,
-                Priority.LOW: demand.low_count,
-            }
-            self._on_change()
-
-    def _take_back(self, task_count: int) -> None:
-        self._recalls = False
-        self.granted -= min(task_count, self.granted - len(self._tasks))
-        self._on_change()
-
     def _cancel_task(self, transfer_id: str) -> None:
         running = self._tasks.get(transfer_id)
         if running is not None:
@@ -185,10 +150,6 @@ class PullSession:
         self._draining = True
         self.cancel_tasks()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
-
-    def _send_credit(self, credit: prefill_pb2.Credit) -> None:
-        credit.wants_demand = self._wants_demand
-        self._send(prefill_pb2.PullRequest(credit=credit))
 
     def _send(self, message: prefill_pb2.PullRequest) -> asyncio.Event:
         """Queues a message. The event is set once gRPC has taken it."""

@@ -12,7 +12,6 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.callers.priority import Priority
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.class_turns import ClassTurns, amount_ahead
-from headrace_router.prefill_queue.demand_reports import DemandReports
 from headrace_router.prefill_queue.estimate import ComputeEstimator, ThroughputEstimator
 from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.prefill_queue.waiting import AffinityWaits, ClassTasks
@@ -42,7 +41,6 @@ class QueueGroup:
         self._prefix_wait_s = prefix_wait_s
         self._waiting = {priority: ClassTasks() for priority in Priority}
         self._turns = ClassTurns()
-        self._reports = DemandReports(self._demand)
         self._affinity_waits = AffinityWaits()
         self._with_credits = WorkersWithCredits()
         self._timer: asyncio.TimerHandle | None = None
@@ -132,7 +130,6 @@ class QueueGroup:
         if not waiting.tasks:
             self._turns.became_busy(queued.priority)
         waiting.add(queued)
-        self._reports.changed()
         self._assign_or_queue(queued)
 
     def remove(self, queued: QueuedTask) -> None:
@@ -145,7 +142,6 @@ class QueueGroup:
         else:
             waiting.lanes.remove(queued)
         waiting.remove(queued)
-        self._reports.changed()
 
     def add_worker(self, stream: PrefillWorkerStream) -> None:
         """Adds a worker, as yet without credits."""
@@ -162,7 +158,6 @@ class QueueGroup:
         """Assigns the worker no more tasks. Removes and returns the tasks that no other worker may take."""
         self.worker_streams.pop(stream.ref, None)
         stream.retire()
-        self._reports.remove(stream)
         self._with_credits.update(stream)
         for queued in self._affinity_waits.tasks_for(stream.ref):
             self._affinity_waits.remove(queued)
@@ -192,25 +187,6 @@ class QueueGroup:
                 self.remove(queued)
                 self._send(queued, stream, now_s)
         self._with_credits.update(stream)
-
-    def return_credits(self, stream: PrefillWorkerStream, task_count: int) -> None:
-        """A worker takes back credits that it gave."""
-        stream.return_credits(task_count)
-        self._with_credits.update(stream)
-
-    def set_wants_demand(self, stream: PrefillWorkerStream, wanted: bool) -> None:
-        """Whether a worker gets reports of what waits here, from now on."""
-        if wanted and not stream.retired:
-            self._reports.add(stream)
-        else:
-            self._reports.remove(stream)
-
-    def _demand(self) -> prefill_pb2.QueueDemand:
-        return prefill_pb2.QueueDemand(
-            high_count=self.depth_of(Priority.HIGH),
-            normal_count=self.depth_of(Priority.NORMAL),
-            low_count=self.depth_of(Priority.LOW),
-        )
 
     def task_ended(self, stream: PrefillWorkerStream, queued: QueuedTask) -> None:
         """A worker no longer has a task."""
@@ -245,7 +221,6 @@ class QueueGroup:
 
     def _send(self, queued: QueuedTask, stream: PrefillWorkerStream, now_s: float) -> None:
         self._turns.handed_out(queued.priority, queued.tokens)
-        self._reports.changed()
         stream.send_task(queued, now_s)
         self._running_tasks += 1
 

@@ -110,14 +110,6 @@ class PrefillQueue:
             for one in Priority
         }
 
-    def slots(self) -> dict[str, int]:
-        """The slots of prefill workers that this router may use: those with a task, and unused credits."""
-        streams = self._worker_streams.values()
-        return {
-            "busy": sum(len(stream.tasks) for stream in streams),
-            "free": sum(stream.credits for stream in streams),
-        }
-
     def compute_s_per_token(self, model: str) -> float:
         """How long a prefill worker of a served model computes a token of a prompt; 0 before the first task."""
         sums = [group.computed for group in self._groups_of(model)]
@@ -239,14 +231,6 @@ class PrefillQueue:
     def add_credits(self, stream: PrefillWorkerStream, task_count: int) -> None:
         """A worker can take more tasks. Raises ProtocolViolation beyond CREDITS_MAX."""
         self._group_of(stream).add_credits(stream, task_count)
-
-    def recall_credits(self, stream: PrefillWorkerStream, task_count: int) -> None:
-        """A worker takes back credits that it gave, to give them to another router. The answer has their number."""
-        self._group_of(stream).return_credits(stream, task_count)
-
-    def set_wants_demand(self, stream: PrefillWorkerStream, wanted: bool) -> None:
-        """Whether a worker gets reports of what waits here, because it pulls from several routers."""
-        self._group_of(stream).set_wants_demand(stream, wanted)
 
     def task_started(self, stream: PrefillWorkerStream, transfer_id: str) -> None:
         """A worker is about to open a task's transfer. From now on no other worker can compute the task."""

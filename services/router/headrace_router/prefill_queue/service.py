@@ -80,7 +80,7 @@ class QueueService(prefill_pb2_grpc.PrefillQueueServiceServicer):
     def _handle(self, stream: PrefillWorkerStream, request: prefill_pb2.PullRequest) -> None:
         kind = request.WhichOneof("message")
         if kind == "credit":
-            self._add_credit(stream, request.credit)
+            self._queue.add_credits(stream, request.credit.task_count)
         elif kind == "started":
             self._queue.task_started(stream, request.started.transfer_id)
         elif kind == "first_token":
@@ -92,12 +92,6 @@ class QueueService(prefill_pb2_grpc.PrefillQueueServiceServicer):
                 f"{stream.ref} sent {kind or 'nothing'} where Credit, TaskStarted, FirstToken or "
                 "TaskDone is expected"
             )
-
-    def _add_credit(self, stream: PrefillWorkerStream, credit: prefill_pb2.Credit) -> None:
-        self._queue.add_credits(stream, credit.task_count)
-        self._queue.set_wants_demand(stream, credit.wants_demand)
-        if credit.recall_count:
-            self._queue.recall_credits(stream, credit.recall_count)
 
 
 def unpacked(request: prefill_pb2.PullRequest) -> Sequence[prefill_pb2.PullRequest]:

@@ -63,7 +63,6 @@ class PrefillWorkerStream:
         """Whether the worker takes no more tasks."""
         self.tasks: dict[str, QueuedTask] = {}
         """Oldest first."""
-        self._demand: prefill_pb2.QueueDemand | None = None
 
     def load(self) -> PrefillLoad:
         """The worker's tasks and credits now."""
@@ -81,23 +80,6 @@ class PrefillWorkerStream:
             )
         if not self.retired:
             self.credits += task_count
-
-    def return_credits(self, task_count: int) -> None:
-        """Gives back unused credits, at most so many."""
-        returned = min(task_count, self.credits)
-        self.credits -= returned
-        message = prefill_pb2.CreditReturned(task_count=returned)
-        self.outbox.put_nowait(prefill_pb2.PullResponse(returned=message))
-
-    def send_demand(self, demand: prefill_pb2.QueueDemand) -> None:
-        """Reports what waits, unless the worker has that. A worker that does not read gets none."""
-        if self._demand != demand and self.outbox.depth < CREDITS_MAX:
-            self._demand = demand
-            self.outbox.put_nowait(prefill_pb2.PullResponse(demand=demand))
-
-    def forget_demand(self) -> None:
-        """The worker drops what was reported."""
-        self._demand = None
 
     def retire(self) -> None:
         """The worker takes no more tasks. The tasks that it has may still end."""
