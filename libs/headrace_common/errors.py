@@ -159,17 +159,11 @@ class DecodeFull(HeadraceError):
     retry_after_s = 0.5
     SLOTS = "slots"
     BLOCKS = "blocks"
-    TIME = "time"
 
     @property
     def slot_taken(self) -> bool:
         """Whether a slot was missing, not KV blocks."""
         return self.metadata.get("resource") == self.SLOTS
-
-    @property
-    def time_missing(self) -> bool:
-        """Whether the answer would not be complete before its deadline, so that no wait helps."""
-        return self.metadata.get("resource") == self.TIME
 
 
 class QueueFull(HeadraceError):

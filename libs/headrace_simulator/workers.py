@@ -287,7 +287,6 @@ class SimulatedDecodeWorker:
             prompt_tokens=job.prompt_tokens,
             max_tokens=job.answer_tokens,
             quarantined_blocks=0,
-            priority=job.priority,
         )
         self._answer_tokens += job.answer_tokens
         device, _ = self.cache.depths(job.hashes)

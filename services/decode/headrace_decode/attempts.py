@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable
 
 from headrace.decode.v1 import decode_pb2
-from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     Draining,
@@ -150,9 +148,6 @@ class Attempts:
             prompt_tokens=len(work.token_ids),
             max_tokens=work.sampling.max_tokens - work.generated_tokens,
             quarantined_blocks=self._receiver.quarantined_blocks,
-            # A continued answer is useful even if it is cut off at the deadline.
-            remaining_s=math.inf if work.generated_tokens else deadline.remaining_s(),
-            priority=Priority.from_proto(request.priority),
         )
         self._seen.remember(work.transfer_id)
         self._idle.clear()
@@ -184,24 +179,9 @@ class Attempts:
     def _end(self, running: RunningAttempt) -> None:
         """Starts to give back the attempt's resources."""
         self._awaiting.pop(running.attempt.work.transfer_id, None)
-        if running.error is None:
-            self._record_completion(running.attempt)
         task = asyncio.get_running_loop().create_task(self._close(running))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-
-    def _record_completion(self, attempt: Attempt) -> None:
-        times, work = attempt.timestamps, attempt.work
-        if not attempt.generated_tokens:
-            return
-        first_ns = times.sampled_unix_ns or times.first_token_unix_ns
-        self._admission.answer_completed(
-            prompt_tokens=len(work.token_ids),
-            max_tokens=work.sampling.max_tokens - work.generated_tokens,
-            tokens=attempt.generated_tokens,
-            lead_s=(first_ns - times.start_unix_ns) / 1e9,
-            stream_s=(times.last_token_unix_ns - first_ns) / 1e9,
-        )
 
     async def _close(self, running: RunningAttempt) -> None:
         attempt, error = running.attempt, running.error

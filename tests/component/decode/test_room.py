@@ -104,17 +104,3 @@ async def test_an_error_that_no_wait_helps_is_raised_at_once(served: Served) -> 
     asked = request("own-0", token_ids=list(range(300)), remote_prefill=False)
     with pytest.raises(InvalidRequest, match="shorter than the context"):
         await room.start(asked, Deadline.after(WAIT_S), WAIT_S)
-
-
-async def test_a_deadline_that_is_too_near_is_named_at_once(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    room = RoomQueue(served.service.attempts)
-    refusal = DecodeFull("too late", metadata={"resource": DecodeFull.TIME})
-
-    def refuse(request: object, deadline: object) -> RunningAttempt:
-        raise refusal
-
-    monkeypatch.setattr(served.service.attempts, "start_own", refuse)
-    with pytest.raises(DecodeFull, match="too late"):
-        await start(room, "own-0")

@@ -9,7 +9,6 @@ import grpc.aio
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from headrace.prefill.v1 import prefill_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_common.telemetry import schema
@@ -17,7 +16,6 @@ from headrace_router.tracing.batches import SpanBatch, read_span
 from headrace_router.tracing.store import DROPPED_SPAN
 from tests.collector import Collector, collecting
 from tests.component.router.fakes import Rig, hand_over, reply
-from tests.component.router.fakes.prefill import FakePrefill
 from tests.waiting import until
 
 

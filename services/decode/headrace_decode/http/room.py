@@ -48,8 +48,6 @@ class RoomQueue:
             try:
                 return self._attempts.start_own(request, deadline)
             except DecodeFull as error:
-                if error.time_missing:
-                    raise
                 self._last_refusal = error
             with suppress(TimeoutError):
                 async with asyncio.timeout(_RECHECK_S):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -23,14 +22,12 @@ def admit(
     prompt: int = 1,
     answer: int = 10,
     quarantined: int = 0,
-    remaining_s: float = math.inf,
 ) -> None:
     admission.admit(
         transfer_id,
         prompt_tokens=prompt,
         max_tokens=answer,
         quarantined_blocks=quarantined,
-        remaining_s=remaining_s,
     )
 
 
@@ -70,40 +67,15 @@ def test_a_prompt_that_can_never_fit_has_no_retry_time() -> None:
         admit(Admission(CAPACITY), "a", 0, 1)
 
 
-def test_contended_room_is_not_given_to_requests_that_would_end_too_late() -> None:
-    now_s = 100.0
-    admission = Admission(CAPACITY, clock=lambda: now_s)
-    admission.answer_completed(prompt_tokens=1, max_tokens=10, tokens=10, lead_s=0.2, stream_s=0.9)
-    # There is no contention, so it may try.
-    for name in "abc":
-        admit(admission, name, remaining_s=0.1)
-    with pytest.raises(DecodeFull, match="3 request slots") as refused:
-        admit(admission, "d", remaining_s=60.0)
-    admission.release("a")
-    with pytest.raises(DecodeFull, match=r"about 1\.20 s .* only 1\.00 s are left") as late:
-        admit(admission, "e", remaining_s=1.0)
-    assert late.value.retry_after_s is not None
-    assert (refused.value.time_missing, late.value.time_missing) == (False, True)
-    assert admission.request_count == 2
-    admit(admission, "f", answer=7, remaining_s=1.0)
-    admission.release("b")
-    admit(admission, "g", remaining_s=1.3)
-    admission.release("c")
-    # By now every refused caller has retried or left.
-    assert refused.value.retry_after_s == HINT_S_MIN
-    now_s += 2 * HINT_S_MIN
-    admit(admission, "h", remaining_s=0.1)
-
-
-def test_the_context_bounds_the_expected_answer() -> None:
-    admission = Admission(CAPACITY, clock=lambda: 0.0)
-    admission.answer_completed(prompt_tokens=1, max_tokens=2, tokens=2, lead_s=0.0, stream_s=1.0)
+def test_a_worker_without_a_free_slot_refuses_until_a_request_has_ended() -> None:
+    admission = Admission(CAPACITY)
     for name in "abc":
         admit(admission, name)
-    with pytest.raises(DecodeFull, match="slots"):
-        admit(admission, "d", 1, 1)
+    with pytest.raises(DecodeFull, match="3 request slots") as refused:
+        admit(admission, "d")
+    assert (refused.value.slot_taken, refused.value.retry_after_s) == (True, HINT_S_MIN)
     admission.release("a")
-    admit(admission, "e", 90, 10**6, remaining_s=6.5)
+    admit(admission, "d")
 
 
 @given(
