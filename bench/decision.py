@@ -136,7 +136,6 @@ class Site:
             placement=placement,
             prefixes=prefixes,
             policy=_Fixed(registry_pb2.Policy(local_prefill_max_tokens=64)),
-            retry_budget=2,
             ticket_key_id=b"",
             migration_wait_s=0.0,
             on_migration=lambda reason: None,

@@ -97,7 +97,7 @@ async def router_of(
         stack.push_async_callback(router.close)
         stack.push_async_callback(view.stop)
         await view.start()
-        server = router.new_server(config)
+        server = router.services.new_server(config)
         stack.push_async_callback(server.stop, None)
         endpoint = await server.start()
         member = registry_pb2.Member(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from pydantic import Field, model_validator
 
 from headrace_common.access.credentials import TlsFiles
@@ -9,13 +11,16 @@ from headrace_common.config import (
     WILDCARD_HOSTS,
     OptionalHostPort,
     PositiveCount,
-    PositiveSeconds,
     ServiceConfig,
     reachable_addresses,
     split_host_port,
     wildcard_problems,
 )
 from headrace_common.process.open_files import reserve_descriptors
+
+# More where max_concurrent_requests asks for it.
+_CALLS_PER_CALLER: Final = 2_048
+_CONNECTIONS: Final = 4_096
 
 
 class ClientAccessConfig(ServiceConfig):
@@ -45,20 +50,16 @@ class ClientAccessConfig(ServiceConfig):
         description="Whether clients beyond loopback may call without a credential. For networks, or behind a proxy, "
         "that only permitted clients reach.",
     )
-    max_connections: PositiveCount = Field(
-        default=4_096,
-        description="Connections to each listener for clients. Beyond this number, new ones are closed over gRPC, and "
-        "answered with status 503 over HTTP.",
+    max_concurrent_requests: PositiveCount = Field(
+        default=1_024,
+        description="Requests in flight before new ones are rejected. A client listener has 4,096 connections, or four "
+        "times as many, and one caller 2,048 calls in flight, or twice as many. Raise it for workers with more slots.",
     )
-    max_calls_per_caller: PositiveCount = Field(
-        default=2_048,
-        description="RPCs and HTTP requests of one caller in flight, before more are refused. A caller is a tenant, or "
-        "without a known API key a host. A proxy is one host.",
-    )
-    connection_idle_s: PositiveSeconds = Field(
-        default=300.0,
-        description="Seconds without a request before a client's connection is closed.",
-    )
+
+    @property
+    def calls_per_caller_max(self) -> int:
+        """RPCs and HTTP requests in flight of one caller: a tenant, or without a known API key a host."""
+        return max(_CALLS_PER_CALLER, 2 * self.max_concurrent_requests)
 
     @property
     def clients_prove_themselves(self) -> bool:
@@ -67,7 +68,9 @@ class ClientAccessConfig(ServiceConfig):
 
     def connections_max(self) -> int:
         """Connections to each client listener. Raises this process's limit of open files for all of them."""
-        return reserve_descriptors(self.max_connections, self.client_listeners)
+        return reserve_descriptors(
+            max(_CONNECTIONS, 4 * self.max_concurrent_requests), self.client_listeners
+        )
 
     @property
     def client_listeners(self) -> int:
@@ -137,14 +140,6 @@ class ClientFacingConfig(ClientAccessConfig):
         default="",
         description="host:port at which clients reach listen. Port 0 means the port of listen; empty means its "
         "address.",
-    )
-    max_streams_per_connection: PositiveCount = Field(
-        default=1_024, description="RPCs in flight on one connection to listen; more wait."
-    )
-    connection_age_s: PositiveSeconds = Field(
-        default=3_600.0,
-        description="Seconds before a connection to listen takes no new RPC. Those in flight go on, and the client "
-        "opens another connection.",
     )
 
     @property

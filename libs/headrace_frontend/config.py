@@ -52,16 +52,6 @@ class FrontendConfig(ClientAccessConfig):
         description="How the models write reasoning: a parser's name, or MODEL=NAME for each model, separated by "
         "commas. Empty: reasoning stays in the content. Names: docs/openai.md.",
     )
-    max_bytes_per_token: PositiveCount = Field(
-        default=16,
-        description="Bytes of text that a prompt may have for each token of the model's context. Longer text is "
-        "rejected before it is tokenized.",
-    )
-    max_request_bytes: PositiveCount = Field(
-        default=4_456_448,
-        description="Bytes of a request before and after decompression, at most. The default is enough for a "
-        "context of 131,072 tokens: 1 MiB, and 26 bytes for each token.",
-    )
     api_keys_file: str = Field(
         default="",
         description="File of API keys: one line KEY TENANT for each, or TOML; read again when it changes. "
@@ -72,9 +62,6 @@ class FrontendConfig(ClientAccessConfig):
         default="auto",
         description="Which requests share cached prefixes: all (shared), or those of one tenant (tenant), so that no "
         "tenant can find out what others have asked. auto: tenant with api_keys_file, shared without.",
-    )
-    max_concurrent_requests: PositiveCount = Field(
-        default=1_024, description="Requests in flight before new ones are rejected."
     )
     max_queued_tokens: PositiveCount = Field(
         default=4_194_304,

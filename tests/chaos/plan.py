@@ -124,7 +124,7 @@ class ChaosPlan:
     quarantine_s: float = 12.0
     member_ttl_s: float = 3.0
     drain_grace_s: float = 5.0
-    migration_wait_s: float = 10.0
+    worker_wait_s: float = 10.0
     store_timeout_s: float = 2.0
     store_start_timeout_s: float = 5.0
     block_count: int = 512

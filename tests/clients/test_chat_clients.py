@@ -126,7 +126,8 @@ async def test_the_commands_of_the_page_chat_over_tls_with_a_key(
 
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
-    rig = await Rig(retry_budget=0).start()
+    rig = await Rig().start()
+    rig.policy.policy.retry_budget = 0
     yield rig
     await rig.close()
 

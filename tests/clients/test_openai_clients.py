@@ -30,7 +30,8 @@ async def served(folder: Path) -> AsyncIterator[tuple[str, str, FakeDecode]]:
     """Base URL, file of the authority, and the worker behind a router that rejects the first request."""
     authority = Authority(folder / "authority")
     listen = secured_listen(folder, authority)
-    rig = await Rig(retry_budget=0, http_listen="127.0.0.1:0", **listen).start()
+    rig = await Rig(http_listen="127.0.0.1:0", **listen).start()
+    rig.policy.policy.retry_budget = 0
     server = HttpServer(rig.router.openai, rig.config)
     try:
         decode = await rig.add_decode(full_at_first)

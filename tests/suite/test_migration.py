@@ -152,7 +152,7 @@ async def test_prompts_are_recomputed_when_their_prefill_worker_is_lost_at_any_s
 
 async def test_prefill_releases_transfers_to_a_killed_decode_worker(tmp_path: Path) -> None:
     # Computed to their end, the prompts would take longer than the wait.
-    settings = (("prefill", "model", "sim:layer_s=15"), ("router", "migration_wait_s", "1"))
+    settings = (("prefill", "model", "sim:layer_s=15"), ("router", "worker_wait_s", "1"))
     async with suite(tmp_path, settings=settings) as it:
         running = [
             asyncio.create_task(it.generate(prompt_of(60, n), 2, timeout_s=90)) for n in (1, 2)

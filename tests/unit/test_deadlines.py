@@ -75,11 +75,6 @@ def test_a_caller_without_a_deadline_gets_the_default() -> None:
             "admission_wait_s is 9 and must be below default_deadline_s, which is 8",
         ),
         (
-            RouterConfig,
-            ["--model=sim", "--prefix-wait-s=700"],
-            "prefix_wait_s is 700 and must be below default_deadline_s, which is 600",
-        ),
-        (
             DecodeConfig,
             ["--worker-id=d", "--lease-ttl-s=20", "--request-timeout-s=10"],
             "lease_ttl_s is 20 and must be below request_timeout_s, which is 10; quarantine_s is 15",

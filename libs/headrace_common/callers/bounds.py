@@ -32,7 +32,7 @@ class CallerLimits:
     @classmethod
     def from_config(cls, config: ClientAccessConfig) -> CallerLimits:
         """The limits of the settings."""
-        return cls(config.max_calls_per_caller, config.credential_check_s)
+        return cls(config.calls_per_caller_max, config.credential_check_s)
 
 
 _CALLER: Final = ContextVar[str]("caller", default="")
@@ -69,7 +69,7 @@ class CallerBounds:
             self.count_refused(REFUSED_CALLS, 1)
             raise QueueFull(
                 f"{self._limits.calls_max} calls of this caller are in flight; wait for one to end, or raise "
-                "max_calls_per_caller",
+                "max_concurrent_requests",
                 metadata={"queue": "calls", "maxsize": str(self._limits.calls_max)},
             )
         _CALLER.set(caller)

@@ -27,7 +27,7 @@ def reserve_descriptors(wanted: int, listeners: int = 1) -> int:
     fitting = max(1, (soft - _RESERVED) // listeners)
     if fitting < wanted:
         _LOG.warning(
-            "max_connections is %d, but the limit of open files leaves %d to a listener: raise it (ulimit -n)",
+            "a client listener has %d connections at most, but the limit of open files leaves %d: raise it (ulimit -n)",
             wanted,
             fitting,
         )

@@ -11,14 +11,28 @@ _NO_LISTENER: Final = (
     "it is gone from workers: remove it; http_listen serves clients of a gateway on decode workers"
 )
 
+_CONSTANT: Final = "it is gone: remove it"
+
 REMOVED: Final = {
+    "prefix_wait_s": f"{_CONSTANT}; prompts wait 0.05 s for a cached prefix",
+    "retry_budget": f"{_CONSTANT}; `headrace policy set retry_budget=N` bounds the retries of all routers",
+    "migration_wait_s": "it is gone: set worker_wait_s, which bounds this wait too",
+    "max_queued_tasks": f"{_CONSTANT}; max_concurrent_requests bounds the prefill queue too",
+    "profile": f"{_CONSTANT}; routers predict from the prefills that they measure",
+    "max_trace_bytes": f"{_CONSTANT}; a trace has 4 MiB of spans at most",
+    "max_stored_trace_bytes": f"{_CONSTANT}; trace_count bounds the traces, with 64 MiB of spans at most",
+    "max_bytes_per_token": f"{_CONSTANT}; text has 16 bytes for each token of the context at most",
+    "max_request_bytes": f"{_CONSTANT}; the bound follows from the longest context of the models",
+    "max_calls_per_caller": f"{_CONSTANT}; the bound is 2,048, or twice max_concurrent_requests",
+    "connection_idle_s": f"{_CONSTANT}; connections without a request are closed after 300 s",
     "look_aside": _LOOK_ASIDE,
     "ticket_ttl_s": _LOOK_ASIDE,
     "max_unused_tickets": _LOOK_ASIDE,
     "listen": _NO_LISTENER,
     "advertise": _NO_LISTENER,
-    "connection_age_s": _NO_LISTENER,
-    "max_streams_per_connection": _NO_LISTENER,
+    "connection_age_s": f"{_CONSTANT}; a connection of a client takes no new RPC after an hour",
+    "max_connections": f"{_CONSTANT}; the bound is 4,096, or four times max_concurrent_requests",
+    "max_streams_per_connection": f"{_CONSTANT}; a connection has 1,024 RPCs in flight at most",
     "max_connections_per_host": _PROXY,
     "max_new_connections_per_s": _PROXY,
     "host_block_s": "it is gone: remove it; no host is blocked",

@@ -17,7 +17,6 @@ from headrace_common.access.described import (
 )
 from headrace_common.access.table import Listener
 from headrace_common.access.tls import TlsIdentity, tls_identity
-from headrace_common.client_config import ClientFacingConfig
 from headrace_common.config import ServiceConfig, split_host_port
 from headrace_common.ports import cannot_listen, check_free
 from headrace_common.reloading import ReloadedFiles
@@ -40,6 +39,12 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server_max_unrequested_time_in_server", _UNBEGUN_S),
 )
 _INTERNAL_STREAMS_MAX = 4_096
+# RPCs in flight on one connection of a client. More wait in the client's gRPC library.
+_CLIENT_STREAMS_MAX = 1_024
+CLIENT_CONNECTION_AGE_S = 3_600.0
+"""Age at which a client's connection takes no new RPC. RPCs in flight go on, and the client opens another one."""
+CONNECTION_IDLE_S = 300.0
+"""Time without a request before a client's connection is closed."""
 # RPCs that have arrived and that the event loop has not begun. Beyond it, gRPC cancels RPCs of every client. Its own
 # limit is a thousand, which a burst of one client exceeds.
 _PENDING_MAX = 65_536
@@ -55,13 +60,13 @@ def internal_options(config: ServiceConfig) -> tuple[tuple[str, int], ...]:
     )
 
 
-def client_options(config: ClientFacingConfig, max_connections: int) -> tuple[tuple[str, int], ...]:
+def client_options(max_connections: int) -> tuple[tuple[str, int], ...]:
     """The bounds on connections to the client listener."""
     return (
-        ("grpc.max_concurrent_streams", config.max_streams_per_connection),
-        ("grpc.max_connection_idle_ms", _milliseconds(config.connection_idle_s)),
+        ("grpc.max_concurrent_streams", _CLIENT_STREAMS_MAX),
+        ("grpc.max_connection_idle_ms", _milliseconds(CONNECTION_IDLE_S)),
         # Without max_connection_age_grace_ms, RPCs in flight go on until their own deadlines.
-        ("grpc.max_connection_age_ms", _milliseconds(config.connection_age_s)),
+        ("grpc.max_connection_age_ms", _milliseconds(CLIENT_CONNECTION_AGE_S)),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.server.max_pending_requests", _PENDING_MAX),
         ("grpc.server.max_pending_requests_hard_limit", _PENDING_MAX),

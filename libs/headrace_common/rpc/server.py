@@ -28,7 +28,13 @@ from headrace_common.rpc.access import ClientAccess, InternalAccess
 from headrace_common.rpc.callers import CallerInterceptor, TenantOf
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
 from headrace_common.rpc.in_flight import EndlessStreams, InFlightInterceptor
-from headrace_common.rpc.listener import Address, RpcListener, client_options, internal_options
+from headrace_common.rpc.listener import (
+    CLIENT_CONNECTION_AGE_S,
+    Address,
+    RpcListener,
+    client_options,
+    internal_options,
+)
 from headrace_common.rpc.status import ErrorInterceptor
 from headrace_common.rpc.trace_context import TraceInterceptor
 
@@ -122,13 +128,13 @@ class GrpcServer:
             clients.names,
             [
                 *(ErrorInterceptor(), ClientAccess(), in_turns, *common),
-                EndlessStreams(config.connection_age_s),
+                EndlessStreams(CLIENT_CONNECTION_AGE_S),
                 *clients.interceptors,
             ],
             tls=config.listen_tls,
             certificates_required=config.client_certificates,
             message_bytes_max=clients.message_bytes_max,
-            options=client_options(config, config.connections_max()),
+            options=client_options(config.connections_max()),
         )
 
     @property

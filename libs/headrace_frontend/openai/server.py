@@ -18,6 +18,7 @@ from headrace_common.access.tls import server_context
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
+from headrace_common.rpc.listener import CONNECTION_IDLE_S
 from headrace_frontend.config import FrontendConfig
 from headrace_frontend.openai.direct import DirectResponse
 from headrace_frontend.openai.exchange import DIRECT_EXTENSION, PEER_NAMES_EXTENSION, AsgiApp
@@ -57,7 +58,7 @@ class HttpServer:
                 server_header=False,
                 proxy_headers=False,
                 limit_concurrency=config.connections_max(),
-                timeout_keep_alive=max(1, round(config.connection_idle_s)),
+                timeout_keep_alive=max(1, round(CONNECTION_IDLE_S)),
                 # The drain has a deadline of its own.
                 timeout_graceful_shutdown=None,
                 ssl_context_factory=None if self._tls is None else self._context,

@@ -40,20 +40,17 @@ class ModelWorkers(Protocol):
 class RequestPreparer:
     """Prepares requests for the models in `codecs`, by served name.
 
-    A prompt may have `bytes_per_token` bytes of text for each token of the context. `salt_of` gives the cache salt of a
-    tenant.
+    `salt_of` gives the cache salt of a tenant.
     """
 
     def __init__(
         self,
         codecs: Mapping[str, TextCodec],
         workers: ModelWorkers,
-        bytes_per_token: int,
         salt_of: Callable[[str], str],
     ) -> None:
         self._codecs = codecs
         self._workers = workers
-        self._bytes_per_token = bytes_per_token
         self._salt_of = salt_of
         self._threads = TextThreads()
 
@@ -142,7 +139,6 @@ class RequestPreparer:
             request_id=request_id,
             codecs=self._codecs,
             max_model_len=self._workers.max_model_len(),
-            bytes_per_token=self._bytes_per_token,
             cache_salt=self._salt_of(tenant),
             adapters=self._workers.adapters(),
         )

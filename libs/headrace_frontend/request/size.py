@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from headrace_common.errors import InvalidRequest
@@ -10,14 +10,21 @@ from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
 
 CONTEXT_WORDS: Final = "this model's maximum context length is"
 """Agents and gateways recognize a prompt that is too long by these words of OpenAI."""
+BYTES_PER_TOKEN_MAX: Final = 16
+"""Bytes of text that a prompt may have for each token of the context. English text has 4 to 5."""
 # A token of the prompt and one of the answer so far, as numbers in a message.
-_NUMBER_BYTES = 10
-_OTHER_BYTES = 1024 * 1024
+_NUMBER_BYTES: Final = 10
+_OTHER_BYTES: Final = 1024 * 1024
 
 
-def needed_request_bytes(context: int, bytes_per_token: int) -> int:
+def needed_request_bytes(context: int, bytes_per_token: int = BYTES_PER_TOKEN_MAX) -> int:
     """Bytes that a request for a context of this many tokens can need."""
     return _OTHER_BYTES + context * (bytes_per_token + _NUMBER_BYTES)
+
+
+def request_bytes_max(contexts: Iterable[int]) -> int:
+    """Bytes that a request may have: what one for the longest context needs, or for UNKNOWN_CONTEXT_TOKENS."""
+    return needed_request_bytes(max((UNKNOWN_CONTEXT_TOKENS, *contexts)))
 
 
 class RequestSizeCheck:
@@ -28,7 +35,9 @@ class RequestSizeCheck:
     """
 
     def __init__(
-        self, max_model_len: Callable[[], Mapping[str, int]], bytes_per_token: int
+        self,
+        max_model_len: Callable[[], Mapping[str, int]],
+        bytes_per_token: int = BYTES_PER_TOKEN_MAX,
     ) -> None:
         self._max_model_len = max_model_len
         self._bytes_per_token = bytes_per_token

@@ -34,7 +34,7 @@ from headrace_frontend.request.sampling import (
     vocabulary_violations,
     with_defaults,
 )
-from headrace_frontend.request.size import CONTEXT_WORDS
+from headrace_frontend.request.size import BYTES_PER_TOKEN_MAX, CONTEXT_WORDS
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import adapter_salt, client_salt
 from headrace_text.codec import TextCodec, TooManyTokens
@@ -98,7 +98,7 @@ def prepare(
     request_id: str,
     codecs: Mapping[str, TextCodec],
     max_model_len: Mapping[str, int],
-    bytes_per_token: int,
+    bytes_per_token: int = BYTES_PER_TOKEN_MAX,
     cache_salt: str = "",
     adapters: Adapters | None = None,
 ) -> PreparedRequest:

@@ -21,7 +21,6 @@ from headrace_common.config import (
     require_order,
     split_list,
 )
-from headrace_common.limits import POLICY_RETRY_BUDGET_MAX
 from headrace_frontend.config import FrontendConfig
 from headrace_text.model_hub import parse_hub_model
 
@@ -75,35 +74,16 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
         "",
         description="Name that stays the same after a restart. Empty: derived from the address.",
     )
-    max_queued_tasks: PositiveCount = Field(
-        1_024, description="Prompts that may wait for a prefill worker before more are rejected."
-    )
-    prefix_wait_s: NonNegativeSeconds = Field(
-        0.05,
-        description="Seconds that a prompt may wait for the prefill worker that has its prefix cached.",
-    )
     default_deadline_s: PositiveSeconds = Field(
         600.0, description="Deadline in seconds of a request if its client sets none."
     )
-    retry_budget: Annotated[int, Field(ge=0, le=POLICY_RETRY_BUDGET_MAX)] = Field(
-        2,
-        description="Retries of a request, unless the registry's policy sets a retry budget.",
-    )
-    migration_wait_s: NonNegativeSeconds = Field(
-        10.0,
-        description="Seconds that a response which has started waits for another decode worker after its own is lost.",
-    )
     worker_wait_s: NonNegativeSeconds = Field(
-        5.0,
-        description="Seconds in which requests wait for a decode worker of their model rather than fail, counted from "
-        "the router's start or from the loss of the model's last worker.",
+        10.0,
+        description="Seconds in which requests wait for a decode worker rather than fail, counted from the router's "
+        "start or from the loss of the model's last worker. An answer that has begun waits as long for another worker "
+        "after the loss of its own. Raise it where workers take longer to return.",
     )
     trace_count: PositiveCount = Field(256, description="Requests that have their traces stored.")
-    profile: str = Field(
-        "",
-        description="File of `headrace profile` with the measured speed of the workers, from which times to first "
-        "token are predicted. Empty: predictions use the rates of the prefills so far.",
-    )
     early_refusal: bool = Field(
         False,
         description="Whether a request is refused at once when its first token is predicted to come after its "
@@ -115,23 +95,13 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
         "are removed after all others, up to half of trace_count. Of one that was not sampled, the span of the request "
         "is stored, with the parts of its latency. 0: no request is slow.",
     )
-    max_trace_bytes: PositiveCount = Field(
-        4 * 1024 * 1024,
-        description="Bytes of the spans of one stored trace, before further spans are dropped.",
-    )
-    max_stored_trace_bytes: PositiveCount = Field(
-        64 * 1024 * 1024,
-        description="Bytes of the spans of all stored traces, before the oldest traces are removed.",
-    )
 
     @model_validator(mode="after")
     def _check_waits(self) -> RouterConfig:
         require_order(
             self,
-            ("prefix_wait_s", "default_deadline_s"),
             ("admission_wait_s", "default_deadline_s"),
             ("worker_wait_s", "default_deadline_s"),
-            ("max_trace_bytes", "max_stored_trace_bytes"),
         )
         problems = self._status_problems()
         if problems:

@@ -94,7 +94,7 @@ async def serve_router(config: RouterConfig) -> None:
         stack.push_async_callback(router.close)
         stack.push_async_callback(members.stop)
         await members.start()
-        server = router.new_server(config)
+        server = router.services.new_server(config)
         stack.push_async_callback(server.stop, None)
         http = HttpServer(router.openai, config) if config.http_listen else None
         if http is not None:

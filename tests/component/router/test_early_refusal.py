@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any, cast
 
 import grpc.aio
@@ -16,17 +15,12 @@ from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import FirstTokenLate, InvalidRequest
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
-from headrace_planner.settings import DecodePoint, PrefillPoint, WorkerProfile
 from tests.component.router.fakes import Rig, hand_over, reply, text_of, with_settings
 
 _WAIT_S = 100.0
 _SHORT_S = 60.0
 _LONG_S = 600.0
 _TTFT_S = 1.0
-_PROFILE = WorkerProfile(
-    prefill=(PrefillPoint(prompt_tokens=1_000, ttft_s=_TTFT_S),),
-    decode=(DecodePoint(kv_usage=0.5, context_tokens=100, itl_s=0.01, tokens_per_s=10),),
-)
 
 
 def _seconds(value: float) -> Duration:
@@ -35,7 +29,7 @@ def _seconds(value: float) -> Duration:
 
 @pytest.fixture
 async def waiting_rig(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Rig:
-    """A prompt would wait for 100 s in the prefill queue. Without a profile, the prefill itself takes no time."""
+    """A prompt would wait for 100 s in the prefill queue. No prefill was measured, so it counts as 0."""
     await rig.add_decode(reply("ok"))
     await rig.add_prefill(hand_over)
     monkeypatch.setattr(rig.router.queue, "wait_s", lambda *_: _WAIT_S)
@@ -113,18 +107,16 @@ async def test_a_deadline_that_the_prefill_queue_would_miss_refuses(waiting_rig:
     ).endswith("ok")
 
 
-async def test_where_no_wait_helps_there_is_no_hint(tmp_path: Path) -> None:
-    path = tmp_path / "profile.json"
-    path.write_text(_PROFILE.model_dump_json())
-    rig = await Rig(profile=str(path)).start()
-    try:
-        await rig.add_decode(reply("ok"))
-        error = await rig.error_of(ttft_target=_seconds(0.5 * _TTFT_S))
-        assert isinstance(error, FirstTokenLate)
-        assert error.retry_after_s is None
-        assert error.metadata["prefill_s"] == "1.000"
-    finally:
-        await rig.close()
+async def test_where_no_wait_helps_there_is_no_hint(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.add_decode(reply("ok"))
+    # "a prompt" misses seven tokens.
+    monkeypatch.setattr(rig.router.queue, "compute_s_per_token", lambda model: 2 * _TTFT_S / 7)
+    error = await rig.error_of(ttft_target=_seconds(_TTFT_S))
+    assert isinstance(error, FirstTokenLate)
+    assert error.retry_after_s is None
+    assert error.metadata["prefill_s"] == "2.000"
 
 
 @pytest.mark.parametrize("target_s", [-1.0, 0.0, 3_601.0])

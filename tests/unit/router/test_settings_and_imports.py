@@ -9,13 +9,9 @@ import textwrap
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
 from headrace_common.process.settings import load_config
-from headrace_frontend.request.size import needed_request_bytes
-from headrace_router.app import _warn_of_short_requests
 from headrace_router.config import RouterConfig
 from headrace_router.main import join_models
-from headrace_text.load import ByteCodec
 
 
 def _load(*arguments: str) -> RouterConfig:
@@ -43,9 +39,8 @@ def test_model_settings_map_names_to_folders(arguments: list[str], models: dict[
         (["--model", "a=x,a=y"], "a is used twice"),
         (["--model", "=x"], "NAME=FOLDER"),
         (["--model"], "at least one model"),
-        (["--model", "sim", "--retry-budget", "11"], "retry_budget"),
+        (["--model", "sim", "--retry-budget", "1"], "headrace policy set retry_budget"),
         (["--model", "sim", "--max-queued-tokens", "0"], "max_queued_tokens"),
-        (["--model", "sim", "--prefix-wait-s", "-1"], "prefix_wait_s"),
         (["--model", "sim", "--admission-wait-s", "0"], "admission_wait_s"),
         (["--model", "sim", "--router-id", "Not Good"], "router_id"),
         (
@@ -67,20 +62,6 @@ def test_each_model_has_its_parsers() -> None:
         "--model", "a=sim,b=sim", "--tool-call-parser", "b=hermes", "--reasoning-parser", "qwen3"
     )
     assert config.parsers == {"a": ("", "qwen3"), "b": ("hermes", "qwen3")}
-
-
-def test_requests_fit_the_default_context_and_longer_ones_are_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    config = _load("--model=sim")
-    assert config.max_request_bytes == needed_request_bytes(
-        UNKNOWN_CONTEXT_TOKENS, config.max_bytes_per_token
-    )
-    codec = ByteCodec()
-    for tokens, warned in ((UNKNOWN_CONTEXT_TOKENS, False), (UNKNOWN_CONTEXT_TOKENS + 1, True)):
-        codec.max_model_len = tokens
-        _warn_of_short_requests(config, {"long": codec})
-        assert ("may need" in caplog.text) == warned
 
 
 def test_the_router_starts_without_engine_libraries() -> None:

@@ -29,7 +29,7 @@ from headrace_frontend.openai.parts import OpenAiParts
 from headrace_frontend.openai.server import HttpServer
 from headrace_frontend.request.model_names import Adapters
 from headrace_frontend.request.preparation import RequestPreparer
-from headrace_frontend.request.size import RequestSizeCheck
+from headrace_frontend.request.size import RequestSizeCheck, request_bytes_max
 from headrace_frontend.salts import CacheSalts
 from headrace_frontend.tenants import load_tenants
 from headrace_text.codec import TextCodec
@@ -128,7 +128,7 @@ class HttpDoor:
         salts = CacheSalts(
             by_tenant=config.separates_tenants, prefix_hash_key=lambda: self._hash_key
         )
-        self._preparer = RequestPreparer(codecs, model, config.max_bytes_per_token, salts.salt_of)
+        self._preparer = RequestPreparer(codecs, model, salts.salt_of)
         self._runner = OwnRequestRunner(
             *(self._worker, self._build_admission(), self._preparer, self._callers, telemetry)
         )
@@ -139,7 +139,7 @@ class HttpDoor:
             tenants=load_tenants(config.api_keys_file),
             runner=self._runner,
             preparer=self._preparer,
-            size=RequestSizeCheck(model.max_model_len, config.max_bytes_per_token),
+            size=RequestSizeCheck(model.max_model_len),
             count_failures=nullcontext,
             callers=self._callers,
             rejects_unknown_fields=config.reject_unknown_fields,
@@ -150,7 +150,7 @@ class HttpDoor:
         return OpenAiApp(
             *(parts, metrics),
             deadline_s=config.request_timeout_s,
-            body_bytes_max=config.max_request_bytes,
+            body_bytes_max=request_bytes_max(model.max_model_len().values()),
         )
 
     def _build_admission(self) -> OwnAdmission:

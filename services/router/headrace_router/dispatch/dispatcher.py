@@ -42,6 +42,8 @@ from headrace_router.workers.table import LoadTable, Numbers, Worker
 _LOG = logging.getLogger(__name__)
 
 _AVOIDED_WORKER_PAUSE_S = 0.1
+# Retries of a request where the policy sets none.
+_RETRY_BUDGET = 2
 _POLL_INTERVAL_S = 0.1
 
 
@@ -83,7 +85,6 @@ class RequestDispatcher:
         placement: Placement,
         prefixes: PrefixSource,
         policy: PolicySource,
-        retry_budget: int,
         ticket_key_id: bytes,
         migration_wait_s: float,
         on_migration: Callable[[str], None],
@@ -94,7 +95,6 @@ class RequestDispatcher:
         self._placement = placement
         self._prefixes = prefixes
         self._policy = policy
-        self._retry_budget = retry_budget
         self._migration_wait_s = migration_wait_s
         self._on_migration = on_migration
         self._failures = CauseLog(_LOG)
@@ -187,7 +187,7 @@ class RequestDispatcher:
     @property
     def _budget(self) -> int:
         policy = self._policy.policy
-        return policy.retry_budget if policy.HasField("retry_budget") else self._retry_budget
+        return policy.retry_budget if policy.HasField("retry_budget") else _RETRY_BUDGET
 
     async def _wait_for_worker(
         self, request: RoutedRequest, retries: RetryState, attempts: int

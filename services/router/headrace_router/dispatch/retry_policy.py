@@ -195,7 +195,7 @@ class RetryState:
         *,
         avoided: Collection[WorkerRef] = (),
     ) -> None:
-        """`migration_wait_s`: see RouterConfig."""
+        """`migration_wait_s`: how long a response that has started may wait for another decode worker."""
         self._retries_left = retries_left
         self._migration_wait_s = migration_wait_s
         self._failed: set[WorkerRef] = set()

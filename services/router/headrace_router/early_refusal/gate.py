@@ -13,7 +13,6 @@ from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
 from headrace_common.telemetry import schema
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_planner.settings import WorkerProfile
 from headrace_router.dispatch.dispatcher import PolicySource, PrefixSource
 from headrace_router.early_refusal.prediction import (
     DEADLINE,
@@ -22,7 +21,6 @@ from headrace_router.early_refusal.prediction import (
     FirstTokenBound,
     FirstTokenPrediction,
     is_late,
-    prefill_s,
     refusal,
     tightest_bound,
 )
@@ -50,14 +48,13 @@ class ArrivedRequest:
 class EarlyRefusalParts:
     """The parts of a router that predictions need.
 
-    `profile` is that of the workers, or None. `by_deadline`: whether deadlines refuse requests, beside the targets.
+    `by_deadline`: whether deadlines refuse requests, beside the targets.
     """
 
     queue: PrefillQueue
     workers: WorkerDirectory
     prefixes: PrefixSource
     policy: PolicySource
-    profile: WorkerProfile | None
     by_deadline: bool
     on_prediction: Callable[[str, float], None]
     """Gets the served model and the predicted seconds from arrival to first token."""
@@ -116,9 +113,7 @@ class EarlyRefusal:
             elapsed_s=request.elapsed_s,
             slot_wait_s=slot_wait_s,
             queue_wait_s=self._queue_wait_s(request, missing_tokens),
-            prefill_s=prefill_s(
-                missing_tokens, parts.profile, parts.queue.compute_s_per_token(prepared.model)
-            ),
+            prefill_s=missing_tokens * parts.queue.compute_s_per_token(prepared.model),
         )
 
     def _queue_wait_s(self, request: ArrivedRequest, missing_tokens: int) -> float:

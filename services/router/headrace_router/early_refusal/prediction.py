@@ -2,8 +2,8 @@
 
     time to first token = time since arrival + wait for a decode slot + wait in the prefill queue + prefill
 
-The prefill queue counts only for a prompt that placement would send there. The time of the prefill is that of the
-worker's profile. Without one it is the number of missing tokens times the measured time of a token.
+The prefill queue counts only for a prompt that placement would send there. The time of the prefill is the number of
+missing tokens times the measured time of a token, 0 while nothing was measured.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace_common.errors import FirstTokenLate
-from headrace_planner.settings import WorkerProfile
 
 RETRY_S_MIN: Final = 0.05
 RETRY_S_MAX: Final = 60.0
@@ -50,18 +49,6 @@ class FirstTokenPrediction:
     def total_s(self) -> float:
         """From the arrival to the first token."""
         return self.elapsed_s + self.slot_wait_s + self.queue_wait_s + self.prefill_s
-
-
-def prefill_s(missing_tokens: int, profile: WorkerProfile | None, s_per_token: float) -> float:
-    """How long an idle worker takes for a prompt that lacks `missing_tokens`.
-
-    `s_per_token` is measured, and 0 while nothing was measured. It counts only without a profile.
-    """
-    if missing_tokens <= 0:
-        return 0.0
-    if profile is not None:
-        return profile.ttft_s(missing_tokens)
-    return missing_tokens * max(0.0, s_per_token)
 
 
 def tightest_bound(bounds: tuple[FirstTokenBound, ...]) -> FirstTokenBound | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.registry.place import Level, Place, place_from_proto
 from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_router.dispatch.dispatcher import PolicySource
 from headrace_router.pairing.rules import LinkTimes, PairRules, cheapest_pair_cost, pair_cost
 from headrace_router.placement import PairCosts
 from headrace_router.prefill_queue.pairs import ComputeTime, Pulling
@@ -21,15 +22,6 @@ from headrace_router.workers.table import LoadTable
 # Lags change with each task. Costs by place are computed again at this interval.
 _COSTS_AGE_S: Final = 0.5
 _US: Final = 1e-6
-
-
-class PolicySource(Protocol):
-    """The run-time policy of the deployment."""
-
-    @property
-    def policy(self) -> registry_pb2.Policy:
-        """The policy in force."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

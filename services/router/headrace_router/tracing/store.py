@@ -40,12 +40,12 @@ DROPPED_STORE: Final = "store"
 class TraceLimits:
     """Bounds of a trace store: traces, bytes of one trace, and bytes of all traces.
 
-    The least recent traces are removed first.
+    Further spans of a trace are dropped. The least recent traces are removed first.
     """
 
     traces: int
-    trace_bytes: int
-    total_bytes: int
+    trace_bytes: int = 4 * 1024 * 1024
+    total_bytes: int = 64 * 1024 * 1024
 
 
 class TraceStore:

@@ -9,10 +9,12 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common.client_config import ClientFacingConfig
+from headrace_common.rpc import server
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from tests.waiting import until
 
@@ -60,17 +62,16 @@ class _Served:
 
 
 @asynccontextmanager
-async def _served(**settings: float) -> AsyncIterator[_Served]:
-    config = ClientFacingConfig.model_validate(settings)
-    server = GrpcServer(config, (), ClientServices((_SERVICE,)))
-    assert server.client_server is not None
+async def _served() -> AsyncIterator[_Served]:
+    served = GrpcServer(ClientFacingConfig(), (), ClientServices((_SERVICE,)))
+    assert served.client_server is not None
     servicer = _Servicer()
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server.client_server)
-    await server.start()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, served.client_server)
+    await served.start()
     try:
-        yield _Served(server.client_endpoint, servicer)
+        yield _Served(served.client_endpoint, servicer)
     finally:
-        await server.stop(0)
+        await served.stop(0)
 
 
 async def _status_at_end(channel: grpc.aio.Channel) -> tuple[grpc.StatusCode, str]:
@@ -85,8 +86,11 @@ async def _status_at_end(channel: grpc.aio.Channel) -> tuple[grpc.StatusCode, st
     return grpc.StatusCode.OK, ""
 
 
-async def test_an_endless_stream_ends_by_its_age_and_an_answer_does_not() -> None:
-    async with _served(connection_age_s=0.3) as it, it.channel() as channel:
+async def test_an_endless_stream_ends_by_its_age_and_an_answer_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "CLIENT_CONNECTION_AGE_S", 0.3)
+    async with _served() as it, it.channel() as channel:
         asking = asyncio.create_task(it.ask(channel))
         await until(lambda: it.servicer.calls == 1, _WAIT_S)
         async with it.channel() as other:

@@ -40,7 +40,6 @@ from tests.component.router.fakes import (
     start_and_end,
     text_of,
     tokens,
-    with_settings,
 )
 from tests.waiting import forever, until
 
@@ -289,10 +288,10 @@ async def test_placed_requests_count_before_workers_report_them(rig: Rig) -> Non
         call.cancel()
 
 
-@with_settings(max_queued_tasks=1)
 async def test_a_full_prefill_queue_rejects_only_requests_that_ask_for_remote_prefill(
-    rig: Rig,
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rig.router.queue, "max_queued_tasks", 1)
     decode = await rig.add_decode(hang)
     await rig.add_prefill(stall, credit=0)
     waiting = asyncio.create_task(rig.ask("xx"))

@@ -163,6 +163,7 @@ async def test_rejections_cost_a_started_response_no_retry(rig: Rig) -> None:
     assert responses[-1].timing.attempts == 5
 
 
+@with_settings(worker_wait_s=10.0)
 async def test_a_started_response_waits_for_room_until_its_deadline(rig: Rig) -> None:
     draining, other = await rig.add_decodes(recite(2, raising(Draining("shutting down"))), full)
     asking = asyncio.create_task(rig.ask(sampling=sampling()))
@@ -176,6 +177,7 @@ async def test_a_started_response_waits_for_room_until_its_deadline(rig: Rig) ->
     assert isinstance(error, DecodeFull | DeadlineExceeded | Draining)
 
 
+@with_settings(worker_wait_s=10.0)
 async def test_a_started_response_waits_for_a_restarted_worker(rig: Rig) -> None:
     """Meanwhile, the dead worker costs no attempt."""
     rig.policy.policy.retry_budget = 1
@@ -191,8 +193,8 @@ async def test_a_started_response_waits_for_a_restarted_worker(rig: Rig) -> None
     assert responses[-1].timing.attempts == 2
 
 
-@with_settings(migration_wait_s=0.5)
-async def test_a_started_response_waits_no_longer_than_the_migration_wait(rig: Rig) -> None:
+@with_settings(worker_wait_s=0.5)
+async def test_a_started_response_waits_no_longer_than_the_worker_wait(rig: Rig) -> None:
     await rig.add_decode(recite(2, FakeDecode.die))
     error = await rig.error_of(sampling=sampling())
     assert isinstance(error, WorkerGone)

@@ -147,7 +147,7 @@ async def test_a_worker_queues_prompts_for_itself_only(rig: Rig) -> None:
     token = _current.set(named)
     try:
         with pytest.raises(PermissionDenied):
-            await rig.router.queue_service.Enqueue(request_of(worker), _NO_CONTEXT)
+            await rig.router.services.queue.Enqueue(request_of(worker), _NO_CONTEXT)
     finally:
         _current.reset(token)
     assert not prefill.tasks

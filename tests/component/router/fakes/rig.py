@@ -74,7 +74,7 @@ class Rig:
             lambda: PREFIX_KEY,
             self.router_key.key,
         )
-        self._server = self.router.new_server(self.config)
+        self._server = self.router.services.new_server(self.config)
         self.internal_endpoint = await self._server.start()
         self.endpoint = self._server.client_endpoint
         self.channel = open_channel(self.endpoint)

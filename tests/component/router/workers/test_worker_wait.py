@@ -48,7 +48,7 @@ async def test_a_request_waits_for_workers_that_left_between_check_and_placement
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await rig.add_decode(reply("ok"))
-    inference = rig.router.inference
+    inference = rig.router.services.inference
     prepare = inference._preparer.prepare
 
     async def prepare_and_lose(*arguments: Any) -> Any:

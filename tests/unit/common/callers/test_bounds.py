@@ -22,7 +22,7 @@ def test_the_calls_of_one_caller_are_bounded_and_another_is_served() -> None:
         for _ in range(4):
             held.enter_context(bounds.call("tenant:a"))
         with (
-            pytest.raises(QueueFull, match=r"4 calls of this caller.*max_calls_per_caller"),
+            pytest.raises(QueueFull, match=r"4 calls of this caller.*max_concurrent_requests"),
             bounds.call("tenant:a"),
         ):
             pass

@@ -119,7 +119,7 @@ class LocalApp:
 
     def __init__(self, *, rejects_unknown_fields: bool = False, reasoning: str = "qwen3") -> None:
         codecs = {"sim": ByteCodec()}
-        preparer = RequestPreparer(codecs, Workers(), 16, lambda tenant: "")
+        preparer = RequestPreparer(codecs, Workers(), lambda tenant: "")
         self.runner = Runner(preparer)
         parts = OpenAiParts(
             codecs=codecs,

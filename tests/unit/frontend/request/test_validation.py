@@ -130,7 +130,7 @@ class _UntouchedCodec(ByteCodec):
         (49, 3, 16, 48),
         (3 * 131_072 + 1, 3, 0, 3 * 131_072),
     ],
-    ids=["the longest token", "the setting", "no known context"],
+    ids=["the longest token", "the bound", "no known context"],
 )
 def test_a_text_beyond_its_bytes_is_never_tokenized(
     length: int, bytes_per_token: int, context: int, bytes_max: int

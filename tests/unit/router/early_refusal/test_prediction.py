@@ -18,26 +18,15 @@ from headrace_router.early_refusal.prediction import (
     FirstTokenBound,
     FirstTokenPrediction,
     is_late,
-    prefill_s,
     refusal,
     tightest_bound,
 )
-from tests.unit.planner.samples import PROFILE
 
 _SECONDS = st.floats(0.0, 500.0)
 _PREDICTIONS = st.builds(FirstTokenPrediction, _SECONDS, _SECONDS, _SECONDS, _SECONDS)
 _BOUNDS = st.builds(
     FirstTokenBound, _SECONDS, st.sampled_from((DEADLINE, REQUEST_TARGET, POLICY_TARGET))
 )
-
-
-def test_the_prefill_takes_the_time_of_the_profile_or_of_the_measured_rate() -> None:
-    assert prefill_s(1000, PROFILE, 9.0) == pytest.approx(0.1)
-    assert prefill_s(1500, PROFILE, 9.0) == pytest.approx(0.2)
-    assert prefill_s(4000, PROFILE, 9.0) == pytest.approx(0.6)
-    assert prefill_s(1500, None, 0.002) == pytest.approx(3.0)
-    assert prefill_s(1500, None, 0.0) == 0.0
-    assert prefill_s(0, PROFILE, 9.0) == 0.0
 
 
 @given(prediction=_PREDICTIONS, bound=_BOUNDS)
