@@ -43,7 +43,7 @@ class ClientAccessConfig(ServiceConfig):
     client_certificates: bool = Field(
         default=True,
         description="Whether clients need a certificate where their listeners have TLS. Without it, the connection is "
-        "encrypted and API keys decide.",
+        "encrypted and API keys decide: for clients without certificates, such as most HTTP clients.",
     )
     anonymous_clients: bool = Field(
         default=False,

@@ -65,12 +65,13 @@ class FrontendConfig(ClientAccessConfig):
     )
     max_queued_tokens: PositiveCount = Field(
         default=4_194_304,
-        description="Prompt tokens of requests without a first token, before more are rejected.",
+        description="Prompt tokens of requests without a first token, before more are rejected. Raise it where more "
+        "long prompts arrive together.",
     )
     admission_wait_s: PositiveSeconds = Field(
         default=2.0,
         description="Seconds that a request beyond its tenant's share waits for a slot of a decode worker. A request "
-        "within the share waits until its deadline.",
+        "within the share waits until its deadline. Raise it for clients that do not send again.",
     )
 
     reject_unknown_fields: bool = Field(

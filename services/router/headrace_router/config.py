@@ -72,10 +72,12 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
     )
     router_id: OptionalWorkerId = Field(
         "",
-        description="Name that stays the same after a restart. Empty: derived from the address.",
+        description="Name that stays the same after a restart. Set it where a restart changes the address. Empty: "
+        "derived from the address.",
     )
     default_deadline_s: PositiveSeconds = Field(
-        600.0, description="Deadline in seconds of a request if its client sets none."
+        600.0,
+        description="Deadline in seconds of a request if its client sets none. Raise it for answers that take longer.",
     )
     worker_wait_s: NonNegativeSeconds = Field(
         10.0,
@@ -83,7 +85,10 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
         "start or from the loss of the model's last worker. An answer that has begun waits as long for another worker "
         "after the loss of its own. Raise it where workers take longer to return.",
     )
-    trace_count: PositiveCount = Field(256, description="Requests that have their traces stored.")
+    trace_count: PositiveCount = Field(
+        256,
+        description="Requests that have their traces stored. Raise it where `headrace trace` shows too short a time.",
+    )
     early_refusal: bool = Field(
         False,
         description="Whether a request is refused at once when its first token is predicted to come after its "
@@ -93,7 +98,7 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
         10.0,
         description="A time to the first token above this makes a request slow. Traces of slow and of failed requests "
         "are removed after all others, up to half of trace_count. Of one that was not sampled, the span of the request "
-        "is stored, with the parts of its latency. 0: no request is slow.",
+        "is stored, with the parts of its latency. Set it to the time that your clients accept. 0: no request is slow.",
     )
 
     @model_validator(mode="after")
