@@ -1,6 +1,7 @@
 """Measures goodput at the capacity of a deployment and at three times that, in one run, with sim workers.
 
-    python -m bench.overload [--seconds 15] [--scenario decode|prefill|both] [--answer 16] [--output bench/results]
+    python -m bench.overload [--seconds 15] [--scenario decode|prefill|both] [--answer 16] [--early-refusal]
+                             [--output bench/results]
 
 First twice as many clients as slots send requests without a pause: their goodput is the capacity. Then requests arrive
 at random times, at that rate (1x) and at three times that rate (3x). A request is good when its whole answer is
@@ -128,7 +129,9 @@ class Load:
         phase.ends[f"{DeadlineExceeded.reason} among refusals"] += 1
 
 
-async def measure(scenario: str, seconds: float, answer_tokens: int) -> list[Phase]:
+async def measure(
+    scenario: str, seconds: float, answer_tokens: int, early_refusal: bool
+) -> list[Phase]:
     """The three phases of one scenario."""
     prefill, decode = SCENARIOS[scenario]
     settings = (
@@ -136,6 +139,7 @@ async def measure(scenario: str, seconds: float, answer_tokens: int) -> list[Pha
         ("decode", "model", decode),
         ("decode", "max_num_seqs", str(SLOTS)),
         ("prefill", "max_num_seqs", "4"),
+        ("router", "early_refusal", str(early_refusal)),
         *((service, "max_num_batched_tokens", "128") for service in ("prefill", "decode")),
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -150,11 +154,11 @@ async def measure(scenario: str, seconds: float, answer_tokens: int) -> list[Pha
             return [capacity, one, three]
 
 
-def report(scenario: str, phases: list[Phase]) -> str:
+def report(title: str, phases: list[Phase]) -> str:
     """A table and the ratio."""
     peak = max(phases[0].goodput, phases[1].goodput)
     lines = [
-        f"### {scenario}",
+        f"### {title}",
         "",
         "| load | offered/s | goodput/s | p50 s | p99 s | refusals | other ends |",
         "|---|---|---|---|---|---|---|",
@@ -172,13 +176,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0, help="of each load")
     parser.add_argument("--scenario", choices=[*SCENARIOS, "both"], default="both")
     parser.add_argument("--answer", type=int, default=16, help="tokens of an answer")
+    parser.add_argument("--early-refusal", action="store_true", help="the router's setting")
     parser.add_argument("--output", type=Path, help="folder for overload.md")
     options = parser.parse_args()
     chosen = list(SCENARIOS) if options.scenario == "both" else [options.scenario]
     parts = []
     for scenario in chosen:
-        phases = asyncio.run(measure(scenario, options.seconds, options.answer))
-        parts.append(report(scenario, phases))
+        phases = asyncio.run(
+            measure(scenario, options.seconds, options.answer, options.early_refusal)
+        )
+        title = f"{scenario}, early refusal" if options.early_refusal else scenario
+        parts.append(report(title, phases))
         print(parts[-1], flush=True)
     if options.output is not None:
         text = "# Goodput under overload\n\n`python -m bench.overload`: what it does is in its docstring.\n\n"

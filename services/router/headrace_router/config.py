@@ -92,7 +92,8 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
     early_refusal: bool = Field(
         False,
         description="Whether a request is refused at once when its first token is predicted to come after its "
-        "deadline. Targets for the time to first token, of the policy or of a request, refuse in any case.",
+        "deadline. Set it where clients send again, or where overload lasts. Targets for the time to first token, of "
+        "the policy or of a request, refuse in any case.",
     )
     slow_trace_s: NonNegativeSeconds = Field(
         10.0,

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from opentelemetry.trace import Span
 
@@ -27,6 +28,9 @@ from headrace_router.early_refusal.prediction import (
 from headrace_router.placement import PlacementRequest, RoutePolicy, remote_wanted
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.workers.directory import WorkerDirectory
+
+# Refused requests measure nothing. So a rate that was measured in a bad moment is forgotten.
+_AGE_MAX_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ class EarlyRefusal:
             elapsed_s=request.elapsed_s,
             slot_wait_s=slot_wait_s,
             queue_wait_s=self._queue_wait_s(request, missing_tokens),
-            prefill_s=missing_tokens * parts.queue.compute_s_per_token(prepared.model),
+            prefill_s=missing_tokens * parts.queue.compute_s_per_token(prepared.model, _AGE_MAX_S),
         )
 
     def _queue_wait_s(self, request: ArrivedRequest, missing_tokens: int) -> float:

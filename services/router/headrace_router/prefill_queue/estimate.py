@@ -78,7 +78,6 @@ class ComputeEstimator:
         self._compute_s = kept * self._compute_s + compute_s
         self._recorded_s = now_s
 
-    @property
-    def sums(self) -> tuple[float, float]:
-        """Tokens and seconds, both weighted; 0 before the first task."""
-        return self._tokens, self._compute_s
+    def sums(self, since_s: float = -math.inf) -> tuple[float, float]:
+        """Tokens and seconds, both weighted; 0 before the first task, and without a task since `since_s`."""
+        return (self._tokens, self._compute_s) if self._recorded_s >= since_s else (0.0, 0.0)

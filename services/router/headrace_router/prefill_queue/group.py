@@ -89,10 +89,9 @@ class QueueGroup:
         )
         return max(throughput_s, self.oldest_age_of(priority))
 
-    @property
-    def computed(self) -> tuple[float, float]:
-        """Tokens that workers have computed lately, and in how many seconds."""
-        return self._computing.sums
+    def computed(self, since_s: float) -> tuple[float, float]:
+        """Tokens that workers have computed lately, and in how many seconds. 0 without a task since `since_s`."""
+        return self._computing.sums(since_s)
 
     @contextmanager
     def expect_task(self, tokens: int) -> Iterator[None]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -112,9 +113,13 @@ class PrefillQueue:
             for one in Priority
         }
 
-    def compute_s_per_token(self, model: str) -> float:
-        """How long a prefill worker of a served model computes a token of a prompt; 0 before the first task."""
-        sums = [group.computed for group in self._groups_of(model)]
+    def compute_s_per_token(self, model: str, age_max_s: float = math.inf) -> float:
+        """How long a prefill worker of a served model computes a token of a prompt.
+
+        0 before the first task, and when the last one ended more than `age_max_s` ago.
+        """
+        since_s = time.monotonic() - age_max_s
+        sums = [group.computed(since_s) for group in self._groups_of(model)]
         tokens = sum(counted for counted, _ in sums)
         return sum(seconds for _, seconds in sums) / tokens if tokens > 0 else 0.0
 
