@@ -206,7 +206,7 @@ async def test_a_cancelled_task_is_reported_too(queue: RouterQueue, worker: Scri
 
 async def test_routers_share_the_slots(puller: TaskPuller, routers: list[ServedRouter]) -> None:
     puller.set_routers([router.member(f"r{i}") for i, router in enumerate(routers)])
-    await until(lambda: all(router.queue.credit == 1 for router in routers), what="a credit each")
+    await until(lambda: all(router.queue.credit == 2 for router in routers), what="equal parts")
     puller.set_routers([routers[0].member("r0")])
     await until(lambda: routers[0].queue.credit == 4, what="all slots")
 

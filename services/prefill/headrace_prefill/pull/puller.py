@@ -94,9 +94,9 @@ class TaskPuller:
         await asyncio.gather(*streams, return_exceptions=True)
 
     def _grant_credit(self) -> None:
-        """Gives free slots to the routers with the fewest tasks here, one at a time.
+        """Gives free slots to the routers with the fewest tasks here.
 
-        A router without a task keeps one unused credit, which takes no slot from the others.
+        A router without a task has credit for an equal part of the slots, which takes no slot from the others.
         """
         slot_count = self._worker.slot_count
         sessions = [self._sessions[key] for key in self._streams if key in self._sessions]
@@ -104,12 +104,14 @@ class TaskPuller:
             for session in sessions:
                 session.grant(slot_count - session.granted)
             return
+        part = max(1, slot_count // max(1, len(self._streams)))
         taken = sum(one.running + min(1, one.running, one.unused) for one in sessions)
         for session in sorted(sessions, key=lambda one: one.running):
-            if session.unused or (session.running and taken >= slot_count):
-                continue
-            session.grant(1)
-            taken += min(1, session.running)
+            room = part - session.unused
+            if session.running:
+                room = min(room, slot_count - taken)
+                taken += max(0, room)
+            session.grant(room)
 
     async def _pull(self, key: RouterKey) -> None:
         router_id, _, endpoint = key
