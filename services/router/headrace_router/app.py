@@ -229,7 +229,9 @@ def _build_records(basis: _Basis, fleet: _Fleet) -> _Records:
     traces = TraceStore(TraceLimits(config.trace_count), metrics.count_dropped_spans)
     clocks = WorkerClocks()
     tracer = RequestTracer(
-        *(telemetry, traces, clocks),
+        telemetry,
+        traces,
+        clocks,
         slow_s=config.slow_trace_s,
         on_latency=metrics.count_latency,
     )
@@ -348,7 +350,8 @@ def _build_openai(basis: _Basis, records: _Records, requests: _Requests) -> Open
     )
     readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")
     return OpenAiApp(
-        *(parts, MetricsPage(readers, basis.telemetry.metrics.text)),
+        parts,
+        MetricsPage(readers, basis.telemetry.metrics.text),
         deadline_s=config.default_deadline_s,
         body_bytes_max=requests.bytes_max,
     )

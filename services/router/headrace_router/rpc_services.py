@@ -46,7 +46,9 @@ class RouterServices:
     def new_server(self, config: RouterConfig) -> GrpcServer:
         """A server with every service of the router. Raises ConfigError."""
         clients = ClientServices(
-            *(CLIENT_SERVICES, [self.gate], self.bytes_max),
+            names=CLIENT_SERVICES,
+            interceptors=[self.gate],
+            message_bytes_max=self.bytes_max,
             callers=self.callers,
             tenant_of=partial(tenant_or_none, self.tenants),
         )
