@@ -16,8 +16,8 @@ _COLOURS = {"hashes ready": "#0b6e99", "from a list": "#2b8a3e", "from an array"
 class Report:
     """Medians by case and way in µs, and ingest in million blocks/s.
 
-    `memory` holds by index: resident bytes per block, counted bytes per block. Then in µs: a full garbage collection,
-    the longest event, the sweep that lists all blocks, and later slices of a sweep.
+    `memory` holds by index the resident bytes per block. Then in µs: a full garbage collection, the longest event, the
+    sweep that lists all blocks, and later slices of a sweep.
     """
 
     ready: dict[Case, dict[str, float]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ def lookup_target(case: Case) -> float:
 
 def render(report: Report) -> str:
     """The report in Markdown."""
-    lines = ["Lookup with hashes ready, µs (in brackets as a dictionary by worker)", ""]
+    lines = ["Lookup with hashes ready, µs", ""]
     lines += _rows(["workers", "prompt", "ours", "Dynamo", "ratio", "target"])
     for case, cells in report.ready.items():
         ratio = report.ratios(case).get("hashes ready")
@@ -56,7 +56,7 @@ def render(report: Report) -> str:
             [
                 str(case[0]),
                 f"{case[1]} {case[2]}",
-                f"{cells['ours']:.2f} ({cells['ours, by worker']:.2f})",
+                f"{cells['ours']:.2f}",
                 _figure(cells.get("Dynamo"), ".1f"),
                 _figure(ratio, ".1f"),
                 _against(ratio, lookup_target(case)) if case[2] in {"full", "half"} else "",
@@ -105,11 +105,10 @@ def _ingest_lines(report: Report) -> list[str]:
 
 def _memory_lines(report: Report) -> list[str]:
     lines = ["", f"Memory at {report.memory_blocks:,} blocks, one worker", ""]
-    lines += _rows(["index", "resident bytes a block", "counted bytes a block"])
+    lines += _rows(["index", "resident bytes a block"])
     for name, found in report.memory.items():
-        counted = f"{found[1]:.0f}" if name == "ours" else ""
-        lines += _rows([name, f"{found[0]:.0f}", counted], head=False)
-    _, _, pause_us, longest_us, first_us, slice_us = report.memory["ours"]
+        lines += _rows([name, f"{found[0]:.0f}"], head=False)
+    _, pause_us, longest_us, first_us, slice_us = report.memory["ours"]
     lines += [
         "",
         (

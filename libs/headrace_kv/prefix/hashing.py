@@ -20,7 +20,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Final, TypeAlias
+from typing import Final, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +72,7 @@ class PrefixHasher:
         `parent` is the checkpoint before the first token. At the start of the prompt it is `root_of` its salt, or None
         for a prompt without a salt.
         """
-        return self.lazy(tokens, parent).all()
+        return self.lazy(tokens, parent)[:]
 
     def lazy(self, tokens: TokenIds, parent: int | None = None) -> PromptHashes:
         """The same hashes, each computed on first use. `tokens` may not change meanwhile."""
@@ -118,58 +118,48 @@ class PromptHashes:
     def __len__(self) -> int:
         return self.block_count
 
-    def __getitem__(self, position: int) -> int:
+    @overload
+    def __getitem__(self, position: int) -> int: ...
+
+    @overload
+    def __getitem__(self, position: slice) -> list[int]: ...
+
+    def __getitem__(self, position: int | slice) -> int | list[int]:
+        """The hash of one block, or those of consecutive blocks."""
+        if isinstance(position, slice):
+            start, stop, _ = position.indices(self.block_count)
+            return self._between(start, stop)
         segment, offset = divmod(position, CHECKPOINT_BLOCKS)
         if offset == CHECKPOINT_BLOCKS - 1:
-            self.compute_checkpoints(segment + 1)
-            return self.checkpoints[segment]
-        size = self._hasher.block_tokens
-        end = (position + 1) * size
-        words = self._words_to(end)[end - (offset + 1) * size : end]
-        return self._hasher.block_hashes(words, self.checkpoint_before(segment))[-1]
+            return self._checkpoint(segment + 1)
+        return self._between(position, position + 1)[0]
 
-    def all(self) -> list[int]:
-        """All hashes."""
-        return self.first(self.block_count)
-
-    def first(self, count: int) -> list[int]:
-        """The hashes of the first `count` blocks. There must be as many."""
-        checkpoint_count = count // CHECKPOINT_BLOCKS
-        hashes = [0] * count
-        self.compute_checkpoints(checkpoint_count)
-        hashes[CHECKPOINT_BLOCKS - 1 :: CHECKPOINT_BLOCKS] = self.checkpoints[:checkpoint_count]
-        parents = [self._parent, *self.checkpoints]
-        words = self._words_to(count * self._hasher.block_tokens)
-        for offset in range(min(CHECKPOINT_BLOCKS - 1, count)):
-            positions = slice(offset, count, CHECKPOINT_BLOCKS)
-            parents = hashes[positions] = self._hasher.hashes_at(words, positions, parents)
-        return hashes
-
-    def compute_checkpoints(self, count: int) -> None:
-        """Computes the first `count` checkpoints. There must be as many."""
+    def _checkpoint(self, count: int) -> int:
+        """The last of the first `count` checkpoints, or for none the parent of the prompt."""
         start = len(self.checkpoints)
         if start < count:
             size = self._hasher.block_tokens * CHECKPOINT_BLOCKS
-            words = self._words_to(count * size)
-            self.checkpoints += self._hasher.checkpoint_hashes(
-                words[start * size : count * size], self.checkpoint_before(start)
-            )
+            words = self._words_to(count * size)[start * size : count * size]
+            parent = self._checkpoint(start)
+            self.checkpoints += self._hasher.checkpoint_hashes(words, parent)
+        return self.checkpoints[count - 1] if count else self._parent
 
-    def checkpoint_before(self, segment: int) -> int:
-        """The checkpoint before a segment, or the parent of the prompt before the first."""
-        if not segment:
-            return self._parent
-        self.compute_checkpoints(segment)
-        return self.checkpoints[segment - 1]
-
-    def between(self, start: int, stop: int) -> list[int]:
-        """The hashes of the blocks from `start` to before `stop`. Cheapest for the first blocks of a segment."""
+    def _between(self, start: int, stop: int) -> list[int]:
+        """The hashes of the blocks from `start` to before `stop`, from the start of a segment on."""
         segment, offset = divmod(start, CHECKPOINT_BLOCKS)
-        if offset or stop - start >= CHECKPOINT_BLOCKS:
-            return self.first(stop)[start:]
-        size = self._hasher.block_tokens
-        words = self._words_to(stop * size)[start * size : stop * size]
-        return self._hasher.block_hashes(words, self.checkpoint_before(segment))
+        size, first = self._hasher.block_tokens, start - offset
+        words = self._words_to(stop * size)[first * size : stop * size]
+        if stop - first < CHECKPOINT_BLOCKS:
+            return self._hasher.block_hashes(words, self._checkpoint(segment))[offset:]
+        last = stop // CHECKPOINT_BLOCKS
+        self._checkpoint(last)
+        hashes = [0] * (stop - first)
+        hashes[CHECKPOINT_BLOCKS - 1 :: CHECKPOINT_BLOCKS] = self.checkpoints[segment:last]
+        parents = [self._checkpoint(segment), *self.checkpoints[segment:last]]
+        for place in range(CHECKPOINT_BLOCKS - 1):
+            positions = slice(place, None, CHECKPOINT_BLOCKS)
+            parents = hashes[positions] = self._hasher.hashes_at(words, positions, parents)
+        return hashes[offset:]
 
     def _words_to(self, count: int) -> memoryview | array[int]:
         """At least the first `count` words."""

@@ -24,7 +24,7 @@ class Rig:
         assert self.index.apply(REF, event) is ApplyResult.APPLIED
 
     def depth(self, hashes: list[int], tier: Tier = Tier.DEVICE) -> int:
-        return int(self.index.blocks(self.index.find(hashes, tier=tier)).max(initial=0))
+        return int(self.index.find(hashes, tier).max(initial=0))
 
 
 def test_the_index_knows_what_the_cache_has() -> None:

@@ -1,24 +1,29 @@
 """One tier's table of block hash -> bitmask of the workers that hold the block.
 
-The dictionary holds only integers, so the garbage collector never traverses it. Equal masks share one object.
-Neighbouring blocks mostly have the same holders, so a comparison of objects finds long runs that change together.
+The dictionary holds only integers, so the garbage collector never traverses it. Neighbouring blocks mostly have the
+same holders, so their masks share one object.
 """
 
 from __future__ import annotations
 
-import sys
-from collections import deque
-from collections.abc import Sequence
-from itertools import repeat
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from itertools import accumulate, chain, repeat
+from operator import and_, xor
 from typing import Final
 
-from headrace_kv.prefix.hashing import PromptHashes
-from headrace_router.prefix_cache.depths import Depths
-from headrace_router.prefix_cache.lookup import depths_of_hashes, depths_of_prompt, linear_lookup
+import numpy as np
+from numpy.typing import NDArray
 
-# The size of one hash as a key: an integer of three digits, rounded up to the allocator's step.
-_KEY_BYTES: Final = 48
-_SHARED_MASKS_MAX: Final = 65_536
+from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS, PromptHashes
+
+Depths = list[tuple[int, int]]
+"""(number, mask) pairs. A worker holds as many blocks as the sum of the numbers of the masks that it is in."""
+
+_FIRST_BLOCKS: Final = 4 * CHECKPOINT_BLOCKS
+# Where workers end in both halves of a span, it is read if it has at most so many blocks for each of them.
+_BLOCKS_PER_END: Final = 8
+_READ_BLOCKS_MAX: Final = 256
 
 
 class PrefixTable:
@@ -26,94 +31,108 @@ class PrefixTable:
 
     def __init__(self, blocks_max: int) -> None:
         self.blocks_max = blocks_max
-        self.hole_count = 0
         self._mask_of: dict[int, int] = {}
-        self._shared: dict[int, int] = {}
-        self._probe = 0
         self._unswept: list[int] = []
 
     def __len__(self) -> int:
         return len(self._mask_of)
 
-    def memory_bytes(self) -> int:
-        """The memory of the blocks, as the interpreter reports it."""
-        masks = sum(map(sys.getsizeof, self._shared)) + sys.getsizeof(self._shared)
-        return sys.getsizeof(self._mask_of) + _KEY_BYTES * len(self._mask_of) + masks
-
     def add(self, bit: int, hashes: Sequence[int]) -> tuple[int, int]:
-        """Sets the bit of a slot in use for distinct blocks in order.
+        """Sets the bit of a slot for distinct blocks in order.
 
         Returns how many did not have the bit, and how many at the end did not fit.
         """
-        room = self.blocks_max - len(self._mask_of)
-        if room < len(hashes):
-            hashes, refused = self._cut_to(room, hashes)
-        else:
-            refused = 0
         mask_of = self._mask_of
-        before = len(mask_of)
-        # One pass stores the bit of new blocks and returns the holders of the others.
-        olds = list(map(mask_of.setdefault, hashes, repeat(bit)))
-        fresh = len(mask_of) - before
-        if not olds or olds.count(old := olds[0]) != len(olds):
-            return fresh + self._add_one_by_one(bit, hashes), refused
-        if old & bit:
-            return fresh, refused
-        mask_of.update(zip(hashes, repeat(self._share(old | bit)), strict=False))
-        return len(hashes), refused
+        room = self.blocks_max - len(mask_of)
+        last, joined, added = 0, bit, 0
+        for position, block in enumerate(hashes):
+            old = mask_of.get(block, 0)
+            if old is not last:
+                last, joined = old, old | bit if old else bit
+            if old == joined:
+                continue
+            if not old:
+                if not room:
+                    return added, len(hashes) - position
+                room -= 1
+            mask_of[block] = joined
+            added += 1
+        return added, 0
 
-    def remove(self, bit: int, hashes: Sequence[int]) -> int:
-        """Clears the bit of distinct blocks. Returns how many had it."""
-        olds = list(map(self._mask_of.get, hashes, repeat(0)))
-        if not olds or olds.count(old := olds[0]) != len(olds):
-            return self._remove_one_by_one(bit, hashes)
-        if not old & bit:
-            return 0
-        if old == bit:
-            deque(map(self._mask_of.pop, hashes, repeat(None)), maxlen=0)
-        else:
-            self._mask_of.update(zip(hashes, repeat(self._share(old ^ bit)), strict=False))
-        return len(hashes)
+    def remove(self, bits: int, hashes: Iterable[int]) -> int:
+        """Clears the bits of a mask for distinct blocks. Returns how many had any of them."""
+        mask_of = self._mask_of
+        last = rest = removed = 0
+        for block in hashes:
+            old = mask_of.get(block, 0)
+            if old is not last:
+                last, rest = old, old & ~bits
+            if old == rest:
+                continue
+            if rest:
+                mask_of[block] = rest
+            else:
+                del mask_of[block]
+            removed += 1
+        return removed
 
-    def find(self, hashes: Sequence[int], among: int) -> Depths:
-        """How many blocks of this chain each worker of the mask `among` holds."""
-        if not hashes:
-            return Depths()
+    def find(self, hashes: list[int] | PromptHashes, among: int) -> Depths:
+        """How many blocks of this chain each worker of the mask `among` holds. Workers without the first are left out.
+
+        Of a prompt, it hashes about twice as many blocks as the deepest holder has, at most.
+        """
         mask_of = self._mask_of.get
-        known = mask_of(hashes[0], 0)
-        first = known & among
-        if not first:
-            return Depths()
-        end = mask_of(hashes[-1], 0) & first
-        # Each lookup probes a different block, so that a hole is detected soon.
-        self._probe = probe = self._probe + 7919 & 0xFFFF_FFFF
-        if mask_of(hashes[probe % len(hashes)], 0) & end == end:
-            if end == first:
-                return Depths.of([(len(hashes), first)])
-            found = depths_of_hashes(mask_of, hashes, known, first, end)
-            if found is not None:
-                return found
-        self.hole_count += 1
-        return linear_lookup(mask_of, hashes, first)
+        last = len(hashes) - 1
+        holders = mask_of(hashes[0], 0) & among if last >= 0 else 0
+        depths: Depths = []
+        low, high = -1, min(_FIRST_BLOCKS - 1, last)
+        while holders and low < last:
+            left = mask_of(hashes[high], 0) & holders
+            if left != holders:
+                holders = self._find_ends(hashes, (low, high), holders, left, depths)
+            low, high = high, min(2 * high + 1, last)
+        if holders:
+            depths.append((last + 1, holders))
+        return depths
 
-    def find_prompt(self, prompt: PromptHashes, among: int) -> Depths:
-        """The same for a prompt. It hashes about twice as many blocks as the deepest holder has, at most."""
-        if not prompt.block_count or not self._mask_of:
-            return Depths()
-        mask_of = self._mask_of.get
-        known = mask_of(prompt[0], 0)
-        first = known & among
-        if not first:
-            return Depths()
-        found = depths_of_prompt(mask_of, prompt, known, first)
-        if found.depths is not None:
-            if not found.end:
-                return found.depths
-            self._probe = probe = self._probe + 7919 & 0xFFFF_FFFF
-            if mask_of(prompt[probe % found.block_count], 0) & found.end == found.end:
-                return found.depths
-        self.hole_count += 1
-        return linear_lookup(mask_of, prompt.first(found.block_count), first)
+    def _find_ends(
+        self,
+        hashes: list[int] | PromptHashes,
+        span: tuple[int, int],
+        before: int,
+        after: int,
+        depths: Depths,
+    ) -> int:
+        """Adds the workers that hold the first block of a span, but not all. Returns the others.
+
+        `before` and `after` are the workers that hold its first and its last block.
+        """
+        low, high = span
+        # A checkpoint, which is computed already.
+        middle = (low + high) // 2 | CHECKPOINT_BLOCKS - 1
+        mask = self._mask_of.get(hashes[middle], 0) & before if middle < high else before
+        read_blocks = CHECKPOINT_BLOCKS
+        if before != mask != after:
+            ending = (before ^ after).bit_count()
+            read_blocks = min(_BLOCKS_PER_END * ending, _READ_BLOCKS_MAX)
+        if high - low <= read_blocks:
+            masks = map(self._mask_of.get, hashes[low + 1 : high], repeat(0))
+            held = list(accumulate(chain(masks, (after,)), and_, initial=before))
+            ending = before ^ held[-1]
+            depths.append((low + 1, ending))
+            # A worker with n more blocks is in n >> p of every (1 << p)-th mask. If that is odd, n has binary digit p.
+            depths += [
+                (1 << place, mask)
+                for place in range((high - low - 1).bit_length())
+                if (mask := reduce(xor, held[1 << place :: 1 << place]) & ending)
+            ]
+            return held[-1]
+        if mask != before:
+            mask = self._find_ends(hashes, (low, middle), before, mask, depths)
+        after &= mask
+        if mask != after:
+            after = self._find_ends(hashes, (middle, high), mask, after, depths)
+        return after
 
     def start_sweep(self) -> None:
         """Lists all current blocks for `sweep`."""
@@ -121,66 +140,20 @@ class PrefixTable:
 
     def sweep(self, gone: int, budget: int) -> int:
         """Clears the bits of the mask `gone` from up to `budget` blocks. Returns how many blocks it visited."""
-        mask_of = self._mask_of
         visited = self._unswept[-budget:]
         del self._unswept[-budget:]
-        last, fresh = 0, 0
-        for block in visited:
-            old = mask_of.get(block)
-            if old is None or not old & gone:
-                continue
-            if old is not last:
-                last = old
-                fresh = self._share(old & ~gone)
-            if fresh:
-                mask_of[block] = fresh
-            else:
-                del mask_of[block]
+        self.remove(gone, visited)
         return len(visited)
 
-    def _share(self, mask: int) -> int:
-        """The shared object for masks of this value."""
-        if len(self._shared) >= _SHARED_MASKS_MAX:
-            self._shared.clear()
-        return self._shared.setdefault(mask, mask)
 
-    def _cut_to(self, room: int, hashes: Sequence[int]) -> tuple[Sequence[int], int]:
-        """The longest prefix of `hashes` with at most `room` unknown blocks, and how many hashes are left out."""
-        for position, block in enumerate(hashes):
-            if block not in self._mask_of:
-                if room <= 0:
-                    return hashes[:position], len(hashes) - position
-                room -= 1
-        return hashes, 0
-
-    def _add_one_by_one(self, bit: int, hashes: Sequence[int]) -> int:
-        """Sets the bit of known blocks. Returns how many did not have it."""
-        mask_of = self._mask_of
-        last = joined = added = 0
-        for block in hashes:
-            old = mask_of[block]
-            if old & bit:
-                continue
-            if old is not last:
-                last = old
-                joined = self._share(old | bit)
-            mask_of[block] = joined
-            added += 1
-        return added
-
-    def _remove_one_by_one(self, bit: int, hashes: Sequence[int]) -> int:
-        mask_of = self._mask_of
-        last = fresh = removed = 0
-        for block in hashes:
-            old = mask_of.get(block)
-            if old is None or not old & bit:
-                continue
-            if old is not last:
-                last = old
-                fresh = self._share(old ^ bit)
-            if fresh:
-                mask_of[block] = fresh
-            else:
-                del mask_of[block]
-            removed += 1
-        return removed
+def by_slot(depths: Depths, width: int) -> NDArray[np.float64]:
+    """The number of blocks of each slot. Shape [slot], `width` slots."""
+    if not depths:
+        return np.zeros(width)
+    size = -(-width // 8)
+    packed = b"".join([mask.to_bytes(size, "little") for _, mask in depths])
+    bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
+    numbers = np.array([number for number, _ in depths], np.float64)
+    # Unlike a product of matrices, einsum uses no threads.
+    found: NDArray[np.float64] = np.einsum("n,ns->s", numbers, bits.reshape(len(depths), 8 * size))
+    return found[:width]

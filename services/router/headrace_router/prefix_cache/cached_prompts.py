@@ -13,8 +13,8 @@ import numpy as np
 
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.hashing import PromptHashes, TokenIds
-from headrace_router.prefix_cache.model_index import ModelIndex
-from headrace_router.prefix_cache.tier_prices import SLOWER_TIERS, TierPrices
+from headrace_router.prefix_cache.model_index import IndexedWorkers, ModelIndex
+from headrace_router.prefix_cache.tier_prices import TierPrices
 from headrace_router.workers.table import LoadTable, Numbers
 
 REMOTE_SHARE: Final = 0.25
@@ -59,24 +59,14 @@ class CachedPrompts:
     ) -> Numbers:
         """The cached tokens of a prompt with this salt for each worker of the table. Shape [worker]."""
         found: Numbers = np.zeros(len(table))
-        if not table.workers:
-            return found
-        model = table.workers[0].model
+        model = table.workers[0].model if table.workers else ""
         for model_index, prompt in self._prompts(model, token_ids, cache_salt):
-            known = model_index.table_slots(table)
-            if not len(known.rows):
-                continue
-            block_tokens = model_index.block_tokens
-            *own, pooled = model_index.blocks(prompt)
-            tiers = [blocks[known.slots] for blocks in own]
-            blocks = reached = tiers[0]
-            if any(np.any(one) for one in own[1:]):
-                shares = self._prices.shares(model, block_tokens, table)
-                blocks = _credited_blocks(tiers, [share[known.rows] for share in shares])
-                reached = np.maximum.reduce(tiers)
+            workers = model_index.indexed(table)
+            blocks, reached = self._own_blocks(model, model_index, prompt, workers)
+            pooled = model_index.blocks(prompt)[-1]
             if np.any(pooled):
                 blocks = blocks + REMOTE_SHARE * np.maximum(pooled.max() - reached, 0.0)
-            found[known.rows] = blocks * block_tokens
+            found[workers.rows] = blocks * model_index.block_tokens
         return found
 
     def cached_refs(
@@ -92,21 +82,33 @@ class CachedPrompts:
         """
         found: dict[WorkerRef, int] = {}
         for model_index, prompt in self._prompts(model, token_ids, cache_salt):
-            index, block_tokens = model_index.index, model_index.block_tokens
-            slots = model_index.slots_of(refs)
-            *own, _ = model_index.blocks(prompt)
-            if any(np.any(one) for one in own[1:]):
-                slots = slots[np.maximum.reduce(own)[slots] > 0]
-                shares = [
-                    self._prices.shares_of(model, block_tokens, ref) for ref in index.refs(slots)
-                ]
-                # Perhaps only other workers have blocks.
-                by_tier = np.reshape(shares, (len(slots), len(SLOWER_TIERS))).T
-                blocks = _credited_blocks([one[slots] for one in own], list(by_tier))
-            else:
-                blocks = own[0][slots]
-            found |= index.by_worker(slots, blocks * block_tokens)
+            workers = model_index.indexed(refs)
+            blocks, _ = self._own_blocks(model, model_index, prompt, workers)
+            holding = blocks.nonzero()[0].tolist()
+            tokens = (blocks[holding] * model_index.block_tokens).astype(np.int64).tolist()
+            found |= zip(map(workers.refs.__getitem__, holding), tokens, strict=True)
         return found
+
+    def _own_blocks(
+        self, model: str, model_index: ModelIndex, prompt: PromptHashes, workers: IndexedWorkers
+    ) -> tuple[Numbers, Numbers]:
+        """The blocks of each worker's own tiers, as blocks of the fastest, and how many there are. Shape [worker].
+
+        A tier contains the blocks of faster ones.
+        """
+        *own, _ = model_index.blocks(prompt)
+        device, *slower = (blocks[workers.slots] for blocks in own)
+        reached = np.maximum.reduce([device, *slower])
+        deeper = (reached > device).nonzero()[0]
+        if len(deeper):
+            refs = map(workers.refs.__getitem__, deeper.tolist())
+            shares = self._prices.shares(model, model_index.block_tokens, refs)
+            faster = device[deeper]
+            for share, blocks in zip(shares, slower, strict=True):
+                both = np.maximum(faster, blocks[deeper])
+                device[deeper] += share * (both - faster)
+                faster = both
+        return device, reached
 
     def _prompts(
         self, model: str, token_ids: TokenIds | Sequence[int], cache_salt: str
@@ -119,13 +121,3 @@ class CachedPrompts:
             token_ids = list(token_ids)
         for model_index in indexes.values():
             yield model_index, model_index.prompt(key, token_ids, cache_salt)
-
-
-def _credited_blocks(tiers: Sequence[Numbers], shares: Sequence[Numbers | float]) -> Numbers:
-    """Converts the blocks of each tier to blocks of the fastest. A tier contains the blocks of faster ones."""
-    total = reached = tiers[0]
-    for share, blocks in zip(shares, tiers[1:], strict=True):
-        deeper = np.maximum(reached, blocks)
-        total = total + share * (deeper - reached)
-        reached = deeper
-    return total

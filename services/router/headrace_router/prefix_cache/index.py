@@ -7,7 +7,7 @@ for its last known set, unless `suspend` or a wrong digest removes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from enum import Enum
 from typing import Final
 
@@ -18,10 +18,13 @@ from headrace_common.errors import InternalError
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier, unpack_hashes
 from headrace_kv.prefix.hashing import PromptHashes
-from headrace_router.prefix_cache.block_table import PrefixTable
-from headrace_router.prefix_cache.depths import Depths
-from headrace_router.prefix_cache.worker_bits import SlotPool
-from headrace_router.prefix_cache.worker_state import SnapshotBuffer, TierDigest, WorkerCacheState
+from headrace_router.prefix_cache.block_table import PrefixTable, by_slot
+from headrace_router.prefix_cache.worker_state import (
+    SlotPool,
+    SnapshotBuffer,
+    TierDigest,
+    WorkerCacheState,
+)
 
 BLOCKS_MAX: Final = 16_000_000
 SLOTS_MAX: Final = 4_096
@@ -42,14 +45,12 @@ class PrefixIndex:
     """The union of all workers' announced sets.
 
     Each tier stores at most `blocks_max` blocks. When the blocks of a worker do not fit, it gets credit for those that
-    did, until there is room again. A worker's bit changes whenever a snapshot replaces its set, so masks are valid
+    did, until there is room again. A worker's slot changes whenever a snapshot replaces its set, so slots are valid
     until the next change of `generation`. All lookups give the same result while `change_count` is the same.
     """
 
     def __init__(self, blocks_max: int = BLOCKS_MAX, slots_max: int = SLOTS_MAX) -> None:
         self.generation = 0
-        self.refused_count = 0
-        self.resync_count = 0
         self.change_count = 0
         # A list, because members of an enumeration are slow dictionary keys.
         self._tables = [PrefixTable(blocks_max) for _ in range(max(Tier) + 1)]
@@ -73,22 +74,15 @@ class PrefixIndex:
         """The number of distinct blocks, summed over tiers."""
         return sum(map(len, self._tables))
 
-    @property
-    def hole_count(self) -> int:
-        """The number of lookups that found a hole in some worker's set and read every block."""
-        return sum(table.hole_count for table in self._tables)
-
-    def memory_bytes(self) -> int:
-        """The memory of the blocks, as the interpreter reports it."""
-        return sum(table.memory_bytes() for table in self._tables)
-
     def add_worker(self, ref: WorkerRef) -> int:
         """Adds a worker and returns its slot. It gets no credit before its first snapshot is complete."""
         if ref in self._states:
             raise InternalError(f"{ref} is in the prefix index already")
-        state = WorkerCacheState(ref, SnapshotBuffer(self._assign_slot(ref), 0))
+        state = WorkerCacheState(ref, SnapshotBuffer(self._assign_slot(), 0))
         self._states[ref] = state
         self.generation += 1
+        # Its slot may be beyond the last one.
+        self.change_count += 1
         return state.current.slot
 
     def remove_worker(self, ref: WorkerRef) -> None:
@@ -111,41 +105,19 @@ class PrefixIndex:
         state = self._states[ref]
         return 0 if state.broken else state.current.sequence
 
-    def mask(self, refs: Iterable[WorkerRef]) -> int:
-        """The bits of these workers. Unknown workers have none."""
-        states = (self._states.get(ref) for ref in refs)
-        return sum({state.current.bit for state in states if state is not None})
+    def slot(self, ref: WorkerRef) -> int | None:
+        """The slot of a worker in this index."""
+        state = self._states.get(ref)
+        return None if state is None else state.current.slot
 
-    def refs(self, slots: NDArray[np.intp]) -> list[WorkerRef]:
-        """The workers of these slots."""
-        return self._slots.refs(slots)
+    def find(
+        self, hashes: list[int] | PromptHashes, tier: Tier = Tier.DEVICE
+    ) -> NDArray[np.float64]:
+        """How many of these blocks, from the first on, the worker of each slot holds. Shape [slot].
 
-    def slots(self, mask: int) -> NDArray[np.intp]:
-        """The positions in `blocks` of the workers of a mask, in rising order."""
-        return self._slots.slots(mask)
-
-    def find(self, hashes: Sequence[int], candidates: int = -1, tier: Tier = Tier.DEVICE) -> Depths:
-        """How many of these blocks, from the first on, each worker of the mask holds.
-
-        Workers without the first block hold none.
+        Of a prompt, it hashes about twice as many blocks as the deepest holder has, at most.
         """
-        return self._tables[tier].find(hashes, candidates & self._live)
-
-    def find_prompt(
-        self, prompt: PromptHashes, candidates: int = -1, tier: Tier = Tier.DEVICE
-    ) -> Depths:
-        """The same for a prompt. It hashes about twice as many blocks as the deepest holder has, at most."""
-        return self._tables[tier].find_prompt(prompt, candidates & self._live)
-
-    def blocks(self, depths: Depths) -> NDArray[np.float64]:
-        """The depths by slot, 0 for workers without a block. Shape [slot]."""
-        return self._slots.blocks(depths)
-
-    def by_worker(
-        self, slots: NDArray[np.intp], numbers: NDArray[np.float64]
-    ) -> dict[WorkerRef, int]:
-        """The whole part of each number by the worker of its slot. Workers without any are left out."""
-        return self._slots.by_worker(slots, numbers)
+        return by_slot(self._tables[tier].find(hashes, self._live), self._slots.width)
 
     def apply(self, ref: WorkerRef, event: KvEvent) -> ApplyResult:
         """Applies one event of the worker's stream. Events may arrive in any order."""
@@ -180,7 +152,6 @@ class PrefixIndex:
             return rejection
         current.applied(event.sequence)
         if current.truncated:
-            self.refused_count += len(event.packed) >> 3
             return ApplyResult.APPLIED
         digest = current.digest(event.tier)
         self._add(current, digest, event)
@@ -215,7 +186,7 @@ class PrefixIndex:
         if not event.last:
             return ApplyResult.APPLIED
         if not snapshot.complete():
-            return self._needs_resync()
+            return ApplyResult.NEEDS_RESYNC
         self._replace(state, snapshot)
         return ApplyResult.APPLIED
 
@@ -224,11 +195,11 @@ class PrefixIndex:
         if event.sequence < current.sequence:
             return ApplyResult.IGNORED
         if state.broken or event.sequence > current.sequence:
-            return self._needs_resync()
+            return ApplyResult.NEEDS_RESYNC
         if current.truncated:
             if max(map(len, self._tables)) * 10 < self._blocks_max * 9:
                 state.mark_broken()
-                return self._needs_resync()
+                return ApplyResult.NEEDS_RESYNC
             self._live |= current.bit
             return ApplyResult.APPLIED
         if not current.digest(event.tier).matches(event):
@@ -241,7 +212,7 @@ class PrefixIndex:
         if event.sequence <= state.current.sequence:
             return ApplyResult.IGNORED
         if state.broken or event.sequence != state.current.sequence + 1:
-            return self._needs_resync()
+            return ApplyResult.NEEDS_RESYNC
         return None
 
     def _check_count(
@@ -255,29 +226,23 @@ class PrefixIndex:
     def _add(self, blocks: SnapshotBuffer, digest: TierDigest, event: KvEvent) -> None:
         """Adds nothing more to a truncated set, so that it stays prefix-closed."""
         if blocks.truncated:
-            self.refused_count += len(event.packed) >> 3
             return
         table = self._tables[event.tier]
         added, refused = table.add(blocks.bit, unpack_hashes(event.packed))
         if refused:
             blocks.truncate()
-            self.refused_count += refused
         if added:
             digest.update(event.packed, added)
 
     def _mark_broken(self, state: WorkerCacheState) -> ApplyResult:
         state.mark_broken()
         self._live &= ~state.current.bit
-        return self._needs_resync()
-
-    def _needs_resync(self) -> ApplyResult:
-        self.resync_count += 1
         return ApplyResult.NEEDS_RESYNC
 
     def _start_snapshot(self, state: WorkerCacheState, sequence: int) -> SnapshotBuffer:
         if state.next is not None:
             self._retire(state.next)
-        snapshot = SnapshotBuffer(self._assign_slot(state.ref), sequence)
+        snapshot = SnapshotBuffer(self._assign_slot(), sequence)
         state.start_snapshot(snapshot)
         return snapshot
 
@@ -292,8 +257,8 @@ class PrefixIndex:
         self._live &= ~blocks.bit
         self._slots.retire(blocks.slot)
 
-    def _assign_slot(self, ref: WorkerRef) -> int:
+    def _assign_slot(self) -> int:
         """Sweeps completely first when no slot is free."""
         while self._slots.exhausted and self._slots.retired:
             self.sweep(SWEEP_BLOCKS)
-        return self._slots.assign(ref)
+        return self._slots.assign()

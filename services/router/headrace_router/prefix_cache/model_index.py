@@ -21,13 +21,14 @@ _SWEEP_PAUSE_S: Final = 0.002
 
 
 @dataclass(frozen=True, slots=True)
-class TableSlots:
-    """The workers of a table that an index follows: `rows[i]` of the table has slot `slots[i]`."""
+class IndexedWorkers:
+    """Those workers of `given` that an index follows: `refs[i]` is at `rows[i]` of `given` and has slot `slots[i]`."""
 
-    table: LoadTable
+    given: LoadTable | Collection[WorkerRef]
     generation: int
-    slots: NDArray[np.intp]
+    refs: list[WorkerRef]
     rows: NDArray[np.intp]
+    slots: NDArray[np.intp]
 
 
 class ModelIndex:
@@ -38,16 +39,13 @@ class ModelIndex:
         self.index = PrefixIndex()
         self._model = model
         self._hasher: PrefixHasher | None = None
-        self._table_slots: TableSlots | None = None
         self._tokens: object = None
         self._cache_salt = ""
         self._prompt: PromptHashes | None = None
         self._blocks: list[Numbers] = []
         self._blocks_prompt: PromptHashes | None = None
-        self._blocks_state = (0, 0)
-        self._refs: object = None
-        self._refs_generation = 0
-        self._refs_slots: NDArray[np.intp] = np.array([], np.intp)
+        self._blocks_change_count = 0
+        self._indexed: dict[type, IndexedWorkers] = {}
 
     def prompt(self, key: int, token_ids: TokenIds, cache_salt: str) -> PromptHashes:
         """The hashes of a prompt. Cached for a tuple, because a request looks up its prompt several times."""
@@ -59,39 +57,29 @@ class ModelIndex:
             self._tokens, self._cache_salt, self._prompt = token_ids, cache_salt, prompt
         return self._prompt
 
-    def slots_of(self, refs: Collection[WorkerRef]) -> NDArray[np.intp]:
-        """The slots of these workers. Cached for a frozenset, while no worker changes its slot."""
-        if self._refs is not refs or self._refs_generation != self.index.generation:
-            slots = self.index.slots(self.index.mask(refs))
-            if not isinstance(refs, frozenset):
-                return slots
-            self._refs, self._refs_generation = refs, self.index.generation
-            self._refs_slots = slots
-        return self._refs_slots
+    def indexed(self, given: LoadTable | Collection[WorkerRef]) -> IndexedWorkers:
+        """Cached for a table, and for a frozenset, while no worker changes its slot."""
+        cached = self._indexed.get(type(given))
+        if (
+            cached is None
+            or cached.given is not given
+            or cached.generation != self.index.generation
+        ):
+            cached = self._find_slots(given)
+            if isinstance(given, LoadTable | frozenset):
+                self._indexed[type(given)] = cached
+        return cached
 
     def blocks(self, prompt: PromptHashes) -> list[Numbers]:
         """By tier, fastest first, how many blocks of the prompt each worker holds. Shape [slot].
 
         Cached while the index is unchanged: a request looks up its decode workers, then its prefill workers.
         """
-        index = self.index
-        # A new worker may have a slot beyond the last one.
-        state = index.change_count, index.generation
-        if self._blocks_prompt is not prompt or self._blocks_state != state:
-            self._blocks = [index.blocks(index.find_prompt(prompt, tier=tier)) for tier in Tier]
-            self._blocks_prompt, self._blocks_state = prompt, state
+        change_count = self.index.change_count
+        if self._blocks_prompt is not prompt or self._blocks_change_count != change_count:
+            self._blocks = [self.index.find(prompt, tier) for tier in Tier]
+            self._blocks_prompt, self._blocks_change_count = prompt, change_count
         return self._blocks
-
-    def table_slots(self, table: LoadTable) -> TableSlots:
-        """The slots of a table's workers. Cached for one table, while no worker changes its slot."""
-        cached = self._table_slots
-        if (
-            cached is None
-            or cached.table is not table
-            or cached.generation != self.index.generation
-        ):
-            cached = self._table_slots = self._find_slots(table)
-        return cached
 
     async def sweep(self) -> None:
         """Clears the blocks of workers that have left, in small slices."""
@@ -106,12 +94,14 @@ class ModelIndex:
             self._hasher = prefix_hasher(key, self._model, self.block_tokens)
         return self._hasher
 
-    def _find_slots(self, table: LoadTable) -> TableSlots:
-        row_of = {worker.ref: row for row, worker in enumerate(table.workers)}
-        slots = self.index.slots(self.index.mask(row_of))
-        return TableSlots(
-            table=table,
+    def _find_slots(self, given: LoadTable | Collection[WorkerRef]) -> IndexedWorkers:
+        refs = [one.ref for one in given.workers] if isinstance(given, LoadTable) else list(given)
+        slots = [self.index.slot(ref) for ref in refs]
+        rows = [row for row, slot in enumerate(slots) if slot is not None]
+        return IndexedWorkers(
+            given=given,
             generation=self.index.generation,
-            slots=slots,
-            rows=np.array([row_of[ref] for ref in self.index.refs(slots)], np.intp),
+            refs=[refs[row] for row in rows],
+            rows=np.array(rows, np.intp),
+            slots=np.array([slots[row] for row in rows], np.intp),
         )

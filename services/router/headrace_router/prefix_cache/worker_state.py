@@ -5,11 +5,51 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+from headrace_common.errors import InternalError
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import HASH_BYTES, KvEvent, xor_of_packed
 
 # Changes are digested together: one call for thousands of hashes costs little more than for one.
 _PENDING_BYTES_MAX: Final = 65_536 * HASH_BYTES
+
+
+class SlotPool:
+    """Assigns slots, the bits of masks, from 0 up, the lowest free one first.
+
+    A retired slot is free once its bit is on no block.
+    """
+
+    def __init__(self, slots_max: int) -> None:
+        self.slots_max = slots_max
+        self.retired = 0
+        self._used = 0
+
+    @property
+    def width(self) -> int:
+        """The slots up to the last one in use."""
+        return self._used.bit_length()
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no slot is free."""
+        return self._used.bit_count() >= self.slots_max
+
+    def assign(self) -> int:
+        """Assigns a slot. Raises InternalError when none is free."""
+        if self.exhausted:
+            raise InternalError(f"all {self.slots_max} slots of the prefix index are taken")
+        slot = (~self._used & self._used + 1).bit_length() - 1
+        self._used |= 1 << slot
+        return slot
+
+    def retire(self, slot: int) -> None:
+        """Blocks may still carry the bit of the slot."""
+        self.retired |= 1 << slot
+
+    def reclaim(self, mask: int) -> None:
+        """Frees retired slots with bits that no block carries."""
+        self.retired &= ~mask
+        self._used &= ~mask
 
 
 @dataclass(slots=True)

@@ -75,8 +75,8 @@ def test_hashes_are_computed_only_as_far_as_needed(
         assert prompt[position] == expected[position]
     # A hash needs the checkpoints before it, and itself if it is one.
     assert len(prompt.checkpoints) == max(((p + 1) // 8 for p in positions), default=0)
-    assert [prompt.first(count) for count in positions] == [expected[:count] for count in positions]
-    assert prompt.all() == expected
+    assert [prompt[:count] for count in positions] == [expected[:count] for count in positions]
+    assert prompt[:] == expected
 
 
 SALTS = st.from_regex(r"[0-9a-f]{0,64}", fullmatch=True)
@@ -94,7 +94,7 @@ def test_a_salt_changes_every_hash_from_the_first_block_on(
     hasher = PrefixHasher(root_hash(SECRET, "model", block_tokens), block_tokens)
     chain, other_chain = (hasher.hashes(tokens, hasher.root_of(one)) for one in (salt, other))
     assert chain == naive(tokens, block_tokens, hasher.root_of(salt))
-    assert hasher.lazy(tuple(tokens), hasher.root_of(salt)).all() == chain
+    assert hasher.lazy(tuple(tokens), hasher.root_of(salt))[:] == chain
     assert (chain == hasher.hashes(tokens)) == (not salt or not chain)
     if salt == other:
         assert chain == other_chain

@@ -101,7 +101,7 @@ def test_the_choice_is_that_of_a_loop_over_the_workers(
         table.set(ref, Load(requests=loads[number] % 3, held_tokens=loads[number]))
     depths = [*held, (0, 0, 0, 0)]
     remote = max(sum(blocks) if blocks[3] else 0 for blocks in depths)
-    shares = [prices.shares_of("m", BLOCK_TOKENS, ref) for ref in refs]
+    shares = prices.shares("m", BLOCK_TOKENS, refs).T.tolist()
     credit = [
         credit_of(blocks, remote, share, pooled=number < len(held))
         for number, (blocks, share) in enumerate(zip(depths, shares, strict=True))
