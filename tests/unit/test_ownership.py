@@ -46,11 +46,6 @@ FOREIGN = {
     # The object is Jinja's environment, which is configured by its dictionaries.
     ("libs/headrace_text/chat_template.py", "environment.filters"): "Jinja",
     ("libs/headrace_text/chat_template.py", "environment.globals"): "Jinja",
-    # The object is uvicorn's, which changes these in `send` and `receive` alone.
-    ("libs/headrace_frontend/openai/direct.py", "cycle.response_started"): "uvicorn's RequestResponseCycle",
-    ("libs/headrace_frontend/openai/direct.py", "cycle.chunked_encoding"): "uvicorn's RequestResponseCycle",
-    ("libs/headrace_frontend/openai/direct.py", "cycle.waiting_for_100_continue"): "uvicorn's RequestResponseCycle",
-    ("libs/headrace_frontend/openai/direct.py", "cycle.response_complete"): "uvicorn's RequestResponseCycle",
 }  # fmt: skip
 """Why a module may change an attribute of an object that is not ours, by module and attribute."""
 

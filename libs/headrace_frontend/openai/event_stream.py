@@ -14,7 +14,6 @@ _HEADERS: Final = {
     # Proxies such as nginx would collect events.
     "x-accel-buffering": "no",
 }
-_HEADER_LINES: Final = "".join(f"{name}: {value}\r\n" for name, value in _HEADERS.items()).encode()
 
 
 class EventStream:
@@ -53,7 +52,7 @@ class EventStream:
         data = self._event(index, message)
         if exchange.started:
             return not data or exchange.write_now(data)
-        return exchange.start_now(_HEADER_LINES, data)
+        return exchange.start_now(_HEADERS, data)
 
     def write_text(self, index: int, text: str) -> bool:
         """Sends text after the first message of choice `index`. See TextOutlet."""
@@ -64,8 +63,6 @@ class EventStream:
         """Sends what is left, once all choices have ended."""
         exchange = self._exchange
         data = self._ending + self._form.last_event(self._usages, self._prompts)
-        if exchange.finish_now(data):
-            return
         if not exchange.started:
             await exchange.start(200, _HEADERS)
         await exchange.finish(data)

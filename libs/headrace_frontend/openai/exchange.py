@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, MutableMapping
-from typing import Any, Protocol, TypeAlias, TypeVar
+import types
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Coroutine,
+    Generator,
+    Mapping,
+    MutableMapping,
+)
+from typing import Any, TypeAlias, TypeVar
 
 from headrace_common.callers.hosts import host_of
 from headrace_common.errors import Cancelled, HeadraceError
@@ -22,47 +31,16 @@ from headrace_frontend.openai.errors import (
 Message: TypeAlias = MutableMapping[str, Any]
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
+Send: TypeAlias = Callable[[Message], Coroutine[Any, Any, None]]
 AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 Result = TypeVar("Result")
 
-DIRECT_EXTENSION = "headrace_direct"
-"""The name of the server's DirectWriter among the extensions of an ASGI scope."""
 PEER_NAMES_EXTENSION = "headrace_peer_names"
 """The URIs in the client's certificate, as bytes, among the extensions of an ASGI scope."""
 
 _NO_HEADER_CHARACTER = re.compile(r"[^ -~\x80-\xff]")
 BODY_WAIT_S = 30.0
 """Time in which a client must send its request."""
-
-
-class DirectWriter(Protocol):
-    """Sends the parts of a response in chunks at once. False, and nothing is sent, when a part would have to wait."""
-
-    @property
-    def writable(self) -> bool:
-        """Whether the client reads, and the response has no end yet."""
-        ...
-
-    def take_body(self) -> bytes | None:
-        """The request's body, if all of it has arrived."""
-        ...
-
-    def start(self, headers: bytes, data: bytes) -> bool:
-        """Sends status 200, the lines of these headers, and the first part of the body."""
-        ...
-
-    def write(self, data: bytes) -> bool:
-        """Sends a part of the body. False before the start, too."""
-        ...
-
-    def finish(self, data: bytes) -> bool:
-        """Sends the last part of the body, and ends it. False before the start, too."""
-        ...
-
-    def when_lost(self, call: Callable[[], None] | None) -> bool:
-        """Calls `call` when the client closes the connection. False when it has done so."""
-        ...
 
 
 class HttpExchange:
@@ -81,8 +59,6 @@ class HttpExchange:
             "", self.headers.get("x-request-id", "")
         ) or secrets.token_hex(12)
         """The client's X-Request-Id, or a new one."""
-        # Taken out of the scope, to which it refers: a cycle would be garbage only for the collector.
-        self._direct: DirectWriter | None = scope.get("extensions", {}).pop(DIRECT_EXTENSION, None)
         self.host = host_of((scope.get("client") or ("unknown", 0))[0])
         """The client's host."""
         self._receive = receive
@@ -91,6 +67,8 @@ class HttpExchange:
         self._response_headers: dict[str, str] = {}
         self.started = False
         """Whether the response's status is sent."""
+        self._ended = False
+        self._sending: asyncio.Task[None] | None = None
 
     def add_header(self, name: str, value: str) -> None:
         """Sends a header with whatever becomes the response."""
@@ -99,11 +77,6 @@ class HttpExchange:
     async def read_json(self, bytes_max: int) -> bytes:
         """The body of a JSON request. Raises HttpError before it receives more than `bytes_max` bytes."""
         self._check_headers(bytes_max)
-        whole = self._direct.take_body() if self._direct is not None else None
-        if whole is not None:
-            if len(whole) > bytes_max:
-                raise _too_large(bytes_max)
-            return whole
         parts: list[bytes] = []
         size = 0
         try:
@@ -149,10 +122,7 @@ class HttpExchange:
             disconnected = True
             task.cancel()
 
-        stop_watching = self._watch(end)
-        if stop_watching is None:
-            work.close()
-            raise Cancelled("the client closed the connection")
+        watcher = asyncio.create_task(self._call_when_disconnected(end))
         try:
             return await work
         except asyncio.CancelledError:
@@ -161,59 +131,74 @@ class HttpExchange:
             task.uncancel()
             raise Cancelled("the client closed the connection") from None
         finally:
-            stop_watching()
-
-    def _watch(self, end: Callable[[], None]) -> Callable[[], object] | None:
-        """Calls `end` once the client closes the connection, until the returned function is called.
-
-        None when the client has closed it.
-        """
-        direct = self._direct
-        if direct is None:
-            return asyncio.create_task(self._call_when_disconnected(end)).cancel
-        return (lambda: direct.when_lost(None)) if direct.when_lost(end) else None
+            watcher.cancel()
 
     async def _call_when_disconnected(self, end: Callable[[], None]) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        end()
+        if not self._ended:
+            end()
 
     async def start(self, status: int, headers: Mapping[str, str]) -> None:
         """Sends the status and the headers."""
         self.started = True
-        headers = {**headers, **self._response_headers}
-        pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-        await self._send({"type": "http.response.start", "status": status, "headers": pairs})
+        await self._send_after(self._head(status, headers))
 
     async def write(self, data: bytes) -> None:
         """Sends a part of the body. Waits while the client does not read."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
-
-    @property
-    def writable(self) -> bool:
-        """Whether a part of the response can be sent without an event loop's turn."""
-        return self._direct is not None and self._direct.writable
-
-    def start_now(self, headers: bytes, data: bytes) -> bool:
-        """Sends status 200, the lines of these headers and the first part of the body, if that needs no wait."""
-        more = "".join(f"{name}: {value}\r\n" for name, value in self._response_headers.items())
-        lines = headers + more.encode("latin-1")
-        if self.started or self._direct is None or not self._direct.start(lines, data):
-            return False
-        self.started = True
-        return True
-
-    def write_now(self, data: bytes) -> bool:
-        """As `write`, without an event loop's turn. False, and nothing is sent, when the client does not read."""
-        return self.started and self._direct is not None and self._direct.write(data)
-
-    def finish_now(self, data: bytes) -> bool:
-        """As `finish`, without an event loop's turn."""
-        return self.started and self._direct is not None and self._direct.finish(data)
+        await self._send_after({"type": "http.response.body", "body": data, "more_body": True})
 
     async def finish(self, data: bytes = b"") -> None:
         """Sends the last part of the body, and ends it."""
-        await self._send({"type": "http.response.body", "body": data})
+        self._ended = True
+        await self._send_after({"type": "http.response.body", "body": data})
+
+    @property
+    def writable(self) -> bool:
+        """Whether the response has no end yet, and no message waits for the client to read."""
+        return not self._ended and (self._sending is None or self._sending.done())
+
+    def start_now(self, headers: Mapping[str, str], data: bytes) -> bool:
+        """Sends status 200, these headers and the first part of the body, without an event loop's turn.
+
+        False, and nothing is sent, when the response is not `writable` or has started.
+        """
+        if self.started or not self.writable:
+            return False
+        self.started = True
+        body = {"type": "http.response.body", "body": data, "more_body": True}
+        self._send_now(self._send_all(self._head(200, headers), body))
+        return True
+
+    def write_now(self, data: bytes) -> bool:
+        """As `write`, without an event loop's turn. False, and nothing is sent, when the response is not `writable`."""
+        if not self.started or not self.writable:
+            return False
+        self._send_now(self._send({"type": "http.response.body", "body": data, "more_body": True}))
+        return True
+
+    def _head(self, status: int, headers: Mapping[str, str]) -> Message:
+        headers = {**headers, **self._response_headers}
+        pairs = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+        return {"type": "http.response.start", "status": status, "headers": pairs}
+
+    async def _send_after(self, message: Message) -> None:
+        """Sends a message after what waits for the client to read."""
+        if self._sending is not None:
+            await self._sending
+        await self._send(message)
+
+    async def _send_all(self, *messages: Message) -> None:
+        for message in messages:
+            await self._send(message)
+
+    def _send_now(self, sending: Coroutine[Any, Any, None]) -> None:
+        """Runs the server's `send` as far as it needs no wait. A task does the rest."""
+        try:
+            waited = sending.send(None)
+        except StopIteration:
+            return
+        self._sending = asyncio.create_task(_finish(sending, waited))
 
     async def respond(
         self, status: int, data: bytes, headers: Mapping[str, str] | None = None
@@ -227,7 +212,7 @@ class HttpExchange:
                 **(headers or {}),
             },
         )
-        await self._send({"type": "http.response.body", "body": data})
+        await self.finish(data)
 
     async def respond_object(self, value: Any) -> None:
         """Sends a value as JSON, with status 200."""
@@ -240,6 +225,19 @@ class HttpExchange:
             await self.finish()
         else:
             await self.respond(status_of(error), self._errors.whole(error), headers_of(error))
+
+
+async def _finish(started: Coroutine[Any, Any, None], waited: Any) -> None:
+    await _rest(started, waited)
+
+
+@types.coroutine
+def _rest(started: Coroutine[Any, Any, None], waited: Any) -> Generator[Any, Any, None]:
+    """The steps of a coroutine that has started outside of a task, and waits for `waited`."""
+    with contextlib.suppress(StopIteration):
+        while True:
+            yield waited
+            waited = started.send(None)
 
 
 def _too_large(bytes_max: int) -> HttpError:

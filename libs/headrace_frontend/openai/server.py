@@ -20,8 +20,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.rpc.listener import CONNECTION_IDLE_S
 from headrace_frontend.config import FrontendConfig
-from headrace_frontend.openai.direct import DirectResponse
-from headrace_frontend.openai.exchange import DIRECT_EXTENSION, PEER_NAMES_EXTENSION, AsgiApp
+from headrace_frontend.openai.exchange import PEER_NAMES_EXTENSION, AsgiApp
 
 _LOG = logging.getLogger(__name__)
 
@@ -120,7 +119,6 @@ class _Protocol(HttpToolsProtocol):
 
     _header_timer: asyncio.TimerHandle | None = None
     _peer_names: tuple[bytes, ...] = ()
-    _direct: DirectResponse | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -130,18 +128,14 @@ class _Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_timer()
         super().on_headers_complete()
-        # The application starts in a later turn of the event loop.
-        self._direct = DirectResponse(self.cycle)
-        extensions: Any = {DIRECT_EXTENSION: self._direct}
         if self._peer_names:
-            extensions[PEER_NAMES_EXTENSION] = self._peer_names
-        self.scope["extensions"] = extensions
+            # The application starts in a later turn of the event loop.
+            extensions: Any = {PEER_NAMES_EXTENSION: self._peer_names}
+            self.scope["extensions"] = extensions
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
-        if self._direct is not None:
-            self._direct.connection_lost()
 
     def _stop_timer(self) -> None:
         if self._header_timer is not None:

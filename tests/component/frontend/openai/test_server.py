@@ -17,7 +17,7 @@ from headrace_common.errors import Cancelled, ConfigError
 from headrace_common.process.settings import load_config
 from headrace_common.reloading import CHECK_INTERVAL_S
 from headrace_frontend.openai import server as server_module
-from headrace_frontend.openai.exchange import DIRECT_EXTENSION, DirectWriter, HttpExchange
+from headrace_frontend.openai.exchange import HttpExchange
 from headrace_frontend.openai.server import HttpServer
 from headrace_router.config import RouterConfig
 from tests.suite.certificates import Authority, presented_serial, serial_in
@@ -120,26 +120,26 @@ async def test_a_drain_waits_for_requests_in_flight_and_accepts_no_more() -> Non
 
 
 class ChunkApp:
-    """Sends chunks at once until the client's buffers are full, then the rest with `send`."""
+    """Sends chunks at once until the client's buffers are full, then waits for the client."""
 
     def __init__(self) -> None:
         self.sent_at_once = 0
         self.refused = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        direct: DirectWriter = scope["extensions"][DIRECT_EXTENSION]
-        write = direct.write
-        assert not write(b"too early")
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        exchange = HttpExchange(scope, receive, send)
+        assert not exchange.write_now(b"too early")
+        await exchange.start(200, {})
         number = 0
         # More than the buffers of both sockets take.
-        while write(_chunk(number)) and number < 4_096:
+        while exchange.write_now(_chunk(number)) and number < 4_096:
             number += 1
         self.sent_at_once = number
         self.refused.set()
-        await send({"type": "http.response.body", "body": _chunk(number), "more_body": True})
-        await send({"type": "http.response.body", "body": b"end"})
-        assert not write(b"too late")
+        await exchange.write(_chunk(number))
+        assert exchange.writable
+        await exchange.finish(b"end")
+        assert not exchange.write_now(b"too late")
 
 
 def _chunk(number: int) -> bytes:
@@ -165,27 +165,23 @@ async def test_chunks_are_sent_at_once_until_the_client_must_read() -> None:
 
 
 class BothWays:
-    """Sends the same response directly, or for the path /asgi with `send`."""
+    """Sends the same response at once, or for the path /waiting message by message."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         exchange = HttpExchange(scope, receive, send)
         exchange.add_header("x-more", "1")
-        # The server's object refers to the scope.
-        assert DIRECT_EXTENSION not in scope["extensions"]
         if scope["method"] == "POST":
             assert await exchange.read_json(100) == b"{}"
-        if scope["path"] == "/asgi":
+        if scope["path"] == "/waiting":
             await exchange.start(200, {"x-name": "value"})
             await exchange.write(b"first")
             await exchange.write(b"second")
-            await exchange.finish(b"last")
-            return
-        assert not exchange.write_now(b"too early")
-        assert exchange.start_now(b"x-name: value\r\n", b"first")
-        assert not exchange.start_now(b"", b"again")
-        assert not exchange.write_now(b""), "it would be the end"
-        assert exchange.write_now(b"second")
-        assert exchange.finish_now(b"last")
+        else:
+            assert not exchange.write_now(b"too early")
+            assert exchange.start_now({"x-name": "value"}, b"first")
+            assert not exchange.start_now({}, b"again")
+            assert exchange.write_now(b"second")
+        await exchange.finish(b"last")
         assert not exchange.writable
 
 
@@ -213,17 +209,17 @@ async def _exchanged(server: HttpServer, *requests: bytes) -> list[bytes]:
         "POST {} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{{}}",
     ],
 )
-async def test_a_direct_response_is_that_of_asgi(head: str) -> None:
+async def test_a_response_sent_at_once_is_that_of_waiting_for_each_message(head: str) -> None:
     server = server_of(BothWays(), config_of(http_listen="127.0.0.1:0"))
     server.start()
-    direct, asgi = (head.format(path).encode() for path in ("/", "/asgi"))
+    direct, waiting = (head.format(path).encode() for path in ("/", "/waiting"))
     closing = b"GET %s HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
     try:
-        first, second, third = await _exchanged(server, direct, asgi, direct)
+        first, second, third = await _exchanged(server, direct, waiting, direct)
         assert first == second == third
         assert first.endswith(b"\r\n\r\n5\r\nfirst\r\n6\r\nsecond\r\n4\r\nlast\r\n0\r\n\r\n")
         assert await _exchanged(server, closing % b"/") == await _exchanged(
-            server, closing % b"/asgi"
+            server, closing % b"/waiting"
         )
     finally:
         await server.stop()
@@ -238,20 +234,10 @@ class WaitingApp:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         exchange = HttpExchange(scope, receive, send)
-        assert exchange.start_now(b"", b"first")
+        assert exchange.start_now({}, b"first")
         self.entered.set()
         with pytest.raises(Cancelled):
             await exchange.run_while_connected(asyncio.Event().wait())
-        assert not exchange.writable
-        begun = False
-
-        async def begin() -> None:
-            nonlocal begun
-            begun = True
-
-        with pytest.raises(Cancelled):
-            await exchange.run_while_connected(begin())
-        assert not begun
         self.ended.set()
 
 
