@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from headrace_common.client_config import ClientAccessConfig
-from headrace_common.config import OptionalHostPort, PositiveCount, PositiveSeconds, split_list
+from headrace_common.config import NonNegativeSeconds, OptionalHostPort, PositiveCount, split_list
 from headrace_frontend.salts import PrefixCacheScope
 from headrace_text.parsing.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
 
@@ -68,10 +68,10 @@ class FrontendConfig(ClientAccessConfig):
         description="Prompt tokens of requests without a first token, before more are rejected. Raise it where more "
         "long prompts arrive together.",
     )
-    admission_wait_s: PositiveSeconds = Field(
-        default=2.0,
-        description="Seconds that a request beyond its tenant's share waits for a slot of a decode worker. A request "
-        "within the share waits until its deadline. Raise it for clients that do not send again.",
+    admission_wait_s: NonNegativeSeconds = Field(
+        default=0.0,
+        description="Seconds that a request beyond its tenant's share waits for a slot of a decode worker. 0: until "
+        "its deadline, as a request within the share. Set it for clients that send again elsewhere.",
     )
 
     reject_unknown_fields: bool = Field(

@@ -15,6 +15,12 @@ from headrace_common.errors import DeadlineExceeded, HeadraceError, QueueFull
 from headrace_frontend.admission.fair_share import CapacityRequest, FairPool, Grant
 from headrace_frontend.tenants import DEFAULT_TENANT
 
+_REMEDIES: Final = {
+    "requests": "the router's max_concurrent_requests bounds them",
+    "tokens": "the router's max_queued_tokens bounds them",
+    "slots": "add decode workers, or set the router's admission_wait_s to 0 to wait until the deadline",
+}
+"""What an operator can do, by the name of the resource."""
 _RETRY_MIN_S: Final = 0.05
 _RETRY_MAX_S: Final = 60.0
 _RETRY_UNKNOWN_S: Final = 0.5
@@ -127,10 +133,11 @@ class BoundedResource:
         pool = self.pool
         used, share = pool.used_by(tenant, priority), pool.share(tenant, priority)
         detail = f"{pool.used} of {pool.capacity} {self._unit} are in use"
+        remedy = _REMEDIES[self._name]
         if tenant != DEFAULT_TENANT:
             detail += f", {used} of them by tenant {tenant} with a share of {share:.0f}"
         return QueueFull(
-            detail,
+            f"{detail}; {remedy}",
             metadata={
                 "queue": self._name,
                 "maxsize": str(pool.capacity),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from random import Random
@@ -189,7 +190,7 @@ def _build_fleet(basis: _Basis) -> _Fleet:
     limits = AdmissionLimits(
         max_num_seqs=config.max_concurrent_requests,
         max_queued_tokens=config.max_queued_tokens,
-        wait_s=config.admission_wait_s,
+        wait_s=config.admission_wait_s or math.inf,
     )
     admission = Admission(limits, lambda: basis.policy.policy.tenant_weights)
 

@@ -41,7 +41,7 @@ def test_model_settings_map_names_to_folders(arguments: list[str], models: dict[
         (["--model"], "at least one model"),
         (["--model", "sim", "--retry-budget", "1"], "headrace policy set retry_budget"),
         (["--model", "sim", "--max-queued-tokens", "0"], "max_queued_tokens"),
-        (["--model", "sim", "--admission-wait-s", "0"], "admission_wait_s"),
+        (["--model", "sim", "--admission-wait-s", "-1"], "admission_wait_s"),
         (["--model", "sim", "--router-id", "Not Good"], "router_id"),
         (
             ["--model", "sim", "--tool-call-parser", "x"],

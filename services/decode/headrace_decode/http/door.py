@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
@@ -158,7 +159,7 @@ class HttpDoor:
         limits = AdmissionLimits(
             max_num_seqs=config.max_concurrent_requests,
             max_queued_tokens=config.max_queued_tokens,
-            wait_s=config.admission_wait_s,
+            wait_s=config.admission_wait_s or math.inf,
         )
         return OwnAdmission(
             *(limits, self._capacity, self._model.name), lambda: members.policy.tenant_weights
