@@ -306,14 +306,6 @@ async def test_a_taken_port_is_named(tmp_path: Path) -> None:
     assert str(port) in ended.err.splitlines()[-1]
 
 
-async def test_an_unreachable_router_is_reported_in_one_line() -> None:
-    router = f"127.0.0.1:{free_port()}"
-    ended = await headrace("chat", "hi", "--router", router, "--wait", "0")
-    assert ended.status == 1
-    assert len(ended.err.splitlines()) == 1
-    assert "headrace up" in ended.err
-
-
 @pytest.mark.parametrize(
     "command", ["up", "demo", "chat", "workers", "drain", "reset-cache", "trace", "doctor"]
 )

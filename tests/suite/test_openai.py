@@ -158,23 +158,6 @@ async def test_messages_and_responses_are_the_same_chat(tmp_path: Path) -> None:
                 await other.messages.create(model="other", messages=MESSAGES, max_tokens=8)
 
 
-async def test_choices_are_those_of_their_seeds_and_logprobs_name_the_text(tmp_path: Path) -> None:
-    async with served(tmp_path) as (it, client):
-        chat = await client.chat.completions.create(
-            model="sim", messages=MESSAGES, max_tokens=6, n=3, seed=5, logprobs=True, top_logprobs=2
-        )
-        expected = [await grpc_text(it, 6, seed=5 + index) for index in range(3)]
-        assert [choice.message.content for choice in chat.choices] == expected
-        assert len(set(expected)) == 3
-        for choice in chat.choices:
-            assert choice.logprobs is not None
-            assert choice.logprobs.content is not None
-            assert (
-                "".join(token.token for token in choice.logprobs.content) == choice.message.content
-            )
-            assert all(len(token.top_logprobs) == 2 for token in choice.logprobs.content)
-
-
 TOOLS: Any = [
     {
         "type": "function",
@@ -243,19 +226,6 @@ async def test_tools_are_called_and_forms_are_kept(tmp_path: Path) -> None:
             model="sim", messages=MESSAGES, response_format=Answer
         )
         assert isinstance(parsed.choices[0].message.parsed, Answer)
-
-
-async def test_tools_without_a_parser_name_the_setting(tmp_path: Path) -> None:
-    async with served(tmp_path) as (_, client):
-        with pytest.raises(openai.BadRequestError, match="tool_call_parser") as wrong:
-            await client.chat.completions.create(model="sim", messages=MESSAGES, tools=TOOLS)
-        assert wrong.value.param == "tool_choice"
-        bad: Any = [{"type": "function", "function": {"name": "not a name"}}]
-        with pytest.raises(openai.BadRequestError) as wrong:
-            await client.chat.completions.create(
-                model="sim", messages=MESSAGES, tools=bad, tool_choice="required"
-            )
-        assert wrong.value.param == "tools[0].function.name"
 
 
 async def test_a_closed_connection_frees_the_blocks(tmp_path: Path) -> None:
@@ -384,49 +354,3 @@ async def test_readiness_follows_the_workers_and_a_drain_ends_streams_in_order(
         chunks += [chunk async for chunk in stream]
         assert chunks[-1].choices[0].finish_reason == "length"
         assert await ended == 0
-
-
-async def test_tokens_of_a_text_and_back(tmp_path: Path) -> None:
-    async with served(tmp_path) as (_, client):
-        # As vLLM's load generator sends it.
-        body = json.dumps({"model": "sim", "prompt": "hi", "add_special_tokens": False}).encode()
-        answer = (await raw(client, post("/tokenize", body))).partition(b"\r\n\r\n")[2]
-        assert json.loads(answer) == {"count": 2, "max_model_len": 8192, "tokens": [104, 105]}
-        body = json.dumps({"tokens": [104, 105]}).encode()
-        answer = (await raw(client, post("/detokenize", body))).partition(b"\r\n\r\n")[2]
-        assert json.loads(answer) == {"prompt": "hi"}
-
-
-async def test_tokenizing_takes_a_place_of_the_tenant(tmp_path: Path) -> None:
-    settings = (
-        ("decode", "model", "sim:decode_step_s=0.02"),
-        ("router", "max_concurrent_requests", "1"),
-    )
-    async with served(tmp_path, *settings) as (_, client):
-        stream = await client.chat.completions.create(
-            model="sim", messages=MESSAGES, max_tokens=2_000, stream=True
-        )
-        await anext(stream)
-        answer = await raw(client, post("/tokenize", json.dumps({"prompt": "hi"}).encode()))
-        assert answer.startswith(b"HTTP/1.1 429 ")
-        assert b"retry-after: " in answer
-        await stream.close()
-
-
-async def test_a_client_that_reads_nothing_blocks_only_itself(tmp_path: Path) -> None:
-    async with served(tmp_path) as (it, client):
-        body = json.dumps({"prompt": "x", "max_tokens": 4_000, "stream": True}).encode()
-        assert client.base_url.host
-        reader, writer = await asyncio.open_connection(
-            client.base_url.host, client.base_url.port, limit=1
-        )
-        writer.write(post("/v1/completions", body))
-        try:
-            await reader.readexactly(1)
-            chat = await client.chat.completions.create(
-                model="sim", messages=MESSAGES, max_completion_tokens=8, temperature=0
-            )
-            assert chat.choices[0].message.content == await grpc_text(it, 8)
-        finally:
-            writer.transport.abort()
-        await it.wait_empty("decode-0")

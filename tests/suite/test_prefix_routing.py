@@ -38,20 +38,6 @@ async def until_known(it: Suite, prompt: list[int], home: str) -> None:
     await until(known, 15.0, f"{home} has {whole} tokens", 0.02)
 
 
-async def test_conversations_are_routed_to_their_cached_prefix(tmp_path: Path) -> None:
-    async with suite(tmp_path, decode_count=len(DECODES)) as it:
-        homes: dict[int, str] = {}
-        prompts = {seed: prompt_of(4 * BLOCK + 5, seed) for seed in range(4)}
-        for round_number in range(4):
-            for seed, prompt in prompts.items():
-                longer, cached, home = await turn(it, prompt)
-                if round_number:
-                    assert home == homes[seed]
-                    assert cached >= 4 * BLOCK
-                homes[seed] = home
-                prompts[seed] = [*longer, *prompt_of(20, 100 * round_number + seed)]
-
-
 async def test_cached_prefixes_are_found_after_registry_and_router_restart(
     tmp_path: Path,
 ) -> None:
