@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from random import Random
 
 import pytest
@@ -17,14 +16,11 @@ from headrace_kv.storage.tier_copier import DiskStorage
 from headrace_kv.transport.memory import Bytes
 from tests.component.engine.kv_event_workers import random_prompt
 from tests.component.engine.sim.support import (
-    advance_until,
     check_answer,
     decode_engine,
     decode_work,
     pair,
-    until_running,
 )
-from tests.sim_clock import ManualClock
 
 MODEL = "sim:context=512,host_blocks=12"
 PROMPT_TOKENS = 80
@@ -37,38 +33,6 @@ async def answer(
     """Checks the answer. Returns how many tokens of the prompt were cached."""
     work = decode_work(prompt, GREEDY, transfer_id=name, priority=priority)
     return (await check_answer(engine, work)).cached_tokens
-
-
-async def test_evicted_blocks_are_loaded_until_main_memory_evicts_them() -> None:
-    random = Random(1)
-    first, second, third = (random_prompt(random, PROMPT_TOKENS) for _ in range(3))
-    # 16 blocks in KV memory and 12 in main memory; a prompt takes 11, of which 10 are whole.
-    async with decode_engine(model=MODEL, num_gpu_blocks_override=16) as engine:
-        assert await answer(engine, first, "a") == 0
-        assert await answer(engine, second, "b") == 0
-        assert engine.tier_loads is not None
-        assert engine.tier_loads.loaded_blocks() == {}
-        assert await answer(engine, first, "c") == 72
-        assert 0 < engine.tier_loads.loaded_blocks()[Tier.HOST] <= 9
-        assert await answer(engine, third, "d") == 0
-        assert await answer(engine, random_prompt(random, PROMPT_TOKENS), "e") == 0
-        # Its last blocks were the first to be evicted.
-        assert await answer(engine, second, "f") < 72
-
-
-@pytest.mark.parametrize(
-    ("priority", "cached"), [(Priority.NORMAL, 0), (Priority.LOW, PROMPT_TOKENS - 8)]
-)
-async def test_low_requests_evict_blocks_of_low_requests(priority: Priority, cached: int) -> None:
-    random = Random(1)
-    kept = random_prompt(random, PROMPT_TOKENS)
-    model = "sim:context=512,host_blocks=24"
-    # 40 blocks in KV memory and in main memory; a prompt has 10 whole ones.
-    async with decode_engine(model=model, num_gpu_blocks_override=16) as engine:
-        assert await answer(engine, kept, "first") == 0
-        for number in range(4):
-            await answer(engine, random_prompt(random, PROMPT_TOKENS), f"{number}", priority)
-        assert await answer(engine, kept, "again") == cached
 
 
 async def test_blocks_that_main_memory_evicts_return_from_the_disk() -> None:
@@ -109,61 +73,6 @@ async def test_blocks_that_the_disk_has_lost_are_computed_again(
         assert await answer(engine, prompts[0], "e") == 0
         assert engine.usage().used_blocks == 0
         assert engine.free_block_count() == 16
-
-
-async def test_loading_takes_its_time_and_delays_no_other_request() -> None:
-    random = Random(2)
-    first, second = random_prompt(random, PROMPT_TOKENS), random_prompt(random, PROMPT_TOKENS)
-    model = f"{MODEL},prefill_s_per_token=1,host_copy_s_per_token=0.5"
-    clock = ManualClock()
-    async with decode_engine(clock=clock, model=model, num_gpu_blocks_override=16) as engine:
-
-        async def timed(prompt: list[int], name: str) -> tuple[int, float]:
-            start_s = clock.now_s()
-            task = asyncio.create_task(answer(engine, prompt, name))
-            await until_running(engine)
-            await advance_until(task.done, clock, step_s=0.5)
-            return await task, clock.now_s() - start_s
-
-        assert await timed(first, "a") == (0, PROMPT_TOKENS)
-        assert await timed(second, "b") == (0, PROMPT_TOKENS)
-        loading = asyncio.create_task(answer(engine, first, "c"))
-        await until_running(engine)
-        start_s = clock.now_s()
-        other = asyncio.create_task(answer(engine, [1, 2, 3], "d"))
-        await until_running(engine, 2)
-        await advance_until(other.done, clock, step_s=0.5)
-        assert clock.now_s() - start_s == 3
-        assert not loading.done()
-        await advance_until(loading.done, clock, step_s=0.5)
-        assert await loading == 72
-        # 5 of the 9 cached blocks are still in KV memory, and the last 8 tokens are computed.
-        assert clock.now_s() - start_s == 0.5 * (72 - 40) + 8
-
-
-@pytest.mark.parametrize(("host_blocks", "disk_blocks"), [(1, 0), (7, 0), (40, 0), (1, 40), (7, 9)])
-async def test_answers_are_correct_for_blocks_of_every_tier(
-    host_blocks: int, disk_blocks: int
-) -> None:
-    random = Random(host_blocks)
-    beginnings = [random_prompt(random, random.randrange(20, 100)) for _ in range(4)]
-    tiers = f"host_blocks={host_blocks},disk_blocks={disk_blocks}"
-    model = f"sim:context=512,{tiers},host_copy_s_per_token=0.00001"
-    cached = 0
-    async with decode_engine(
-        model=model, num_gpu_blocks_override=40, tensor_parallel_size=2
-    ) as engine:
-        for number in range(40):
-            prompts = []
-            for _ in range(3):
-                beginning = random.choice(beginnings)
-                cut = random.randrange(1, len(beginning))
-                prompts.append(beginning[:cut] + random_prompt(random, random.randrange(1, 40)))
-            found = await asyncio.gather(
-                *(answer(engine, prompt, f"{number}-{i}") for i, prompt in enumerate(prompts))
-            )
-            cached += sum(found)
-    assert cached > 0
 
 
 async def test_blocks_from_main_memory_are_sent() -> None:

@@ -109,107 +109,6 @@ def prompt() -> list[int]:
     return random_prompt(Random(5), PROMPT_TOKENS)
 
 
-@pytest.mark.parametrize(
-    ("shards", "changes"),
-    [
-        (1, {}),
-        (2, {"tensor_parallel_size": 2}),
-        (2, {"model": "sim:stages=2,context=512"}),
-        # Ranks with the same heads save each block once.
-        (2, {"model": "sim:heads=2,context=512", "tensor_parallel_size": 4}),
-    ],
-)
-async def test_a_worker_loads_what_another_one_has_computed(
-    store: MemoryStore, prompt: list[int], shards: int, changes: dict[str, Any]
-) -> None:
-    await publish(store, prompt, shards=shards, **changes)
-    assert await cached_by_another(store, prompt, **changes) == REUSED_TOKENS
-    beginning = prompt[:40] + random_prompt(Random(6), 40)
-    assert await cached_by_another(store, beginning, **changes) == 40
-
-
-@pytest.mark.parametrize(
-    ("model", "shards"),
-    [
-        ("sim:heads=4,context=512", 2),
-        # As in MLA, every rank has the same head, and one of them saves it.
-        ("sim:heads=1,context=512", 1),
-        ("sim:heads=4,stages=2,context=512", 4),
-        ("sim:heads=4,parts=k:16:int8/v:12:int8/scale:4:float32,order=nhd,context=512", 2),
-    ],
-)
-async def test_workers_of_other_tensor_parallel_sizes_load_it_too(
-    store: MemoryStore, prompt: list[int], model: str, shards: int
-) -> None:
-    await publish(store, prompt, shards=shards, model=model, tensor_parallel_size=2)
-    saved = set(store.objects)
-    for size in (1, 3, 4):
-        found = await cached_by_another(store, prompt, model=model, tensor_parallel_size=size)
-        assert found == REUSED_TOKENS
-    assert set(store.objects) == saved
-
-
-async def test_a_prompt_that_workers_of_two_sizes_have_saved_is_loaded_whole(
-    store: MemoryStore, prompt: list[int]
-) -> None:
-    model = "sim:heads=4,context=512"
-    await publish(store, prompt[:40], shards=2, model=model, tensor_parallel_size=2)
-    async with decode_engine(
-        pools=opener(store), tiers=tiers(), model=model, tensor_parallel_size=4
-    ) as engine:
-        open_pool_of(engine)
-        assert await answer(engine, prompt) == 40
-        # It stores those blocks that it has computed.
-        await until(lambda: len(store.objects) == 2 * 5 + 4 * 5)
-    assert await cached_by_another(store, prompt, model=model) == REUSED_TOKENS
-
-
-async def test_a_changed_byte_of_another_size_is_computed_again(
-    store: MemoryStore, prompt: list[int]
-) -> None:
-    model = "sim:heads=4,context=512"
-    await publish(store, prompt, shards=2, model=model, tensor_parallel_size=2)
-    # The fifth block of the second rank.
-    broken = [key for key in store.objects if ".2.4-" in key][4]
-    store.change_reads(
-        lambda key, content: content[:20] + b"\xa5" + content[21:] if key == broken else content
-    )
-    found = await cached_by_another(store, prompt, model=model, tensor_parallel_size=4)
-    assert found == 4 * 8
-    assert broken not in store.objects
-
-
-async def test_the_tokens_of_each_tier_and_the_time_of_a_fetch_are_reported(
-    store: MemoryStore, prompt: list[int]
-) -> None:
-    await publish(store, prompt)
-    async with decode_engine(pools=opener(store), tiers=tiers(publishes=False)) as engine:
-        open_pool_of(engine)
-        assert engine.tier_loads is not None
-        longer = prompt + random_prompt(Random(6), 16)
-        end = await check_answer(engine, decode_work(prompt, GREEDY, transfer_id="a"))
-        assert end.tier_tokens == {Tier.REMOTE: REUSED_TOKENS}
-        assert engine.tier_loads.loaded_blocks()[Tier.REMOTE] == REUSED_TOKENS // 8
-        assert engine.tier_loads.seconds_per_block(Tier.REMOTE)
-        # They are in KV memory now, as is the block with the last token.
-        end = await check_answer(engine, decode_work(longer, GREEDY, transfer_id="b"))
-        assert end.cached_tokens == PROMPT_TOKENS
-        assert end.tier_tokens == {}
-
-
-async def test_what_a_worker_stores_in_each_tier_is_counted(
-    store: MemoryStore, prompt: list[int]
-) -> None:
-    async with decode_engine(pools=opener(store), tiers=tiers()) as engine:
-        open_pool_of(engine)
-        assert engine.prefix_events is not None
-        await answer(engine, prompt)
-        blocks = PROMPT_TOKENS // 8
-        stored = engine.prefix_events.stored_blocks
-        await until(lambda: stored().get(Tier.REMOTE) == blocks)
-        assert stored()[Tier.HOST] == blocks
-
-
 async def test_a_worker_announces_the_blocks_that_it_has_stored_last(
     store: MemoryStore, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,11 +151,6 @@ async def test_only_workers_of_the_same_tenant_layout_and_deployment_find_a_bloc
     other = "sim:layers=6,context=512"
     assert await cached_by_another(store, prompt, cache_salt="aa", model=other) == 0
     assert await cached_by_another(store, prompt, cache_salt="aa", hash_key=HASH_KEY + 1) == 0
-
-
-async def test_workers_that_only_load_store_nothing(store: MemoryStore, prompt: list[int]) -> None:
-    assert await cached_by_another(store, prompt) == 0
-    assert not store.objects
 
 
 async def test_wrong_bytes_are_computed_again(store: MemoryStore, prompt: list[int]) -> None:
@@ -304,41 +198,6 @@ async def test_a_waiting_request_does_not_hold_up_others(
         assert not waiting.done()
         store.thaw()
         assert await waiting == 0
-
-
-async def test_requests_with_the_same_prompt_share_a_fetch(
-    store: MemoryStore, prompt: list[int]
-) -> None:
-    await publish(store, prompt)
-    reads: list[str] = []
-
-    def count(key: str, content: bytes) -> bytes:
-        reads.append(key)
-        return content
-
-    store.change_reads(count)
-    async with decode_engine(pools=opener(store), tiers=tiers(publishes=False)) as engine:
-        open_pool_of(engine)
-        found = await asyncio.gather(*(answer(engine, prompt, f"x{n}") for n in range(3)))
-    assert found == [REUSED_TOKENS] * 3
-    assert len(reads) == len(set(reads))
-
-
-async def test_a_lost_store_is_used_again_after_its_return(
-    store: MemoryStore, prompt: list[int]
-) -> None:
-    opened: list[InMemoryPool] = []
-    async with decode_engine(pools=opener(store, opened), tiers=tiers()) as engine:
-        open_pool_of(engine)
-        store.lose()
-        assert await answer(engine, prompt, "a") == 0
-        store.restart()
-        await until(lambda: not opened[0].is_open)
-        opened[0].reopen()
-        other = random_prompt(Random(9), PROMPT_TOKENS)
-        assert await answer(engine, other, "b") == 0
-        await until(lambda: len(store.objects) >= PROMPT_TOKENS // 8)
-    assert await cached_by_another(store, other) == REUSED_TOKENS
 
 
 async def test_random_prompts_over_workers_that_share_a_pool(store: MemoryStore) -> None:

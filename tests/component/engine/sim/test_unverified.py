@@ -4,11 +4,10 @@ import ctypes
 
 import pytest
 
-from headrace_common.errors import ConfigError, LayoutMismatch
+from headrace_common.errors import ConfigError
 from tests.component.engine.sim.support import (
     Pair,
     answer_of,
-    close,
     decode_work,
     pair,
 )
@@ -38,13 +37,3 @@ async def test_answers_depend_on_the_tokens_alone_and_the_memory_stays_empty() -
         assert memory_of(both) == {bytes(len(next(iter(memory_of(both)))))}
         with pytest.raises(ConfigError, match="omit verify=off"):
             both.decode.guard_violations()
-
-
-async def test_an_engine_that_verifies_takes_no_kv_from_one_that_writes_none() -> None:
-    reader = {"model": "sim:context=512"}
-    async with pair(prefill={"model": MODEL}, decode=reader, guarded=False) as both:
-        started = await both.start(decode_work(PROMPT, remote_kv=True))
-        with pytest.raises(LayoutMismatch):
-            await started.prefill
-        both.receiver.cancel("x1", "CANCELLED", "the prefill was refused")
-        await close(started.reader)

@@ -8,17 +8,10 @@ import pytest
 from headrace_common.errors import ConfigError
 from headrace_engine.config import EngineConfig
 from headrace_engine.factory import build_engine
-from headrace_engine.sim.model.settings import SimSettings, parse_settings, plan_shape
+from headrace_engine.sim.model.settings import parse_settings, plan_shape
 from headrace_kv.layout.layout import WorkerRef
 
 CONFIG = EngineConfig(engine="sim", model="sim", role="decode", ref=WorkerRef("w", "1" * 16))
-
-
-def test_every_setting_has_a_default_and_can_be_given() -> None:
-    assert parse_settings("sim") == SimSettings()
-    text = "sim:layers=4,heads=8,head_bytes=32,vocabulary=50,context=64,layer_s=0.5,verify=off"
-    expected = SimSettings(4, 8, 32, 50, 64, layer_s=0.5, verify=False)
-    assert parse_settings(text) == expected
 
 
 def test_caches_can_be_given_as_data() -> None:
@@ -102,15 +95,6 @@ def test_wrong_fields_of_the_configuration_are_named(changes: dict[str, Any], fi
     with pytest.raises(ConfigError) as raised:
         plan_shape(replace(CONFIG, **changes))
     assert raised.value.metadata["field"] == field
-
-
-def test_blocks_come_from_memory_but_not_more_than_requests_can_use() -> None:
-    shape = plan_shape(replace(CONFIG, max_num_seqs=2, max_model_len=100))
-    assert shape.block_count == 2 * 4
-    block_bytes = 2 * 2 * 16 * 32
-    shape = plan_shape(replace(CONFIG, kv_cache_gib=10 * block_bytes / (1 << 30)))
-    assert shape.block_count == 10
-    assert shape.max_model_len == 320
 
 
 def test_an_unknown_engine_is_refused() -> None:
