@@ -34,7 +34,7 @@ from headrace_kv.handoff.leases import Timers
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport, WriteResult
-from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
+from headrace_kv.transport.in_memory import InMemoryTransport
 from tests.component.prefill.fetching import (
     DECODE,
     INSECURE,
@@ -99,20 +99,6 @@ async def test_what_decode_generated_is_fetched_and_not_computed(layout: dict[st
         assert again.done.cached_tokens >= turn.start_token
 
 
-async def test_a_fetched_byte_that_is_wrong_would_change_the_answer() -> None:
-    """The other tests would notice."""
-
-    def corrupting() -> KvTransport:
-        return InMemoryTransport(FaultPlan(every=Fault(FaultKind.CORRUPT)))
-
-    async with fetching_workers(decode_transports=corrupting) as workers:
-        prompt = await first_turn(workers)
-        async with workers.reserved(prompt, 8) as request:
-            assert (await request.prefill()).reason == ""
-            assert [fetch.reason for fetch in workers.fetches] == [""]
-            assert await request.answer() != workers.expected(prompt, 8)
-
-
 async def test_a_worker_that_decode_does_not_find_computes() -> None:
     async with fetching_workers() as workers:
         prompt = await first_turn(workers)
@@ -122,16 +108,6 @@ async def test_a_worker_that_decode_does_not_find_computes() -> None:
         # After a failure, the next prompts do not try.
         await workers.turn([*prompt, *workers.expected(prompt, 8), *MORE], 8)
         assert len(workers.fetches) == 1
-
-
-async def test_a_failed_write_is_computed_in_place() -> None:
-    def failing() -> KvTransport:
-        return InMemoryTransport(FaultPlan({2: Fault(FaultKind.FAIL)}))
-
-    async with fetching_workers(decode_transports=failing) as workers:
-        prompt = await first_turn(workers)
-        await workers.turn(prompt, 8)
-        assert [fetch.reason for fetch in workers.fetches] == [TransferFailed.reason]
 
 
 class HeldTransport(InMemoryTransport):
@@ -314,15 +290,3 @@ async def test_a_prefix_is_sent_once_and_no_more_than_is_cached() -> None:
             assert await request.answer() == workers.expected(prompt, 8)
         ended = {"transfer_id": "x999", "ticket": workers.ticket("x999")}
         assert isinstance(await refusal_of(workers, **ended), NotFound)
-
-
-async def test_short_prefixes_and_slow_links_are_computed() -> None:
-    async with fetching_workers(min_tokens=100) as workers:
-        prompt = await first_turn(workers)
-        await workers.turn(prompt, 8)
-        assert workers.fetches == []
-    async with fetching_workers() as workers:
-        prompt = await first_turn(workers)
-        workers.policy.fetched(DECODE, 1, 3600.0)
-        await workers.turn(prompt, 8)
-        assert workers.fetches == []

@@ -15,8 +15,7 @@ from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Draining, HeadraceError, QueueFull
-from headrace_common.rpc.status import ErrorInterceptor
+from headrace_common.errors import HeadraceError
 from headrace_kv.layout.layout import WorkerRef
 from headrace_prefill.pull.puller import TaskPuller
 from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
@@ -167,24 +166,6 @@ async def start_task(queue: RouterQueue, worker: ScriptedWorker) -> None:
     await until(lambda: "x1" in worker.running, what="the task")
 
 
-async def test_hello_is_sent_and_credit_granted_for_every_slot(queue: RouterQueue) -> None:
-    assert [(hello.worker_id, hello.incarnation, hello.model) for hello in queue.hellos] == [
-        ("prefill-0", REF.incarnation, "m")
-    ]
-    assert queue.hellos[0].layout == LAYOUT
-
-
-async def test_the_start_of_a_task_is_reported_and_its_end_returns_the_credit(
-    queue: RouterQueue, worker: ScriptedWorker
-) -> None:
-    await start_task(queue, worker)
-    await until(lambda: queue.started == ["x1"], what="the report of its start")
-    assert queue.credit == 3
-    worker.running["x1"].set()
-    await until(lambda: len(queue.done) == 1 and queue.credit == 4, what="its end")
-    assert queue.done[0].reason == ""
-
-
 async def test_a_first_token_is_reported_while_the_task_runs(
     queue: RouterQueue, worker: ScriptedWorker
 ) -> None:
@@ -202,13 +183,6 @@ async def test_a_cancelled_task_is_reported_too(queue: RouterQueue, worker: Scri
     queue.cancel("unknown")
     await until(lambda: len(queue.done) == 1, what="its end")
     assert queue.done[0].reason == "CANCELLED"
-
-
-async def test_routers_share_the_slots(puller: TaskPuller, routers: list[ServedRouter]) -> None:
-    puller.set_routers([router.member(f"r{i}") for i, router in enumerate(routers)])
-    await until(lambda: all(router.queue.credit == 2 for router in routers), what="equal parts")
-    puller.set_routers([routers[0].member("r0")])
-    await until(lambda: routers[0].queue.credit == 4, what="all slots")
 
 
 async def test_tasks_are_pulled_from_a_restarted_router(
@@ -272,27 +246,3 @@ class RefusingQueue(RouterQueue):
         async for _ in request_iterator:
             raise self.error
         yield prefill_pb2.PullResponse()
-
-
-@pytest.mark.parametrize(
-    ("error", "level"), [(Draining("it ends"), "INFO"), (QueueFull("it is full"), "WARNING")]
-)
-async def test_a_router_that_drains_is_no_reason_for_a_warning(
-    puller: TaskPuller, caplog: pytest.LogCaptureFixture, error: HeadraceError, level: str
-) -> None:
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()])
-    prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(RefusingQueue(error), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    caplog.set_level("INFO")
-    endpoint = f"127.0.0.1:{port}"
-    puller.set_routers(
-        [registry_pb2.Member(worker_id="r0", incarnation=REF.incarnation, endpoint=endpoint)]
-    )
-
-    def levels() -> set[str]:
-        return {one.levelname for one in caplog.records if error.detail in one.getMessage()}
-
-    await until(lambda: bool(levels()), what="the line")
-    assert levels() == {level}
-    await server.stop(None)

@@ -48,7 +48,7 @@ OTHER = 9
 """The value of the bytes of another request."""
 GUARDED, UNGUARDED = "guarded", "unguarded"
 # A real clock, because the kernel ends the frozen process.
-LEASE_S, QUARANTINE_S = 3.0, 4.0
+LEASE_S, QUARANTINE_S = 1.5, 2.0
 # How long a process may take to start and to write, or to write on.
 PATIENCE_S = 60.0
 SO_DETACH_FILTER = 27

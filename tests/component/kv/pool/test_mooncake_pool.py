@@ -17,14 +17,11 @@ import pytest
 
 from headrace_common.errors import ConfigError
 from headrace_kv.pool.engine_blocks import pool_secret
-from headrace_kv.pool.memory import PoolMemory
 from headrace_kv.pool.messages import PoolSetup
 from headrace_kv.pool.remote import RemotePool
 from headrace_kv.pool.serve import StoreServer
 from tests.pool_store import LONG_S, Store
 from tests.unit.kv.pool.memories import Memory
-from tests.unit.kv.pool.shard_workers import SECRET as SHARD_SECRET
-from tests.unit.kv.pool.shard_workers import SLOTS, Worker, layout_of
 from tests.waiting import until
 
 SECRET = pool_secret(3)
@@ -85,25 +82,6 @@ async def test_blocks_of_one_worker_are_read_by_another(store: Store) -> None:
         assert ours.value(5) == 1
 
 
-@pytest.mark.parametrize(("saved_size", "read_size"), [(1, 4), (2, 3), (4, 1)])
-async def test_blocks_are_read_by_workers_of_another_tensor_parallel_size(
-    store: Store, saved_size: int, read_size: int
-) -> None:
-    def open_pool(memories: list[PoolMemory]) -> RemotePool:
-        return RemotePool(PoolSetup(store.address, "127.0.0.1", SHARD_SECRET, tuple(memories)))
-
-    prefixes = tuple(range(1, SLOTS + 1))
-    with (
-        Worker(open_pool, layout_of(saved_size)) as saver,
-        Worker(open_pool, layout_of(read_size)) as reader,
-    ):
-        await until(lambda: saver.pool.is_open and reader.pool.is_open, LONG_S)
-        saver.save(*prefixes)
-        found = reader.find(*prefixes, SLOTS + 1)
-        assert found == (saved_size,) * SLOTS
-        assert reader.load(prefixes, found) == SLOTS
-
-
 async def test_blocks_of_another_key_are_refused(store: Store) -> None:
     memory, other = Memory(), Memory()
     foreign = RemotePool(PoolSetup(store.address, "127.0.0.1", pool_secret(4), (other.described,)))
@@ -120,17 +98,6 @@ async def test_blocks_of_another_key_are_refused(store: Store) -> None:
             assert memory.value(2) == 8
     finally:
         foreign.close()
-
-
-async def test_storing_has_a_low_priority_and_reading_has_not(store: Store) -> None:
-    memory = Memory()
-    here = os.getpriority(os.PRIO_PROCESS, 0)
-    with pool_of(store.address, memory) as pool:
-        await opened(pool)
-        assert await stored(pool, memory, "a", 0, 7)
-        threads = psutil.Process(pool.process_id).threads()
-        found = [os.getpriority(os.PRIO_PROCESS, thread.id) for thread in threads]
-    assert set(found) == {here, max(10, here)}
 
 
 async def test_a_killed_store_ends_calls_and_is_found_again(store: Store, tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ from headrace_kv.receive.local_broadcast import (
     LocalWrite,
     copy_in_process,
 )
-from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.transfer import IncomingTransfer
 from headrace_kv.transport.base import KvTransport
@@ -139,20 +138,6 @@ async def test_one_rank_of_a_host_receives_over_the_network(
         assert not rig.released
 
 
-async def test_a_transfer_waits_for_its_local_copies() -> None:
-    decode, release = holding()
-    async with decode.running(4, 2) as rig:
-        transfer = send(rig)
-        reports = await rig.quiet(transfer.transfer_id)
-        assert [report.reason for report in reports] == ["", ""]
-        # The event loop runs while a copy is held on its thread.
-        await until(lambda: transfer.landed and decode.writing.is_set())
-        assert transfer.state is TransferState.RECEIVING
-        assert "from decode rank" in transfer.missing()
-        release.set()
-        await rig.received(transfer)
-
-
 async def test_blocks_are_not_released_while_a_local_copy_may_write() -> None:
     decode, release = holding()
     async with decode.running(4, 2) as rig:
@@ -207,18 +192,6 @@ async def test_blocks_are_held_while_bytes_of_a_failed_local_copy_may_land() -> 
         assert rig.released[0][1] - begin >= 0.5
 
 
-async def test_a_late_local_copy_is_named_by_the_timeout() -> None:
-    decode, release = holding()
-    async with decode.running() as rig:
-        # A real clock, because the held copy waits on a thread.
-        transfer = send(rig, timeout_s=3.0)
-        with pytest.raises(TransferTimeout, match=r"layers? .*from decode rank \d to rank \d"):
-            await transfer.wait()
-        # The transport was given no more time than the transfer had.
-        await until(lambda: bool(rig.released))
-        assert not release.is_set()
-
-
 async def test_waiting_jobs_are_bounded() -> None:
     decode, release = holding()
     decode.job_limit = 1
@@ -231,14 +204,6 @@ async def test_waiting_jobs_are_bounded() -> None:
         await until(lambda: rig.released_ids() == [second.transfer_id])
         release.set()
         await rig.received(first)
-
-
-async def test_many_transfers_at_once() -> None:
-    async with running(layout_of(2), layout_of(4, 4), block_count=100) as rig:
-        transfers = [send(rig, first_block=99 - 3 * index) for index in range(30)]
-        for transfer in transfers:
-            summary = await rig.received(transfer)
-            assert summary.payload_bytes == CACHE_BYTES
 
 
 def lone_broadcast(

@@ -164,19 +164,6 @@ def test_blocks_return_with_their_bytes_from_every_tier(
     assert not any(any(block) for block in one.blocks(1, 3))
 
 
-def test_more_blocks_return_from_disk_than_fit_into_memory_between(
-    copiers: list[TierCopier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tier_copier, "_BOUNCE_BLOCKS_MAX", 2)
-    one = rank_of(copiers, tmp_path)
-    before = one.blocks(*range(BLOCKS))
-    one.copier.copy(TierCopy(*TO_HOST, (5, 1, 2), (0, 1, 2)))
-    one.copier.copy(TierCopy(*TO_DISK, (0, 1, 2), (2, 0, 1)))
-    one.arena[:] = 0
-    one.copier.copy(TierCopy(*FROM_DISK, (2, 0, 1), (3, 0, 4)))
-    assert one.blocks(3, 0, 4) == [before[index] for index in (5, 1, 2)]
-
-
 def test_a_device_copies_what_it_wrote_before_the_mark(
     copiers: list[TierCopier], tmp_path: Path
 ) -> None:
@@ -210,17 +197,6 @@ def test_after_a_failure_of_the_device_nothing_returns(
     for copy in (TierCopy(*kind, (2,), (1,)) for kind in kinds):
         with pytest.raises(TransferFailed, match="an earlier copy"):
             one.copier.copy(copy)
-
-
-def test_main_memory_stays_locked_as_long_as_the_device_copies(tmp_path: Path) -> None:
-    device = Device()
-    opened: list[TierCopier] = []
-    one = rank_of(opened, tmp_path, device=device)
-    (area,) = device.locked
-    assert area.ctypes.data == one.copier.host_memory.base_address
-    assert area.nbytes == one.copier.host_memory.arena_bytes
-    one.copier.close()
-    assert not device.locked
 
 
 def test_a_disk_that_changes_bytes_is_detected(copiers: list[TierCopier], tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.mooncake.sockets import set_accept_timeout
-from tests.ports import free_port
 
 
 def test_an_accept_ends_at_the_timeout() -> None:
@@ -17,14 +16,6 @@ def test_an_accept_ends_at_the_timeout() -> None:
         assert set_accept_timeout(listener.getsockname()[1], 0.05)
         with pytest.raises(BlockingIOError):
             listener.accept()
-
-
-def test_only_listening_sockets_are_changed() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        with socket.create_connection(("127.0.0.1", port)) as connected:
-            assert not set_accept_timeout(connected.getsockname()[1], 0.05)
-    assert not set_accept_timeout(free_port(), 0.05)
 
 
 def test_a_mooncake_engine_ends_within_the_accept_timeout() -> None:

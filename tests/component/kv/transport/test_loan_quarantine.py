@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_common.limits import write_quiet_s
 from headrace_decode.config import DecodeConfig
 from headrace_engine.worker.config import engine_config
 from headrace_kv.handoff.leases import LateWriteGuard, QuarantinePolicy
@@ -36,8 +35,3 @@ def test_a_loan_is_quarantined_for_longer_than_a_late_write_may_take(
         transport.close()
     assert loan_s > 2 * lease_s + LateWriteGuard.allowed_s(quarantine_s)
     assert loan_s == QuarantinePolicy(lease_s, quarantine_s).total_s
-
-
-def test_the_defaults_are_derived_in_one_place() -> None:
-    config = DecodeConfig.model_validate({"model": "sim", "engine": "sim", "worker_id": "decode-0"})
-    assert config.write_quiet_s == write_quiet_s() == 25.0

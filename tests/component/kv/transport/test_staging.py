@@ -83,46 +83,10 @@ def packed() -> Iterator[PackedPair]:
     made.close()
 
 
-def test_short_runs_are_staged_and_long_runs_are_not(packed: PackedPair) -> None:
-    runs = packed.runs(100, long=3)
-    written = packed.sender.write(packed.session, runs, 5.0)
-    packed.check(runs)
-    assert written.strategy == "gather_scatter"
-    # 5.2 kB through slots of 1 kB, and the long runs.
-    assert written.entry_count < 10
-
-
 def test_few_short_runs_are_not_staged(packed: PackedPair) -> None:
     runs = packed.runs(3)
     assert packed.sender.write(packed.session, runs, 5.0) == WriteResult("in_memory", "direct", 3)
     packed.check(runs)
-
-
-def test_runs_that_are_adjacent_on_one_side_are_copied_once(packed: PackedPair) -> None:
-    steps, apart = np.arange(100) * 40, np.arange(100) * 90
-    lengths = np.full(100, 40)
-    for source, destination, strategy in ((apart, steps, "gather"), (steps, apart, "scatter")):
-        packed.target[:] = 0
-        runs = Runs(
-            packed.source.ctypes.data + source,
-            packed.target.ctypes.data + destination,
-            lengths,
-        )
-        written = packed.sender.write(packed.session, runs, 5.0)
-        assert (written.strategy, written.entry_count) == (strategy, 4)
-        for start, end in zip(source.tolist(), destination.tolist(), strict=True):
-            assert np.array_equal(packed.source[start:][:40], packed.target[end:][:40])
-
-
-def test_without_a_loan_runs_are_direct_until_a_loan_is_returned(packed: PackedPair) -> None:
-    packed.sender.write(packed.session, packed.runs(), 5.0)
-    other = packed.new_sender(InMemoryTransport())
-    assert other.write(packed.session, packed.runs(), 5.0).strategy == "direct"
-    other.close()
-    packed.sender.close()
-    third = packed.new_sender(InMemoryTransport())
-    assert third.write(packed.session, packed.runs(), 5.0).strategy == "gather_scatter"
-    third.close()
 
 
 def test_a_peer_without_a_scatter_server_is_written_to_directly(packed: PackedPair) -> None:
