@@ -9,7 +9,6 @@ import pytest
 
 from headrace.inference.v1 import adapter_pb2, inference_pb2
 from headrace.prefill.v1 import prefill_pb2
-from headrace_common.errors import InvalidRequest
 from headrace_kv.layout.proto import layout_to_proto
 from tests.component.router.fakes import FakePrefill, Rig, hand_over, reply
 from tests.component.router.fakes.handoff import LAYOUT
@@ -76,16 +75,6 @@ async def test_without_a_prefill_worker_that_has_it_decode_prefills(rig: Rig) ->
     (request,) = rig.decodes[0].requests
     assert request.adapter.name == "coder"
     assert not request.remote_prefill
-
-
-async def test_an_unknown_adapter_is_refused_with_the_known_ones(rig: Rig) -> None:
-    for fields, field in (({"model": "painter"}, "model"), ({"adapter": "painter"}, "adapter")):
-        error = await rig.error_of(text="a prompt", **fields)
-        assert isinstance(error, InvalidRequest)
-        assert list(error.violations) == [field]
-        assert "coder, poet" in error.violations[field]
-    assert not rig.decodes[0].requests
-    assert not rig.decodes[1].requests
 
 
 async def test_models_are_listed_with_their_adapters(rig: Rig) -> None:

@@ -9,7 +9,6 @@ import grpc.aio
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import InvalidRequest
 from headrace_common.telemetry import schema
 from headrace_router.tracing.batches import SpanBatch, read_span
@@ -55,20 +54,6 @@ async def test_requests_are_counted_by_their_end(collected: tuple[Rig, Collector
         assert collector.value(schema.METRIC_REQUEST_TOKENS, **tokens) == 3
 
 
-async def test_workers_with_another_prefix_hash_are_counted(
-    collected: tuple[Rig, Collector],
-) -> None:
-    rig, collector = collected
-    await rig.add_decode(reply("ok"))
-    await _export(rig)
-    assert collector.value(schema.METRIC_PREFIX_FAULTS) == 0
-    foreign = worker_pb2.KvHashing(key_fingerprint=1, block_tokens=16)
-    await rig.add_decode(reply("ok"), foreign)
-    await until(lambda: len(rig.router.prefixes.faults) == 1)
-    await _export(rig)
-    assert collector.value(schema.METRIC_PREFIX_FAULTS) == 1
-
-
 async def test_depth_limit_and_age_of_the_queues_are_exported(
     collected: tuple[Rig, Collector],
 ) -> None:
@@ -104,19 +89,3 @@ async def test_dropped_spans_are_counted_by_bound(collected: tuple[Rig, Collecto
     await asyncio.to_thread(rig.telemetry.metrics.force_flush)
     bound = {schema.ATTRIBUTE_TRACE_BOUND: DROPPED_SPAN}
     assert collector.value(schema.METRIC_TRACE_SPANS_DROPPED, **bound) == 3
-
-
-async def test_parts_of_the_latency_are_metrics(collected: tuple[Rig, Collector]) -> None:
-    rig, collector = collected
-    await rig.add_decode(reply("ok"))
-    for _ in range(2):
-        await rig.ask()
-    await _export(rig)
-    first = {
-        schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL: "sim",
-        schema.ATTRIBUTE_LATENCY_TOKEN: "first_token",
-    }
-    for part in ("admission", "route"):
-        labels = {**first, schema.ATTRIBUTE_LATENCY_PART: part}
-        assert collector.value(schema.METRIC_LATENCY, **labels) == 2
-    assert collector.total(schema.METRIC_PROMPT_TOKENS) > 0

@@ -12,22 +12,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
-from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
-from headrace_common.config import ServiceConfig
-from headrace_common.errors import NoDecodeWorker
 from headrace_common.registry.membership import Membership
 from headrace_common.rpc.channel import open_channel
-from headrace_common.rpc.server import GrpcServer
-from headrace_common.rpc.status import error_from_rpc
 from tests.component.router.fakes import FakeDecode, FakePrefill, Handoff, hand_over, reply, text_of
-from tests.ports import free_port
-from tests.waiting import PATIENCE_S, forever, until
+from tests.waiting import PATIENCE_S, until
 
 
 class Processes:
@@ -109,75 +102,6 @@ async def test_a_router_registers_serves_and_deregisters(processes: Processes) -
         async with asyncio.timeout(PATIENCE_S):
             assert await router.wait() == 0
         assert not (await members.ListMembers(routers, timeout=PATIENCE_S)).members
-
-
-class HeldBackRegistry(registry_pb2_grpc.RegistryServiceServicer):
-    """A registry that sends its first, empty snapshot when the test lets it."""
-
-    def __init__(self) -> None:
-        self.watched = asyncio.Event()
-        self.release = asyncio.Event()
-
-    async def Watch(
-        self, request: registry_pb2.WatchRequest, context: Any
-    ) -> AsyncIterator[registry_pb2.WatchResponse]:
-        self.watched.set()
-        await self.release.wait()
-        yield registry_pb2.WatchResponse(revision=1, snapshot=registry_pb2.Snapshot())
-        await forever()
-
-    async def Register(
-        self, request: registry_pb2.RegisterRequest, context: Any
-    ) -> registry_pb2.RegisterResponse:
-        return registry_pb2.RegisterResponse(lease_id="1", revision=1)
-
-    async def KeepAlive(
-        self, request_iterator: AsyncIterator[registry_pb2.KeepAliveRequest], context: Any
-    ) -> AsyncIterator[registry_pb2.KeepAliveResponse]:
-        async for request in request_iterator:
-            yield registry_pb2.KeepAliveResponse(lease_id=request.lease_id, ttl=Duration(seconds=9))
-
-
-async def test_a_router_is_ready_after_the_first_registry_snapshot_even_an_empty_one(
-    processes: Processes,
-) -> None:
-    held_back = HeldBackRegistry()  # type: ignore[abstract]  # a router calls no other RPC
-    server = GrpcServer(ServiceConfig(insecure=True), ())
-    registry_pb2_grpc.add_RegistryServiceServicer_to_server(held_back, server.server)
-    registry = await server.start()
-    listen = f"127.0.0.1:{free_port()}"
-    starting = asyncio.create_task(
-        processes.start(
-            *("headrace_router", "--model", "sim", "--registry", registry, "--listen", listen),
-            *("--worker-wait-s", "1"),
-        )
-    )
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            await held_back.watched.wait()
-        await asyncio.sleep(0.5)
-        async with open_channel(listen) as channel:
-            health: Any = health_pb2_grpc.HealthStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
-            assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
-            assert not starting.done()
-            held_back.release.set()
-            await starting
-            state = await health.Check(
-                health_pb2.HealthCheckRequest(), timeout=PATIENCE_S, wait_for_ready=True
-            )
-            assert state.status == health_pb2.HealthCheckResponse.SERVING
-            stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                async for _ in stub.Generate(
-                    inference_pb2.GenerateRequest(text="a prompt"), timeout=PATIENCE_S
-                ):
-                    pass
-            assert isinstance(error_from_rpc(raised.value), NoDecodeWorker)
-    finally:
-        starting.cancel()
-        await server.server.stop(0)
 
 
 async def test_a_startup_error_is_one_line_and_exit_status_2(

@@ -14,8 +14,6 @@ from headrace_common.errors import (
     DecodeFull,
     Draining,
     HeadraceError,
-    InvalidRequest,
-    NoDecodeWorker,
     QueueFull,
     StaleIncarnation,
     TransferFailed,
@@ -28,7 +26,6 @@ from tests.component.router.fakes import (
     Rig,
     die,
     fail,
-    finished,
     hand_over,
     hang,
     refuse,
@@ -39,7 +36,6 @@ from tests.component.router.fakes import (
     stall,
     start_and_end,
     text_of,
-    tokens,
 )
 from tests.waiting import forever, until
 
@@ -70,31 +66,6 @@ async def test_a_prompt_is_prefilled_remotely_and_answered(rig: Rig) -> None:
     assert trace_id in task.traceparent
     assert decode.metadata[0]["traceparent"] == task.traceparent
     assert 20 < task.remaining.ToNanoseconds() / 1e9 < 30
-
-
-async def test_a_cached_prompt_needs_no_prefill_worker(rig: Rig) -> None:
-    async def cached(worker: FakeDecode, request: Any) -> Any:
-        yield reserved(request, start=len(request.token_ids) - 1)
-        yield tokens("ok")
-        yield finished(request)
-
-    await rig.add_decode(cached)
-    prefill = await rig.add_prefill(hand_over)
-    assert text_of(await rig.ask()) == "ok"
-    assert not prefill.tasks
-
-
-async def test_without_decode_workers_the_model_is_unavailable(rig: Rig) -> None:
-    await rig.add_prefill(hand_over)
-    error = await rig.error_of()
-    assert isinstance(error, NoDecodeWorker)
-    assert error.retry_after_s
-
-
-async def test_an_invalid_request_is_rejected_without_workers(rig: Rig) -> None:
-    error = await rig.error_of(sampling=sampling_pb2.SamplingParams(top_p=2), model="x")
-    assert isinstance(error, InvalidRequest)
-    assert set(error.violations) == {"model", "sampling.top_p"}
 
 
 @pytest.mark.parametrize(
@@ -261,31 +232,6 @@ async def test_a_cancelled_call_ends_all_work_at_once(rig: Rig, credit: int) -> 
     await until(lambda: len(prefill.cancels) == (1 if credit else 0))
     await until(lambda: rig.router.queue.depth == 0)
     assert time.monotonic() - start < 30
-
-
-async def test_a_stop_string_ends_decode_and_is_not_sent(rig: Rig) -> None:
-    async def endless(worker: FakeDecode, request: Any) -> Any:
-        yield reserved(request)
-        for letter in "one two" + "x" * 1_000:
-            yield tokens(letter)
-            await asyncio.sleep(0.002)
-
-    decode = await rig.add_decode(endless)
-    responses = await rig.ask(sampling=sampling_pb2.SamplingParams(stop=[" two"]))
-    assert text_of(responses) == "one"
-    assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_STOP
-    assert responses[-1].usage.completion_tokens == 7
-    assert not decode.requests[0].sampling.stop
-    await until(lambda: len(decode.cancelled) == 1)
-
-
-async def test_placed_requests_count_before_workers_report_them(rig: Rig) -> None:
-    first, second = await rig.add_decode(hang), await rig.add_decode(hang)
-    calls = [asyncio.create_task(rig.ask("x")) for _ in range(4)]
-    await until(lambda: len(first.requests) + len(second.requests) == 4)
-    assert len(first.requests) == len(second.requests) == 2
-    for call in calls:
-        call.cancel()
 
 
 async def test_a_full_prefill_queue_rejects_only_requests_that_ask_for_remote_prefill(

@@ -17,7 +17,6 @@ from tests.component.router.fakes import (
     fail,
     finished,
     hand_over,
-    hang,
     reply,
     reserved,
     send_first_token,
@@ -92,29 +91,6 @@ async def test_the_first_token_is_sent_before_the_transfer_is_complete(
     assert responses[-1].timing.attempts == 1
 
 
-async def test_the_policy_decides_unless_the_client_does(rig: Rig) -> None:
-    decode = await rig.add_decode(reply("xyz"))
-    prefill = await rig.add_prefill(hand_over)
-    await rig.ask(first_token=DECODE)
-    rig.policy.policy.first_token = PREFILL
-    await rig.ask(first_token=DECODE)
-    assert not any(task.HasField("sampling") for task in prefill.tasks)
-    assert {request.first_token for request in decode.requests} == {0}
-    decode.script = reply("b", after_first_token=True)
-    prefill.behaviour = send_first_token("a")
-    assert text_of(await rig.ask()) == "ab"
-    assert decode.requests[-1].first_token == PREFILL
-
-
-async def test_a_local_prefill_ignores_the_first_token_policy(rig: Rig) -> None:
-    decode = await rig.add_decode(reply("xyz"))
-    await rig.add_prefill(hand_over)
-    local = inference_pb2.PREFILL_PLACEMENT_LOCAL
-    responses = await rig.ask(first_token=PREFILL, prefill_placement=local)
-    assert text_of(responses) == "xyz"
-    assert decode.requests[0].first_token == 0
-
-
 @pytest.mark.parametrize(
     ("params", "reason", "text"),
     [
@@ -137,31 +113,6 @@ async def test_a_first_token_that_ends_the_response_ends_all_work(
     await until(lambda: prefill.cancels == [task.transfer_id])
     await until(lambda: decode.cancelled == {task.transfer_id})
     assert not decode.first_tokens
-
-
-async def wait_for_logits(worker: FakeDecode, request: Any) -> Any:
-    async for event in (hang if request.first_token else reply("Paris"))(worker, request):
-        yield event
-
-
-async def lose_logits(worker: FakePrefill, task: Any) -> None:
-    await (fail(TransferFailed.reason) if task.send_logits else hand_over)(worker, task)
-
-
-async def test_a_retry_after_lost_logits_does_not_use_logits(rig: Rig) -> None:
-    for _ in range(2):
-        await rig.add_decode(wait_for_logits)
-        await rig.add_prefill(lose_logits)
-    responses = await rig.ask("capital?", first_token=LOGITS)
-    assert text_of(responses) == "Paris"
-    assert responses[-1].timing.attempts == 2
-    requests = [request for decode in rig.decodes for request in decode.requests]
-    assert sorted(request.first_token for request in requests) == [0, LOGITS]
-    tasks = [task for prefill in rig.prefills for task in prefill.tasks]
-    assert {task.send_logits: bytes(task.token_ids) for task in tasks} == {
-        True: b"capital?",
-        False: b"capital",
-    }
 
 
 async def break_decode(worker: FakeDecode, request: Any) -> Any:

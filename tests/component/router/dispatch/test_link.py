@@ -13,7 +13,7 @@ from opentelemetry.context import Context
 
 from headrace.decode.v1 import decode_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Cancelled, DeadlineExceeded, ProtocolViolation
+from headrace_common.errors import Cancelled, ProtocolViolation
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.channel import open_channel
 from headrace_router.decode_link.links import DecodeLinks, LinkedCall
@@ -22,14 +22,6 @@ from tests.component.router.fakes import FakeDecode, Rig, hang, reply, text_of
 from tests.component.router.fakes.decode import reserved, tokens
 from tests.component.router.fakes.handoff import Handoff
 from tests.waiting import PATIENCE_S, forever, until
-
-
-async def test_requests_on_a_worker_share_one_link(rig: Rig) -> None:
-    worker = await rig.add_decode(reply("abc"))
-    responses = await asyncio.gather(*(rig.ask(f"prompt {number}") for number in range(20)))
-    assert [text_of(response) for response in responses] == ["abc"] * 20
-    assert len(worker.requests) == 20
-    assert worker.links == 1
 
 
 async def test_requests_of_a_link_that_ends_continue_and_the_next_opens_another(rig: Rig) -> None:
@@ -97,22 +89,6 @@ async def test_a_full_or_old_link_is_replaced_and_ends_with_its_last_request(
     await aged.close()
 
 
-async def test_a_call_ends_at_its_deadline_and_a_cancel_reaches_the_worker(
-    worker: FakeDecode, channel: grpc.aio.Channel
-) -> None:
-    links = DecodeLinks(lambda: channel)
-    call = opened_on(links, "late", deadline_s=0.2)
-    other = opened_on(links, "other")
-    assert await kind_of(call) == await kind_of(other) == "reserved"
-    with pytest.raises(DeadlineExceeded):
-        await asyncio.wait_for(call.read(), PATIENCE_S)
-    assert worker.cancelled == set()
-    call.close()
-    call.close()
-    await until(lambda: worker.cancelled == {"late"}, what="the cancel")
-    await links.close()
-
-
 async def test_a_worker_joins_tokens_for_as_long_as_the_router_does(
     worker: FakeDecode, channel: grpc.aio.Channel
 ) -> None:
@@ -127,16 +103,6 @@ async def test_a_worker_joins_tokens_for_as_long_as_the_router_does(
     assert await kind_of(call) == "tokens"
     await until(lambda: worker.token_intervals_us == [2_000, 25_000], what="the longer interval")
     await links.close()
-
-
-async def test_links_that_close_before_they_begin_fail_their_requests(
-    worker: FakeDecode, channel: grpc.aio.Channel
-) -> None:
-    links = DecodeLinks(lambda: channel)
-    call = opened_on(links)
-    await links.close()
-    with pytest.raises(Cancelled):
-        await call.read()
 
 
 async def test_a_worker_that_breaks_the_protocol_loses_its_link(
@@ -155,14 +121,3 @@ async def test_a_worker_that_breaks_the_protocol_loses_its_link(
     with pytest.raises(ProtocolViolation, match="credit"):
         await asyncio.wait_for(call.read(), PATIENCE_S)
     await until(lambda: links.count == 0, what="the end of the link")
-
-
-async def test_a_server_without_links_fails_the_request() -> None:
-    server = grpc.aio.server()
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    async with open_channel(f"127.0.0.1:{port}") as channel:
-        call = opened_on(DecodeLinks(lambda: channel))
-        with pytest.raises(ProtocolViolation):
-            await asyncio.wait_for(call.read(), PATIENCE_S)
-    await server.stop(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-import grpc.aio
 import pytest
 
 from headrace.decode.v1 import decode_pb2
@@ -15,12 +14,9 @@ from headrace_common.errors import (
     DecodeFull,
     Draining,
     HeadraceError,
-    InternalError,
     InvalidRequest,
-    StaleIncarnation,
     WorkerGone,
 )
-from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from headrace_kv.layout.layout import WorkerRef
 from tests.component.router.dispatch.recitation import TEXT, TOKENS, raising, recite, sampling
@@ -29,7 +25,6 @@ from tests.component.router.fakes import (
     Rig,
     full,
     hand_over,
-    reject,
     text_of,
     with_settings,
 )
@@ -73,15 +68,6 @@ async def test_a_response_continues_at_another_worker(rig: Rig, tokens: int, rem
     ]
 
 
-async def test_a_stop_string_is_found_across_two_attempts(rig: Rig) -> None:
-    # "S", and the first byte of the next letter.
-    await rig.add_decodes(recite(TOKENS.index(b"S") + 2, FakeDecode.die), recite(99))
-    responses = await rig.ask(sampling=sampling(stop=["Süden"]))
-    assert text_of(responses) == "Grüße aus dem "
-    assert responses[-1].finish_reason == sampling_pb2.FINISH_REASON_STOP
-    assert responses[-1].timing.attempts == 2
-
-
 @pytest.mark.parametrize(
     "params,reason",
     [
@@ -121,29 +107,6 @@ async def test_a_decode_worker_that_ends_its_stream_is_replaced(
     assert schema.ATTRIBUTE_ERROR_REASON not in attempts[1]
 
 
-@pytest.mark.parametrize("token_count", [0, 6])
-async def test_an_internal_error_of_a_decode_worker_ends_the_response(
-    rig: Rig, token_count: int
-) -> None:
-    """The client gets the tokens before the error, and no other worker repeats the request."""
-    ending = raising(InternalError("as scripted"))
-    failing, spare = await rig.add_decodes(recite(token_count, ending), recite(99))
-    request = inference_pb2.GenerateRequest(text="a prompt", sampling=sampling())
-    received: list[int] = []
-
-    async def read() -> None:
-        async for response in rig.stub.Generate(request, timeout=60):
-            received.extend(response.token_ids)
-
-    with pytest.raises(grpc.aio.AioRpcError) as raised:
-        await read()
-    error = error_from_rpc(raised.value)
-    assert isinstance(error, InternalError)
-    assert (error.detail, error.metadata["attempts"]) == ("as scripted", "1")
-    assert bytes(received) == TOKENS[:token_count]
-    assert (len(failing.requests), len(spare.requests)) == (1, 0)
-
-
 async def test_the_retry_budget_bounds_migrations(rig: Rig) -> None:
     rig.policy.policy.retry_budget = 1
     for _ in range(4):
@@ -151,16 +114,6 @@ async def test_the_retry_budget_bounds_migrations(rig: Rig) -> None:
     error = await rig.error_of(sampling=sampling())
     assert isinstance(error, WorkerGone)
     assert [request.generated_token_count for request in decode_requests(rig)] == [0, 2]
-
-
-async def test_rejections_cost_a_started_response_no_retry(rig: Rig) -> None:
-    """A full, a draining and a restarted worker are skipped, although the budget allows only one retry."""
-    rig.policy.policy.retry_budget = 1
-    rejecting = full, reject(Draining("shutting down")), reject(StaleIncarnation(""))
-    await rig.add_decodes(recite(2, FakeDecode.die), *rejecting, recite(99))
-    responses = await rig.ask(sampling=sampling())
-    assert text_of(responses) == TEXT
-    assert responses[-1].timing.attempts == 5
 
 
 @with_settings(worker_wait_s=10.0)
@@ -177,55 +130,12 @@ async def test_a_started_response_waits_for_room_until_its_deadline(rig: Rig) ->
     assert isinstance(error, DecodeFull | DeadlineExceeded | Draining)
 
 
-@with_settings(worker_wait_s=10.0)
-async def test_a_started_response_waits_for_a_restarted_worker(rig: Rig) -> None:
-    """Meanwhile, the dead worker costs no attempt."""
-    rig.policy.policy.retry_budget = 1
-    dead = await rig.add_decode(recite(2, FakeDecode.die))
-    asking = asyncio.create_task(rig.ask(sampling=sampling()))
-    await until(lambda: not rig.router.workers.table("sim").reachable.any())
-    await let_a_wrong_step_show()
-    assert not asking.done()
-    rig.decodes.remove(dead)
-    await rig.add_decode(recite(99))
-    responses = await asking
-    assert text_of(responses) == TEXT
-    assert responses[-1].timing.attempts == 2
-
-
 @with_settings(worker_wait_s=0.5)
 async def test_a_started_response_waits_no_longer_than_the_worker_wait(rig: Rig) -> None:
     await rig.add_decode(recite(2, FakeDecode.die))
     error = await rig.error_of(sampling=sampling())
     assert isinstance(error, WorkerGone)
     assert "decode worker d0" in error.detail
-
-
-async def test_a_dead_worker_costs_one_attempt_of_one_request(rig: Rig) -> None:
-    """The registry still lists it, but the router has seen its connection break."""
-    dead, _ = await rig.add_decodes(recite(99), recite(99))
-    await dead.kill()
-    attempts = []
-    for _ in range(12):
-        responses = await rig.ask(sampling=sampling())
-        assert text_of(responses) == TEXT
-        attempts.append(responses[-1].timing.attempts)
-    assert sum(attempts) <= len(attempts) + 1
-
-
-async def test_an_unreachable_worker_is_used_again_after_it_reports(rig: Rig) -> None:
-    first, second = await rig.add_decodes(recite(99), recite(99))
-    table = rig.router.workers.table("sim")
-    ref = next(w.ref for w in table.workers if w.ref.worker_id == "d0")
-    first.reports.clear()
-    await until(partial(_stays_unreachable, rig, ref))
-    assert not table.reachable.all()
-    await rig.ask(sampling=sampling())
-    assert (len(first.requests), len(second.requests)) == (0, 1)
-    first.reports.set()
-    await until(lambda: bool(table.reachable.all()))
-    await rig.ask(sampling=sampling())
-    assert len(first.requests) == 1
 
 
 async def test_an_unreachable_worker_is_not_asked_after_a_full_one(rig: Rig) -> None:

@@ -41,19 +41,6 @@ async def _end_of(worker: FakePrefill) -> grpc.aio.AioRpcError:
     return worker.error
 
 
-async def test_cancelling_a_task_stops_it_on_its_worker(rig: Rig) -> None:
-    worker = await rig.add_prefill(stall, credit=1)
-    running, waiting = _enqueue(rig, "a"), _enqueue(rig, "b")
-    await until(lambda: _names(worker) == ["a"])
-    waiting.cancel()
-    running.cancel()
-    await until(lambda: worker.cancels == ["a"])
-    await worker.done("a", "CANCELLED", "as asked")
-    await worker.give_credit(1)
-    _enqueue(rig, "c")
-    await until(lambda: _names(worker) == ["a", "c"])
-
-
 async def test_one_incarnation_has_one_pull_stream(rig: Rig) -> None:
     first = await rig.add_prefill(stall)
     second = FakePrefill("p0", rig.handoff, stall)

@@ -57,17 +57,3 @@ async def test_a_request_that_is_not_sampled_has_a_trace_and_no_spans_are_export
         assert 'headrace_latency_part="route"' in text
     finally:
         await rig.close()
-
-
-async def test_the_routers_spans_of_a_slow_request_are_exported() -> None:
-    rig = await Rig(traces_sampler="always_off", slow_trace_s=1e-6).start()
-    spans = InMemorySpanExporter()
-    rig.telemetry.add_exporter(spans)
-    try:
-        await rig.add_decode(reply("ok"))
-        await rig.add_prefill(hand_over)
-        await rig.ask(request_id="slow")
-        await until(lambda: rig.router.traces.get("slow").complete)
-        assert set(await exported(rig, spans)) == ROUTER_SPANS
-    finally:
-        await rig.close()

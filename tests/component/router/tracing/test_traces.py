@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 from opentelemetry.trace import use_span
 
-from headrace.inference.v1 import inference_pb2, trace_pb2, trace_pb2_grpc
+from headrace.inference.v1 import trace_pb2, trace_pb2_grpc
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.rpc.trace_context import context_from_traceparent
@@ -22,7 +22,6 @@ from tests.component.router.fakes import (
     FakeDecode,
     FakePrefill,
     Rig,
-    fail,
     hand_over,
     reply,
 )
@@ -121,17 +120,6 @@ async def test_one_trace_covers_all_processes_of_a_request(rig: Rig, workers: Wo
     assert spans[schema.SPAN_FIRST_TOKEN].duration.ToNanoseconds() == first_token
 
 
-async def test_failed_attempts_are_in_the_trace(rig: Rig) -> None:
-    await rig.add_decode(reply("ok"))
-    await rig.add_prefill(fail("TRANSFER_FAILED"))
-    await rig.ask(request_id="r1")
-    trace = await rig.trace_of("r1")
-    attempts = [span for span in trace.spans if span.name == schema.SPAN_ATTEMPT]
-    assert [span.error for span in attempts] == ["as scripted", ""]
-    assert attempts[0].attributes[schema.ATTRIBUTE_ERROR_REASON] == "TRANSFER_FAILED"
-    assert [span.attributes[schema.ATTRIBUTE_PLACEMENT] for span in attempts] == ["remote", "local"]
-
-
 async def test_a_rejected_request_has_a_complete_trace(rig: Rig) -> None:
     with pytest.raises(grpc.aio.AioRpcError):
         await rig.ask("x" * 2_000, request_id="r1")
@@ -158,20 +146,6 @@ async def test_traces_are_listed_newest_first(rig: Rig) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.GetTrace(trace_pb2.GetTraceRequest(id="unknown"), timeout=PATIENCE_S)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-
-async def test_a_clients_own_trace_is_continued(rig: Rig) -> None:
-    await rig.add_decode(reply("ok"))
-    trace_id = "ab" * 16
-    call = rig.stub.Generate(
-        inference_pb2.GenerateRequest(text="x", request_id="r1"),
-        timeout=10,
-        metadata=(("traceparent", f"00-{trace_id}-{'cd' * 8}-01"),),
-    )
-    responses = [response async for response in call]
-    assert responses[0].trace_id == trace_id
-    spans = _by_name(await rig.trace_of(trace_id))
-    assert spans[schema.SPAN_REQUEST].parent_span_id == ""
 
 
 async def test_an_export_beyond_the_bound_is_refused_by_name(rig: Rig) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import grpc.aio
 import pytest
@@ -44,23 +43,6 @@ async def test_a_request_waits_for_workers_that_left_the_registry(rig: Rig) -> N
     assert text_of(await asking) == "ok"
 
 
-async def test_a_request_waits_for_workers_that_left_between_check_and_placement(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await rig.add_decode(reply("ok"))
-    inference = rig.router.services.inference
-    prepare = inference._preparer.prepare
-
-    async def prepare_and_lose(*arguments: Any) -> Any:
-        prepared = await prepare(*arguments)
-        rig.router.update([])
-        asyncio.get_running_loop().call_later(0.1, rig.refresh)
-        return prepared
-
-    monkeypatch.setattr(inference._preparer, "prepare", prepare_and_lose)
-    assert text_of(await rig.ask()) == "ok"
-
-
 async def test_a_request_without_tokens_waits_for_the_next_incarnation(rig: Rig) -> None:
     dying = await rig.add_decode(reserve_and_die)
     asking = asyncio.create_task(rig.ask())
@@ -73,11 +55,6 @@ async def test_a_request_without_tokens_waits_for_the_next_incarnation(rig: Rig)
     responses = await asking
     assert text_of(responses) == "ok"
     assert responses[-1].timing.attempts == 2
-
-
-@pytest.mark.usefixtures("early_router_deadline")
-async def test_no_request_waits_past_its_deadline(rig: Rig) -> None:
-    assert isinstance(await rig.error_of(timeout_s=6.0), NoDecodeWorker)
 
 
 async def test_the_limits_of_the_late_worker_apply(rig: Rig) -> None:
