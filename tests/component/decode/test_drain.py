@@ -16,7 +16,7 @@ from headrace_engine.interface import DecodeTokens
 from tests.component.decode.conftest import Served
 from tests.component.decode.prefill_rank import failure_of
 from tests.component.decode.scripted_engine import REF
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S
 
 
 async def drain_refused(served: Served, request: worker_pb2.DrainRequest) -> HeadraceError:
@@ -35,14 +35,6 @@ async def test_a_drain_ends_a_generating_request_after_its_last_token(served: Se
     assert isinstance(ended, Draining)
     assert ended.metadata == {"worker_id": REF.worker_id}
     assert served.engine.closed == 1
-
-
-async def test_a_drain_ends_a_request_that_waits_for_kv_and_its_transfer(served: Served) -> None:
-    call = await served.reserve()
-    served.service.start_drain()
-    await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), PATIENCE_S)
-    assert isinstance(await failure_of(call), Draining)
-    await until(lambda: served.engine.released_ids == ["x1"], what="release")
 
 
 async def test_drain_responds_at_once_and_a_second_call_changes_nothing(served: Served) -> None:

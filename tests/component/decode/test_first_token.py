@@ -102,11 +102,6 @@ async def test_a_token_before_the_reservation_is_refused(served: Served) -> None
     assert served.engine.first_tokens == [("x1", 7)]
 
 
-async def test_a_request_that_generates_its_first_token_accepts_none(served: Served) -> None:
-    await served.reserve(first_token=0)
-    assert isinstance(await refusal(served), NotFound)
-
-
 # From logits.
 
 FROM_LOGITS = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS

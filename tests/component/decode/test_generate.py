@@ -19,7 +19,6 @@ from headrace_common.telemetry import schema
 from headrace_decode.admission.retry_hint import HINT_S_MIN
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.handoff.messages import Reservation
-from headrace_kv.receive.observer import TransferState
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.prefill_rank import (
     PIECE_BYTES,
@@ -98,16 +97,6 @@ async def test_a_cancelled_call_stops_the_sender_at_once(served: Served, rank: P
     assert (status.reserved_blocks, status.quarantined_blocks, status.active_transfers) == (0, 0, 0)
 
 
-async def test_a_call_cancelled_while_generating_aborts_the_engine(served: Served) -> None:
-    call = await served.reserve(remote_prefill=False)
-    served.engine.play(DecodeTokens((1,)))
-    assert await next_event(aiter(call)) == "tokens"
-    call.cancel()
-    await until(lambda: served.engine.closed == 1, what="the engine's abort")
-    await until(lambda: served.service.status().reserved_blocks == 0, what="the blocks")
-    assert served.engine.released_ids == served.engine.arrived_ids == []
-
-
 async def test_a_local_prefill_needs_no_transfer(served: Served) -> None:
     served.engine.play(DecodeTokens((1,)), DecodeEnded(False, 16))
     responses = [r async for r in served.generate(request(remote_prefill=False))]
@@ -182,15 +171,6 @@ async def test_a_draining_worker_refuses_and_finishes(served: Served) -> None:
     await asyncio.wait_for(waiting, PATIENCE_S)
 
 
-async def test_fast_tokens_share_messages(served: Served) -> None:
-    count = 400
-    served.engine.play(*(DecodeTokens((n,)) for n in range(count)), DecodeEnded(True, 0))
-    responses = [r async for r in served.generate(request(remote_prefill=False))]
-    tokens = [token for r in responses for token in r.tokens.token_ids]
-    assert tokens == list(range(count))
-    assert len(responses) < count / 2
-
-
 async def test_the_deadline_error_names_the_missing_keys(served: Served) -> None:
     """The spans of the attempt name the failed step."""
     call = await served.reserve()
@@ -217,55 +197,9 @@ async def test_the_deadline_error_names_the_missing_keys(served: Served) -> None
     assert attributes[schema.ATTRIBUTE_ERROR_REASON] == "TRANSFER_TIMEOUT"
 
 
-def has_both(served: Served) -> bool:
-    """Whether the spans of two requests and of their transfers have ended."""
-    served.telemetry.force_flush()
-    names = [span.name for span in served.spans.get_finished_spans()]
-    return names.count(schema.SPAN_DECODE) == names.count(schema.SPAN_TRANSFER) == 2
-
-
-def is_receiving(served: Served, transfer_id: str) -> bool:
-    transfer = served.receiver._transfers.get(transfer_id)
-    return transfer is not None and transfer.state is TransferState.RECEIVING
-
-
 def states_of(span: ReadableSpan) -> list[str]:
     assert {event.name for event in span.events} == {schema.EVENT_TRANSFER_STATE}
     return [str((e.attributes or {})[schema.ATTRIBUTE_TRANSFER_STATE]) for e in span.events]
-
-
-async def test_every_state_of_a_transfer_is_in_the_trace(served: Served) -> None:
-    """Also the last one, which a failed transfer enters long after its request has ended."""
-    for name, whole in (("x1", True), ("x2", False)):
-        call = await served.reserve(name)
-        rank = PrefillRank(served.handoff)
-        await rank.open(name)
-        rank.land(0, name=name)
-        if whole:
-            rank.land(1, name=name)
-            await until(lambda: served.engine.arrived_ids == ["x1"], what="arrival")
-            served.engine.play(DecodeEnded(True, 0))
-            async for _ in call:
-                pass
-        else:
-            await until(lambda: is_receiving(served, "x2"))
-            rank.leave()
-            await failure_of(call)
-            served.end_quarantine()
-            await until(lambda: served.engine.released_ids == ["x2"], what="release")
-        rank.leave()
-    await until(lambda: has_both(served))
-    spans = served.spans.get_finished_spans()
-    parents = {span.context.span_id: span for span in spans if span.name == schema.SPAN_DECODE}
-    whole_span, broken = (span for span in spans if span.name == schema.SPAN_TRANSFER)
-    assert states_of(whole_span) == ["reserved", "open", "receiving", "complete", "free"]
-    assert states_of(broken) == ["reserved", "open", "receiving", "failed", "draining", "free"]
-    assert broken.parent is not None
-    parent = parents[broken.parent.span_id]
-    assert (broken.end_time or 0) > (parent.end_time or 0)
-    times = [event.timestamp for event in broken.events]
-    assert times == sorted(times)
-    assert (times[0], times[-1]) == (broken.start_time, broken.end_time)
 
 
 @pytest.mark.parametrize("interval_ms", [0, 99, 60_001])

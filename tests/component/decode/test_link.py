@@ -12,23 +12,19 @@ import grpc.aio
 import pytest
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
-from headrace.inference.v1 import sampling_pb2
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import (
     DeadlineExceeded,
-    DecodeFull,
     Draining,
-    DuplicateTransfer,
     HeadraceError,
     InternalError,
     InvalidRequest,
     PermissionDenied,
     ProtocolViolation,
     QueueFull,
-    StaleIncarnation,
     TransferFailed,
 )
 from headrace_common.rpc.channel import open_channel
@@ -39,8 +35,6 @@ from headrace_kv.handoff.messages import Reservation
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.prefill_rank import PrefillRank
 from tests.waiting import PATIENCE_S, until
-
-_PARENT = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 
 
 class LinkClient:
@@ -71,9 +65,6 @@ class LinkClient:
 
     async def write(self, **fields: Any) -> None:
         await self._call.write(decode_pb2.LinkRequest(**fields))
-
-    async def half_close(self) -> None:
-        await self._call.done_writing()
 
     def cancel(self) -> None:
         self._call.cancel()
@@ -129,38 +120,6 @@ async def freed(served: Served) -> None:
     await until(lambda: served.service.status().reserved_blocks == 0, what="the blocks")
 
 
-async def test_a_request_with_a_transfer_runs_as_with_generate(
-    served: Served, rank: PrefillRank, link: LinkClient
-) -> None:
-    served.engine.play(Reservation("x1", (3, 4, 5), 0, 39))
-    one = await link.open(request("x1"))
-    await until(lambda: one in link.reserved, what="Reserved")
-    assert (link.reserved[one].start_token, link.reserved[one].end_token) == (0, 39)
-    await rank.open()
-    rank.land(0, 1)
-    await until(lambda: served.engine.arrived_ids == ["x1"], what="arrival")
-    served.engine.play(DecodeTokens((7, 8)), DecodeTokens((9,)), DecodeEnded(True, 0))
-    await until(lambda: one in link.finished, what="Finished")
-    assert link.tokens[one] == [7, 8, 9]
-    finished = link.finished[one]
-    assert finished.reason == sampling_pb2.FINISH_REASON_STOP
-    assert (finished.transferred_tokens, finished.acknowledgement_count) == (39, 2)
-    await freed(served)
-
-
-async def test_all_tokens_of_a_step_are_one_message(served: Served, link: LinkClient) -> None:
-    for name in ("a", "b"):
-        served.engine.play_for(name)
-    ids = [await link.open(local(name)) for name in ("a", "b")]
-    await until(lambda: len(link.reserved) == 2, what="Reserved")
-    before = len(link.messages)
-    for name in ("a", "b"):
-        served.engine.play_for(name, DecodeTokens((1,)))
-    await until(lambda: len(link.tokens) == 2, what="tokens")
-    (message,) = link.messages[before:]
-    assert sorted(message.tokens.stream_ids) == ids
-
-
 async def test_further_tokens_wait_for_the_interval_and_nothing_else_does(
     served: Served, link: LinkClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,32 +172,6 @@ async def test_a_client_without_credit_blocks_only_itself(served: Served, link: 
 
 
 @pytest.mark.parametrize(
-    "changes,kind",
-    [
-        ({"incarnation": "f" * 16}, StaleIncarnation),
-        ({"token_ids": []}, InvalidRequest),
-        ({"transfer_id": "known"}, DuplicateTransfer),
-        ({"token_ids": [1] * 100, "sampling": sampling_pb2.SamplingParams(max_tokens=156)}, None),
-    ],
-)
-async def test_a_refused_open_has_the_error_of_generate_and_the_link_goes_on(
-    served: Served, link: LinkClient, changes: dict[str, Any], kind: type[HeadraceError] | None
-) -> None:
-    first = await link.open(local("known"))
-    await until(lambda: first in link.reserved, what="Reserved")
-    if kind is None:
-        # A third request has no slot.
-        second = await link.open(local("second"))
-        await until(lambda: second in link.reserved, what="Reserved")
-    asked = {"transfer_id": "x9", **changes}
-    by_link = await link.failure(await link.open(local("x9", **asked)))
-    assert isinstance(by_link, kind or DecodeFull)
-    assert (by_link.retry_after_s is not None) is (kind is None)
-    served.engine.play(DecodeTokens((5,)))
-    await until(lambda: any(link.tokens.values()), what="tokens of another request")
-
-
-@pytest.mark.parametrize(
     "failure,kind",
     [(TransferFailed("the engine lost it"), TransferFailed), (ValueError("a bug"), InternalError)],
 )
@@ -270,18 +203,6 @@ async def test_a_cancel_frees_the_blocks_and_nothing_follows_it(
     assert one not in link.finished
 
 
-async def test_a_cancel_while_the_kv_cache_is_awaited_ends_the_transfer(
-    served: Served, rank: PrefillRank, link: LinkClient
-) -> None:
-    served.engine.play(Reservation("x1", (3, 4, 5), 0, 39))
-    one = await link.open(request("x1"))
-    await until(lambda: one in link.reserved, what="Reserved")
-    await rank.open()
-    await link.write(cancelled_stream_ids=[one])
-    assert (await rank.receive("cancel")).cancel.reason == "CANCELLED"
-    await until(lambda: served.engine.closed == 1, what="the engine's abort")
-
-
 async def test_a_link_that_breaks_ends_its_requests(
     served: Served, rank: PrefillRank, link: LinkClient
 ) -> None:
@@ -310,21 +231,6 @@ async def test_a_deadline_travels_with_its_open(served: Served, link: LinkClient
     assert passed.metadata == {"waited_for": "admission"}
 
 
-async def test_the_span_of_a_request_belongs_to_its_caller_s_trace(
-    served: Served, link: LinkClient
-) -> None:
-    served.engine.play(DecodeEnded(False, 0))
-    one = await link.open(local("x1"), traceparent=_PARENT)
-    await until(lambda: one in link.finished, what="the end")
-
-    def traced() -> bool:
-        served.telemetry.force_flush()
-        parents = [span.parent for span in served.spans.get_finished_spans()]
-        return any(parent and f"{parent.span_id:016x}" in _PARENT for parent in parents)
-
-    await until(traced, what="the span")
-
-
 async def test_a_draining_worker_ends_what_runs_and_then_the_link(
     served: Served, link: LinkClient
 ) -> None:
@@ -339,19 +245,6 @@ async def test_a_draining_worker_ends_what_runs_and_then_the_link(
     await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), PATIENCE_S)
     assert isinstance(await link.error(), Draining)
     assert isinstance(link.failures[one], Draining)
-
-
-async def test_a_half_closed_link_ends_after_its_last_request(
-    served: Served, link: LinkClient
-) -> None:
-    one = await link.open(local("x1"))
-    await link.half_close()
-    await until(lambda: one in link.reserved, what="Reserved")
-    assert not link.ended.is_set()
-    served.engine.play(DecodeTokens((1,)), DecodeEnded(False, 0))
-    await asyncio.wait_for(link.ended.wait(), PATIENCE_S)
-    assert link.end is None
-    assert one in link.finished
 
 
 async def test_a_stream_id_that_was_used_ends_the_link(served: Served, link: LinkClient) -> None:
@@ -403,17 +296,3 @@ async def test_only_routers_open_links(served: Served) -> None:
         async with open_channel(served.endpoint, Credentials(role=role)) as channel:
             other = LinkClient(channel)
             assert isinstance(await other.error(), PermissionDenied)
-
-
-async def test_a_message_beyond_the_limit_is_split(
-    served: Served, link: LinkClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(session, "LINK_MESSAGE_BYTES_MAX", 200)
-    small = LinkClient(served.channel)
-    served.engine.play(DecodeTokens(tuple(range(1_000, 1_100))), DecodeEnded(False, 0))
-    one = await small.open(local("x1"))
-    await until(lambda: one in small.finished, what="the end")
-    assert small.tokens[one] == list(range(1_000, 1_100))
-    assert len(small.messages) >= 3
-    assert max(message.ByteSize() for message in small.messages) < 400
-    small.cancel()
