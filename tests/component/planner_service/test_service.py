@@ -144,33 +144,11 @@ async def test_a_planner_that_advises_has_no_targets(planner: Served) -> None:
     assert await code_of(call.read()) is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_a_watch_ends_when_the_planner_drains(planner: Served) -> None:
-    call = planner.stub.WatchTargets(planner_pb2.WatchTargetsRequest(), timeout=CALL_S)
-    planner.steering.end_interval(QUEUED)
-    await call.read()
-    reading = asyncio.ensure_future(call.read())
-    planner.steering.board.close()
-    assert await code_of(reading) is grpc.StatusCode.UNAVAILABLE
-
-
 async def test_only_operators_may_call(planner: Served) -> None:
     async with open_channel(planner.endpoint, Credentials(role=Role.PLANNER)) as channel:
         stub = planner_pb2_grpc.PlannerServiceStub(channel)
         refused = stub.GetStatus(planner_pb2.GetStatusRequest(), timeout=CALL_S)
         assert await code_of(refused) is grpc.StatusCode.PERMISSION_DENIED
-
-
-async def test_explain_shows_what_was_decided_and_why(planner: Served) -> None:
-    planner.steering.end_interval(CALM)
-    planner.steering.end_interval(QUEUED)
-    status, (second, first) = await read_explanation(planner.endpoint, 10)
-    assert (status.model, status.mode) == ("m", planner_pb2.GetStatusResponse.MODE_PUBLISH)
-    assert not status.HasField("current")
-    assert (status.target.workers.prefill, status.target.workers.decode) == (2, 2)
-    assert first.outcome == planner_pb2.Decision.OUTCOME_KEEP
-    assert second.outcome == planner_pb2.Decision.OUTCOME_PUBLISHED
-    assert [reason.rule for reason in second.reasons] == ["queue above threshold"]
-    assert second.reasons[0].inputs["queue"] == 5
 
 
 async def test_the_command_shows_changes_with_their_reasons(planner: Served) -> None:

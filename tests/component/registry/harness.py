@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,7 +28,6 @@ from headrace_registry.store.etcd_store import EtcdStore
 from tests.channels import operator_channel
 from tests.freezing import freeze, thaw
 from tests.ports import free_port
-from tests.waiting import until
 
 ETCD = Path("/usr/bin/etcd")
 
@@ -185,27 +182,6 @@ async def running_registry(**settings: object) -> AsyncIterator[Registry]:
         yield registry
     finally:
         await registry.stop()
-
-
-@contextlib.asynccontextmanager
-async def registry_process(
-    folder: Path, *arguments: str
-) -> AsyncIterator[tuple[subprocess.Popen[bytes], str]]:
-    """A registry in a separate process, and its host:port."""
-    port_file = folder / "port"
-    command = [sys.executable, "-m", "headrace_registry", "--internal-listen", "127.0.0.1:0"]
-    command += ["--insecure", "--port-file", str(port_file), *arguments]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    with (folder / "registry.log").open("wb") as log:
-        process = await asyncio.to_thread(
-            subprocess.Popen, command, env=environment, stdout=log, stderr=log
-        )
-    try:
-        await until(port_file.exists, 30, "the registry's port")
-        yield process, port_file.read_text().strip()
-    finally:
-        process.kill()
-        await asyncio.to_thread(process.wait, 10)
 
 
 @contextlib.asynccontextmanager

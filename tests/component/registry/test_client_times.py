@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace.kv.v1 import layout_pb2
-from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
+from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import RegistryUnavailable, StaleIncarnation
 from headrace_common.registry.descriptors import DescriptorCache
@@ -19,7 +19,7 @@ from headrace_common.registry.membership import LeaseRenewals, Membership
 from headrace_common.registry.view import RegistryView
 from headrace_registry.store.memory import MemoryStore
 from tests.component.registry import harness
-from tests.component.registry.harness import kv_descriptor, reference
+from tests.component.registry.harness import kv_descriptor
 from tests.component.registry.local_registry import LocalRegistry, local_registry
 from tests.virtually import stand_still, virtually
 
@@ -216,31 +216,6 @@ async def test_a_prefetched_descriptor_is_available_without_the_registry() -> No
 
 
 @virtually
-async def test_get_waits_for_a_descriptor_to_be_published() -> None:
-    async with local_registry() as registry:
-        cache = DescriptorCache(registry.channel)
-        waiting = asyncio.ensure_future(cache.get(*REF, Deadline.after(5)))
-        await asyncio.sleep(0.3)
-        async with joined(registry, descriptor=kv_descriptor()):
-            assert await waiting == kv_descriptor()
-        await cache.close()
-
-
-@virtually
-async def test_leases_of_a_store_in_memory_run_out_with_their_descriptors() -> None:
-    store = MemoryStore(history_size=8)
-    renewed = await store.register(worker("decode-0"), 2)
-    left = await store.register(worker("decode-1"), 2)
-    await store.put_descriptor(left.lease_id, reference(worker("decode-1")), kv_descriptor())
-    for _ in range(20):
-        await asyncio.sleep(1.9)
-        assert await store.keep_alive(renewed.lease_id) == 2.0
-    assert list(store.members) == ["decode-0"]
-    assert await store.keep_alive(left.lease_id) is None
-    await store.close()
-
-
-@virtually
 async def test_a_registry_that_stands_still_beyond_the_ttl_expires_no_member() -> None:
     """Its members could not renew their leases. They have a whole time to live again, and not more."""
     store = MemoryStore(history_size=8)
@@ -254,22 +229,3 @@ async def test_a_registry_that_stands_still_beyond_the_ttl_expires_no_member() -
     await asyncio.sleep(2.0)
     assert not store.members
     await store.close()
-
-
-@virtually
-async def test_several_leases_are_renewed_by_one_message() -> None:
-    async with local_registry() as registry:
-        stub: Any = registry_pb2_grpc.RegistryServiceStub(registry.channel)
-        granted = []
-        for number in range(3):
-            wanted = registry_pb2.RegisterRequest(member=worker(f"decode-{number}"))
-            wanted.ttl.FromSeconds(10)
-            granted.append((await stub.Register(wanted)).lease_id)
-        call = stub.KeepAlive()
-        for _ in range(4):
-            await call.write(registry_pb2.KeepAliveRequest(lease_ids=[*granted[:2], "unknown"]))
-            assert list((await call.read()).ended_lease_ids) == ["unknown"]
-            await asyncio.sleep(5.0)
-        # The third one was not renewed.
-        assert registry.members == ["decode-0", "decode-1"]
-        call.cancel()

@@ -42,12 +42,6 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_help_names_the_settings() -> None:
-    output, errors = start("--help").communicate(timeout=30)
-    assert "--store" in output, errors
-    assert "etcd://" in output
-
-
 @pytest.mark.parametrize("kind", ["memory", pytest.param("etcd", marks=pytest.mark.etcd)])
 async def test_the_registry_serves_and_ends_at_once_on_sigterm(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -89,12 +83,3 @@ def test_a_missing_etcd_is_reported_in_one_line() -> None:
     assert "store: etcd at" in lines[0]
     assert "--store memory" in lines[0]
     assert errors.strip() == lines[0]
-
-
-@pytest.mark.parametrize("store", ["redis://x:1", "etcd://", "etcd://host", "etcd://host:0"])
-def test_an_invalid_store_is_named(store: str) -> None:
-    process = start("--store", store)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 2
-    assert "store" in errors
-    assert "etcd://127.0.0.1:2379" in errors

@@ -6,20 +6,14 @@ import logging
 
 import pytest
 
-from headrace.registry.v1 import registry_pb2
-from headrace_registry.config import RegistryConfig
 from tests.component.registry.harness import (
     EtcdServer,
     Registry,
     joined,
-    registry_stub,
     running_registry,
     worker,
 )
 from tests.waiting import PATIENCE_S, until
-
-PREFIX_HASH_KEY = 0x0123_4567_89AB_CDEF
-SECRET = "a secret of sixteen or more"
 
 
 @pytest.mark.etcd
@@ -79,16 +73,3 @@ async def test_members_keep_their_prefix_hash_key(
             )
         assert first.prefix_hash_key == key
         assert f"{key}" not in caplog.text
-
-
-async def test_a_configured_key_overrides_a_proposed_one() -> None:
-    secrets = {"prefix_hash_key": SECRET}
-    request = registry_pb2.RegisterRequest(member=worker(), prefix_hash_key=PREFIX_HASH_KEY)
-    request.ttl.FromSeconds(5)
-    async with (
-        running_registry(**secrets) as registry,
-        registry_stub(registry.endpoint) as stub,
-    ):
-        granted = await stub.Register(request)
-    config = RegistryConfig.model_validate(secrets)
-    assert granted.prefix_hash_key == config.read_prefix_hash_key() not in (0, PREFIX_HASH_KEY)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -17,14 +16,12 @@ from headrace_common.errors import (
 from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
-from headrace_common.rpc.channel import open_channel
 from tests.component.registry.harness import (
     Registry,
     joined,
     kv_descriptor,
     reference,
     registry_stub,
-    running_registry,
     viewing,
     worker,
 )
@@ -32,7 +29,6 @@ from tests.waiting import until
 
 # The worker that most tests register.
 REF = (worker().worker_id, worker().incarnation)
-UNKNOWN = ("decode-9", "f" * 16)
 
 
 @pytest.fixture
@@ -40,26 +36,6 @@ async def cache(registry: Registry) -> AsyncIterator[DescriptorCache]:
     cache = DescriptorCache(registry.endpoint)
     yield cache
     await cache.close()
-
-
-async def test_a_view_may_follow_some_roles_without_their_layouts(registry: Registry) -> None:
-    prefill = worker("prefill-0")
-    prefill.role = registry_pb2.Member.ROLE_PREFILL
-    async with (
-        joined(registry.endpoint, worker("decode-0")),
-        open_channel(registry.endpoint) as channel,
-    ):
-        view = RegistryView(channel, roles=[registry_pb2.Member.ROLE_PREFILL], without_layouts=True)
-        await view.start(10)
-        try:
-            assert not view.members
-            async with joined(registry.endpoint, prefill), joined(registry.endpoint, worker("d-1")):
-                await until(lambda: "prefill-0" in view.members)
-                (found,) = view.members.values()
-                assert (found.endpoint, found.HasField("layout")) == (prefill.endpoint, False)
-            await until(lambda: not view.members)
-        finally:
-            await view.stop()
 
 
 async def test_a_view_continues_after_a_broken_connection(
@@ -142,21 +118,3 @@ async def test_the_cancellation_of_one_caller_does_not_affect_others(
         first.cancel()
         assert await second == kv_descriptor()
         assert first.cancelled() or first.done()
-
-
-async def test_a_fetch_that_fails_after_its_caller_has_ended_logs_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    async def abandon_fetch() -> None:
-        async with running_registry() as registry:
-            cache = DescriptorCache(registry.endpoint)
-            caller = asyncio.ensure_future(cache.get(*UNKNOWN, Deadline.after(5)))
-            await until(lambda: bool(cache._fetches), what="the start of the fetch")
-            caller.cancel()
-            await until(lambda: not cache._fetches, what="the end of the fetch")
-            await cache.close()
-
-    await abandon_fetch()
-    # Runs the finalizers, in which asyncio logs an exception that nothing has read.
-    gc.collect()
-    assert "never retrieved" not in caplog.text

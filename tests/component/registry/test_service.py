@@ -25,7 +25,6 @@ from headrace_common.errors import (
 from headrace_common.limits import LEASES_PER_RENEWAL_MAX
 from tests.component.registry.harness import (
     EtcdServer,
-    Registry,
     kv_descriptor,
     ordered,
     reference,
@@ -62,16 +61,6 @@ async def test_a_member_with_a_wrong_clock_is_admitted_with_a_warning(
     assert found, caplog.text
     sign = 1 if found[2] == "ahead of" else -1
     assert sign * float(found[1]) == pytest.approx(offset_s, abs=5)
-
-
-async def test_a_member_with_a_right_clock_keeps_its_start_and_causes_no_warning(
-    stub: Stub, caplog: pytest.LogCaptureFixture
-) -> None:
-    request = shifted(0.5, -1.0)
-    await stub.Register(request)
-    (member,) = (await stub.ListMembers(registry_pb2.ListMembersRequest())).members
-    assert member.start_unix_ns == request.member.start_unix_ns
-    assert "the clock of" not in caplog.text
 
 
 @pytest.mark.parametrize("sends_its_time", [False, True])
@@ -291,18 +280,6 @@ async def test_a_watcher_that_does_not_read_expires_and_delays_no_other() -> Non
             assert response.changes[0].member_put == ordered(member, granted.registration_order)
         await error_of(WatchExpired, asyncio.wait_for(read_to_end(slow), PATIENCE_S))
         fast.cancel()
-
-
-async def test_a_revision_from_before_a_restart_has_expired(registry: Registry) -> None:
-    async with registry_stub(registry.endpoint) as stub:
-        granted = await stub.Register(register(worker()))
-    await registry.stop()
-    await registry.start()
-    async with registry_stub(registry.endpoint) as stub:
-        for number in range(3):
-            await stub.Register(register(worker(f"decode-{number + 1}")))
-        wanted = registry_pb2.WatchRequest(start_revision=granted.revision)
-        await error_of(WatchExpired, stub.Watch(wanted).read())
 
 
 @pytest.mark.etcd

@@ -72,17 +72,6 @@ async def test_a_lost_endpoint_is_replaced_by_the_next(
         await store.close()
 
 
-async def test_a_dead_first_endpoint_costs_no_call(
-    shared_etcd: EtcdServer, etcd_prefix: str
-) -> None:
-    store = store_of(free_port(), shared_etcd.port, store_prefix=etcd_prefix)
-    await store.start()
-    registration = await store.register(worker(), 30)
-    assert await store.keep_alive(registration.lease_id) is not None
-    await until(lambda: set(store.members) == {"decode-0"}, PATIENCE_S, "the member")
-    await store.close()
-
-
 async def test_the_watch_leaves_an_endpoint_together_with_the_calls(
     shared_etcd: EtcdServer, etcd_prefix: str
 ) -> None:
@@ -125,19 +114,4 @@ async def test_refusals_use_no_other_endpoint(shared_etcd: EtcdServer, etcd_pref
     with pytest.raises(RegistryUnavailable, match="INVALID_ARGUMENT"):
         await store._connection.call(refused)
     assert store._connection.endpoint is first
-    await store.close()
-
-
-async def test_a_call_that_must_not_be_repeated_fails_and_the_next_one_succeeds(
-    shared_etcd: EtcdServer, etcd_prefix: str
-) -> None:
-    store = store_of(shared_etcd.port, free_port(), store_prefix=etcd_prefix)
-    await store.start()
-    revision = await store.set_policy(registry_pb2.Policy(), 0)
-    store._connection._leave(store._connection.endpoint, "as a test wants it")
-    # The endpoint in use is dead now.
-    with pytest.raises(RegistryUnavailable):
-        await store.set_policy(registry_pb2.Policy(retry_budget=3), revision)
-    await store.set_policy(registry_pb2.Policy(retry_budget=4), revision)
-    assert store.policy.policy.retry_budget == 4
     await store.close()

@@ -109,19 +109,6 @@ async def test_corrupt_records_are_a_metric(shared_etcd: EtcdServer, etcd_prefix
     await store.close()
 
 
-async def test_each_corrupt_record_is_logged_once(
-    shared_etcd: EtcdServer, etcd_prefix: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = shared_etcd.store(etcd_prefix)
-    await store.start()
-    await put(store, "members/decode-1", GARBAGE)
-    await until(lambda: store.corrupt_record_count == 1, PATIENCE_S, "the corrupt record")
-    for _ in range(2):
-        store._load(await store._call(lambda table: table.list_records()))
-    assert caplog.text.count("is corrupt") == 1
-    await store.close()
-
-
 async def test_a_registry_answers_others_beside_a_corrupt_record(
     shared_etcd: EtcdServer, etcd_prefix: str
 ) -> None:
@@ -144,33 +131,6 @@ async def test_a_registry_answers_others_beside_a_corrupt_record(
         await stub.GetPolicy(registry_pb2.GetPolicyRequest(), timeout=PATIENCE_S)
 
 
-async def test_the_lease_of_another_programs_record_is_not_ended(
-    shared_etcd: EtcdServer, etcd_prefix: str
-) -> None:
-    store = shared_etcd.store(etcd_prefix)
-    await store.start()
-    lease = await store._connection.call(lambda client: client.lease(30))
-    await put(store, "members/decode-0", GARBAGE, lease=lease)
-    await put(store, "of-the-other-program", b"x", lease=lease)
-    await store.register(worker(), 30)
-    assert await store._call(lambda table: table.live_leases([lease.id])) == {lease.id}
-    await store.close()
-
-
-async def test_an_overwritten_member_registers_again(
-    shared_etcd: EtcdServer, etcd_prefix: str
-) -> None:
-    store = shared_etcd.store(etcd_prefix)
-    await store.start()
-    lease_id = (await store.register(worker(), 30)).lease_id
-    await put(store, "members/decode-0", GARBAGE)
-    await until(lambda: not store.members, PATIENCE_S, "the corrupt record")
-    assert await store.keep_alive(lease_id) is None
-    await store.register(worker(), 30)
-    assert set(store.members) == {"decode-0"}
-    await store.close()
-
-
 async def test_a_member_that_vanishes_before_its_lease_ends_is_logged(
     shared_etcd: EtcdServer, etcd_prefix: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -186,21 +146,6 @@ async def test_a_member_that_vanishes_before_its_lease_ends_is_logged(
     assert "of 1 members" in caplog.text
     assert "such as vanishes" in caplog.text
     assert set(store.members) == {"stays"}
-    await store.close()
-
-
-async def test_a_member_that_vanishes_while_nothing_watches_is_logged(
-    shared_etcd: EtcdServer, etcd_prefix: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = shared_etcd.store(etcd_prefix)
-    await store.start()
-    await store.register(worker("vanishes"), 60)
-    assert store._follower is not None
-    store._follower.cancel()
-    await asyncio.wait([store._follower])
-    await store._connection.call(lambda client: client.delete(f"{etcd_prefix}members/vanishes"))
-    store._load(await store._call(lambda table: table.list_records()))
-    await until(lambda: "such as vanishes" in caplog.text, PATIENCE_S, "the message")
     await store.close()
 
 

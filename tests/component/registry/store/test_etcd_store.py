@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from pathlib import Path
 
 import pytest
 
 from headrace.registry.v1 import registry_pb2
-from headrace_common.errors import ConfigError, RegistryUnavailable, WatchExpired
+from headrace_common.errors import RegistryUnavailable
 from headrace_registry.store.etcd_store import EtcdStore
 from tests.component.registry.harness import (
     EtcdServer,
@@ -20,7 +19,6 @@ from tests.component.registry.harness import (
     running_registry,
     worker,
 )
-from tests.ports import free_port
 from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.etcd
@@ -79,25 +77,6 @@ async def test_a_registry_accepts_a_watch_from_a_revision_that_it_has_not_reache
     await other.close()
 
 
-async def test_keys_of_other_programs_are_not_changed(
-    shared_etcd: EtcdServer, etcd_prefix: str
-) -> None:
-    store = shared_etcd.store(etcd_prefix)
-    await store.start()
-    client = store._connection.endpoint.client
-    foreign = await asyncio.to_thread(client.lease, 30)
-    await asyncio.to_thread(client.put, "/not-ours", b"x", foreign)
-    await asyncio.to_thread(client.put, f"{etcd_prefix}members/broken", b"\xff\xff\xff")
-    await asyncio.to_thread(client.put, f"{etcd_prefix}strange", b"x")
-    lease_id = f"{foreign.id:x}"
-    assert await store.keep_alive(lease_id) is None
-    await store.deregister(lease_id)
-    assert (await asyncio.to_thread(client.get, "/not-ours"))[0] == b"x"
-    await store.register(worker(), 30)
-    assert list(store.members) == ["decode-0"]
-    await store.close()
-
-
 async def test_etcd_killed_and_restarted_on_its_data(etcd: EtcdServer) -> None:
     store = etcd.store()
     await store.start()
@@ -128,27 +107,6 @@ async def test_etcd_killed_and_restarted_on_its_data(etcd: EtcdServer) -> None:
     await store.close()
 
 
-async def test_a_renewal_starts_a_lease_in_etcd_again(
-    shared_etcd: EtcdServer, etcd_prefix: str
-) -> None:
-    """etcd's own clock counts, so this takes seconds of it."""
-    store = shared_etcd.store(etcd_prefix)
-    await store.start()
-    lease_id = (await store.register(worker(), 30)).lease_id
-    client = store._connection.endpoint.client
-
-    async def left_s() -> int:
-        return int((await asyncio.to_thread(client.get_lease_info, int(lease_id, 16))).TTL)
-
-    async def is_older() -> bool:
-        return await left_s() < 28
-
-    await until(is_older)
-    assert await store.keep_alive(lease_id) is not None
-    assert await left_s() >= 28
-    await store.close()
-
-
 async def until_serving(store: EtcdStore, lease_id: str) -> None:
     for _ in range(100):
         try:
@@ -158,24 +116,6 @@ async def until_serving(store: EtcdStore, lease_id: str) -> None:
         else:
             return
     pytest.fail("the store did not recover")
-
-
-async def test_leases_lost_with_etcds_data_do_not_exist(etcd: EtcdServer) -> None:
-    store = etcd.store()
-    await store.start()
-    lease_id = (await store.register(worker(), 30)).lease_id
-    watch = store.watch(0)
-    await anext(watch)
-    etcd.kill()
-    etcd.folder = etcd.folder.parent / "other"
-    await asyncio.to_thread(etcd.start)
-    with pytest.raises(WatchExpired):
-        await asyncio.wait_for(anext(watch), PATIENCE_S)
-    assert await store.keep_alive(lease_id) is None
-    assert not store.members
-    renewed = await store.register(worker(), 30)
-    assert await store.keep_alive(renewed.lease_id) is not None
-    await store.close()
 
 
 async def test_changes_during_a_broken_watch_are_found(etcd: EtcdServer) -> None:
@@ -223,10 +163,3 @@ async def test_a_frozen_etcd_does_not_delay_reads(etcd: EtcdServer) -> None:
             etcd.resume()
         assert isinstance(store, EtcdStore)
         await until_serving(store, lease_id)
-
-
-async def test_no_etcd_at_the_start_is_a_configuration_error() -> None:
-    absent = EtcdServer(folder=Path("/nonexistent"), port=free_port())
-    store = absent.store(store_timeout_s=0.3, store_start_timeout_s=0.5)
-    with pytest.raises(ConfigError, match=r"store: etcd at 127\.0\.0\.1:\d+ does not serve"):
-        await store.start()
