@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import AsyncIterator
 from functools import partial
@@ -84,21 +83,3 @@ async def test_a_text_that_is_cancelled_before_its_turn_is_never_encoded(
     assert await task == "held"
     await asyncio.wait_for(threads.run("third", _LONG, partial(ran.append, "third")), _LIMIT_S)
     assert ran == ["third"]
-
-
-async def test_a_tenant_continues_when_its_encoded_text_is_cancelled(threads: TextThreads) -> None:
-    held, task = await _hold(threads)
-    task.cancel()
-    await asyncio.gather(task, return_exceptions=True)
-    held.released.set()
-    assert await asyncio.wait_for(threads.run("first", _LONG, lambda: "next"), _LIMIT_S) == "next"
-
-
-async def test_the_threads_have_a_low_priority(threads: TextThreads) -> None:
-    def niceness() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    here = niceness()
-    for size in (_SHORT, _LONG):
-        assert await threads.run("first", size, niceness) == max(10, here)
-    assert niceness() == here

@@ -12,7 +12,7 @@ import pytest
 
 from headrace_cli.doctor import peer
 from headrace_cli.doctor.checks import Finding, Verdict
-from headrace_cli.doctor.peer import answer_calls, ask_peer, parse_ports
+from headrace_cli.doctor.peer import answer_calls, ask_peer
 from headrace_common.errors import ConfigError
 from headrace_common.version import version
 from tests.ports import free_port
@@ -125,13 +125,3 @@ async def test_only_ports_of_others_or_a_foreign_address_cannot_be_answered_on()
         await answer_calls(_THERE, [port], 1.0)
     with pytest.raises(ConfigError, match="an address of this host"):
         await answer_calls("192.0.2.1", [port], 1.0)
-
-
-@pytest.mark.parametrize("text", ["", "x", "0", "65536", "1,,2", ",".join(["7"] * 17), "9" * 40])
-def test_wrong_ports_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--ports"):
-        parse_ports(text)
-
-
-def test_ports_are_read_once_each() -> None:
-    assert parse_ports(" 7052, 15000,7052") == (7052, 15000)

@@ -14,9 +14,9 @@ import pytest
 from rich.console import Console
 
 from headrace_cli.up.keeping import NO_RESTARTS, Restarts
-from headrace_cli.up.supervisor import Supervisor, log_tail
+from headrace_cli.up.supervisor import Supervisor
 from headrace_cli.up.topology import ProcessSpec
-from headrace_common.errors import ConfigError, WorkerGone
+from headrace_common.errors import WorkerGone
 from tests.waiting import until
 
 # The port file appears with its content, as services write it.
@@ -71,16 +71,6 @@ def alive(pid: int) -> bool:
     return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-async def test_a_child_is_ready_when_its_port_file_exists(
-    supervisor: Supervisor, make_spec: MakeSpec
-) -> None:
-    child = await supervisor.start(make_spec(ENDS_ON_SIGTERM))
-    await supervisor.wait_ready([child])
-    assert child.endpoint == "127.0.0.1:1"
-    assert await supervisor.stop() == []
-    assert child.process.returncode == 0
-
-
 async def test_an_early_end_is_reported_with_the_end_of_the_log(
     supervisor: Supervisor, make_spec: MakeSpec
 ) -> None:
@@ -88,25 +78,6 @@ async def test_an_early_end_is_reported_with_the_end_of_the_log(
     with pytest.raises(WorkerGone, match="decode-0 ended with 3") as raised:
         await supervisor.wait_ready([child])
     assert raised.value.metadata["log"] == "one\ntwo"
-
-
-async def test_a_wrong_setting_is_reported_with_the_childs_message(
-    supervisor: Supervisor, make_spec: MakeSpec
-) -> None:
-    code = (
-        "import sys; print('headrace-decode: model: name a folder', file=sys.stderr); sys.exit(2)"
-    )
-    child = await supervisor.start(make_spec(code))
-    with pytest.raises(ConfigError, match=r"^headrace-decode: model: name a folder$"):
-        await supervisor.wait_ready([child])
-
-
-async def test_a_later_end_is_reported(supervisor: Supervisor, make_spec: MakeSpec) -> None:
-    child = await supervisor.start(make_spec(ENDS_ON_SIGTERM))
-    await supervisor.wait_ready([child])
-    child.process.send_signal(signal.SIGKILL)
-    with pytest.raises(WorkerGone, match="killed by signal 9"):
-        await asyncio.wait_for(until_an_end(supervisor), 5)
 
 
 @pytest.mark.parametrize(("service", "explained"), [("prefill", True), ("decode", False)])
@@ -180,10 +151,3 @@ asyncio.run(main())
     parent.kill()
     await parent.wait()
     await until(lambda: not alive(child_pid), 10, "the end of the child")
-
-
-def test_the_tail_of_a_long_log_is_its_last_lines(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("".join(f"line {number}\n\n" for number in range(10_000)))
-    assert log_tail(log, 2) == ["line 9998", "line 9999"]
-    assert log_tail(tmp_path / "none", 2) == []

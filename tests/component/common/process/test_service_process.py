@@ -69,21 +69,6 @@ async def health_of(channel: grpc.aio.Channel, service: str) -> int:
     return int(response.status)
 
 
-async def test_health_answers_for_the_server_and_its_service(tmp_path: Path) -> None:
-    port_file = tmp_path / "port"
-    async with (
-        running(f"--port-file={port_file}") as (_, endpoint),
-        open_channel(endpoint) as channel,
-    ):
-        internal, client = port_file.read_text().split()
-        assert (client, internal != client) == (endpoint, True)
-        serving = health_pb2.HealthCheckResponse.SERVING
-        assert await health_of(channel, "") == serving
-        assert await health_of(channel, SERVICE) == serving
-        with pytest.raises(grpc.aio.AioRpcError):
-            await health_of(channel, "headrace.kiln.v1.KilnService")
-
-
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection_describes_the_contract(version: str) -> None:
     service = f"grpc.reflection.{version}.ServerReflection"
@@ -171,18 +156,6 @@ async def test_a_stuck_request_ends_after_the_grace_or_a_second_signal(
             await stream.read()
         # After a second signal, the process may end before it sends a status.
         assert signals == 2 or isinstance(error_from_rpc(ended.value), Draining)
-
-
-async def test_an_idle_service_with_a_watcher_ends_at_once_on_sigint() -> None:
-    async with running("--drain-grace-s=60") as (process, endpoint):
-        async with open_channel(endpoint) as channel:
-            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-            await watch.read()
-            process.send_signal(signal.SIGINT)
-            seconds, code = await seconds_to_end(process)
-            watch.cancel()
-        assert code == 0
-        assert seconds < PATIENCE_S
 
 
 def taken_port(folder: Path) -> tuple[list[str], str]:

@@ -39,16 +39,3 @@ async def test_a_stop_during_a_drain_waits_for_it_and_a_second_stop_does_not() -
     assert not serving.done()
     it.server.request_stop()
     await asyncio.wait_for(serving, PATIENCE_S)
-
-
-async def test_a_drain_request_after_a_stop_changes_no_deadline() -> None:
-    it = Draining()
-    serving = await it.start()
-    it.server.request_stop()
-    assert it.server.request_drain(1.0) == it.server.request_drain(2.0)
-    assert it.server.request_drain().remaining_s() > 500
-    await let_a_wrong_step_show()
-    assert not serving.done()
-    it.done.set()
-    await asyncio.wait_for(serving, PATIENCE_S)
-    assert len(it.deadlines) == 1

@@ -30,7 +30,6 @@ from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.rpc.status import error_from_rpc
 from tests.rpc_errors import Kind, error_of
 
-GENERATE = "/headrace.inference.v1.InferenceService/Generate"
 PULL = "/headrace.prefill.v1.PrefillQueueService/Pull"
 KINDS = [kind for kind in HeadraceError.__subclasses__() if kind is not InvalidRequest]
 
@@ -131,13 +130,6 @@ async def test_every_error_class_round_trips(
     assert error.retry_after_s == raised.retry_after_s
 
 
-async def test_violations_round_trip(served: tuple[Failing, grpc.aio.Channel]) -> None:
-    failing, channel = served
-    failing.error = InvalidRequest({"sampling.top_p": "use above 0 to 1", "text": "is empty"})
-    error = await unary_error(channel, InvalidRequest)
-    assert error.violations == {"sampling.top_p": "use above 0 to 1", "text": "is empty"}
-
-
 @pytest.mark.parametrize("size", [10, 100_000])
 async def test_streams_fail_with_the_same_errors(
     served: tuple[Failing, grpc.aio.Channel], size: int
@@ -175,25 +167,6 @@ async def test_deadlines_come_from_the_caller_or_the_default(
     assert 1 < failing.remaining_s <= 5.1
 
 
-@pytest.mark.parametrize(
-    "data, field",
-    [
-        (b"\x12\x01\xff", "text"),
-        (b"\x1a\x0a\x0a\x03\x12\x01a\x0a\x03\x12\x01\xff", "chat.messages[1].content"),
-        (b"\x0f", "request"),
-    ],
-)
-async def test_malformed_requests_name_the_field(
-    served: tuple[Failing, grpc.aio.Channel], data: bytes, field: str
-) -> None:
-    _, channel = served
-    generate: Any = channel.unary_stream(GENERATE)
-    call = generate(data)
-    error = await error_of(InvalidRequest, anext(aiter(call)))
-    assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert list(error.violations) == [field]
-
-
 async def test_malformed_messages_of_a_stream_name_the_field(
     served_internally: tuple[Failing, grpc.aio.Channel],
 ) -> None:
@@ -225,8 +198,3 @@ def test_statuses_without_details_map_to_the_nearest_error(
     error = error_from_rpc(foreign)
     assert type(error) is kind
     assert "lost" in error.detail
-
-
-async def test_an_absent_server_gives_worker_gone() -> None:
-    async with open_channel("127.0.0.1:1") as nowhere:
-        await unary_error(nowhere, WorkerGone)

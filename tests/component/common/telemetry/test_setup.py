@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from opentelemetry import trace
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -24,17 +23,11 @@ from headrace_common.config import ServiceConfig
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.rpc.trace_context import (
-    context_from_traceparent,
     metadata_with_trace,
-    traceparent,
 )
 from headrace_common.telemetry.exporter import SHUTDOWN_TIMEOUT_S
 from headrace_common.telemetry.schema import (
-    ATTRIBUTE_LAYER,
-    SPAN_ATTEMPT,
     SPAN_DECODE,
-    SPAN_REQUEST,
-    SPAN_TRANSFER_LAYER,
 )
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from tests.waiting import until
@@ -116,57 +109,6 @@ async def stop(telemetry: Telemetry) -> float:
     return time.monotonic() - start
 
 
-async def test_spans_of_two_services_form_one_tree(receiver: tuple[Receiver, str]) -> None:
-    receiving, collector = receiver
-    router = init_telemetry("router", "router-0", ServiceConfig(traces_sampler="always_on"))
-    decode = init_telemetry("decode", "decode-0", ServiceConfig(traces_sampler="always_on"))
-    router.set_collectors([collector])
-    decode.set_collectors([collector])
-    server = traced_server(decode)
-    await server.start()
-    async with open_channel(server.client_endpoint) as channel:
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
-        with (
-            use_span(router.start_span(SPAN_REQUEST), end_on_exit=True),
-            use_span(router.start_span(SPAN_ATTEMPT), end_on_exit=True) as attempt,
-        ):
-            metadata = metadata_with_trace([("x-kiln", "1")])
-            call = stub.Generate(inference_pb2.GenerateRequest(), metadata=metadata)
-            assert [response.text async for response in call] == ["a", "b"]
-            stored = traceparent(attempt)
-        now_ns = time.time_ns()
-        decode.record_span(
-            SPAN_TRANSFER_LAYER,
-            context_from_traceparent(stored),
-            now_ns - 5_000_000,
-            now_ns,
-            {ATTRIBUTE_LAYER: 7},
-            error="torn",
-        )
-        await until(lambda: len(receiving.spans) == 4)
-    await server.stop(None)
-    spans = receiving.spans
-    root, layer = spans[SPAN_REQUEST], spans[SPAN_TRANSFER_LAYER]
-    assert root.parent_span_id == b""
-    assert spans[SPAN_ATTEMPT].parent_span_id == root.span_id
-    assert spans[SPAN_DECODE].parent_span_id == spans[SPAN_ATTEMPT].span_id
-    assert layer.parent_span_id == spans[SPAN_ATTEMPT].span_id
-    assert {span.trace_id for span in spans.values()} == {root.trace_id}
-    assert layer.end_time_unix_nano - layer.start_time_unix_nano == 5_000_000
-    assert layer.attributes[0].value.int_value == 7
-    assert (layer.status.code, layer.status.message) == (trace_pb2.Status.STATUS_CODE_ERROR, "torn")
-    origins = {
-        attribute.value.string_value
-        for request in receiving.requests
-        for resource in request.resource_spans
-        for attribute in resource.resource.attributes
-        if attribute.key in ("service.name", "service.instance.id")
-    }
-    assert origins == {"headrace-router", "router-0", "headrace-decode", "decode-0"}
-    assert await stop(router) < 2
-    assert await stop(decode) < 2
-
-
 async def test_a_call_without_trace_context_has_a_root_span(receiver: tuple[Receiver, str]) -> None:
     receiving, collector = receiver
     telemetry = init_telemetry("decode", "decode-0", ServiceConfig(traces_sampler="always_on"))
@@ -181,13 +123,6 @@ async def test_a_call_without_trace_context_has_a_root_span(receiver: tuple[Rece
     await stop(telemetry)
     await server.stop(None)
     assert receiving.spans[SPAN_DECODE].parent_span_id == b""
-
-
-@pytest.mark.parametrize("text", ["", "00-zz-11-01", "nonsense"])
-def test_an_invalid_traceparent_gives_an_empty_context(text: str) -> None:
-    span = trace.get_current_span(context_from_traceparent(text))
-    assert not span.get_span_context().is_valid
-    assert traceparent(span) == ""
 
 
 async def test_collectors_can_be_replaced(

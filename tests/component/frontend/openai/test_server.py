@@ -15,12 +15,11 @@ import pytest
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ConfigError
 from headrace_common.process.settings import load_config
-from headrace_common.reloading import CHECK_INTERVAL_S
 from headrace_frontend.openai import server as server_module
 from headrace_frontend.openai.exchange import HttpExchange
 from headrace_frontend.openai.server import HttpServer
 from headrace_router.config import RouterConfig
-from tests.suite.certificates import Authority, presented_serial, serial_in
+from tests.suite.certificates import Authority
 from tests.waiting import until
 
 
@@ -47,23 +46,6 @@ class SlowApp:
         await self.release.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"done"})
-
-
-async def test_a_replaced_certificate_is_presented(tmp_path: Path) -> None:
-    authority = Authority(tmp_path / "authority")
-    files = authority.sign("router", "router")
-    server = server_of(SlowApp(), config_of(http_listen="127.0.0.1:0", **asdict(files)))
-    server.start()
-    try:
-        endpoint = server.url.removeprefix("https://")
-        first = serial_in(files)
-        assert await presented_serial(endpoint, files) == first
-        authority.sign("router", "router")
-        assert serial_in(files) != first
-        await asyncio.sleep(CHECK_INTERVAL_S)
-        assert await presented_serial(endpoint, files) == serial_in(files)
-    finally:
-        await server.stop()
 
 
 @pytest.mark.parametrize("required", ["true", "false"])
@@ -298,10 +280,3 @@ def test_a_taken_port_and_a_wrong_key_are_named(tmp_path: Path) -> None:
     mixed = asdict(authority.sign("one")) | {"tls_key_file": authority.sign("two").tls_key_file}
     with pytest.raises(ConfigError, match="the key must belong to the certificate"):
         server_of(SlowApp(), config_of(http_listen="127.0.0.1:0", **mixed))
-
-
-@pytest.mark.parametrize("listen", ["192.0.2.1:80", "0.0.0.0:80", "router.example:80"])
-def test_off_loopback_requests_need_keys(listen: str) -> None:
-    with pytest.raises(ConfigError, match="api_keys_file"):
-        config_of(http_listen=listen)
-    assert config_of(http_listen=listen, insecure="true").http_listen == listen
