@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -13,8 +12,6 @@ from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.members import (
-    COLUMNS,
-    NO_ANSWER,
     Row,
     prefix_faults,
     workers_object,
@@ -46,10 +43,6 @@ def test_workers_that_hash_prefixes_differently_are_named() -> None:
         "foreign gets no credit for its cache: it hashes prefixes under key 0000000b, but routers under 0000000a",
         "odd gets no credit for its cache: it hashes prefixes in blocks of 32 tokens, but routers of 16",
     ]
-
-
-def test_without_a_router_no_fault_is_reported() -> None:
-    assert prefix_faults([row("r0", 0, 0, router=True), row("w", 0xB)]) == []
 
 
 LONG = "decode-in-the-second-rack-of-the-first-hall-0017"
@@ -114,16 +107,6 @@ def test_names_are_whole_on_every_terminal(width: int) -> None:
         assert name in text
 
 
-def test_a_narrow_terminal_names_what_it_leaves_out_and_a_wide_one_shows_all() -> None:
-    narrow, wide = shown([worker(LONG)], 80), shown([worker(LONG)], 200)
-    assert "10.0.0.17:7053" not in narrow
-    assert "left out: " in narrow
-    assert "endpoint" in narrow
-    assert "10.0.0.17:7053" in wide
-    assert "left out" not in wide
-    assert all(column.title in wide for column in COLUMNS)
-
-
 def test_a_pipe_gets_every_column_in_one_line_for_each_member() -> None:
     text = shown([worker(LONG), worker("x" * 63)], 1000, terminal=False)
     (line,) = (line for line in text.splitlines() if LONG in line)
@@ -131,17 +114,6 @@ def test_a_pipe_gets_every_column_in_one_line_for_each_member() -> None:
         LONG, "decode", "2", "10.0.0.17:7053", "serving", "3", "1", "12/16384", "7", "4",
         "16/00000abc", "SmolLM2-135M-Instruct",
     ]  # fmt: skip
-
-
-def test_versions_are_named_while_members_have_several() -> None:
-    rows = [worker("decode-0"), worker("decode-1")]
-    rows[0].member.version = "0.2.0"
-    text = shown(rows, 120)
-    assert "members have 2 versions: 0.1.0 or older: decode-1; 0.2.0: decode-0" in text
-    rows[1].member.version = "0.2.0"
-    assert "versions" not in shown(rows, 120)
-    versions = [member["version"] for member in workers_object("r:1", rows)["members"]]
-    assert versions == ["0.2.0", "0.2.0"]
 
 
 def test_pairs_that_cannot_talk_are_named_with_their_fields() -> None:
@@ -157,20 +129,3 @@ def test_pairs_that_cannot_talk_are_named_with_their_fields() -> None:
         "decode_ids": ["decode-0"],
         "fields": {"transport": "in_memory != mooncake"},
     }
-
-
-def test_programs_get_the_messages_without_layouts() -> None:
-    silent = replace(worker("decode-1"), state=NO_ANSWER, status=None)
-    document = json.loads(json_text(workers_object("r:1", [router(), worker("decode-0"), silent])))
-    assert document["registry"] == "r:1"
-    first, second, third = document["members"]
-    assert (first["worker_id"], first["role"], first["status"]) == ("router-0", "ROLE_ROUTER", None)
-    assert (second["state"], second["tensor_parallel_size"]) == ("serving", 2)
-    assert "layout" not in second
-    assert second["status"]["running_requests"] == 3
-    assert second["status"]["quarantined_blocks"] == 2
-    assert (third["state"], third["status"]) == ("no answer", None)
-
-
-def test_a_document_may_be_one_line() -> None:
-    assert "\n" not in json_text(workers_object("r:1", [worker("w")]), one_line=True)

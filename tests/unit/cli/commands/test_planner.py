@@ -64,14 +64,6 @@ def test_each_interval_has_a_decision(recording: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_the_table_states_changes_and_reasons(recording: Path) -> None:
-    result = replay(recording)
-    assert result.exit_code == 0, result.output
-    assert "1 P, 1 D" in result.stdout
-    assert "5.00 prompts wait for each prefill worker" in " ".join(result.stdout.split())
-    assert "2 changes in 3 intervals." in result.stdout
-
-
 def test_settings_bound_the_decision(recording: Path, tmp_path: Path) -> None:
     settings = tmp_path / "planner.toml"
     settings.write_text("[budget]\ndevices_max = 2\n", encoding="utf-8")
@@ -98,14 +90,6 @@ def test_what_is_wrong_with_a_file_is_named(
     result = replay(recording, option, wrong)
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
-
-
-def test_a_wrong_recording_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "load.jsonl"
-    path.write_text(json.dumps(line(0) | {"duration_s": 0}), encoding="utf-8")
-    result = replay(path)
-    assert result.exit_code == 2
-    assert "line 1: duration_s" in " ".join(result.output.split())
 
 
 def test_the_examples_of_the_page_are_valid() -> None:

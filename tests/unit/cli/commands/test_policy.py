@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from headrace.inference.v1 import first_token_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.commands.policy import _show, apply_change, policy_table
 from headrace_common.errors import ConfigError
@@ -19,51 +18,10 @@ def _changed(*changes: str) -> registry_pb2.Policy:
     return policy
 
 
-def _shown(policy: registry_pb2.Policy) -> dict[str, str]:
-    """The values of the table by field."""
-    names, values = policy_table(policy).columns
-    return dict(zip(map(str, names.cells), map(str, values.cells), strict=True))
-
-
-def test_only_the_named_fields_change() -> None:
-    policy = _changed("local_prefill_max_tokens=256", "temperature=0.25")
-    assert policy == registry_pb2.Policy(
-        local_prefill_max_tokens=256, retry_budget=1, temperature=0.25
-    )
-
-
-@pytest.mark.parametrize("text", ["2", "2s", " 2.0 s", "2.0s"])
-def test_a_duration_is_given_in_seconds(text: str) -> None:
-    assert _changed(f"max_queue_wait={text}").max_queue_wait.ToMilliseconds() == 2_000
-
-
 def test_an_empty_value_restores_the_default() -> None:
     policy = _changed("overlap_weight=2", "overlap_weight=", "retry_budget=")
     assert not policy.HasField("overlap_weight")
     assert not policy.HasField("retry_budget")
-
-
-def test_an_enum_value_is_given_by_its_short_name() -> None:
-    prefill = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
-    assert _changed("first_token=prefill").first_token == prefill
-    assert _changed("first_token=PREFILL", "first_token=").first_token == 0
-    with pytest.raises(ConfigError, match="decode or prefill"):
-        _changed("first_token=both")
-    assert _shown(_changed("first_token=decode"))["first_token"] == "decode"
-    assert _shown(registry_pb2.Policy())["first_token"] == "-"
-
-
-def test_a_target_is_set_in_seconds_and_removed() -> None:
-    policy = _changed("ttft_target=1.5s")
-    assert policy.ttft_target.ToMilliseconds() == 1_500
-    assert _shown(policy)["ttft_target"] == "1.500s"
-    assert not _changed("ttft_target=1.5s", "ttft_target=").HasField("ttft_target")
-
-
-def test_pairs_of_places_are_set_and_shown() -> None:
-    policy = _changed("pair_level=rack", "pair_rule=require", "far_weight=2")
-    assert (policy.pair_level, policy.pair_rule, policy.far_weight) == (2, 2, 2.0)
-    assert _shown(policy)["pair_level"] == "rack"
 
 
 def test_programs_get_what_is_set(capsys: pytest.CaptureFixture[str]) -> None:

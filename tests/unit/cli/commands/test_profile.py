@@ -98,35 +98,6 @@ def test_answers_that_end_too_early_make_no_point() -> None:
     run_virtually(work)
 
 
-def test_a_point_is_the_median_or_the_fastest_of_its_repeats() -> None:
-    class Uneven(Worker):
-        async def generate(
-            self, request: inference_pb2.GenerateRequest, timeout_s: float
-        ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-            await asyncio.sleep((0.0, 3.0, 1.0, 2.0)[len(self.prompts) % 4])
-            async for response in super().generate(request, timeout_s):
-                yield response
-
-    async def work() -> None:
-        for fastest, extra_s in ((False, 2.0), (True, 1.0)):
-            grid = replace(GRID, prompt_lengths=(100,), repeats=3, fastest=fastest)
-            (point,) = await Uneven().profiler(grid).prefill_points()
-            assert point.ttft_s == pytest.approx(0.112 + extra_s)
-
-    run_virtually(work)
-
-
-def test_no_two_prompts_share_a_beginning() -> None:
-    async def work() -> None:
-        worker = Worker()
-        await worker.profiler().prefill_points()
-        await worker.profiler(replace(GRID, seed=1)).prefill_points()
-        starts = [prompt[:32] for prompt in worker.prompts]
-        assert len(set(starts)) == len(starts)
-
-    run_virtually(work)
-
-
 def test_lengths_beyond_the_context_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="prompts of 5000 tokens do not fit into the context of 4096"

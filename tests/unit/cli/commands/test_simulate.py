@@ -84,14 +84,6 @@ def test_the_planner_changes_the_workers(profile: Path) -> None:
     assert max(change["prefill_workers"] for change in run["changes"]) > 1
 
 
-def test_a_wrong_trace_is_named(profile: Path, tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"timestamp": 0, "input_length": 0}\n')
-    result = simulate("--trace", trace, "--profile", profile)
-    assert result.exit_code == 2
-    assert "line 1 of the trace: input_length must be" in result.output
-
-
 def test_a_profile_without_sizes_is_refused(profile: Path) -> None:
     profile.write_text(PROFILE.model_copy(update={"kv_tokens": 0}).model_dump_json())
     result = simulate("--trace", TRACE, "--profile", profile, "--seconds", 10)

@@ -45,34 +45,6 @@ def test_the_table_of_deepseek_v3(model: Path) -> None:
     assert "70,272 bytes a token" in text
 
 
-def test_a_file_and_its_folder_are_the_same(model: Path) -> None:
-    assert document(model) == document(model / "config.json")
-
-
-def test_computing_hides_all_but_the_last_layer(model: Path) -> None:
-    (row,) = document(model, "--tokens", 16_000, "--compute-rate", 10_000)["rows"]
-    assert row["hidden"] is True
-    assert row["compute_ms"] == 1_600
-    assert row["exposed_ms"] == pytest.approx(row["transfer_ms"] / 61)
-
-
-def test_a_transfer_slower_than_computing_is_exposed(model: Path) -> None:
-    found = document(model, "--tokens", 16_000, "--compute-rate", 320_000)
-    (row,) = found["rows"]
-    assert row["hidden"] is False
-    # The link is busy from the end of the first layer.
-    assert row["exposed_ms"] == pytest.approx(row["transfer_ms"] - 50 * 60 / 61)
-    assert found["hidden_up_to_tokens_per_s"] == pytest.approx(160_089, rel=1e-3)
-    shown = run(model, "--tokens", 16_000, "--compute-rate", 320_000).output
-    assert "slower than computing" in shown
-
-
-def test_another_type_and_other_lengths(model: Path) -> None:
-    found = document(model, "--dtype", "fp8", "--tokens", "1, 7")
-    assert [row["payload_bytes"] for row in found["rows"]] == [61 * 576, 7 * 61 * 576]
-    assert found["rows"][0]["hidden"] is None
-
-
 @pytest.mark.parametrize(
     "content,named",
     [
@@ -138,15 +110,6 @@ def test_a_narrow_link_needs_more_workers_of_both_roles(model: Path) -> None:
     for workers in found["workers"]:
         assert (workers["count"], workers["limit"]) == (4, "link")
         assert workers["share"] == pytest.approx(used / 4)
-
-
-def test_an_exact_load_is_not_rounded_up(model: Path) -> None:
-    found = document(
-        *(model, "--load", "8,2000,300", "--compute-rate", 20_000, "--decode-rate", 3_000),
-        *("--gbit", 1_000),
-    )
-    # 16,000 of 0.8 x 20,000, and 2,400 of 0.8 x 3,000.
-    assert [one["count"] for one in found["workers"]] == [1, 1]
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:

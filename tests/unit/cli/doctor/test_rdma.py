@@ -51,22 +51,6 @@ def found(subject: str) -> Finding:
     return finding
 
 
-def test_a_host_that_is_ready_has_no_warning(host: Path) -> None:
-    findings = check_rdma()
-    assert {one.verdict for one in findings} == {Verdict.OK}
-    assert "GID 1 is RoCE v2 for 10.0.0.7" in found("RDMA mlx5_0/1").detail
-    assert "100 Gb/sec" in found("RDMA mlx5_0/1").detail
-
-
-def test_a_host_without_an_adapter_is_said_to_use_tcp(host: Path) -> None:
-    (host / "infiniband").rename(host / "other")
-    finding = found("RDMA")
-    assert finding.verdict is Verdict.WARNING
-    assert "TCP" in finding.detail
-    assert finding.remedy
-    assert found("locked memory").verdict is Verdict.OK
-
-
 @pytest.mark.parametrize(
     "file,text,named",
     [

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headrace_cli.up.keeping import NO_RESTARTS, RestartPolicy, Restarts
+from headrace_cli.up.keeping import RestartPolicy, Restarts
 from headrace_cli.up.supervisor import ChildProcess, Supervisor
 from headrace_cli.up.topology import ProcessSpec
-from headrace_common.errors import WorkerGone
 
 KILLED = -int(signal.SIGKILL)
 # No process has this id, so that no signal reaches one.
@@ -98,27 +97,6 @@ async def test_a_killed_worker_starts_again_after_a_delay_and_says_so(bench: Ben
     assert await bench.supervisor.stop() == []
 
 
-async def test_delays_grow_to_their_bound_and_the_last_end_is_final(bench: Bench) -> None:
-    await bench.start()
-    for number, (end_s, start_s) in enumerate(((0.0, 1.0), (5.0, 6.5)), start=1):
-        bench.processes[-1].returncode = KILLED
-        await bench.step_at(end_s)
-        await bench.step_at(start_s)
-        assert len(bench.started) == 1 + number
-    assert "in 1.5 s (restart 2 of 2)" in bench.shown()[-1]
-    bench.processes[-1].returncode = KILLED
-    with pytest.raises(WorkerGone, match="decode-0 was killed by signal 9; its log is"):
-        await bench.step_at(8.0)
-
-
-async def test_a_killed_pool_starts_again(bench: Bench) -> None:
-    spec = await bench.start("pool")
-    bench.processes[-1].returncode = -9
-    await bench.step_at(0.0)
-    await bench.step_at(1.0)
-    assert [one.name for one in bench.started] == [spec.name] * 2
-
-
 async def test_old_restarts_do_not_count(bench: Bench) -> None:
     await bench.start()
     for at_s in (0.0, 1_000.0, 2_000.0, 3_000.0):
@@ -127,22 +105,6 @@ async def test_old_restarts_do_not_count(bench: Bench) -> None:
         await bench.step_at(at_s + 1.0)
     assert len(bench.started) == 5
     assert all("(restart 1 of 2)" in line for line in bench.shown())
-
-
-@pytest.mark.parametrize("service", ["registry", "router"])
-async def test_other_services_are_not_started_again(bench: Bench, service: str) -> None:
-    await bench.start(service)
-    bench.processes[0].returncode = KILLED
-    with pytest.raises(WorkerGone):
-        await bench.step_at(0.0)
-
-
-async def test_without_restarts_the_first_end_is_final(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, NO_RESTARTS)
-    await bench.start()
-    bench.processes[0].returncode = 1
-    with pytest.raises(WorkerGone, match="decode-0 ended with 1"):
-        await bench.step_at(0.0)
 
 
 async def test_a_drained_worker_stays_away(bench: Bench) -> None:
@@ -154,25 +116,7 @@ async def test_a_drained_worker_stays_away(bench: Bench) -> None:
     assert not bench.shown()
 
 
-async def test_a_worker_that_is_stopped_while_it_starts_again_is_no_unclean_end(
-    bench: Bench,
-) -> None:
-    await bench.start()
-    bench.processes[0].returncode = KILLED
-    await bench.step_at(0.0)
-    await bench.step_at(1.0)
-    bench.processes[1].returncode = 128 + signal.SIGTERM
-    assert await bench.supervisor.stop() == []
-
-
 async def test_a_worker_that_served_must_end_with_status_0(bench: Bench) -> None:
     await bench.start()
     bench.processes[0].returncode = 128 + signal.SIGTERM
     assert [child.spec.name for child in await bench.supervisor.stop()] == ["decode-0"]
-
-
-async def test_a_worker_that_waits_for_its_restart_is_no_unclean_end(bench: Bench) -> None:
-    await bench.start()
-    bench.processes[0].returncode = KILLED
-    await bench.step_at(0.0)
-    assert await bench.supervisor.stop() == []

@@ -94,12 +94,6 @@ async def bench(tmp_path: Path) -> Bench:
     return bench
 
 
-async def test_workers_are_added_with_the_lowest_free_numbers(bench: Bench) -> None:
-    await bench.scaler.apply(2, 3)
-    assert bench.running() == ["decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1"]
-    assert "the planner adds decode-2" in bench.terminal.getvalue()
-
-
 async def test_a_worker_that_drains_gets_no_second_signal(bench: Bench) -> None:
     await bench.scaler.apply(1, 2)
     process = bench.processes["decode-1"]
@@ -123,31 +117,6 @@ async def test_the_youngest_workers_are_drained(bench: Bench) -> None:
     # Their ends are expected.
     assert bench.supervisor.unexpected_ends() == []
     assert len(bench.supervisor.children) == 10
-
-
-async def test_a_name_is_used_again_and_its_log_goes_on(bench: Bench) -> None:
-    await bench.scaler.apply(1, 2)
-    first = bench.processes["decode-1"]
-    await bench.scaler.apply(1, 1)
-    await bench.scaler.apply(1, 2)
-    again = bench.processes["decode-1"]
-    assert again is not first
-    assert again.spec.keeps_log
-    assert bench.running() == ["decode-0", "decode-1", "prefill-0"]
-
-
-async def test_a_device_changes_its_role_when_its_worker_has_drained(bench: Bench) -> None:
-    await bench.scaler.apply(2, 1)
-    await bench.scaler.apply(1, 2)
-    assert bench.running() == ["decode-0", "decode-1", "prefill-0"]
-    shown = bench.terminal.getvalue()
-    assert shown.index("removes prefill-1") < shown.index("adds decode-1")
-
-
-async def test_a_target_that_holds_already_changes_nothing(bench: Bench) -> None:
-    before = dict(bench.processes)
-    await bench.scaler.apply(1, 1)
-    assert bench.processes == before
 
 
 @pytest.mark.parametrize(("status", "error"), [(1, WorkerGone), (2, ConfigError)])
@@ -196,14 +165,6 @@ async def test_a_worker_that_starts_again_counts_and_is_not_drained(bench: Bench
     assert not bench.processes["decode-0"].signals
 
 
-async def test_a_worker_that_has_ended_is_left_to_the_restarts(bench: Bench) -> None:
-    bench.processes["prefill-0"].returncode = -9
-    for child in bench.supervisor.unexpected_ends():
-        child.mark_replaced()
-    await bench.scaler.apply(0, 1)
-    assert [child.spec.name for child in bench.supervisor.children] == ["prefill-0", "decode-0"]
-
-
 async def test_an_end_before_a_worker_serves_concerns_its_target_only(bench: Bench) -> None:
     bench.bad["decode-1"] = FakeProcess(bench.spec("decode", "decode-1"), serves=False)
     applying = asyncio.create_task(bench.scaler.apply(1, 2))
@@ -211,18 +172,6 @@ async def test_an_end_before_a_worker_serves_concerns_its_target_only(bench: Ben
     bench.processes["decode-1"].returncode = 1
     assert bench.supervisor.unexpected_ends() == []
     with pytest.raises(WorkerGone, match="decode-1 ended with 1"):
-        await applying
-
-
-async def test_the_end_of_a_worker_that_drains_is_expected(bench: Bench) -> None:
-    process = bench.processes["decode-0"]
-    process.drains = None
-    applying = asyncio.create_task(bench.scaler.apply(1, 0))
-    await until(lambda: bool(process.signals), LIMIT_S, "a drain")
-    process.returncode = 1
-    assert bench.supervisor.unexpected_ends() == []
-    process.ended.set()
-    with pytest.raises(WorkerGone):
         await applying
 
 

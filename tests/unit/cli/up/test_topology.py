@@ -10,13 +10,11 @@ from headrace_cli.up.topology import (
     ProcessSpec,
     Topology,
     check_topology,
-    parse_ranks,
     parse_setting,
     planner_spec,
     pool_spec,
     registry_spec,
     router_spec,
-    worker_spec,
     worker_specs,
 )
 from headrace_common.errors import ConfigError
@@ -36,15 +34,6 @@ def test_one_process_per_worker_with_its_own_name_and_files() -> None:
     assert len({spec.port_file for spec in specs} | {spec.log_file for spec in specs}) == 10
     assert flag(specs[0], "tensor-parallel-size") == ["--tensor-parallel-size=1"]
     assert flag(specs[2], "tensor-parallel-size") == ["--tensor-parallel-size=2"]
-
-
-def test_many_sim_workers_of_a_role_share_one_process() -> None:
-    topology = Topology(engine="sim", prefill_count=8, decode_count=200)
-    specs = worker_specs(topology, FOLDER, "127.0.0.1:7001")
-    assert [spec.name for spec in specs] == [*(f"prefill-{n}" for n in range(8)), "decode"]
-    assert not flag(specs[0], "workers-per-process")
-    assert flag(specs[-1], "workers-per-process") == ["--workers-per-process=200"]
-    assert flag(specs[-1], "worker-id") == ["--worker-id=decode"]
 
 
 def test_real_engines_never_share_a_process() -> None:
@@ -78,14 +67,6 @@ def test_http_is_off_unless_a_port_or_a_setting_names_its_address() -> None:
         )
 
 
-def test_the_model_is_served_under_its_folders_name() -> None:
-    topology = Topology(model="models/tiny/")
-    router = router_spec(topology, FOLDER, "127.0.0.1:7001")
-    assert flag(router, "model") == ["--model=tiny=models/tiny/"]
-    worker = worker_specs(topology, FOLDER, "127.0.0.1:7001")[0]
-    assert flag(worker, "served-model") == ["--served-model=tiny"]
-
-
 def test_the_store_goes_to_the_registry() -> None:
     topology = Topology(engine="sim", store="etcd://127.0.0.1:2379")
     assert flag(registry_spec(topology, FOLDER), "store") == ["--store=etcd://127.0.0.1:2379"]
@@ -116,14 +97,6 @@ def test_a_planner_publishes_for_the_served_model_and_takes_settings() -> None:
     assert flag(spec, "interval-s") == ["--interval-s=5"]
 
 
-def test_a_worker_that_is_added_is_like_those_of_the_start() -> None:
-    topology = Topology(engine="sim", decode_count=2, pool_gib=1.0)
-    first, second = worker_specs(topology, FOLDER, "127.0.0.1:7001", "127.0.0.1:9")[1:]
-    addresses = ("127.0.0.1:7001", "127.0.0.1:9")
-    assert worker_spec(topology, FOLDER, addresses, "decode", "decode-0") == first
-    assert worker_spec(topology, FOLDER, addresses, "decode", "decode-1") == second
-
-
 def test_many_workers_share_a_process() -> None:
     topology = Topology(engine="sim", prefill_count=10, decode_count=20)
     prefill, decode = worker_specs(topology, FOLDER, "127.0.0.1:7001")
@@ -136,11 +109,6 @@ def test_many_workers_share_a_process() -> None:
 def test_a_malformed_setting_is_rejected_with_the_remedy(text: str) -> None:
     with pytest.raises(ConfigError, match=r"SERVICE\.FIELD=VALUE"):
         parse_setting(text)
-
-
-def test_a_setting_may_contain_separators() -> None:
-    value = "sim:layers=4,heads=2"
-    assert parse_setting(f"decode.model={value}") == ("decode", "model", value)
 
 
 @pytest.mark.parametrize(
@@ -157,24 +125,3 @@ def test_a_setting_may_contain_separators() -> None:
 def test_an_invalid_topology_is_rejected_with_the_remedy(topology: Topology, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         check_topology(topology)
-
-
-def test_ranks_are_parsed() -> None:
-    assert [parse_ranks(text) for text in ("1", "2", "2:1")] == [(1, 1), (2, 2), (2, 1)]
-
-
-@pytest.mark.parametrize("text", ["", "0", "a", "1:", ":1", "1:2:3", "-1"])
-def test_wrong_ranks_are_rejected(text: str) -> None:
-    with pytest.raises(ConfigError, match="--tensor-parallel"):
-        parse_ranks(text)
-
-
-@pytest.mark.parametrize("chosen", [None, "always_off"])
-def test_every_request_is_sampled_unless_the_variable_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, chosen: str | None
-) -> None:
-    monkeypatch.delenv("OTEL_TRACES_SAMPLER", raising=False)
-    if chosen is not None:
-        monkeypatch.setenv("OTEL_TRACES_SAMPLER", chosen)
-    spec = router_spec(Topology(engine="sim", model="m"), FOLDER, "127.0.0.1:7001")
-    assert spec.environment["OTEL_TRACES_SAMPLER"] == (chosen or "parentbased_always_on")

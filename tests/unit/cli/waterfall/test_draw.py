@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,11 @@ from headrace.inference.v1 import trace_pb2
 from headrace_cli.commands.trace import chosen_names
 from headrace_cli.trace_export import html_page, perfetto_object
 from headrace_cli.waterfall import (
-    BLOCKS,
-    LINKS_DRAWN,
-    Scale,
     clamp_width,
     conclusion,
     draw_comparison,
     draw_layers,
-    draw_sum,
     draw_trace,
-    shade_line,
-    spread,
 )
 from headrace_common.errors import ConfigError
 from headrace_common.telemetry import schema
@@ -78,55 +71,6 @@ def view(parts: dict[str, float], **changes: object) -> TraceView:
         "steps": (),
     }
     return TraceView(**{**fields, **changes})  # type: ignore[arg-type]
-
-
-def text_of(one: TraceView, width: int = 80, ascii_only: bool = True) -> str:
-    return "\n".join(line.plain for line in draw_trace(one, width=width, ascii_only=ascii_only))
-
-
-def numbers_of(line: str) -> list[float]:
-    return [float(text.replace(",", "")) for text in re.findall(r"([\d,.]+) ms", line)]
-
-
-def test_the_first_screen_has_the_sum_and_its_culprit() -> None:
-    links = (*(link(n, mb=2) for n in range(7)), link(7, mb=2, ms=7))
-    shown = text_of(view({"queue": 20, "prefill": 30, "transfer exposed": 100}, links=links))
-    lines = shown.splitlines()
-    assert lines[0].startswith("trace 4bf92f3577b34da6a3ce929d0e0e4736")
-    assert " ".join(lines[1:3]).startswith(
-        "67 % transfer exposed: link prefill-1/r7 -> decode-0/r0 moved at 0.29 GB/s, median is 2"
-    )
-    sum_at = next(number for number, line in enumerate(lines) if "time to first token" in line)
-    assert sum_at < 24
-    assert numbers_of(lines[sum_at]) == [150.0]
-
-
-def test_a_long_answer_does_not_squeeze_the_time_to_first_token() -> None:
-    steps = (
-        Step(1, schema.SPAN_QUEUE, "queue", "router", "", 10 * MS, 40 * MS),
-        Step(1, schema.SPAN_STREAM, "stream", "router", "", 100 * MS, 10_000 * MS),
-        Step(1, schema.SPAN_DECODE, "decode", "decode", "decode-0", 5 * MS, 10_095 * MS),
-        Step(1, schema.SPAN_ROUTE, "migration", "router", "", 7_000 * MS, 5 * MS),
-    )
-    shown = text_of(view({"queue": 40, "unaccounted": 60}, steps=steps, total_ns=10_100 * MS))
-    queue = [line for line in shown.splitlines() if " queue" in line][-1]
-    assert queue.count("#") in (14, 15)
-    decode = next(line for line in shown.splitlines() if line.startswith("decode-0"))
-    assert decode[32:].rstrip().split()[0].endswith(">")
-    assert "stream" not in shown
-    assert "migration" not in shown
-    assert "after the first token: 10,000 ms" in shown
-
-
-def test_many_links_share_the_screen_and_every_layer_has_a_line_on_request() -> None:
-    one = view({"transfer exposed": 100}, links=tuple(link(n) for n in range(64)))
-    shown = text_of(one)
-    assert len(shown.splitlines()) < 45
-    assert shown.count("GB/s\n") >= LINKS_DRAWN
-    assert "and 56 more links" in shown
-    assert "its layers 0-60" in shown
-    layers = [line.plain for line in draw_layers(one, width=80)]
-    assert sum(bool(re.match(r" +\d+ +\d", line)) for line in layers) == 64 * 61
 
 
 class RandomViews:
@@ -223,14 +167,6 @@ def test_every_line_fits_whatever_the_trace_says(first_seed: int) -> None:
         json.dumps(perfetto_object(one), allow_nan=False)
 
 
-def test_no_line_of_the_sum_is_larger_than_the_sum() -> None:
-    for seed in range(200):
-        one = RandomViews(seed).view()
-        cells = [line.plain.count("#") for line in draw_sum(one, width=80, ascii_only=True)]
-        assert sum(cells[: len(one.parts) + 4]) <= 80
-        assert all(part.duration_ns <= one.ttft_ns for part in one.parts)
-
-
 def test_a_comparison_names_the_part_that_made_the_difference() -> None:
     fast = view({"queue": 10, "prefill": 30})
     slow = view({"queue": 500, "prefill": 20})
@@ -239,16 +175,6 @@ def test_a_comparison_names_the_part_that_made_the_difference() -> None:
     assert conclusion(fast, fast) == "both took the same time"
     rows = [line.plain for line in draw_comparison(fast, slow, width=80)]
     assert rows[-3].split() == ["queue", "10.00", "ms", "500", "ms", "+490", "ms"]
-
-
-def test_bars_and_shades() -> None:
-    scale = Scale(100, 10)
-    assert scale.bar(0, 50, BLOCKS) == "█" * 5 + " " * 5
-    assert scale.bar(90, 91, BLOCKS) == " " * 9 + "▎"
-    assert scale.bar(50, 300, BLOCKS) == " " * 5 + "████▸"
-    assert spread([(0, 20, 10.0)], scale)[:3] == [5.0, 5.0, 0.0]
-    assert shade_line([0, 1, 2, 4], 4, BLOCKS) == " ▒▓█"
-    assert Scale(123 * MS, 48).axis().split() == ["0", "50", "100", "123"]
 
 
 def test_the_words_choose_one_trace_or_two() -> None:
