@@ -18,7 +18,6 @@ from tests.suite.deployment import Outcome, Suite, suite
 from tests.vllm.conftest import RunJob
 from tests.vllm.pair import BLOCK_TOKENS, prompt_of
 from tests.vllm.prefix_fetch import FROZEN_TURN, TURNS
-from tests.vllm.prefix_of_loading import TURNS as LOADING_TURNS
 
 MODEL = Path("models/tiny-llama")
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
@@ -138,18 +137,4 @@ def test_every_turn_fetches_what_decode_has_and_a_frozen_source_costs_no_answer(
     assert found["reasons"] == late
     # I1: the blocks that the frozen engine may write are held beside those of the prompt.
     assert found["held_blocks"] == found["fetched_tokens"][FROZEN_TURN - 1] // BLOCK_TOKENS
-    assert found["left_blocks"] == [0, 0]
-
-
-def test_what_decode_loads_from_main_memory_is_fetched_too(run_job: RunJob) -> None:
-    found = run_job("tests.vllm.prefix_of_loading:conversation", model="tiny-llama-deep")
-    assert found["answers"] == found["plain"]
-    assert len(found["answers"]) == LOADING_TURNS
-    assert found["fetched_tokens"] == found["expected_tokens"]
-    assert len(found["fetched_tokens"]) == LOADING_TURNS - 1
-    assert min(found["fetched_tokens"]) >= BLOCK_TOKENS
-    assert found["reasons"] == [""] * (LOADING_TURNS - 1)
-    # All turns but the first.
-    assert found["loaded_blocks"][0] == 0
-    assert min(found["loaded_blocks"][1:]) > 0
     assert found["left_blocks"] == [0, 0]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2
-from headrace_cli.client import reset_prefix_cache
 from headrace_common.latency.parts import Part, sum_from_proto
 from headrace_common.telemetry import schema
 from tests.freezing import freeze
@@ -32,7 +31,6 @@ SEEDED: dict[str, Any] = {
     "repetition_penalty": 1.2,
 }
 REQUESTS = 10
-LONG_S = 60.0
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(280),
@@ -60,39 +58,6 @@ def assert_same(one: Outcome, other: Outcome) -> None:
     assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-3)
     assert one.last.finish_reason == other.last.finish_reason
     assert one.last.usage.completion_tokens == other.last.usage.completion_tokens
-
-
-async def test_remote_and_local_prefill_give_equal_tokens(tmp_path: Path) -> None:
-    async with suite(tmp_path, **VLLM) as it:
-        prompt = prompt_of(300, 1)
-        remote = await it.generate(prompt, 8, placement=REMOTE, timeout_s=60)
-        assert remote.last.usage.transferred_tokens == 299
-        assert remote.last.timing.prefill_worker_id == "prefill-0"
-        local = await it.generate(prompt, 8, placement=LOCAL, timeout_s=60)
-        assert local.token_ids == remote.token_ids
-        # Whole blocks only. vLLM's blocks on CPUs have 128 tokens.
-        assert local.last.usage.decode_cached_tokens == 256
-
-
-async def test_decode_loads_a_prompt_that_prefill_has_stored_in_the_remote_pool(
-    tmp_path: Path,
-) -> None:
-    timeouts = tuple((role, "kv_pool_timeout_s", "20") for role in ("prefill", "decode"))
-    settings = (*VLLM["settings"], *timeouts)
-    prompt = prompt_of(300, 2)
-    async with suite(tmp_path, **(VLLM | {"settings": settings}), pool_gib=1 / 16) as it:
-        decode = it.child("decode-0").endpoint
-
-        async def is_shared() -> bool:
-            """Until the pool is open, prefill offers its blocks with every use."""
-            await reset_prefix_cache(decode, LONG_S)
-            remote = await it.generate(prompt, 8, placement=REMOTE, timeout_s=LONG_S)
-            await reset_prefix_cache(decode, LONG_S)
-            local = await it.generate(prompt, 8, placement=LOCAL, timeout_s=LONG_S)
-            assert local.token_ids == remote.token_ids
-            return local.last.usage.decode_cached_tokens == 256
-
-        await until(is_shared, 2 * LONG_S)
 
 
 async def test_ten_requests_in_flight_outlive_their_prefill_worker(tmp_path: Path) -> None:
