@@ -13,62 +13,12 @@ def new_pool(count: int = 8) -> tuple[BlockPool, list[int]]:
     return BlockPool(count, cleared.extend), cleared
 
 
-def test_blocks_are_contiguous_where_possible() -> None:
-    pool, _ = new_pool()
-    assert pool.allocate(3) == [0, 1, 2]
-    middle = pool.allocate(2)
-    assert middle == [3, 4]
-    pool.free(middle)
-    assert pool.allocate(2) == [3, 4]
-    pool.free([1])
-    assert pool.allocate(3) == [5, 6, 7]
-    assert pool.allocate(1) == [1]
-    assert pool.allocate(1) is None
-
-
 def test_fragments_are_used_when_nothing_contiguous_is_left() -> None:
     pool, _ = new_pool(5)
     assert pool.allocate(5) is not None
     pool.free([0])
     pool.free([2, 3])
     assert pool.allocate(3) == [2, 3, 0]
-
-
-def test_registered_blocks_are_found_and_shared() -> None:
-    pool, cleared = new_pool()
-    held = pool.allocate(3)
-    assert held == [0, 1, 2]
-    pool.register(0, 100)
-    pool.register(1, 101)
-    assert pool.find_cached([100, 101, 102]) == [0, 1]
-    assert pool.find_cached([101]) == [1]
-    assert pool.find_cached([99, 100]) == []
-    pool.share([0, 1])
-    pool.free(held)
-    assert cleared == [2]
-    assert pool.available_count == 6
-    pool.free([0, 1])
-    assert pool.available_count == 8
-    assert pool.find_cached([100, 101]) == [0, 1]
-    assert pool.free_ids() == (2, 3, 4, 5, 6, 7)
-
-
-def test_the_oldest_and_deepest_prefix_is_evicted_first() -> None:
-    pool, cleared = new_pool(4)
-    old = pool.allocate(2)
-    assert old is not None
-    pool.register(0, 100)
-    pool.register(1, 101)
-    pool.free(old)
-    young = pool.allocate(2)
-    assert young == [2, 3]
-    pool.register(2, 200)
-    pool.free(young)
-    cleared.clear()
-    assert pool.allocate(2) is not None
-    assert cleared == [1]
-    assert pool.find_cached([100]) == [0]
-    assert pool.find_cached([200]) == [2]
 
 
 def test_a_second_block_with_a_cached_prefix_stays_private() -> None:

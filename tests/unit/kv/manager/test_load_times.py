@@ -27,14 +27,3 @@ def test_older_loads_count_for_less() -> None:
     found = times.seconds_per_block(Tier.DISK)
     assert found is not None
     assert 0.0 < found < 0.01
-
-
-def test_failed_loads_are_counted_and_have_no_part_in_the_mean() -> None:
-    times = LoadTimes()
-    times.record(TierLoad(Tier.DISK, 4, 9.0, failed=True))
-    times.record(TierLoad(Tier.DISK, 1, 9.0, failed=True), rank=1)
-    assert times.seconds_per_block(Tier.DISK) is None
-    assert times.loaded_blocks() == {}
-    times.record(TierLoad(Tier.DISK, 2, 0.2))
-    assert times.seconds_per_block(Tier.DISK) == pytest.approx(0.1)
-    assert (times.loaded_blocks(), times.failed_blocks()) == ({Tier.DISK: 2}, {Tier.DISK: 4})

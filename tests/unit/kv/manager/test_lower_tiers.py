@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import InternalError
 from headrace_kv.manager.block_pool import CachedBlock
-from headrace_kv.manager.lower_tiers import LowerTiers, PoolBlocks, TierCopy, TierHit, TierPlan
+from headrace_kv.manager.lower_tiers import LowerTiers, PoolBlocks, TierHit, TierPlan
 from headrace_kv.prefix.events import Tier
 
 DEVICE_BLOCKS = 16
@@ -58,43 +58,6 @@ def test_blocks_before_another_tier_are_counted() -> None:
     assert TierHit(((Tier.HOST, 4),)).count_leading(Tier.HOST) == 1
 
 
-def test_evicted_blocks_move_down_before_their_places_are_filled() -> None:
-    tiers, memories = LowerTiers({Tier.DISK: 4, Tier.HOST: 2}), Memories()
-    assert tiers.names == (Tier.HOST, Tier.DISK)
-    stored(tiers, memories, 1, 2)
-    plan = stored(tiers, memories, 3)
-    assert plan.copies == [
-        TierCopy(Tier.HOST, Tier.DISK, (1,), (0,)),
-        TierCopy(Tier.DEVICE, Tier.HOST, (0,), (1,)),
-    ]
-    assert memories.announced[Tier.HOST] == {1, 3}
-    assert memories.announced[Tier.DISK] == {2}
-    assert tiers.counts() == {Tier.HOST: 2, Tier.DISK: 1}
-
-
-def test_a_run_is_loaded_from_several_tiers() -> None:
-    tiers, memories = LowerTiers({Tier.HOST: 2, Tier.DISK: 4}), Memories()
-    stored(tiers, memories, 1, 2)
-    stored(tiers, memories, 3)
-    hit = tiers.hold([1, 2, 3, 9])
-    assert len(hit) == 3
-    memories.carry_out(tiers.load(hit, [7, 8, 9]))
-    device = memories.blocks[Tier.DEVICE]
-    assert [device[block] for block in (7, 8, 9)] == [1, 2, 3]
-
-
-def test_held_blocks_stay_until_they_are_loaded() -> None:
-    tiers, memories = LowerTiers({Tier.HOST: 2}), Memories()
-    stored(tiers, memories, 1, 2)
-    hit = tiers.hold([1, 2])
-    assert stored(tiers, memories, 3).copies == []
-    memories.carry_out(tiers.load(hit, [4, 5]))
-    assert memories.blocks[Tier.DEVICE][5] == 2
-    stored(tiers, memories, 3)
-    assert 3 in tiers
-    assert 2 not in tiers
-
-
 def test_a_tier_takes_the_first_blocks_of_a_prompt_that_does_not_fit() -> None:
     tiers, memories = LowerTiers({Tier.HOST: 2}), Memories()
     stored(tiers, memories, 1, 2, 3)
@@ -130,25 +93,6 @@ def test_a_load_needs_as_many_blocks_as_it_holds() -> None:
         LowerTiers({Tier.HOST: 1}).load(TierHit(()), [1])
 
 
-def test_reserved_blocks_are_found_once_they_are_fetched() -> None:
-    tiers, memories = LowerTiers({Tier.HOST: 4, Tier.DISK: 4}), Memories()
-    stored(tiers, memories, 1, 2, 3)
-    held = tiers.hold([1])
-    blocks, plan = tiers.reserve([1, 5, 6, 7, 8])
-    memories.carry_out(plan)
-    # Block 1 is held, so there is room for three. Blocks 2 and 3 have moved to the disk.
-    assert blocks.prefixes == (5, 6, 7)
-    assert memories.announced[Tier.DISK] == {2, 3}
-    assert 5 not in tiers
-    assert not tiers.hold([5])
-    memories.carry_out(tiers.fetched(blocks, 2))
-    assert memories.announced[Tier.HOST] == {1, 5, 6}
-    assert 7 not in tiers
-    # The block that did not come is free: nothing is evicted for another one.
-    assert all(copy.source != Tier.HOST for copy in stored(tiers, memories, 9).copies)
-    tiers.release(held)
-
-
 def test_a_prefix_that_is_stored_during_its_fetch_is_kept_once() -> None:
     tiers, memories = LowerTiers({Tier.HOST: 4}), Memories()
     blocks, _ = tiers.reserve([1, 2])
@@ -156,17 +100,6 @@ def test_a_prefix_that_is_stored_during_its_fetch_is_kept_once() -> None:
     memories.carry_out(tiers.fetched(blocks, 2))
     assert memories.announced[Tier.HOST] == {1, 2}
     assert tiers.counts() == {Tier.HOST: 2}
-
-
-def test_blocks_of_the_fastest_tier_stay_while_they_are_read() -> None:
-    tiers, memories = LowerTiers({Tier.HOST: 2}), Memories()
-    (copy,) = stored(tiers, memories, 1, 2).copies
-    blocks = tiers.hold_fastest([1, 2, 9])
-    assert blocks.prefixes == (1, 2)
-    assert blocks.block_ids == copy.destination_ids
-    assert stored(tiers, memories, 3).copies == []
-    tiers.release_fastest(blocks)
-    assert stored(tiers, memories, 3).copies
 
 
 def test_the_last_block_of_a_prompt_that_came_again_is_evicted_first() -> None:
@@ -193,17 +126,6 @@ def test_a_block_that_a_higher_request_uses_gets_its_class() -> None:
     stored(tiers, memories, 2)
     tiers.release(tiers.hold([1], Priority.HIGH))
     stored(tiers, memories, 3)
-    assert 1 in tiers
-    assert 2 not in tiers
-
-
-def test_fetched_blocks_have_the_class_of_the_request_that_holds_them() -> None:
-    tiers, memories = LowerTiers({Tier.HOST: 2}), Memories()
-    blocks, _ = tiers.reserve([1, 2])
-    memories.blocks[Tier.HOST] = dict(zip(blocks.block_ids, blocks.prefixes, strict=True))
-    memories.carry_out(tiers.fetched(blocks, 2))
-    tiers.release(tiers.hold([1], Priority.NORMAL))
-    stored(tiers, memories, 3, priority=Priority.LOW)
     assert 1 in tiers
     assert 2 not in tiers
 

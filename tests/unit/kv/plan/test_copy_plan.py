@@ -17,9 +17,7 @@ from headrace_kv.plan.shard_map import HEAD_OUTER, TOKENS_OUTER, Dimension, Edge
 
 BLOCK_TOKENS = 4
 UNIT = 10
-TOGETHER: tuple[Dimension, ...] = ("layer", "block", "part", "head", "token")
 INTERLEAVED: tuple[Dimension, ...] = ("layer", "block", "head", "token", "part")
-BLOCK_MAJOR: tuple[Dimension, ...] = ("block", "layer", "part", "head", "token")
 
 
 def memory(
@@ -96,12 +94,6 @@ def test_between_token_outer_and_head_outer_every_token_is_a_run() -> None:
     assert lengths(*one_head, Edge(0, 0, 0, 0, 1), span([1, 2], [1, 2])) == [8 * UNIT] * 2
 
 
-@pytest.mark.parametrize("order", [TOGETHER, INTERLEAVED])
-def test_adjacent_keys_and_values_are_one_run(order: tuple[Dimension, ...]) -> None:
-    one = memory(order=order)
-    assert lengths(one, one, WHOLE, span([1, 2, 4], [1, 2, 5])) == [16 * HEAD, 8 * HEAD]
-
-
 def test_merged_and_separate_latents_are_copied_into_each_other() -> None:
     """nope and rope in one latent are one run per stretch of tokens; apart, one each per token."""
     parts = {"nope": 16, "rope": 2}
@@ -125,29 +117,6 @@ def test_runs_grow_with_fragments_not_tokens() -> None:
         one = memory(1, blocks=blocks)
         everything = span(list(range(blocks)), list(range(blocks)), 1)
         assert len(plan_runs(one, one, Edge(0, 0, 0, 0, 1), 0, everything)) == 2
-
-
-def test_a_plan_is_moved_between_layers() -> None:
-    """Layer 1 lies elsewhere, layer 2 has its parts in another order."""
-
-    def shifted(base: int, last: tuple[int, int]) -> RankMemory:
-        pairs = ((0, 320), (1000, 1320), last)
-        regions = tuple(
-            replace(region, layer=layer, offset_bytes=offset)
-            for layer, pair in enumerate(pairs)
-            for region, offset in zip(memory(1).regions, pair, strict=True)
-        )
-        return RankMemory(0, "in_memory", "s", base, 4000, regions)
-
-    source, destination = shifted(5000, (3000, 2000)), shifted(9000, (2500, 3500))
-    planner = CopyPlanner(source, destination)
-    edge, chosen = Edge(0, 0, 0, 0, 1), span([1, 4], [0, 3])
-    for layer in (0, 1, 2, 0):
-        runs = planner.plan(edge, layer, chosen)
-        fresh = plan_runs(source, destination, edge, layer, chosen)
-        assert runs.source_addresses.tolist() == fresh.source_addresses.tolist()
-        assert runs.destination_addresses.tolist() == fresh.destination_addresses.tolist()
-        assert runs.lengths.tolist() == fresh.lengths.tolist()
 
 
 def test_only_the_latest_plans_are_kept() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -145,20 +144,3 @@ def test_equal_parts_of_all_layers_are_one_strided_copy() -> None:
     layout = replace(LAYOUT, groups=(group,))
     # Heads 2 and 3 of all four, of 2 tokens with 3 bytes.
     assert plan_shard_read(layout, 1, range(4)) == (StridedCopy(12, 0, 12, 6, 24, 12),)
-
-
-@pytest.mark.parametrize(
-    ("size", "heads", "counts"),
-    [
-        (1, 1, (1,)),
-        (8, 1, (1,)),
-        (2, 4, (2, 1, 3, 4)),
-        (16, 8, (8, 1, 2, 3, 4, 5, 6, 7)),
-        (1, 32, (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)),
-    ],
-)
-def test_a_worker_looks_for_every_count_that_engines_use(
-    size: int, heads: int, counts: tuple[int, ...]
-) -> None:
-    group = replace(GROUP, head_count=heads)
-    assert shard_counts(replace(LAYOUT, tensor_parallel_size=size, groups=(group,))) == counts

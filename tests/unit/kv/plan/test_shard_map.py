@@ -134,45 +134,6 @@ def test_three_ranks_to_two_with_six_heads() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    "prefill_tp, decode_tp, heads, width",
-    [
-        *((8, 2, 1, 1), (8, 4, 1, 1), (2, 8, 1, 1), (8, 2, 2, 1)),
-        *((8, 4, 4, 1), (4, 8, 2, 1), (6, 4, 2, 1), (16, 16, 4, 1)),
-        *((8, 4, 1, 4), (8, 8, 1, 4), (2, 8, 1, 8), (1, 8, 1, 4), (4, 8, 2, 8), (4, 8, 2, 2)),
-    ],
-)
-def test_copies_leaders_and_writers_share_the_bytes_evenly(
-    prefill_tp: int, decode_tp: int, heads: int, width: int
-) -> None:
-    """Heads per network card over 200 requests of 61 layers, within 5 % of each other on either side."""
-    prefill = make_layout(prefill_tp, heads, 61)
-    decode = make_layout(decode_tp, heads, 61, broadcast_width=width)
-    sent, received, copied = Counter[int](), Counter[int](), Counter[int]()
-    for request in range(200):
-        transfer_id = f"x{request:032x}"
-        for layer in range(61):
-            for edge in edges(prefill, decode, layer, transfer_id):
-                sent[edge.source_rank] += edge.head_count
-                received[edge.destination_rank] += edge.head_count
-            for edge in local_edges(decode, layer, transfer_id):
-                copied[edge.source_rank] += edge.head_count
-    assert (len(sent), len(received)) == (prefill_tp, decode_tp)
-    assert len(copied) == (decode_tp if width > 1 else 0)
-    for load in filter(None, (sent, received, copied)):
-        assert max(load.values()) <= 1.05 * min(load.values())
-
-
-def test_one_request_uses_every_copy() -> None:
-    prefill, decode = make_layout(8, 1, 32), make_layout(2, 1, 32)
-    load = Counter(
-        edge.source_rank
-        for layer in range(32)
-        for edge in edges(prefill, decode, layer, "x" + "0" * 32)
-    )
-    assert load == dict.fromkeys(range(8), 8)
-
-
 @pytest.mark.parametrize("width, crossing", [(1, 8), (2, 4), (3, 3), (4, 2), (8, 1), (16, 1)])
 def test_each_host_receives_mla_once(width: int, crossing: int) -> None:
     prefill, decode = make_layout(4, 1), make_layout(8, 1, broadcast_width=width)

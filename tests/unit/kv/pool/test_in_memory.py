@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from headrace_kv.pool.engine_blocks import pool_secret
-from headrace_kv.pool.memory import SEAL_BYTES
 from headrace_kv.pool.remote import RemotePool
 from tests.memory_pool import InMemoryPool, MemoryStore
 from tests.unit.kv.pool.memories import CONTENT_BYTES, Memory
@@ -80,21 +79,6 @@ def test_blocks_behind_a_missing_one_are_not_read(store: MemoryStore) -> None:
     assert Worker(store).get(("a", 0), ("b", 1), ("c", 2))[:2] == [True, False]
 
 
-@pytest.mark.parametrize("position", [0, CONTENT_BYTES - 1, CONTENT_BYTES + SEAL_BYTES - 1])
-def test_changed_bytes_are_refused_and_removed(store: MemoryStore, position: int) -> None:
-    filled(store)
-
-    def change(key: str, content: bytes) -> bytes:
-        changed = bytearray(content)
-        changed[position] ^= 1 if key == "b" else 0
-        return bytes(changed)
-
-    store.change_reads(change)
-    assert Worker(store).get(("a", 0), ("b", 1)) == [True, False]
-    assert "b" not in store.objects
-    assert "a" in store.objects
-
-
 def test_a_part_of_a_block_is_refused(store: MemoryStore) -> None:
     filled(store)
     store.change_reads(lambda _, content: content[: CONTENT_BYTES // 2])
@@ -118,18 +102,6 @@ def test_a_frozen_store_ends_a_call_in_time_and_closes_the_pool(store: MemorySto
     future = worker.pool.exists(["a", "b"], LONG_S)
     assert future.done()
     assert future.result() == [False, False]
-
-
-def test_a_lost_store_costs_its_blocks_and_serves_again(store: MemoryStore) -> None:
-    worker = filled(store)
-    store.lose()
-    assert worker.exists("a") == [False]
-    assert worker.losses == [None]
-    store.restart()
-    worker.pool.reopen()
-    assert worker.exists("a") == [False]
-    assert worker.put(("a", 0)) == [True]
-    assert worker.exists("a") == [True]
 
 
 def test_a_closed_pool_refuses_calls(store: MemoryStore) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from headrace_kv.layout.layout import KvLayout
 from headrace_kv.plan.saved_shards import StridedCopy
 from headrace_kv.pool.engine_blocks import PoolKeys
 from headrace_kv.pool.memory import PoolMemory, ShardSource
@@ -19,7 +18,6 @@ from headrace_kv.pool.messages import (
     setup_to_packet,
 )
 from headrace_kv.pool.remote import BATCH_BLOCKS_MAX
-from headrace_kv.storage.host import HostStorage
 from tests.unit.kv.pool.test_keys import LAYOUT, SECRET
 
 
@@ -41,19 +39,3 @@ def test_the_largest_call_fits_into_a_packet() -> None:
         2**53, "put", tuple(keys), 99, tuple(range(10**8, 10**8 + BATCH_BLOCKS_MAX)), 99
     )
     assert len(call_to_packet(call)) < PACKET_BYTES_MAX
-
-
-def test_the_setup_of_many_heads_and_layers_fits_into_a_packet() -> None:
-    layout = KvLayout.attention(
-        model="m",
-        dtype="float16",
-        layer_count=40,
-        kv_head_count=96,
-        block_tokens=128,
-        parts={"k": 256, "k_scale": 4, "v": 256, "v_scale": 4},
-    )
-    storage = HostStorage(layout, 0, 1, pooled=True)
-    assert storage.pool_memory is not None
-    setup = PoolSetup("127.0.0.1:1", "127.0.0.1", SECRET, (storage.pool_memory,))
-    assert len(setup_to_packet(setup)) < PACKET_BYTES_MAX
-    storage.close()

@@ -12,7 +12,6 @@ from headrace_kv.pool.remote import BATCH_BLOCKS_MAX
 from tests.memory_pool import InMemoryPool, MemoryStore
 from tests.unit.kv.pool.shard_workers import LAYERS, LONG_S, SECRET, Worker, layout_of
 
-SIZES = (1, 2, 3, 4, 6)
 PREFIXES = (11, 12, 13)
 
 
@@ -37,39 +36,6 @@ def store() -> Iterator[CountingStore]:
     store = CountingStore()
     yield store
     store.thaw()
-
-
-@pytest.mark.parametrize("read_size", SIZES)
-@pytest.mark.parametrize("saved_size", SIZES)
-@pytest.mark.parametrize("heads", [1, 4])
-@pytest.mark.parametrize("stage_starts", [(0,), (0, 1)])
-def test_every_size_reads_what_every_other_one_has_saved(
-    store: CountingStore,
-    saved_size: int,
-    read_size: int,
-    heads: int,
-    stage_starts: tuple[int, ...],
-) -> None:
-    shards = min(saved_size, heads)
-    with worker_of(store, layout_of(saved_size, heads, stage_starts)) as saver:
-        saver.save(*PREFIXES)
-    # Ranks with the same heads have one object.
-    assert len(store.objects) == len(PREFIXES) * shards * len(stage_starts)
-    with worker_of(store, layout_of(read_size, heads, stage_starts)) as reader:
-        found = reader.find(*PREFIXES, 14)
-        assert found == (shards,) * len(PREFIXES)
-        assert reader.load(PREFIXES, found) == len(PREFIXES)
-
-
-def test_blocks_of_one_prompt_come_from_workers_of_several_sizes(store: CountingStore) -> None:
-    for size, prefixes in ((1, (1, 2)), (2, (3,)), (4, (4, 5)), (3, (6,))):
-        with worker_of(store, layout_of(size)) as saver:
-            saver.save(*prefixes)
-    with worker_of(store, layout_of(2)) as reader:
-        prompt = (1, 2, 3, 4, 5)
-        found = reader.find(*prompt)
-        assert found == (1, 1, 2, 4, 4)
-        assert reader.load(prompt, found) == len(prompt)
 
 
 def test_a_block_with_a_missing_shard_is_not_found(store: CountingStore) -> None:
@@ -123,17 +89,6 @@ def test_a_query_stays_small_with_many_stages_and_heads(store: CountingStore) ->
     assert 0 < len(found.result(LONG_S)) <= len(prompt)
     assert max(store.queries) <= BATCH_BLOCKS_MAX
     pool.close()
-
-
-@pytest.mark.parametrize("saved_size", [1, 2])
-def test_more_blocks_than_a_query_can_hold_are_found(store: CountingStore, saved_size: int) -> None:
-    prompt = range(1, BATCH_BLOCKS_MAX + 10)
-    with worker_of(store, layout_of(saved_size)) as saver:
-        names = saver.keys.of_blocks(saved_size, prompt)
-    store.objects.update(dict.fromkeys(names, b""))
-    with worker_of(store, layout_of(2)) as reader:
-        assert reader.find(*prompt) == (saved_size,) * len(prompt)
-    assert max(store.queries) <= BATCH_BLOCKS_MAX
 
 
 def test_a_lost_store_has_no_blocks_and_is_not_asked_again(store: CountingStore) -> None:

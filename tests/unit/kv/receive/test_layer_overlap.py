@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from random import Random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.plan.shard_map import Key, expected_keys
-from headrace_kv.receive.observer import LayerOverlap, OverlapSettings, TransferObserver
+from headrace_kv.receive.observer import LayerOverlap, TransferObserver
 from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer
 from tests.unit.kv.receive.test_ledger import make_layout
 
@@ -84,26 +82,6 @@ class Arrival:
         self.transfer.report_progress()
 
 
-def test_a_request_may_start_when_all_but_the_last_layers_are_there() -> None:
-    arrival = Arrival(overlap_layers=2)
-    for layer in range(LAYERS):
-        assert bool(arrival.listener.started) == (layer > 2)
-        arrival.land((0, 0, layer))
-    assert arrival.listener.started == ["x1"]
-    assert arrival.listener.layers == [(0, 3, False), (0, 4, False), (0, 5, False)]
-
-
-def test_a_failure_is_reported_for_a_request_that_has_started() -> None:
-    for landed in (2, 4):
-        arrival = Arrival(overlap_layers=2)
-        for layer in range(landed):
-            arrival.land((0, 0, layer))
-        arrival.transfer.fail(TransferFailed("gone"), 0.0)
-        arrival.transfer.report_progress()
-        failures = [entry for entry in arrival.listener.layers if entry[2]]
-        assert failures == ([(0, 4, True)] if landed == 4 else [])
-
-
 @given(
     ranks=st.sampled_from([(1, 1), (2, 1), (1, 2), (4, 2), (2, 4)]),
     overlap_layers=st.integers(1, LAYERS - 1),
@@ -131,12 +109,6 @@ def test_layers_are_reported_in_any_order_of_keys(
             assert reported == whole
         else:
             assert arrival.listener.layers == []
-
-
-def test_as_many_overlapped_layers_as_the_model_has_are_rejected() -> None:
-    OverlapSettings(4).check(5)
-    with pytest.raises(ConfigError, match="choose 4 or less"):
-        OverlapSettings(5).check(5)
 
 
 class PendingLayer(TransferObserver):

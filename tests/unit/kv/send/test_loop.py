@@ -133,18 +133,6 @@ class Rank:
         return admitted
 
 
-async def test_a_layer_is_acknowledged_when_it_has_landed_and_the_last_commits() -> None:
-    rank = Rank()
-    rank.open("a")
-    for layer in range(2):
-        rank.push("a", layer)
-        assert rank.stream.sent.count("layer_done") == layer
-        rank.transport.in_flight[-1].set_result(LANDED)
-        rank.loop.turn()
-    assert rank.stream.sent == ["open", "layer_done", "layer_done", "commit"]
-    assert [report.reason for report in rank.reports] == [""]
-
-
 @pytest.mark.parametrize("result", [LANDED, ZeroDivisionError("a bug")])
 async def test_a_stopped_transfer_is_quiet_in_the_turn_in_which_its_last_batch_ends(
     result: WriteResult | Exception,
@@ -201,19 +189,6 @@ async def test_ranges_of_a_stopped_transfer_do_not_count_as_waiting() -> None:
         assert rank.push("a", layer)
     assert rank.push("b")
     assert len(rank.transport.in_flight) == 2
-
-
-async def test_ranges_beyond_a_complete_transfer_do_not_delay_its_commit() -> None:
-    rank = Rank()
-    rank.open("a")
-    for layer in range(2):
-        rank.push("a", layer)
-    for future in rank.transport.in_flight:
-        future.set_result(LANDED)
-    rank.loop.push(make_range("a", 0, TOKENS))
-    rank.loop.turn()
-    assert rank.stream.sent[-1] == "commit"
-    assert len(rank.reports) == 1
 
 
 async def test_writes_that_land_out_of_order_are_acknowledged_in_order() -> None:
@@ -295,21 +270,6 @@ async def test_no_write_starts_or_goes_on_without_a_lease_and_quiet_waits_for_th
     assert "lease" in report.detail
 
 
-async def test_a_deadline_names_the_layers_that_have_not_landed() -> None:
-    rank = Rank()
-    rank.open("a")
-    for layer in range(2):
-        rank.push("a", layer)
-    rank.end(0)
-    rank.later(11.0)
-    assert rank.stream.sent == ["open", "layer_done", "failed"]
-    assert not rank.reports
-    rank.end(1)
-    (report,) = rank.reports
-    assert report.reason == "TRANSFER_TIMEOUT"
-    assert "layers 1 (1 of 2)" in report.detail
-
-
 async def test_closing_waits_for_writes_until_they_are_overdue(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -326,15 +286,3 @@ async def test_closing_waits_for_writes_until_they_are_overdue(
     assert not rank.reports
     assert rank.inbox.active_transfers() == {"a"}
     assert "did not end its writes in time" in caplog.text
-
-
-async def test_closing_reports_once_the_writes_have_ended() -> None:
-    rank = Rank()
-    rank.open("a")
-    rank.push("a")
-    rank.inbox.close(rank.loop.stop_all)
-    rank.loop.turn()
-    assert (rank.loop.over, rank.reports) == (False, [])
-    rank.end(0)
-    assert [report.reason for report in rank.reports] == ["DRAINING"]
-    assert rank.loop.over

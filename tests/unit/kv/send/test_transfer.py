@@ -89,18 +89,6 @@ async def test_open_is_sent_again_until_it_is_answered() -> None:
     assert not transfer.must_ask_again(5.0)
 
 
-async def test_writes_are_acknowledged_in_the_order_of_planning() -> None:
-    transfer = sending()
-    first, second = make_write("a"), make_write("a", end_token=TOKENS)
-    for write in (first, second):
-        transfer.write_planned(write)
-        write.start_batch()
-    second.batch_landed(LANDED, 0)
-    assert transfer.next_landed() is None
-    first.batch_landed(LANDED, 0)
-    assert [transfer.next_landed() for _ in range(3)] == [first, second, None]
-
-
 async def test_it_is_quiet_after_the_last_batch_and_the_longest_quiet_time() -> None:
     transfer = sending()
     for _ in range(2):
@@ -139,18 +127,3 @@ async def test_decode_waits_from_open_to_the_end(end: Callable[[OutgoingTransfer
         event(transfer)
         waits.append(transfer.decode_waits)
     assert waits == [False, True, True, False]
-
-
-async def test_a_short_push_is_noticed_when_nothing_is_left_to_land() -> None:
-    transfer = sending()
-    write = make_write("a")
-    transfer.write_planned(write)
-    transfer.range_pushed(make_range("a"))
-    transfer.push_finished()
-    short = [transfer.ended_short]
-    transfer.next_range()
-    short.append(transfer.ended_short)
-    write.start_batch()
-    write.batch_landed(LANDED, 0)
-    transfer.next_landed()
-    assert [*short, transfer.ended_short] == [False, False, True]

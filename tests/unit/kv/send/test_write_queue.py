@@ -56,28 +56,6 @@ async def test_a_transfer_waits_once_and_its_range_is_planned_before_the_next() 
     assert queue.next_step() is None
 
 
-async def test_stopped_transfers_are_passed_over() -> None:
-    queue = RoundRobinQueue(lambda session, nbytes: True)
-    stopped = make_transfer("a")
-    add_writes(queue, stopped, 3)
-    stopped.stop("CANCELLED", "")
-    assert queue.next_step() is None
-    assert queue.idle
-
-
-async def test_a_lost_worker_leaves_the_queue() -> None:
-    queue = RoundRobinQueue(lambda session, nbytes: True)
-    lost = make_transfer("lost")
-    add_writes(queue, lost, 3)
-    add_writes(queue, make_transfer("a"), 1)
-    queue.remove_peer(lost.peer)
-    assert start_next(queue) == "a"
-    assert queue.next_step() is None
-    add_writes(queue, lost, 1)
-    queue.remove_peer(lost.peer)
-    assert queue.idle
-
-
 async def test_room_is_released_after_each_write() -> None:
     transport = InMemoryTransport()
     transport.pending_limit, transport.byte_limit = 3, 250

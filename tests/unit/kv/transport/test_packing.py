@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,60 +80,11 @@ def test_runs_are_copied_as_slices(places: list[tuple[int, int, int]]) -> None:
     assert sum(source.shape[0] * source.shape[1] for source, _ in memory._pairs(runs)) == len(runs)
 
 
-@pytest.mark.parametrize(
-    "starts, lengths, expected",
-    [
-        ([], [], []),
-        ([5], [1], [(1, 1, 1)]),
-        ([5, 9], [1, 1], [(1, 2, 1)]),
-        ([0, 10, 20, 30], [4, 4, 4, 4], [(1, 4, 4)]),
-        ([0, 10, 20, 30], [4, 4, 4, 5], [(1, 3, 4), (1, 1, 5)]),
-        # Three layers of two blocks, of three, and of three in falling order.
-        ([0, 100, 200, 10, 110, 210], [4] * 6, [(2, 3, 4)]),
-        ([0, 100, 200, 10, 110, 210, 30, 130, 230], [4] * 9, [(1, 3, 4), (2, 3, 4)]),
-        ([20, 120, 220, 10, 110, 210, 0, 100, 200], [4] * 9, [(3, 3, 4)]),
-        ([0, 1, 50, 60, 70], [1] * 5, [(1, 1, 1), (1, 1, 1), (1, 3, 1)]),
-    ],
-)
-def test_runs_at_equal_distances_are_one_copy(
-    starts: list[int], lengths: list[int], expected: list[tuple[int, int, int]]
-) -> None:
-    source, target = np.zeros(300, np.uint8), np.zeros(2_100, np.uint8)
-    for factors in ((1, 7), (0, 1)):
-        places = [
-            (factors[0] * one, factors[1] * one, size)
-            for one, size in zip(starts, lengths, strict=True)
-        ]
-        pairs = list(memory._pairs(runs_of(source, target, places)))
-        assert [one.shape for pair in pairs for one in pair] == [
-            one for one in expected for _ in "ab"
-        ]
-
-
 def test_equal_lengths_become_adjacent() -> None:
     assert by_length(np.array([8, 8, 8])) is None
     order = by_length(np.array([8, 4, 8, 4]))
     assert order is not None
     assert order.tolist() == [1, 3, 0, 2]
-
-
-@pytest.mark.parametrize(
-    "spans, start, length, covered",
-    [
-        (((0, 10),), 0, 10, True),
-        (((0, 10),), 1, 10, False),
-        (((0, 10), (20, 30)), 20, 10, True),
-        (((0, 10), (10, 30)), 5, 10, False),
-        ((), 0, 1, False),
-    ],
-)
-def test_a_range_holds_whole_runs(
-    spans: tuple[tuple[int, int], ...], start: int, length: int, covered: bool
-) -> None:
-    one = np.array([start], np.int64), np.array([length], np.int64)
-    assert MemoryRanges(spans).covers(*one) is covered
-    nothing = np.empty(0, np.int64)
-    assert MemoryRanges(spans).covers(nothing, nothing)
 
 
 def test_runs_may_lie_in_several_ranges() -> None:

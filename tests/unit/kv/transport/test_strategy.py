@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,46 +31,6 @@ def scattered(count: int, length: int) -> Runs:
     """Runs with gaps on both sides."""
     starts = (np.arange(count) * (length + 64)).tolist()
     return runs_of(starts, starts[::-1], [length] * count)
-
-
-def divided(count: int, length: int, sources: int, destinations: int) -> Runs:
-    """Runs that fill so many contiguous ranges on either side."""
-    steps = np.arange(count) * length
-    gaps = (np.arange(count) * sources // count, np.arange(count) * destinations // count)
-    return Runs(steps + gaps[0] * 64, steps + gaps[1] * 64, np.full(count, length))
-
-
-@pytest.mark.parametrize(
-    "count, length, sources, destinations, strategy",
-    [
-        (4, 1024 * KIB, 4, 4, "direct"),
-        (4096, KIB, 4096, 4096, "gather_scatter"),
-        (4096, KIB, 4096, 4, "gather"),
-        (4096, KIB, 4, 4096, "scatter"),
-        (4096, KIB, 2, 2, "gather"),
-        (3, KIB, 3, 3, "direct"),
-        # 20 ranges of 200 KiB.
-        (4000, KIB, 4000, 20, "gather"),
-        (4000, KIB, 4000, 200, "gather_scatter"),
-    ],
-)
-def test_the_strategy_by_shape(
-    count: int, length: int, sources: int, destinations: int, strategy: Strategy
-) -> None:
-    runs = divided(count, length, sources, destinations)
-    assert extent_count(runs.source_addresses, runs.lengths) == sources
-    assert extent_count(runs.destination_addresses, runs.lengths) == destinations
-    assert choose_strategy(TCP, runs, EVERY) == strategy
-
-
-def test_only_allowed_strategies_are_chosen() -> None:
-    short = divided(4096, KIB, 4096, 4096)
-    only: tuple[Strategy, ...] = ("direct", "gather", "scatter", "gather_scatter")
-    for strategy in only:
-        assert choose_strategy(TCP, short, frozenset({strategy})) == strategy
-    # Without a receiver that copies, fewer entries are better.
-    assert choose_strategy(TCP, divided(4096, KIB, 4096, 1000), frozenset(only[:2])) == "gather"
-    assert choose_strategy(TCP, short, frozenset(only[:2])) == "direct"
 
 
 @given(st.integers(1, 300), st.integers(1, 1 << 20), st.integers(1, 1 << 20))

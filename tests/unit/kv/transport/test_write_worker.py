@@ -258,17 +258,6 @@ def test_a_peer_that_never_answers_does_not_delay_others(rig: Rig, clock: JumpCl
     assert rig.worker.submit("bad", runs(), 90.0).result(20.0).entry_count == 4
 
 
-def test_errors_show_the_peers_host_and_no_port(rig: Rig) -> None:
-    session = "10.0.0.7:15123"
-    rig.next.failing.add(session)
-    for _ in range(2):
-        # The second write fails because the first has.
-        with pytest.raises(TransferFailed) as raised:
-            rig.worker.submit(session, runs(), 90.0).result(20.0)
-        assert "10.0.0.7" in raised.value.detail
-        assert "15123" not in f"{raised.value.detail} {raised.value.metadata}"
-
-
 def test_an_engine_that_does_not_start_fails_the_write(rig: Rig) -> None:
     rig.fault = ConfigError("no device")
     with pytest.raises(TransferFailed, match="no device"):
