@@ -27,20 +27,6 @@ def totals() -> RequestTotals:
     return sums
 
 
-def test_sums_are_of_one_model() -> None:
-    sums = totals()
-    assert sums.of("m") == load_pb2.RequestTotals(
-        request_count=2,
-        prompt_tokens=400,
-        cached_prompt_tokens=80,
-        answer_tokens=20,
-        time_to_first_token_us=400_000,
-        streaming_us=600_000,
-        duration_us=1_000_000,
-    )
-    assert sums.of("other") == load_pb2.RequestTotals()
-
-
 def test_no_sum_shrinks_when_figures_contradict_each_other() -> None:
     sums = RequestTotals()
     sums.add(

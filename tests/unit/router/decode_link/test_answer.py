@@ -51,47 +51,6 @@ async def turns(count: int = 3) -> None:
         await asyncio.sleep(0)
 
 
-async def test_tokens_bypass_a_reader_that_waits() -> None:
-    reader = Reader()
-    task = asyncio.create_task(reader.read())
-    # Before the reader waits.
-    reader.answer.add_tokens([0, 1])
-    await turns()
-    reader.answer.add_tokens([2])
-    reader.answer.add_tokens([3])
-    assert reader.token_ids == [0, 1, 2, 3]
-    assert reader.used_at_once == 2
-    assert reader.events == ["tokens"]
-    reader.answer.finish(decode_pb2.Finished())
-    await asyncio.wait_for(task, 5)
-    assert reader.events == ["tokens", "finished"]
-
-
-async def test_used_tokens_give_credit_without_the_reader() -> None:
-    reader = Reader(window=8)
-    task = asyncio.create_task(reader.read())
-    await turns()
-    for token in range(40):
-        reader.answer.add_tokens([token])
-    assert reader.granted == 40
-    assert reader.events == []
-    task.cancel()
-
-
-async def test_a_sink_that_needs_its_reader_gets_no_more_before_it_acts() -> None:
-    reader = Reader(window=50, stop_at=3)
-    task = asyncio.create_task(reader.read())
-    await turns()
-    for token in range(5):
-        reader.answer.add_tokens([token])
-    # The reader has not run yet: its credit is held back as well.
-    assert reader.used_at_once == 3
-    await turns()
-    assert reader.token_ids == [0, 1, 2, 3, 4]
-    assert reader.events == ["tokens", "tokens"]
-    task.cancel()
-
-
 async def test_the_reader_gets_the_error_of_its_sink() -> None:
     def broken(token_ids: Sequence[int], logprobs: Sequence[Any]) -> bool:
         raise ValueError("a bug")

@@ -11,22 +11,6 @@ def opening(stream_id: int, tokens: int = 1) -> decode_pb2.LinkOpen:
     return decode_pb2.LinkOpen(stream_id=stream_id, request=request)
 
 
-def test_everything_that_waits_is_one_message() -> None:
-    outgoing = OutgoingRequests(10_000)
-    assert outgoing.next_message() is None
-    for stream_id in (3, 4):
-        outgoing.open(opening(stream_id))
-    outgoing.grant(1, 100)
-    outgoing.grant(1, 50)
-    outgoing.cancel(2)
-    message = outgoing.next_message()
-    assert message is not None
-    assert [one.stream_id for one in message.opens] == [3, 4]
-    assert [(one.stream_id, one.credit_tokens) for one in message.credits] == [(1, 150)]
-    assert list(message.cancelled_stream_ids) == [2]
-    assert outgoing.next_message() is None
-
-
 def test_a_request_that_is_cancelled_before_it_is_sent_is_never_sent() -> None:
     outgoing = OutgoingRequests(10_000)
     outgoing.open(opening(1))

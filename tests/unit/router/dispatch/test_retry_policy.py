@@ -105,15 +105,6 @@ def test_some_failures_are_not_retried(error: type[HeadraceError], conditions: s
     assert not _record(RetryState(9, 10.0), _failed(error, conditions), conditions)
 
 
-def test_a_retry_needs_time_and_more_after_a_timeout() -> None:
-    for error, enough_s, too_little_s in ((WorkerGone, 0.1, 0.0), (TransferTimeout, 1.1, 1.0)):
-        for time_left_s, expected in ((enough_s, True), (too_little_s, False)):
-            may_retry = RetryState(9, 10.0).record_failure(
-                _failed(error), client_has_tokens=False, time_left_s=time_left_s
-            )
-            assert may_retry is expected
-
-
 def test_the_last_attempt_after_a_failed_prefill_is_local() -> None:
     retries = RetryState(2, 10.0)
     _record(retries, _failed(TransferFailed, "prefill"))

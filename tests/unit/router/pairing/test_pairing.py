@@ -124,19 +124,6 @@ def sent_to(queued: QueuedTask) -> str:
     return "" if queued.worker is None else queued.worker.worker_id
 
 
-async def test_required_pairs_share_the_zone_and_a_worker_that_joins_does_too() -> None:
-    site = Site(["b", "a"], ["a"], zone_policy(REQUIRE))
-    assert sent_to(site.enqueue("d0")) == "p1"
-    waiting = site.enqueue("d0")
-    site.zones |= {"p2": "b", "p3": "a"}
-    site.pairing.update([member(name, zone) for name, zone in site.zones.items()])
-    far = site.queue.add_worker(ref("p2"), "sim", _LAYOUT)
-    site.queue.add_credits(far, 1)
-    assert sent_to(waiting) == ""
-    site.queue.add_credits(site.queue.add_worker(ref("p3"), "sim", _LAYOUT), 1)
-    assert sent_to(waiting) == "p3"
-
-
 async def test_a_preferred_pair_is_taken_while_it_has_room() -> None:
     site = Site(["b", "a", "b"], ["a"], zone_policy(PREFER), credit=1)
     tasks = [site.enqueue("d0") for _ in range(3)]
@@ -179,17 +166,6 @@ async def test_without_a_level_nothing_changes() -> None:
     assert site.pairing.fits(ref("d0")) is None
     assert site.pairing.extra_tokens(ref("d0"), 100, token_s) is None
     assert site.pairing.costs(site.table, site.queue.pulling_workers(), "sim", token_s) is None
-
-
-async def test_a_changed_policy_and_changed_workers_hold_at_once() -> None:
-    site = Site(["b"], ["a", "b"], zone_policy(PREFER))
-    assert site.choose({"d0": 64}).worker.ref == ref("d0")
-    site.policy.policy = zone_policy(REQUIRE)
-    assert site.choose({"d0": 64}).worker.ref == ref("d1")
-    site.queue.add_worker(ref("p9"), "sim", _LAYOUT)
-    site.zones["p9"] = "a"
-    site.pairing.update([member(name, zone) for name, zone in site.zones.items()])
-    assert site.choose({"d0": 64}).worker.ref == ref("d0")
 
 
 async def test_without_a_prefill_worker_of_their_zone_prompts_are_prefilled_on_decode() -> None:

@@ -63,18 +63,6 @@ def test_the_cheapest_pair_is_the_least_of_all_allowed(
     assert found == min(costs, default=None)
 
 
-def test_a_hand_over_costs_its_lag_and_the_weight_of_the_distance() -> None:
-    links = measured((A, A, 1.0), (A, B, 5.0))
-    assert pair_cost(PREFER, links, 0.01, A, A) == pytest.approx(1.0)
-    assert pair_cost(PREFER, links, 0.01, A, B) == pytest.approx(5.5)
-    # Unmeasured pairs count as others of their kind.
-    assert pair_cost(PREFER, links, 0.01, B, B) == pytest.approx(1.0)
-    assert pair_cost(PREFER, links, 0.01, C, B) == pytest.approx(5.5)
-    # The time of a token is unknown before the first task.
-    assert pair_cost(PREFER, links, 0.0, C, B) == 0.5
-    assert pair_cost(PairRules(), links, 0.01, A, B) == 0.0
-
-
 def test_the_cheapest_of_several_measured_pairs_is_found() -> None:
     places = [Place(zone) for zone in "acde"]
     for cheapest in places:

@@ -12,7 +12,7 @@ from headrace_common.callers.priority import Priority
 from headrace_router.prefill_queue.class_turns import ClassTurns, amount_ahead
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask
-from tests.unit.router.prefill_queue.test_queue import add, end, join, sent, unsigned
+from tests.unit.router.prefill_queue.test_queue import add
 
 _TOKENS_MAX = 1_000
 _CLASSES = st.sampled_from(list(Priority))
@@ -94,18 +94,6 @@ def test_busy_classes_get_tokens_by_their_weights() -> None:
     assert [got[one] for one in Priority] == pytest.approx([1_600, 400, 100], abs=2)
 
 
-def test_a_class_has_no_advantage_from_a_pause() -> None:
-    queue = Queue()
-    for _ in range(100):
-        queue.arrive(Priority.NORMAL, 10)
-    for _ in range(50):
-        queue.hand_out()
-    for _ in range(100):
-        queue.arrive(Priority.LOW, 10)
-    first = [queue.hand_out() for _ in range(25)]
-    assert sum(handed is not None and handed[0] is Priority.LOW for handed in first) == 5
-
-
 @given(
     own=st.floats(1, 1e6),
     priority=_CLASSES,
@@ -124,38 +112,3 @@ def _add(
     queue: PrefillQueue, name: str, priority: Priority, deadline_s: float = 100.0
 ) -> QueuedTask:
     return add(queue, name, deadline_s, tokens=10, priority=priority)
-
-
-async def test_waiting_tasks_of_a_higher_class_go_first_and_a_low_one_is_not_forgotten() -> None:
-    queue = PrefillQueue(1_000, sign=unsigned)
-    stream = join(queue)
-    for number in range(40):
-        _add(queue, f"low-{number}", Priority.LOW, deadline_s=1.0)
-        _add(queue, f"high-{number}", Priority.HIGH, deadline_s=100.0)
-    assert queue.depths() == {"high": 40, "normal": 0, "low": 40}
-    queue.add_credits(stream, 34)
-    order = [name.partition("-")[0] for name in sent(stream)]
-    assert order[0] == "high"
-    assert order.count("low") == 2
-    # Within a class, the order is that of the deadlines.
-    _add(queue, "high-early", Priority.HIGH, deadline_s=5.0)
-    queue.add_credits(stream, 1)
-    assert sent(stream) == ["high-early"]
-
-
-async def test_the_wait_of_a_class_counts_its_own_tasks_and_the_shares_of_the_others() -> None:
-    queue = PrefillQueue(1_000, sign=unsigned)
-    stream = join(queue)
-    queue.add_credits(stream, 1)
-    first = _add(queue, "first", Priority.NORMAL)
-    first.pulled_s -= 1.0
-    end(queue, stream, "first")
-    queue.add_credits(stream, 1)
-    _add(queue, "running", Priority.NORMAL)
-    for number in range(20):
-        _add(queue, f"low-{number}", Priority.LOW)
-    waits = {one: queue.wait_s("sim", one) for one in Priority}
-    # A low task waits for all others, and a higher one for a share of them.
-    task_s = waits[Priority.LOW] / 21
-    assert waits[Priority.HIGH] == pytest.approx(task_s * (1 + 1 / 16))
-    assert waits[Priority.NORMAL] == pytest.approx(task_s * (1 + 1 / 4))

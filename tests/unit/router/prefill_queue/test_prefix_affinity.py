@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-import time
-from types import FrameType
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.prefill_queue.estimate import ThroughputEstimator
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream
@@ -22,13 +15,9 @@ from tests.unit.router.prefill_queue.test_queue import (
     LAYOUT,
     add,
     end,
-    join,
     pulling,
-    sent,
     unsigned,
-    where,
 )
-from tests.waiting import until
 
 
 async def test_the_worker_with_the_longest_prefix_and_room_gets_the_task() -> None:
@@ -47,58 +36,6 @@ async def test_a_long_prefix_does_not_outweigh_a_busy_worker() -> None:
     add(queue, "x", tokens=1_000)
     queue.add_credits(idle, 3)
     assert add(queue, "y", tokens=400, cached={busy.ref: 300}).worker == idle.ref
-
-
-async def test_a_task_waits_for_the_worker_with_its_prefix_that_soon_has_room() -> None:
-    queue, (a, b) = pulling(1, 0, prefix_wait_s=5.0)
-    add(queue, "x", tokens=10)
-    queue.add_credits(b, 1)
-    task = add(queue, "y", tokens=400, cached={a.ref: 300})
-    assert where(task) is None
-    assert queue.depth == 1
-    # It delays no other task.
-    assert add(queue, "z", tokens=10).worker == b.ref
-    end(queue, a, "x")
-    queue.add_credits(a, 1)
-    assert where(task) == a.ref
-    assert queue.depth == 0
-
-
-async def test_a_task_waits_for_its_prefix_once_and_at_most_prefix_wait_s() -> None:
-    queue, (a, b) = pulling(1, 0, prefix_wait_s=0.05)
-    add(queue, "x", tokens=10)
-    queue.add_credits(b, 1)
-    add(queue, "cancelled", tokens=400, cached={a.ref: 300}).cancel()
-    started_s = time.monotonic()
-    task = add(queue, "y", tokens=400, cached={a.ref: 300})
-    await until(lambda: task.worker is not None)
-    assert task.worker == b.ref
-    assert time.monotonic() - started_s >= 0.05
-    late = add(queue, "late", tokens=400, cached={a.ref: 300})
-    queue.remove_worker(b)
-    end(queue, a, "x")
-    queue.add_credits(a, 1)
-    assert late.worker == a.ref
-
-
-@pytest.mark.parametrize("reason", ["short prefix", "slow tasks", "worker gone", "others wait"])
-async def test_a_task_does_not_wait_where_that_does_not_help(reason: str) -> None:
-    queue, (a, b) = pulling(0, 0, prefix_wait_s=0.05)
-    if reason == "slow tasks":
-        # Tasks take far longer than `prefix_wait_s`.
-        queue.add_credits(a, 1)
-        add(queue, "w", tokens=10).pulled_s -= 100
-        end(queue, a, "w")
-    queue.add_credits(a, 1)
-    add(queue, "x", tokens=10)
-    queue.add_credits(b, 1)
-    cached = {a.ref: 50 if reason == "short prefix" else 300}
-    if reason == "others wait":
-        assert add(queue, "waits", tokens=400, cached=cached).worker is None
-    elif reason == "worker gone":
-        queue.remove_worker(a)
-    task = add(queue, "y", tokens=400, cached=cached)
-    assert task.worker == b.ref
 
 
 async def test_an_affinity_wait_ends_when_the_worker_leaves_or_the_task_is_cancelled() -> None:
@@ -137,17 +74,6 @@ async def test_the_estimate_follows_from_completed_tasks() -> None:
     # A longer wait shows that the workers have become slow.
     assert queue.estimate().wait_s == pytest.approx(40.0, abs=1.0)
     assert queue.estimate().oldest_age_s == pytest.approx(40.0, abs=1.0)
-
-
-def test_old_tasks_lose_weight_in_the_estimate() -> None:
-    throughput = ThroughputEstimator()
-    assert (throughput.task_duration_s, throughput.wait_s(100, 1)) == (0.0, 0.0)
-    throughput.record_task(100, 1.0, 0.0)
-    assert throughput.task_duration_s == pytest.approx(1.0)
-    assert throughput.wait_s(100, 1) == pytest.approx(2.0)
-    throughput.record_task(100, 10.0, 300.0)
-    assert throughput.task_duration_s == pytest.approx(10.0, rel=0.01)
-    assert throughput.wait_s(0, 0) == 0.0
 
 
 _NAMES = ("a", "b", "c")
@@ -245,40 +171,3 @@ def test_no_task_is_lost_or_doubled_and_no_credit_is_wasted(
             model.check()
 
     run_virtually(drive)
-
-
-async def _lines_per_task(count: int, workers: int) -> float:
-    """Lines of Python per task, from queue to end. The count is independent of the machine's load."""
-    lines = 0
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        nonlocal lines
-        lines += event == "line"
-        return trace
-
-    queue = PrefillQueue(count, sign=unsigned)
-    streams = [join(queue, f"p{number}") for number in range(workers)]
-    refs = [stream.ref for stream in streams]
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        for number in range(count):
-            first = number % (workers - 8)
-            cached = {ref: 64 * (1 + index) for index, ref in enumerate(refs[first : first + 8])}
-            add(queue, f"t{number}", float(number % 97), tokens=1_000, cached=cached)
-        while queue.depth:
-            for stream in streams:
-                queue.add_credits(stream, 1)
-                for name in sent(stream):
-                    end(queue, stream, name)
-            await asyncio.sleep(0)
-    finally:
-        sys.settrace(before)
-    return lines / count
-
-
-async def test_the_cost_of_a_task_hardly_grows_with_tasks_and_workers() -> None:
-    few = await _lines_per_task(count=200, workers=30)
-    # A scan of all tasks or all workers for each task would take five to ten times as many lines.
-    assert await _lines_per_task(count=2_000, workers=30) < 2 * few
-    assert await _lines_per_task(count=2_000, workers=300) < 2 * few

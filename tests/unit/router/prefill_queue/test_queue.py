@@ -6,7 +6,6 @@ import itertools
 import math
 from contextlib import ExitStack
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 
@@ -86,19 +85,6 @@ def end(
     queue.task_ended(stream, prefill_pb2.TaskDone(transfer_id=name, reason=reason, detail=detail))
 
 
-async def test_a_task_carries_the_time_that_is_left_when_it_is_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    queue = PrefillQueue(10, sign=unsigned)
-    stream = join(queue)
-    add(queue, "a", 130.0)
-    now = SimpleNamespace(monotonic=lambda: 110.0)
-    monkeypatch.setattr("headrace_common.deadlines.time", now)
-    queue.add_credits(stream, 1)
-    message = stream.outbox._items.get_nowait()
-    assert message.task.remaining.ToMilliseconds() == 20_000
-
-
 async def test_tasks_go_out_by_deadline_then_arrival_one_per_credit() -> None:
     queue, (stream,) = pulling(0)
     tasks = [add(queue, name, at) for name, at in (("a", 3), ("b", 1), ("c", 2), ("d", 1))]
@@ -111,22 +97,6 @@ async def test_tasks_go_out_by_deadline_then_arrival_one_per_credit() -> None:
     assert queue.depth == 1
     assert tasks[0].worker is None
     assert tasks[1].worker == stream.ref
-
-
-async def test_the_worker_with_the_fewest_tokens_to_compute_gets_the_task() -> None:
-    queue, (small, large) = pulling(1, 2)
-    for name in "abc":
-        add(queue, name)
-    assert len(sent(small)) == 1
-    assert len(sent(large)) == 2
-    queue.add_credits(small, 2)
-    queue.add_credits(large, 2)
-    add(queue, "long", tokens=500)
-    long, short = (small, large) if sent(small) else (large, small)
-    add(queue, "d", tokens=100)
-    add(queue, "e", tokens=100)
-    assert sent(short)[-2:] == ["d", "e"]
-    assert sent(long) == []
 
 
 async def test_of_equally_loaded_workers_the_one_with_the_oldest_last_task_is_next() -> None:
@@ -341,34 +311,6 @@ async def test_expected_tasks_count_as_queued() -> None:
         assert waits_s == pytest.approx([0.0, 10.0, 20.0, 30.0, 40.0], rel=0.05)
         assert queue.estimate().depth == 0
     assert queue.estimate("sim").wait_s == 0.0
-
-
-async def test_an_expected_task_counts_like_the_task_that_follows() -> None:
-    queue, (stream,) = pulling(0)
-    complete_one(queue, stream)
-    queue.add_credits(stream, 1)
-    add(queue, "running", tokens=100)
-    with queue.expect_task(LAYOUT, 100):
-        before_s = queue.estimate().wait_s
-    waiting = add(queue, "waiting", tokens=100)
-    assert queue.estimate().wait_s == pytest.approx(before_s, abs=4.5)
-    waiting.cancel()
-    assert queue.estimate().wait_s == pytest.approx(before_s / 2, abs=4.5)
-
-
-async def test_expected_tasks_fill_the_queue_and_remain_when_its_workers_leave() -> None:
-    queue, (stream,) = pulling(0, limit=2)
-    with ExitStack() as expected:
-        expected.enter_context(queue.expect_task(replace(LAYOUT, model="unserved"), 100))
-        for _ in range(2):
-            assert queue.estimate().wait_s < math.inf
-            expected.enter_context(queue.expect_task(LAYOUT, 100))
-        assert queue.estimate().wait_s == math.inf
-        queue.remove_worker(stream)
-        again = join(queue, "p1")
-        queue.add_credits(again, 1)
-        assert queue.estimate().wait_s == 0.0
-    assert queue.estimate().wait_s == 0.0
 
 
 async def test_depth_credits_and_streams_are_bounded() -> None:

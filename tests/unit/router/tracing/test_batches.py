@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -64,27 +63,6 @@ def test_empty_messages_count_too(empty: list[ResourceSpans]) -> None:
 def test_attributes_are_bounded() -> None:
     pairs = [KeyValue(key=str(number), value=AnyValue(int_value=number)) for number in range(1_000)]
     assert list(attributes_as_text(pairs)) == [str(number) for number in range(ATTRIBUTES_MAX)]
-
-
-async def test_the_event_loop_runs_between_the_batches_of_an_export() -> None:
-    turns = 0
-    seen: list[int] = []
-
-    async def count_turns() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    def receive(batch: SpanBatch) -> None:
-        seen.append(turns)
-
-    counter = asyncio.create_task(count_turns())
-    await asyncio.sleep(0)
-    await SpanCollector(receive).collect(_export(_resource("decode", [10 * BATCH_ITEMS])))
-    counter.cancel()
-    assert len(seen) > 10
-    assert len(set(seen)) == len(seen)
 
 
 def _span(name: str, **fields: Any) -> Span:

@@ -16,7 +16,7 @@ from headrace_router.tracing import batches, record
 from headrace_router.tracing import store as trace_store
 from headrace_router.tracing.store import TraceLimits, TraceStore
 from headrace_router.tracing.worker_clocks import ClockDifference
-from tests.unit.router.tracing.records import attempt, ended, failed_attempt
+from tests.unit.router.tracing.records import ended
 
 _TRACE = "ab" * 16
 _ROOT, _ATTEMPT = "01" * 8, "02" * 8
@@ -70,24 +70,6 @@ def _store() -> TraceStore:
     store = TraceStore(_limits(10))
     store.start_trace(_TRACE, "r1", 500)
     return store
-
-
-def test_a_trace_that_a_worker_starts_is_complete_with_its_root() -> None:
-    store = _store()
-    _add(store, _span(schema.SPAN_DECODE, "03" * 8, _ROOT, service="decode"))
-    assert not store.get("r1").complete
-    _add(store, _span(schema.SPAN_REQUEST, _ROOT, "ff" * 8, service="decode", request="r1"))
-    trace = store.get(_TRACE)
-    assert trace.complete
-    assert trace.start_time.ToNanoseconds() == 500
-    spans = {span.name: span for span in trace.spans}
-    assert spans[schema.SPAN_REQUEST].parent_span_id == ""
-    decode = spans[schema.SPAN_DECODE]
-    assert (decode.parent_span_id, decode.service, decode.worker_id) == (
-        *(_ROOT, "decode"),
-        "decode-0",
-    )
-    assert decode.duration.ToNanoseconds() == 2_000
 
 
 def test_kept_traces_are_removed_after_others_up_to_half_of_all() -> None:
@@ -217,26 +199,6 @@ def test_a_request_with_too_large_a_record_is_dropped() -> None:
     assert not store.stored_bytes
     store.end_request(ended())
     assert store.stored_bytes > 0
-    assert store.get("r1").complete
-
-
-@pytest.mark.parametrize("sampled", [True, False])
-def test_a_sampled_request_is_complete_with_the_spans_of_its_workers(sampled: bool) -> None:
-    record = ended(sampled=sampled, attempts=(failed_attempt(), attempt(remote=True)))
-    store = TraceStore(_limits(10))
-    store.start_trace(record.trace_id, "r1", 500)
-    store.end_request(record)
-    assert store.get("r1").complete is not sampled
-    context = record.attempts[1].context
-    assert context is not None
-    for name, service in ((schema.SPAN_DECODE, "decode"), (schema.SPAN_PREFILL, "prefill")):
-        assert len([one for one in store.get("r1").spans if one.name == name]) == 1
-        span_id = "03" * 8 if service == "decode" else "04" * 8
-        parent = f"{context.span_id:016x}"
-        _add(store, _span(name, span_id, parent, service=service, trace_id=record.trace_id))
-        # The worker's own span replaces the router's.
-        (found,) = (one for one in store.get("r1").spans if one.name == name)
-        assert (found.span_id, found.worker_id) == (span_id, f"{service}-0")
     assert store.get("r1").complete
 
 

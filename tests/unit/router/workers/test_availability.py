@@ -47,20 +47,6 @@ async def test_the_grace_begins_with_the_first_view_and_never_again() -> None:
     assert not await availability.wait("another", LONG)
 
 
-async def test_a_model_that_loses_its_last_worker_gets_another_grace() -> None:
-    availability = WorkerAvailability(1.5)
-    availability.update("a", True)
-    await asyncio.sleep(1.6)
-    availability.update("a", False)
-    lost_s = time.monotonic()
-    await asyncio.sleep(1.0)
-    # A repeated update does not restart the grace.
-    availability.update("a", False)
-    await availability.wait("a", LONG)
-    assert 1.4 < time.monotonic() - lost_s < 2.4
-    assert not await availability.wait("a", LONG)
-
-
 async def test_a_request_waits_no_longer_than_its_deadline() -> None:
     availability = WorkerAvailability(60)
     assert await _waited_s(availability, Deadline.after(0.1)) == pytest.approx(0.1)

@@ -86,16 +86,3 @@ async def test_silent_members_share_one_rate_of_retries_and_others_do_not_need_i
     assert starts_s[-1] - starts_s[0] == pytest.approx(9 / 200)
     # The first was alone. Of the others, those with fewer failures go first.
     assert silent[0].started_s == starts_s[0]
-
-
-@pytest.mark.parametrize(("answered", "longest_s"), [(False, 30.0), (True, 3.0)])
-def test_delays_double_up_to_a_bound(answered: bool, longest_s: float) -> None:
-    retry = RetryDelay(0.5)
-    if answered:
-        retry.answered()
-    delays = [retry.failed_s() for _ in range(20)]
-    for number, delay_s in enumerate(delays):
-        upper_s = min(longest_s, 0.5 * 2**number)
-        assert upper_s / 2 <= delay_s <= upper_s
-    retry.answered()
-    assert retry.failed_s() <= 0.5

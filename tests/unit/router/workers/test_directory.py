@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import pytest
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
-from headrace_router.workers import directory as directory_module
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.slots import DecodeSlots
-from headrace_router.workers.table import Load, LoadTable, Worker
+from headrace_router.workers.table import LoadTable
 from tests.waiting import until
 
 _LAYOUT = KvLayout.attention(
@@ -77,30 +74,6 @@ async def _reported(directory: WorkerDirectory) -> None:
     await until(lambda: directory.table("sim").any_available)
 
 
-async def test_the_channel_of_a_worker_that_left_closes_after_its_last_request() -> None:
-    channels = _Channels()
-    directory = WorkerDirectory(channels, b"")
-    directory.update([_member()])
-    await _reported(directory)
-    directory.update([_member(max_model_len=1_024)])
-    assert directory.max_model_len() == {"sim": 1_024}
-    first, last = (directory.reserve_load(_REF, 100) for _ in range(2))
-    assert first is not None
-    assert last is not None
-    table = directory.table("sim")
-    assert (table.requests.tolist(), table.held_tokens.tolist()) == ([2], [200])
-    first.release()
-    first.release()
-    assert (table.requests.tolist(), table.held_tokens.tolist()) == ([1], [100])
-    directory.update([])
-    assert directory.reserve_load(_REF, 100) is None
-    (channel,) = channels.opened
-    await asyncio.sleep(0)
-    assert not channel.closed
-    last.release()
-    await until(lambda: channel.closed)
-
-
 async def test_a_worker_that_has_never_reported_is_no_candidate_and_limits_nothing() -> None:
     channels = _Channels(incarnation="another")
     seen: list[object] = []
@@ -113,19 +86,6 @@ async def test_a_worker_that_has_never_reported_is_no_candidate_and_limits_nothi
     assert directory.reserve_load(_REF, 1) is None
     assert not seen
     assert channels.opened[0].closed
-    await directory.close()
-
-
-async def test_a_table_lists_the_workers_that_have_reported() -> None:
-    directory = WorkerDirectory(_Channels(), b"")
-    directory.update([_member()])
-    await _reported(directory)
-    table = directory.table("sim")
-    dead = _member(worker_id="dead")
-    dead.incarnation = "dead"
-    directory.update([_member(), dead])
-    assert directory.table("sim").workers == table.workers
-    assert directory.decode_worker_counts() == {"sim": 1}
     await directory.close()
 
 
@@ -146,22 +106,6 @@ async def test_the_slots_of_reachable_workers_are_reported_with_the_number_of_ro
     await directory.close()
 
 
-async def test_slots_count_workers_that_accept_requests() -> None:
-    directory = WorkerDirectory(_Channels(), b"")
-    directory.update([_member()])
-    worker = directory.worker(_REF)
-    assert worker is not None
-    await directory.close()
-    table = LoadTable([worker])
-    for load, expected in (
-        (Load(external_requests=3), (8, 3)),
-        (Load(external_requests=3, draining=True), (0, 0)),
-        (Load(external_requests=3, reachable=False), (0, 0)),
-    ):
-        table.set(_REF, load)
-        assert table.slots(2) == DecodeSlots(*expected, routers=2)
-
-
 async def test_a_worker_counts_as_caching_the_whole_blocks_of_a_prompt() -> None:
     directory = WorkerDirectory(_Channels(), b"")
     directory.update([_member()])
@@ -177,20 +121,3 @@ async def test_a_worker_counts_as_caching_the_whole_blocks_of_a_prompt() -> None
     other = WorkerRef(_REF.worker_id, "another")
     assert table.with_cached_prompt(known, other, prompt_tokens).tolist() == [1.0]
     assert known.tolist() == [1.0]
-
-
-async def test_workers_that_join_together_share_new_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-
-    class Counted(LoadTable):
-        def __init__(self, workers: Iterable[Worker]) -> None:
-            super().__init__(workers)
-            made.append(len(self.workers))
-
-    monkeypatch.setattr(directory_module, "LoadTable", Counted)
-    directory = WorkerDirectory(_Channels(), b"")
-    directory.update([_member(worker_id=f"d{number}") for number in range(100)])
-    await until(lambda: directory.decode_worker_counts().get("sim") == 100)
-    # One by one they would make 100.
-    assert len([count for count in made if count]) <= 20
-    await directory.close()
