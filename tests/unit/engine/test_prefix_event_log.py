@@ -15,7 +15,6 @@ from headrace_kv.prefix.events import (
     KvEvent,
     Tier,
     event_from_proto,
-    event_to_proto,
     unpack_hashes,
     xor_of,
     xor_of_packed,
@@ -117,18 +116,6 @@ def check_snapshot(publisher: PrefixEventLog, follower: Follower) -> None:
         assert seen == follower.sets[tier]
 
 
-def test_an_evicted_block_withdraws_its_descendants_until_it_is_stored_again() -> None:
-    publisher = PrefixEventLog("i")
-    publisher.stored(None, [1, 2, 3, 4])
-    publisher.stored(2, [30, 40])
-    (gone,) = publisher.removed([2])
-    assert set(unpack_hashes(gone.packed)) == {2, 3, 4, 30, 40}
-    assert gone.block_count == 1
-    assert publisher.removed([4]) == []
-    (back,) = publisher.stored(1, [2])
-    assert set(unpack_hashes(back.packed)) == {2, 3, 30, 40}
-
-
 def test_a_block_with_a_missing_parent_is_announced_later() -> None:
     publisher = PrefixEventLog("i")
     assert publisher.stored(1, [2, 3]) == []
@@ -152,22 +139,6 @@ def test_tiers_must_be_in_order_and_known() -> None:
             PrefixEventLog("i", tiers)
     with pytest.raises(InternalError, match="HOST"):
         PrefixEventLog("i").stored(None, [1], Tier.HOST)
-
-
-def test_events_are_equal_after_serialization() -> None:
-    publisher = PrefixEventLog("i", (Tier.DEVICE, Tier.HOST))
-    events = publisher.stored(None, [1, 2**64 - 1]) + publisher.removed([2**64 - 1])
-    events += publisher.heartbeats() + publisher.snapshot() + publisher.cleared()
-    assert {event.kind for event in events} == {
-        "stored",
-        "removed",
-        "heartbeat",
-        "snapshot",
-        "cleared",
-    }
-    for event in events:
-        wire = event_to_proto(event).SerializeToString()
-        assert event_from_proto(worker_pb2.SubscribeKvEventsResponse.FromString(wire)) == event
 
 
 def test_invalid_messages_are_refused() -> None:

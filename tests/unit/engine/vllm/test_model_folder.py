@@ -33,17 +33,6 @@ def folder(path: Path, **changes: object) -> Path:
     return path
 
 
-def test_the_fingerprint_identifies_the_model_and_its_computation(tmp_path: Path) -> None:
-    first = read_model_folder(str(folder(tmp_path / "m")), 0)
-    assert first.fingerprint.startswith("m:")
-    assert first.max_model_len == 2048
-    (tmp_path / "b").mkdir()
-    stored = read_model_folder(str(folder(tmp_path / "b" / "m", torch_dtype="float32")), 0)
-    assert stored.fingerprint == first.fingerprint
-    other = read_model_folder(str(folder(tmp_path / "b" / "m", hidden_size=32)), 0)
-    assert other.fingerprint != first.fingerprint
-
-
 def write_weights(path: Path, **tensors: float) -> None:
     """A file of safetensors with one matrix for each name, filled with a number."""
     header, data = {}, b""

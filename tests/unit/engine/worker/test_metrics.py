@@ -31,6 +31,11 @@ def test_links_count_by_workers_kind_and_transport() -> None:
         points = {one.name: one.points for one in telemetry.metrics.store.collect()}
     finally:
         telemetry.shutdown()
+    assert points[schema.METRIC_TRANSFERS] == {
+        ("prefill-0", "done"): 1,
+        ("prefill-0", "CANCELLED"): 1,
+    }
+    assert points[schema.METRIC_TRANSFER_BYTES] == {("prefill-0",): 800}
     near_pair = ("prefill-0", "decode-0", "same_host", "mooncake/tcp")
     far_pair = ("prefill-0", "decode-0", "network", "mooncake/tcp")
     other_pair = ("prefill-0", "decode-1", "network", "mooncake/tcp")
@@ -58,18 +63,32 @@ class _Incoming:
         return {"open": 2, "draining": 1}
 
 
-def test_transfers_into_a_decode_worker_are_counted_by_state_while_it_serves() -> None:
+def test_the_state_of_a_decode_worker_is_shown_while_it_serves() -> None:
     metrics = Metrics(Resource.create(), "")
     workers = WorkerMetrics(metrics)
-    status = worker_pb2.WatchStatusResponse
+    status = worker_pb2.WatchStatusResponse(
+        running_requests=1,
+        active_transfers=2,
+        total_blocks=10,
+        reserved_blocks=3,
+        quarantined_blocks=1,
+        used_blocks=5,
+    )
 
     def points(name: str) -> object:
         return {one.name: one.points for one in metrics.store.collect()}.get(name)
 
-    with workers.reporting("d0", status, reserves_blocks=True, incoming=_Incoming()):
+    with workers.reporting("d0", lambda: status, reserves_blocks=True, incoming=_Incoming()):
         workers.sample()
         assert points(schema.METRIC_TRANSFER_STATES) == {("d0", "open"): 2, ("d0", "draining"): 1}
         assert points(schema.METRIC_WRITE_LEASES) == {("d0",): 3}
+        assert points(schema.METRIC_WORKER_REQUESTS) == {("d0", "running"): 1, ("d0", "waiting"): 0}
+        assert points(schema.METRIC_TRANSFERS_ACTIVE) == {("d0",): 2}
+        assert points(schema.METRIC_BLOCKS_USED) == {("d0",): 5}
+        assert points(schema.METRIC_BLOCKS_TOTAL) == {("d0",): 10}
+        assert points(schema.METRIC_BLOCKS_FREE) == {("d0",): 6}
+        assert points(schema.METRIC_BLOCKS_RESERVED) == {("d0",): 3}
+        assert points(schema.METRIC_BLOCKS_QUARANTINED) == {("d0",): 1}
     assert points(schema.METRIC_TRANSFER_STATES) is None
     assert points(schema.METRIC_BLOCKS_TOTAL) is None
 
@@ -96,21 +115,6 @@ def test_loads_from_lower_tiers_are_counted_once_for_all_ranks() -> None:
         assert loaded() == {("prefill-0", "host"): 4, ("prefill-0", "disk"): 2}
     # A counter stays after its worker.
     assert loaded() == {("prefill-0", "host"): 4, ("prefill-0", "disk"): 2}
-
-
-def test_blocks_that_could_not_be_loaded_are_counted_apart() -> None:
-    metrics = Metrics(Resource.create(), "")
-    workers = WorkerMetrics(metrics)
-    loads = LoadTimes()
-    with workers.reporting(
-        "prefill-0", worker_pb2.WatchStatusResponse, reserves_blocks=False, tier_loads=loads
-    ):
-        for rank in range(2):
-            loads.record(TierLoad(Tier.DISK, 3, 0.1, failed=True), rank)
-        workers.sample()
-    points = {one.name: one.points for one in metrics.store.collect()}
-    assert points[schema.METRIC_TIER_FAILED_BLOCKS] == {("prefill-0", "disk"): 3}
-    assert schema.METRIC_TIER_LOADED_BLOCKS not in points
 
 
 async def test_blocks_stored_below_kv_memory_are_counted_by_tier() -> None:

@@ -10,7 +10,7 @@ import pytest
 from headrace_common.errors import ConfigError, InternalError
 from headrace_engine.worker import transfer_peers
 from headrace_engine.worker.transfer_peers import TransferPeers
-from headrace_kv.transport.networks import Address, Networks, parse_networks
+from headrace_kv.transport.networks import Networks, parse_networks
 from tests.waiting import until
 
 ONE, OTHER = (frozenset({ipaddress.ip_address(text)}) for text in ("10.0.0.7", "10.0.0.9"))
@@ -63,29 +63,6 @@ async def test_a_stream_that_returns_in_time_changes_nothing(transport: Transpor
             pass
     assert transport.updates == 1
     assert transport.admitted == ["10.0.0.7/32"]
-    await peers.close()
-
-
-async def test_streams_wait_for_the_transport(transport: Transport) -> None:
-    peers = TransferPeers(transport.admit, (), linger_s=60.0)
-    transport.turn.clear()
-    inside: list[str] = []
-
-    async def stream(addresses: frozenset[Address]) -> None:
-        async with peers.admitted(addresses):
-            inside.append(str(*addresses))
-            assert f"{inside[-1]}/32" in transport.admitted
-
-    tasks = [asyncio.create_task(stream(address)) for address in (ONE, OTHER)]
-    await until(lambda: transport.updates == 1)
-    # A stream that ends while it waits withdraws nothing from the others.
-    tasks.append(asyncio.create_task(stream(ONE)))
-    await asyncio.sleep(0)
-    tasks.pop().cancel()
-    assert not inside
-    transport.turn.set()
-    await asyncio.gather(*tasks)
-    assert sorted(inside) == ["10.0.0.7", "10.0.0.9"]
     await peers.close()
 
 

@@ -41,80 +41,12 @@ def forward(wait: LayerWait, clock: BlockingClock) -> float:
     return clock.time() - start_s
 
 
-@pytest.mark.parametrize(
-    ("reports", "loads", "invalid"),
-    [
-        ([], [], set()),
-        # Lost before its step.
-        ([], [load(lost=True)], {10, 11}),
-        # A failed transfer cannot become whole, and a whole one cannot fail.
-        ([(0, True), (LAYERS, False)], [load()], {10, 11}),
-        ([(LAYERS, False), (0, True)], [load()], set()),
-    ],
-)
-def test_a_step_does_not_wait_for_what_is_decided(
-    clock: BlockingClock,
-    reports: list[tuple[int, bool]],
-    loads: list[OverlappedLoad],
-    invalid: set[int],
-) -> None:
-    wait = new_wait(10.0)
-    for layer_count, failed in reports:
-        wait.layers_arrived("x1", layer_count, failed=failed)
-    wait.begin_step(loads)
-    assert forward(wait, clock) == 0
-    assert wait.take_invalid_blocks() == invalid
-
-
-def test_each_hook_also_needs_the_next_layer(clock: BlockingClock) -> None:
-    wait = new_wait(0.05)
-    wait.layers_arrived("x1", 4, failed=False)
-    wait.begin_step([load()])
-    for layer in range(3):
-        wait.before_attention(layer)
-    assert wait.take_invalid_blocks() == set()
-    start_s = clock.time()
-    # The new token of layer 4 is written before that layer's own hook.
-    wait.before_attention(3)
-    assert clock.time() - start_s == pytest.approx(0.05)
-    assert wait.take_invalid_blocks() == {10, 11}
-
-
-def test_layers_that_arrive_in_time_are_awaited(clock: BlockingClock) -> None:
-    wait = new_wait(10.0)
-    wait.layers_arrived("x1", 4, failed=False)
-    wait.begin_step([load()])
-    start_s = clock.time()
-    for after_s, layer_count in ((1.0, 5), (2.0, 6)):
-        clock.call_later(
-            after_s, lambda count=layer_count: wait.layers_arrived("x1", count, failed=False)
-        )
-    passed_s: list[float] = []
-    for layer in range(LAYERS):
-        wait.before_attention(layer)
-        passed_s.append(clock.time() - start_s)
-    wait.end_step()
-    assert passed_s == [0, 0, 0, 1, 2, 2]
-    assert wait.take_invalid_blocks() == set()
-
-
 def test_a_step_waits_once_for_all_its_transfers(clock: BlockingClock) -> None:
     wait = new_wait(0.2)
     wait.begin_step([load("x1"), load("x2")])
     assert forward(wait, clock) == pytest.approx(0.2)
     assert wait.take_invalid_blocks() == {10, 11, 20, 21}
     assert wait.take_invalid_blocks() == set()
-
-
-def test_an_abandoned_transfer_is_not_awaited_again(clock: BlockingClock) -> None:
-    wait = new_wait(0.2)
-    wait.begin_step([load()])
-    forward(wait, clock)
-    wait.take_invalid_blocks()
-    wait.layers_arrived("x1", LAYERS, failed=False)
-    wait.begin_step([load()])
-    assert forward(wait, clock) == 0
-    assert wait.take_invalid_blocks() == {10, 11}
 
 
 def test_only_incomplete_transfers_are_abandoned(clock: BlockingClock) -> None:

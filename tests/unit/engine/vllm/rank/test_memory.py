@@ -123,26 +123,6 @@ def test_tokens_of_latent_attention_are_stored_separately() -> None:
     assert (arena.regions[0].unit_bytes, arena.regions[0].token_stride_bytes) == (2304, 2304)
 
 
-def test_groups_may_share_their_memory() -> None:
-    """A page and a block at the same place: which it is, the block lists say."""
-    page = tensor(0, shape=(8, 1, 1, 1000), strides=(12288, 12288, 1000, 1))
-    groups = [
-        group(TOKENS, ("l1",), index=1),
-        group(STATE, ("l0",), head_count=1, block_tokens=32, block_format="state"),
-    ]
-    arena = describe(page, tensor(0), groups=groups)
-    attention, state = arena.regions
-    assert attention.offset_bytes == state.offset_bytes == 0
-    assert (state.layer, state.block_tokens, state.token_stride_bytes) == (0, 0, 0)
-    assert (state.unit_bytes, state.block_stride_bytes) == (4000, 49152)
-    layout = layout_of(arena, fingerprint="m:1", tensor_parallel_size=1)
-    assert [(g.kind, g.layers, g.block_tokens) for g in layout.groups] == [
-        (TOKENS, (1,), 32),
-        (STATE, (0,), 0),
-    ]
-    assert layout.group_index(0) == 1
-
-
 @pytest.mark.parametrize(
     "odd",
     [
@@ -158,17 +138,6 @@ def test_groups_may_share_their_memory() -> None:
 def test_different_caches_are_refused(odd: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         describe(tensor(0), tensor(1, **odd))
-
-
-def test_separately_copied_tokens_are_stored_before_or_after_the_heads() -> None:
-    token_first = tensor(0, strides=(3 * 4096, 128, 3 * 128, 1))
-    found = []
-    for cache in (tensor(0), token_first):
-        arena = describe(cache, block_format=TOKEN_OUTER)
-        region = arena.regions[0]
-        found.append((region.head_stride_bytes, region.token_stride_bytes))
-        assert arena.groups[0].parts == (Part("kv", "float32", 512, TOKEN_OUTER),)
-    assert found == [(4096 * 4, 512), (512, 3 * 512)]
 
 
 def test_blocks_are_sent_whole_when_the_model_has_states() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.layer_groups import LayerGroup
-from headrace_engine.vllm.rank.memory import Arena, describe_arena, join_stages, layout_of
-from headrace_kv.layout.layout import STATE, TOKENS, CacheGroup
+from headrace_engine.vllm.rank.memory import Arena, describe_arena, join_stages
+from headrace_kv.layout.layout import STATE, TOKENS
 from tests.unit.engine.vllm.rank.test_memory import describe, group, tensor
 
 
@@ -28,35 +28,6 @@ def stage(*layers_of_groups: tuple[str, ...]) -> Arena:
 def groups(tokens: tuple[str, ...], states: tuple[str, ...]) -> list[LayerGroup]:
     of_states: dict[str, Any] = {"head_count": 1, "block_format": "state"}
     return [group(TOKENS, tokens, index=0), group(STATE, states, index=1, **of_states)]
-
-
-def without_layers(found: CacheGroup) -> CacheGroup:
-    return replace(found, layers=())
-
-
-def test_layers_are_numbered_through_the_stages() -> None:
-    first, second = stage(("l1",), ("l0", "l2")), stage(("l0",), ("l1",))
-    joined = join_stages([first.groups, second.groups])
-    assert joined.stage_starts == (0, 3)
-    assert [one.layers for one in joined.groups] == [(1, 3), (0, 2, 4)]
-    assert [without_layers(one) for one in joined.groups] == [
-        without_layers(one) for one in first.groups
-    ]
-    arenas = [joined.in_model(arena, number) for number, arena in enumerate((first, second))]
-    assert [sorted(one.layer for one in arena.regions) for arena in arenas] == [[0, 1, 2], [3, 4]]
-    for before, after in zip((first, second), arenas, strict=True):
-        assert [one.offset_bytes for one in after.regions] == [
-            one.offset_bytes for one in before.regions
-        ]
-        assert (after.base_address, after.groups) == (before.base_address, joined.groups)
-    layout = layout_of(
-        arenas[1], fingerprint="m:1", tensor_parallel_size=2, stage_starts=joined.stage_starts
-    )
-    assert (layout.rank_count, layout.layers_of(1), layout.layers_of(2)) == (
-        4,
-        range(3),
-        range(3, 5),
-    )
 
 
 def test_a_group_without_layers_in_a_stage_is_known_from_the_others() -> None:

@@ -79,28 +79,6 @@ def test_a_transfer_that_is_quiet_before_its_request_ends_is_reported_with_it() 
     assert [report.transfer_id for report in reports] == ["x1"]
 
 
-def test_a_stop_before_the_transfer_opens_prevents_it_and_reports_once() -> None:
-    executor, sender, reports = started()
-    executor.stop("x1")
-    executor.stop("x1")
-    assert [(report.transfer_id, report.reason) for report in reports] == [("x1", "CANCELLED")]
-    executor.begin_step(StepPlan(opened=[TARGET], ready=[FIRST], computed=[TAIL]))
-    executor.layer_written(0)
-    assert sender.events == []
-    assert reported(executor) == {"r"}
-
-
-def test_a_stop_of_an_open_transfer_leaves_the_report_to_the_sender() -> None:
-    executor, sender, reports = started()
-    executor.begin_step(StepPlan(opened=[TARGET]))
-    executor.stop("x1")
-    assert [stop[:2] for stop in sender.stops] == [("x1", "CANCELLED")]
-    assert reports == []
-    quiet(executor, reason="CANCELLED")
-    executor.stop("x1")
-    assert len(reports) == 1
-
-
 def test_a_full_sender_fails_only_the_new_transfer() -> None:
     executor, _, reports = started(full=True)
     executor.begin_step(StepPlan(opened=[TARGET], ready=[FIRST]))
@@ -127,24 +105,6 @@ def test_blocks_are_overwritten_only_once_the_sender_is_quiet(
         executor.begin_step(StepPlan(overrun=["x1"]))
     assert clock.time() - start_s == pytest.approx(0.1)
     assert [stop[:2] for stop in sender.stops] == [("x1", "TRANSFER_FAILED")]
-
-
-def test_states_are_sent_after_the_forward_pass_that_makes_them_final() -> None:
-    executor, sender, _ = started(layers=(STATE, TOKENS, STATE))
-    executor.begin_step(StepPlan(opened=[TARGET], ready=[FIRST]))
-    executor.layer_written(1)
-    executor.states_written()
-    assert [piece.layer for piece in sender.pieces] == [1]
-    executor.end_step()
-    executor.begin_step(StepPlan(computed=[TAIL]))
-    executor.layer_written(1)
-    assert [piece.layer for piece in sender.pieces] == [1, 1]
-    executor.states_written()
-    states = sender.pieces[2:]
-    assert [(p.layer, p.end_token, p.block_ids) for p in states] == [(0, 96, (9,)), (2, 96, (9,))]
-    executor.end_step()
-    executor.states_written()
-    assert len(sender.pieces) == 4
 
 
 def test_received_kv_is_fenced_before_a_step_reads_it() -> None:
@@ -227,19 +187,6 @@ def test_a_transfer_that_is_not_open_reads_no_main_memory(full: bool) -> None:
 
 
 PREFIX = PrefixSend(TARGET, TokenRange("x1", 0, 96, ((1, 2, 3), ())))
-
-
-def test_a_cached_prefix_is_sent_in_every_layer_before_the_forward_pass() -> None:
-    executor, sender, reports = started(layers=(TOKENS, STATE, TOKENS))
-    executor.begin_step(StepPlan(prefixes=[PREFIX]))
-    assert sender.events == ["open x1", "push x1 0", "push x1 2", "finish x1"]
-    assert {(p.start_token, p.end_token, p.block_ids) for p in sender.pieces} == {
-        (0, 96, (1, 2, 3))
-    }
-    # No request of vLLM ends with it.
-    quiet(executor)
-    assert executor.end_step() == (set(), set(), set())
-    assert [report.reason for report in reports] == [""]
 
 
 LOADING_PREFIX = replace(PREFIX, loading_request="r")

@@ -33,23 +33,6 @@ def idle_s(planner: StepPlanner, clock: BlockingClock) -> float:
     return clock.time() - start_s
 
 
-@pytest.mark.parametrize("event", ["arrived", "released", "first token"])
-def test_an_idle_step_ends_with_an_event_of_a_transfer(clock: BlockingClock, event: str) -> None:
-    planner = waiting()
-    reports = {
-        "arrived": lambda: planner.transfer_settled("x1", whole=True),
-        "released": lambda: planner.transfer_settled("x1", whole=False),
-        "first token": lambda: planner.first_token_received("x1", 7),
-    }
-    clock.call_later(EVENT_S, reports[event])
-    assert idle_s(planner, clock) == EVENT_S
-    # The event stays until a step has planned it.
-    assert idle_s(planner, clock) == 0
-    planner.plan_step((), ())
-    # After a failed transfer there is none to wait for.
-    assert idle_s(planner, clock) == (0 if event == "released" else TIMEOUT_S)
-
-
 def test_idle_steps_are_short_while_a_request_is_announced(clock: BlockingClock) -> None:
     planner = waiting()
     clock.call_later(EVENT_S, planner.request_announced)

@@ -44,16 +44,6 @@ def test_a_request_runs_when_only_its_last_layers_are_missing() -> None:
     assert evicted == []
 
 
-def test_it_also_waits_for_its_first_token() -> None:
-    tokens: list[int] = []
-    planner, _ = overlap_ready(tokens)
-    assert planner.plan_step([], ()).received == []
-    planner.first_token_received("x1", 7)
-    plan = planner.plan_step([], ())
-    assert (plan.received, tokens) == (["r"], [7])
-    assert planner.overlapped
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_one_that_settles_before_the_plan_is_not_overlapped(whole: bool) -> None:
     planner, _ = overlap_ready()

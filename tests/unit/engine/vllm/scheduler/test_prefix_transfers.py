@@ -91,22 +91,6 @@ def first_step(planner: StepPlanner, computed: int) -> StepPlan:
     return planner.plan_step([request], ())
 
 
-@pytest.mark.parametrize(
-    ("cached", "missing"), [(0, 128), (64, 64), (96, 32), (97, 0), (128, 0), (160, 0)]
-)
-def test_what_prefill_lacks_before_decodes_tokens_is_fetched_unless_it_is_little(
-    cached: int, missing: int
-) -> None:
-    planner, _, reserved = new_planner()
-    params = send_params(target_of(128, 300), PrefixParams(128, 32))
-    assert planner.missing_tokens(params, 300, cached) == missing
-    assert planner.missing_tokens(send_params(target_of(128, 300)), 300, cached) == 0
-    planner.blocks_allocated("r", params, (BLOCK_IDS,), 300, missing, never)
-    start = cached // BLOCK
-    expected = [Reservation("x1", BLOCK_IDS[start:4], cached, 128)] if missing else []
-    assert reserved == expected
-
-
 def test_a_prompt_runs_when_its_prefix_has_come_and_sends_the_rest() -> None:
     planner, pool, _ = new_planner()
     fetch(planner, cached=64)
@@ -222,19 +206,6 @@ def test_a_cached_prefix_is_sent_once_and_held_until_the_ranks_are_quiet() -> No
     assert pool.held() == []
 
 
-@pytest.mark.parametrize(("end_token", "waits"), [(64, False), (65, True), (96, True)])
-def test_the_ranks_send_a_prefix_after_the_load_of_its_blocks(end_token: int, waits: bool) -> None:
-    planner, pool, _ = new_planner()
-    wait_for_kv(planner, cached=96, loading=32)
-    planner.prefix_requested(wanted(end_token))
-    plan = planner.plan_step((), ())
-    (send,) = plan.prefixes
-    assert send.tokens == TokenRange("x1", 32, end_token, (BLOCK_IDS[:3],))
-    assert send.loading_request == ("r" if waits else "")
-    # I2, also while a copy still writes them.
-    assert pool.held() == list(BLOCK_IDS[:3])
-
-
 def test_a_prefix_is_not_sent_in_the_step_that_may_compute_it() -> None:
     """vLLM takes blocks for cached when it plans to fill them."""
     planner, pool, _ = new_planner()
@@ -267,39 +238,6 @@ def test_a_prefix_that_is_stopped_before_it_is_planned_holds_no_blocks() -> None
     for _ in range(2):
         assert third.plan_step([computes()], ()).prefixes == []
     assert pool.held() == []
-
-
-@pytest.mark.parametrize(
-    ("cached", "target"),
-    [
-        (96, wanted(97)),
-        (96, wanted(96, start_token=96)),
-        (0, wanted(32, start_token=0)),
-        (96, replace(wanted(96), transfer_id="x2")),
-    ],
-)
-def test_a_prefix_that_no_request_has_is_refused(cached: int, target: TransferTarget) -> None:
-    planner, pool, _ = new_planner()
-    wait_for_kv(planner, cached=cached)
-    planner.prefix_requested(target)
-    plan = planner.plan_step((), ())
-    assert (plan.refused_prefixes, plan.prefixes) == ([target.transfer_id], [])
-    assert pool.held() == []
-
-
-@pytest.mark.parametrize("ended", ["received", "failed", "finished", "sent before"])
-def test_a_request_that_waits_no_more_sends_no_prefix(ended: str) -> None:
-    planner, _, _ = new_planner()
-    wait_for_kv(planner, cached=96)
-    if ended == "finished":
-        planner.request_finished("r")
-    elif ended == "sent before":
-        planner.prefix_requested(wanted(64))
-    else:
-        planner.transfer_settled("x1", whole=ended == "received")
-    planner.plan_step((), ())
-    planner.prefix_requested(wanted(96))
-    assert planner.plan_step((), ()).refused_prefixes == ["x1"]
 
 
 def test_a_prefix_of_a_window_is_sent_whole_or_not_at_all() -> None:

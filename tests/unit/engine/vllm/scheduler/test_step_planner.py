@@ -114,29 +114,6 @@ def test_a_request_asks_for_its_cache_once() -> None:
     assert params == {"other": 1}
 
 
-def test_each_received_request_is_planned_once_and_only_when_known() -> None:
-    planner, _ = new_planner()
-    admit_receive(planner, prompt=130, cached=0)
-    planner.transfer_settled("unknown", whole=True)
-    planner.transfer_settled("x1", whole=True)
-    planner.transfer_settled("x1", whole=False)
-    plan = planner.plan_step([], ())
-    assert (plan.received, plan.failed) == (["r"], [])
-    plan = planner.plan_step([], ())
-    assert (plan.received, plan.failed) == ([], [])
-
-
-@pytest.mark.parametrize("add_token", [None, []])
-def test_a_failed_transfer_fails_its_request_and_awaits_no_first_token(
-    add_token: list[int] | None,
-) -> None:
-    planner, _ = new_planner()
-    admit_receive(planner, prompt=130, cached=0, add_token=add_token)
-    planner.transfer_settled("x1", whole=False)
-    plan = planner.plan_step([], ())
-    assert (plan.received, plan.failed) == ([], ["r"])
-
-
 def test_an_aborted_request_waits_for_its_transfer_to_settle() -> None:
     planner, _ = new_planner()
     admit_receive(planner, prompt=130, cached=0)
@@ -146,18 +123,6 @@ def test_an_aborted_request_waits_for_its_transfer_to_settle() -> None:
     assert planner.plan_step([], ()).received == ["r"]
 
 
-def test_chunks_plan_whole_blocks_until_the_last() -> None:
-    planner, _ = new_planner()
-    admit_send(planner, target_of(0, 150))
-    first = planner.plan_step([step("r", 0, 70, (1, 2, 3), new=True)], ())
-    assert [target.transfer_id for target in first.opened] == ["x1"]
-    assert first.computed == [TokenRange("x1", 0, 64, ((1, 2, 3),))]
-    second = planner.plan_step([step("r", 70, 20)], ())
-    assert (second.opened, second.computed) == ([], [])
-    third = planner.plan_step([step("r", 90, 60, (4, 5))], ())
-    assert third.computed == [TokenRange("x1", 64, 150, ((1, 2, 3, 4, 5),))]
-
-
 def test_the_step_of_the_last_token_names_the_transfers_that_want_its_logits() -> None:
     planner, _ = new_planner()
     admit_send(planner, target_of(0, 150), "r")
@@ -165,17 +130,6 @@ def test_the_step_of_the_last_token_names_the_transfers_that_want_its_logits() -
     first = planner.plan_step([step("r", 0, 70, (1,), new=True), step("s", 0, 70, (2,), True)], ())
     last = planner.plan_step([step("r", 70, 80), step("s", 70, 80)], ())
     assert (first.final, last.final) == ([], ["x2"])
-
-
-def test_a_cached_prefix_is_sent_with_the_step_from_decodes_first_missing_token() -> None:
-    planner, _ = new_planner()
-    admit_send(planner, target_of(32, 150))
-    plan = planner.plan_step([step("r", 128, 22, (1, 2, 3, 4, 5), new=True)], ())
-    assert plan.ready == []
-    assert computed(plan) == [(32, 150)]
-    times = planner.request_finished("r")
-    assert times is not None
-    assert times.cached_tokens == 128
 
 
 def test_a_finished_send_keeps_its_blocks_until_the_ranks_are_quiet() -> None:
@@ -279,47 +233,6 @@ def test_a_whole_transfer_of_an_aborted_request_needs_no_first_token() -> None:
     assert planner.plan_step((), ()).received == ["r"]
 
 
-@pytest.mark.parametrize(
-    ("prompt", "cached", "blocks", "reservation"),
-    [
-        # vLLM has null blocks where it keeps no state.
-        (
-            130,
-            64,
-            ((0, 0, 0, 0, 41), (7,), (11, 12, 13, 14, 15)),
-            Reservation("x1", (13, 14, 15), 64, 129, ((41,), (7,))),
-        ),
-        # A state that ends with a block is in that block.
-        (
-            129,
-            0,
-            ((0, 0, 0, 40), (7,), (1, 2, 3, 4)),
-            Reservation("x1", (1, 2, 3, 4), 0, 128, ((40,), (7,))),
-        ),
-    ],
-)
-def test_a_hybrid_reserves_tokens_and_one_page_of_each_state(
-    prompt: int, cached: int, blocks: tuple[tuple[int, ...], ...], reservation: Reservation
-) -> None:
-    planner, reserved = new_planner(HYBRID)
-    params = receive_params("x1")
-    missing = planner.missing_tokens(params, prompt, cached)
-    planner.blocks_allocated("r", params, blocks, prompt, missing, never)
-    assert reserved == [reservation]
-
-
-def test_states_are_sent_with_the_last_token_only() -> None:
-    planner, _ = new_planner(HYBRID)
-    admit_send(planner, target_of(0, 100))
-    blocks = ((0, 21), (31,), (1, 2))
-    plan = planner.plan_step([ScheduledRequest("r", 0, 64, blocks, True)], ())
-    assert [tokens.block_ids for tokens in plan.computed] == [((1, 2), (), ())]
-    later = ((0, 22), (), (3, 4))
-    plan = planner.plan_step([ScheduledRequest("r", 64, 36, later, False)], ())
-    assert [tokens.block_ids for tokens in plan.computed] == [((1, 2, 3, 4), (22,), (31,))]
-    assert plan.overrun == []
-
-
 def test_a_model_of_states_alone_sends_once_at_the_end() -> None:
     planner, _ = new_planner((group(0, STATE, 1024),))
     admit_send(planner, target_of(0, 100))
@@ -350,22 +263,6 @@ def test_attention_may_be_computed_beyond_the_tokens_that_are_sent() -> None:
     plan = planner.plan_step([step("r", 0, 101, (1, 2, 3, 4), new=True)], ())
     assert plan.overrun == []
     assert computed(plan) == [(0, 100)]
-
-
-@pytest.mark.parametrize(("window_tokens", "overruns"), [(64, True), (0, False)])
-def test_a_window_beyond_the_next_token_fails_its_transfer(
-    window_tokens: int, overruns: bool
-) -> None:
-    """vLLM may free a block that is being sent once a request has computed more than one token beyond the last."""
-    planner, _ = new_planner(
-        (group(0, TOKENS, 32), replace(group(1, TOKENS, 32), window_tokens=window_tokens))
-    )
-    admit_send(planner, target_of(0, 100))
-    blocks = ((1, 2, 3, 4), (0, 6, 7, 8))
-    plan = planner.plan_step([ScheduledRequest("r", 0, 101, blocks, True)], ())
-    assert (plan.overrun, computed(plan)) == ([], [(0, 100)])
-    plan = planner.plan_step([ScheduledRequest("r", 101, 1, (), False)], ())
-    assert plan.overrun == (["x1"] if overruns else [])
 
 
 def test_planned_tokens_fill_whole_blocks_of_every_group() -> None:

@@ -75,14 +75,3 @@ def test_an_idle_step_does_not_wait_while_a_step_before_it_computes(
     assert not scheduler.waits(tokens=1)
     # vLLM handles a step's results once it has planned as many steps as there are stages.
     assert [scheduler.waits() for _ in range(stages + 1)] == [*[False] * (stages - 1), True, True]
-
-
-def test_an_idle_step_does_not_wait_while_a_request_is_let_run(waits: list[float]) -> None:
-    scheduler = Scheduler(2, waits)
-    assert scheduler.waits()
-    assert scheduler.waits()
-    scheduler.arrive()
-    # This step has the request, and the next one must not delay its result.
-    assert scheduler.waits()
-    assert not scheduler.waits()
-    assert scheduler.waits()

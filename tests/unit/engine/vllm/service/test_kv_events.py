@@ -149,22 +149,6 @@ async def test_a_block_is_announced_until_its_last_copy_is_removed(rig: Rig) -> 
     assert await rig.announced() == set(names(tokens)[:1])
 
 
-async def test_only_one_attention_group_of_a_hybrid_is_followed(rig: Rig) -> None:
-    tokens = list(range(4 * BLOCK))
-    state = {"group_idx": 0, "kv_cache_spec_kind": "mamba"}
-    rig.prefixes.apply(stored(tokens, 0, 1, **state))
-    assert await rig.announced() == set()
-    for index in (3, 4):
-        attention = {"group_idx": index, "kv_cache_spec_kind": "full_attention"}
-        rig.prefixes.apply(stored(tokens, 0, 2, **attention))
-    assert await rig.announced() == set(names(tokens)[:2])
-    rig.prefixes.apply(removed(vllm_hashes(tokens)[1], group=4))
-    rig.prefixes.apply(removed(vllm_hashes(tokens)[1], group=0))
-    assert await rig.announced() == set(names(tokens)[:2])
-    rig.prefixes.apply(removed(vllm_hashes(tokens)[1], group=3))
-    assert await rig.announced() == set(names(tokens)[:1])
-
-
 async def test_blocks_that_depend_on_more_than_known_tokens_are_not_announced(rig: Rig) -> None:
     tokens = list(range(4 * BLOCK))
     rig.prefixes.apply(stored(tokens, 1, 2))

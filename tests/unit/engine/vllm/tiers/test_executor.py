@@ -24,7 +24,7 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.prefix.events import Tier
-from headrace_kv.transport.memory import PASSED, Mark, Passed
+from headrace_kv.transport.memory import Mark
 from tests.waiting import until
 
 STORE = TierCopy(Tier.DEVICE, Tier.HOST, (1,), (2,))
@@ -260,26 +260,6 @@ def test_a_prefix_is_sent_after_the_load_of_its_request(copier: Copier, fails: b
     assert sent == [(loading, not fails)]
     assert copier.made == [LOAD]
     copier.turn.release()
-    executor.close()
-
-
-def test_copies_have_the_mark_of_their_step(copier: Copier) -> None:
-    marks: list[Mark] = []
-
-    def mark() -> Mark:
-        marks.append(Passed())
-        return marks[-1]
-
-    executor = TierExecutor(copier, lambda load: None, mark=mark)  # type: ignore[arg-type]
-    executor.begin_step(StepPlan())
-    assert marks == []
-    executor.begin_step(StepPlan(copies=[RequestCopy("r", STORE), RequestCopy("r", LOAD)]))
-    executor.begin_step(copying(STORE))
-    copier.turn.release(3)
-    asyncio.run(until(lambda: len(copier.made) == 3))
-    first, second = marks
-    assert copier.marks == [first, first, second]
-    assert first is not PASSED
     executor.close()
 
 

@@ -7,7 +7,7 @@ import pytest
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.layer_groups import LayerGroup
-from headrace_engine.vllm.step_plan import HostSend, StepPlan, TokenRange
+from headrace_engine.vllm.step_plan import StepPlan, TokenRange
 from headrace_engine.vllm.tiers.planner import TierPlanner, plan_tiers
 from headrace_engine.vllm.tiers.pool_planner import PoolUse
 from headrace_kv.layout.layout import STATE, TOKENS, GroupKind
@@ -49,19 +49,6 @@ def answered(
     tiers.request_finished(request_id, sends=False)
 
 
-def test_blocks_are_stored_once_a_step_has_computed_them() -> None:
-    tiers, names = planner(), hashes(1, 2)
-    tiers.request_added("r", names)
-    tiers.step_planned("r", 6, [10, 11], replaces=True)
-    assert plan_of(tiers).copies == []
-    tiers.step_planned("r", 9, [12], replaces=False)
-    assert copies_of(plan_of(tiers)) == [("r", TierCopy(Tier.DEVICE, Tier.HOST, (10,), (0,)))]
-    assert tiers.request_finished("r", sends=True)
-    plan = plan_of(tiers)
-    assert copies_of(plan) == [("r", TierCopy(Tier.DEVICE, Tier.HOST, (11,), (1,)))]
-    assert plan.finished_stores == {"r": True}
-
-
 def test_blocks_of_low_requests_are_evicted_first() -> None:
     tiers = planner(host=2)
     answered(tiers, "low", hashes(1), [10], Priority.LOW)
@@ -78,23 +65,6 @@ def test_tokens_that_never_ran_are_not_stored() -> None:
     tiers.request_added("r", hashes(1, 2))
     assert not tiers.request_finished("r", sends=False)
     assert plan_of(tiers).copies == []
-
-
-def test_a_hit_is_loaded_before_the_request_runs() -> None:
-    tiers, names = planner(), hashes(1, 2, 3)
-    answered(tiers, "a", names, [5, 6, 7])
-    plan_of(tiers)
-    tiers.request_added("b", names)
-    # The last block is not full below token 11.
-    assert tiers.find("b", 4, 11) == 4
-    assert tiers.find("b", 4, 12) == 8
-    assert tiers.blocks_allocated("b", [20, 21, 22, 23], 10) == 8
-    plan = plan_of(tiers)
-    assert copies_of(plan) == [("b", TierCopy(Tier.HOST, Tier.DEVICE, (1, 2), (21, 22)))]
-    assert plan.loads == {"b": True}
-    assert tiers.is_loading
-    tiers.loads_ended(["b"], [])
-    assert not tiers.is_loading
 
 
 def test_an_ended_request_that_loads_leaves_its_blocks_to_the_end_of_the_load() -> None:
@@ -167,17 +137,6 @@ def test_a_preempted_request_stores_its_blocks_again() -> None:
     assert copies_of(plan_of(tiers)) == [("r", TierCopy(Tier.DEVICE, Tier.HOST, (7,), (0,)))]
 
 
-def test_changes_have_vllms_hashes() -> None:
-    tiers = planner(host=1)
-    answered(tiers, "a", hashes(1), [5])
-    answered(tiers, "b", hashes(2), [6])
-    assert [(one.stored, one.block_hashes) for one in tiers.take_changes()] == [
-        (True, hashes(1)),
-        (False, hashes(1)),
-        (True, hashes(2)),
-    ]
-
-
 def test_without_tiers_no_request_is_known() -> None:
     tiers = plan_tiers(TierSettings(), OverlapSettings(3), [group(STATE)])
     answered(tiers, "a", hashes(1), [5])
@@ -220,20 +179,6 @@ def loading(
     end = len(names) * BLOCK
     assert tiers.find(request_id, computed_tokens, end) == end - computed_tokens
     tiers.blocks_allocated(request_id, list(range(20, 20 + len(names))), end - computed_tokens)
-
-
-def test_blocks_that_are_loaded_are_sent_from_main_memory_before_the_load() -> None:
-    names = hashes(1, 2, 3)
-    tiers = stored(names)
-    # Another request's store is planned before, and may write these blocks.
-    answered(tiers, "other", hashes(9), [7])
-    loading(tiers, names, computed_tokens=BLOCK)
-    # Main memory also has the block that KV memory has.
-    assert tiers.send_from_host("b", "x1", 0) == 3 * BLOCK
-    plan = plan_of(tiers)
-    assert plan.host_sends == [HostSend(1, TokenRange("x1", 0, 12, ((0, 1, 2),)), 1)]
-    assert [one.request_id for one in plan.copies] == ["other", "b"]
-    assert plan_of(tiers).host_sends == []
 
 
 def test_blocks_that_decode_has_are_not_sent_from_main_memory() -> None:

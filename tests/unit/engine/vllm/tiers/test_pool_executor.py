@@ -104,25 +104,3 @@ def test_without_a_pool_moves_end_at_once() -> None:
     executor.begin(PoolMove(7, True, (1,), (4,), 3.0))
     assert executor.take_ended() == [(7, 0)]
     executor.close()
-
-
-def test_a_fetch_ends_when_every_shard_has_come() -> None:
-    pool, executor = Pool(), PoolExecutor(1)
-    executor.attach(pool, KEYS)
-    # The rank has heads 2 and 3 of four: in one shard of its own, in another one of all heads, or in one each.
-    executor.begin(PoolMove(7, True, (1, 2, 3), (4, 5, 6), 3.0, (2, 1, 4)))
-    _, keys, slots, calls = zip(*pool.calls, strict=True)
-    assert list(keys) == [
-        KEYS.of_shard(0, range(2, 4), [1]),
-        KEYS.of_shard(0, range(4), [2]),
-        KEYS.of_shard(0, range(2, 3), [3]),
-        KEYS.of_shard(0, range(3, 4), [3]),
-    ]
-    assert slots == ([4], [5], [6], [6])
-    assert pool.shards[0] == OWN_SHARD
-    assert len(set(pool.shards)) == len(calls)
-    for call in calls[:3]:
-        call.set_result([True])
-        assert executor.take_ended() == []
-    calls[3].set_result([False])
-    assert executor.take_ended() == [(7, 2)]

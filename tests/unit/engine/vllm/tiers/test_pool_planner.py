@@ -77,29 +77,6 @@ def computed(tiers: TierPlanner, request_id: str, names: list[bytes]) -> None:
     tiers.request_finished(request_id, sends=False)
 
 
-def test_a_request_waits_for_its_blocks_and_finds_them_then(lookup: Lookup) -> None:
-    tiers = planner(lookup)
-    tiers.request_added("r", hashes(1, 2, 3))
-    assert tiers.find("r", 0, 12) is None
-    assert lookup.asked == [(1, 2, 3)]
-    waits = tiers.is_loading
-    assert waits
-    assert moves_of(tiers) == []
-    lookup.answers[0].set_result(2 * OWN)
-    assert tiers.find("r", 0, 12) is None
-    (move,) = moves_of(tiers)
-    assert (move.fetches, move.prefixes) == (True, (1, 2))
-    # It has the rest of the request's time.
-    assert 0 < move.timeout_s < LONG_S
-    assert tiers.find("r", 0, 12) is None
-    tiers.pool.moves_ended([(move.number, 2)])
-    assert tiers.find("r", 0, 12) == 2 * BLOCK
-    assert not tiers.is_loading
-    # It is not looked up again.
-    assert len(lookup.asked) == 1
-    assert tiers.take_changes() == [BlockChange(Tier.HOST, True, hashes(1, 2))]
-
-
 def test_a_fetch_counts_what_every_rank_has(lookup: Lookup) -> None:
     tiers = planner(lookup, ranks=2)
     tiers.request_added("r", hashes(1, 2, 3))
@@ -146,20 +123,6 @@ def test_only_blocks_that_no_tier_has_are_fetched(lookup: Lookup) -> None:
     assert tiers.find("s", 0, 8) == 8
 
 
-def test_a_request_that_ends_during_its_fetch_leaves_the_blocks(lookup: Lookup) -> None:
-    tiers = planner(lookup)
-    tiers.request_added("r", hashes(1))
-    assert tiers.find("r", 0, 4) is None
-    lookup.answers[0].set_result(1 * OWN)
-    assert tiers.find("r", 0, 4) is None
-    (move,) = moves_of(tiers)
-    assert not tiers.request_finished("r", sends=False)
-    assert not tiers.is_loading
-    tiers.pool.moves_ended([(move.number, 1)])
-    tiers.request_added("s", hashes(1))
-    assert tiers.find("s", 0, 4) == 4
-
-
 def test_stored_blocks_are_published_and_stay_meanwhile(lookup: Lookup) -> None:
     tiers = planner(lookup, host=2, publishes=True)
     computed(tiers, "a", hashes(1, 2))
@@ -175,44 +138,6 @@ def test_stored_blocks_are_published_and_stay_meanwhile(lookup: Lookup) -> None:
     assert [one.prefixes for one in moves_of(tiers)] == [(3,)]
 
 
-def test_blocks_from_before_the_pool_was_opened_are_published_when_used_again(
-    lookup: Lookup,
-) -> None:
-    tiers = planner(None, publishes=True)
-    computed(tiers, "a", hashes(1, 2))
-    assert moves_of(tiers) == []
-    tiers.pool.attach(lookup)
-    computed(tiers, "b", hashes(1, 2))
-    (move,) = moves_of(tiers)
-    # They are on their way.
-    computed(tiers, "c", hashes(1, 2))
-    assert moves_of(tiers) == []
-    tiers.pool.moves_ended([(move.number, 1)])
-    # The pool has not taken the second one.
-    computed(tiers, "d", hashes(1, 2))
-    assert [one.prefixes for one in moves_of(tiers)] == [(2,)]
-
-
-def test_blocks_of_another_tensor_parallel_size_are_fetched_and_not_stored_a_second_time(
-    lookup: Lookup,
-) -> None:
-    tiers = planner(lookup, publishes=True)
-    tiers.request_added("r", hashes(1, 2, 3))
-    assert tiers.find("r", 0, 12) is None
-    lookup.answers[0].set_result((2, 2, *OWN))
-    assert tiers.find("r", 0, 12) is None
-    (fetch,) = moves_of(tiers)
-    assert (fetch.prefixes, fetch.shard_counts) == ((1, 2, 3), (2, 2, *OWN))
-    tiers.pool.moves_ended([(fetch.number, 3)])
-    computed(tiers, "a", hashes(1, 2, 3, 4))
-    assert [one.prefixes for one in moves_of(tiers)] == [(3, 4)]
-    # A store that was lost may not have them any more.
-    tiers.pool.lost()
-    moves_of(tiers)
-    computed(tiers, "b", hashes(1, 2))
-    assert [one.prefixes for one in moves_of(tiers)] == [(1, 2)]
-
-
 def test_a_published_block_that_is_computed_again_is_published_again(lookup: Lookup) -> None:
     tiers = planner(lookup, host=1, publishes=True)
     for name in (1, 2, 1):
@@ -221,29 +146,6 @@ def test_a_published_block_that_is_computed_again_is_published_again(lookup: Loo
         # The store may have evicted it as well.
         assert move.prefixes == (name,)
         tiers.pool.moves_ended([(move.number, 1)])
-
-
-def test_blocks_beyond_the_bound_are_withdrawn_least_recently_used_first(
-    lookup: Lookup, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool_planner, "ANNOUNCED_MAX", 4)
-    tiers = planner(lookup, publishes=True)
-
-    def publish(request_id: str, *numbers: int) -> list[list[bytes]]:
-        computed(tiers, request_id, hashes(*numbers))
-        tiers.pool.moves_ended([(move.number, len(move.prefixes)) for move in moves_of(tiers)])
-        return [
-            change.block_hashes
-            for change in tiers.take_changes()
-            if change.tier == Tier.REMOTE and not change.stored
-        ]
-
-    assert publish("a", 1, 2) == []
-    assert publish("b", 3, 4) == []
-    assert publish("again", 1, 2) == []
-    # Of a prompt's blocks the last goes first: it is of no use without those before it.
-    assert publish("c", 5) == [hashes(4)]
-    assert publish("d", 6, 7) == [hashes(3, 2)]
 
 
 def test_an_engine_without_requests_makes_steps_for_moves_of_a_moment(
