@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import math
-import weakref
-from functools import partial
 from typing import Any
 
 import pytest
@@ -185,47 +182,6 @@ def ids_of(text: str) -> decode_pb2.Tokens:
 def finish(response: ResponseStream) -> None:
     reason = sampling_pb2.FINISH_REASON_LENGTH
     response.finish(reason, inference_pb2.Usage(), inference_pb2.Timing())
-
-
-async def test_a_client_that_reads_gets_its_response_without_another_task() -> None:
-    client = Client(room=100)
-    response = response_of()
-
-    async def produce() -> None:
-        for letter in "abc":
-            await response.add_tokens(ids_of(letter))
-            assert client.received[-1] == letter, "it is sent before anything else can run"
-        finish(response)
-
-    before = asyncio.all_tasks()
-    started: list[bool] = []
-    await write_response(
-        response, produce, client.write, lambda: started.append(True), client.outlets
-    )
-    assert client.received == ["a", "b", "c", ""]
-    assert client.tasks == {asyncio.current_task()}
-    assert asyncio.all_tasks() == before
-    assert started
-
-
-async def test_a_response_that_has_ended_is_freed_without_the_collector() -> None:
-    client = Client(room=100)
-    response = response_of()
-
-    async def produce(filled: ResponseStream) -> None:
-        await filled.add_tokens(ids_of("a"))
-        finish(filled)
-
-    gc.disable()
-    try:
-        await write_response(
-            response, partial(produce, response), client.write, outlets=client.outlets
-        )
-        kept = weakref.ref(response)
-        del response
-        assert kept() is None
-    finally:
-        gc.enable()
 
 
 async def test_a_client_that_does_not_read_gets_the_rest_from_a_task_in_order() -> None:

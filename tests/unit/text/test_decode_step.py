@@ -132,39 +132,6 @@ def test_batches_give_the_text_of_their_tokens_one_by_one(
     assert in_batches.flush() == one_by_one.flush()
 
 
-def test_a_batch_is_one_step() -> None:
-    codec, _, _ = _codecs("byte_level")
-    steps: list[Any] = []
-
-    class Counting(HuggingFaceCodec):
-        def decode_step(self, token_ids: Any, *, skip_special_tokens: bool = True) -> Any:
-            step = super().decode_step(token_ids)
-            assert step is not None
-
-            def counted(tokens: Any) -> str | None:
-                steps.append(tokens)
-                return step(tokens)
-
-            return counted
-
-    tokens = codec.encode("a long answer")
-    detokenizer = IncrementalDetokenizer(Counting(Path("models/tiny-llama")), [])
-    assert detokenizer.extend(tokens) == "a long answer"
-    assert steps == [tokens]
-
-
-def test_invalid_bytes_do_not_hold_text_back_for_ever() -> None:
-    codec, without, _ = _codecs("byte_level")
-    # A first byte of a character of two.
-    (invalid,) = [
-        token for token in range(512) if codec.decode([token, *codec.encode("a")]) == "\ufffda"
-    ][:1]
-    tokens = [[invalid]] * 12 + [codec.encode("x")]
-    pieces = _pieces(codec, codec.encode("p"), tokens)
-    assert any(pieces[:12])
-    assert pieces == _pieces(without, codec.encode("p"), tokens)
-
-
 def test_a_step_that_fails_gives_way_to_the_window() -> None:
     codec, _, _ = _codecs("byte_level")
     tokens = codec.encode("a long answer")
@@ -182,21 +149,6 @@ def test_a_step_that_fails_gives_way_to_the_window() -> None:
 
     pieces = _pieces(Failing(Path("models/tiny-llama")), [], [[token] for token in tokens])
     assert "".join(pieces) == "a long answer"
-
-
-@pytest.mark.parametrize("folder", ["models/tiny-llama", "models/SmolLM2-135M-Instruct"])
-@pytest.mark.parametrize("skips", [True, False])
-def test_the_bytes_of_every_token_are_those_of_the_library(folder: str, skips: bool) -> None:
-    codec = HuggingFaceCodec(Path(folder))
-    for token in range(codec.vocabulary_size):
-        step = codec.decode_step([], skip_special_tokens=skips)
-        assert isinstance(step, ByteStep)
-        text = codec.decode([token], skip_special_tokens=skips)
-        # The library's text of a part of a character has replacements, and a step holds it back.
-        assert step(token) == (None if text.endswith("\ufffd") else text), token
-    step = codec.decode_step([])
-    assert step is not None
-    assert step(codec.vocabulary_size + 10**6) == ""
 
 
 def test_an_added_token_with_a_space_is_plain_text() -> None:

@@ -103,29 +103,6 @@ def test_a_template_that_escapes_a_control_text_is_rejected(
         )
 
 
-def test_a_template_gets_the_names_that_templates_use() -> None:
-    chat = _conversation("x")
-    values = template_values(chat["messages"], chat["tools"], {"enable_thinking": False})
-    source = "{{ [messages, tools, enable_thinking] | tojson }}"
-    text = ChatTemplate(source, {}).render(values, continue_final_message=False)
-    function = {"name": "x", "arguments": {"x": ["x", {"n": 1}]}}
-    assert json.loads(text) == [
-        [
-            {"role": "user", "content": "x", "name": "x"},
-            {
-                "role": "assistant",
-                "content": "x",
-                "reasoning": "x",
-                "reasoning_content": "x",
-                "tool_calls": [{"id": "x", "type": "function", "function": function}],
-            },
-            {"role": "tool", "content": "x", "tool_call_id": "x"},
-        ],
-        chat["tools"],
-        False,
-    ]
-
-
 def test_a_variable_of_a_client_replaces_none_of_the_template() -> None:
     source = "{{ bos_token }}{{ add_generation_prompt }}{{ messages | length }}"
     values = template_values(

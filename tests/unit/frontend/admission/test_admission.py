@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 import pytest
 
@@ -18,26 +17,6 @@ _LATER = Deadline.after(24 * 3600)
 
 def _admission(requests: int = 2, tokens: int = 100, wait_s: float = 0.05) -> Admission:
     return Admission(AdmissionLimits(requests, tokens, wait_s), dict)
-
-
-async def test_requests_beyond_the_bound_are_rejected_at_once_with_a_retry_delay() -> None:
-    admission = _admission(wait_s=10.0)
-    permits = [await admission.admit("a", _LATER) for _ in range(2)]
-    started_s = time.monotonic()
-    with pytest.raises(QueueFull) as first:
-        await admission.admit("a", _LATER)
-    assert time.monotonic() == started_s
-    assert first.value.retry_after_s == 0.5
-    assert first.value.metadata["tenant_share"] == "2"
-    # A request lasts 8 s, so one of the two ends every 4 s.
-    admission.release(permits.pop(), 8.0)
-    permits.append(await admission.admit("a", _LATER))
-    with pytest.raises(QueueFull) as second:
-        await admission.admit("a", _LATER)
-    assert second.value.retry_after_s == pytest.approx(4.0)
-    for permit in permits:
-        admission.release(permit, 1.0)
-    assert admission.requests == 0
 
 
 async def test_a_tenant_below_its_share_is_admitted_next() -> None:
@@ -152,22 +131,6 @@ async def test_within_its_share_of_the_slots_a_tenant_is_never_rejected() -> Non
     assert not late.done()
     admission.release(held.pop(), 1.0)
     assert (await late).tenant == "late"
-
-
-async def test_a_request_that_comes_within_its_share_waits_on() -> None:
-    weights: dict[str, float] = {}
-    admission = Admission(AdmissionLimits(10, 100, 0.02), lambda: weights)
-    admission.resize_slots("m", 4)
-    held = [await _slot(admission, tenant) for tenant in "aabb"]
-    waiting = asyncio.create_task(_slot(admission, "a"))
-    await until(lambda: admission.waiting == 1)
-    weights["a"] = 9.0
-    # This one begins to wait later, and the wait of the other would be over, too.
-    with pytest.raises(QueueFull):
-        await _slot(admission, "b")
-    assert not waiting.done()
-    admission.release(held.pop(), 1.0)
-    assert (await waiting).tenant == "a"
 
 
 async def test_slots_are_bounded_by_the_places_and_by_model() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import QueueFull
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
 from headrace_frontend.admission.fair_share import CapacityRequest, Claimant, FairPool, Grant
 from tests.waiting import until
@@ -77,19 +75,6 @@ def test_no_class_of_a_tenant_starves(capacity: int, steps: list[Claimant | int]
     assert not clients.pool.waiting
 
 
-def test_the_shares_of_busy_classes_converge_to_their_weights() -> None:
-    random, clients = Random(1), Clients(42)
-    for _ in range(500):
-        clients.request(("a", Priority.LOW))
-    for priority in (Priority.HIGH, Priority.NORMAL):
-        for _ in range(500):
-            clients.request(("a", priority))
-    for _ in range(400):
-        clients.release(random.randrange(42))
-    held = clients.used()
-    assert [held["a", one] for one in Priority] == pytest.approx([32, 8, 2], abs=1)
-
-
 def test_the_expected_wait_counts_the_shares_of_the_others() -> None:
     clients = Clients(4)
     pool = clients.pool
@@ -99,22 +84,6 @@ def test_the_expected_wait_counts_the_shares_of_the_others() -> None:
     assert pool.units_ahead("a", Priority.LOW) == 41
     assert pool.units_ahead("a", Priority.NORMAL) == pytest.approx(1.25)
     assert pool.units_ahead("b", Priority.HIGH) == pytest.approx(1 + 1 / 16)
-
-
-async def test_a_router_full_of_low_requests_takes_a_high_one_next() -> None:
-    admission = Admission(AdmissionLimits(4, 1_000, wait_s=30.0), dict)
-    low = [await admission.admit("a", _LATER, Priority.LOW) for _ in range(4)]
-    with pytest.raises(QueueFull) as refused:
-        await admission.admit("a", _LATER, Priority.LOW)
-    assert refused.value.metadata["priority"] == "low"
-    high = asyncio.create_task(admission.admit("a", _LATER, Priority.HIGH))
-    await until(lambda: admission.waiting == 1)
-    admission.release(low.pop(), held_s=1.0)
-    permit = await high
-    assert permit.priority is Priority.HIGH
-    for each in (*low, permit):
-        admission.release(each, held_s=1.0)
-    assert admission.requests == 0
 
 
 async def test_the_slot_that_becomes_free_goes_to_the_class_with_the_least_for_its_weight() -> None:

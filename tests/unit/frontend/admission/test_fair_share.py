@@ -88,25 +88,6 @@ def test_a_tenant_below_its_share_waits_and_one_above_is_rejected(
     clients.check()
 
 
-def test_a_large_request_is_not_overtaken_and_an_impossible_one_is_rejected() -> None:
-    clients = Clients(10)
-    clients.request("a", 9)
-    assert clients.request("b", 11) is Grant.REJECTED
-    assert clients.request("b", 5) is Grant.WAITING
-    assert clients.request("a", 1) is Grant.REJECTED
-    assert clients.request("c", 1) is Grant.WAITING
-    clients.release(0)
-    assert sorted(request.tenant for request in clients.held) == ["b", "c"]
-    clients.request("a", 4)
-    assert clients.request("d", 9) is Grant.WAITING
-    assert clients.request("e", 1) is Grant.WAITING
-    # Cancel the request that the others wait behind.
-    clients.cancel(0)
-    clients.release(0)
-    assert clients.pool.used_by("e") == 1
-    clients.check()
-
-
 _STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("request"), st.sampled_from("abcd"), st.integers(1, 4)),
@@ -190,19 +171,6 @@ def test_slots_are_never_exceeded_never_idle_and_go_to_tenants_below_their_share
         assert clients.held
         clients.release(0)
     assert clients.pool.used == clients.pool.waiting == 0
-
-
-def test_a_waiting_request_is_within_the_share_or_beyond_it() -> None:
-    clients = Clients(4, queue_above_share=True)
-    for _ in range(5):
-        clients.request("greedy")
-    (beyond,) = clients.waiting
-    assert not clients.pool.within_share(beyond)
-    for _ in range(3):
-        clients.request("late")
-    assert [clients.pool.within_share(one) for one in clients.waiting[1:]] == [True, True, False]
-    clients.pool.resize(8)
-    assert Counter(one.tenant for one in clients.held) == {"greedy": 5, "late": 3}
 
 
 @settings(max_examples=40, deadline=None)

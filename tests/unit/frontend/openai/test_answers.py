@@ -83,19 +83,6 @@ def whole(answer_rules: AnswerRules, text: str, reason: Any = STOP) -> dict[str,
     return found
 
 
-def test_a_message_has_reasoning_content_and_calls() -> None:
-    choice = whole(rules(), ANSWER)
-    message = choice["message"]
-    assert (message["reasoning_content"], message["content"]) == ("why", "So.")
-    calls = [(one["type"], one["function"]) for one in message["tool_calls"]]
-    assert calls == [
-        ("function", {"name": "f", "arguments": '{"a": 1}'}),
-        ("function", {"name": "g", "arguments": "{}"}),
-    ]
-    assert len({one["id"] for one in message["tool_calls"]}) == 2
-    assert choice["finish_reason"] == "tool_calls"
-
-
 def test_deltas_make_the_same_message() -> None:
     expected = {
         "content": "So.",
@@ -179,17 +166,6 @@ def test_functions_are_answered_in_their_own_form() -> None:
         for name, value in delta.get("function_call", {}).items():
             sent[name] += value
     assert sent == function
-
-
-def test_an_answer_with_a_form_begins_without_reasoning() -> None:
-    forms: tuple[dict[str, Any], ...] = (
-        {"response_format": {"type": "json_object"}},
-        {"structured_outputs": {"regex": "{}"}},
-    )
-    for fields in forms:
-        message = whole(rules(tools=None, **fields), "{}")["message"]
-        assert (message["content"], "reasoning_content" in message) == ("{}", False)
-    assert whole(rules(tools=None), "{}")["message"]["reasoning_content"] == "{}"
 
 
 def test_required_calls_are_read_from_json() -> None:

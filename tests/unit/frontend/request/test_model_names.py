@@ -14,21 +14,6 @@ ADAPTERS = {"large": {"poet": POET, "coder": CODER}, "small": {"poet": OTHER_POE
 MODELS = ("large", "small")
 
 
-@pytest.mark.parametrize(
-    ("name", "adapter", "choice"),
-    [
-        ("large", "", ModelChoice("large")),
-        ("large", "poet", ModelChoice("large", POET)),
-        ("small", "poet", ModelChoice("small", OTHER_POET)),
-        ("coder", "", ModelChoice("large", CODER)),
-        ("coder", "coder", ModelChoice("large", CODER)),
-    ],
-)
-def test_a_name_selects_a_model_or_an_adapter(name: str, adapter: str, choice: ModelChoice) -> None:
-    assert resolve_model(name, MODELS, ADAPTERS, adapter) == choice
-    assert choice.name == (choice.adapter.name if choice.adapter else choice.model)
-
-
 def test_the_only_model_needs_no_name() -> None:
     assert resolve_model("", ["large"], ADAPTERS, "coder") == ModelChoice("large", CODER)
     assert resolve_model("", ["large"], ADAPTERS) == ModelChoice("large")

@@ -12,13 +12,11 @@ from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import WorkerGone
 from headrace_common.process.pacing import LoopLoad
 from headrace_frontend.request.response_stream import (
-    PENDING_TOKENS_MAX,
     ResponseStream,
     TextOutlet,
 )
 from headrace_frontend.request.validation import prepare
 from headrace_text.load import ByteCodec
-from tests.waiting import until
 
 _STOP = sampling_pb2.FINISH_REASON_STOP
 _LENGTH = sampling_pb2.FINISH_REASON_LENGTH
@@ -99,13 +97,6 @@ async def test_a_stop_string_across_tokens_is_cut_and_its_tokens_are_counted() -
     assert responses[-1].finish_reason == _STOP
 
 
-async def test_held_back_text_is_in_the_last_message() -> None:
-    stream = _response("END")
-    await stream.add_tokens(_tokens("xEN"))
-    _finish(stream)
-    assert "".join(response.text for response in await _rest(stream)) == "xEN"
-
-
 async def test_a_stop_token_has_no_text() -> None:
     stream = _response(stop_token_ids=(ord("!"),))
     await stream.add_tokens(_tokens("a!"))
@@ -166,96 +157,6 @@ def _ids(text: str) -> decode_pb2.Tokens:
     return decode_pb2.Tokens(token_ids=text.encode())
 
 
-async def test_an_outlet_gets_the_text_between_the_first_and_the_last_message() -> None:
-    load = _FixedLoad()
-    load.gap_s = 0.0
-    stream = _response(load=load)
-    sent: list[str] = []
-    stream.use_outlets(_into(sent))
-    await stream.add_tokens(_ids("a"))
-    first = await stream.next_message()
-    assert first is not None
-    assert first.text == "a"
-    reader = await _waits(stream)
-    await stream.add_tokens(_ids("bc"))
-    assert sent == ["bc"]
-    # The next tokens come before the gap has passed: they are sent together at its end.
-    load.gap_s = GAP_S
-    await stream.add_tokens(_ids("d"))
-    await stream.add_tokens(_ids("e"))
-    assert sent == ["bc"]
-    await until(lambda: sent == ["bc", "de"])
-    load.gap_s = 0.0
-    # A part of a character has no text yet.
-    await stream.add_tokens(decode_pb2.Tokens(token_ids="é".encode()[:1]))
-    assert sent == ["bc", "de"]
-    _finish(stream)
-    last = await reader
-    assert last is not None
-    assert (last.text, last.finish_reason) == ("", _LENGTH)
-    assert stream.completion_tokens == 6
-
-
-async def test_an_outlet_makes_room_for_tokens_that_came_within_the_gap() -> None:
-    load = _FixedLoad()
-    load.gap_s = 0.0
-    stream = _response(load=load)
-    sent: list[str] = []
-    stream.use_outlets(_into(sent))
-    await stream.add_tokens(_ids("a"))
-    await stream.next_message()
-    reader = await _waits(stream)
-    load.gap_s = GAP_S
-    many = "b" * (PENDING_TOKENS_MAX + 1)
-    async with asyncio.timeout(10):
-        await stream.add_tokens(_ids(many))
-    assert sent == [many]
-    reader.cancel()
-
-
-async def test_the_end_does_not_wait_for_the_gap() -> None:
-    load = _FixedLoad()
-    load.gap_s = 1_000.0
-    stream = _response(load=load)
-    await stream.add_tokens(_ids("a"))
-    await stream.next_message()
-    await stream.add_tokens(_ids("b"))
-    _finish(stream)
-    async with asyncio.timeout(10):
-        last = await stream.next_message()
-    assert last is not None
-    assert (last.text, last.finish_reason) == ("b", _LENGTH)
-
-
-async def test_what_an_outlet_refuses_is_in_the_next_message_once() -> None:
-    load = _FixedLoad()
-    load.gap_s = 0.0
-    stream = _response(load=load)
-    stream.use_outlets(lambda text: False)
-    await stream.add_tokens(_ids("a"))
-    await stream.next_message()
-    reader = await _waits(stream)
-    await stream.add_tokens(_ids("b"))
-    await stream.add_tokens(_ids("c"))
-    message = await reader
-    assert message is not None
-    assert (message.text, list(message.token_ids)) == ("bc", [98, 99])
-
-
-async def test_logprobs_never_go_through_an_outlet() -> None:
-    load = _FixedLoad()
-    load.gap_s = 0.0
-    stream = _response(load=load)
-    stream.use_outlets(lambda text: True)
-    await stream.add_tokens(_tokens("a"))
-    await stream.next_message()
-    reader = await _waits(stream)
-    await stream.add_tokens(_tokens("b"))
-    message = await reader
-    assert message is not None
-    assert len(message.logprobs) == 1
-
-
 async def test_an_outlet_gets_no_part_of_a_stop_string() -> None:
     load = _FixedLoad()
     load.gap_s = 0.0
@@ -272,41 +173,6 @@ async def test_an_outlet_gets_no_part_of_a_stop_string() -> None:
     last = await reader
     assert last is not None
     assert (last.text, last.finish_reason) == ("", _STOP)
-
-
-def _send_all(stream: ResponseStream, room: int = 1_000) -> list[inference_pb2.GenerateResponse]:
-    """Lets the stream send everything itself. The client takes `room` messages with logprobs, or a first one."""
-    sent: list[inference_pb2.GenerateResponse] = []
-
-    def send(message: inference_pb2.GenerateResponse) -> bool:
-        taken = len(sent) < room
-        if taken:
-            sent.append(message)
-        return taken
-
-    def send_text(text: str) -> bool:
-        return send(inference_pb2.GenerateResponse(text=text))
-
-    stream.use_outlets(send_text, send)
-    return sent
-
-
-async def test_outlets_need_no_reader_before_the_last_message() -> None:
-    load = _FixedLoad()
-    load.gap_s = 0.0
-    stream = _response(load=load)
-    sent = _send_all(stream)
-    await stream.add_tokens(_ids("a"))
-    await stream.add_tokens(_ids("b"))
-    await stream.add_tokens(_tokens("c"))
-    assert [message.text for message in sent] == ["a", "b", "c"]
-    assert sent[0].trace_id == "trace"
-    assert len(sent[2].logprobs) == 1
-    _finish(stream)
-    last = await stream.next_message()
-    assert last is not None
-    assert (last.text, last.finish_reason) == ("", _LENGTH)
-    assert await stream.next_message() is None
 
 
 async def test_a_message_that_an_outlet_refuses_goes_to_the_reader_once_and_in_order() -> None:
@@ -334,21 +200,6 @@ async def test_a_message_that_an_outlet_refuses_goes_to_the_reader_once_and_in_o
     assert sent == ["c"]
     assert refused == 1
     reader.cancel()
-
-
-async def test_a_stream_sends_nothing_after_stop_sending() -> None:
-    load = _FixedLoad()
-    load.gap_s = 0.0
-    stream = _response(load=load)
-    sent = _send_all(stream)
-    await stream.add_tokens(_ids("a"))
-    load.gap_s = GAP_S
-    await stream.add_tokens(_ids("b"))
-    stream.stop_sending()
-    load.gap_s = 0.0
-    await asyncio.sleep(1.5 * GAP_S)
-    await stream.add_tokens(_ids("c"))
-    assert [message.text for message in sent] == ["a"]
 
 
 async def test_an_outlet_that_fails_after_the_gap_fails_the_response() -> None:
@@ -383,13 +234,6 @@ async def test_a_stop_string_ends_no_answer_before_its_least_length(
     expected = {0: "x", 2: "x", 3: "xENDy", 4: "xENDy"}.get(min_tokens, text)
     _finish(stream)
     assert "".join(response.text for response in await _rest(stream)) == expected
-
-
-async def test_the_stop_string_may_be_kept() -> None:
-    stream = _response("EN", include_stop_str_in_output=True)
-    await stream.add_tokens(_tokens("xENDy"))
-    _finish(stream)
-    assert "".join(response.text for response in await _rest(stream)) == "xEN"
 
 
 async def test_the_text_of_a_stop_token_may_be_kept() -> None:

@@ -241,22 +241,6 @@ def test_a_forced_call_has_the_schema_of_its_function() -> None:
     assert json.loads(named or "") == json.loads(_SCHEMA)
 
 
-def test_a_required_call_is_one_of_all_functions() -> None:
-    chat = _choice(mode=Mode.MODE_REQUIRED, single_call=True).chat
-    chat.tools.append(_tool("other", ""))
-    schema = json.loads(forced_call_schema(chat) or "")
-    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
-    calls = {
-        call["properties"]["name"]["enum"][0]: call["properties"]["parameters"]
-        for call in schema["items"]["anyOf"]
-    }
-    assert calls == {
-        "look": json.loads(_SCHEMA),
-        "other": {"type": "object", "properties": {}},
-    }
-    assert "$defs" not in schema
-
-
 @pytest.mark.parametrize("place", ["$defs", "definitions", "properties"])
 def test_references_mean_the_same_in_all_forced_calls(place: str) -> None:
     parameters = {

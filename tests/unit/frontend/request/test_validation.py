@@ -146,56 +146,12 @@ def test_a_text_beyond_its_bytes_is_never_tokenized(
             )
 
 
-def test_every_role_is_accepted() -> None:
-    for role in ("system", "user", "assistant", "tool", "developer"):
-        chat = inference_pb2.Chat(messages=[inference_pb2.ChatMessage(role=role)])
-        request = inference_pb2.GenerateRequest(chat=chat)
-        limits = {"max_model_len": {"sim": 64}, "bytes_per_token": 16}
-        prepared = prepare(request, request_id="r1", codecs=_CODECS, **limits)  # type: ignore[arg-type]
-        assert bytes(prepared.token_ids).startswith(f"{role}: ".encode())
-
-
 def test_lists_beyond_the_context_are_not_searched() -> None:
     request = _tokens(*[32_000] * 17)
     request.generated.ids.extend([32_000] * 17)
     with pytest.raises(InvalidRequest) as caught:
         _prepare(request)
     assert list(caught.value.violations) == ["tokens.ids"]
-
-
-def test_all_invalid_fields_are_reported_at_once() -> None:
-    request = _text("x" * 40, temperature=9, top_p=0.0, stop=[""])
-    request.request_id = "r" * 200
-    with pytest.raises(InvalidRequest) as caught:
-        _prepare(request)
-    assert set(caught.value.violations) == {
-        "text", "sampling.temperature", "sampling.top_p", "sampling.stop[0]", "request_id",
-    }  # fmt: skip
-    request.model = "other"
-    with pytest.raises(InvalidRequest) as caught:
-        _prepare(request)
-    assert {"model", "sampling.top_p"} <= set(caught.value.violations)
-
-
-def test_the_model_must_be_named_among_several() -> None:
-    two: dict[str, TextCodec] = {"a": ByteCodec(), "sim": ByteCodec()}
-    with pytest.raises(InvalidRequest, match="use one of: a, sim"):
-        _prepare(_text(), two)
-    assert _prepare(inference_pb2.GenerateRequest(text="x", model="a"), two).model == "a"
-
-
-def test_defaults_are_filled_in_and_stops_are_separated() -> None:
-    prepared = _prepare(_text(stop=["END"], stop_token_ids=[9]))
-    sampling = prepared.sampling
-    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (1, 1, 0, 0)
-    assert sampling.repetition_penalty == 1
-    assert sampling.max_tokens == 11
-    assert not sampling.HasField("seed")
-    assert not sampling.HasField("logprobs")
-    assert prepared.stop_token_ids == (7, 9)
-    assert prepared.stop_strings == ("END",)
-    assert not sampling.stop
-    assert not sampling.stop_token_ids
 
 
 def test_zero_is_not_taken_for_unset() -> None:

@@ -13,7 +13,6 @@ from headrace_text.parsing.buffered import CallArguments, CallStart, Content, Pi
 from headrace_text.parsing.registry import (
     TOOL_CALL_PARSERS,
     AnswerParser,
-    new_required_call_parser,
     new_tool_call_parser,
 )
 from tests.unit.text.parsing.examples import EXAMPLES, SCHEMAS, Example
@@ -117,14 +116,3 @@ def test_the_model_can_write_the_id_of_a_call() -> None:
         "<|tool_call_begin|>functions.now:3<|tool_call_argument_begin|>{}<|tool_call_end|>"
     )
     assert pieces[0] == CallStart("now", "functions.now:3")
-
-
-def test_constrained_answers_are_calls() -> None:
-    text = (
-        '[{"name": "now", "parameters": {}}, {"name": "weather", "parameters": {"city": "Rome"}}]'
-    )
-    for parts in ([text], list(text)):
-        required = AnswerParser(None, new_required_call_parser())
-        assert parse(required, parts) == ("", "", [("now", "{}"), ("weather", '{"city": "Rome"}')])
-        named = AnswerParser(None, new_required_call_parser("now"))
-        assert parse(named, list('{"a": 1}')) == ("", "", [("now", '{"a": 1}')])
