@@ -66,20 +66,6 @@ def line_about(name: str) -> logging.LogRecord:
     )
 
 
-def test_a_json_line_has_the_fields_and_nothing_more() -> None:
-    line = JsonFormatter("headrace-kiln", "kiln-0").format(record_of('first\n"second" é'))
-    fields = json.loads(line)
-    assert "\n" not in line
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", fields.pop("time"))
-    assert fields == {
-        "level": "WARNING",
-        "service": "headrace-kiln",
-        "worker_id": "kiln-0",
-        "logger": "kiln",
-        "message": 'first\n"second" é',
-    }
-
-
 def test_a_json_line_has_the_exception() -> None:
     try:
         raise ValueError("cold")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import pytest
@@ -51,28 +50,6 @@ def test_a_file_is_checked_after_the_interval_only(
     assert number.file.current() == 1
 
 
-def test_a_replaced_file_of_the_same_size_and_time_is_read_again(tmp_path: Path) -> None:
-    number = Number(tmp_path / "number", "1")
-    replacement = tmp_path / "new"
-    replacement.write_text("2")
-    status = number.path.stat()
-    os.utime(replacement, ns=(status.st_atime_ns, status.st_mtime_ns))
-    replacement.replace(number.path)
-    assert number.file.current() == 2
-
-
-def test_a_retargeted_link_is_read_again(tmp_path: Path) -> None:
-    """Kubernetes replaces the files of a secret so."""
-    for name in ("1", "2"):
-        (tmp_path / name).write_text(name)
-    link, draft = tmp_path / "number", tmp_path / "draft"
-    link.symlink_to("1")
-    file = ReloadedFiles([str(link)], link.read_text)
-    draft.symlink_to("2")
-    draft.replace(link)
-    assert file.current() == "2"
-
-
 def test_an_invalid_file_leaves_the_old_value_and_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -86,8 +63,3 @@ def test_an_invalid_file_leaves_the_old_value_and_is_logged_once(
     assert "has no number" in errors[0].getMessage()
     number.path.write_text("3")
     assert number.file.current() == 3
-
-
-def test_an_invalid_file_at_the_start_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no number"):
-        Number(tmp_path / "number", "none")

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_common.access.credentials import TlsFiles
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import ConfigError, DeadlineExceeded, QueueFull
+from headrace_common.errors import DeadlineExceeded, QueueFull
 from headrace_common.identity import is_incarnation, is_worker_id, new_incarnation, new_transfer_id
 from headrace_common.tasks import BoundedQueue
 
@@ -88,17 +87,3 @@ async def test_put_waits_for_room_until_its_deadline() -> None:
 def test_a_queue_needs_a_positive_bound() -> None:
     with pytest.raises(ValueError, match="maxsize"):
         BoundedQueue[int]("prefill", 0)
-
-
-def test_the_environment_names_all_tls_files_or_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert TlsFiles.from_environment() == TlsFiles()
-    monkeypatch.setenv("HEADRACE_TLS_KEY_FILE", "key.pem")
-    with pytest.raises(
-        ConfigError, match="HEADRACE_TLS_CERTIFICATE_FILE and HEADRACE_TLS_AUTHORITY_FILE not set"
-    ):
-        TlsFiles.from_environment()
-    monkeypatch.setenv("HEADRACE_TLS_CERTIFICATE_FILE", "certificate.pem")
-    monkeypatch.setenv("HEADRACE_TLS_AUTHORITY_FILE", "authority.pem")
-    assert TlsFiles.from_environment() == TlsFiles("certificate.pem", "key.pem", "authority.pem")

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import latency_pb2
-from headrace.prefill.v1 import prefill_pb2
 from headrace_common.latency.breakdown import Breakdown, Owner, break_down, breakdown_to_proto
 from headrace_common.latency.parts import Part, Sum
 from headrace_common.latency.steps import (
@@ -19,8 +16,6 @@ from headrace_common.latency.steps import (
     FirstTokenBy,
     PrefillSteps,
     RequestSteps,
-    decode_steps,
-    prefill_steps,
 )
 
 DECODE = DecodeSteps(60, reserved=65, kv_arrived=400, step_start=430, first_token=450)
@@ -50,62 +45,6 @@ def parts(one: Sum | None) -> dict[str, int]:
     return {part.label: duration for part, duration in one.parts_us.items()}
 
 
-def test_a_remote_prefill() -> None:
-    found = break_down(request(REMOTE), 1_000)
-    assert parts(found.first) == {
-        "admission": 20,
-        "tokenize": 20,
-        "route": 10,
-        "reserve": 20,
-        "queue": 40,
-        "batch_wait": 10,
-        "prefill": 200,
-        "transfer_exposed": 70,
-        "decode_wait": 30,
-        "first_step": 20,
-        "network": 25,
-    }
-    assert (found.owner, found.exposed_us, found.hidden_us) == (Owner.FIRST_TOKEN, 70, 150)
-    assert found.second is None
-
-
-def test_a_local_prefill() -> None:
-    decode = DecodeSteps(60, reserved=65, step_start=100, first_token=450)
-    found = break_down(request(AttemptSteps(40, 50, reserved=70, decode=decode)), 1_000)
-    assert parts(found.first) == {
-        "admission": 20,
-        "tokenize": 20,
-        "route": 10,
-        "reserve": 15,
-        "decode_wait": 35,
-        "prefill": 350,
-        "network": 15,
-    }
-    assert found.owner is Owner.NONE
-
-
-def test_a_first_token_from_prefill() -> None:
-    attempt = replace(
-        REMOTE,
-        first_token_by=FirstTokenBy.PREFILL,
-        prefill=replace(PREFILL, sent=335),
-        decode=replace(DECODE, token_received=350),
-    )
-    steps = replace(
-        request(attempt), first_token=(345, 0), first_message=346, second_token=(460, 0)
-    )
-    found = break_down(steps, 1_000)
-    assert parts(found.first)["prefill"] == 205
-    assert "transfer_exposed" not in parts(found.first)
-    assert parts(found.second) == {
-        "transfer_exposed": 55,
-        "decode_wait": 30,
-        "first_step": 20,
-        "network": 10,
-    }
-    assert (found.owner, found.exposed_us) == (Owner.SECOND_TOKEN, 55)
-
-
 def test_a_first_token_from_logits() -> None:
     attempt = replace(
         REMOTE,
@@ -128,32 +67,6 @@ def test_attempts_that_failed_are_a_part() -> None:
     found = break_down(request(failed, attempt), 1_000)
     assert parts(found.first)["retry"] == 8
     assert Part.UNACCOUNTED not in found.first.parts_us
-
-
-def test_a_second_token_after_a_migration() -> None:
-    first = replace(REMOTE, first_token_by=FirstTokenBy.PREFILL)
-    later = AttemptSteps(
-        600,
-        610,
-        reserved=620,
-        remote=False,
-        decode=DecodeSteps(612, 615, None, None, None, None, 630, 690),
-    )
-    steps = replace(request(first, later), first_token=(345, 0), second_token=(700, 1))
-    found = break_down(steps, 1_000)
-    assert parts(found.second)["retry"] == 255
-    assert found.owner is Owner.NONE
-
-
-def test_requests_without_a_first_token() -> None:
-    rejected = break_down(RequestSteps(0), 50)
-    assert parts(rejected.first) == {"admission": 50}
-    waiting = AttemptSteps(40, 50, reserved=70, queued=70, remote=True)
-    steps = replace(request(waiting), first_token=None, first_message=None)
-    assert parts(break_down(steps, 500).first)["queue"] == 430
-    lost = AttemptSteps(40, 50, remote=True)
-    steps = replace(request(lost), first_token=None, first_message=None)
-    assert parts(break_down(steps, 500).first)["retry"] == 450
 
 
 def test_clocks_that_are_wrong_keep_the_sum() -> None:
@@ -219,27 +132,3 @@ def test_the_message() -> None:
     assert (message.transfer_exposed_us, message.transfer_hidden_us) == (7, 5)
     assert (message.second_token.total_us, message.clock_error_us) == (7, 6)
     assert not breakdown_to_proto(Breakdown(second)).HasField("second_token")
-
-
-def test_steps_from_reports() -> None:
-    times = decode_pb2.AttemptTimes(
-        received_unix_ns=5, reserved_us=1, kv_arrived_us=2, step_start_us=3, first_token_us=4
-    )
-    assert decode_steps(times, 100) == DecodeSteps(
-        100, reserved=101, kv_arrived=102, step_start=103, first_token=104
-    )
-    task = prefill_pb2.TaskTimes(compute_start_us=1, compute_end_us=5, first_write_us=2)
-    assert prefill_steps(task, 100) == PrefillSteps(100, 101, 105, 102)
-
-
-@pytest.mark.parametrize(
-    "steps, hidden_us",
-    [
-        (PREFILL, 150),
-        (replace(PREFILL, last_write=200), 20),
-        (replace(PREFILL, first_write=340), 0),
-        (replace(PREFILL, first_write=None), 0),
-    ],
-)
-def test_hidden_transfer(steps: PrefillSteps, hidden_us: int) -> None:
-    assert steps.hidden_us == hidden_us

@@ -45,18 +45,6 @@ def test_the_gap_follows_the_load_within_its_bounds() -> None:
     assert load.gap_s == GAP_MIN_S
 
 
-def test_a_loop_that_is_busy_with_other_work_batches_no_tokens() -> None:
-    load = LoopLoad()
-    load.adapt(1.0, FEW)
-    assert load.gap_s == GAP_MIN_S
-    load.adapt(1.0, MANY)
-    load.adapt(1.0, SOME)
-    grown_s = load.gap_s
-    assert grown_s > GAP_MIN_S, "batched streams send fewer messages, and stay batched"
-    load.adapt(1.0, FEW)
-    assert load.gap_s < grown_s
-
-
 def test_the_gap_grows_while_the_thread_computes_and_shrinks_while_it_sleeps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,9 +6,6 @@ import pytest
 from opentelemetry import context as otel_context
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from headrace_common.config import ServiceConfig
@@ -22,30 +19,6 @@ from headrace_common.telemetry.later import ended_span
 from headrace_common.telemetry.setup import child_context, init_telemetry
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-"
-
-
-def test_an_exporter_accepts_a_span_of_a_trace_that_was_not_sampled() -> None:
-    telemetry = init_telemetry("router", "r", ServiceConfig(traces_sampler="always_off"))
-    root = telemetry.pending_span(schema.SPAN_REQUEST)
-    own = root.get_span_context()
-    assert not own.trace_flags.sampled
-    times, attributes = (9, 7), {"a": 1}
-    span = ended_span(
-        name=schema.SPAN_REQUEST,
-        context=own,
-        parent=None,
-        times_unix_ns=times,
-        attributes=attributes,
-        resource=Resource({}),
-        error="torn",
-        links=[child_context(own)],
-    )
-    exporter = InMemorySpanExporter()
-    SimpleSpanProcessor(exporter).on_end(span)
-    (found,) = exporter.get_finished_spans()
-    assert (found.start_time, found.end_time, found.kind) == (9, 9, SpanKind.SERVER)
-    assert found.status.description == "torn"
-    assert [link.context.trace_id for link in found.links] == [own.trace_id]
 
 
 def test_a_span_has_the_parent_and_the_state_of_its_caller() -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from headrace_common.telemetry.layer_stamps import (
     NEVER,
-    WORDS_PER_WRITE,
     WRITES_MAX,
     Cause,
     pack_writes,
@@ -30,28 +29,6 @@ def packed(*writes: tuple[int, ...]) -> str:
 
 def changed(**values: int) -> tuple[int, ...]:
     return tuple(values.get(name, word) for name, word in zip(NAMES, WRITE, strict=True))
-
-
-def test_a_write_keeps_its_numbers_and_times() -> None:
-    (write,) = unpack_writes(packed(WRITE))
-    assert (write.layer, write.start_token, write.end_token, write.payload_bytes) == (
-        9,
-        0,
-        64,
-        4096,
-    )
-    assert (write.ready_ns, write.submitted_ns, write.gathered_ns) == (50_000, 85_000, 122_000)
-    assert (write.landed_ns, write.acknowledged_ns, write.finished) == (522_000, 525_000, True)
-    assert write.parts_ns == {
-        "lease": 10_000,
-        "window": 20_000,
-        "queue": 5_000,
-        "staging_slot": 7_000,
-        "gather": 30_000,
-        "move": 400_000,
-        "acknowledge": 3_000,
-    }
-    assert sum(write.parts_ns.values()) == write.acknowledged_ns - write.ready_ns
 
 
 @pytest.mark.parametrize(
@@ -97,11 +74,3 @@ def test_the_last_writes_are_kept() -> None:
 )
 def test_a_text_that_is_none_has_no_writes(text: str) -> None:
     assert unpack_writes(text) == ()
-
-
-def test_the_words_are_those_of_the_documentation() -> None:
-    content = base64.b64decode(packed(WRITE))
-    assert int.from_bytes(content[:4], "little") == 1
-    words = [int.from_bytes(content[at : at + 4], "little") for at in range(4, len(content), 4)]
-    assert tuple(words) == WRITE
-    assert len(words) == WORDS_PER_WRITE

@@ -54,21 +54,6 @@ def test_series_are_bounded_with_a_thousand_workers() -> None:
     assert len(prometheus_text(store.collect())) < 2_000_000
 
 
-def test_workers_that_left_have_no_series() -> None:
-    store = MetricStore()
-    offsets = store.gauge(schema.METRIC_CLOCK_OFFSET, schema.ATTRIBUTE_WORKER_ID)
-    for number in range(3):
-        offsets.replace({f"w{number}": 1.0})
-    assert set(points(store, schema.METRIC_CLOCK_OFFSET)) == {("w2",)}
-    requests = store.gauge(
-        schema.METRIC_WORKER_REQUESTS, schema.ATTRIBUTE_WORKER_ID, schema.ATTRIBUTE_WORKER_STATE
-    )
-    requests.set(1, "a", "running")
-    requests.set(1, "b", "running")
-    requests.remove("a")
-    assert set(points(store, schema.METRIC_WORKER_REQUESTS)) == {("b", "running")}
-
-
 def test_threads_lose_no_count() -> None:
     store = MetricStore()
     counter = store.counter(schema.METRIC_MIGRATIONS, schema.ATTRIBUTE_END_REASON)
@@ -83,21 +68,6 @@ def test_threads_lose_no_count() -> None:
     for thread in threads:
         thread.join(20)
     assert points(store, schema.METRIC_MIGRATIONS)[("x",)] == 8_000
-
-
-def test_local_counts_are_merged_into_a_series() -> None:
-    store = MetricStore()
-    gaps = store.histogram(schema.METRIC_INTER_TOKEN_LATENCY, schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL)
-    gaps.record(0.02, "m")
-    own = gaps.local_counts()
-    own.record(0.02)
-    own.record(99.0)
-    gaps.series("m").merge(own)
-    point = points(store, schema.METRIC_INTER_TOKEN_LATENCY)[("m",)]
-    assert isinstance(point, HistogramPoint)
-    assert sum(point.counts) == 3
-    assert point.counts[-1] == 1
-    assert point.total == pytest.approx(99.04)
 
 
 def test_an_instrument_is_as_the_schema_has_it() -> None:

@@ -14,10 +14,8 @@ from headrace_common.telemetry.metrics.prometheus import (
     OPEN_METRICS_TYPE,
     TEXT_TYPE,
     content_type,
-    prometheus_name,
     prometheus_text,
 )
-from headrace_common.telemetry.schema_tables import METRICS
 
 # The package has types for a part of it only.
 read_text: Any = prometheus_client.parser.text_string_to_metric_families
@@ -39,23 +37,6 @@ def filled() -> MetricStore:
     return store
 
 
-def test_each_kind_of_metric_has_its_lines() -> None:
-    lines = prometheus_text(filled().collect()).splitlines()
-    assert "# TYPE headrace_requests_total counter" in lines
-    assert 'headrace_requests_total{headrace_end_reason="a \\"b\\"\\n"} 2' in lines
-    assert "# TYPE headrace_queue_depth_current gauge" in lines
-    assert 'headrace_queue_depth_current{headrace_queue_name="prefill"} 1.5' in lines
-    name = "gen_ai_server_time_to_first_token_seconds"
-    assert f"# TYPE {name} histogram" in lines
-    model = 'gen_ai_request_model="m"'
-    assert f'{name}_bucket{{{model},le="0.001"}} 1' in lines
-    assert f'{name}_bucket{{{model},le="0.0025"}} 1' in lines
-    assert f'{name}_bucket{{{model},le="0.005"}} 3' in lines
-    assert f'{name}_bucket{{{model},le="+Inf"}} 4' in lines
-    assert f"{name}_count{{{model}}} 4" in lines
-    assert not any(TRACE in line for line in lines)
-
-
 def test_open_metrics_has_the_trace_of_a_value_in_its_bucket() -> None:
     text = prometheus_text(filled().collect(), OPEN_METRICS_TYPE)
     assert text.endswith("# EOF\n")
@@ -68,25 +49,6 @@ def test_open_metrics_has_the_trace_of_a_value_in_its_bucket() -> None:
     assert families["headrace_requests"].type == "counter"
 
 
-def test_prometheus_reads_every_metric_of_the_schema() -> None:
-    store = MetricStore()
-    for name, facts in METRICS.items():
-        values = ("x",) * len(facts.labels)
-        if facts.instrument == "counter":
-            store.counter(name, *facts.labels).add(3, *values)
-        elif facts.instrument == "gauge":
-            store.gauge(name, *facts.labels).set(3, *values)
-        else:
-            store.histogram(name, *facts.labels).record(3, *values, trace_id=TRACE)
-    snapshots = store.collect()
-    assert len(snapshots) == len(METRICS)
-    text = list(read_text(prometheus_text(snapshots)))
-    opened = list(read_open_metrics(prometheus_text(snapshots, OPEN_METRICS_TYPE)))
-    assert len({one.name for one in text}) == len({one.name for one in opened}) == len(METRICS)
-    assert {one.type for one in opened} == {"counter", "gauge", "histogram"}
-    assert all(one.documentation for one in text)
-
-
 @pytest.mark.parametrize(
     "accept, kind",
     [
@@ -97,15 +59,3 @@ def test_prometheus_reads_every_metric_of_the_schema() -> None:
 )
 def test_a_reader_gets_open_metrics_if_it_asks_for_it(accept: str, kind: str) -> None:
     assert content_type(accept) == kind
-
-
-@pytest.mark.parametrize(
-    "name, unit, expected",
-    [
-        ("headrace.queue.expected_wait", "s", "headrace_queue_expected_wait_seconds"),
-        ("headrace.transfer.bytes", "By", "headrace_transfer_bytes"),
-        ("headrace.requests", "{request}", "headrace_requests"),
-    ],
-)
-def test_names_end_with_the_unit_once(name: str, unit: str, expected: str) -> None:
-    assert prometheus_name(name, unit) == expected
