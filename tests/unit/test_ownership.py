@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted(
     path
@@ -90,39 +88,6 @@ def foreign_attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
                 pass
             case ast.Attribute():
                 yield target
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        "task.state = 1",
-        "task.count += 1",
-        "task.count: int = 1",
-        "del task.state",
-        "self._peer.state = 1",
-        "self._tasks[key].state = 1",
-        "task.items[key] = 1",
-        "del task.items[key][0]",
-        "first, (*task.rest, last) = values",
-        "for task.item in items: pass",
-        "with opened() as task.file: pass",
-    ],
-)
-def test_a_foreign_assignment_is_found(code: str) -> None:
-    assert len(list(foreign_attributes(ast.parse(code)))) == 1
-
-
-@pytest.mark.parametrize(
-    "code",
-    ["self.state = 1", "cls.count += 1", "self._tasks[key] = 1", "items[key] = 1", "a = b.c"],
-)
-def test_an_assignment_to_own_state_is_allowed(code: str) -> None:
-    assert not list(foreign_attributes(ast.parse(code)))
-
-
-def test_proto_fields_are_found() -> None:
-    # A plain, a repeated, an optional and a map field.
-    assert {"request_id", "token_ids", "temperature", "attributes"} <= proto_fields()
 
 
 def test_modules_change_attributes_of_other_objects_only_by_methods() -> None:

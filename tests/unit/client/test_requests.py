@@ -16,33 +16,6 @@ def test_every_field_of_sampling_can_be_given() -> None:
     assert set(Sampling.__annotations__) == known - {"bad_token_sequences"}
 
 
-def test_given_values_arrive_and_others_keep_their_defaults() -> None:
-    request = build_request(
-        "Hello",
-        model="m",
-        request_id="r1",
-        n=3,
-        top_p=0.9,
-        temperature=0.0,
-        logprobs=2,
-        max_tokens=5,
-        seed=None,
-        stop=["x", "y"],
-        logit_bias={7: -1.5},
-        structured_outputs=sampling_pb2.StructuredOutputs(regex="[0-9]+"),
-    )
-    sampling = request.sampling
-    assert (request.text, request.model, request.request_id, request.n) == ("Hello", "m", "r1", 3)
-    assert (sampling.top_p, sampling.temperature, sampling.logprobs) == (0.9, 0.0, 2)
-    assert sampling.HasField("temperature")
-    assert not sampling.HasField("seed")
-    assert not sampling.HasField("top_k")
-    assert list(sampling.stop) == ["x", "y"]
-    assert dict(sampling.logit_bias) == {7: -1.5}
-    assert sampling.structured_outputs.regex == "[0-9]+"
-    assert not build_request("x", max_tokens=0).sampling.HasField("max_tokens")
-
-
 def test_messages_may_be_pairs_or_whole() -> None:
     whole = inference_pb2.ChatMessage(role="tool", content="4", tool_call_id="c1")
     tool = tools_pb2.Tool(name="add")

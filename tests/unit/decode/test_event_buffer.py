@@ -56,22 +56,6 @@ async def test_waiting_ends_at_the_deadline() -> None:
     assert await buffer.close()
 
 
-async def test_closing_closes_the_engines_iterator() -> None:
-    closed = asyncio.Event()
-
-    async def held() -> AsyncIterator[DecodeEvent]:
-        try:
-            yield DecodeTokens((1,))
-            await asyncio.Event().wait()
-        finally:
-            closed.set()
-
-    buffer = EventBuffer(held(), "r")
-    await buffer.read(Deadline.after(1))
-    assert await buffer.close()
-    assert closed.is_set()
-
-
 class _Followed(DecodeEvents):
     """Events that a test puts in."""
 
@@ -101,25 +85,6 @@ class _Followed(DecodeEvents):
 
     async def __anext__(self) -> DecodeEvent:
         raise AssertionError("followed events are not iterated")
-
-
-async def test_followed_events_need_no_task() -> None:
-    source = _Followed()
-    tasks = len(asyncio.all_tasks())
-    buffer = EventBuffer(source, "r")
-    assert len(asyncio.all_tasks()) == tasks
-    calls: list[int] = []
-    buffer.notify(lambda: calls.append(1), Deadline.after(60))
-    source.put(DecodeTokens((1,)))
-    source.put(DecodeTokens((2,)))
-    assert calls == [1]
-    assert buffer.take() == [DecodeTokens((1,)), DecodeTokens((2,))]
-    assert not buffer.readable
-    source.put(DecodeTokens((3,)), DecodeEnded(False, 0))
-    assert calls == [1, 1]
-    assert buffer.take() == [DecodeTokens((3,)), DecodeEnded(False, 0)]
-    assert await buffer.close()
-    assert source.aborts
 
 
 async def test_a_failure_of_followed_events_is_raised() -> None:

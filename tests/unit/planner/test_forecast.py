@@ -22,10 +22,6 @@ def test_a_ramp_is_extended() -> None:
     assert chosen.mean_error < 10
 
 
-def test_few_values_have_no_trend() -> None:
-    assert local_trend([1.0, 2.0, 3.0, 4.0]) == 4.0
-
-
 def test_a_daily_load_is_predicted_by_the_day_before() -> None:
     history = DAY * 2 + DAY[:7]
     chosen = forecast(history, 24, 0.5)
@@ -36,18 +32,6 @@ def test_a_daily_load_is_predicted_by_the_day_before() -> None:
 def test_a_day_with_twice_the_load_is_predicted_as_such() -> None:
     history = DAY + [2 * value for value in DAY[:12]]
     assert seasonal(24)(history) == pytest.approx(2 * DAY[12])
-
-
-def test_a_constant_load_has_no_error() -> None:
-    chosen = forecast([7.0] * 30, 0, 0.5)
-    assert chosen.value == pytest.approx(7.0)
-    assert chosen.mean_error == 0.0
-
-
-def test_time_before_the_first_request_is_no_history() -> None:
-    assert forecast([0.0] * 50 + [6.0, 6.0], 0, 0.5).value == 6.0
-    assert forecast([0.0] * 50, 0, 0.5).value == 0.0
-    assert forecast([], 0, 0.5).value == 0.0
 
 
 def test_growth_from_almost_nothing_is_bounded() -> None:

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from headrace_planner.goal_decision import (
     Corrections,
-    corrections,
     decide_by_goals,
     fewest_workers,
     late_share,
@@ -20,7 +19,7 @@ from headrace_planner.goal_decision import (
 )
 from headrace_planner.observation import RequestStatistics
 from headrace_planner.settings import GoalSettings, PlannerSettings, PrefillPoint, WorkerProfile
-from tests.unit.planner.samples import PROFILE, interval, requests, sample
+from tests.unit.planner.samples import PROFILE, interval, requests
 
 SETTINGS = PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=0.05))
 MEANS = PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=0.05, share=0.5))
@@ -123,19 +122,6 @@ def test_long_contexts_use_their_own_points() -> None:
     assert demand is not None
     _, decode = decide_by_goals(settings, PROFILE, demand, Corrections())
     assert decode.inputs["worker_tokens_per_s"] == 300
-
-
-def test_corrections_compare_what_was_seen_with_the_profile() -> None:
-    seen = interval(
-        sample(loads=(0.5,)),
-        requests=requests(prompt_tokens=950, answer_tokens=100, ttft_s=0.05, itl_s=0.05),
-    )
-    found = corrections(SETTINGS, PROFILE, seen)
-    assert found.ttft == pytest.approx(0.5)
-    assert found.itl == pytest.approx(2.0)
-    slow = interval(requests=requests(ttft_s=100.0, itl_s=0.0))
-    assert corrections(SETTINGS, PROFILE, slow) == Corrections(4.0, 0.25)
-    assert corrections(SETTINGS, PROFILE, interval()) == Corrections()
 
 
 def test_without_requests_there_is_no_demand() -> None:

@@ -90,19 +90,6 @@ def test_the_last_worker_of_a_role_stays() -> None:
     assert wanted(observed) == WorkerCounts(1, 1)
 
 
-def test_no_decode_worker_is_removed_in_the_grace_after_an_addition() -> None:
-    full, idle = interval(sample(loads=(0.95,))), interval(sample(loads=(0.1, 0.1)))
-    reasons, state = decide_by_load(SETTINGS, full, LoadState())
-    assert apply_reasons(full.counts, reasons).decode == 2
-    kept = 0
-    while True:
-        reasons, state = decide_by_load(SETTINGS, idle, state)
-        if apply_reasons(idle.counts, reasons).decode == 1:
-            break
-        kept += 1
-    assert kept == SETTINGS.decode_grace_intervals
-
-
 SAMPLES = st.builds(
     lambda prefill, queued, loads: sample(prefill=prefill, queued=queued, loads=tuple(loads)),
     st.just(3),

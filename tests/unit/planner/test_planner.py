@@ -15,24 +15,6 @@ from tests.unit.planner.samples import PROFILE, interval, requests, sample
 SETTINGS = PlannerSettings()
 
 
-def test_the_load_corrects_what_the_goals_ask_for() -> None:
-    # The goals ask for fewer workers than run. The queue asks for one more.
-    busy = interval(sample(queued=4), requests=requests(30))
-    decision, _ = plan(SETTINGS, PROFILE, busy, PlannerState())
-    assert decision.target == WorkerCounts(3, 2)
-    assert [reason.rule for reason in decision.reasons] == ["queue above threshold"]
-
-
-def test_the_goals_are_a_floor_for_removals() -> None:
-    idle = interval(sample(prefill=3, loads=(0.2, 0.2)), requests=requests(600))
-    decision, _ = plan(SETTINGS, PROFILE, idle, PlannerState())
-    assert decision.target == WorkerCounts(3, 3)
-    assert {reason.rule for reason in decision.reasons} >= {
-        "time to first token",
-        "time between tokens",
-    }
-
-
 def test_a_predicted_ramp_adds_several_workers_at_once() -> None:
     settings = PlannerSettings(budget=BudgetSettings(devices_max=40))
     ramp = [interval(sample(prefill=2), requests=requests(120 * step)) for step in range(1, 13)]
@@ -48,14 +30,6 @@ def test_without_a_profile_only_the_load_decides() -> None:
     assert decision.target.decode == 2
 
 
-def test_nothing_is_decided_while_workers_change() -> None:
-    joining = interval(sample(queued=100), sample(prefill=3, queued=100))
-    decision, state = plan(SETTINGS, PROFILE, joining, PlannerState())
-    assert not decision.is_change
-    assert decision.reasons == ()
-    assert state.history == (joining,)
-
-
 def test_the_history_is_bounded() -> None:
     settings = PlannerSettings(history_intervals_max=3)
     state = PlannerState()
@@ -67,13 +41,6 @@ def test_the_history_is_bounded() -> None:
 def test_a_budget_that_the_floors_exceed_is_refused() -> None:
     with pytest.raises(ValidationError, match="raise devices_max"):
         BudgetSettings(prefill_workers_min=5, decode_workers_min=4, devices_max=8)
-
-
-def test_a_cut_keeps_the_proportion() -> None:
-    settings = BudgetSettings(devices_max=8)
-    cut, reasons = within_budget(settings, WorkerCounts(12, 4))
-    assert cut == WorkerCounts(6, 2)
-    assert {reason.rule for reason in reasons} == {"budget"}
 
 
 @st.composite

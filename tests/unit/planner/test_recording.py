@@ -24,25 +24,6 @@ def test_a_line_becomes_an_interval() -> None:
     assert read.requests is None
 
 
-def test_every_wrong_field_of_a_line_is_named() -> None:
-    wrong = json.loads(json.dumps(LINE))
-    wrong["samples"][0]["queued_prompts"] = -1
-    wrong["samples"][0]["decode"][0]["kv_usage"] = 2
-    wrong["samples"][0]["queued_by_class"] = {"low": -1}
-    wrong["speed"] = 1
-    with pytest.raises(ConfigError) as caught:
-        list(read_intervals([json.dumps(LINE), json.dumps(wrong)]))
-    detail = caught.value.detail
-    assert detail.startswith("line 2: ")
-    for field in (
-        "samples.0.queued_prompts",
-        "samples.0.decode.0.kv_usage",
-        "queued_by_class.low",
-        "speed",
-    ):
-        assert field in detail
-
-
 @pytest.mark.parametrize("line", ["{", "[]", "x" * (LINE_BYTES_MAX + 1)])
 def test_what_is_no_interval_is_refused(line: str) -> None:
     with pytest.raises(ConfigError, match="line 1"):

@@ -17,22 +17,6 @@ def reason(role: PlannedRole, count: int) -> Reason:
     return Reason(role, "rule", count, {}, "")
 
 
-def test_a_role_shrinks_to_what_was_needed_lately() -> None:
-    recent = (WorkerCounts(3, 1), WorkerCounts(2, 4), WorkerCounts(1, 1))
-    kept, reasons = keep_needed(SETTINGS, WorkerCounts(5, 3), WorkerCounts(1, 2), recent)
-    assert kept == WorkerCounts(3, 3)
-    assert [(one.role, one.count) for one in reasons] == [
-        (PlannedRole.PREFILL, 3),
-        (PlannedRole.DECODE, 3),
-    ]
-
-
-def test_what_grows_or_stays_is_left_alone() -> None:
-    recent = (WorkerCounts(9, 9),)
-    wanted = WorkerCounts(4, 3)
-    assert keep_needed(SETTINGS, WorkerCounts(2, 3), wanted, recent) == (wanted, ())
-
-
 def test_the_other_role_gets_the_devices() -> None:
     recent = (WorkerCounts(7, 2),)
     wanted = WorkerCounts(2, 8)

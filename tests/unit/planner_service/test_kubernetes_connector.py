@@ -82,47 +82,6 @@ async def applying(fake: FakeApi, wanted: WorkerCounts) -> AsyncIterator[asyncio
     await asyncio.wait_for(task, LIMIT_S)
 
 
-async def test_removed_workers_have_ended_before_others_are_added() -> None:
-    fake = api(1, 3)
-    fake.obedient = {P}
-    async with applying(fake, WorkerCounts(2, 2)):
-        await until(lambda: fake.calls == [(D, 2)], LIMIT_S)
-        await asyncio.sleep(SHORT_S)
-        assert fake.calls == [(D, 2)]
-        # The controller has seen the number, and the third pod drains.
-        fake.states[D] = WorkloadState(2, 3, 2, is_current=True)
-        await asyncio.sleep(SHORT_S)
-        assert fake.calls == [(D, 2)]
-        fake.obey(D)
-    assert fake.calls == [(D, 2), (P, 2)]
-
-
-async def test_a_change_ends_when_the_added_workers_serve() -> None:
-    fake = api(1, 1)
-    fake.obedient = set()
-    async with applying(fake, WorkerCounts(1, 3)) as task:
-        await until(lambda: fake.calls == [(D, 3)], LIMIT_S)
-        for state in (
-            WorkloadState(3, 3, 2, is_current=True),
-            WorkloadState(3, 3, 3, is_current=False),
-        ):
-            fake.states[D] = state
-            await asyncio.sleep(SHORT_S)
-            assert not task.done()
-        fake.obey(D)
-
-
-async def test_a_repeated_target_changes_nothing_and_waits() -> None:
-    fake = api(2, 2)
-    fake.states[P] = WorkloadState(2, 2, 1, is_current=True)
-    task = asyncio.create_task(scaler(fake).apply(WorkerCounts(1, 2), WorkerCounts(2, 2)))
-    await asyncio.sleep(SHORT_S)
-    assert not task.done()
-    fake.obey(P)
-    await asyncio.wait_for(task, LIMIT_S)
-    assert fake.calls == []
-
-
 async def test_a_target_from_another_view_is_refused() -> None:
     fake = api(4, 8)
     with pytest.raises(Conflict, match="decided from 1 P, 1 D, and the workloads have 4 P, 8 D"):

@@ -99,19 +99,6 @@ async def test_without_samples_nothing_is_decided_and_the_cause_is_stated() -> N
     assert bench.loop.last_sample is None
 
 
-async def test_an_interval_without_samples_adds_its_requests_to_the_next_one(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "recording.jsonl"
-    readings = [reading(1), reading(2), None, None, reading(5), reading(6)]
-    bench = Bench(readings, path)
-    outcomes = [(await bench.loop.run_interval()).outcome for _ in range(3)]
-    assert outcomes == [Outcome.KEEP, Outcome.INCOMPLETE, Outcome.KEEP]
-    intervals = list(read_intervals(path.read_text().splitlines()))
-    counts = [one.requests.request_count for one in intervals if one.requests is not None]
-    assert counts == [1, 4]
-
-
 async def test_a_recording_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     bench = Bench([reading(1), reading(1)], tmp_path / "missing" / "recording.jsonl")
     assert (await bench.loop.run_interval()).outcome is Outcome.KEEP

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_common.errors import ConfigError, Draining, NotFound
+from headrace_common.errors import ConfigError, NotFound
 from headrace_planner.observation import WorkerCounts
 from headrace_planner.settings import LoadSettings, PlannerSettings
 from headrace_planner_service.steering import (
@@ -108,16 +107,6 @@ def test_a_target_without_acknowledgement_expires() -> None:
         bench.steering.acknowledge("p-1")
 
 
-def test_an_incomplete_observation_changes_nothing() -> None:
-    bench = Bench()
-    bench.steering.end_interval(CALM)
-    entry = bench.steering.skip_interval(30.0, 30.0, "decode-0 sends no status")
-    assert entry.outcome is Outcome.INCOMPLETE
-    assert entry.detail == "decode-0 sends no status"
-    assert entry.decision.target == WorkerCounts(1, 2)
-    assert bench.board.target is None
-
-
 def test_the_last_decisions_are_kept_and_read_in_pages() -> None:
     bench = Bench()
     for _ in range(6):
@@ -130,21 +119,6 @@ def test_the_last_decisions_are_kept_and_read_in_pages() -> None:
 def test_a_decision_states_its_reasons() -> None:
     text = Bench().steering.end_interval(QUEUED).text
     assert text.startswith("1 P, 2 D -> 2 P, 2 D (published) 5.00 prompts wait")
-
-
-async def test_a_watch_gets_the_target_in_force_and_then_each_later_one() -> None:
-    board = TargetBoard("p")
-    waiting = asyncio.create_task(board.wait_other(""))
-    await asyncio.sleep(0)
-    first = board.publish(1, WorkerCounts(1, 1), WorkerCounts(1, 2), 0.0)
-    assert await waiting == first
-    assert await board.wait_other("") == first
-    waiting = asyncio.create_task(board.wait_other(first.id))
-    await asyncio.sleep(0)
-    assert not waiting.done()
-    board.close()
-    with pytest.raises(Draining):
-        await waiting
 
 
 STEPS = st.one_of(

@@ -17,18 +17,6 @@ def test_a_workload_is_named_by_kind_and_name(kind: str) -> None:
     assert str(workload) == f"{kind}/headrace-decode.v2"
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("headrace-decode", "statefulset/", "pod/a", "statefulset/A", "statefulset/a/scale"),
-        *("statefulset/../a", "statefulset/a?x=1", f"statefulset/{'a' * 254}", "statefulset/a\n"),
-    ],
-)
-def test_another_form_is_refused_with_the_expected_one(text: str) -> None:
-    with pytest.raises(ValueError, match="write it as statefulset/NAME"):
-        parse_workload(text)
-
-
 def test_workers_serve_once_the_controller_has_seen_their_number() -> None:
     assert WorkloadState(wanted=3, existing=3, ready=3, is_current=True).serves
     assert not WorkloadState(wanted=3, existing=3, ready=2, is_current=True).serves

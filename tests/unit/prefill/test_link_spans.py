@@ -47,27 +47,6 @@ def report(rank: int, *links: Any) -> SendReport:
     return SendReport("x1", rank, "", "", links, 10, "10.0.0.1", "device")
 
 
-def test_each_link_has_one_span(telemetry: Telemetry) -> None:
-    late = link_sent(destination_rank=1, landed_unix_ns=START_UNIX_NS + 9_000 * US)
-    attributes, spans = record(telemetry, report(0, link_sent()), report(2, link_sent(), late))
-    assert [span.name for span in spans] == [schema.SPAN_TRANSFER_LINK] * 3
-    first = spans[0].attributes
-    assert first[schema.ATTRIBUTE_SOURCE_HOST] == "10.0.0.1"
-    assert first[schema.ATTRIBUTE_DESTINATION_HOST] == "10.0.0.2"
-    assert first[schema.ATTRIBUTE_LINK_KIND] == "network"
-    assert first[schema.ATTRIBUTE_LINK_MEMORY] == "device"
-    assert first[schema.ATTRIBUTE_DECODE_WORKER_ID] == "decode-0"
-    assert first[schema.ATTRIBUTE_PAYLOAD_BYTES] == 400
-    assert (spans[0].start_time, spans[0].end_time) == (
-        START_UNIX_NS,
-        START_UNIX_NS + 5_010 * US,
-    )
-    assert attributes[schema.ATTRIBUTE_LAST_LINK] == "prefill-1/r2 -> decode-0/r1"
-    # From the first layer to the last landing, of which 6 ms are after the last layer.
-    assert attributes[schema.ATTRIBUTE_TRANSFER_MS] == 9.0
-    assert attributes[schema.ATTRIBUTE_EXPOSED_MS] == 6.0
-
-
 def test_a_failed_task_names_the_link_that_it_interrupted(telemetry: Telemetry) -> None:
     stuck = packed((4, 0, 3, 100, 0, 0, 0, 500, 0, 0, NEVER, 10))
     attributes, spans = record(
@@ -105,17 +84,6 @@ def test_a_link_is_compared_with_the_configured_bandwidth(telemetry: Telemetry) 
     assert span.attributes[schema.ATTRIBUTE_BANDWIDTH_SHARE] == pytest.approx(0.0839, abs=1e-4)
     expected_ms = BIG / (12.5e9 * 0.9) * 1e3
     assert span.attributes[schema.ATTRIBUTE_EXPECTED_MS] == pytest.approx(expected_ms)
-
-
-def test_without_a_setting_the_best_rate_counts() -> None:
-    bandwidths = LinkBandwidths()
-    small, big = link_sent(), link_sent(payload_bytes=BIG)
-    assert bandwidths.compare(small, 9.0) is None
-    assert bandwidths.compare(big, 1.5) == (12.0, MEASURED)
-    assert bandwidths.compare(big, 1.0) == (12.0, MEASURED)
-    assert bandwidths.compare(big, 2.0) == (16.0, MEASURED)
-    # Another host has its own.
-    assert bandwidths.compare(link_sent(destination_host="h"), 1.0) is None
 
 
 def test_the_rates_of_many_hosts_are_bounded() -> None:

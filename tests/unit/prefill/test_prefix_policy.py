@@ -34,14 +34,6 @@ def test_fewer_tokens_than_the_setting_are_computed(policy: FetchPolicy) -> None
     assert policy.prefers_fetch(NEAR, 64)
 
 
-def test_the_faster_way_is_taken_for_each_link(policy: FetchPolicy) -> None:
-    policy.computed(1_000, 1.0)
-    policy.fetched(NEAR, 1_000, 0.5)
-    policy.fetched(FAR, 1_000, 2.0)
-    assert policy.prefers_fetch(NEAR, 1_000)
-    assert not policy.prefers_fetch(FAR, 1_000)
-
-
 def test_one_slow_fetch_is_outweighed_by_later_ones(policy: FetchPolicy) -> None:
     policy.computed(1_000, 1.0)
     policy.fetched(NEAR, 1_000, 3.0)
@@ -49,19 +41,6 @@ def test_one_slow_fetch_is_outweighed_by_later_ones(policy: FetchPolicy) -> None
     for _ in range(3):
         policy.fetched(NEAR, 1_000, 0.1)
     assert policy.prefers_fetch(NEAR, 1_000)
-
-
-def test_an_old_speed_is_measured_again(policy: FetchPolicy, clock: Clock) -> None:
-    policy.computed(1_000, 1.0)
-    policy.fetched(FAR, 1_000, 2.0)
-    clock.now_s += 59.0
-    assert not policy.prefers_fetch(FAR, 1_000)
-    clock.now_s += 2.0
-    policy.computed(1_000, 1.0)
-    assert policy.prefers_fetch(FAR, 1_000)
-    # Nothing of the old one is left.
-    policy.fetched(FAR, 1_000, 0.9)
-    assert policy.prefers_fetch(FAR, 1_000)
 
 
 def test_a_failure_ends_fetches_from_that_worker_for_a_while(

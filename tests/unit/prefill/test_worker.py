@@ -9,11 +9,9 @@ from functools import partial
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from headrace.inference.v1 import adapter_pb2, priority_pb2
+from headrace.inference.v1 import adapter_pb2
 from headrace.prefill.v1 import prefill_pb2
-from headrace_common.callers.priority import Priority
 from headrace_common.config import ServiceConfig
-from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError, TransferFailed
 from headrace_common.registry.adapters import Adapter
 from headrace_common.telemetry import schema
@@ -140,21 +138,6 @@ async def test_the_start_is_reported_between_getting_a_slot_and_computing(
     assert order[4:] == ["start c", "engine c"]
 
 
-async def test_the_engine_gets_the_transfer_target(telemetry: Telemetry) -> None:
-    works: list[PrefillWork] = []
-
-    async def note(work: PrefillWork) -> PrefillOutcome:
-        works.append(work)
-        return OUTCOME
-
-    await worker_of(note, telemetry).run(task(token_ids=[1] * 9, start_token=4, cache_salt="0a1b"))
-    assert works[0].cache_salt == "0a1b"
-    target = works[0].target
-    assert (target.start_token, target.end_token) == (4, 9)
-    assert target.decode == WorkerRef("decode-0", "ff")
-    assert target.handoff_endpoint == "127.0.0.1:1"
-
-
 async def test_a_task_gets_only_an_adapter_that_the_engine_has(telemetry: Telemetry) -> None:
     works: list[PrefillWork] = []
 
@@ -213,19 +196,6 @@ async def test_the_deadline_ends_a_task_and_the_engines_work(telemetry: Telemetr
     assert quiet.is_set()
 
 
-async def test_a_transfer_s_deadline_is_the_time_that_the_task_has_left(
-    telemetry: Telemetry,
-) -> None:
-    remaining_s: list[float] = []
-
-    async def note(work: PrefillWork) -> PrefillOutcome:
-        remaining_s.append(Deadline(work.target.deadline_s).remaining_s())
-        return OUTCOME
-
-    await worker_of(note, telemetry).run(task(seconds=1000))
-    assert 900 < remaining_s[0] <= 1000
-
-
 async def test_a_cancelled_task_is_reported_after_the_engine_has_stopped(
     telemetry: Telemetry,
 ) -> None:
@@ -261,16 +231,3 @@ async def test_wrong_fields_are_refused_by_name(
     done = await worker_of(good, telemetry).run(task(**changes))  # type: ignore[arg-type]
     assert done.reason == "INVALID_FIELD"
     assert field in done.detail
-
-
-async def test_the_engine_gets_the_class_of_a_task(telemetry: Telemetry) -> None:
-    classes: list[Priority] = []
-
-    async def keep(work: PrefillWork) -> PrefillOutcome:
-        classes.append(work.priority)
-        return OUTCOME
-
-    worker = worker_of(keep, telemetry)
-    await worker.run(task("x1"))
-    await worker.run(task("x2", priority=priority_pb2.PRIORITY_HIGH))
-    assert classes == [Priority.NORMAL, Priority.HIGH]

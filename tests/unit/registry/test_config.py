@@ -38,19 +38,6 @@ AUTHORITY, CERTIFICATE, KEY = (
 
 
 @pytest.mark.parametrize(
-    "flags",
-    [
-        (LOCAL, USER, PASSWORD),
-        (REMOTE, USER, PASSWORD, AUTHORITY),
-        (REMOTE, AUTHORITY),
-        (REMOTE, AUTHORITY, CERTIFICATE, KEY),
-    ],
-)
-def test_security_of_etcd(flags: tuple[str, ...]) -> None:
-    load(*flags)
-
-
-@pytest.mark.parametrize(
     "flags,named",
     [
         ((AUTHORITY,), "need store"),

@@ -169,18 +169,6 @@ async def test_revisions_without_a_change_use_up_no_history() -> None:
     assert len(response.changes) == 1
 
 
-async def test_a_start_beyond_the_feed_must_be_allowed() -> None:
-    feed = ChangeFeed(history_size=2, revision=5)
-    with pytest.raises(WatchExpired):
-        await anext(feed.watch(6))
-    watch = feed.watch(6, allow_future=True)
-    assert (await anext(watch)).revision == 6
-    feed.apply(6, {"a": member("a", 1)})
-    feed.apply(7, {"b": member("b", 1)})
-    response = await anext(watch)
-    assert [change.member_put.worker_id for change in response.changes] == ["b"]
-
-
 async def test_a_restart_ends_every_watch() -> None:
     feed = ChangeFeed(history_size=10, revision=5)
     watch = feed.watch(0)

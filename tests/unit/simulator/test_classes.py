@@ -91,19 +91,6 @@ def test_classes_add_up_to_the_whole() -> None:
     assert met == pytest.approx(result.attainment * result.requests)
 
 
-def test_a_trace_of_one_class_has_no_rows_by_class() -> None:
-    assert replay([request(0), request(1)]).classes == []
-    # All in one class are equal, whatever the class.
-    low = replay([request(number, priority=LOW) for number in range(6)])
-    assert low.ttft == replay([request(number) for number in range(6)]).ttft
-
-
-def test_equal_runs_with_classes_have_equal_results() -> None:
-    trace = at_once(10, answer_tokens=30)
-    first, again = (replay(trace, FEW_BLOCKS, decode_workers=2, seed=3) for _ in range(2))
-    assert first == again
-
-
 def test_a_request_that_never_fits_does_not_hold_up_the_others_of_its_class() -> None:
     # One request has room at a time.
     trace = [request(0), request(1), request(2, prompt_tokens=40_000), request(3)]

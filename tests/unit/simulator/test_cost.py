@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headrace_planner.settings import DecodePoint, PrefillPoint
+from headrace_planner.settings import DecodePoint
 from headrace_simulator.cost import CostModel
 from tests.unit.simulator.samples import PROFILE, SLOW_LINK
 
@@ -13,18 +13,6 @@ def test_a_cached_part_is_not_computed() -> None:
     cost = CostModel(PROFILE)
     assert cost.prefill_s(4000, 0) == pytest.approx(PROFILE.ttft_s(4000) - 0.02)
     assert cost.prefill_s(4000, 3000) == pytest.approx(PROFILE.ttft_s(1000), rel=0.01)
-
-
-def test_the_rest_of_a_long_prompt_takes_longer_than_a_prompt_of_its_length() -> None:
-    steep = PROFILE.model_copy(
-        update={
-            "prefill": (
-                PrefillPoint(prompt_tokens=1000, ttft_s=1.0),
-                PrefillPoint(prompt_tokens=2000, ttft_s=4.0),
-            )
-        }
-    )
-    assert CostModel(steep).prefill_s(2000, 1000) == pytest.approx(3.0)
 
 
 def test_a_transfer_is_exposed_only_beyond_the_computing() -> None:

@@ -144,23 +144,6 @@ def rising_load() -> list[TraceRequest]:
     return [request(number, float(at)) for number, at in enumerate(times)]
 
 
-@pytest.mark.parametrize("decisions", ["planner", "oracle"])
-def test_workers_follow_the_load(decisions: str) -> None:
-    trace = rising_load()
-    planned = decisions == "planner"
-    result = replay(*trace, **scaled(Scaling.PLANNER)) if planned else with_oracle(trace)
-    most = max(change.prefill_workers for change in result.changes)
-    last = result.changes[-1]
-    assert most >= 4
-    assert (last.prefill_workers, last.decode_workers) == (1, 1)
-    assert result.requests == len(trace)
-    assert not result.failures
-    alone = replay(*trace, **scaled(Scaling.FIXED))
-    assert result.attainment > alone.attainment
-    all_on = replay(*trace, prefill_workers=6, decode_workers=6, ttft_s=2.0, itl_s=0.05)
-    assert result.worker_hours < all_on.worker_hours
-
-
 def test_the_oracle_is_ready_when_the_load_comes() -> None:
     trace = rising_load()
     oracle = with_oracle(trace)

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.simulation.make_trace import Conversations, conversation_entries
-from headrace_common.callers.priority import Priority
 from headrace_common.errors import ConfigError
 from headrace_simulator.trace import BLOCK_TOKENS, read_trace
 from tests.unit.simulator.samples import request
-
-SAMPLE = Path(__file__).parents[3] / "bench" / "simulation" / "conversation.jsonl"
 
 
 def line(**changes: Any) -> str:
@@ -26,16 +21,6 @@ def test_requests_come_in_the_order_of_arrival() -> None:
     first, second = read_trace([line(timestamp=2500), "", line(timestamp=500, hash_ids=[7])])
     assert (first.number, first.arrival_s, first.hash_ids) == (0, 0.5, (7,))
     assert (second.number, second.arrival_s, second.prompt_tokens) == (1, 2.5, 600)
-
-
-def test_a_line_may_name_a_class() -> None:
-    found = read_trace([line(), line(priority="low"), line(priority="high")])
-    assert [one.priority for one in found] == [Priority.NORMAL, Priority.LOW, Priority.HIGH]
-
-
-def test_a_trace_can_be_cut() -> None:
-    found = read_trace([line(), line(timestamp=10_000)], seconds_max=10.0)
-    assert [one.arrival_s for one in found] == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -70,12 +55,3 @@ def test_equal_ids_are_equal_tokens_and_blocks_without_ids_are_unlike_all_others
     assert one[:size] == other[:size]
     assert one[size : 2 * size] != other[size : 2 * size]
     assert one[2 * size :] != other[2 * size :]
-
-
-def test_the_sample_is_what_the_generator_makes_from_its_seed() -> None:
-    entries = sorted(
-        conversation_entries(Conversations(), seed=1, seconds=3_600.0),
-        key=lambda entry: int(entry["timestamp"]),
-    )
-    assert [json.loads(one) for one in SAMPLE.read_text().splitlines()] == entries
-    assert len(read_trace(SAMPLE.read_text().splitlines())) == len(entries)

@@ -25,20 +25,6 @@ def test_a_long_wait_passes_at_once_on_every_clock() -> None:
     assert run_virtually(work) == pytest.approx((1e6, 1e6, 1e6))
 
 
-def test_timers_run_in_order_of_their_time() -> None:
-    async def work() -> list[str]:
-        order: list[str] = []
-
-        async def wait(name: str, seconds: float) -> None:
-            await asyncio.sleep(seconds)
-            order.append(name)
-
-        await asyncio.gather(wait("late", 3.0), wait("soon", 1.0), wait("then", 2.0))
-        return order
-
-    assert run_virtually(work) == ["soon", "then", "late"]
-
-
 def test_the_clocks_of_the_process_come_back() -> None:
     clocks = time.monotonic, time.monotonic_ns, time.time, time.time_ns
 

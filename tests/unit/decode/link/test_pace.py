@@ -29,19 +29,6 @@ async def test_the_first_tokens_go_at_once_and_the_next_after_the_interval() -> 
     assert pace.try_release()
 
 
-async def test_a_shorter_interval_ends_the_wait() -> None:
-    calls: list[None] = []
-    pace = TokenPace(lambda: calls.append(None))
-    pace.set_interval(3_600.0)
-    assert pace.try_release()
-    assert not pace.try_release()
-    pace.set_interval(0.0)
-    assert len(calls) == 1
-    assert pace.try_release()
-    pace.set_interval(3_600.0)
-    assert pace.try_release() is False, "a longer interval counts from the latest tokens"
-
-
 async def test_a_closed_link_is_not_woken() -> None:
     calls: list[None] = []
     pace = TokenPace(lambda: calls.append(None))

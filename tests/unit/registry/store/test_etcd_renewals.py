@@ -26,32 +26,11 @@ class Etcd:
         return {lease: float(lease) for lease in leases if lease <= 1_000}
 
 
-async def test_renewals_at_the_same_time_are_one_call() -> None:
-    etcd = Etcd()
-    renewals = BatchedRenewals(etcd.renew_all)
-    wanted = [*range(1, 101), 5_000, 7, 7]
-    found = await asyncio.gather(*map(renewals.renew, wanted))
-    assert found == [float(lease) if lease <= 1_000 else None for lease in wanted]
-    assert etcd.calls == [[*range(1, 101), 5_000]]
-    assert await renewals.renew(3) == 3.0
-    assert len(etcd.calls) == 2
-
-
 async def test_a_call_has_a_bound() -> None:
     etcd = Etcd()
     renewals = BatchedRenewals(etcd.renew_all)
     await asyncio.gather(*map(renewals.renew, range(1, 1_001)))
     assert [len(call) for call in etcd.calls] == [512, 488]
-
-
-async def test_a_failure_reaches_every_caller_and_the_next_call_is_made() -> None:
-    etcd = Etcd()
-    etcd.fails = True
-    renewals = BatchedRenewals(etcd.renew_all)
-    found = await asyncio.gather(renewals.renew(1), renewals.renew(2), return_exceptions=True)
-    assert [type(one) for one in found] == [RegistryUnavailable] * 2
-    etcd.fails = False
-    assert await renewals.renew(1) == 1.0
 
 
 async def test_a_caller_that_is_cancelled_takes_no_answer_from_others() -> None:
