@@ -63,12 +63,6 @@ async def outcome(process: Process) -> tuple[int | None, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
-async def health_of(channel: grpc.aio.Channel, service: str) -> int:
-    request = health_pb2.HealthCheckRequest(service=service)
-    response = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
-    return int(response.status)
-
-
 @pytest.mark.parametrize("version", ["v1", "v1alpha"])
 async def test_reflection_describes_the_contract(version: str) -> None:
     service = f"grpc.reflection.{version}.ServerReflection"
