@@ -25,7 +25,6 @@ from tests.component.decode.prefill_rank import (
     RESERVATION,
     PrefillRank,
     failure_of,
-    next_event,
 )
 from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
 

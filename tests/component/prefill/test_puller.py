@@ -15,7 +15,6 @@ from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import HeadraceError
 from headrace_kv.layout.layout import WorkerRef
 from headrace_prefill.pull.puller import TaskPuller
 from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
@@ -231,18 +230,3 @@ async def test_a_task_beyond_the_credit_is_refused(
     await until(lambda: len(queue.done) == 1, what="the refusal")
     assert queue.done[0].reason == "QUEUE_FULL"
     await until(lambda: len(worker.running) == 4, what="four tasks")
-
-
-class RefusingQueue(RouterQueue):
-    """Refuses every stream with an error."""
-
-    def __init__(self, error: HeadraceError) -> None:
-        super().__init__()
-        self.error = error
-
-    async def Pull(
-        self, request_iterator: AsyncIterator[prefill_pb2.PullRequest], context: object
-    ) -> AsyncIterator[prefill_pb2.PullResponse]:
-        async for _ in request_iterator:
-            raise self.error
-        yield prefill_pb2.PullResponse()
