@@ -59,7 +59,8 @@ class AttemptFacts:
     prefill_worker_id: str = ""
     tasks_ahead: int = 0
     priority: str = ""
-    last_link: prefill_pb2.SentLink | None = None
+    done: prefill_pb2.TaskDone | None = None
+    """What the prefill worker has reported at its end."""
 
     def routed(self, decision: Decision) -> None:
         """The workers are chosen."""
@@ -127,8 +128,8 @@ class RequestRecord:
         """About as many bytes as the record takes."""
         texts = (self.error, *self.root.attributes.values(), *(one.error for one in self.attempts))
         size = sum(4 * len(text) for text in texts if isinstance(text, str))
-        links = (one.last_link for one in self.attempts)
-        size += sum(len(link.layers) for link in links if link is not None)
+        reports = (one.done for one in self.attempts)
+        size += sum(len(done.last_link.layers) for done in reports if done is not None)
         return size + _RECORD_BYTES + _ATTEMPT_BYTES * len(self.attempts)
 
     def spans(self, resource: Resource = _NO_RESOURCE) -> list[ReadableSpan]:
@@ -275,14 +276,20 @@ class _Maker:
             **self._worker_attributes(facts),
             schema.ATTRIBUTE_PREFILL_WORKER_ID: facts.prefill_worker_id,
         }
+        done = facts.done or prefill_pb2.TaskDone()
+        cached = {schema.ATTRIBUTE_CACHED_TOKENS: done.cached_tokens}
+        prompt = self._record.root.attributes.get(schema.ATTRIBUTE_PROMPT_TOKENS, 0)
+        tokens = int(str(prompt)) + facts.generated_tokens - done.cached_tokens
+        attributes |= {**cached, schema.ATTRIBUTE_PAYLOAD_BYTES: done.payload_bytes}
         end = max(time or 0 for time in times)
         own = self._span(*(schema.SPAN_PREFILL, facts.context, prefill.received, end), attributes)
         yield own
         if prefill.compute_start is not None and prefill.compute_end is not None:
             compute = (prefill.compute_start, prefill.compute_end)
-            yield self._span(schema.SPAN_PREFILL_COMPUTE, own.context, *compute)
-        link = facts.last_link
-        if link is not None and facts.decision is not None:
+            counts = {**cached, schema.ATTRIBUTE_TOKENS: tokens}
+            yield self._span(schema.SPAN_PREFILL_COMPUTE, own.context, *compute, counts)
+        if done.HasField("last_link") and facts.decision is not None:
+            link = done.last_link
             yield self._span(
                 *(schema.SPAN_TRANSFER_LINK, own.context),
                 *(prefill.received + link.start_us, prefill.received + link.end_us),

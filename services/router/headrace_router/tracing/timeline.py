@@ -119,8 +119,7 @@ class AttemptTimeline:
         report = done if done is not None and done.HasField("times") else first
         if report is None or not report.HasField("times"):
             return None
-        if done is not None and done.HasField("last_link"):
-            self.facts.last_link = done.last_link
+        self.facts.done = done
         times, worker_id = report.times, queued.worker.worker_id
         clock = self._clocks.clock(worker_id)
         if not self._task_exchange and report is done:

@@ -50,7 +50,7 @@ def test_the_last_link_is_named_without_spans_of_the_worker() -> None:
     facts = attempt(remote=True)
     # Layer 5 was ready after 300 us and landed 40 us later.
     layers = pack_writes(array("I", (5, 0, 8, 64, 300, 0, 0, 10, 0, 0, 30, 5)))
-    facts.last_link = prefill_pb2.SentLink(
+    last_link = prefill_pb2.SentLink(
         source_rank=2,
         destination_rank=1,
         transport="mooncake",
@@ -61,7 +61,11 @@ def test_the_last_link_is_named_without_spans_of_the_worker() -> None:
         end_us=365,
         layers=layers,
     )
+    facts.done = prefill_pb2.TaskDone(cached_tokens=16, payload_bytes=64, last_link=last_link)
     record = ended(attempts=(facts,))
+    record.root.set_attribute(schema.ATTRIBUTE_PROMPT_TOKENS, 20)
+    compute = record.worker_spans(0, "prefill")[1].span
+    assert compute.attributes == {schema.ATTRIBUTE_CACHED_TOKENS: 16, schema.ATTRIBUTE_TOKENS: 4}
     link = record.worker_spans(0, "prefill")[-1].span
     assert (link.name, times_us(link)) == (schema.SPAN_TRANSFER_LINK, (330, 675))
     assert not list(problems_of(link))
