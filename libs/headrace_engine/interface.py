@@ -191,29 +191,6 @@ class DecodeEnded:
 DecodeEvent = Reservation | DecodeTokens | DecodeEnded
 
 
-class DecodeEvents(AsyncIterator[DecodeEvent]):
-    """The events of one request, for a caller that is called: a task that wakes for each token costs more.
-
-    Either iterate, or call `follow` once and then `take`.
-    """
-
-    @abstractmethod
-    def follow(self, on_events: Callable[[], None]) -> None:
-        """Starts the request. Calls `on_events` whenever there are events; it must not block. Raises HeadraceError."""
-
-    @abstractmethod
-    def take(self) -> list[DecodeEvent]:
-        """The events since the last call, without waiting. Raises the request's failure."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Aborts the request. Repeats are ignored."""
-
-    async def aclose(self) -> None:
-        """The same, as for a generator."""
-        self.abort()
-
-
 @dataclass(frozen=True, slots=True)
 class EngineUsage:
     """The requests of an engine, and the KV blocks that they hold."""
@@ -276,7 +253,7 @@ class Engine(ABC):
 
         Closing the iterator aborts the request. The reservation's blocks stay held until `arrived` or `released` is
         called (I1). An empty reservation (start_token == end_token) needs neither. A request that awaits its first
-        token never has one. DecodeEvents is an iterator that can also be followed.
+        token never has one.
         """
 
     @abstractmethod

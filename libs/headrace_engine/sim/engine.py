@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -19,7 +19,7 @@ from headrace_common.errors import (
     TransferFailed,
 )
 from headrace_engine.interface import (
-    DecodeEvents,
+    DecodeEvent,
     DecodeTokens,
     DecodeWork,
     Engine,
@@ -29,7 +29,6 @@ from headrace_engine.interface import (
     Sampling,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher, check_prefix
-from headrace_engine.sim.answer import SimAnswer, check_decode, check_prefill
 from headrace_engine.sim.cache.lower_tiers import SimLowerTiers, open_lower_tiers
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
@@ -45,6 +44,7 @@ from headrace_engine.sim.sequence import (
     prefill_sequence,
 )
 from headrace_engine.sim.stepper import SimClock, Stepper
+from headrace_engine.sim.validation import check_decode, check_prefill
 from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, RankMemory
 from headrace_kv.pool.engine_blocks import pool_secret
@@ -260,19 +260,18 @@ class SimEngine(Engine):
             self._requests.update(sequence)
         return handover.reports
 
-    def decode(self, work: DecodeWork) -> DecodeEvents:
-        return SimAnswer(partial(self._start_decode, work), self._end_decode)
-
-    def _start_decode(self, work: DecodeWork) -> Sequence:
+    async def decode(self, work: DecodeWork) -> AsyncGenerator[DecodeEvent, None]:
         check_decode(work, self.max_model_len)
         sampling = self._seeded(work.sampling)
         sequence = decode_sequence(work, sampling, self.model, self.max_model_len)
         self._requests.submit(sequence, DecodeFull)
-        return sequence
-
-    def _end_decode(self, sequence: Sequence) -> None:
-        sequence.closed()
-        self._requests.update(sequence)
+        assert sequence.generation is not None
+        try:
+            async for event in sequence.generation.events.read():
+                yield event
+        finally:
+            sequence.closed()
+            self._requests.update(sequence)
 
     def _seeded(self, sampling: Sampling) -> Sampling:
         if sampling.temperature > 0 and sampling.seed is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator
 
 from headrace_common.errors import HeadraceError
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, TokenLogprobs
@@ -21,18 +21,11 @@ class DecodeEventQueue:
         self._end: DecodeEnded | None = None
         self._failure: HeadraceError | None = None
         self._filled = asyncio.Event()
-        self._on_events: Callable[[], None] | None = None
-
-    def follow(self, on_events: Callable[[], None]) -> None:
-        """Calls `on_events` for every event from now on, and at once if there is one. `wait` is not for followers."""
-        self._on_events = on_events
-        if self._filled.is_set():
-            on_events()
 
     def put_reservation(self, reservation: Reservation) -> None:
         """Comes before all other events."""
         self._reservation = reservation
-        self._notify()
+        self._filled.set()
 
     @property
     def has_reservation(self) -> bool:
@@ -47,24 +40,28 @@ class DecodeEventQueue:
         self._tokens.append(token_id)
         if logprobs is not None:
             self._logprobs.append(logprobs)
-        self._notify()
+        self._filled.set()
 
     def put_end(self, end: DecodeEnded) -> None:
         """Must be the last event."""
         self._end = end
-        self._notify()
+        self._filled.set()
 
     def put_failure(self, failure: HeadraceError) -> None:
-        """Makes `take` raise. Events that were not read are dropped."""
+        """Makes `read` raise. Events that were not read are dropped."""
         self._failure = failure
-        self._notify()
+        self._filled.set()
 
-    async def wait(self) -> None:
-        """Returns when there are events, or the failure."""
-        await self._filled.wait()
+    async def read(self) -> AsyncGenerator[DecodeEvent, None]:
+        """All events in order, up to the end. Raises the failure, if there is one."""
+        while True:
+            await self._filled.wait()
+            for event in self._take():
+                yield event
+                if isinstance(event, DecodeEnded):
+                    return
 
-    def take(self) -> list[DecodeEvent]:
-        """All events that were not read, in order. Raises the failure, if there is one."""
+    def _take(self) -> list[DecodeEvent]:
         self._filled.clear()
         if self._failure is not None:
             raise self._failure
@@ -82,9 +79,3 @@ class DecodeEventQueue:
             events.append(self._end)
             self._end = None
         return events
-
-    def _notify(self) -> None:
-        if self._on_events is None:
-            self._filled.set()
-        else:
-            self._on_events()

@@ -11,13 +11,13 @@ from typing import NoReturn
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, InternalError
 from headrace_common.process.pacing import FlushPace, LoopLoad
-from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeEvents
+from headrace_engine.interface import DecodeEvent
 
 CLOSE_TIMEOUT_S = 5.0
 
 
 class EventBuffer:
-    """Reads the engine's events: on a task of its own, or without one where they are DecodeEvents.
+    """Reads the engine's events on a task of its own.
 
     The request bounds the buffer: an engine yields at most one event per token. `name` identifies the
     request in errors.
@@ -37,34 +37,7 @@ class EventBuffer:
         self._pace = FlushPace(load or LoopLoad())
         self._on_readable: Callable[[], None] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._reader: asyncio.Task[None] | None = None
-        self._source = events if isinstance(events, DecodeEvents) else None
-        if self._source is None:
-            self._reader = asyncio.create_task(self._fill(events), name=f"engine events of {name}")
-        else:
-            self._follow(self._source)
-
-    def _follow(self, source: DecodeEvents) -> None:
-        try:
-            source.follow(self._set_readable)
-        except Exception as error:  # noqa: BLE001 - the next read raises it
-            self._error, self._ended = error, True
-            self._set_readable()
-
-    def _pull(self) -> None:
-        """Moves the events of a followed source to the buffer."""
-        if self._source is None or self._ended:
-            return
-        try:
-            events = self._source.take()
-        except Exception as error:  # noqa: BLE001 - the next read raises it
-            self._error, self._ended = error, True
-            return
-        if not events:
-            return
-        self._events = [*self._events, *events] if self._events else events
-        if isinstance(events[-1], DecodeEnded):
-            self._ended = True
+        self._reader = asyncio.create_task(self._fill(events), name=f"engine events of {name}")
 
     async def _fill(self, events: AsyncIterator[DecodeEvent]) -> None:
         try:
@@ -94,7 +67,6 @@ class EventBuffer:
 
     def take(self) -> list[DecodeEvent]:
         """All events since the last call, without waiting. Raises as `read`, if there are none."""
-        self._pull()
         events, self._events = self._events, []
         if not events:
             self._raise_end()
@@ -103,18 +75,11 @@ class EventBuffer:
 
     def interrupt(self, error: Exception) -> None:
         """Stops reading from the engine. `error` is raised once all buffered events are read."""
-        self._pull()
         if self._ended:
             return
         self._error, self._ended = error, True
         self._set_readable()
-        self._stop_reading()
-
-    def _stop_reading(self) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-        if self._source is not None:
-            self._source.abort()
+        self._reader.cancel()
 
     async def wait_readable(self) -> None:
         """Returns once there are events, an error or the end. Not after `notify`."""
@@ -130,7 +95,6 @@ class EventBuffer:
         rest_s = self._pace.batch_s(time.monotonic())
         if rest_s > 0 and not self._ended:
             await asyncio.sleep(rest_s)
-        self._pull()
         self._pace.record_flush(time.monotonic())
         events, self._events = self._events, []
         self._update_readable()
@@ -150,7 +114,6 @@ class EventBuffer:
                     await self._became_readable.wait()
             except TimeoutError:
                 raise self._deadline_error() from None
-        self._pull()
         if not self._events:
             self._raise_end()
 
@@ -184,10 +147,8 @@ class EventBuffer:
         self._on_readable = None
         if self._timer is not None:
             self._timer.cancel()
-        self._stop_reading()
+        self._reader.cancel()
         self._ended = True
-        if self._reader is None:
-            return True
         with suppress(asyncio.CancelledError):
             await asyncio.wait({self._reader}, timeout=CLOSE_TIMEOUT_S)
         return self._reader.done()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, InternalError, TransferFailed
 from headrace_decode.event_buffer import EventBuffer
-from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeEvents, DecodeTokens
+from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens
 
 
 async def yielding(
@@ -56,54 +56,54 @@ async def test_waiting_ends_at_the_deadline() -> None:
     assert await buffer.close()
 
 
-class _Followed(DecodeEvents):
-    """Events that a test puts in."""
+async def test_closing_closes_the_engines_iterator() -> None:
+    closed = asyncio.Event()
 
-    def __init__(self) -> None:
-        self.events: list[DecodeEvent] = []
-        self.error: Exception | None = None
-        self.aborts = 0
-        self._on_events: Callable[[], None] | None = None
+    async def held() -> AsyncIterator[DecodeEvent]:
+        try:
+            yield DecodeTokens((1,))
+            await asyncio.Event().wait()
+        finally:
+            closed.set()
 
-    def put(self, *events: DecodeEvent, error: Exception | None = None) -> None:
-        self.events += events
-        self.error = error
-        assert self._on_events is not None
-        self._on_events()
-
-    def follow(self, on_events: Callable[[], None]) -> None:
-        self._on_events = on_events
-
-    def take(self) -> list[DecodeEvent]:
-        if self.error is not None:
-            raise self.error
-        events, self.events = self.events, []
-        return events
-
-    def abort(self) -> None:
-        self.aborts += 1
-
-    async def __anext__(self) -> DecodeEvent:
-        raise AssertionError("followed events are not iterated")
+    buffer = EventBuffer(held(), "r")
+    await buffer.read(Deadline.after(1))
+    assert await buffer.close()
+    assert closed.is_set()
 
 
-async def test_a_failure_of_followed_events_is_raised() -> None:
-    source = _Followed()
-    buffer = EventBuffer(source, "r")
-    source.put(error=TransferFailed("gone"))
-    assert buffer.readable
-    with pytest.raises(TransferFailed):
-        buffer.take()
+async def test_a_reader_is_called_when_the_buffer_becomes_readable() -> None:
+    proceed = asyncio.Event()
+
+    async def source() -> AsyncIterator[DecodeEvent]:
+        yield DecodeTokens((1,))
+        yield DecodeTokens((2,))
+        await proceed.wait()
+        yield DecodeEnded(False, 0)
+
+    buffer = EventBuffer(source(), "r")
+    calls: list[int] = []
+    buffer.notify(lambda: calls.append(1), Deadline.after(60))
+    await asyncio.sleep(0.05)
+    assert calls == [1]
+    assert buffer.take() == [DecodeTokens((1,)), DecodeTokens((2,))]
+    assert not buffer.readable
+    proceed.set()
+    await asyncio.sleep(0.05)
+    assert calls == [1, 1]
+    assert buffer.take() == [DecodeEnded(False, 0)]
     assert await buffer.close()
 
 
-async def test_an_interrupt_comes_after_the_followed_events_before_it() -> None:
-    source = _Followed()
-    buffer = EventBuffer(source, "r")
-    source.put(DecodeTokens((1,)))
+async def test_an_interrupt_comes_after_the_events_before_it() -> None:
+    async def source() -> AsyncIterator[DecodeEvent]:
+        yield DecodeTokens((1,))
+        await asyncio.Event().wait()
+
+    buffer = EventBuffer(source(), "r")
+    await asyncio.sleep(0.05)
     buffer.interrupt(DeadlineExceeded("late"))
-    assert source.aborts == 1
     assert buffer.take() == [DecodeTokens((1,))]
     with pytest.raises(DeadlineExceeded):
         buffer.take()
-    await buffer.close()
+    assert await buffer.close()

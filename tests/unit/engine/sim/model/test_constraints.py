@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from headrace_common.errors import InvalidRequest
 from headrace_engine.interface import DecodeWork, Sampling, StructuredOutputs
-from headrace_engine.sim.answer import check_decode
 from headrace_engine.sim.model.sampling import choice_is_complete, choose_token
+from headrace_engine.sim.validation import check_decode
 
 VOCABULARY = 1000
 GREEDY = Sampling(temperature=0.0)
