@@ -32,6 +32,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
 from headrace_frontend.request.validation import PreparedRequest
+from headrace_frontend.running.timeline import RequestTimeline
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_kv.prefix.events import KvEvent, Tier, event_to_proto
@@ -45,7 +46,8 @@ from headrace_router.placement import (
 )
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
-from headrace_router.tracing.timeline import RequestTimeline
+from headrace_router.tracing.timeline import AttemptTimeline
+from headrace_router.tracing.worker_clocks import WorkerClocks
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_text.load import ByteCodec
 
@@ -139,6 +141,7 @@ class Site:
             ticket_key_id=b"",
             migration_wait_s=0.0,
             on_migration=lambda reason: None,
+            clocks=WorkerClocks(),
         )
         site = cls(decode_count, workload, view, prefixes, queue, generator, placement)
         members = [_member(number, decode_count) for number in range(count)]
@@ -183,7 +186,7 @@ class Site:
 
         def decide() -> None:
             request = next(turns)
-            decision = self.generator.route(request, RequestTimeline(), deadline)
+            decision = self.generator.route(request, RequestTimeline[AttemptTimeline](), deadline)
             if decision.remote:
                 self.generator.task_terms(decision.worker, request.token_ids, "", deadline)
 

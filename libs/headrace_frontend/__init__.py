@@ -4,7 +4,6 @@
 - tenants: API keys
 - answers: several answers to one prompt
 - request: validation and tokenizing of requests, and the text of responses
+- running: admission, trace and end of requests, which a dispatcher of the process runs
 - openai: the OpenAI HTTP API
-
-The process itself runs the requests: openai.parts has the interfaces that it implements.
 """

@@ -208,8 +208,9 @@ def _placement_claims(attempt: AttemptSteps) -> Iterator[Claim]:
 def _router_claims(steps: RequestSteps, attempt: AttemptSteps | None) -> Iterator[Claim]:
     for start, end in steps.tokenize:
         yield Claim(Part.TOKENIZE, start, end)
-    for start, end in steps.messages:
-        yield Claim(Part.NETWORK, start, end)
+    for one in steps.attempts:
+        if one.message is not None:
+            yield Claim(Part.NETWORK, *one.message)
     if steps.slot_wait is not None:
         yield Claim(Part.DECODE_WAIT, *steps.slot_wait)
     if not steps.attempts or attempt is None:

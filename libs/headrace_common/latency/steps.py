@@ -64,6 +64,8 @@ class AttemptSteps:
     first_token_by: FirstTokenBy = FirstTokenBy.DECODE
     decode: DecodeSteps | None = None
     prefill: PrefillSteps | None = None
+    message: tuple[int, int] | None = None
+    """The way of the prompt to another process's queue."""
     error_us: int = 0
 
 
@@ -71,15 +73,13 @@ class AttemptSteps:
 class RequestSteps:
     """One request. `tokenize` has an interval for each try.
 
-    `slot_wait` is the wait for a slot of the decode workers. `messages` were on their way. `first_token` and
-    `second_token` are the arrivals at the router, each with the index of its attempt. `first_message` is when the first
-    token left for the client.
+    `slot_wait` is the wait for a slot of the decode workers. `first_token` and `second_token` are the arrivals at the
+    router, each with the index of its attempt. `first_message` is when the first token left for the client.
     """
 
     arrival: int
     tokenize: tuple[tuple[int, int], ...] = ()
     slot_wait: tuple[int, int] | None = None
-    messages: tuple[tuple[int, int], ...] = ()
     attempts: tuple[AttemptSteps, ...] = ()
     first_token: tuple[int, int] | None = None
     second_token: tuple[int, int] | None = None

@@ -63,13 +63,15 @@ class Telemetry:
         processors: SynchronousMultiSpanProcessor,
         collector: CollectorExporter,
         metrics: Metrics,
+        owned: list[tuple[SpanProcessor, Callable[[], None]]] | None = None,
     ) -> None:
+        """`owned`: the processors with exporters, and how to stop each exporter."""
         self.metrics = metrics
         self.provider = provider
         self._tracer = provider.get_tracer(SCOPE)
         self._processors = processors
         self._collector = collector
-        self._owned: list[tuple[SpanProcessor, Callable[[], None]]] = []
+        self._owned = [] if owned is None else owned
         self._starting = threading.Lock()
         self._has_collector = False
 
@@ -78,7 +80,9 @@ class Telemetry:
         service = {"service.instance.id": worker_id}
         resource = self.provider.resource.merge(Resource(service))
         provider = _new_provider(resource, self.provider.sampler, self._processors)
-        return Telemetry(provider, self._processors, self._collector, self.metrics)
+        return Telemetry(
+            *(provider, self._processors, self._collector, self.metrics), owned=self._owned
+        )
 
     @property
     def collectors(self) -> tuple[str, ...]:

@@ -3,46 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.callers.bounds import CallerBounds
-from headrace_common.deadlines import Deadline
-from headrace_frontend.answers import Outlets, ResponseWriter
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck
+from headrace_frontend.running.runner import RequestRunner
 from headrace_frontend.tenants import Tenants
 from headrace_text.codec import TextCodec
-
-
-class RequestRunner(Protocol):
-    """Runs the requests of clients."""
-
-    async def run(
-        self,
-        request: inference_pb2.GenerateRequest,
-        tenant: str,
-        deadline: Deadline,
-        write: ResponseWriter,
-        outlets: Outlets | None = None,
-    ) -> None:
-        """Writes the response to `request`, message by message. Cancellation ends all work for the request.
-
-        `outlets` may get all messages of a single answer but the last, instead of `write`. Raises HeadraceError, before
-        or between messages.
-        """
-        ...
-
-    def admitted(self, tenant: str, deadline: Deadline) -> AbstractAsyncContextManager[None]:
-        """A place over the block, for work that is not a request, such as tokenizing."""
-        ...
-
-    def reject_when_draining(self) -> None:
-        """Raises Draining while the process shuts down."""
-        ...
 
 
 class ModelLister(Protocol):
@@ -62,7 +34,7 @@ class OpenAiParts:
     """By served model."""
     models: ModelLister
     tenants: Tenants
-    runner: RequestRunner
+    runner: RequestRunner[Any]
     preparer: RequestPreparer
     size: RequestSizeCheck
     count_failures: Callable[[], AbstractContextManager[None]]

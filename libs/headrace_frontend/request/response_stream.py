@@ -76,8 +76,9 @@ class ResponseStream:
         load: LoopLoad | None = None,
         *,
         paced: bool = False,
+        gaps: BucketCounts | None = None,
     ) -> None:
-        """`paced`: see FlushPace."""
+        """`paced`: see FlushPace. `gaps` counts the seconds between two batches of tokens."""
         self._request = request
         self._trace_id = trace_id
         self._text = CompletionText(request)
@@ -114,8 +115,7 @@ class ResponseStream:
         self.last_token_unix_ns = 0
         self.usage: inference_pb2.Usage | None = None
         """The usage of a response that has ended without an error."""
-        self.gaps: BucketCounts | None = None
-        """Counts the seconds between two batches of tokens, where `count_gaps` was called."""
+        self.gaps = gaps
         self.first_message_unix_ns = 0
         """When the message with the first token was made; 0 before it."""
 
@@ -182,10 +182,6 @@ class ResponseStream:
         duration.
         """
         return self._start_unix_ns + time.monotonic_ns() - self._start_ns
-
-    def count_gaps(self, counts: BucketCounts) -> None:
-        """Counts the seconds between two batches of tokens from now on."""
-        self.gaps = counts
 
     def monotonic_us(self, unix_ns: int) -> int:
         """Microseconds of the monotonic clock at a time of this response."""

@@ -12,6 +12,7 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.access.authorizer import Authorizer
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
+from headrace_common.errors import Draining
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.channel import open_channel
 from headrace_common.telemetry.setup import Telemetry
@@ -23,6 +24,7 @@ from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck, request_bytes_max
+from headrace_frontend.running.runner import RequestRunner, RunnerTraits
 from headrace_frontend.salts import CacheSalts
 from headrace_frontend.tenants import Tenants, load_tenants
 from headrace_kv.layout.layout import WorkerRef
@@ -42,12 +44,12 @@ from headrace_router.prefill_queue.service import QueueService
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.rpc_services import RouterServices
-from headrace_router.runner import RequestRunner
 from headrace_router.service import InferenceService
 from headrace_router.status.app import StatusApp
 from headrace_router.status.reader import StatusParts, StatusReader
-from headrace_router.tracing.request_span import RequestTracer
 from headrace_router.tracing.store import TraceLimits, TraceStore
+from headrace_router.tracing.timeline import AttemptTimeline
+from headrace_router.tracing.tracer import StoringTracer
 from headrace_router.tracing.worker_clocks import WorkerClocks
 from headrace_router.workers.dials import Dials
 from headrace_router.workers.directory import WorkerDirectory
@@ -90,7 +92,7 @@ class _Records:
     metrics: RouterMetrics
     traces: TraceStore
     clocks: WorkerClocks
-    tracer: RequestTracer
+    tracer: StoringTracer
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +106,7 @@ class _Requests:
     bytes_max: int
     preparer: RequestPreparer
     dispatcher: RequestDispatcher
-    runner: RequestRunner
+    runner: RequestRunner[AttemptTimeline]
     models: ModelCatalog
 
 
@@ -119,7 +121,7 @@ class Router:
     traces: TraceStore
     metrics: RouterMetrics
     preparer: RequestPreparer
-    runner: RequestRunner
+    runner: RequestRunner[AttemptTimeline]
     services: RouterServices
     openai: OpenAiApp
     picker: EndpointPicker
@@ -229,10 +231,9 @@ def _build_records(basis: _Basis, fleet: _Fleet) -> _Records:
     )
     traces = TraceStore(TraceLimits(config.trace_count), metrics.count_dropped_spans)
     clocks = WorkerClocks()
-    tracer = RequestTracer(
+    tracer = StoringTracer(
         telemetry,
         traces,
-        clocks,
         slow_s=config.slow_trace_s,
         on_latency=metrics.count_latency,
     )
@@ -252,6 +253,7 @@ def _build_requests(
         ticket_key_id=basis.ticket_key.public.key_id,
         migration_wait_s=config.worker_wait_s,
         on_migration=metrics.count_migration,
+        clocks=records.clocks,
     )
     salts = CacheSalts(by_tenant=config.separates_tenants, prefix_hash_key=basis.prefix_hash_key)
     preparer = RequestPreparer(basis.codecs, workers, salts.salt_of)
@@ -259,13 +261,17 @@ def _build_requests(
     runner = RequestRunner(
         callers=callers,
         admission=fleet.admission,
-        early_refusal=_build_early_refusal(basis, fleet, records),
-        policy=basis.policy,
+        policy=lambda: basis.policy.policy,
         preparer=preparer,
         dispatcher=dispatcher,
         tracer=records.tracer,
-        metrics=metrics,
-        load=fleet.load,
+        traits=RunnerTraits(
+            drain_error=_draining,
+            check_arrival=_build_early_refusal(basis, fleet, records).check,
+            load=fleet.load,
+            paced=True,
+        ),
+        counter=metrics,
     )
 
     def max_model_len() -> dict[str, int]:
@@ -282,6 +288,10 @@ def _build_requests(
         runner=runner,
         models=ModelCatalog(basis.codecs, workers, fleet.queue),
     )
+
+
+def _draining() -> Draining:
+    return Draining("the router is shutting down; use another router, or retry in a moment")
 
 
 def _build_early_refusal(basis: _Basis, fleet: _Fleet, records: _Records) -> EarlyRefusal:

@@ -21,6 +21,7 @@ from headrace_common.telemetry.metrics.instruments import BucketCounts, Gauge
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_frontend.admission.admission import Admission
 from headrace_frontend.request.response_stream import ResponseStream
+from headrace_frontend.running.runner import RequestCounter
 from headrace_router.load import RequestTotals
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
@@ -78,7 +79,7 @@ def _gauges(
     )
 
 
-class RouterMetrics:
+class RouterMetrics(RequestCounter):
     """Counts requests as they end, and samples the gauges every second while the metrics have readers.
 
     Owned by one event loop: the thread that exports must not read the queues.
@@ -140,7 +141,6 @@ class RouterMetrics:
 
     @contextmanager
     def count_failures(self) -> Iterator[None]:
-        """Counts a request that the block fails or cancels."""
         try:
             yield
         except HeadraceError as error:
@@ -159,7 +159,6 @@ class RouterMetrics:
         self._picks.add(1, end_reason)
 
     def token_gaps(self) -> BucketCounts:
-        """Collects the times between the tokens of one answer, for count_answer."""
         return self._gaps.local_counts()
 
     def count_answer(
@@ -169,7 +168,6 @@ class RouterMetrics:
         arrival_unix_ns: int,
         priority: Priority = Priority.NORMAL,
     ) -> None:
-        """Counts a request that has ended with an answer, and its times and tokens."""
         self.count_request(end_reason)
         if not answer.started:
             return

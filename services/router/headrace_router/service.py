@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,14 +13,16 @@ from headrace_common.errors import Unauthenticated
 from headrace_frontend.admission.admission import Admission
 from headrace_frontend.answers import request_id_of
 from headrace_frontend.request.preparation import RequestPreparer
+from headrace_frontend.running.runner import RequestRunner
+from headrace_frontend.running.timeline import RequestTimeline
 from headrace_frontend.tenants import DEFAULT_TENANT, Tenants
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.models import ModelCatalog
 from headrace_router.placement import CandidateCost
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
-from headrace_router.runner import RequestRunner
-from headrace_router.tracing.request_span import RequestTracer
+from headrace_router.tracing.timeline import AttemptTimeline
+from headrace_router.tracing.tracer import StoringTracer
 
 # The router's error names what was waited for. It must reach the client before the client's own deadline.
 _DEADLINE_MARGIN_S = 0.2
@@ -37,11 +38,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         models: ModelCatalog,
         prefixes: PrefixCacheDirectory,
         tenants: Tenants,
-        runner: RequestRunner,
+        runner: RequestRunner[AttemptTimeline],
         admission: Admission,
         preparer: RequestPreparer,
         dispatcher: RequestDispatcher,
-        tracer: RequestTracer,
+        tracer: StoringTracer,
         default_deadline_s: float,
     ) -> None:
         self._models = models
@@ -82,7 +83,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         priority = self._runner.priority_of(request.request.priority, tenant)
         permit = await self._runner.admit(tenant, deadline, priority)
         request_id = request_id_of(request.request)
-        timeline = self._tracer.new_timeline(time.time_ns(), time.monotonic_ns())
+        timeline = RequestTimeline[AttemptTimeline]()
         with (
             self._tracer.request_span(request_id, timeline, stored=False) as root,
             self._admission.holding(permit),

@@ -17,12 +17,13 @@ from headrace_common.rpc.channel import open_channel
 from headrace_decode.admission.admission import Capacity
 from headrace_decode.attempts import Attempts
 from headrace_decode.config import DecodeConfig
-from headrace_decode.http.admission import OwnAdmission
+from headrace_decode.http.attempt_timeline import OwnAttemptTimeline
+from headrace_decode.http.dispatcher import OwnDispatcher, OwnWorker
 from headrace_decode.http.prefill import RouterPrefills
-from headrace_decode.http.runner import OwnRequestRunner, OwnWorker
+from headrace_decode.http.room import BlockShares
 from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
-from headrace_frontend.admission.admission import AdmissionLimits
+from headrace_frontend.admission.admission import Admission, AdmissionLimits
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import OpenAiApp
 from headrace_frontend.openai.metrics_page import MetricsPage
@@ -31,6 +32,8 @@ from headrace_frontend.openai.server import HttpServer
 from headrace_frontend.request.model_names import Adapters
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck, request_bytes_max
+from headrace_frontend.running.runner import RequestRunner, RunnerTraits
+from headrace_frontend.running.tracer import RequestTracer
 from headrace_frontend.salts import CacheSalts
 from headrace_frontend.tenants import load_tenants
 from headrace_text.codec import TextCodec
@@ -106,7 +109,7 @@ class HttpDoor:
             *(hosted.ref, self._model.name, attempts, self.prefills, host.members)
         )
         self._preparer: RequestPreparer | None = None
-        self._runner: OwnRequestRunner | None = None
+        self._runner: RequestRunner[OwnAttemptTimeline] | None = None
         self._server: HttpServer | None = None
 
     def set_prefix_hash_key(self, key: int) -> None:
@@ -130,8 +133,16 @@ class HttpDoor:
             by_tenant=config.separates_tenants, prefix_hash_key=lambda: self._hash_key
         )
         self._preparer = RequestPreparer(codecs, model, salts.salt_of)
-        self._runner = OwnRequestRunner(
-            *(self._worker, self._build_admission(), self._preparer, self._callers, telemetry)
+        blocks = BlockShares(self._capacity, self._weights, config.admission_wait_s)
+        self._runner = RequestRunner(
+            callers=self._callers,
+            admission=self._build_admission(),
+            policy=lambda: host.members.policy,
+            preparer=self._preparer,
+            dispatcher=OwnDispatcher(self._worker, blocks),
+            tracer=RequestTracer[OwnAttemptTimeline](telemetry),
+            # `Attempts` refuses requests once routers have noticed the drain.
+            traits=RunnerTraits(self._worker.attempts.refusal, runs_while_draining=True),
         )
         parts = OpenAiParts(
             codecs=codecs,
@@ -154,16 +165,19 @@ class HttpDoor:
             body_bytes_max=request_bytes_max(model.max_model_len().values()),
         )
 
-    def _build_admission(self) -> OwnAdmission:
-        config, members = self._config, self._host.members
+    def _weights(self) -> Mapping[str, float]:
+        return self._host.members.policy.tenant_weights
+
+    def _build_admission(self) -> Admission:
+        config = self._config
         limits = AdmissionLimits(
             max_num_seqs=config.max_concurrent_requests,
             max_queued_tokens=config.max_queued_tokens,
             wait_s=config.admission_wait_s or math.inf,
         )
-        return OwnAdmission(
-            *(limits, self._capacity, self._model.name), lambda: members.policy.tenant_weights
-        )
+        admission = Admission(limits, self._weights)
+        admission.resize_slots(self._model.name, self._capacity.max_num_seqs)
+        return admission
 
     def start_drain(self) -> None:
         """Reports that the worker is not ready."""

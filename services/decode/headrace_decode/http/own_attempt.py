@@ -3,57 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
-from opentelemetry.trace import Span
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
-from headrace_common.deadlines import Deadline
 from headrace_common.errors import ProtocolViolation
 from headrace_common.identity import new_transfer_id
 from headrace_common.rpc.trace_context import traceparent
+from headrace_decode.http.attempt_timeline import OwnAttemptTimeline
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.room import RoomQueue
-from headrace_decode.http.timeline import OwnAttemptTimeline, OwnTimeline
 from headrace_decode.running import AttemptEvent, RunningAttempt
 from headrace_frontend.request.decode_request import decode_request
-from headrace_frontend.request.response_stream import ResponseStream
-from headrace_frontend.request.validation import PreparedRequest
+from headrace_frontend.running.completion import AttemptOutcome
+from headrace_frontend.running.request import AdmittedRequest
 
-
-@dataclass(frozen=True, slots=True)
-class OwnRequest:
-    """A request of this worker's own client. `root` is the root span of its trace.
-
-    `room_wait_s` is how long an attempt may wait for room beside other requests. `times_wanted`: whether the steps of
-    the prefill are of use.
-    """
-
-    prepared: PreparedRequest
-    response: ResponseStream
-    root: Span
-    deadline: Deadline
-    arrival_unix_ns: int
-    timeline: OwnTimeline
-    room_wait_s: Callable[[], float]
-    times_wanted: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class OwnOutcome:
-    """How an attempt ended. `prefill_worker_id` is empty when no prefill worker computed the prompt."""
-
-    reason: sampling_pb2.FinishReason.ValueType
-    cached_tokens: int
-    transferred_tokens: int
-    prefill_worker_id: str = ""
+OwnRequest: TypeAlias = AdmittedRequest[OwnAttemptTimeline]
 
 
 class OwnAttempt:
@@ -85,15 +55,19 @@ class OwnAttempt:
         """Whether the engine has reserved blocks."""
         return self._reserved is not None
 
-    async def run(self) -> OwnOutcome:
+    async def run(self) -> AttemptOutcome:
         """Raises HeadraceError. Cancellation gives back the blocks and cancels the prefill."""
-        token = otel_context.attach(trace.set_span_in_context(self._request.root))
+        request = self._request
+        token = otel_context.attach(trace.set_span_in_context(request.root))
         try:
-            request = self._request
-            running = await self._room.start(self._call, request.deadline, request.room_wait_s())
+            running = await self._room.start(self._call, request.deadline, request.slot_wait_s())
         finally:
             otel_context.detach(token)
-        self._timeline = self._request.timeline.attempt_admitted(running.attempt.timestamps)
+        if not request.timeline.attempts:
+            request.timeline.slot_acquired()
+        self._timeline = request.timeline.attempt_started(
+            OwnAttemptTimeline(running.attempt.timestamps)
+        )
         ended = False
         try:
             outcome = await self._add_tokens(running)
@@ -105,7 +79,7 @@ class OwnAttempt:
             if self._prefill is not None and not ended:
                 self._prefill.cancel()
 
-    async def _add_tokens(self, running: RunningAttempt) -> OwnOutcome:
+    async def _add_tokens(self, running: RunningAttempt) -> AttemptOutcome:
         response = self._request.response
         async with aclosing(running.events()) as events:
             first = await anext(events)
@@ -127,7 +101,7 @@ class OwnAttempt:
             self._prefill = asyncio.create_task(
                 self._prefills.prefill(
                     *(self._call, reserved.start_token, parent, self._request.deadline),
-                    include_latency=self._request.times_wanted,
+                    include_latency=self._times_wanted,
                 )
             )
             if self._timeline is not None:
@@ -155,20 +129,25 @@ class OwnAttempt:
         self,
         reason: sampling_pb2.FinishReason.ValueType,
         finished: decode_pb2.Finished | None,
-    ) -> OwnOutcome:
-        prompt_tokens = len(self._request.prepared.token_ids)
+    ) -> AttemptOutcome:
         cached = transferred = 0
         if finished is not None:
             cached, transferred = finished.cached_tokens, finished.transferred_tokens
         elif self._reserved is not None and self._call.remote_prefill:
             cached = self._reserved.start_token
             transferred = self._reserved.end_token - cached
-        cached = min(cached, prompt_tokens)
-        transferred = min(transferred, prompt_tokens - cached)
-        return OwnOutcome(reason, cached, transferred, self._prefill_worker_id())
+        prompt_tokens = len(self._request.prepared.token_ids)
+        return AttemptOutcome.of_prompt(reason, cached, transferred, prompt_tokens)
 
-    def _prefill_worker_id(self) -> str:
-        """The prefill worker, once the router has reported it."""
+    @property
+    def _times_wanted(self) -> bool:
+        """Whether the steps of the prefill are of use."""
+        sampled = self._request.root.get_span_context().trace_flags.sampled
+        return sampled or self._request.prepared.includes_latency
+
+    @property
+    def prefill_worker_id(self) -> str:
+        """The prefill worker, once the router has reported it. Empty for a local prefill."""
         task = self._prefill
         if task is None or not task.done() or task.cancelled() or task.exception() is not None:
             return ""

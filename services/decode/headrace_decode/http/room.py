@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Final
 
 from headrace.decode.v1 import decode_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import DeadlineExceeded, DecodeFull
+from headrace_decode.admission.admission import Capacity
 from headrace_decode.attempts import Attempts
 from headrace_decode.running import RunningAttempt
+from headrace_frontend.admission.bounded_resource import BoundedResource
+from headrace_frontend.admission.fair_share import FairPool
+from headrace_frontend.request.validation import PreparedRequest
 
 # Quarantined blocks become free although no attempt ends.
 _RECHECK_S: Final = 0.25
+
+
+class BlockShares:
+    """Shares the worker's KV blocks among tenants."""
+
+    def __init__(
+        self, capacity: Capacity, weights: Callable[[], Mapping[str, float]], wait_s: float
+    ) -> None:
+        """`weights`: the current weights of tenants. `wait_s` bounds the wait of requests beyond their share."""
+        self._capacity = capacity
+        self.pool = FairPool(capacity.usable_blocks, weights, queue_above_share=True)
+        self._blocks = BoundedResource("blocks", "KV blocks", self.pool, wait_s)
+
+    def holding(
+        self, tenant: str, request: PreparedRequest, deadline: Deadline
+    ) -> AbstractAsyncContextManager[None]:
+        """Blocks for a request over the block. Raises QueueFull or DeadlineExceeded."""
+        needed = self._capacity.blocks_for(len(request.token_ids), request.sampling.max_tokens)
+        # The engine rejects a request for more blocks than there are.
+        blocks = min(needed, self._capacity.usable_blocks)
+        return self._blocks.holding(tenant, blocks, deadline, request.priority)
 
 
 class RoomQueue:

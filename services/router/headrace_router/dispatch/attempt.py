@@ -9,7 +9,7 @@ import asyncio
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan
@@ -22,13 +22,14 @@ from headrace_common.identity import new_transfer_id
 from headrace_common.logs import TRACE_NAMES
 from headrace_common.rpc.trace_context import traceparent
 from headrace_common.telemetry.setup import child_context
+from headrace_frontend.running.completion import AttemptOutcome
+from headrace_frontend.running.request import AdmittedRequest
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.decode_link.answer import AnswerEvent
 from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.dispatch.decode_call import DecodeCall
 from headrace_router.dispatch.first_token import BY_DECODE, BY_PREFILL, FROM_LOGITS, Policy
 from headrace_router.dispatch.messages import decode_request, prefill_task
-from headrace_router.dispatch.request import RoutedRequest
 from headrace_router.dispatch.retry_policy import FailedAttempt
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -38,13 +39,7 @@ from headrace_router.tracing.timeline import AttemptTimeline
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptOutcome:
-    """How a successful attempt ended. Both counts are of prompt tokens."""
-
-    reason: sampling_pb2.FinishReason.ValueType
-    cached_tokens: int
-    transferred_tokens: int
+RoutedRequest: TypeAlias = AdmittedRequest[AttemptTimeline]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +86,7 @@ class Attempt:
         self._first_token_by = plan.first_token
         self._links = plan.links
         self._transfer_id = new_transfer_id()
-        span_context = child_context(request.root_span.get_span_context())
+        span_context = child_context(request.root.get_span_context())
         TRACE_NAMES.add(self._transfer_id, span_context)
         self._span = NonRecordingSpan(span_context)
         timeline.facts.started(
@@ -164,12 +159,8 @@ class Attempt:
     def _outcome(
         self, reason: sampling_pb2.FinishReason.ValueType, cached_tokens: int, transferred: int
     ) -> AttemptOutcome:
-        """Counts only prompt tokens: an attempt after others also computes tokens of the completion again."""
         prompt_tokens = len(self._prepared.token_ids)
-        cached_tokens = min(cached_tokens, prompt_tokens)
-        return AttemptOutcome(
-            reason, cached_tokens, min(transferred, prompt_tokens - cached_tokens)
-        )
+        return AttemptOutcome.of_prompt(reason, cached_tokens, transferred, prompt_tokens)
 
     def _open_call(self) -> DecodeCall:
         call = DecodeCall(

@@ -13,18 +13,18 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, WorkerGone
 from headrace_common.logs import CauseLog
 from headrace_frontend.request.validation import PreparedRequest
+from headrace_frontend.running.completion import AttemptOutcome, finish_response
+from headrace_frontend.running.timeline import RequestTimeline
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.dispatch.attempt import (
     Attempt,
     AttemptContext,
-    AttemptOutcome,
     AttemptPlan,
+    RoutedRequest,
 )
-from headrace_router.dispatch.completion import finish_response
 from headrace_router.dispatch.first_token import first_token_maker
-from headrace_router.dispatch.request import RoutedRequest
 from headrace_router.dispatch.retry_policy import TAKEN_SLOT_PAUSE_S, RetryState
 from headrace_router.placement import (
     Candidates,
@@ -35,7 +35,8 @@ from headrace_router.placement import (
 )
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
-from headrace_router.tracing.timeline import AttemptTimeline, RequestTimeline
+from headrace_router.tracing.timeline import AttemptTimeline
+from headrace_router.tracing.worker_clocks import WorkerClocks
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import LoadTable, Numbers, Worker
 
@@ -88,6 +89,7 @@ class RequestDispatcher:
         ticket_key_id: bytes,
         migration_wait_s: float,
         on_migration: Callable[[str], None],
+        clocks: WorkerClocks,
     ) -> None:
         """`on_migration` gets the error's reason each time that a response that has started needs another attempt."""
         self._workers = workers
@@ -97,6 +99,7 @@ class RequestDispatcher:
         self._policy = policy
         self._migration_wait_s = migration_wait_s
         self._on_migration = on_migration
+        self._clocks = clocks
         self._failures = CauseLog(_LOG)
         self._attempt_context = AttemptContext(queue, ticket_key_id)
 
@@ -111,7 +114,7 @@ class RequestDispatcher:
         outcome: AttemptOutcome | None = None
         while outcome is None and not request.response.ended_by:
             await self._wait_for_worker(request, retries, number)
-            timeline = request.timeline.attempt_started()
+            timeline = request.timeline.attempt_started(AttemptTimeline(self._clocks))
             token_ids = request.known_token_ids
             decision = self._route(
                 *(request.prepared, token_ids, timeline, request.deadline, retries)
@@ -138,14 +141,17 @@ class RequestDispatcher:
             # The response is complete, but no attempt reported Finished.
             reason = request.response.ended_by
             outcome = attempt.outcome_of(reason) if attempt else AttemptOutcome(reason, 0, 0)
-        if request.prepared.includes_latency:
-            await request.timeline.wait_for_report(request.deadline)
-        finish_response(request, outcome, attempt, attempts=number)
+        prefill = attempt.prefill_worker if attempt is not None else None
+        await finish_response(
+            *(request, outcome),
+            attempts=number,
+            prefill_worker_id=prefill.worker_id if prefill is not None else "",
+        )
 
     def route(
         self,
         request: PreparedRequest,
-        timeline: RequestTimeline,
+        timeline: RequestTimeline[AttemptTimeline],
         deadline: Deadline,
         avoid: Collection[str] = (),
     ) -> Decision:
@@ -157,7 +163,8 @@ class RequestDispatcher:
         avoided = {worker.ref for worker in workers if worker.ref.worker_id in avoid}
         retries = RetryState(self._budget, self._migration_wait_s, avoided=avoided)
         token_ids = request.token_ids + request.generated
-        return self._route(request, token_ids, timeline.attempt_started(), deadline, retries)
+        attempt = timeline.attempt_started(AttemptTimeline(self._clocks))
+        return self._route(request, token_ids, attempt, deadline, retries)
 
     def task_terms(
         self,

@@ -14,7 +14,6 @@ Policy: TypeAlias = first_token_pb2.FirstTokenPolicy.ValueType
 BY_DECODE: Final = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
 BY_PREFILL: Final = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
 FROM_LOGITS: Final = first_token_pb2.FIRST_TOKEN_POLICY_LOGITS
-MAKER_NAMES: Final = {BY_DECODE: "decode", BY_PREFILL: "prefill", FROM_LOGITS: "logits"}
 
 
 def first_token_maker(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from opentelemetry.trace import Span
-
-from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
 from headrace_common.telemetry import schema
 from headrace_frontend.request.validation import PreparedRequest
+from headrace_frontend.running.request import ArrivedRequest
 from headrace_router.dispatch.dispatcher import PolicySource, PrefixSource
 from headrace_router.early_refusal.prediction import (
     DEADLINE,
@@ -31,21 +28,6 @@ from headrace_router.workers.directory import WorkerDirectory
 
 # Refused requests measure nothing. So a rate that was measured in a bad moment is forgotten.
 _AGE_MAX_S: Final = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class ArrivedRequest:
-    """A valid request. `arrival_ns` is by the monotonic clock, and `root` is the root span of its trace."""
-
-    prepared: PreparedRequest
-    deadline: Deadline
-    arrival_ns: int
-    root: Span
-
-    @property
-    def elapsed_s(self) -> float:
-        """The time since the arrival."""
-        return 1e-9 * (time.monotonic_ns() - self.arrival_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,12 +27,14 @@ from headrace_frontend.request.validation import (
     REQUEST_ID_CHARACTERS_MAX,
     PreparedRequest,
 )
+from headrace_frontend.running.runner import RequestRunner
+from headrace_frontend.running.timeline import RequestTimeline
 from headrace_frontend.tenants import Tenants
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.runner import RequestRunner
-from headrace_router.tracing.request_span import RequestTracer
+from headrace_router.tracing.timeline import AttemptTimeline
+from headrace_router.tracing.tracer import StoringTracer
 from headrace_router.workers.directory import WorkerDirectory
 from headrace_router.workers.table import Worker
 
@@ -71,13 +72,13 @@ class PickerParts:
     """The parts of a router that the picker uses."""
 
     tenants: Tenants
-    runner: RequestRunner
+    runner: RequestRunner[AttemptTimeline]
     preparer: RequestPreparer
     size: RequestSizeCheck
     dispatcher: RequestDispatcher
     workers: WorkerDirectory
     queue: PrefillQueue
-    tracer: RequestTracer
+    tracer: StoringTracer
     count_pick: Callable[[str], None]
     """Gets "picked", or the reason of the error."""
 
@@ -144,7 +145,7 @@ class EndpointPicker:
         table = self._parts.workers.table(prepared.model)
         allowed = {worker.ref for worker in table.workers if _is_allowed(worker, subset)}
         avoided = [worker.ref.worker_id for worker in table.workers if worker.ref not in allowed]
-        timeline = self._parts.tracer.new_timeline(time.time_ns(), time.monotonic_ns())
+        timeline = RequestTimeline[AttemptTimeline]()
         with self._parts.tracer.request_span(request_id, timeline, stored=False):
             decision = self._parts.dispatcher.route(prepared, timeline, deadline, avoided)
         worker = decision.worker

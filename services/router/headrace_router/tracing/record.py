@@ -15,7 +15,7 @@ from headrace.inference.v1 import trace_pb2
 from headrace_common.durations import duration_from_ns, timestamp_from_unix_ns
 from headrace_common.telemetry import schema
 from headrace_router.tracing.batches import RawSpan, attributes_as_text
-from headrace_router.tracing.request_record import AttemptFacts, MadeSpan, RequestRecord
+from headrace_router.tracing.request_record import AttemptFacts, MadeSpan, RoutedRecord
 from headrace_router.tracing.worker_clocks import ClockDifference
 
 SPANS_PER_TRACE_MAX: Final = 8_192
@@ -83,7 +83,7 @@ class _Completeness:
         self.reported.add(reported)
         self._missing.discard(reported)
 
-    def add_request(self, request: RequestRecord) -> None:
+    def add_request(self, request: RoutedRecord) -> None:
         self._roots.add(request.request_id)
         for facts in request.attempts if request.sampled else ():
             if facts.context is not None and not facts.error:
@@ -99,7 +99,7 @@ class _Completeness:
 class TraceContents(NamedTuple):
     """The requests that have ended, and the spans that were sent. `reported`: see _Completeness."""
 
-    requests: tuple[RequestRecord, ...]
+    requests: tuple[RoutedRecord, ...]
     reported: frozenset[tuple[str, bytes]]
     sent: tuple[StoredSpan, ...]
     differences: Mapping[str, ClockDifference]
@@ -136,7 +136,7 @@ class TraceRecord:
         self._start_unix_ns = 0
         self._names: dict[str, None] = {}
         self._spans: dict[bytes, StoredSpan] = {}
-        self._requests: list[RequestRecord] = []
+        self._requests: list[RoutedRecord] = []
         self._completeness = _Completeness()
         self._differences: dict[str, ClockDifference] = {}
 
@@ -196,7 +196,7 @@ class TraceRecord:
             self._completeness.add(facts)
         return True
 
-    def add_request(self, request: RequestRecord, bytes_max: int) -> bool:
+    def add_request(self, request: RoutedRecord, bytes_max: int) -> bool:
         """Adds a request that has ended. False when the trace has no room for it."""
         trace_bytes = self.stored_bytes + request.stored_bytes
         if trace_bytes > bytes_max:

@@ -1,13 +1,9 @@
-"""What is kept of a request that has ended, and the spans that are made from it.
-
-Every request has a record, from the steps that RPCs have brought. Only sampled, slow and failed requests get spans.
-"""
+"""What a router keeps of a request that has ended, from the steps that RPCs have brought, and its spans."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from opentelemetry.sdk.resources import Resource
@@ -17,25 +13,18 @@ from opentelemetry.util.types import AttributeValue
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError
-from headrace_common.latency.breakdown import Breakdown
-from headrace_common.latency.steps import AttemptSteps, RequestSteps
+from headrace_common.latency.steps import AttemptSteps
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.latency import (
-    breakdown_attributes,
-    gen_ai_attributes,
-    sum_attributes,
-)
-from headrace_common.telemetry.later import PendingSpan, ended_span
+from headrace_common.telemetry.later import ended_span
+from headrace_frontend.running.record import NO_RESOURCE, RequestRecord, SpanMaker
+from headrace_frontend.running.timeline import now_us
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.tracing.worker_clocks import ClockDifference, clock_attributes
 
 _LINK_METHOD: Final = "headrace.decode.v1.DecodeService/Link"
-_ID_STEP: Final = 0x9E37_79B9_7F4A_7C15
-_ID_MASK: Final = 0xFFFF_FFFF_FFFF_FFFF
 _RECORD_BYTES: Final = 4_096
 _ATTEMPT_BYTES: Final = 2_048
-_NO_RESOURCE: Final = Resource({})
 
 
 @dataclass(slots=True)
@@ -64,17 +53,17 @@ class AttemptFacts:
 
     def routed(self, decision: Decision) -> None:
         """The workers are chosen."""
-        self.decision, self.route_end = decision, _now_us()
+        self.decision, self.route_end = decision, now_us()
 
     def not_routed(self, error: HeadraceError) -> None:
         """No workers could be chosen."""
-        self.route_error, self.route_end = error.detail, _now_us()
+        self.route_error, self.route_end = error.detail, now_us()
 
     def started(
         self, context: SpanContext, transfer_id: str, *, number: int, generated_tokens: int
     ) -> None:
         """The attempt has these ids. `generated_tokens` are those that the answer has already."""
-        self.context, self.transfer_id, self.start = context, transfer_id, _now_us()
+        self.context, self.transfer_id, self.start = context, transfer_id, now_us()
         self.number, self.generated_tokens = number, generated_tokens
 
     def failed(self, error: HeadraceError) -> None:
@@ -83,7 +72,7 @@ class AttemptFacts:
 
     def ended(self, queued: QueuedTask | None) -> None:
         """The attempt has ended. `queued` is its prefill task."""
-        self.end = _now_us()
+        self.end = now_us()
         if queued is not None:
             self.tasks_ahead, self.priority = queued.tasks_ahead, queued.priority.label
             self.prefill_worker_id = queued.worker.worker_id if queued.worker is not None else ""
@@ -98,30 +87,12 @@ class MadeSpan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRecord:
-    """A request that has ended. Times in `tokens_unix_ns` are of the first, second and last token, 0 without it."""
+class RoutedRecord(RequestRecord):
+    """A request of this router that has ended."""
 
-    request_id: str
-    root: PendingSpan
-    times_unix_ns: tuple[int, int]
-    arrival_ns: int
-    steps: RequestSteps
-    attempts: tuple[AttemptFacts, ...]
-    breakdown: Breakdown
-    differences: Mapping[str, ClockDifference]
+    attempts: tuple[AttemptFacts, ...] = ()
+    differences: Mapping[str, ClockDifference] = field(default_factory=dict)
     """How far workers' clocks are ahead of the router's, by worker id."""
-    tokens_unix_ns: tuple[int, int, int]
-    error: str = ""
-
-    @property
-    def trace_id(self) -> str:
-        """As 32 hex characters."""
-        return f"{self.root.get_span_context().trace_id:032x}"
-
-    @property
-    def sampled(self) -> bool:
-        """Whether the workers send spans too."""
-        return self.root.get_span_context().trace_flags.sampled
 
     @property
     def stored_bytes(self) -> int:
@@ -132,8 +103,8 @@ class RequestRecord:
         size += sum(len(done.last_link.layers) for done in reports if done is not None)
         return size + _RECORD_BYTES + _ATTEMPT_BYTES * len(self.attempts)
 
-    def spans(self, resource: Resource = _NO_RESOURCE) -> list[ReadableSpan]:
-        """The router's spans, the root first."""
+    def spans(self, resource: Resource = NO_RESOURCE) -> list[ReadableSpan]:
+        """See RequestRecord."""
         return list(_Maker(self, resource).spans())
 
     def worker_spans(self, attempt: int, service: str) -> list[MadeSpan]:
@@ -141,7 +112,7 @@ class RequestRecord:
         facts, steps = self.attempts[attempt], self.steps.attempts[attempt]
         if facts.context is None or facts.decision is None:
             return []
-        maker = _Maker(self, _NO_RESOURCE, 2 * attempt + 1 + (service == "prefill"))
+        maker = _Maker(self, NO_RESOURCE, 2 * attempt + 1 + (service == "prefill"))
         if service == "prefill":
             worker_id, spans = facts.prefill_worker_id, maker.prefill_spans(facts, steps)
         else:
@@ -150,56 +121,23 @@ class RequestRecord:
         return [MadeSpan(service, worker_id, span) for span in spans]
 
 
-class _Maker:
-    """Makes spans of a record. Each call with the same arguments gives them the same ids."""
+class _Maker(SpanMaker):
+    """Adds the spans of attempts."""
 
-    def __init__(self, record: RequestRecord, resource: Resource, worker: int = 0) -> None:
+    def __init__(self, record: RoutedRecord, resource: Resource, worker: int = 0) -> None:
+        super().__init__(record, resource, worker)
         self._record = record
-        self._resource = resource
-        self._root = record.root.get_span_context()
-        self._unix_ns = record.times_unix_ns[0] - record.arrival_ns
-        self._last_id = self._root.span_id + (worker << 32)
 
     def spans(self) -> Iterator[ReadableSpan]:
+        yield from super().spans()
         record = self._record
-        yield ended_span(
-            *(schema.SPAN_REQUEST, self._root, record.root.parent, record.times_unix_ns),
-            self._root_attributes(),
-            resource=self._resource,
-            error=record.error,
-        )
-        for start, end in record.steps.tokenize:
-            yield self._span(schema.SPAN_TOKENIZE, self._root, start, end)
         previous: tuple[SpanContext, ...] = ()
         for facts, steps in zip(record.attempts, record.steps.attempts, strict=True):
             yield from self._attempt_spans(facts, steps, previous)
             previous = (facts.context,) if facts.context is not None else previous
-        yield from self._token_spans()
 
     def _root_attributes(self) -> dict[str, AttributeValue]:
-        record = self._record
-        attributes = {
-            **record.root.attributes,
-            **breakdown_attributes(record.breakdown),
-            **clock_attributes(record.differences),
-        }
-        if record.tokens_unix_ns[0]:
-            start_ns, end_ns = record.times_unix_ns
-            attributes.update(gen_ai_attributes(record.breakdown, end_ns - start_ns))
-        return attributes
-
-    def _token_spans(self) -> Iterator[ReadableSpan]:
-        record = self._record
-        first_ns, second_ns, last_ns = record.tokens_unix_ns
-        if not first_ns:
-            return
-        arrival_ns = record.times_unix_ns[0]
-        yield self._at(schema.SPAN_FIRST_TOKEN, self._root, (arrival_ns, first_ns))
-        yield self._at(schema.SPAN_STREAM, self._root, (first_ns, last_ns))
-        second = record.breakdown.second
-        if second is not None:
-            times = (first_ns, second_ns)
-            yield self._at(schema.SPAN_SECOND_TOKEN, self._root, times, sum_attributes(second))
+        return super()._root_attributes() | clock_attributes(self._record.differences)
 
     def _attempt_spans(
         self, facts: AttemptFacts, steps: AttemptSteps, previous: tuple[SpanContext, ...]
@@ -332,41 +270,6 @@ class _Maker:
         if facts.reason:
             attributes[schema.ATTRIBUTE_ERROR_REASON] = facts.reason
         return attributes
-
-    def _unix_of(self, time_us: int) -> int:
-        return 1_000 * time_us + self._unix_ns
-
-    def _span(
-        self,
-        name: str,
-        parent: SpanContext,
-        start_us: int,
-        end_us: int,
-        attributes: Mapping[str, AttributeValue] | None = None,
-        error: str = "",
-    ) -> ReadableSpan:
-        times = (self._unix_of(start_us), self._unix_of(end_us))
-        return self._at(name, parent, times, attributes, error)
-
-    def _at(
-        self,
-        name: str,
-        parent: SpanContext,
-        times_unix_ns: tuple[int, int],
-        attributes: Mapping[str, AttributeValue] | None = None,
-        error: str = "",
-    ) -> ReadableSpan:
-        self._last_id = (self._last_id + _ID_STEP) & _ID_MASK or _ID_STEP
-        context = SpanContext(self._root.trace_id, self._last_id, False)
-        return ended_span(
-            *(name, context, parent, times_unix_ns, attributes or {}),
-            resource=self._resource,
-            error=error,
-        )
-
-
-def _now_us() -> int:
-    return time.monotonic_ns() // 1_000
 
 
 def _route_attributes(decision: Decision) -> dict[str, AttributeValue]:

@@ -22,7 +22,7 @@ from headrace_router.tracing.record import (
     stored_bytes,
     trace_to_proto,
 )
-from headrace_router.tracing.request_record import RequestRecord
+from headrace_router.tracing.request_record import RoutedRecord
 from headrace_router.tracing.worker_clocks import ClockDifference
 
 PAGE_SIZE_DEFAULT: Final = 20
@@ -139,7 +139,7 @@ class TraceStore:
             if record is not None:
                 record.add_clocks(differences)
 
-    def end_request(self, request: RequestRecord) -> None:
+    def end_request(self, request: RoutedRecord) -> None:
         """A request of `start_trace` has ended. Ignored for unknown traces."""
         dropped: dict[str, int] = {}
         with self._lock:

@@ -7,7 +7,7 @@ import contextlib
 import json
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 from opentelemetry import trace
@@ -126,7 +126,7 @@ class LocalApp:
             parsers={"sim": ModelParsers("hermes", reasoning)},
             models=Mock(),
             tenants=Tenants(None),
-            runner=self.runner,
+            runner=cast("Any", self.runner),
             preparer=preparer,
             size=RequestSizeCheck(lambda: {"sim": CONTEXT}, 16),
             count_failures=contextlib.nullcontext,

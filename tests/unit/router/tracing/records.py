@@ -12,7 +12,7 @@ from headrace_common.latency.steps import AttemptSteps, DecodeSteps, PrefillStep
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.later import PendingSpan
 from headrace_kv.layout.layout import WorkerRef
-from headrace_router.tracing.request_record import AttemptFacts, RequestRecord
+from headrace_router.tracing.request_record import AttemptFacts, RoutedRecord
 
 TRACE_ID = 0xAB
 START_UNIX_NS = 100
@@ -78,7 +78,7 @@ def ended(
     sampled: bool = False,
     error: str = "",
     attempts: tuple[AttemptFacts, ...] = (),
-) -> RequestRecord:
+) -> RoutedRecord:
     """A request. Its clock of steps is that of its Unix times, in microseconds after START_UNIX_NS."""
     steps = RequestSteps(
         arrival=0,
@@ -90,7 +90,7 @@ def ended(
     root = PendingSpan(SpanContext(trace_id, 5, False, TraceFlags(flags)), None)
     root.set_attribute(schema.ATTRIBUTE_REQUEST_ID, request_id)
     first_unix_ns = START_UNIX_NS + 800_000 if attempts else 0
-    return RequestRecord(
+    return RoutedRecord(
         request_id=request_id,
         root=root,
         times_unix_ns=(START_UNIX_NS, START_UNIX_NS + (1_000_000 if attempts else 70)),

@@ -14,11 +14,12 @@ from headrace.inference.v1 import first_token_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.latency.parts import Part
+from headrace_frontend.running.timeline import RequestTimeline
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.tracing import worker_clocks
-from headrace_router.tracing.timeline import RequestTimeline
+from headrace_router.tracing.timeline import AttemptTimeline
 from headrace_router.tracing.worker_clocks import WorkerClocks
 
 DECODE, PREFILL = WorkerRef("decode-0", "aa"), WorkerRef("prefill-0", "bb")
@@ -41,11 +42,13 @@ def response_at(first_ns: int) -> Any:
     )
 
 
-async def started(clocks: WorkerClocks) -> tuple[RequestTimeline, QueuedTask, int]:
+async def started(
+    clocks: WorkerClocks,
+) -> tuple[RequestTimeline[AttemptTimeline], QueuedTask, int]:
     """A request with a first token, and with a task that a worker has. Its decode worker is 3 s ahead."""
     start_ns = time.monotonic_ns()
-    timeline = RequestTimeline(clocks, start_ns)
-    attempt = timeline.attempt_started()
+    timeline = RequestTimeline[AttemptTimeline](start_ns)
+    attempt = timeline.attempt_started(AttemptTimeline(clocks))
     answer = LinkedAnswer(1, 8, lambda *_: None)
     attempt.opened(
         DECODE, answer, remote=True, first_token=first_token_pb2.FIRST_TOKEN_POLICY_DECODE
@@ -85,10 +88,10 @@ async def test_a_breakdown_waits_for_the_prefill_workers_report() -> None:
     found = timeline.break_down()
     assert found.first[Part.PREFILL] >= 400
     assert found.first[Part.UNACCOUNTED] == 0
-    differences = timeline.differences()
+    (attempt,) = timeline.attempts
     for ref, ahead_ns in ((DECODE, AHEAD_NS), (PREFILL, -AHEAD_NS)):
         own_ns = time.time_ns() - time.monotonic_ns()
-        difference = differences[ref.worker_id]
+        difference = attempt.differences[ref.worker_id]
         assert abs(difference.ahead_ns + own_ns - ahead_ns) <= difference.error_ns + 10**6
     timeline.when_reported(lambda: calls.append(2))
     assert calls == [1, 2]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -16,9 +16,11 @@ from headrace_common.errors import TransferFailed
 from headrace_common.latency.breakdown import Breakdown, Owner
 from headrace_common.latency.clocks import ClockPair
 from headrace_common.latency.parts import Part
-from headrace_decode.http import timeline as timeline_module
-from headrace_decode.http.timeline import OwnTimeline
+from headrace_decode.http import attempt_timeline as attempt_timeline_module
+from headrace_decode.http.attempt_timeline import OwnAttemptTimeline
 from headrace_decode.timestamps import RequestTimestamps
+from headrace_frontend.running import timeline as timeline_module
+from headrace_frontend.running.timeline import RequestTimeline
 
 UNIX_NS = 10**18
 
@@ -29,6 +31,7 @@ class FakeResponse:
 
     first_us: int
     started: bool = True
+    second_token_unix_ns: int = 0
 
     @property
     def first_token_unix_ns(self) -> int:
@@ -47,7 +50,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The monotonic clock in microseconds."""
     now_us = [0]
     clock = SimpleNamespace(monotonic_ns=lambda: 1_000 * now_us[0])
-    monkeypatch.setattr(timeline_module, "time", clock)
+    for module in (timeline_module, attempt_timeline_module):
+        monkeypatch.setattr(module, "time", clock)
     return now_us
 
 
@@ -64,17 +68,28 @@ def parts_of(found: Breakdown) -> dict[str, int]:
     return {part.label: duration_us for part, duration_us in found.first.parts_us.items()}
 
 
+OwnTimeline: TypeAlias = RequestTimeline[OwnAttemptTimeline]
+
+
+def admitted(timeline: OwnTimeline, found: RequestTimestamps) -> OwnAttemptTimeline:
+    if not timeline.attempts:
+        timeline.slot_acquired()
+    return timeline.attempt_started(OwnAttemptTimeline(found))
+
+
 def respond(timeline: OwnTimeline, first_us: int) -> None:
     response: Any = FakeResponse(first_us)
-    timeline.response = response
+    timeline.responding(response)
 
 
 async def test_the_sum_of_a_prompt_that_a_router_had_prefilled(clock: list[int]) -> None:
-    timeline = OwnTimeline(100_000)
+    timeline = OwnTimeline(100_000, UNIX_NS)
     clock[0] = 140
     timeline.tokenized((110_000, 130_000))
-    attempt = timeline.attempt_admitted(
-        times(200, reserved=20, arrived=700, step_start=710, first_token=750)
+    timeline.slot_wanted()
+    clock[0] = 200
+    attempt = admitted(
+        timeline, times(200, reserved=20, arrived=700, step_start=710, first_token=750)
     )
     clock[0] = 230
     answer: asyncio.Future[prefill_pb2.EnqueueResponse] = asyncio.Future()
@@ -84,9 +99,9 @@ async def test_the_sum_of_a_prompt_that_a_router_had_prefilled(clock: list[int])
 
     task = asyncio.create_task(prefill())
     attempt.asked(task)
+    respond(timeline, 960)
     reported: list[Breakdown] = []
     timeline.when_reported(lambda: reported.append(timeline.break_down()))
-    respond(timeline, 960)
     assert timeline.break_down().first[Part.QUEUE] == 0
     assert not reported
     clock[0] = 950
@@ -124,10 +139,12 @@ async def test_the_sum_of_a_prompt_that_a_router_had_prefilled(clock: list[int])
 
 
 async def test_a_prefill_that_fails_is_a_retry(clock: list[int]) -> None:
-    timeline = OwnTimeline(100_000)
+    timeline = OwnTimeline(100_000, UNIX_NS)
     clock[0] = 140
     timeline.tokenized((110_000, 130_000))
-    attempt = timeline.attempt_admitted(times(150, reserved=20))
+    timeline.slot_wanted()
+    clock[0] = 150
+    attempt = admitted(timeline, times(150, reserved=20))
 
     async def fail() -> prefill_pb2.EnqueueResponse:
         raise TransferFailed("lost")
@@ -135,7 +152,7 @@ async def test_a_prefill_that_fails_is_a_retry(clock: list[int]) -> None:
     task = asyncio.create_task(fail())
     attempt.asked(task)
     await asyncio.wait({task})
-    timeline.attempt_admitted(times(400, reserved=10, step_start=20, first_token=90))
+    admitted(timeline, times(400, reserved=10, step_start=20, first_token=90))
     respond(timeline, 490)
     reported: list[Breakdown] = []
     timeline.when_reported(lambda: reported.append(timeline.break_down()))
@@ -147,9 +164,10 @@ async def test_a_prefill_that_fails_is_a_retry(clock: list[int]) -> None:
 
 
 def test_a_request_without_a_token_waited_for_room(clock: list[int]) -> None:
-    timeline = OwnTimeline(100_000)
+    timeline = OwnTimeline(100_000, UNIX_NS)
     clock[0] = 140
     timeline.tokenized((110_000, 130_000))
+    timeline.slot_wanted()
     clock[0] = 900
     found = timeline.break_down()
     assert parts_of(found) == {"admission": 20, "tokenize": 20, "decode_wait": 760}

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Generic, Protocol
 
 from opentelemetry.trace import Span
 
 from headrace.inference.v1 import inference_pb2
+from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.callers.priority import Priority, permitted_priority
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Draining
+from headrace_common.errors import HeadraceError
 from headrace_common.latency.clocks import clocks_now
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.telemetry import schema
+from headrace_common.telemetry.metrics.instruments import BucketCounts
 from headrace_frontend.admission.admission import Admission, AdmissionPermit
 from headrace_frontend.answers import (
     Answer,
@@ -30,12 +32,10 @@ from headrace_frontend.answers import (
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.request.validation import PreparedRequest
-from headrace_router.dispatch.completion import finish_reason_name
-from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
-from headrace_router.dispatch.request import RoutedRequest
-from headrace_router.early_refusal.gate import ArrivedRequest, EarlyRefusal
-from headrace_router.metrics import RouterMetrics
-from headrace_router.tracing.request_span import RequestTracer, trace_id_of
+from headrace_frontend.running.completion import finish_reason_name
+from headrace_frontend.running.request import AdmittedRequest, ArrivedRequest
+from headrace_frontend.running.timeline import AttemptT, RequestTimeline
+from headrace_frontend.running.tracer import RequestTracer, trace_id_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,52 @@ class _Terms:
     """By the monotonic clock."""
 
 
-class RequestRunner:
+class Dispatcher(Protocol[AttemptT]):
+    """Runs admitted requests."""
+
+    async def run(self, request: AdmittedRequest[AttemptT]) -> None:
+        """Fills and finishes the response, from the tokens that it has. Raises HeadraceError."""
+        ...
+
+
+class RequestCounter:
+    """Counts requests as they end. This one counts nothing."""
+
+    def count_failures(self) -> AbstractContextManager[None]:
+        """Counts a request that the block fails or cancels."""
+        return nullcontext()
+
+    def token_gaps(self) -> BucketCounts | None:
+        """Collects the times between the tokens of one answer, for count_answer."""
+        return None
+
+    def count_answer(
+        self,
+        end_reason: str,
+        answer: ResponseStream,
+        arrival_unix_ns: int,
+        priority: Priority = Priority.NORMAL,
+    ) -> None:
+        """Counts a request that has ended with an answer, and its times and tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerTraits:
+    """How the runner of a process differs from others.
+
+    `check_arrival` may raise an error for a valid request, with the expected wait for a slot in seconds. `load` is that
+    of the event loop. `paced`: whether the workers pace the tokens by it. `drain_error`: the error for new requests
+    after `drain`. `runs_while_draining`: the dispatcher refuses requests itself.
+    """
+
+    drain_error: Callable[[], HeadraceError]
+    check_arrival: Callable[[ArrivedRequest, float], None] = lambda request, slot_wait_s: None
+    load: LoopLoad = field(default_factory=LoopLoad)
+    paced: bool = False
+    runs_while_draining: bool = False
+
+
+class RequestRunner(Generic[AttemptT]):
     """Admits, prepares and dispatches requests, and writes their responses."""
 
     def __init__(
@@ -58,24 +103,22 @@ class RequestRunner:
         *,
         callers: CallerBounds,
         admission: Admission,
-        early_refusal: EarlyRefusal,
-        policy: PolicySource,
+        policy: Callable[[], registry_pb2.Policy],
         preparer: RequestPreparer,
-        dispatcher: RequestDispatcher,
-        tracer: RequestTracer,
-        metrics: RouterMetrics,
-        load: LoopLoad,
+        dispatcher: Dispatcher[AttemptT],
+        tracer: RequestTracer[AttemptT],
+        traits: RunnerTraits,
+        counter: RequestCounter | None = None,
     ) -> None:
-        """`load` is that of the event loop. The workers pace the tokens by it."""
+        """`policy`: the policy in force."""
         self._callers = callers
         self._admission = admission
-        self._early_refusal = early_refusal
         self._policy = policy
         self._preparer = preparer
         self._dispatcher = dispatcher
         self._tracer = tracer
-        self._metrics = metrics
-        self._load = load
+        self._traits = traits
+        self._counter = counter or RequestCounter()
         self._draining = False
 
     @property
@@ -90,7 +133,7 @@ class RequestRunner:
     def reject_when_draining(self) -> None:
         """Raises Draining after `drain`."""
         if self._draining:
-            raise Draining("the router is shutting down; use another router, or retry in a moment")
+            raise self._traits.drain_error()
 
     async def run(
         self,
@@ -111,8 +154,9 @@ class RequestRunner:
         async def prepare(root: Span, tenant: str) -> PreparedRequest:
             return await self._preparer.prepare(request, request_id, root, deadline, tenant)
 
-        with self._metrics.count_failures():
-            self.reject_when_draining()
+        with self._counter.count_failures():
+            if not self._traits.runs_while_draining:
+                self.reject_when_draining()
             priority = self.priority_of(request.priority, tenant)
             terms = _Terms(tenant, priority, deadline, arrival_unix_ns, arrival_ns)
             answer = Answer(request_id, prepare, write, outlets=outlets)
@@ -122,7 +166,7 @@ class RequestRunner:
         permit = await self._admission.admit(terms.tenant, terms.deadline, terms.priority)
         with self._admission.holding(permit):
             response = await self._run_admitted(answer, permit, terms)
-        self._metrics.count_answer(
+        self._counter.count_answer(
             *(finish_reason_name(response.finish_reason), response, terms.arrival_unix_ns),
             terms.priority,
         )
@@ -130,7 +174,7 @@ class RequestRunner:
     @asynccontextmanager
     async def admitted(self, tenant: str, deadline: Deadline) -> AsyncIterator[None]:
         """A place over the block, for work that is not a request, such as tokenizing. Raises as `admit` does."""
-        with self._metrics.count_failures():
+        with self._counter.count_failures():
             permit = await self.admit(tenant, deadline, self.priority_of(0, tenant))
             with self._admission.holding(permit):
                 yield
@@ -142,12 +186,7 @@ class RequestRunner:
 
     def priority_of(self, requested: int, tenant: str) -> Priority:
         """The class of a request that names the class `requested`. Raises PermissionDenied or InvalidRequest."""
-        return permitted_priority(requested, tenant, self._policy.policy.tenant_priorities)
-
-    def refuse_late(self, arrived: ArrivedRequest, permit: AdmissionPermit) -> None:
-        """Raises FirstTokenLate for a request with a first token that is predicted to come too late."""
-        slot_wait_s = permit.expected_slot_wait_s(arrived.prepared.model)
-        self._early_refusal.check(arrived, slot_wait_s)
+        return permitted_priority(requested, tenant, self._policy().tenant_priorities)
 
     async def wait_turn(self) -> None:
         """Waits until this request's caller may have it routed."""
@@ -156,7 +195,8 @@ class RequestRunner:
     async def _run_admitted(
         self, answer: Answer, permit: AdmissionPermit, terms: _Terms
     ) -> ResponseStream:
-        timeline = self._tracer.new_timeline(terms.arrival_unix_ns, terms.arrival_ns)
+        timeline = RequestTimeline[AttemptT](terms.arrival_ns, terms.arrival_unix_ns)
+        traits = self._traits
         with self._tracer.request_span(answer.request_id, timeline) as root:
             root.set_attribute(schema.ATTRIBUTE_PRIORITY, terms.priority.label)
             prepared = await answer.prepare(root, permit.tenant)
@@ -164,23 +204,25 @@ class RequestRunner:
             timeline.tokenized(prepared.tokenized_ns)
             await permit.acquire_tokens(len(prepared.token_ids))
             arrived = ArrivedRequest(prepared, terms.deadline, terms.arrival_ns, root)
-            self.refuse_late(arrived, permit)
-            slot_start_ns = time.monotonic_ns()
+            traits.check_arrival(arrived, permit.expected_slot_wait_s(prepared.model))
+            timeline.slot_wanted()
             await permit.acquire_slot(prepared.model)
-            timeline.slot_acquired(slot_start_ns)
+            timeline.slot_acquired()
             await self.wait_turn()
-            response = ResponseStream(prepared, trace_id_of(root), self._load, paced=True)
-            response.count_gaps(self._metrics.token_gaps())
+            response = ResponseStream(
+                *(prepared, trace_id_of(root), traits.load),
+                paced=traits.paced,
+                gaps=self._counter.token_gaps(),
+            )
             timeline.responding(response)
             answer.on_response(response)
-            routed = RoutedRequest(
-                *(prepared, response, root, terms.deadline, terms.arrival_unix_ns, permit.tenant),
+            admitted = AdmittedRequest(
+                *(prepared, response, root, terms.deadline, permit.tenant, timeline),
                 slot_wait_s=lambda: permit.slot_wait_s,
-                timeline=timeline,
             )
             await write_response(
                 response,
-                lambda: self._dispatcher.run(routed),
+                lambda: self._dispatcher.run(admitted),
                 answer.write,
                 on_message=permit.release_tokens,
                 outlets=answer.outlets,

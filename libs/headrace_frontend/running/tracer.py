@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Generic
 
 from opentelemetry import trace
 from opentelemetry.trace import Span
@@ -19,52 +19,45 @@ from headrace_common.telemetry.later import PendingSpan
 from headrace_common.telemetry.served import server_attributes
 from headrace_common.telemetry.setup import Telemetry
 from headrace_frontend.request.response_stream import ResponseStream
-from headrace_router.tracing.request_record import RequestRecord
-from headrace_router.tracing.store import TraceStore
-from headrace_router.tracing.timeline import RequestTimeline
-from headrace_router.tracing.worker_clocks import WorkerClocks
+from headrace_frontend.running.record import RequestRecord
+from headrace_frontend.running.timeline import AttemptT, RequestTimeline, now_us
 
 _GIVEN_UP: Final = "the client gave the request up"
 
 
-class RequestTracer:
-    """Stores a record of each request, and makes spans of those that are sampled, slow or failed."""
+class RequestTracer(Generic[AttemptT]):
+    """Makes spans of requests that are sampled, slow or failed."""
 
     def __init__(
         self,
         telemetry: Telemetry,
-        store: TraceStore,
-        clocks: WorkerClocks,
         *,
         slow_s: float = 0.0,
         on_latency: Callable[[ResponseStream, Breakdown], None] = lambda _, __: None,
     ) -> None:
-        """`slow_s`: see TraceStore.keep. `on_latency` is called for each response that has started."""
+        """A request is slow when its first token comes after `slow_s`, unless that is 0.
+
+        `on_latency` is called for each response that has started.
+        """
         self._slow_s = slow_s
         self._on_latency = on_latency
         self._telemetry = telemetry
-        self._store = store
-        self._clocks = clocks
-
-    def new_timeline(self, arrival_unix_ns: int, arrival_ns: int) -> RequestTimeline:
-        """The timeline of a request that arrived at this time of both clocks."""
-        return RequestTimeline(self._clocks, arrival_ns, arrival_unix_ns)
 
     @contextmanager
     def request_span(
-        self, request_id: str, timeline: RequestTimeline, *, stored: bool = True
+        self, request_id: str, timeline: RequestTimeline[AttemptT], *, stored: bool = True
     ) -> Iterator[PendingSpan]:
         """The root of the trace, over the block. It gets the error that the block raises, and the parts of the latency.
 
-        `stored`: whether the trace store keeps the trace. Spans are made after the block, when the prefill worker has
-        reported.
+        `stored`: whether the trace is stored, where traces are. Spans are made after the block, when the prefill worker
+        has reported.
         """
         root = self._telemetry.pending_span(schema.SPAN_REQUEST)
         root.set_attribute(schema.ATTRIBUTE_REQUEST_ID, request_id)
         root.set_attributes(server_attributes())
         TRACE_NAMES.add(request_id, root.get_span_context())
         if stored:
-            self._store.start_trace(trace_id_of(root), request_id, timeline.arrival_unix_ns)
+            self._start_stored(trace_id_of(root), request_id, timeline)
         error = ""
         try:
             yield root
@@ -85,14 +78,14 @@ class RequestTracer:
         self,
         request_id: str,
         root: PendingSpan,
-        timeline: RequestTimeline,
+        timeline: RequestTimeline[AttemptT],
         end_unix_ns: int,
         error: str,
         *,
         stored: bool,
     ) -> None:
         steps, response = timeline.steps(), timeline.response
-        breakdown = break_down(steps, time.monotonic_ns() // 1_000)
+        breakdown = break_down(steps, now_us())
         tokens_unix_ns = (0, 0, 0)
         if response is not None and response.started:
             self._on_latency(response, breakdown)
@@ -101,26 +94,39 @@ class RequestTracer:
                 response.second_token_unix_ns,
                 response.last_token_unix_ns,
             )
-        record = RequestRecord(
+        ended = RequestRecord(
             request_id,
             root,
             (timeline.arrival_unix_ns, end_unix_ns),
             timeline.arrival_ns,
             steps,
-            timeline.attempts,
             breakdown,
-            timeline.differences(),
             tokens_unix_ns,
             error,
         )
-        slow = 0 < self._slow_s < 1e-6 * breakdown.first.total_us
-        kept = slow or bool(error)
-        if stored:
-            self._store.end_request(record)
-            if kept:
-                self._store.keep(record.trace_id)
+        kept = 0 < self._slow_s < 1e-6 * breakdown.first.total_us or bool(error)
+        record = self._complete(ended, timeline, stored=stored, kept=kept)
         if (kept or record.sampled) and self._telemetry.exports:
             self._telemetry.export(record.spans(self._telemetry.provider.resource))
+
+    def _start_stored(
+        self, trace_id: str, request_id: str, timeline: RequestTimeline[AttemptT]
+    ) -> None:
+        """A request starts that is to be stored."""
+
+    def _complete(
+        self,
+        record: RequestRecord,
+        timeline: RequestTimeline[AttemptT],
+        *,
+        stored: bool,
+        kept: bool,
+    ) -> RequestRecord:
+        """The record of a request that has ended, with what this process has beside the steps.
+
+        `stored`: as of `request_span`. `kept`: whether the request was slow or has failed.
+        """
+        return record
 
 
 def trace_id_of(span: Span) -> str:

@@ -1,0 +1,1 @@
+"""Runs requests of clients, from their admission to the end of their response."""

@@ -1,0 +1,85 @@
+"""The end of a response: its usage and timing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace_common.durations import duration_from_ns
+from headrace_common.latency.breakdown import breakdown_to_proto
+from headrace_common.telemetry import schema
+from headrace_frontend.running.request import AdmittedRequest
+
+_MAKER_NAMES: Final = {
+    first_token_pb2.FIRST_TOKEN_POLICY_DECODE: "decode",
+    first_token_pb2.FIRST_TOKEN_POLICY_PREFILL: "prefill",
+    first_token_pb2.FIRST_TOKEN_POLICY_LOGITS: "logits",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptOutcome:
+    """How a successful attempt ended. Both counts are of prompt tokens."""
+
+    reason: sampling_pb2.FinishReason.ValueType
+    cached_tokens: int
+    transferred_tokens: int
+
+    @classmethod
+    def of_prompt(
+        cls,
+        reason: sampling_pb2.FinishReason.ValueType,
+        cached_tokens: int,
+        transferred_tokens: int,
+        prompt_tokens: int,
+    ) -> AttemptOutcome:
+        """Counts only tokens of the prompt: an attempt after others also computes tokens of the completion again."""
+        cached = min(cached_tokens, prompt_tokens)
+        return cls(reason, cached, min(transferred_tokens, prompt_tokens - cached))
+
+
+async def finish_response(
+    request: AdmittedRequest[Any],
+    outcome: AttemptOutcome,
+    *,
+    attempts: int,
+    prefill_worker_id: str = "",
+) -> None:
+    """Ends the response, after the prefill worker's report if the client wants the latency.
+
+    `prefill_worker_id` is that of the last attempt.
+    """
+    response, timeline = request.response, request.timeline
+    if request.prepared.includes_latency:
+        await timeline.wait_for_report(request.deadline)
+    now_unix_ns = response.now_unix_ns()
+    first_unix_ns = response.first_token_unix_ns or now_unix_ns
+    last_unix_ns = response.last_token_unix_ns or now_unix_ns
+    worker = response.decode_worker
+    usage = inference_pb2.Usage(
+        prompt_tokens=len(request.prepared.token_ids),
+        completion_tokens=response.completion_tokens,
+        decode_cached_tokens=outcome.cached_tokens,
+        transferred_tokens=outcome.transferred_tokens,
+    )
+    timing = inference_pb2.Timing(
+        time_to_first_token=duration_from_ns(first_unix_ns - timeline.arrival_unix_ns),
+        total=duration_from_ns(last_unix_ns - timeline.arrival_unix_ns),
+        decode_worker_id=worker.worker_id if worker is not None else "",
+        prefill_worker_id=prefill_worker_id,
+        attempts=attempts,
+    )
+    if request.prepared.includes_latency:
+        timing.latency.CopyFrom(breakdown_to_proto(timeline.break_down()))
+    response.finish(outcome.reason, usage, timing)
+    root = request.root
+    if response.started:
+        root.set_attribute(schema.ATTRIBUTE_FIRST_TOKEN, _MAKER_NAMES[response.first_token_by])
+    root.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, response.completion_tokens)
+    root.set_attribute(schema.ATTRIBUTE_FINISH_REASON, [finish_reason_name(response.finish_reason)])
+
+
+def finish_reason_name(reason: sampling_pb2.FinishReason.ValueType) -> str:
+    """The name of a finish reason in telemetry, such as "length"."""
+    return sampling_pb2.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()

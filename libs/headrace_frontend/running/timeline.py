@@ -1,0 +1,132 @@
+"""The steps of one request on this process's monotonic clock, with those that workers report."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from headrace_common.deadlines import Deadline
+from headrace_common.latency.breakdown import Breakdown, break_down
+from headrace_common.latency.report import call_when_reported, wait_for_report
+from headrace_common.latency.steps import AttemptSteps, RequestSteps
+from headrace_frontend.request.response_stream import ResponseStream
+
+
+class AttemptTimeline(Protocol):
+    """The steps of one attempt."""
+
+    @property
+    def route_start_us(self) -> int:
+        """When the attempt began, in microseconds of the monotonic clock."""
+        ...
+
+    @property
+    def outcome(self) -> asyncio.Future[Any] | None:
+        """The outcome of its prefill, which has the prefill worker's report. None without a remote prefill."""
+        ...
+
+    def collect(self) -> AttemptSteps:
+        """The steps that are known now."""
+        ...
+
+
+AttemptT = TypeVar("AttemptT", bound=AttemptTimeline)
+
+
+class RequestTimeline(Generic[AttemptT]):
+    """The steps of one request. One event loop owns it."""
+
+    def __init__(self, arrival_ns: int = 0, arrival_unix_ns: int = 0) -> None:
+        """`arrival_ns` is by the monotonic clock; 0 means now. `arrival_unix_ns` is the same moment."""
+        self.arrival_ns = arrival_ns or time.monotonic_ns()
+        self.arrival_unix_ns = arrival_unix_ns or time.time_ns()
+        self.attempts: list[AttemptT] = []
+        """Oldest first."""
+        self._tokenize: list[tuple[int, int]] = []
+        self._slot_start_us = 0
+        self._slot_end_us = 0
+        self._response: ResponseStream | None = None
+
+    @property
+    def response(self) -> ResponseStream | None:
+        """The response, once the request was admitted and prepared."""
+        return self._response
+
+    def tokenized(self, interval_ns: tuple[int, int]) -> None:
+        """The prompt became tokens within this interval of the monotonic clock."""
+        start_ns, end_ns = interval_ns
+        self._tokenize.append((start_ns // 1_000, end_ns // 1_000))
+
+    def slot_wanted(self) -> None:
+        """The wait for a slot on a decode worker begins, or goes on for another reason."""
+        self._slot_start_us = self._slot_start_us or now_us()
+        self._slot_end_us = 0
+
+    def slot_acquired(self) -> None:
+        """The wait for a slot has ended."""
+        self._slot_end_us = now_us()
+
+    def responding(self, response: ResponseStream) -> None:
+        """`response` gets the tokens."""
+        self._response = response
+
+    def attempt_started(self, attempt: AttemptT) -> AttemptT:
+        """Another attempt begins."""
+        self.attempts.append(attempt)
+        return attempt
+
+    def break_down(self) -> Breakdown:
+        """The sums, from the steps that are known now. Without a first token, the first one lasts until now."""
+        return break_down(self.steps(), now_us())
+
+    def steps(self) -> RequestSteps:
+        """The steps that are known now."""
+        response = self._response
+        first: tuple[int, int] | None = None
+        second: tuple[int, int] | None = None
+        message: int | None = None
+        if response is not None and response.started and self.attempts:
+            first = self._token_at(response.monotonic_us(response.first_token_unix_ns))
+            if response.second_token_unix_ns:
+                second = self._token_at(response.monotonic_us(response.second_token_unix_ns))
+            if response.first_message_unix_ns:
+                message = response.monotonic_us(response.first_message_unix_ns)
+        slot_start_us = self._slot_start_us
+        return RequestSteps(
+            arrival=self.arrival_ns // 1_000,
+            tokenize=tuple(self._tokenize),
+            slot_wait=(slot_start_us, self._slot_end_us or now_us()) if slot_start_us else None,
+            attempts=tuple(attempt.collect() for attempt in self.attempts),
+            first_token=first,
+            second_token=second,
+            first_message=message,
+        )
+
+    async def wait_for_report(self, deadline: Deadline) -> None:
+        """Waits for the prefill worker's report, if one is missing, for 1 s at most."""
+        await wait_for_report(self._missing(), deadline)
+
+    def when_reported(self, call: Callable[[], None]) -> None:
+        """Calls `call` once: now, or when the prefill worker has reported, after 1 s at the latest."""
+        call_when_reported(self._missing(), call)
+
+    def _missing(self) -> asyncio.Future[Any] | None:
+        """The outcome of the last attempt that made a token, if it is not there yet."""
+        if not self.attempts or self._response is None or not self._response.started:
+            return None
+        outcome = self.attempts[-1].outcome
+        return None if outcome is None or outcome.done() else outcome
+
+    def _token_at(self, time_us: int) -> tuple[int, int]:
+        """The arrival of a token, with the attempt that was running."""
+        index = len(self.attempts) - 1
+        while index > 0 and self.attempts[index].route_start_us > time_us:
+            index -= 1
+        return time_us, index
+
+
+def now_us() -> int:
+    """Microseconds of the monotonic clock."""
+    return time.monotonic_ns() // 1_000

@@ -1,0 +1,91 @@
+"""Runs the requests of this worker's own clients."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from headrace.registry.v1 import registry_pb2
+from headrace_common.errors import Cancelled, DeadlineExceeded, HeadraceError, InvalidRequest
+from headrace_common.registry.adapters import adapters_from_proto
+from headrace_common.registry.view import RegistryView
+from headrace_decode.attempts import Attempts
+from headrace_decode.http.own_attempt import OwnAttempt, OwnRequest
+from headrace_decode.http.prefill import RouterPrefills
+from headrace_decode.http.room import BlockShares, RoomQueue
+from headrace_frontend.request.validation import PreparedRequest
+from headrace_frontend.running.completion import finish_response
+from headrace_kv.layout.layout import WorkerRef
+
+_LOG = logging.getLogger(__name__)
+
+_FINAL_ERRORS = (Cancelled, DeadlineExceeded, InvalidRequest)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnWorker:
+    """The worker that runs the requests. `members` has the prefill workers and the policy."""
+
+    ref: WorkerRef
+    model: str
+    attempts: Attempts
+    prefills: RouterPrefills
+    members: RegistryView
+
+
+class OwnDispatcher:
+    """Runs requests on this worker.
+
+    A prompt goes to a prefill worker through a router. If that fails before the first token, this worker prefills it.
+    """
+
+    def __init__(self, worker: OwnWorker, blocks: BlockShares) -> None:
+        self._worker = worker
+        self._blocks = blocks
+        self._room = RoomQueue(worker.attempts)
+
+    async def run(self, request: OwnRequest) -> None:
+        """Fills and finishes the response. Raises the last attempt's error."""
+        request.timeline.slot_wanted()
+        async with self._blocks.holding(request.tenant, request.prepared, request.deadline):
+            await self._run(request)
+
+    async def _run(self, request: OwnRequest) -> None:
+        request.response.attempt_started(self._worker.ref)
+        remote = self._prefills_remotely(request.prepared)
+        attempt, attempts = self._new_attempt(request, remote=remote), 1
+        try:
+            outcome = await attempt.run()
+        except HeadraceError as error:
+            useless = isinstance(error, _FINAL_ERRORS) or request.response.started
+            if useless or not remote or not attempt.reserved:
+                raise
+            _LOG.warning("prefilling %s here: %s", request.prepared.request_id, error.detail)
+            attempt, attempts = self._new_attempt(request, remote=False), 2
+            outcome = await attempt.run()
+        await finish_response(
+            *(request, outcome), attempts=attempts, prefill_worker_id=attempt.prefill_worker_id
+        )
+
+    def _new_attempt(self, request: OwnRequest, *, remote: bool) -> OwnAttempt:
+        worker = self._worker
+        return OwnAttempt(
+            *(request, worker.ref.incarnation),
+            remote=remote,
+            room=self._room,
+            prefills=worker.prefills,
+        )
+
+    def _prefills_remotely(self, prepared: PreparedRequest) -> bool:
+        worker = self._worker
+        adapter = prepared.adapter
+        missing_min = max(1, worker.members.policy.local_prefill_max_tokens)
+        return (
+            worker.prefills.available
+            and len(prepared.token_ids) - 1 >= missing_min
+            and any(
+                member.model == worker.model
+                and (adapter is None or adapter in adapters_from_proto(member.adapters))
+                for member in worker.members.of_role(registry_pb2.Member.ROLE_PREFILL)
+            )
+        )

@@ -1,0 +1,60 @@
+"""Stores a record of each request of a router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from headrace_common.latency.breakdown import Breakdown
+from headrace_common.telemetry.setup import Telemetry
+from headrace_frontend.request.response_stream import ResponseStream
+from headrace_frontend.running.record import RequestRecord
+from headrace_frontend.running.timeline import RequestTimeline
+from headrace_frontend.running.tracer import RequestTracer
+from headrace_router.tracing.request_record import RoutedRecord
+from headrace_router.tracing.store import TraceStore
+from headrace_router.tracing.timeline import AttemptTimeline
+from headrace_router.tracing.worker_clocks import ClockDifference
+
+
+class StoringTracer(RequestTracer[AttemptTimeline]):
+    """Stores a record of each request, and makes spans of those that are sampled, slow or failed."""
+
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        store: TraceStore,
+        *,
+        slow_s: float = 0.0,
+        on_latency: Callable[[ResponseStream, Breakdown], None] = lambda _, __: None,
+    ) -> None:
+        """See RequestTracer, and TraceStore.keep."""
+        super().__init__(telemetry, slow_s=slow_s, on_latency=on_latency)
+        self._store = store
+
+    def _start_stored(
+        self, trace_id: str, request_id: str, timeline: RequestTimeline[AttemptTimeline]
+    ) -> None:
+        self._store.start_trace(trace_id, request_id, timeline.arrival_unix_ns)
+
+    def _complete(
+        self,
+        record: RequestRecord,
+        timeline: RequestTimeline[AttemptTimeline],
+        *,
+        stored: bool,
+        kept: bool,
+    ) -> RequestRecord:
+        differences: dict[str, ClockDifference] = {}
+        for attempt in timeline.attempts:
+            differences |= attempt.differences
+        routed = RoutedRecord(
+            *(record.request_id, record.root, record.times_unix_ns, record.arrival_ns),
+            *(record.steps, record.breakdown, record.tokens_unix_ns, record.error),
+            attempts=tuple(attempt.facts for attempt in timeline.attempts),
+            differences=differences,
+        )
+        if stored:
+            self._store.end_request(routed)
+            if kept:
+                self._store.keep(routed.trace_id)
+        return routed
