@@ -3,7 +3,7 @@
     python -m bench.sent_from_host [--rounds 8] [--prompt-tokens 1021] [--output bench/results]
 
 Two engines of vLLM on this machine's processors, with one thread each, and Mooncake over TCP on loopback. Decode has
-nothing of a prompt. Prefill sends from main memory straight to decode what it has there (`kv_send_from_host`), and
+nothing of a prompt. Prefill sends from main memory straight to decode what it has there, and
 loads it beside that. All rounds have the three ways with the same prompt, and their answers are compared.
 """
 

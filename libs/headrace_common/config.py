@@ -170,16 +170,6 @@ class ServiceConfig(BaseModel):
     drain_grace_s: NonNegativeSeconds = Field(
         default=20.0, description="Seconds that requests in flight may take after SIGTERM."
     )
-    credential_check_s: PositiveSeconds = Field(
-        default=60.0,
-        description="Seconds between two checks of the API key, token or certificate of an open call. A call of which "
-        "the key was removed, or the token or certificate has expired, ends by then.",
-    )
-    internal_connection_age_s: PositiveSeconds = Field(
-        default=3_600.0,
-        description="Seconds before a connection to internal_listen takes no new RPC. Those in flight go on, and the "
-        "caller opens another connection.",
-    )
     port_file: str = Field(
         default="",
         description="File to which the service writes the host:port of internal_listen, and after a space that of "

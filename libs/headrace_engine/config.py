@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from headrace_common.access.credentials import Credentials
 from headrace_common.limits import write_quiet_s
@@ -11,6 +11,9 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.lower_tiers import TierSettings
 from headrace_kv.receive.observer import OverlapSettings
 from headrace_kv.transport.networks import Networks
+
+TRANSPORT: Final = "mooncake"
+"""What moves KV between workers: RDMA where the host has it, else TCP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class EngineConfig:
     role: Literal["prefill", "decode"]
     ref: WorkerRef
     host: str = "127.0.0.1"
-    transport: Literal["mooncake", "in_memory"] = "mooncake"
+    transport: Literal["mooncake", "in_memory"] = TRANSPORT
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     max_model_len: int = 0

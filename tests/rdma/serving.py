@@ -94,7 +94,6 @@ def start_worker(role: str, group: Group, ranks: int, site: Site) -> Forked:
         "engine": "sim",
         "model": group.prefill_model if role == "prefill" else group.model,
         "served-model": group.layout,
-        "transport": "mooncake",
         "tensor-parallel-size": ranks,
         "block-size": _BLOCK_TOKENS,
         "num-gpu-blocks-override": 128,

@@ -62,7 +62,6 @@ def start_worker(role: str, site: Site) -> Forked:
         "model": MODEL,
         "served-model": NAME,
         "dtype": "float32",
-        "transport": "mooncake",
         "block-size": BLOCK_TOKENS,
         "num-gpu-blocks-override": 128,
         "max-num-seqs": 4,

@@ -62,9 +62,7 @@ def require_extras(topology: Topology) -> None:
     if topology.engine == VLLM:
         _require_vllm()
     elif topology.engine == SIM:
-        require_extra("the simulated engine", "worker")
-        if _uses_mooncake(topology):
-            require_extra("the simulated engine", "sim")
+        require_extra("the simulated engine", "sim")
 
 
 def _require_vllm() -> None:
@@ -76,11 +74,6 @@ def _require_vllm() -> None:
             "see docs/installation.md, or give --engine sim",
             metadata=error.metadata,
         ) from error
-
-
-def _uses_mooncake(topology: Topology) -> bool:
-    chosen = [value for _, setting, value in topology.settings if setting == "transport"]
-    return not chosen or "mooncake" in chosen
 
 
 REFRESH_PER_S = 4

@@ -103,6 +103,10 @@ def _has_issued(issuer: x509.Certificate, certificate: x509.Certificate) -> bool
     return True
 
 
+CREDENTIAL_CHECK_S: Final = 60.0
+"""Seconds between two checks of the API key, token or certificate of an open call."""
+
+
 @asynccontextmanager
 async def rechecked(check: Callable[[], object], interval_s: float) -> AsyncIterator[None]:
     """Calls `check` at this interval while the block runs. Ends the block with the error that it raises."""

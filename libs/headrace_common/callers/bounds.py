@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
 
-from headrace_common.access.authorizer import rechecked
+from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, rechecked
 from headrace_common.callers.turns import FairTurns
 from headrace_common.client_config import ClientAccessConfig
 from headrace_common.errors import QueueFull, Unauthenticated
@@ -26,13 +26,13 @@ REFUSED_KEY: Final = "removed key"
 class CallerLimits:
     """`calls_max` bounds a caller's calls in flight. The API key of an open call is looked up again every `check_s`."""
 
-    calls_max: int
-    check_s: float
+    calls_max: int = 2_048
+    check_s: float = CREDENTIAL_CHECK_S
 
     @classmethod
     def from_config(cls, config: ClientAccessConfig) -> CallerLimits:
         """The limits of the settings."""
-        return cls(config.calls_per_caller_max, config.credential_check_s)
+        return cls(config.calls_per_caller_max)
 
 
 _CALLER: Final = ContextVar[str]("caller", default="")

@@ -12,6 +12,8 @@ _NO_LISTENER: Final = (
 )
 
 _CONSTANT: Final = "it is gone: remove it"
+_VALUE: Final = "it is gone: remove it; the value is"
+_VLLM: Final = "it is gone: give it to vLLM in engine_args, as"
 
 REMOVED: Final = {
     "prefix_wait_s": f"{_CONSTANT}; prompts wait 0.05 s for a cached prefix",
@@ -38,5 +40,22 @@ REMOVED: Final = {
     "host_block_s": "it is gone: remove it; no host is blocked",
     "max_rejected_per_s": _PROXY,
     "max_unary_per_s": _PROXY,
+    "credential_check_s": f"{_VALUE} 60 s",
+    "internal_connection_age_s": f"{_VALUE} an hour",
+    "seed": f"{_VLLM} --seed",
+    "enforce_eager": f"{_VLLM} --enforce-eager",
+    "transport": "it is gone: remove it; Mooncake moves KV, over RDMA where the host has it, else over TCP",
+    "local_broadcast": f"{_VALUE} true, where the ranks are on processors",
+    "kv_offload_min_uses": f"{_VALUE} 1",
+    "kv_send_from_host": f"{_VALUE} true, where the ranks are on processors",
+    "registration_timeout_s": f"{_VALUE} 30 s",
+    "place_zone": "it is gone: set place to zone=NAME",
+    "place_rack": "it is gone: set place to rack=NAME",
+    "place_host": "it is gone: set place to host=NAME",
+    "digest_mismatch_limit": f"{_VALUE} 3",
+    "overlap_wait_s": f"{_VALUE} 0.5 s",
+    "task_timeout_s": f"{_VALUE} 600 s",
+    "link_gbit_per_s": "it is gone: remove it; traces compare a transfer with the best one to the same host",
+    "trace_layers": "it is gone: remove it; headrace trace shows the times of every layer of a link",
 }
 """By the name of the setting. The error about the unknown setting ends with this text."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
@@ -37,6 +38,21 @@ class Place:
         if level is Level.NONE or not labels[level - 1]:
             return None
         return Place(*labels[:level])
+
+
+def place_of(entries: Iterable[str]) -> Place:
+    """The place of texts such as "zone=eu-1a". Raises ValueError."""
+    labels: dict[str, str] = {}
+    for entry in entries:
+        name, equals, label = entry.partition("=")
+        if not equals or name not in _NAMES or name in labels:
+            raise ValueError(
+                f"{entry!r}: give each of zone, rack and host once at most, such as zone=a,rack=r7"
+            )
+        if not is_label(label):
+            raise ValueError(f"{entry!r}: {LABEL_REMEDY}")
+        labels[name] = label
+    return Place(**labels)
 
 
 def is_label(text: str) -> bool:

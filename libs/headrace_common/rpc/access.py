@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from headrace_common.access.authorizer import Authorizer, rechecked
+from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Authorizer, rechecked
 from headrace_common.access.roles import ANONYMOUS, Caller, set_current_caller
 from headrace_common.access.table import Listener, is_served
 from headrace_common.errors import HeadraceError
@@ -48,7 +48,11 @@ class InternalAccess(grpc.aio.ServerInterceptor):
     """
 
     def __init__(
-        self, authorizer: Authorizer, check_s: float, listener: Listener = Listener.INTERNAL
+        self,
+        authorizer: Authorizer,
+        listener: Listener = Listener.INTERNAL,
+        *,
+        check_s: float = CREDENTIAL_CHECK_S,
     ) -> None:
         """The token or certificate of an open stream is checked again every `check_s`."""
         self._listener = listener

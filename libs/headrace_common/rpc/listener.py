@@ -17,7 +17,7 @@ from headrace_common.access.described import (
 )
 from headrace_common.access.table import Listener
 from headrace_common.access.tls import TlsIdentity, tls_identity
-from headrace_common.config import ServiceConfig, split_host_port
+from headrace_common.config import split_host_port
 from headrace_common.ports import cannot_listen, check_free
 from headrace_common.reloading import ReloadedFiles
 from headrace_common.rpc.channel import (
@@ -45,6 +45,8 @@ CLIENT_CONNECTION_AGE_S = 3_600.0
 """Age at which a client's connection takes no new RPC. RPCs in flight go on, and the client opens another one."""
 CONNECTION_IDLE_S = 300.0
 """Time without a request before a client's connection is closed."""
+INTERNAL_CONNECTION_AGE_S = 3_600.0
+"""Seconds before a connection to internal_listen takes no new RPC. The caller opens another one."""
 # RPCs that have arrived and that the event loop has not begun. Beyond it, gRPC cancels RPCs of every client. Its own
 # limit is a thousand, which a burst of one client exceeds.
 _PENDING_MAX = 65_536
@@ -52,11 +54,13 @@ _PENDING_MAX = 65_536
 _HANDSHAKE_S = 10.0
 
 
-def internal_options(config: ServiceConfig) -> tuple[tuple[str, int], ...]:
+def internal_options(
+    connection_age_s: float = INTERNAL_CONNECTION_AGE_S,
+) -> tuple[tuple[str, int], ...]:
     """The bounds on connections to internal_listen."""
     return (
         ("grpc.max_concurrent_streams", _INTERNAL_STREAMS_MAX),
-        ("grpc.max_connection_age_ms", _milliseconds(config.internal_connection_age_s)),
+        ("grpc.max_connection_age_ms", _milliseconds(connection_age_s)),
     )
 
 

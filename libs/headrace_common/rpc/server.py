@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc.aio
 
-from headrace_common.access.authorizer import Authorizer
+from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Authorizer
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.table import Listener
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
@@ -30,6 +30,7 @@ from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
 from headrace_common.rpc.in_flight import EndlessStreams, InFlightInterceptor
 from headrace_common.rpc.listener import (
     CLIENT_CONNECTION_AGE_S,
+    INTERNAL_CONNECTION_AGE_S,
     Address,
     RpcListener,
     client_options,
@@ -67,6 +68,14 @@ class ClientServices:
     tenant_of: TenantOf = _without_tenant
 
 
+@dataclass(frozen=True, slots=True)
+class InternalTimes:
+    """How often credentials of open calls to internal_listen are checked, and when its connections take no new RPC."""
+
+    credential_check_s: float = CREDENTIAL_CHECK_S
+    connection_age_s: float = INTERNAL_CONNECTION_AGE_S
+
+
 class GrpcServer:
     """The server of one service. Add servicers to `.server` and `.client_server`, start it, then serve until a signal.
 
@@ -82,6 +91,7 @@ class GrpcServer:
         services: Sequence[str],
         clients: ClientServices | None = None,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
+        times: InternalTimes = InternalTimes(),
     ) -> None:
         self._config = config
         self._in_flight = InFlightInterceptor()
@@ -91,12 +101,12 @@ class GrpcServer:
             services,
             [
                 ErrorInterceptor(),
-                InternalAccess(Authorizer.from_config(config), config.credential_check_s),
+                InternalAccess(Authorizer.from_config(config), check_s=times.credential_check_s),
                 *common,
             ],
             tls=Credentials.from_config(config).tls,
             message_bytes_max=message_bytes_max,
-            options=internal_options(config),
+            options=internal_options(times.connection_age_s),
         )
         self.server: grpc.aio.Server = internal.server
         self.client_server: grpc.aio.Server | None = None
@@ -121,7 +131,7 @@ class GrpcServer:
         clients: ClientServices,
         common: Sequence[grpc.aio.ServerInterceptor],
     ) -> RpcListener:
-        callers = clients.callers or CallerBounds(CallerLimits.from_config(config))
+        callers = clients.callers or CallerBounds(CallerLimits())
         in_turns = CallerInterceptor(callers, clients.tenant_of)
         return RpcListener(
             Address(Listener.CLIENT, config.listen, config.advertise),

@@ -35,8 +35,6 @@ SPAN_PREFIX_FETCH: Final = "headrace.prefill.prefix_fetch"
 # What one prefill rank wrote to one decode rank for one task: from the first layer being ready to the last
 # acknowledgement. A failed or cancelled task has them too. headrace.link.layers has the times of each layer.
 SPAN_TRANSFER_LINK: Final = "headrace.transfer.link"
-# One layer's write of a link, child of its span. Only where the prefill worker's setting trace_layers is on.
-SPAN_TRANSFER_LAYER: Final = "headrace.transfer.layer"
 # One request on the decode worker.
 SPAN_DECODE: Final = "headrace.decode"
 # Reservation of blocks.
@@ -109,8 +107,6 @@ ATTRIBUTE_REMOTE_TOKENS: Final = "headrace.tier.remote_tokens"
 ATTRIBUTE_TRANSFERRED_TOKENS: Final = "headrace.transferred_tokens"
 # KV blocks reserved.
 ATTRIBUTE_BLOCKS: Final = "headrace.blocks"
-# Index of the layer, from 0.
-ATTRIBUTE_LAYER: Final = "headrace.layer"
 # Tensor-parallel rank that sent.
 ATTRIBUTE_SOURCE_RANK: Final = "headrace.source_rank"
 # Tensor-parallel rank that received.
@@ -131,8 +127,6 @@ ATTRIBUTE_TRANSPORT: Final = "headrace.transport"
 ATTRIBUTE_STRATEGY: Final = "headrace.strategy"
 # Bytes of the handoff messages about a transfer, in both directions.
 ATTRIBUTE_CONTROL_BYTES: Final = "headrace.control_bytes"
-# Milliseconds from a layer being ready to the start of its write.
-ATTRIBUTE_SEND_WAIT_MS: Final = "headrace.send_wait_ms"
 # Number of expected keys (source rank, destination rank, layer).
 ATTRIBUTE_EXPECTED_KEYS: Final = "headrace.expected_keys"
 # Layer writes of a link, one for each layer and chunk of the prompt.
@@ -162,8 +156,6 @@ ATTRIBUTE_LAST_CAUSE: Final = "headrace.link.last_cause"
 ATTRIBUTE_LAST_CAUSE_MS: Final = "headrace.link.last_cause_ms"
 # Bandwidth with which a link is compared, in 10^9 bits per second.
 ATTRIBUTE_BANDWIDTH_GBIT_PER_S: Final = "headrace.link.bandwidth_gbit_per_s"
-# Where that bandwidth is from: "setting", or "measured": this worker's best link to that host by that transport.
-ATTRIBUTE_BANDWIDTH_FROM: Final = "headrace.link.bandwidth_from"
 # Milliseconds in which the bytes should have moved: bytes / (0.9 * bandwidth).
 ATTRIBUTE_EXPECTED_MS: Final = "headrace.link.expected_ms"
 # Share of the bandwidth with which the bytes moved, such as 0.31.

@@ -31,7 +31,6 @@ SPAN_KINDS: Final[Mapping[str, SpanKind]] = {
     schema.SPAN_QUEUE: SpanKind.PRODUCER,
     schema.SPAN_PREFILL: SpanKind.CONSUMER,
     schema.SPAN_TRANSFER_LINK: SpanKind.CLIENT,
-    schema.SPAN_TRANSFER_LAYER: SpanKind.CLIENT,
     schema.SPAN_DECODE: SpanKind.SERVER,
 }
 
@@ -48,7 +47,6 @@ ATTRIBUTE_TYPES: Final[Mapping[str, str]] = {
     schema.ATTRIBUTE_REMOTE_TOKENS: "int",
     schema.ATTRIBUTE_TRANSFERRED_TOKENS: "int",
     schema.ATTRIBUTE_BLOCKS: "int",
-    schema.ATTRIBUTE_LAYER: "int",
     schema.ATTRIBUTE_SOURCE_RANK: "int",
     schema.ATTRIBUTE_DESTINATION_RANK: "int",
     schema.ATTRIBUTE_TOKENS: "int",
@@ -57,7 +55,6 @@ ATTRIBUTE_TYPES: Final[Mapping[str, str]] = {
     schema.ATTRIBUTE_RUNS: "int",
     schema.ATTRIBUTE_ENTRIES: "int",
     schema.ATTRIBUTE_CONTROL_BYTES: "int",
-    schema.ATTRIBUTE_SEND_WAIT_MS: "double",
     schema.ATTRIBUTE_EXPECTED_KEYS: "int",
     schema.ATTRIBUTE_WRITES: "int",
     schema.ATTRIBUTE_MOVING_MS: "double",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 from headrace.inference.v1 import trace_pb2
 from headrace_common.durations import ns_from_duration, unix_ns_from_timestamp
@@ -21,10 +21,7 @@ from headrace_common.trace_view.model import (
     TraceView,
 )
 
-TRANSFER_SPANS: Final = frozenset((schema.SPAN_TRANSFER_LINK, schema.SPAN_TRANSFER_LAYER))
-"""The spans that links are read from."""
 _NS_PER_MS: Final = 1e6
-_LinkKey: TypeAlias = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +50,9 @@ class TimedSpan:
 
 
 def read_links(spans: Sequence[TimedSpan]) -> tuple[Link, ...]:
-    """The links of all attempts, by name. Spans of single layers count where no span of their link has arrived."""
+    """The links of all attempts, by name."""
     by_id = {one.span.span_id: one for one in spans}
     links = [_link(one, by_id) for one in spans if one.span.name == schema.SPAN_TRANSFER_LINK]
-    if not links:
-        links = _links_of_layers(spans, by_id)
     return tuple(sorted(links, key=lambda link: (link.name, link.start_ns)))
 
 
@@ -113,62 +108,6 @@ def _decode_worker(one: TimedSpan, by_id: Mapping[str, TimedSpan]) -> str:
         seen.add(one.span.span_id)
         one = by_id.get(one.span.parent_span_id, one)
     return "decode"
-
-
-def _links_of_layers(spans: Iterable[TimedSpan], by_id: Mapping[str, TimedSpan]) -> list[Link]:
-    found: dict[_LinkKey, list[TimedSpan]] = defaultdict(list)
-    for one in spans:
-        if one.span.name == schema.SPAN_TRANSFER_LAYER:
-            key = (
-                one.span.worker_id,
-                one.text(schema.ATTRIBUTE_SOURCE_RANK, "0"),
-                _decode_worker(one, by_id),
-                one.text(schema.ATTRIBUTE_DESTINATION_RANK, "0"),
-            )
-            found[key].append(one)
-    return [_link_of_layers(key[2], sent) for key, sent in found.items()]
-
-
-def _link_of_layers(destination: str, sent: Sequence[TimedSpan]) -> Link:
-    writes = [
-        LayerWrite(
-            layer=one.number(schema.ATTRIBUTE_LAYER),
-            ready_ns=one.start_ns - round(one.real(schema.ATTRIBUTE_SEND_WAIT_MS) * _NS_PER_MS),
-            submitted_ns=one.start_ns,
-            gathered_ns=one.start_ns,
-            landed_ns=one.end_ns,
-            payload_bytes=one.number(schema.ATTRIBUTE_PAYLOAD_BYTES),
-        )
-        for one in sent
-    ]
-    writes.sort(key=lambda write: (write.submitted_ns, write.layer))
-    return Link(
-        source=sent[0].span.worker_id,
-        source_rank=sent[0].number(schema.ATTRIBUTE_SOURCE_RANK),
-        destination=destination,
-        destination_rank=sent[0].number(schema.ATTRIBUTE_DESTINATION_RANK),
-        transport=_joined(sent, schema.ATTRIBUTE_TRANSPORT),
-        strategy=_joined(sent, schema.ATTRIBUTE_STRATEGY),
-        payload_bytes=sum(write.payload_bytes for write in writes),
-        moving_ns=_covered_ns(writes),
-        runs=sum(one.number(schema.ATTRIBUTE_RUNS) for one in sent),
-        entries=sum(one.number(schema.ATTRIBUTE_ENTRIES) for one in sent),
-        writes=tuple(writes),
-    )
-
-
-def _covered_ns(writes: Iterable[LayerWrite]) -> int:
-    """Time in which at least one write was on the way. `writes` is by submission."""
-    covered = reached = 0
-    for number, write in enumerate(writes):
-        start = write.submitted_ns if number == 0 else max(write.submitted_ns, reached)
-        covered += max(0, write.landed_ns - start)
-        reached = max(reached, write.landed_ns) if number else write.landed_ns
-    return covered
-
-
-def _joined(sent: Iterable[TimedSpan], attribute: str) -> str:
-    return "+".join(sorted({one.text(attribute) for one in sent} - {""}))
 
 
 _NS_PER_US = 1_000
@@ -242,7 +181,7 @@ def _first_text(spans: Iterable[TimedSpan], attribute: str) -> str:
 
 def _steps(spans: Sequence[TimedSpan]) -> tuple[Step, ...]:
     """The spans as a tree, depth first, by start. Those of transfers are in the links."""
-    shown = [one for one in spans if one.span.name not in TRANSFER_SPANS]
+    shown = [one for one in spans if one.span.name != schema.SPAN_TRANSFER_LINK]
     known = {one.span.span_id for one in shown}
     children: dict[str, list[TimedSpan]] = defaultdict(list)
     for one in shown:

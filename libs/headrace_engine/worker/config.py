@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -27,9 +27,9 @@ from headrace_common.limits import (
     write_quiet_s,
 )
 from headrace_common.registry.adapters import adapter_to_proto
-from headrace_common.registry.place import LABEL_REMEDY, Place, is_label, place_to_proto
+from headrace_common.registry.place import place_of, place_to_proto
 from headrace_common.version import version
-from headrace_engine.config import EngineConfig
+from headrace_engine.config import TRANSPORT, EngineConfig
 from headrace_engine.interface import Engine
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
@@ -65,13 +65,12 @@ DeviceList = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValida
 EngineArgs = Annotated[str, BeforeValidator(_join_arguments), Field(max_length=16_384)]
 
 
-def _check_label(text: str) -> str:
-    if not is_label(text):
-        raise ValueError(f"{text!r}: {LABEL_REMEDY}")
-    return text
+def _check_place(entries: tuple[str, ...]) -> tuple[str, ...]:
+    place_of(entries)
+    return entries
 
 
-PlaceLabel = Annotated[str, AfterValidator(_check_label)]
+PlaceLabels = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_place)]
 
 
 def _check_model(text: str) -> str:
@@ -82,18 +81,13 @@ def _check_model(text: str) -> str:
 ModelName = Annotated[str, AfterValidator(_check_model)]
 
 
-def _check_transport(name: object) -> object:
-    if name in ("auto", "same_host"):
-        raise ValueError(
-            f"there is no {name} any more: set mooncake, which also reaches workers of this host"
-        )
-    return name
-
-
-TransportName = Annotated[Literal["mooncake", "in_memory"], BeforeValidator(_check_transport)]
 NetworkList = Annotated[
     tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_networks)
 ]
+
+
+REGISTRATION_TIMEOUT_S: Final = 30.0
+"""Seconds that the registry may take to answer at start."""
 
 
 class WorkerConfig(ServiceConfig):
@@ -117,11 +111,6 @@ class WorkerConfig(ServiceConfig):
     )
     served_model: str = Field(
         "", description="Name that clients call the model by; empty means the engine's own."
-    )
-    transport: TransportName = Field(
-        "mooncake",
-        description="What moves KV bytes; mooncake takes RDMA where the host has it, else TCP. in_memory only reaches "
-        "the same process.",
     )
     transfer_peer_networks: NetworkList = Field(
         (),
@@ -168,21 +157,10 @@ class WorkerConfig(ServiceConfig):
         description="Tokens of one KV block, which is also the grain of the prefix cache; 0 means the engine's own: "
         "vllm's for its platform and model (128 on processors, mostly 16 on CUDA), 32 for sim.",
     )
-    seed: NonNegativeCount = Field(0, description="Seed of the engine.")
-    local_broadcast: bool = Field(
-        True,
-        description="Whether, of decode ranks that need the same KV bytes, one receives them and passes them on "
-        "locally. Not on devices.",
-    )
     gpu_direct: bool = Field(
         True,
         description="Whether RDMA adapters may read and write KV on a GPU where they can; otherwise it crosses host "
         "memory. Engine vllm on CUDA.",
-    )
-    enforce_eager: bool = Field(
-        False,
-        description="Whether a GPU computes without compiled code and graphs: starts sooner, answers later. On "
-        "processors vllm always does.",
     )
     kv_host_gib: float = Field(
         0.0,
@@ -199,20 +177,11 @@ class WorkerConfig(ServiceConfig):
         "/var/tmp",
         description="Folder of the file with these blocks, which has no name and ends with the worker.",
     )
-    kv_offload_min_uses: PositiveCount = Field(
-        1,
-        description="Uses of a block before it is kept: 1 keeps every full block, 2 those of prompts that came again.",
-    )
     kv_pool_address: str = Field(
         "",
         description="host:port of the master of a Mooncake Store, where all workers of the deployment share KV blocks; "
         "needs kv_host_gib. Prefill workers store their blocks there, and all workers load them. Its ports check no "
         "caller: open them to the hosts of workers only. Empty means no pool.",
-    )
-    kv_send_from_host: bool = Field(
-        True,
-        description="Whether a prefill worker sends cached blocks of this main memory straight from there, without "
-        "waiting until they are in KV memory. Not on devices.",
     )
     kv_pool_timeout_s: PositiveSeconds = Field(
         1.0,
@@ -227,14 +196,11 @@ class WorkerConfig(ServiceConfig):
         description='Further arguments of engine vllm, as on its own command line: "--quantization fp8 '
         '--kv-cache-dtype fp8". In a file also a list. Those that a setting or Headrace owns are refused by name.',
     )
-    place_zone: PlaceLabel = Field(
-        "", description="Zone of this worker, for the policy's pair_level. Empty: unknown."
+    place: PlaceLabels = Field(
+        (),
+        description="Where this worker runs, for the policy's pair_level, such as zone=eu-1a,rack=r7,host=n3. A rack "
+        "may be another group of hosts with fast links. Empty: unknown.",
     )
-    place_rack: PlaceLabel = Field(
-        "",
-        description="Rack of this worker, or another group of hosts with fast links. Empty: unknown.",
-    )
-    place_host: PlaceLabel = Field("", description="Host of this worker. Empty: unknown.")
     lease_ttl_s: PositiveSeconds = Field(
         WRITE_LEASE_S,
         description="Seconds that another worker's rank may write into this worker's KV memory without a message from "
@@ -244,9 +210,6 @@ class WorkerConfig(ServiceConfig):
         WRITE_QUARANTINE_S,
         description="Seconds that blocks of a failed transfer stay unused after the lease; at least 5, longer than the "
         "transport's own timeout. A frozen sender is ended after half of them.",
-    )
-    registration_timeout_s: PositiveSeconds = Field(
-        30.0, description="Seconds that the registry may take to answer at start."
     )
     member_ttl_s: PositiveSeconds = Field(
         10.0, description="Seconds after which a silent worker is removed from the registry."
@@ -348,7 +311,6 @@ def engine_config(
         role=role,
         ref=ref,
         host=host,
-        transport=config.transport,
         tensor_parallel_size=config.tensor_parallel_size,
         pipeline_parallel_size=config.pipeline_parallel_size,
         max_model_len=config.max_model_len,
@@ -358,10 +320,7 @@ def engine_config(
         kv_cache_gib=config.kv_cache_gib,
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
-        seed=config.seed,
-        local_broadcast=config.local_broadcast,
         gpu_direct=config.gpu_direct,
-        enforce_eager=config.enforce_eager,
         gpu_memory_utilization=config.gpu_memory_utilization,
         rdma_devices=config.rdma_devices,
         engine_args=config.engine_args,
@@ -374,11 +333,9 @@ def engine_config(
             host_gib=config.kv_host_gib,
             disk_gib=config.kv_disk_gib,
             disk_folder=config.kv_disk_folder,
-            min_uses=config.kv_offload_min_uses,
             pool_address=config.kv_pool_address,
             pool_timeout_s=config.kv_pool_timeout_s,
             publishes=role == "prefill",
-            sends_from_host=config.kv_send_from_host,
         ),
     )
 
@@ -406,9 +363,9 @@ def worker_member(
         layout=layout_to_proto(layout),
         max_num_seqs=config.max_num_seqs,
         start_unix_ns=start_unix_ns,
-        transport=config.transport,
+        transport=TRANSPORT,
         adapters=map(adapter_to_proto, engine.adapters),
-        place=place_to_proto(Place(config.place_zone, config.place_rack, config.place_host)),
+        place=place_to_proto(place_of(config.place)),
         version=version(),
     )
 

@@ -23,7 +23,7 @@ from headrace_common.rpc.server import (
 )
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_engine.interface import Engine
-from headrace_engine.worker.config import Config, WorkerConfig
+from headrace_engine.worker.config import REGISTRATION_TIMEOUT_S, Config, WorkerConfig
 from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_kv.layout.layout import WorkerRef
 
@@ -100,7 +100,7 @@ class WorkerHost:
         Raises RegistryUnavailable.
         """
         if self._view_start is None:
-            start = self._view.start(self._config.registration_timeout_s)
+            start = self._view.start(REGISTRATION_TIMEOUT_S)
             self._view_start = asyncio.create_task(start)
         await asyncio.shield(self._view_start)
         if listener is not None:

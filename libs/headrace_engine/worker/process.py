@@ -20,7 +20,12 @@ from headrace_common.process.run import interruptible
 from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_engine.factory import build_engine, shared_transport
-from headrace_engine.worker.config import Config, engine_config, worker_configs
+from headrace_engine.worker.config import (
+    REGISTRATION_TIMEOUT_S,
+    Config,
+    engine_config,
+    worker_configs,
+)
 from headrace_engine.worker.host import HostedWorker, Role, WorkerHost
 from headrace_engine.worker.serve import BuildServer, serve_worker
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
@@ -89,7 +94,7 @@ async def run_workers(role: Role, config: Config, build: BuildServer[Config]) ->
     """
     setup_logging(config.log_level, role, config.worker_id, config.log_format)
     with interruptible():
-        wait_reachable(config.registry, config.registration_timeout_s)
+        wait_reachable(config.registry, REGISTRATION_TIMEOUT_S)
     if config.workers_per_process > 1:
         _raise_file_limit()
     sender_thread = transport = None

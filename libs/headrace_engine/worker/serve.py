@@ -16,7 +16,12 @@ from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.tickets import TicketKeys
 from headrace_engine.prefix_events import PrefixEventPublisher
-from headrace_engine.worker.config import Config, WorkerConfig, worker_member
+from headrace_engine.worker.config import (
+    REGISTRATION_TIMEOUT_S,
+    Config,
+    WorkerConfig,
+    worker_member,
+)
 from headrace_engine.worker.host import HostedWorker, RouterListener, WorkerHost
 from headrace_engine.worker.metrics import Incoming
 from headrace_engine.worker.status import StatusSignal, WorkerStatusServicer
@@ -39,7 +44,6 @@ class WorkerMembership:
         on_routers: RouterListener | None = None,
         prefix_events: PrefixEventPublisher | None = None,
     ) -> None:
-        self._timeout_s = config.registration_timeout_s
         self._host = host
         self._model = member.model
         self._prefix_events = prefix_events
@@ -59,7 +63,7 @@ class WorkerMembership:
 
     async def join(self) -> None:
         """Registers the worker and waits for the list of routers. Raises RegistryUnavailable."""
-        await self._membership.start(self._timeout_s)
+        await self._membership.start(REGISTRATION_TIMEOUT_S)
         if self._prefix_events is not None:
             self._prefix_events.set_hash_key(self._membership.prefix_hash_key, self._model)
         await self._host.follow_routers(self._on_routers)

@@ -35,19 +35,10 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
         description='Whether received bytes are compared with the sender\'s digest: "off", "sampled" (a sixteenth of '
         'all layers) or "on". Needs KV memory of processors.',
     )
-    digest_mismatch_limit: int = Field(
-        3,
-        ge=1,
-        description="Corrupt transfers of one prefill worker after which its transfers are rejected.",
-    )
     overlap_layers: NonNegativeCount = Field(
         0,
         description="Number of last layers that may be missing when a request's first step begins. The step, with all "
         "its requests, then waits for each of them. Engine vllm, models with one kind of cache.",
-    )
-    overlap_wait_s: PositiveSeconds = Field(
-        0.5,
-        description="Seconds that one step waits for missing layers; then the late transfers fail.",
     )
     request_timeout_s: PositiveSeconds = Field(
         600.0, description="Seconds until the deadline of requests that have none."
@@ -55,7 +46,8 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
 
     @property
     def overlap_settings(self) -> OverlapSettings:
-        return OverlapSettings(self.overlap_layers, self.overlap_wait_s)
+        wait_s = min(OverlapSettings().wait_s, self.lease_ttl_s / 2)
+        return OverlapSettings(self.overlap_layers, wait_s)
 
     @property
     def model_names(self) -> Collection[str]:
@@ -84,6 +76,4 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
         require_order(
             self, ("lease_ttl_s", "request_timeout_s"), ("quarantine_s", "request_timeout_s")
         )
-        if self.overlap_layers:
-            require_order(self, ("overlap_wait_s", "lease_ttl_s"))
         return self

@@ -182,7 +182,6 @@ def _digest_checks(config: DecodeConfig, engine: Engine) -> DigestChecks | None:
         engine.descriptor,
         config.digest,
         memory_of=readable.__getitem__,
-        mismatch_limit=config.digest_mismatch_limit,
     )
 
 

@@ -11,21 +11,15 @@ _LINKS_MAX: Final = 1_024
 # A shorter transfer measures delays rather than bandwidth.
 _BYTES_MIN: Final = 256 * 1024
 
-SETTING: Final = "setting"
-MEASURED: Final = "measured"
-
 
 class LinkBandwidths:
-    """The configured bandwidth, or else the best rate of this worker's links to each host by each transport."""
+    """The best rate of this worker's links to each host by each transport."""
 
-    def __init__(self, configured_gbit_per_s: float = 0.0) -> None:
-        self._configured = configured_gbit_per_s
+    def __init__(self) -> None:
         self._best: OrderedDict[tuple[str, str], float] = OrderedDict()
 
-    def compare(self, link: LinkSent, gb_per_s: float) -> tuple[float, str] | None:
-        """Counts a link with its rate. Returns the bandwidth in Gbit/s, and where it is from; None when unknown."""
-        if self._configured > 0.0:
-            return self._configured, SETTING
+    def compare(self, link: LinkSent, gb_per_s: float) -> float | None:
+        """Counts a link with its rate. Returns the bandwidth in Gbit/s; None when unknown."""
         key = link.destination_host, link.transport
         best = self._best.get(key, 0.0)
         if link.payload_bytes >= _BYTES_MIN and gb_per_s > best:
@@ -34,4 +28,4 @@ class LinkBandwidths:
             self._best.move_to_end(key)
         if len(self._best) > _LINKS_MAX:
             self._best.popitem(last=False)
-        return (8 * best, MEASURED) if best else None
+        return 8 * best if best else None

@@ -11,9 +11,7 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.layer_stamps import (
     LastWrite,
-    LayerStamps,
     last_write,
-    unpack_writes,
 )
 from headrace_common.telemetry.setup import Telemetry
 from headrace_kv.handoff.messages import LinkSent, SendReport
@@ -34,15 +32,12 @@ class LastLink(NamedTuple):
 
 
 class LinkSpans:
-    """Records a span for each link of a task. With `layers`, each layer's write has a span too."""
+    """Records a span for each link of a task."""
 
-    def __init__(
-        self, telemetry: Telemetry, ref: WorkerRef, bandwidths: LinkBandwidths, *, layers: bool
-    ) -> None:
+    def __init__(self, telemetry: Telemetry, ref: WorkerRef, bandwidths: LinkBandwidths) -> None:
         self._telemetry = telemetry
         self._worker_id = ref.worker_id
         self._bandwidths = bandwidths
-        self._layers = layers
 
     def record(
         self, parent: Span, decode_worker_id: str, reports: Sequence[SendReport], error: str = ""
@@ -65,8 +60,6 @@ class LinkSpans:
                     attributes=attributes,
                     start_unix_ns=link.start_unix_ns,
                 )
-                if self._layers:
-                    self._record_layers(span, report.rank, link)
                 unfinished = write.cause == "unfinished"
                 if unfinished and error:
                     span.set_status(Status(StatusCode.ERROR, error))
@@ -99,41 +92,13 @@ class LinkSpans:
         if link.moving_ns and link.payload_bytes:
             gb_per_s = link.payload_bytes / link.moving_ns
             attributes[schema.ATTRIBUTE_GIGABYTES_PER_S] = gb_per_s
-            known = self._bandwidths.compare(link, gb_per_s)
-            if known is not None:
-                gbit_per_s, origin = known
+            gbit_per_s = self._bandwidths.compare(link, gb_per_s)
+            if gbit_per_s is not None:
                 expected_s = transfer_s(link.payload_bytes, gbit_per_s)
                 attributes[schema.ATTRIBUTE_BANDWIDTH_GBIT_PER_S] = gbit_per_s
-                attributes[schema.ATTRIBUTE_BANDWIDTH_FROM] = origin
                 attributes[schema.ATTRIBUTE_EXPECTED_MS] = 1e3 * expected_s
                 attributes[schema.ATTRIBUTE_BANDWIDTH_SHARE] = 8 * gb_per_s / gbit_per_s
         return attributes
-
-    def _record_layers(self, parent: Span, rank: int, link: LinkSent) -> None:
-        for write in unpack_writes(link.layers):
-            start_ns = link.start_unix_ns + write.submitted_ns
-            end_ns = link.start_unix_ns + write.landed_ns
-            self._telemetry.record_span(
-                schema.SPAN_TRANSFER_LAYER,
-                parent,
-                start_ns,
-                end_ns,
-                layer_attributes(rank, link.destination_rank, write),
-                error="" if write.finished else "the write had not landed",
-            )
-
-
-def layer_attributes(rank: int, destination_rank: int, write: LayerStamps) -> Attributes:
-    """The attributes of one write."""
-    return {
-        schema.ATTRIBUTE_LAYER: write.layer,
-        schema.ATTRIBUTE_SOURCE_RANK: rank,
-        schema.ATTRIBUTE_DESTINATION_RANK: destination_rank,
-        schema.ATTRIBUTE_START_TOKEN: write.start_token,
-        schema.ATTRIBUTE_TOKENS: write.end_token - write.start_token,
-        schema.ATTRIBUTE_PAYLOAD_BYTES: write.payload_bytes,
-        schema.ATTRIBUTE_SEND_WAIT_MS: (write.submitted_ns - write.ready_ns) / 1e6,
-    }
 
 
 def last_link(reports: Sequence[SendReport], received_unix_ns: int) -> prefill_pb2.SentLink | None:

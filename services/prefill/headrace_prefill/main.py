@@ -20,9 +20,7 @@ from headrace_engine.worker.process import run_workers
 from headrace_engine.worker.serve import RoleServer
 from headrace_engine.worker.status import StatusSignal
 from headrace_kv.layout.proto import layout_to_proto
-from headrace_prefill.bandwidths import LinkBandwidths
 from headrace_prefill.config import PrefillConfig
-from headrace_prefill.link_spans import LinkSpans
 from headrace_prefill.prefix_receiver import PrefixReceiver
 from headrace_prefill.pull.puller import TaskPuller
 from headrace_prefill.worker import PrefillWorker
@@ -55,7 +53,6 @@ class PrefillServer(RoleServer):
         config, ref, engine = hosted.config, hosted.ref, hosted.engine
         self.status_signal = StatusSignal()
         telemetry = host.telemetry.for_worker(ref.worker_id)
-        bandwidths = LinkBandwidths(config.link_gbit_per_s)
         self._prefixes: PrefixReceiver | None = None
         if config.prefix_fetch_min_tokens:
             self._prefixes = PrefixReceiver(host, hosted)
@@ -68,10 +65,8 @@ class PrefillServer(RoleServer):
             engine=engine,
             telemetry=telemetry,
             slot_count=config.max_num_seqs,
-            task_timeout_s=config.task_timeout_s,
             on_ended=partial(host.metrics.transfer_ended, ref.worker_id),
             on_received=self.status_signal.notify,
-            link_spans=LinkSpans(telemetry, ref, bandwidths, layers=config.trace_layers),
             prefixes=None if self._prefixes is None else self._prefixes.fetcher,
         )
         self._puller = TaskPuller(

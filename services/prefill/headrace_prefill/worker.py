@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
+from typing import Final
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace.worker.v1 import worker_pb2
@@ -38,6 +39,9 @@ from headrace_prefill.times import task_times
 
 log = logging.getLogger(__name__)
 
+TASK_TIMEOUT_S: Final = 600.0
+"""Seconds until the deadline of tasks that have none."""
+
 
 class PrefillWorker:
     """Owns the worker's slots. A task waits for a slot when its router was idle and others use all slots.
@@ -53,9 +57,9 @@ class PrefillWorker:
         engine: Engine,
         telemetry: Telemetry,
         slot_count: int,
-        task_timeout_s: float,
         on_ended: Callable[[str, str, int, Sequence[SendReport]], None] | None = None,
         on_received: Callable[[], None] = lambda: None,
+        task_timeout_s: float = TASK_TIMEOUT_S,
         link_spans: LinkSpans | None = None,
         prefixes: PrefixFetcher | None = None,
     ) -> None:
@@ -67,7 +71,7 @@ class PrefillWorker:
         self._task_timeout_s = task_timeout_s
         self._on_ended = on_ended
         self._on_received = on_received
-        self._link_spans = link_spans or LinkSpans(telemetry, ref, LinkBandwidths(), layers=False)
+        self._link_spans = link_spans or LinkSpans(telemetry, ref, LinkBandwidths())
         self._prefixes = prefixes
         self._slots = asyncio.Semaphore(slot_count)
         self._held = 0

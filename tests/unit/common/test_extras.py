@@ -110,7 +110,6 @@ def test_up_names_the_extra_that_it_lacks(
     [
         ("etcd3", Topology(engine=SIM)),
         ("vllm", Topology(engine=SIM)),
-        ("mooncake", Topology(engine=SIM, settings=(("decode", "transport", "in_memory"),))),
     ],
 )
 def test_up_does_without_the_extras_that_it_does_not_use(

@@ -42,7 +42,6 @@ def prepared_of(request: inference_pb2.GenerateRequest) -> PreparedRequest:
         request_id=request.request_id,
         codecs={"sim": ByteCodec()},
         max_model_len={"sim": 512},
-        bytes_per_token=16,
     )
 
 

@@ -35,7 +35,7 @@ def _gate(
     contexts: dict[str, int], keys_file: str = "", metrics: _Metrics | None = None
 ) -> ClientGate:
     counting = cast("RouterMetrics", metrics or _Metrics())
-    return ClientGate(load_tenants(keys_file), counting, RequestSizeCheck(lambda: contexts, 16))
+    return ClientGate(load_tenants(keys_file), counting, RequestSizeCheck(lambda: contexts))
 
 
 def test_generate_needs_a_key_and_a_refusal_is_counted(tmp_path: Path) -> None:

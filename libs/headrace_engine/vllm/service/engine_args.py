@@ -16,7 +16,6 @@ SETTINGS: Final[Mapping[str, str]] = {
     "model": "model",
     "served_model_name": "served_model",
     "dtype": "dtype",
-    "seed": "seed",
     "max_model_len": "max_model_len",
     "tensor_parallel_size": "tensor_parallel_size",
     "pipeline_parallel_size": "pipeline_parallel_size",
@@ -24,7 +23,6 @@ SETTINGS: Final[Mapping[str, str]] = {
     "num_gpu_blocks_override": "num_gpu_blocks_override",
     "max_num_seqs": "max_num_seqs",
     "max_num_batched_tokens": "max_num_batched_tokens",
-    "enforce_eager": "enforce_eager",
     "gpu_memory_utilization": "gpu_memory_utilization",
     "kv_cache_memory_bytes": "kv_cache_gib",
 }

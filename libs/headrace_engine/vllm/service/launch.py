@@ -126,7 +126,7 @@ def check_config(config: EngineConfig) -> ModelFolder:
     require_vllm()
     if config.transport != "mooncake":
         raise ConfigError(
-            f"transport {config.transport} does not reach vLLM's engine process: set transport to mooncake",
+            f"transport {config.transport} does not reach vLLM's engine process: only mooncake does",
             metadata={"field": "transport"},
         )
     if config.dtype not in DTYPES:

@@ -31,12 +31,10 @@ class PickerServer:
             (),
             [
                 ErrorInterceptor(),
-                InternalAccess(
-                    Authorizer.from_config(config), config.credential_check_s, Listener.PICKER
-                ),
+                InternalAccess(Authorizer.from_config(config), Listener.PICKER),
             ],
             tls=Credentials.from_config(config).tls,
-            options=internal_options(config),
+            options=internal_options(),
             further_health=_HEALTH_NAMES,
         )
         PickerService(picker).add_to(self._listener.server)

@@ -37,7 +37,7 @@ def start() -> Iterator[Start]:
         yield begin
 
 
-DECODE = ("--engine=sim", "--transport=in_memory", "--worker-id=d")
+DECODE = ("--engine=sim", "--worker-id=d")
 
 
 @pytest.mark.parametrize(
@@ -76,8 +76,8 @@ def test_termination_while_the_registry_is_silent_is_quiet(start: Start, tmp_pat
 def test_a_worker_without_a_registry_ends_before_it_loads_a_model(start: Start) -> None:
     process = start(
         [
-            *("headrace_decode", "--engine=vllm", "--worker-id=d", "--model=/nowhere"),
-            *("--registry=127.0.0.1:1", "--registration-timeout-s=0.3"),
+            *("tests.component.common.process.impatient_decode", "--engine=vllm"),
+            *("--worker-id=d", "--model=/nowhere", "--registry=127.0.0.1:1"),
         ]
     )
     _, err = process.communicate(timeout=30)

@@ -28,7 +28,7 @@ from headrace_common.errors import (
     Unauthenticated,
 )
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, open_channel
-from headrace_common.rpc.server import ClientServices, GrpcServer
+from headrace_common.rpc.server import ClientServices, GrpcServer, InternalTimes
 from headrace_common.rpc.status import error_from_rpc
 from tests.suite.certificates import Authority
 from tests.waiting import until
@@ -153,8 +153,8 @@ async def test_an_open_stream_ends_after_the_key_of_its_token_was_removed(tmp_pa
     keys = [new_private_key(), new_private_key()]
     file = tmp_path / "keys.pem"
     file.write_bytes(b"\n".join(map(public_key_of, keys)))
-    config = ServiceConfig(credential_check_s=0.1, token_keys_file=str(file))
-    server = GrpcServer(config, ())
+    config = ServiceConfig(token_keys_file=str(file))
+    server = GrpcServer(config, (), times=InternalTimes(credential_check_s=0.1))
     server.server.add_generic_rpc_handlers([recorded.handlers()])
     endpoint = await server.start()
     tokens = [create_token(key, Role.OPERATOR, "", 600) for key in keys]
@@ -182,11 +182,9 @@ async def test_an_open_stream_ends_when_its_certificate_is_no_longer_valid(
     files = authority.sign("registry", "registry")
     trusted = tmp_path / "trusted.pem"
     trusted.write_bytes(authority.file.read_bytes() + other.file.read_bytes())
-    config = ServiceConfig(
-        credential_check_s=0.1, **asdict(replace(files, tls_authority_file=str(trusted)))
-    )
+    config = ServiceConfig(**asdict(replace(files, tls_authority_file=str(trusted))))
     recorded = Recorded()
-    server = GrpcServer(config, ())
+    server = GrpcServer(config, (), times=InternalTimes(credential_check_s=0.1))
     server.server.add_generic_rpc_handlers([recorded.handlers()])
     endpoint = await server.start()
     # Long enough for a handshake on a slow machine.
@@ -245,7 +243,7 @@ def _accepted_on(port: int) -> list[Any]:
 
 
 async def test_a_connection_of_the_deployment_ends_by_its_age_and_its_streams_go_on() -> None:
-    server = GrpcServer(ServiceConfig(internal_connection_age_s=0.5, insecure=True), ())
+    server = GrpcServer(ServiceConfig(insecure=True), (), times=InternalTimes(connection_age_s=0.5))
     server.server.add_generic_rpc_handlers([Recorded().handlers()])
     endpoint = await server.start()
     port = int(endpoint.rpartition(":")[2])

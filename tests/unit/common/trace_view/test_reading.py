@@ -57,18 +57,25 @@ def test_a_request_that_has_not_ended_has_no_parts() -> None:
     assert (view.parts, view.ttft_ns, view.largest_part) == ((), 0, None)
 
 
-def test_writes_of_single_layers_count_where_no_link_is_there() -> None:
-    layers = [
-        span(
-            schema.SPAN_TRANSFER_LAYER,
-            f"p{n}",
-            "p",
-            (20 + 2 * n, 23 + 2 * n),
-            **{schema.ATTRIBUTE_LAYER: str(n), schema.ATTRIBUTE_PAYLOAD_BYTES: "1000"},
-        )
-        for n in range(4)
-    ]
-    (found,) = read_trace(trace_pb2.Trace(spans=[*request(), *layers])).links
-    # They overlap: 20 to 29.
-    assert found.moving_ns == 9 * MS
-    assert found.payload_bytes == 4_000
+def test_a_link_has_its_layers_and_its_speed() -> None:
+    link = span(
+        schema.SPAN_TRANSFER_LINK,
+        "pl",
+        "p",
+        (20, 90),
+        **{
+            schema.ATTRIBUTE_SOURCE_RANK: "2",
+            schema.ATTRIBUTE_DESTINATION_RANK: "1",
+            schema.ATTRIBUTE_PAYLOAD_BYTES: "3000000",
+            schema.ATTRIBUTE_MOVING_MS: "10.0",
+            schema.ATTRIBUTE_LINK_LAYERS: packed((0, 1_000_000, 0, 4_000), (1, 2_000_000, 9_000, 6_000)),
+        },
+    )  # fmt: skip
+    (found,) = read_trace(trace_pb2.Trace(spans=[*request(), link])).links
+    assert found.name == "prefill-1/r2 -> decode-0/r1"
+    assert found.gb_s == 0.3
+    assert [write.layer for write in found.writes] == [0, 1]
+    assert found.writes[0].ready_ns == 20 * MS
+    assert found.end_ns == 20 * MS + 15_005_000
+    assert found.last_write is not None
+    assert (found.last_write.cause, found.writes[0].cause) == ("move", "move")

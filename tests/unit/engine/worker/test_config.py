@@ -34,26 +34,20 @@ def test_each_worker_has_its_name_and_its_share_of_the_memory() -> None:
 
 
 def test_a_single_worker_keeps_its_settings() -> None:
-    alone = config(
-        workers_per_process=1, engine="vllm", transport="mooncake", internal_listen="127.0.0.1:7003"
-    )
+    alone = config(workers_per_process=1, engine="vllm", internal_listen="127.0.0.1:7003")
     assert worker_configs(alone) == (alone,)
 
 
-@pytest.mark.parametrize("name", ["auto", "same_host"])
-def test_a_removed_transport_names_what_replaces_it(name: str) -> None:
-    with pytest.raises(ValidationError, match="set mooncake, which also reaches workers of this"):
-        config(transport=name)
-
-
 def test_labels_of_a_place_are_bounded() -> None:
-    workers = worker_configs(config(place_zone="eu-1a", place_rack="R_7"))
-    assert {(one.place_zone, one.place_rack, one.place_host) for one in workers} == {
-        ("eu-1a", "R_7", "")
-    }
-    for label in ("a b", "z" * 64):
-        with pytest.raises(ValidationError, match=r"place_zone\s.*give at most 63 characters"):
-            config(place_zone=label)
+    assert config(place="zone=eu-1a, rack=R_7").place == ("zone=eu-1a", "rack=R_7")
+    for labels, remedy in (
+        ("zone=a b", "give at most 63 characters"),
+        (f"rack={'z' * 64}", "give at most 63 characters"),
+        ("eu-1a", "give each of zone, rack and host once"),
+        ("zone=a,zone=b", "give each of zone, rack and host once"),
+    ):
+        with pytest.raises(ValidationError, match=rf"place\s.*{remedy}"):
+            config(place=labels)
 
 
 def test_a_member_has_its_place() -> None:
@@ -70,7 +64,7 @@ def test_a_member_has_its_place() -> None:
     )
     ref = WorkerRef("w", "1")
     for labels, place in (
-        ({"place_zone": "a", "place_host": "h"}, registry_pb2.Place(zone="a", host="h")),
+        ({"place": "zone=a,host=h"}, registry_pb2.Place(zone="a", host="h")),
         ({}, registry_pb2.Place()),
     ):
         member = worker_member(
@@ -89,12 +83,10 @@ def test_a_member_has_its_place() -> None:
 def test_a_disk_without_main_memory_is_refused() -> None:
     with pytest.raises(ValidationError, match="kv_disk_gib is 2 without kv_host_gib"):
         config(kv_disk_gib=2.0)
-    alone = WorkerConfig.model_validate(
-        {"worker_id": "w", "kv_host_gib": 1, "kv_disk_gib": 2, "kv_offload_min_uses": 2}
-    )
+    alone = WorkerConfig.model_validate({"worker_id": "w", "kv_host_gib": 1, "kv_disk_gib": 2})
     ref = WorkerRef("w", "1")
     tiers = engine_config(alone, role="decode", ref=ref).tiers
-    assert tiers == TierSettings(1, 2, "/var/tmp", 2)
+    assert tiers == TierSettings(1, 2, "/var/tmp")
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ class LocalApp:
             tenants=Tenants(None),
             runner=cast("Any", self.runner),
             preparer=preparer,
-            size=RequestSizeCheck(lambda: {"sim": CONTEXT}, 16),
+            size=RequestSizeCheck(lambda: {"sim": CONTEXT}),
             count_failures=contextlib.nullcontext,
             callers=CallerBounds(CallerLimits(1_024, 0.05)),
             rejects_unknown_fields=rejects_unknown_fields,

@@ -32,7 +32,7 @@ def _app(callers: CallerBounds, tenants: Tenants | None = None) -> OpenAiApp:
         tenants=tenants or Tenants(None),
         runner=Mock(),
         preparer=Mock(),
-        size=RequestSizeCheck(lambda: {"sim": _CONTEXT}, 16),
+        size=RequestSizeCheck(lambda: {"sim": _CONTEXT}),
         count_failures=contextlib.nullcontext,
         callers=callers,
     )

@@ -33,7 +33,6 @@ def _response(*stops: str, load: LoopLoad | None = None, **sampling: Any) -> Res
         request_id="r1",
         codecs={"sim": ByteCodec()},
         max_model_len={"sim": 4_096},
-        bytes_per_token=16,
     )
     return ResponseStream(prepared, "trace", load)
 

@@ -183,7 +183,6 @@ def _prepare(request: inference_pb2.GenerateRequest, context: int = 64) -> Any:
         request_id="r1",
         codecs={"sim": _CODEC},
         max_model_len={"sim": context},
-        bytes_per_token=16,
     )
 
 

@@ -127,14 +127,14 @@ def test_spans_per_trace_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "SPANS_PER_TRACE_MAX", 3)
     store = _store()
     for number in range(9):
-        _add(store, _span(schema.SPAN_TRANSFER_LAYER, f"{number + 1:016x}"))
+        _add(store, _span(schema.SPAN_TRANSFER_LINK, f"{number + 1:016x}"))
     assert len(store.get("").spans) == 3
 
 
 def _filled(trace_id: str, count: int, size: int = 1_000) -> list[ResourceSpans]:
     """Spans of about `size` bytes."""
     parts = [
-        _span(schema.SPAN_TRANSFER_LAYER, f"{number + 1:016x}", trace_id=trace_id)
+        _span(schema.SPAN_TRANSFER_LINK, f"{number + 1:016x}", trace_id=trace_id)
         for number in range(count)
     ]
     for part in parts:
@@ -183,7 +183,7 @@ def test_a_span_that_is_too_large_or_has_no_valid_id_is_dropped() -> None:
     store = TraceStore(_limits(10), lambda why, count: dropped.update({why: count}))
     store.start_trace(_TRACE, "r1", 500)
     _add(store, *_filled(_TRACE, 1, trace_store.SPAN_BYTES_MAX))
-    _add(store, _span(schema.SPAN_TRANSFER_LAYER, "01" * 9))
+    _add(store, _span(schema.SPAN_TRANSFER_LINK, "01" * 9))
     assert not store.get("r1").spans
     assert dropped == {trace_store.DROPPED_SPAN: 2}
 
@@ -239,7 +239,7 @@ def test_lists_read_no_spans(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_spans_are_sorted_by_start_time() -> None:
     store = _store()
     for number, start_ns in enumerate((300, 100, 200)):
-        part = _span(schema.SPAN_TRANSFER_LAYER, f"{number + 1:016x}")
+        part = _span(schema.SPAN_TRANSFER_LINK, f"{number + 1:016x}")
         part.scope_spans[0].spans[0].start_time_unix_nano = start_ns
         _add(store, part)
     starts = [span.start_time.ToNanoseconds() for span in store.get("").spans]
