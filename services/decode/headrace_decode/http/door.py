@@ -133,7 +133,7 @@ class HttpDoor:
             by_tenant=config.separates_tenants, prefix_hash_key=lambda: self._hash_key
         )
         self._preparer = RequestPreparer(codecs, model, salts.salt_of)
-        blocks = BlockShares(self._capacity, self._weights, config.admission_wait_s)
+        blocks = BlockShares(self._capacity, self._weights, config.admission_wait_s or math.inf)
         self._runner = RequestRunner(
             callers=self._callers,
             admission=self._build_admission(),
