@@ -153,13 +153,13 @@ class ServiceConfig(BaseModel):
     )
     metrics_listen: OptionalHostPort = Field(
         default="",
-        description="host:port that serves /metrics for Prometheus to holders of a key of metrics_keys_file, with "
-        "tls_certificate_file if that is set; port 0 takes any free port. Empty: none.",
+        description="host:port that serves /metrics for Prometheus, beyond loopback to holders of a key of "
+        "metrics_keys_file only, with tls_certificate_file if that is set; port 0 takes any free port. Empty: none.",
     )
     metrics_keys_file: str = Field(
         default="",
         description="File of keys that permit reading /metrics of metrics_listen and of http_listen, and nothing else: "
-        "one line KEY NAME for each; read again when it changes. Empty: /metrics is closed.",
+        "one line KEY NAME for each; read again when it changes. Empty: /metrics is open on loopback only.",
     )
     health_listen: OptionalHostPort = Field(
         default="",
@@ -209,6 +209,11 @@ class ServiceConfig(BaseModel):
         "deployment reaches.",
     )
 
+    @property
+    def serves_metrics(self) -> bool:
+        """Whether callers may read the metrics over HTTP."""
+        return bool(self.metrics_listen)
+
     @model_validator(mode="after")
     def _check_together(self) -> ServiceConfig:
         problems: list[str] = []
@@ -217,10 +222,12 @@ class ServiceConfig(BaseModel):
             problems.append(
                 "set tls_certificate_file, tls_key_file and tls_authority_file together, or none"
             )
-        if self.metrics_listen and not self.metrics_keys_file:
-            problems.append(
-                "metrics_listen needs metrics_keys_file: name a file with a line KEY NAME for each reader"
-            )
+        if not self.metrics_keys_file:
+            problems += [
+                f"{name} is {address}, which other hosts may reach, and needs metrics_keys_file: name a file with a "
+                "line KEY NAME for each reader"
+                for name, address in reachable_addresses(self, "metrics_listen")
+            ]
         problems += wildcard_problems(self, "internal_listen", "internal_advertise")
         if not (self.insecure or any(tls) or self.token_keys_file):
             problems += [

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from headrace_common.client_config import ClientAccessConfig
 from headrace_common.config import NonNegativeSeconds, OptionalHostPort, PositiveCount, split_list
+from headrace_common.ports import is_loopback
 from headrace_frontend.salts import PrefixCacheScope
 from headrace_text.parsing.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
 
@@ -87,6 +88,11 @@ class FrontendConfig(ClientAccessConfig):
     @property
     def client_listeners(self) -> int:
         return super().client_listeners + bool(self.http_listen)
+
+    @property
+    def serves_metrics(self) -> bool:
+        is_read = bool(self.metrics_keys_file) or is_loopback(self.http_listen)
+        return super().serves_metrics or (bool(self.http_listen) and is_read)
 
     @property
     @abstractmethod

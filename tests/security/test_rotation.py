@@ -122,7 +122,7 @@ async def test_certificates_and_keys_are_replaced_and_no_request_fails(tmp_path:
         deployed(tmp_path, authority, more) as children,
         open_channel(children["router"].client_endpoint, client) as channel,
     ):
-        await joined(channel)
+        await joined(channel, OLD)
         load = Load(children["router"].client_endpoint, client)
         async with load.running():
             await load.answer_more()

@@ -52,11 +52,13 @@ async def deployed(
     assert unclean == []
 
 
-async def joined(channel: grpc.aio.Channel) -> None:
+async def joined(channel: grpc.aio.Channel, key: str = "") -> None:
+    metadata = (("x-api-key", key),) if key else ()
     stub = inference_pb2_grpc.InferenceServiceStub(channel)
     give_up = time.monotonic() + 15
     while time.monotonic() < give_up:
-        models = (await stub.ListModels(inference_pb2.ListModelsRequest(), timeout=5)).models
+        request = inference_pb2.ListModelsRequest()
+        models = (await stub.ListModels(request, timeout=5, metadata=metadata)).models
         if any(model.prefill_worker_count and model.decode_worker_count for model in models):
             return
         await asyncio.sleep(0.05)

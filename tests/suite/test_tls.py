@@ -147,7 +147,7 @@ async def test_clients_need_no_certificate_where_the_settings_say_so(tmp_path: P
     async with deployed(tmp_path, internal, more) as children:
         router = children["router"]
         async with open_channel(router.client_endpoint, anonymous) as channel:
-            await joined(channel)
+            await joined(channel, "the-key")
         assert await ask(router.client_endpoint, anonymous, "the-key") == wanted
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await ask(router.client_endpoint, anonymous, "another-key")

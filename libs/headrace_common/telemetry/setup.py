@@ -213,7 +213,7 @@ def init_telemetry(service: str, worker_id: str, config: ServiceConfig) -> Telem
     resource = Resource.create(
         {"service.name": f"headrace-{service}", "service.instance.id": worker_id}
     )
-    metrics = Metrics(resource, config.otlp_endpoint, readable=bool(config.metrics_keys_file))
+    metrics = Metrics(resource, config.otlp_endpoint, readable=config.serves_metrics)
     processors = SynchronousMultiSpanProcessor()  # type: ignore[no-untyped-call]
     provider = _new_provider(resource, new_sampler(config), processors)
     telemetry = Telemetry(provider, processors, CollectorExporter(config), metrics)

@@ -39,7 +39,7 @@ async def recorded_metrics(store: Store, config: ServiceConfig) -> AsyncIterator
     resource = Resource.create(
         {"service.name": "headrace-registry", "service.instance.id": config.internal_listen}
     )
-    metrics = Metrics(resource, config.otlp_endpoint, readable=bool(config.metrics_keys_file))
+    metrics = Metrics(resource, config.otlp_endpoint, readable=config.serves_metrics)
     corrupt = metrics.store.gauge(schema.METRIC_CORRUPT_RECORDS)
 
     members = metrics.store.gauge(schema.METRIC_MEMBERS, schema.ATTRIBUTE_MEMBER_ROLE)

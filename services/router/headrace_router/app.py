@@ -362,7 +362,7 @@ def _build_openai(basis: _Basis, records: _Records, requests: _Requests) -> Open
     readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")
     return OpenAiApp(
         parts,
-        MetricsPage(readers, basis.telemetry.metrics.text),
+        MetricsPage(readers, basis.telemetry.metrics.text, config.http_listen),
         deadline_s=config.default_deadline_s,
         body_bytes_max=requests.bytes_max,
     )

@@ -21,8 +21,8 @@ _REQUEST_TYPES: Mapping[str, Descriptor] = {
     f"/{_SERVICE.full_name}/{method.name}": method.input_type for method in _SERVICE.methods
 }
 _TEXT = inference_pb2.GenerateRequest.DESCRIPTOR.fields_by_name["text"].number
-# ListModels needs no key.
-_NEEDS_KEY = f"/{_SERVICE.full_name}/Generate"
+_GENERATE = f"/{_SERVICE.full_name}/Generate"
+_LIST_MODELS = f"/{_SERVICE.full_name}/ListModels"
 # Protobuf parses a message of this size in half a millisecond, whatever it contains.
 _UNCOUNTED_BYTES = 64 * 1024
 # A client that sends its text behind more fields than these has it checked once it is parsed.
@@ -57,9 +57,11 @@ class ClientGate(GateInterceptor):
         self._size = size
 
     def check_call(self, method: str, metadata: Metadata) -> None:
-        if method == _NEEDS_KEY:
+        if method == _GENERATE:
             with self._metrics.count_failures():
                 self._tenants.tenant_of(metadata)
+        elif method == _LIST_MODELS:
+            self._tenants.tenant_of(metadata)
 
     def check_request(self, method: str, data: bytes) -> None:
         request_type = _REQUEST_TYPES.get(method)

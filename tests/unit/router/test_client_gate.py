@@ -38,7 +38,7 @@ def _gate(
     return ClientGate(load_tenants(keys_file), counting, RequestSizeCheck(lambda: contexts))
 
 
-def test_generate_needs_a_key_and_a_refusal_is_counted(tmp_path: Path) -> None:
+def test_requests_need_a_key_and_a_refused_answer_is_counted(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("secret tenant-a\n")
     metrics = _Metrics()
@@ -46,9 +46,11 @@ def test_generate_needs_a_key_and_a_refusal_is_counted(tmp_path: Path) -> None:
     with pytest.raises(Unauthenticated):
         gate.check_call(_GENERATE, ())
     gate.check_call(_GENERATE, (("x-api-key", "secret"),))
+    with pytest.raises(Unauthenticated):
+        gate.check_call(_LIST, ())
+    gate.check_call(_LIST, (("x-api-key", "secret"),))
     assert metrics.failures == ["UNAUTHENTICATED"]
-    for method in (_LIST, "/headrace.inference.v1.TraceService/GetTrace"):
-        gate.check_call(method, ())
+    gate.check_call("/headrace.inference.v1.TraceService/GetTrace", ())
 
 
 @pytest.mark.parametrize("method", [_GENERATE, _LIST])

@@ -1,4 +1,4 @@
-"""Serves /metrics for Prometheus on `metrics_listen`, to holders of a key. Every process can.
+"""Serves /metrics for Prometheus on `metrics_listen`. Every process can.
 
 A small server of its own: it reads one request for each connection, within bounds, and depends on no HTTP library.
 """
@@ -50,7 +50,10 @@ async def metrics_served(config: ServiceConfig, metrics: Metrics) -> AsyncIterat
     if not config.metrics_listen:
         yield ""
         return
-    listener = _MetricsListener(metrics, load_keys(config.metrics_keys_file, "metrics_keys_file"))
+    keys = None
+    if config.metrics_keys_file:
+        keys = load_keys(config.metrics_keys_file, "metrics_keys_file")
+    listener = _MetricsListener(metrics, keys)
     url = await listener.start(config)
     _LOG.info("metrics are served on %s", url)
     try:
@@ -60,7 +63,8 @@ async def metrics_served(config: ServiceConfig, metrics: Metrics) -> AsyncIterat
 
 
 class _MetricsListener:
-    def __init__(self, metrics: Metrics, keys: ReloadedFiles[Mapping[str, str]]) -> None:
+    def __init__(self, metrics: Metrics, keys: ReloadedFiles[Mapping[str, str]] | None) -> None:
+        """`keys`: None serves every caller."""
         self._metrics = metrics
         self._keys = keys
         self._connections: set[asyncio.Task[None]] = set()
@@ -128,8 +132,8 @@ class _MetricsListener:
         await writer.drain()
 
     def _check(self, path: str, headers: Mapping[str, str]) -> None:
-        known = self._keys.current()
-        if key_digest(key_in(headers.items())) not in known:
+        known = None if self._keys is None else self._keys.current()
+        if known is not None and key_digest(key_in(headers.items())) not in known:
             raise _Refused(
                 HTTPStatus.UNAUTHORIZED,
                 "a key of metrics_keys_file is required; send it as header 'Authorization: Bearer KEY'",

@@ -49,7 +49,9 @@ def _metric_lines(snapshot: Snapshot, *, open_metrics: bool) -> Iterator[str]:
     sample = f"{name}_total" if facts.instrument == "counter" else name
     # OpenMetrics names the family, the older format names the sample.
     family = name if open_metrics else sample
-    yield f"# HELP {family} {_escaped(facts.meaning)}"
+    # Only OpenMetrics escapes quotes here. Prometheus rejects a page of the older format that does.
+    help_text = _escaped(facts.meaning, quotes=open_metrics)
+    yield f"# HELP {family} {help_text}"
     yield f"# TYPE {family} {facts.instrument}"
     if open_metrics and facts.unit in _UNITS:
         yield f"# UNIT {family} {_UNITS[facts.unit]}"
@@ -95,5 +97,6 @@ def _number(value: float) -> str:
     return repr(value)
 
 
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+def _escaped(value: str, *, quotes: bool = True) -> str:
+    escaped = value.replace("\\", "\\\\").replace("\n", "\\n")
+    return escaped.replace('"', '\\"') if quotes else escaped

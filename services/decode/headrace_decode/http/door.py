@@ -157,7 +157,9 @@ class HttpDoor:
             rejects_unknown_fields=config.reject_unknown_fields,
         )
         metrics = MetricsPage(
-            load_tenants(config.metrics_keys_file, "metrics_keys_file"), telemetry.metrics.text
+            load_tenants(config.metrics_keys_file, "metrics_keys_file"),
+            telemetry.metrics.text,
+            config.http_listen,
         )
         return OpenAiApp(
             *(parts, metrics),

@@ -134,7 +134,7 @@ class LocalApp:
             rejects_unknown_fields=rejects_unknown_fields,
         )
         self._app = OpenAiApp(
-            parts, MetricsPage(Tenants(None), str), deadline_s=60.0, body_bytes_max=2**20
+            parts, MetricsPage(Tenants(None), str, ""), deadline_s=60.0, body_bytes_max=2**20
         )
 
     async def post(self, path: str, body: Any, **headers: str) -> Reply:

@@ -24,7 +24,9 @@ _PARTS_MAX = 32
 _LARGE = 8 * 1024 * 1024
 
 
-def _app(callers: CallerBounds, tenants: Tenants | None = None) -> OpenAiApp:
+def _app(
+    callers: CallerBounds, tenants: Tenants | None = None, metrics: MetricsPage | None = None
+) -> OpenAiApp:
     parts = OpenAiParts(
         codecs={},
         parsers={},
@@ -36,8 +38,8 @@ def _app(callers: CallerBounds, tenants: Tenants | None = None) -> OpenAiApp:
         count_failures=contextlib.nullcontext,
         callers=callers,
     )
-    metrics = MetricsPage(Tenants(None), str)
-    return OpenAiApp(parts, metrics, deadline_s=1.0, body_bytes_max=2 * _LARGE)
+    page = metrics or MetricsPage(Tenants(None), str, "")
+    return OpenAiApp(parts, page, deadline_s=1.0, body_bytes_max=2 * _LARGE)
 
 
 class _Request:
@@ -140,3 +142,21 @@ async def test_a_request_ends_after_its_key_was_removed(
     assert not asking.done()
     keys.write_text("another-key other\n")
     assert await asyncio.wait_for(asking, 5) == 401
+
+
+@pytest.mark.parametrize(
+    ("listen", "keys", "status"),
+    [
+        ("127.0.0.1:7056", "", 200),
+        ("0.0.0.0:7056", "", 403),
+        ("127.0.0.1:7056", "key-of-a-reader reader", 401),
+    ],
+)
+async def test_metrics_need_a_key_where_there_are_keys_and_beyond_loopback(
+    tmp_path: Path, listen: str, keys: str, status: int
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(keys)
+    readers = load_tenants(str(path) if keys else "", "metrics_keys_file")
+    app = _app(_bounds(), metrics=MetricsPage(readers, str, listen))
+    assert await _Request(path="/metrics", method="GET").status(app) == status

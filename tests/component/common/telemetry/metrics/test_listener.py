@@ -112,12 +112,16 @@ async def test_connections_are_bounded_and_silent_ones_end(
         assert (await send(url, get("/metrics", READER))).startswith("HTTP/1.1 200 ")
 
 
-async def test_it_is_off_without_an_address_and_needs_keys(tmp_path: Path) -> None:
+async def test_it_is_off_without_an_address_and_needs_keys_beyond_loopback(tmp_path: Path) -> None:
     metrics = Metrics(Resource.create(), "")
     async with metrics_served(ServiceConfig(), metrics) as url:
         assert url == ""
-    with pytest.raises(ValueError, match="metrics_listen needs metrics_keys_file"):
-        ServiceConfig(metrics_listen="127.0.0.1:0")
+    with pytest.raises(
+        ValueError, match=r"metrics_listen is 0\.0\.0\.0:0, .* needs metrics_keys_file"
+    ):
+        ServiceConfig(metrics_listen="0.0.0.0:0")
+    async with metrics_served(ServiceConfig(metrics_listen="127.0.0.1:0"), metrics) as url:
+        assert (await send(url, get("/metrics"))).startswith("HTTP/1.1 200 ")
     async with serving(tmp_path) as url:
         taken = ServiceConfig(
             metrics_listen=f"127.0.0.1:{urlsplit(url).port}",

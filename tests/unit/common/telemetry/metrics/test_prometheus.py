@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from typing import Any
 
 import prometheus_client.openmetrics.parser
@@ -16,6 +18,7 @@ from headrace_common.telemetry.metrics.prometheus import (
     content_type,
     prometheus_text,
 )
+from headrace_common.telemetry.schema_tables import METRICS
 
 # The package has types for a part of it only.
 read_text: Any = prometheus_client.parser.text_string_to_metric_families
@@ -47,6 +50,29 @@ def test_open_metrics_has_the_trace_of_a_value_in_its_bucket() -> None:
     assert [one.labels for one in exemplars] == [{"trace_id": TRACE}]
     assert exemplars[0].value == 0.004
     assert families["headrace_requests"].type == "counter"
+
+
+def test_promtool_accepts_every_help_text() -> None:
+    """prometheus_client's parser accepts escapes that Prometheus rejects."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("needs promtool: apt-get install prometheus")
+    store = MetricStore()
+    for name, facts in METRICS.items():
+        if facts.instrument == "gauge":
+            store.gauge(name, *facts.labels).set(3, *("x",) * len(facts.labels))
+    store.counter(schema.METRIC_REQUESTS, schema.ATTRIBUTE_END_REASON).add(2, 'a "b"\n')
+    text = prometheus_text(store.collect())
+    assert '"prefill"' in text
+    checked = subprocess.run(
+        [promtool, "check", "metrics"],
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert "error while linting" not in checked.stderr, checked.stderr
 
 
 @pytest.mark.parametrize(
