@@ -62,10 +62,10 @@ $(addsuffix /config.json,$(HYBRID_MODELS)) &: | runtime
 	@$(BIN)/python scripts/make_tiny_hybrids.py
 
 demo: runtime $(MODEL)/config.json ## ask one question through four processes (PROMPT="..." overrides it)
-	@$(BIN)/headrace demo
+	@$(BIN)/headrace demo $(ARGS)
 
-up: runtime $(MODEL)/config.json ## start the four services on loopback until Ctrl-C
-	@$(BIN)/headrace up
+up: runtime $(MODEL)/config.json ## start the four services on loopback until Ctrl-C (ARGS="--model OWNER/NAME --decode 2")
+	@$(BIN)/headrace up $(ARGS)
 
 REQUESTS ?= $(if $(RDMA),200,10000)
 .PHONY: test test-fast test-vllm test-deployments test-all test-clients chaos soak mutation test-gpu test-kube test-rdma test-rdma-vllm

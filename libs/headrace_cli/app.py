@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
+from typer.models import CommandInfo, TyperInfo
 
 from headrace_cli.commands import (
     chat,
@@ -35,6 +37,9 @@ REMOVED: Final[Mapping[tuple[str, str], str]] = {
     ("doctor", "--firewall"): "docs/security.md has the rules of a firewall",
     ("doctor", "--pool"): "a worker's log names a remote pool that does not answer",
     ("doctor pair", ""): "routers and `headrace workers` name what differs when workers join",
+    ("demo", "--tensor-parallel"): "write --tensor-parallel-size",
+    ("up", "--restart"): "it is the default; --no-restart ends everything instead",
+    ("up", "--tensor-parallel"): "write --tensor-parallel-size",
     ("", "--context"): "name another file by HEADRACE_CONFIG: docs/commands.md",
 }
 
@@ -67,24 +72,45 @@ app = typer.Typer(
 )
 
 # The help lists them in this order.
-COMMANDS = (
-    up,
-    chat,
-    route,
-    workers,
-    trace,
-    status,
-    pair,
-    policy,
-    credentials,
-    doctor,
-    size,
-    planner,
-    profile,
-    simulate,
-)
-for command in COMMANDS:
-    command.register(app)
+COMMANDS: Final = {
+    "Deployment on this machine": (up,),
+    "Requests": (chat, route, trace),
+    "Operation": (workers, status, policy, doctor),
+    "Credentials": (credentials,),
+    "Numbers and sizes": (size, profile, simulate, planner),
+    "Stock vLLM": (pair,),
+}
+
+
+def _register_all() -> None:
+    """Registers the commands under the headings of COMMANDS, with each example on a line of its own."""
+    for heading, modules in COMMANDS.items():
+        known = {id(info) for info in _registered(app)}
+        for module in modules:
+            module.register(app)
+        for info in _registered(app):
+            if id(info) not in known:
+                info.rich_help_panel = heading
+                _divide_examples(info)
+
+
+def _registered(group: typer.Typer) -> list[CommandInfo | TyperInfo]:
+    return [*group.registered_commands, *group.registered_groups]
+
+
+def _divide_examples(info: CommandInfo | TyperInfo) -> None:
+    if isinstance(info.epilog, str):
+        # Rich's help joins lines, and begins another one at an empty line.
+        info.epilog = re.sub(
+            r":  |   \|   ", lambda found: f"{found[0].strip(' |')}\n\n", info.epilog
+        )
+    group = info.typer_instance if isinstance(info, TyperInfo) else None
+    if isinstance(group, typer.Typer):
+        for inner in (group.info, *_registered(group)):
+            _divide_examples(inner)
+
+
+_register_all()
 
 
 def _show_version(asked: bool) -> None:

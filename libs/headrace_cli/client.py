@@ -24,7 +24,7 @@ from headrace.inference.v1 import (
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_cli.output import notice_console
-from headrace_cli.state import find_registry
+from headrace_cli.state import nothing_serves, read_state
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
 from headrace_common.config import split_host_port
@@ -60,15 +60,15 @@ Wait = Annotated[
 
 
 async def wait_until_started(endpoint: str) -> None:
-    """Returns when `endpoint` does not refuse connections, or when the command has waited as long as it may.
+    """Returns when `endpoint` does not refuse connections. Raises WorkerGone when the command has waited in vain.
 
-    A command without the option Wait does not wait. The call that follows reports what is still wrong.
+    A command without the option Wait does not wait.
     """
     deadline = _waits_until.get()
-    if deadline is None:
-        return
     has_noted = False
-    while not deadline.expired and await asyncio.to_thread(_refuses, endpoint):
+    while await asyncio.to_thread(_refuses, endpoint):
+        if deadline is None or deadline.expired:
+            raise nothing_serves(endpoint)
         if not has_noted:
             has_noted = True
             _note(f"{endpoint} refuses connections", deadline)
@@ -89,15 +89,6 @@ async def once_possible(attempt: Callable[[], Awaitable[_T]], missing: type[Head
                 has_noted = True
                 _note(error.detail, deadline)
         await asyncio.sleep(min(_POLL_S, deadline.remaining_s()))
-
-
-async def registry_of(router: str, registry: str = "") -> str:
-    """`registry`, or else the registry of the deployment on this machine with this router. Raises NotFound."""
-
-    async def find() -> str:
-        return find_registry(router)
-
-    return registry or await once_possible(find, NotFound)
 
 
 def _note(state: str, deadline: Deadline) -> None:
@@ -122,7 +113,8 @@ CALL_TIMEOUT_S = 5.0
 TRACE_POLL_S = 0.1
 API_KEY_VARIABLE = "HEADRACE_API_KEY"
 API_KEY_FILE_VARIABLE = "HEADRACE_API_KEY_FILE"
-_HINT = "is it running? `headrace up` starts it"
+# The remedy follows from the message: headrace_cli.output.
+_HINT = ""
 
 
 def rpc_errors(what: str) -> AbstractContextManager[None]:
@@ -153,11 +145,17 @@ def read_api_key() -> str:
     if not path:
         return key.strip()
     try:
-        return Path(path).read_text(encoding="utf-8").strip()
+        words = Path(path).read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{API_KEY_FILE_VARIABLE} names {path}, which cannot be read: name a text file with one API key"
         ) from error
+    if len(words) != 1:
+        raise ConfigError(
+            f"{API_KEY_FILE_VARIABLE} names {path}, which has {len(words)} words: name a file with one API key and "
+            "nothing else, such as the output of `headrace keys create`"
+        )
+    return words[0]
 
 
 class RouterClient:
@@ -167,6 +165,7 @@ class RouterClient:
         self.endpoint = endpoint
         self._client = headrace_client.Client(channel, api_key=api_key, hint=_HINT, name=endpoint)
         self._inference = inference_pb2_grpc.InferenceServiceStub(channel)
+        self._metadata = (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
     async def generate(
         self, request: inference_pb2.GenerateRequest, timeout_s: float
@@ -190,11 +189,14 @@ class RouterClient:
 
     async def models(self) -> list[inference_pb2.Model]:
         """The models served."""
+        return list((await self.listing()).models)
+
+    async def listing(self) -> inference_pb2.ListModelsResponse:
+        """The models served, and the addresses of the registry and of the status page."""
         with rpc_errors(f"the router on {self.endpoint}"):
-            listed = await self._inference.ListModels(
-                inference_pb2.ListModelsRequest(), timeout=CALL_TIMEOUT_S
+            return await self._inference.ListModels(
+                inference_pb2.ListModelsRequest(), timeout=CALL_TIMEOUT_S, metadata=self._metadata
             )
-        return list(listed.models)
 
 
 class RouterOperator:
@@ -212,13 +214,12 @@ class RouterOperator:
             lambda: self._client.route(request, CALL_TIMEOUT_S), NoDecodeWorker
         )
 
-    async def prefix_key_fingerprint(self) -> int:
-        """Fingerprint of the key with which the router hashes prompts; 0 while it has none."""
+    async def models(self) -> inference_pb2.ListModelsResponse:
+        """The models served, and the fingerprint of the key with which the router hashes prompts."""
         with rpc_errors(f"the router on {self.endpoint}"):
-            listed = await self._inference.ListModels(
+            return await self._inference.ListModels(
                 inference_pb2.ListModelsRequest(), timeout=CALL_TIMEOUT_S
             )
-        return listed.prefix_key_fingerprint
 
     async def trace(self, trace_id: str, wait_s: float) -> trace_pb2.Trace:
         """The trace, after a wait of up to `wait_s` for its last spans. Raises NotFound."""
@@ -261,6 +262,23 @@ async def open_router_internally(endpoint: str) -> AsyncIterator[RouterOperator]
     api_key = read_api_key()
     async with call_channel(endpoint) as channel:
         yield RouterOperator(endpoint, channel, api_key)
+
+
+async def registry_of(router: str, registry: str = "") -> str:
+    """`registry`, or else that of `headrace up` on this machine, or else what the router names. Raises NotFound."""
+    if registry:
+        return registry
+    state = read_state(router)
+    if state is not None:
+        return state.registry
+    async with open_router(router) as client:
+        found = (await client.listing()).registry_endpoint
+    if not found:
+        raise NotFound(
+            f"the router on {router} names no registry, as earlier releases: name it with --registry HOST:PORT",
+            metadata={"router": router},
+        )
+    return found
 
 
 async def list_members(registry: str) -> list[registry_pb2.Member]:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import sys
 
 from headrace_common.process.start import exit_without_extras
+from headrace_common.version import version
 
 EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
     """Runs the command. Ctrl-C ends it without a traceback, also while its modules are imported."""
+    # gRPC's own lines would stand before ours, which state the same failure.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     handler = signal.getsignal(signal.SIGINT)
     if handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if sys.argv[1:] == ["--version"]:
+        # Without the extra cli, too.
+        print(f"headrace {version()}")
+        return
     try:
         app = importlib.import_module("headrace_cli.app").app
     except ModuleNotFoundError:

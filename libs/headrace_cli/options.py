@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 from headrace.registry.v1 import registry_pb2
-from headrace_cli.client import list_members
-from headrace_cli.state import find_registry
+from headrace_cli.client import list_members, registry_of
 from headrace_common import ports
 from headrace_common.errors import HeadraceError
 
@@ -45,19 +44,39 @@ RouterInternal = Annotated[
         help="Internal address of the router; empty means as the registry has it.",
     ),
 ]
-Engine = Annotated[str, typer.Option(help="vllm for real models, sim for the simulated one.")]
+Engine = Annotated[
+    str, typer.Option(metavar="ENGINE", help="vllm for real models, sim for the simulated one.")
+]
 Model = Annotated[
     str,
     typer.Option(
-        metavar="FOLDER",
-        help=f"Model in the Hugging Face layout; for vllm the default is {DEFAULT_MODEL}.",
+        metavar="MODEL",
+        help="Folder in the Hugging Face layout, or OWNER/NAME or hf:OWNER/NAME, which is downloaded; "
+        f"for vllm the default is {DEFAULT_MODEL}",
     ),
 ]
-PrefillCount = Annotated[int, typer.Option("--prefill", min=0, help="Prefill workers.")]
-DecodeCount = Annotated[int, typer.Option("--decode", min=1, help="Decode workers.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port of the router; 0 takes any.")]
+PrefillCount = Annotated[
+    int, typer.Option("--prefill", metavar="N", min=0, help="Prefill workers.")
+]
+DecodeCount = Annotated[int, typer.Option("--decode", metavar="N", min=1, help="Decode workers.")]
+Port = Annotated[
+    int,
+    typer.Option(metavar="PORT", min=0, help="Port of the router; 0 takes any."),
+]
+HttpPort = Annotated[
+    int | None,
+    typer.Option(
+        metavar="PORT",
+        min=0,
+        help="Port of the OpenAI HTTP API; 0 takes any. The default is 6 above --port.",
+    ),
+]
 Store = Annotated[
-    str, typer.Option(help="Where the registry stores its records: memory, or etcd://HOST:PORT.")
+    str,
+    typer.Option(
+        metavar="STORE",
+        help="Where the registry stores its records: memory, or etcd://HOST:PORT.",
+    ),
 ]
 StorePool = Annotated[
     float,
@@ -70,16 +89,21 @@ StorePool = Annotated[
 TensorParallel = Annotated[
     str,
     typer.Option(
-        metavar="N or N:M", help="Ranks of each worker; N:M gives prefill N and decode M."
+        "--tensor-parallel-size",
+        metavar="N or N:M",
+        help="Ranks of each worker; N:M gives prefill N and decode M.",
     ),
 ]
-CpuThreads = Annotated[int, typer.Option(min=1, help="Compute threads of each worker on CPUs.")]
+CpuThreads = Annotated[
+    int, typer.Option(metavar="N", min=1, help="Compute threads of each worker on CPUs.")
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
-        metavar="SERVICE.FIELD=VALUE",
-        help="Any other setting of a service; may be repeated. `headrace-decode --help` lists its own.",
+        metavar="SETTING",
+        help="Any other setting, as SERVICE.FIELD=VALUE; may be repeated. `headrace-decode --help` lists those of "
+        "decode.",
     ),
 ]
 Logs = Annotated[
@@ -95,7 +119,10 @@ SystemMessage = Annotated[
     str, typer.Option("--system", help="System message at the start of the conversation.")
 ]
 MaxTokens = Annotated[
-    int, typer.Option(min=0, help="Most tokens to generate; 0 means what the context leaves.")
+    int,
+    typer.Option(
+        metavar="N", min=0, help="Most tokens to generate; 0 means what the context leaves."
+    ),
 ]
 
 
@@ -106,8 +133,8 @@ def complete_workers(incomplete: str) -> list[str]:
     """The ids of the workers of the deployment that the environment names, or of that on this machine."""
     try:
         router = os.environ.get(ROUTER_VARIABLE, "") or DEFAULT_ROUTER
-        registry = os.environ.get(REGISTRY_VARIABLE, "") or find_registry(router)
-        members = asyncio.run(asyncio.wait_for(list_members(registry), _TIMEOUT_S))
+        registry = os.environ.get(REGISTRY_VARIABLE, "")
+        members = asyncio.run(asyncio.wait_for(_members(router, registry), _TIMEOUT_S))
     except (HeadraceError, TimeoutError):
         return []
     return [
@@ -116,3 +143,7 @@ def complete_workers(incomplete: str) -> list[str]:
         if member.role != registry_pb2.Member.ROLE_ROUTER
         and member.worker_id.startswith(incomplete)
     ]
+
+
+async def _members(router: str, registry: str) -> list[registry_pb2.Member]:
+    return await list_members(await registry_of(router, registry))

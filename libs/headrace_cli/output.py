@@ -8,7 +8,7 @@ import sys
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from google.protobuf.json_format import MessageToDict
@@ -109,6 +109,34 @@ EXIT_MISCONFIGURED = 2
 EXIT_INTERRUPTED = 130
 
 
+_KEY_REMEDY: Final = "set HEADRACE_API_KEY, or HEADRACE_API_KEY_FILE to a file with a key"
+_TLS_REMEDY: Final = (
+    "where it has TLS, set HEADRACE_TLS_AUTHORITY_FILE to its authority's certificate, and where it asks for a "
+    "certificate, HEADRACE_TLS_CERTIFICATE_FILE and HEADRACE_TLS_KEY_FILE"
+)
+# By a part of the message. The first that occurs applies.
+_REMEDIES: Final = (
+    ("http1.x server", "that port serves HTTP: name the port for gRPC, with `headrace up` 6 lower"),
+    (
+        "WRONG_VERSION_NUMBER",
+        "it has no TLS: unset the variables HEADRACE_TLS_..., or name its port with TLS",
+    ),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "HEADRACE_TLS_AUTHORITY_FILE must name the authority of its certificate",
+    ),
+    ("Hostname Verification", "call it by a name or address that its certificate has"),
+    ("resolving", "check the name of the host"),
+    (
+        "Method not found",
+        "another service listens there: name its address for clients with --router",
+    ),
+    ("message larger than max", "shorten the text, or raise max_request_bytes of the router"),
+    ("API key", _KEY_REMEDY),
+    ("does not answer", _TLS_REMEDY),
+)
+
+
 def run_command(work: Coroutine[Any, Any, None]) -> None:
     """Runs `work` to its end. Raises typer.Exit when it fails."""
     with failures_as_exit():
@@ -128,6 +156,12 @@ def failures_as_exit() -> Iterator[None]:
         _fail(error, EXIT_FAILED)
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
+    except UnicodeError:
+        # An argument or a line that Python has read with surrogates in place of bytes.
+        _fail(
+            ConfigError("a text is not UTF-8: convert it, such as with `iconv -t UTF-8`"),
+            EXIT_MISCONFIGURED,
+        )
     except BrokenPipeError:
         sys.stderr.close()
         raise typer.Exit(EXIT_FAILED) from None
@@ -137,6 +171,15 @@ def failures_as_exit() -> Iterator[None]:
 
 
 def _fail(error: HeadraceError, status: int) -> None:
-    line = " ".join(error.detail.split())
+    line = with_remedy(" ".join(error.detail.split()))
     notice_console().print(f"headrace: {line}", style="red", markup=False)
     raise typer.Exit(status) from None
+
+
+def with_remedy(message: str) -> str:
+    """The message of a failed call, with what the user of a command can do."""
+    for part, remedy in _REMEDIES:
+        if part in message:
+            # The client library names headers, which commands do not have.
+            return f"{message.partition('; send yours as metadata')[0].rstrip(':')}; {remedy}"
+    return message

@@ -11,21 +11,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
-from headrace_common.errors import ConfigError, NotFound
+from headrace_common.errors import ConfigError, NotFound, WorkerGone
 from headrace_common.ports import is_loopback
 
 STATE_FILE = "up.json"
-_UNREADABLE = (OSError, ValueError, TypeError)
 
 
 @dataclass(frozen=True, slots=True)
 class UpState:
-    """Addresses of a running deployment, and the process id of `headrace up`. `planner` is empty without one."""
+    """Addresses of a running deployment, the process id of `headrace up`, and the folder of its logs.
+
+    `planner` is empty without one.
+    """
 
     router: str
     registry: str
     pid: int
     planner: str = ""
+    logs: str = ""
 
 
 def default_folder(port: int) -> Path:
@@ -61,39 +64,43 @@ def clear_state(folder: Path) -> None:
     (folder / STATE_FILE).unlink(missing_ok=True)
 
 
-def find_registry(router: str) -> str:
-    """The registry's address in the deployment on this machine with this router. Raises NotFound."""
-    try:
-        return _read_state(router).registry
-    except _UNREADABLE as error:
-        raise NotFound(
-            f"no registry is known for the router on {router}: name it with --registry HOST:PORT or HEADRACE_REGISTRY",
-            metadata={"router": router},
-        ) from error
+def nothing_serves(address: str) -> WorkerGone:
+    """The error of every command that finds no deployment."""
+    return WorkerGone(
+        f"nothing serves on {address}: start a deployment with `headrace up`, or name a running one with "
+        "--router HOST:PORT",
+        metadata={"address": address},
+    )
 
 
 def find_planner(router: str) -> str:
-    """As find_registry, for the planner."""
-    cause: Exception | None = None
-    try:
-        if planner := _read_state(router).planner:
-            return planner
-    except _UNREADABLE as error:
-        cause = error
+    """The planner's address in the deployment on this machine with this router. Raises NotFound."""
+    state = read_state(router)
+    if state is not None and state.planner:
+        return state.planner
     raise NotFound(
         f"no planner is known for the router on {router}: start one with headrace up --planner, or name it with "
         "--planner HOST:PORT or HEADRACE_PLANNER",
         metadata={"router": router},
-    ) from cause
+    )
 
 
-def _read_state(router: str) -> UpState:
-    """Raises one of _UNREADABLE."""
+def router_port(router: str) -> int:
+    """The port of "host:port"; 0 where it is no number."""
     port = router.rpartition(":")[2]
-    path = default_folder(int(port) if port.isdecimal() else 0) / STATE_FILE
+    return int(port) if port.isdecimal() else 0
+
+
+def read_state(router: str) -> UpState | None:
+    """The deployment that `headrace up` runs on this machine with this router, or None."""
+    # A deployment elsewhere may have the port of one here.
     if not is_loopback(router):
-        raise ValueError("a deployment elsewhere may have the port of one here")
-    return UpState(**json.loads(path.read_text(encoding="utf-8")))
+        return None
+    path = default_folder(router_port(router)) / STATE_FILE
+    try:
+        return UpState(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 LOCK_FILE: Final = "up.lock"
@@ -118,8 +125,8 @@ def locked(folder: Path, address: str) -> Iterator[None]:
         except BlockingIOError:
             holder = os.pread(descriptor, _TEXT_BYTES_MAX, 0).decode("utf-8", "replace").strip()
             raise ConfigError(
-                f"another deployment uses {folder} ({holder or 'it is starting'}): stop it, or give this one another "
-                "--port, and another folder if you named one with --logs"
+                f"another deployment uses {folder} ({holder or 'it is starting'}): stop it with `headrace "
+                "down`, or give this one another --port, and another folder if you named one with --logs"
             ) from None
         try:
             os.ftruncate(descriptor, 0)
@@ -129,6 +136,18 @@ def locked(folder: Path, address: str) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process has the lock of a folder."""
+    try:
+        with (folder / LOCK_FILE).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _cannot_write(path: Path, error: OSError) -> ConfigError:

@@ -234,6 +234,7 @@ def rpc_errors(what: str, hint: str = "is it running?") -> Iterator[None]:
         # A status of gRPC itself, without details of a service.
         if isinstance(error, WorkerGone) and "grpc_code" in error.metadata:
             raise WorkerGone(
-                f"{what} does not answer ({error.detail}): {hint}", metadata={"called": what}
+                f"{what} does not answer ({error.detail}){hint and f': {hint}'}",
+                metadata={"called": what},
             ) from rpc_error
         raise error from rpc_error

@@ -266,7 +266,7 @@ class Suite:
         """Waits until this router has these numbers of workers."""
 
         async def joined() -> bool:
-            models = await self.client.models()
+            models = (await self.operator.models()).models
             counts = [
                 (one.prefill_worker_count, one.decode_worker_count)
                 for one in models

@@ -17,6 +17,7 @@ import pytest
 
 from tests.forked_command import Finished, run_forked
 from tests.ports import free_port
+from tests.suite.certificates import Authority
 from tests.waiting import until
 
 COMMAND = (sys.executable, "-m", "headrace_cli")
@@ -48,7 +49,7 @@ async def up(folder: Path, *arguments: str) -> AsyncIterator[asyncio.subprocess.
     """A running `headrace up` that is ready. The caller ends it."""
     process = await asyncio.create_subprocess_exec(
         *COMMAND,
-        *("up", "--engine", "sim", "--logs", str(folder), *arguments),
+        *("up", "--engine", "sim", "--logs", str(folder), "--http-port", "0", *arguments),
         stderr=asyncio.subprocess.PIPE,
     )
     assert process.stderr is not None
@@ -105,11 +106,21 @@ async def test_chat_workers_and_trace_find_the_deployment_of_up(tmp_path: Path) 
         once = await headrace("chat", "Hello", "--router", router, "--max-tokens", "5")
         assert once.status == 0, once.err
         assert once.out.strip()
-        talk = await headrace(
-            "chat", "--router", router, "--max-tokens", "5", stdin="one\n\ntwo\n/exit\n"
+        piped = await headrace(
+            *("chat", "--router", router, "--max-tokens", "5", "--json"), stdin="one\n\ntwo\n"
         )
-        assert talk.status == 0, talk.err
-        assert len(talk.out.splitlines()) >= 2
+        assert piped.status == 0, piped.err
+        whole = await headrace(
+            *("chat", "one\n\ntwo", "--router", router, "--max-tokens", "5", "--json")
+        )
+        assert json.loads(piped.out)["usage"] | {
+            "decode_cached_tokens": 0,
+            "transferred_tokens": 0,
+        } == (json.loads(whole.out)["usage"] | {"decode_cached_tokens": 0, "transferred_tokens": 0})
+        long = await headrace("chat", "--router", router, stdin="a" * 4_500_000)
+        assert long.status == 1
+        assert "max_request_bytes" in long.err
+        assert len(long.err.splitlines()) == 1
         listed = await headrace("workers", "--router", router)
         assert listed.status == 0, listed.err
         for name in ("router-0", "prefill-0", "decode-0", "decode-1"):
@@ -222,6 +233,88 @@ async def test_a_drained_worker_exits_and_the_others_keep_serving(tmp_path: Path
         assert await asyncio.wait_for(process.wait(), 40) == 0
 
 
+async def test_logs_show_a_deployment_here_and_down_ends_it(tmp_path: Path) -> None:
+    port = str(free_port())
+    where = ("--router", f"127.0.0.1:{port}")
+    async with up(tmp_path / "logs", "--port", port) as process:
+        for names in ((), ("router",)):
+            shown = await headrace("logs", *names, *where, "--lines", "1")
+            assert shown.status == 0, shown.err
+            assert len(shown.out.splitlines()) == len(
+                names or ["decode-0", "prefill-0", "registry", "router"]
+            )
+        unknown = await headrace("logs", "decode-7", *where)
+        assert unknown.status == 1
+        assert "name one of decode-0, prefill-0" in unknown.err
+        ended = await headrace("down", *where)
+        assert ended.status == 0, ended.err
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+    assert processes_in(tmp_path / "logs") == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("chat x", "route x", "trace", "workers", "drain decode-0", "reset-cache decode-0"),
+        *("status", "policy get", "planner explain", "logs", "down"),
+    ],
+)
+async def test_every_command_says_the_same_where_nothing_is_running(words: str) -> None:
+    router = f"127.0.0.1:{free_port()}"
+    wait = () if words in ("logs", "down") else ("--wait", "0")
+    ended = await headrace(*words.split(), "--router", router, *wait)
+    assert ended.status == 1
+    assert ended.err == (
+        f"headrace: nothing serves on {router}: start a deployment with `headrace up`, or name a running one with "
+        "--router HOST:PORT\n"
+    )
+
+
+async def test_up_starts_a_router_with_tls_and_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls = Authority(tmp_path / "authority").sign("router", "router")
+    keys = tmp_path / "keys"
+    keys.write_text("the-key-of-a-client client\n")
+    port = free_port()
+    settings = {
+        "listen_tls_certificate_file": tls.tls_certificate_file,
+        "listen_tls_key_file": tls.tls_key_file,
+        "client_certificates": "false",
+        "api_keys_file": str(keys),
+    }
+    chosen = [word for pair in settings.items() for word in ("--set", "router.{}={}".format(*pair))]
+    async with up(tmp_path / "logs", "--port", str(port), *chosen):
+        router = ("--router", f"127.0.0.1:{port}")
+        monkeypatch.setenv("HEADRACE_TLS_AUTHORITY_FILE", tls.tls_authority_file)
+        keyless = await headrace("chat", "x", *router)
+        assert keyless.status == 1
+        assert "HEADRACE_API_KEY_FILE" in keyless.err
+        monkeypatch.setenv("HEADRACE_API_KEY", "the-key-of-a-client")
+        answered = await headrace("chat", "x", *router, "--max-tokens", "2")
+        assert answered.status == 0, answered.err
+
+
+async def test_the_router_is_enough_to_find_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, page = free_port(), f"127.0.0.1:{free_port()}"
+    async with up(
+        *(tmp_path / "logs", "--port", str(port), "--set", f"router.status_listen={page}")
+    ):
+        # Without the state of `headrace up`, as on another host.
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+        router = ("--router", f"127.0.0.1:{port}")
+        listed = await headrace("workers", *router)
+        assert listed.status == 0, listed.err
+        assert "decode-0" in listed.out
+        for words in (("policy", "get"), ("route", "x")):
+            shown = await headrace(*words, *router)
+            assert shown.status == 0, shown.err
+        status = await headrace("status", *router)
+        assert status.out.startswith(f"http://{page}/")
+
+
 async def test_killing_up_ends_every_service(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     async with up(folder, "--port", "0") as process:
@@ -277,7 +370,7 @@ async def test_up_repairs_a_killed_worker_and_refuses_a_second_up(tmp_path: Path
     [
         (("up", "--engine", "magic"), "choose vllm or sim"),
         (("up", "--engine", "sim", "--set", "decode=1"), "SERVICE.FIELD=VALUE"),
-        (("up", "--engine", "sim", "--tensor-parallel", "x"), "write N"),
+        (("up", "--engine", "sim", "--tensor-parallel-size", "x"), "write N"),
         (("up", "--engine", "sim", "--port", "0", "--set", "decode.model=sim:layers=0"), "layers"),
         (("up", "--engine", "sim", "--port", "0", "--set", "router.nonsense=1"), "nonsense"),
         (("up", "--model", "/nowhere"), "make model"),

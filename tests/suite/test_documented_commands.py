@@ -111,8 +111,12 @@ async def test_commands_for_a_deployment_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listen = f"127.0.0.1:{free_port()}"
+    settings = (
+        ("router", "http_listen", listen),
+        ("router", "status_listen", f"127.0.0.1:{free_port()}"),
+    )
     (tmp_path / "node_modules").symlink_to(ROOT / "node_modules")
-    async with suite(tmp_path, decode_count=2, settings=(("router", "http_listen", listen),)) as it:
+    async with suite(tmp_path, decode_count=2, settings=settings) as it:
         for seed in range(3):
             await it.generate(prompt_of(80, seed), 4)
         monkeypatch.setenv("HEADRACE_ENDPOINT", it.deployment.router)

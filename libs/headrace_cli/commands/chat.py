@@ -29,7 +29,7 @@ from headrace_common.latency.parts import sum_from_proto
 EXIT_WORDS = ("/exit", "/quit")
 
 Temperature = Annotated[
-    float | None, typer.Option(min=0, max=2, help="Randomness; 0 is greedy. [default: 1]")
+    float | None, typer.Option(min=0, max=2, help="Randomness; 0 is greedy.", show_default="1")
 ]
 Seed = Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable.")]
 
@@ -66,7 +66,12 @@ def register(app: typer.Typer) -> None:
 
 
 def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
-    prompt: Annotated[str, typer.Argument(help="Prompt to run; without it, a conversation.")] = "",
+    prompt: Annotated[
+        str,
+        typer.Argument(
+            help="Prompt to run; without it, the piped text, or on a terminal a conversation."
+        ),
+    ] = "",
     router: Router = DEFAULT_ROUTER,
     model: RequestModel = "",
     system: SystemMessage = "",
@@ -80,12 +85,12 @@ def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     wait: Wait = WAIT_S,
     as_json: Json = False,
 ) -> None:
-    """Runs one prompt, or without a prompt a conversation."""
+    """Runs one prompt, or on a terminal a conversation."""
     options = ChatOptions(model, max_tokens, temperature, seed, system, timeout, timing)
 
-    async def work() -> None:
+    async def work(question: str) -> None:
         async with open_router(router) as client:
-            answer = await chat_once(client, prompt, options, show=not as_json)
+            answer = await chat_once(client, question, options, show=not as_json)
             if as_json:
                 print_json(chat_object(answer))
                 return
@@ -94,13 +99,14 @@ def chat(  # noqa: PLR0913, PLR0917 - every option is one of the user's
             if timing:
                 notice_console().print("\n".join(latency_lines(answer)), highlight=False)
 
-    if prompt:
-        run_command(work())
-        return
     with failures_as_exit():
-        if as_json:
-            raise ConfigError("--json answers one prompt: give PROMPT")
-        converse(router, options)
+        if not prompt and sys.stdin.isatty():
+            if as_json:
+                raise ConfigError("--json answers one prompt: give PROMPT, or pipe one")
+            converse(router, options)
+            return
+        question = prompt or read_piped()
+    run_command(work(question))
 
 
 async def ask(
@@ -153,20 +159,16 @@ def converse(endpoint: str, options: ChatOptions) -> None:
     Ctrl-C cancels the current answer; without one, it ends the conversation. The event loop runs only
     during an answer, so that Ctrl-C interrupts the wait for a line too.
     """
-    interactive = sys.stdin.isatty()
-    if interactive:
-        notice_console().print("Type a message; /exit or Ctrl-D ends.", style="dim")
+    notice_console().print("Type a message; /exit or Ctrl-D ends.", style="dim")
     messages = _opening(options)
     with asyncio.Runner() as runner:
-        while (line := _read_line(interactive)) is not None and line.strip() not in EXIT_WORDS:
+        while (line := _read_line()) is not None and line.strip() not in EXIT_WORDS:
             if not line.strip():
                 continue
             messages.append(("user", line))
             try:
                 answer = runner.run(_ask_once(endpoint, messages, options))
             except KeyboardInterrupt:
-                if not interactive:
-                    raise
                 messages.pop()
                 sys.stdout.write("\n")
             else:
@@ -221,8 +223,22 @@ def _opening(options: ChatOptions) -> list[tuple[str, str]]:
     return [("system", options.system)] if options.system else []
 
 
-def _read_line(interactive: bool) -> str | None:
+def read_piped() -> str:
+    """The whole text of stdin, as one question. Raises ConfigError where it is blank or no UTF-8."""
+    data = sys.stdin.buffer.read()
     try:
-        return input("> " if interactive else "")
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"the piped text is not UTF-8 at byte {error.start}: convert it, such as with `iconv -t UTF-8`"
+        ) from error
+    if not text.strip():
+        raise ConfigError("no question: give PROMPT, or pipe a text")
+    return text.removesuffix("\n")
+
+
+def _read_line() -> str | None:
+    try:
+        return input("> ")
     except EOFError:
         return None

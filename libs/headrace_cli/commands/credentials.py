@@ -6,6 +6,7 @@ import datetime as dt
 import ipaddress
 import os
 import re
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from headrace_cli.output import answer_console, failures_as_exit
+from headrace_cli.output import answer_console, failures_as_exit, notice_console
+from headrace_common.access.key_file import load_keys
 from headrace_common.access.roles import Role
 from headrace_common.access.tokens import create_token, new_private_key, public_key_of
 from headrace_common.errors import ConfigError
@@ -46,7 +48,7 @@ _DAY_S: Final = 86_400.0
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `headrace token` and `headrace certs`."""
+    """Adds `headrace token`, `headrace certs` and `headrace keys`."""
     token_app = typer.Typer(no_args_is_help=True, help="Creates keys and role tokens.")
     token_app.command("keygen", epilog="Example:  headrace token keygen credentials")(keygen)
     token_app.command(
@@ -67,6 +69,15 @@ def register(app: typer.Typer) -> None:
         "--output credentials/decode-1",
     )(create_certificate)
     app.add_typer(certs_app, name="certs")
+    keys_app = typer.Typer(no_args_is_help=True, help="Creates API keys of clients.")
+    keys_app.command(
+        "create",
+        epilog="Examples:  headrace keys create team   |   "
+        "headrace keys create search --file /etc/headrace/api_keys > search.key",
+    )(create_api_key)
+    # A group of one command.
+    keys_app.callback()(_keys_group)
+    app.add_typer(keys_app, name="keys")
 
 
 def keygen(
@@ -89,7 +100,7 @@ def create_token_file(
     key: Annotated[Path, typer.Option(help=f"The private key, {PRIVATE_KEY_FILE}.")],
     output: Annotated[Path, typer.Option(help="The file to write. Only its owner may read it.")],
     name: Annotated[
-        str, typer.Option(help="Id of the only member that may use it. [default: any]")
+        str, typer.Option(help="Id of the only member that may use it.", show_default="any")
     ] = "",
     days: Annotated[float, typer.Option(min=0.001, help="Days until the token expires.")] = 365.0,
 ) -> None:
@@ -304,7 +315,7 @@ def create_certificate(
     host: Hosts,
     output: Annotated[Path, typer.Option(help="New folder for certificate, key and authority.")],
     name: Annotated[
-        str, typer.Option(help="Id of the only member that may use it. [default: any]")
+        str, typer.Option(help="Id of the only member that may use it.", show_default="any")
     ] = "",
     days: Days = 365.0,
 ) -> None:
@@ -328,3 +339,52 @@ def _read(path: Path) -> bytes:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}; `headrace certs init` creates one"
         ) from error
+
+
+DEFAULT_FILE: Final = Path("credentials/api_keys")
+_KEY_BYTES: Final = 24
+
+
+def _keys_group() -> None:
+    """Creates API keys of clients."""
+
+
+def create_api_key(
+    tenant: Annotated[str, typer.Argument(help="Tenant that the key belongs to.")],
+    file: Annotated[
+        Path, typer.Option(metavar="FILE", help="File for api_keys_file, which gets one more line.")
+    ] = DEFAULT_FILE,
+) -> None:
+    """Adds a key to a file, and prints it. A router that has the file as api_keys_file follows within 2 s."""
+    with failures_as_exit():
+        key = add_key(file, tenant)
+        notice_console().print(
+            f"{file} has a key of {tenant}: set api_keys_file of the routers to it; clients send the key",
+            markup=False,
+        )
+        typer.echo(key)
+
+
+def add_key(file: Path, tenant: str) -> str:
+    """Appends a new key of a tenant to a file of keys, and returns it. Raises ConfigError for any other file."""
+    if not is_worker_id(tenant):
+        raise ConfigError(
+            f"{tenant!r} is no name of a tenant: write 1 to 63 characters of a-z, 0-9, '.', '_' and '-'"
+        )
+    if file.suffix == ".toml":
+        raise ConfigError(f"{file} would be TOML: name a file with lines KEY TENANT")
+    is_new = not file.exists() or (file.is_file() and not file.stat().st_size)
+    if not is_new:
+        load_keys(str(file), "the file of keys")
+    key = secrets.token_hex(_KEY_BYTES)
+    try:
+        line = f"{key} {tenant}\n"
+        if not is_new and not file.read_text(encoding="utf-8").endswith("\n"):
+            line = f"\n{line}"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        with os.fdopen(os.open(file, flags, SECRET_MODE), "a", encoding="utf-8") as lines:
+            lines.write(line)
+    except OSError as error:
+        raise ConfigError(f"cannot write {file}: {error.strerror}; name another --file") from error
+    return key

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace_cli.addressed import AddressedGroup
+from headrace_cli.client import registry_of
 from headrace_cli.doctor.checks import (
     Finding,
     Verdict,
@@ -31,8 +32,7 @@ from headrace_cli.doctor.peer import (
 from headrace_cli.doctor.rdma import check_rdma
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
 from headrace_cli.output import EXIT_FAILED, Json, answer_console, print_json, run_command
-from headrace_cli.state import find_registry
-from headrace_common.errors import NotFound
+from headrace_common.errors import HeadraceError
 
 Ports = Annotated[
     str, typer.Option(metavar="PORT,PORT,...", help="TCP ports to test, the same on both hosts.")
@@ -114,11 +114,11 @@ def report(findings: Sequence[Finding], *, as_json: bool) -> None:
 
 
 async def examine(registry: str, router: str) -> list[Finding]:
-    """All checks. An empty `registry` means that of the deployment on this machine with `router`."""
+    """All checks. An empty `registry` means that of the deployment with `router`."""
     findings = check_credentials()
     try:
-        found = registry or find_registry(router)
-    except NotFound as error:
+        found = await registry_of(router, registry)
+    except HeadraceError as error:
         remedy = "start a deployment, or name its registry"
         return [
             *findings,

@@ -12,7 +12,14 @@ import typer
 
 from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 from headrace_cli.addressed import check_address
-from headrace_cli.client import CALL_TIMEOUT_S, WAIT_S, Wait, rpc_errors, started_channel
+from headrace_cli.client import (
+    CALL_TIMEOUT_S,
+    WAIT_S,
+    Wait,
+    rpc_errors,
+    started_channel,
+    wait_until_started,
+)
 from headrace_cli.options import DEFAULT_ROUTER, Router
 from headrace_cli.output import (
     Column,
@@ -71,7 +78,11 @@ def explain(
     """Shows what a running planner has decided, and why."""
 
     async def work() -> None:
-        address = check_address("--planner", planner) if planner else find_planner(router)
+        if planner:
+            address = check_address("--planner", planner)
+        else:
+            await wait_until_started(router)
+            address = find_planner(router)
         found = await read_explanation(address, count)
         decisions = [one for one in found.decisions if not changes or one.target != one.current]
         if as_json:

@@ -183,10 +183,13 @@ def size(
         ),
     ] = 100.0,
     tokens: Annotated[
-        str, typer.Option(metavar="N,N,...", help="Prompt lengths in tokens.")
+        str,
+        typer.Option(
+            metavar="N,N", help="Prompt lengths in tokens.", show_default="1000 to 128000"
+        ),
     ] = "1000,2000,16000,64000,128000",
     dtype: Annotated[
-        str, typer.Option(help="Element type of the KV cache. [default: the model's own]")
+        str, typer.Option(help="Element type of the KV cache.", show_default="the model's own")
     ] = "",
     compute_rate: Annotated[
         float,

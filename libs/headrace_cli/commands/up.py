@@ -1,53 +1,73 @@
-"""`headrace up` and `headrace demo`: a whole deployment on this machine."""
+"""`headrace up`, `logs`, `down` and `demo`: a whole deployment on this machine."""
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final, TextIO
 
 import typer
 from rich.console import Console
 
+from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import open_router, open_router_internally
 from headrace_cli.commands.chat import ChatAnswer, ChatOptions, chat_once, summary
 from headrace_cli.commands.trace import show_trace
 from headrace_cli.options import (
     DEFAULT_MODEL,
+    DEFAULT_ROUTER,
     CpuThreads,
     DecodeCount,
     Engine,
+    HttpPort,
     Logs,
     MaxTokens,
     Model,
     Port,
     PrefillCount,
+    Router,
     Settings,
     Store,
     StorePool,
     TensorParallel,
 )
-from headrace_cli.output import answer_console, notice_console, run_command
+from headrace_cli.output import answer_console, failures_as_exit, notice_console, run_command
+from headrace_cli.state import default_folder, is_locked, nothing_serves, read_state, router_port
 from headrace_cli.up.deployment import Deployment, Signals, deployed
 from headrace_cli.up.keeping import NO_RESTARTS, RestartPolicy, run_up
 from headrace_cli.up.topology import (
     SIM,
     Topology,
+    http_port_of,
+    named_model,
     parse_ranks,
     parse_setting,
 )
 from headrace_common import ports
-from headrace_common.errors import InternalError
+from headrace_common.errors import DeadlineExceeded, HeadraceError, InternalError, NotFound
 from headrace_common.trace_view.reading import read_trace
+
+_POLL_S: Final = 0.2
 
 
 def register(app: typer.Typer) -> None:
-    """Adds `headrace up` and `headrace demo`."""
+    """Adds `headrace up`, `logs`, `down` and `demo`."""
     app.command(
         epilog="Examples:  headrace up   |   headrace up --engine sim --prefill 2 --decode 2   |   "
         "headrace up --engine sim --planner   |   "
         "headrace up --model ~/models/SmolLM2-135M-Instruct --set decode.kv_cache_gib=2"
     )(up)
+    app.command(
+        cls=AddressedCommand,
+        epilog="Examples:  headrace logs   |   headrace logs decode-0 --follow",
+    )(logs)
+    app.command(cls=AddressedCommand, epilog="Examples:  headrace down")(down)
     app.command(
         epilog="Examples:  headrace demo   |   headrace demo 'Name three rivers.'   |   "
         "headrace demo --engine sim"
@@ -60,18 +80,20 @@ def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     prefill: PrefillCount = 1,
     decode: DecodeCount = 1,
     port: Port = ports.ROUTER,
+    http_port: HttpPort = None,
     store: Store = "memory",
     store_pool: StorePool = 0.0,
     tensor_parallel: TensorParallel = "1",
     cpu_threads: CpuThreads = 1,
     settings: Settings = None,
     logs: Logs = None,
-    restart: Annotated[
+    no_restart: Annotated[
         bool,
         typer.Option(
-            "--restart/--no-restart", help="Start a killed worker again, or end everything."
+            "--no-restart",
+            help="End everything when a worker was killed, which otherwise starts again.",
         ),
-    ] = True,
+    ] = False,
     planner: Annotated[
         bool,
         typer.Option(
@@ -86,10 +108,13 @@ def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
         topology = topology_of(
             engine, model, (prefill, decode), port, store, tensor_parallel, cpu_threads, settings
         )
-        # Another deployment may have the default one.
-        http_port = ports.ROUTER_HTTP if port == ports.ROUTER else 0
-        topology = replace(topology, http_port=http_port, pool_gib=store_pool, planner=planner)
-        policy = RestartPolicy() if restart else NO_RESTARTS
+        topology = replace(
+            topology,
+            http_port=http_port_of(port, http_port),
+            pool_gib=store_pool,
+            planner=planner,
+        )
+        policy = NO_RESTARTS if no_restart else RestartPolicy()
         await run_up(topology, logs, notice_console(), policy)
 
     run_command(work())
@@ -107,7 +132,7 @@ def topology_of(
 ) -> Topology:
     """The topology that the options describe. `counts` are of prefill and decode. Raises ConfigError."""
     prefill_ranks, decode_ranks = parse_ranks(tensor_parallel)
-    folder = model
+    folder = model if engine == SIM else named_model(model)
     if not folder and engine != SIM and DEFAULT_MODEL.is_dir():
         folder = str(DEFAULT_MODEL)
     return Topology(
@@ -203,3 +228,91 @@ def _check(answer: ChatAnswer, topology: Topology, write_count: int, *, complete
         raise InternalError("the trace is not complete")
     if topology.prefill_count and not write_count:
         raise InternalError("no KV cache was transferred")
+
+
+def logs(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Processes, such as router or decode-0."),
+    ] = None,
+    router: Router = DEFAULT_ROUTER,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", metavar="N", min=0, help="Newest lines of each log.")
+    ] = 20,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Show new lines until Ctrl-C.")
+    ] = False,
+) -> None:
+    """Shows the logs of `headrace up`, also of one that has ended."""
+    with failures_as_exit():
+        paths = find_logs(router, names or [])
+        width = max(len(path.stem) for path in paths)
+        opened = [
+            (f"{path.stem:<{width}} | " if len(paths) > 1 else "", _open(path)) for path in paths
+        ]
+        for prefix, file in opened:
+            _show(prefix, deque(file, maxlen=lines))
+        while follow:
+            time.sleep(_POLL_S)
+            for prefix, file in opened:
+                _show(prefix, file)
+
+
+def find_logs(router: str, names: Sequence[str]) -> list[Path]:
+    """The logs with these names, or all, of the deployment with this router. Raises NotFound or WorkerGone."""
+    state = read_state(router)
+    folder = Path(state.logs) if state is not None else default_folder(router_port(router))
+    found = {path.stem: path for path in sorted(folder.glob("*.log"))}
+    if not found:
+        raise nothing_serves(router)
+    unknown = [name for name in names if name not in found]
+    if unknown:
+        raise NotFound(
+            f"{folder} has no log of {', '.join(unknown)}: name one of {', '.join(found)}"
+        )
+    return [found[name] for name in names] or list(found.values())
+
+
+def _open(path: Path) -> TextIO:
+    return path.open(encoding="utf-8", errors="replace")
+
+
+def _show(prefix: str, lines: Iterator[str] | deque[str] | TextIO) -> None:
+    for line in lines:
+        sys.stdout.write(f"{prefix}{line}")
+    sys.stdout.flush()
+
+
+def down(
+    router: Router = DEFAULT_ROUTER,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", min=0, help="Time until everything has ended.")
+    ] = 60.0,
+) -> None:
+    """Ends a deployment of `headrace up` as Ctrl-C does, and waits until it has ended."""
+    with failures_as_exit():
+        end_deployment(router, timeout)
+        notice_console().print(f"the deployment on {router} has ended", markup=False)
+
+
+def end_deployment(router: str, timeout_s: float) -> None:
+    """Raises WorkerGone without a deployment, and DeadlineExceeded when it has not ended in time."""
+    state = read_state(router)
+    folder = default_folder(router_port(router))
+    if state is None or not is_locked(folder):
+        raise nothing_serves(router)
+    try:
+        os.kill(state.pid, signal.SIGTERM)
+    except ProcessLookupError:
+        raise nothing_serves(router) from None
+    except PermissionError:
+        raise HeadraceError(
+            f"process {state.pid} belongs to another user: end it as that user"
+        ) from None
+    deadline_s = time.monotonic() + timeout_s
+    while is_locked(folder):
+        if time.monotonic() >= deadline_s:
+            raise DeadlineExceeded(
+                f"process {state.pid} has not ended within {timeout_s:g} s; its logs are in {state.logs}"
+            )
+        time.sleep(_POLL_S)

@@ -124,8 +124,8 @@ def drain(
         typer.Option(
             min=0,
             max=DRAIN_GRACE_MAX_S,
-            help="Seconds that its requests may take; the rest continues elsewhere. "
-            "[default: the worker's drain_grace_s]",
+            help="Seconds that its requests may take; the rest continues elsewhere.",
+            show_default="the worker's drain_grace_s",
         ),
     ] = None,
     no_wait: Annotated[

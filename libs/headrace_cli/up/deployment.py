@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from headrace_cli.client import open_router
+from headrace_cli.client import open_router_internally
 from headrace_cli.state import (
     UpState,
     clear_state,
@@ -30,6 +30,7 @@ from headrace_cli.up.topology import (
     SIM,
     VLLM,
     Topology,
+    check_ports,
     check_topology,
     planner_spec,
     pool_spec,
@@ -226,6 +227,7 @@ async def deployed(
         # Before any log of a running deployment is emptied.
         for one in sorted({logs, state_folder}):
             locks.enter_context(locked(one, f"127.0.0.1:{topology.port}"))
+        check_ports(topology)
         try:
             async with _supervised(topology, logs, console, signals, spawn) as deployment:
                 yield deployment
@@ -259,11 +261,19 @@ async def _supervised(
 def ready_text(topology: Topology, deployment: Deployment) -> str:
     """The addresses of a deployment and the commands to use it."""
     port = "" if topology.port == ports.ROUTER else f" --router {deployment.router}"
-    http = topology.http_listen
+    http, chosen = topology.http_listen, topology.router_settings
+    has_tls = bool(chosen.keys() & {"listen_tls_certificate_file", "tls_certificate_file"})
+    scheme = "https" if has_tls else "http"
     return "\n".join(
         [
             f"{topology.model_name} is served on {deployment.router}",
-            *([f"OpenAI HTTP on http://{http}/v1"] if http else []),
+            *([f"OpenAI HTTP on {scheme}://{http}/v1"] if http else []),
+            *(["clients need TLS: set HEADRACE_TLS_AUTHORITY_FILE"] if has_tls else []),
+            *(
+                ["clients need a key: set HEADRACE_API_KEY_FILE"]
+                if "api_keys_file" in chosen
+                else []
+            ),
             f"registry on {deployment.registry}, logs in {deployment.folder}",
             f'  headrace chat{port} --temperature 0 "What is the capital of France?"',
             f"  headrace workers{port}",
@@ -300,7 +310,13 @@ async def _start(
         # Other commands wait for the rest by themselves.
         write_state(
             default_folder(topology.port),
-            UpState(router_address, registry.endpoint, os.getpid(), planner_address),
+            UpState(
+                router=router_address,
+                registry=registry.endpoint,
+                pid=os.getpid(),
+                planner=planner_address,
+                logs=str(folder),
+            ),
         )
         router = await supervisor.start(router_spec(topology, folder, registry.endpoint))
         children += [registry, router]
@@ -334,10 +350,11 @@ async def _start(
 async def _wait_joined(topology: Topology, deployment: Deployment) -> None:
     """Waits until the router has found every worker. Raises DeadlineExceeded."""
     deadline = Deadline.after(JOIN_TIMEOUT_S)
-    async with open_router(deployment.router) as router:
+    # The listener for clients may need a key or a certificate that only clients have.
+    async with open_router_internally(deployment.router_internal) as router:
         while True:
             deployment.supervisor.check()
-            for model in await router.models():
+            for model in (await router.models()).models:
                 if (
                     model.prefill_worker_count >= topology.prefill_count
                     and model.decode_worker_count >= topology.decode_count

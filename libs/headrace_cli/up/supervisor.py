@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -23,6 +24,9 @@ TAIL_LINES = 15
 KILL_WAIT_S = 5.0
 EXIT_MISCONFIGURED = 2
 DISK_FULL_BYTES = 1024 * 1024
+# vLLM's words where the process of its engine has logged an exception, and ended.
+ENGINE_CAUSE_ABOVE = "Engine core initialization failed. See root cause above."
+_EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception): (?P<text>.+)")
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 # The order in which services end, so that each can use the later ones while it finishes its work.
 STOP_ORDER = (("planner",), ("router",), ("prefill", "decode"), ("registry", "pool"))
@@ -310,11 +314,20 @@ def unexpected_end(child: Child) -> HeadraceError:
     full = disk_note(child.spec.log_file.parent)
     if child.process.returncode == EXIT_MISCONFIGURED:
         last = lines[-1] if lines else f"{child.spec.name} has an invalid setting, and an empty log"
-        return ConfigError(f"{last}{full}", metadata={"process": child.spec.name})
+        return ConfigError(
+            f"{_with_cause(last, lines)}{full}", metadata={"process": child.spec.name}
+        )
     return WorkerGone(
         f"{end_text(child)}; its log is {child.spec.log_file}{full}",
         metadata={"process": child.spec.name, "log": "\n".join(lines)},
     )
+
+
+def _with_cause(message: str, lines: Sequence[str]) -> str:
+    """`message` with the last exception of the log, where it points there: a process of the engine has logged it."""
+    start, pointer, _ = message.partition(ENGINE_CAUSE_ABOVE)
+    causes = [found["text"] for line in lines if (found := _EXCEPTION.fullmatch(line))]
+    return f"{start}{causes[-1]}" if pointer and causes else message
 
 
 def end_text(child: Child) -> str:

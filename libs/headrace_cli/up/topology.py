@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from headrace_common import ports
 from headrace_common.errors import ConfigError
+from headrace_common.process.free_port import free_port
+from headrace_text.model_hub import PREFIX, parse_hub_model
 
 SERVICES = ("registry", "router", "prefill", "decode", "planner")
 WORKER_SERVICES = ("prefill", "decode")
@@ -24,6 +27,8 @@ _MODULES = {"planner": "headrace_planner_service"}
 _SAMPLER = "OTEL_TRACES_SAMPLER"
 # With more sim workers of a role than this, one process holds all of them.
 SIM_PROCESSES = 8
+HTTP_PORT_OFFSET = ports.ROUTER_HTTP - ports.ROUTER
+PORT_MAX = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,7 @@ class Topology:
     decode_count: int = 1
     port: int = ports.ROUTER
     http_port: int = 0
-    """Port of the OpenAI HTTP API; 0 means none."""
+    """Port of the OpenAI HTTP API; 0 means none. `http_port_of` chooses one."""
     store: str = "memory"
     prefill_tensor_parallel: int = 1
     decode_tensor_parallel: int = 1
@@ -56,13 +61,20 @@ class Topology:
     def http_listen(self) -> str:
         """host:port of the OpenAI HTTP API. Empty: no HTTP."""
         default = f"127.0.0.1:{self.http_port}" if self.http_port else ""
-        chosen = {name: value for service, name, value in self.settings if service == "router"}
-        return chosen.get("http_listen", default)
+        return self.router_settings.get("http_listen", default)
+
+    @property
+    def router_settings(self) -> dict[str, str]:
+        """The further settings of the router."""
+        return {name: value for service, name, value in self.settings if service == "router"}
 
     @property
     def model_name(self) -> str:
         """The name that clients use."""
-        return SIM if self.engine == SIM else Path(self.model).resolve().name
+        if self.engine == SIM:
+            return SIM
+        hub_model = parse_hub_model(self.model)
+        return Path(self.model).resolve().name if hub_model is None else hub_model.repository
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +107,13 @@ def check_topology(topology: Topology) -> None:
         raise ConfigError(f"engine {topology.engine!r} is unknown: choose vllm or sim")
     if topology.engine == VLLM and not topology.model:
         raise ConfigError(
-            "no model folder: give --model FOLDER, run `make model` for the small one, "
+            "no model: give --model FOLDER or --model hf:OWNER/NAME, run `make model` for the small one, "
             "or try --engine sim"
         )
-    if topology.engine == VLLM and not (Path(topology.model) / "config.json").is_file():
+    if topology.engine == VLLM and _is_no_folder(topology.model):
         raise ConfigError(
-            f"{topology.model} is not a model folder: it has no config.json; give another --model, or run "
-            "`make model` for the small one"
+            f"{topology.model} is not a model folder: it has no config.json; give another --model, "
+            "--model hf:OWNER/NAME to download one, or run `make model` for the small one"
         )
     for option, given in (("--store-pool", topology.pool_gib), ("--planner", topology.planner)):
         if given and max(topology.prefill_count, topology.decode_count) > SIM_PROCESSES:
@@ -110,6 +122,41 @@ def check_topology(topology: Topology) -> None:
             )
     if topology.decode_count < 1 or topology.prefill_count < 0:
         raise ConfigError("at least one decode worker is needed: give --decode 1 or more")
+
+
+def _is_no_folder(model: str) -> bool:
+    try:
+        return parse_hub_model(model) is None and not (Path(model) / "config.json").is_file()
+    except ValueError as error:
+        raise ConfigError(f"--model: {error}") from error
+
+
+def named_model(model: str) -> str:
+    """As `model`, with "hf:" before OWNER/NAME, unless that is a folder."""
+    is_path = model.startswith(("/", "./", "../", "~", PREFIX)) or Path(model).exists()
+    return f"{PREFIX}{model}" if model.count("/") == 1 and not is_path else model
+
+
+def http_port_of(port: int, given: int | None) -> int:
+    """The port of the OpenAI HTTP API: `given`, or else 6 above the router's. Any free one where that is 0."""
+    default = port + HTTP_PORT_OFFSET if port else 0
+    return (default if given is None else given) or free_port()
+
+
+def check_ports(topology: Topology) -> None:
+    """Raises ConfigError, which names the option, for a port that another process uses."""
+    for option, port in (("--port", topology.port), ("--http-port", topology.http_port)):
+        if port > PORT_MAX:
+            raise ConfigError(f"no port is {port}: give a lower {option}")
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError as error:
+                raise ConfigError(
+                    f"cannot listen on 127.0.0.1:{port}: {error.strerror}; stop what uses the port, or give another "
+                    f"{option}"
+                ) from error
 
 
 def parse_setting(text: str) -> tuple[str, str, str]:
@@ -130,7 +177,7 @@ def parse_ranks(text: str) -> tuple[int, int]:
     sides = (first, second if colon else first)
     if not all(side.isdecimal() and int(side) > 0 for side in sides):
         raise ConfigError(
-            f"--tensor-parallel {text!r} is wrong: write N, or N:M for prefill and decode"
+            f"--tensor-parallel-size {text!r} is wrong: write N, or N:M for prefill and decode"
         )
     return int(sides[0]), int(sides[1])
 

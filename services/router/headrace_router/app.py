@@ -322,6 +322,10 @@ def _build_services(
         dispatcher=requests.dispatcher,
         tracer=records.tracer,
         default_deadline_s=deadline_s,
+        endpoints={
+            "registry_endpoint": basis.config.registry,
+            "status_endpoint": basis.config.status_listen,
+        },
     )
     own_prompts = OwnPrompts(
         workers=fleet.workers,

@@ -44,7 +44,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         dispatcher: RequestDispatcher,
         tracer: StoringTracer,
         default_deadline_s: float,
+        endpoints: Mapping[str, str],
     ) -> None:
+        """`endpoints` has those of ListModelsResponse, for operators."""
+        self._endpoints = dict(endpoints)
         self._models = models
         self._prefixes = prefixes
         self._tenants = tenants
@@ -113,6 +116,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         return inference_pb2.ListModelsResponse(
             models=self._models.list_models(),
             prefix_key_fingerprint=self._prefixes.key_fingerprint,
+            **self._endpoints,
         )
 
     def _explained_tenant(self, context: grpc.aio.ServicerContext[Any, Any]) -> str:

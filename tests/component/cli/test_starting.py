@@ -70,5 +70,4 @@ async def test_without_a_wait_a_refusal_is_reported_at_once_with_the_remedy() ->
         )
         assert ended.exit_code == 1
         assert "waiting" not in ended.stderr
-        assert f"on {address} does not answer" in ended.stderr
-        assert "is it running? `headrace up` starts it" in ended.stderr
+        assert f"nothing serves on {address}: start a deployment with `headrace up`" in ended.stderr

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from headrace_cli.app import app
@@ -32,6 +34,44 @@ def test_version_is_printed() -> None:
     shown = CliRunner().invoke(app, ["--version"])
     assert shown.exit_code == 0
     assert shown.stdout == f"headrace {version()}\n"
+
+
+def test_version_is_printed_without_the_extra_for_commands() -> None:
+    script = "import sys; sys.modules['typer'] = None; from headrace_cli.main import main; main()"
+    shown = subprocess.run(
+        [sys.executable, "-c", script, "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert shown.stdout == f"headrace {version()}\n"
+
+
+def _command_words(group: typer.Typer, *words: str) -> Iterator[tuple[str, ...]]:
+    yield words
+    for info in group.registered_commands:
+        assert info.callback is not None
+        yield (*words, info.name or info.callback.__name__)
+    for inner in group.registered_groups:
+        assert inner.typer_instance is not None
+        yield from _command_words(inner.typer_instance, *words, str(inner.name))
+
+
+@pytest.mark.parametrize("words", sorted(_command_words(app)), ids=" ".join)
+def test_help_cuts_nothing_and_has_each_example_on_a_line_of_its_own(
+    words: tuple[str, ...],
+) -> None:
+    """At 80 columns, the width of a small terminal."""
+    shown = CliRunner().invoke(app, [*words, "--help"], prog_name="headrace", env={"COLUMNS": "80"})
+    assert shown.exit_code == 0
+    assert "…" not in shown.stdout
+    if not words:
+        assert "─ Requests ─" in shown.stdout
+    _, found, examples = shown.stdout.partition("Example")
+    assert found or len(words) < 2
+    for line in examples.splitlines():
+        assert line.count("headrace ") <= 1, line
 
 
 @pytest.mark.parametrize(
@@ -74,6 +114,9 @@ def test_a_shell_completes_the_names_of_commands(environment: dict[str, str]) ->
         ("context use prod", "config.toml"),
         ("workers --context=prod", "HEADRACE_CONFIG"),
         ("--context prod workers", "HEADRACE_CONFIG"),
+        ("up --tensor-parallel 2", "--tensor-parallel-size"),
+        ("demo --tensor-parallel=2", "--tensor-parallel-size"),
+        ("up --restart", "--no-restart"),
     ],
 )
 def test_what_was_removed_is_refused_with_its_replacement(words: str, replacement: str) -> None:

@@ -31,6 +31,18 @@ def test_a_key_comes_from_a_variable_or_from_the_file_that_another_names(
     assert read_api_key() == "of-the-file"
 
 
+def test_a_file_of_keys_and_tenants_is_no_file_of_one_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "api_keys"
+    monkeypatch.setenv(FILE, str(file))
+    for content in ("secret tenant\n", "\n"):
+        file.write_text(content)
+        with pytest.raises(ConfigError, match="one API key and nothing else") as refused:
+            read_api_key()
+        assert "secret" not in refused.value.detail
+
+
 def test_two_keys_are_refused_and_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "secret")
     monkeypatch.setenv(FILE, "/nowhere")

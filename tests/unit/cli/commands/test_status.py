@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_cli.commands.status import DEFAULT_ADDRESS, page_url
+from headrace_cli.commands.status import page_url
 from headrace_common.access.credentials import Credentials, TlsFiles
 from headrace_common.access.roles import Role
 from headrace_common.errors import ConfigError
@@ -22,7 +22,7 @@ def test_the_token_is_in_the_part_that_browsers_do_not_send(tmp_path: Path) -> N
 
 def test_the_local_token_stays_on_loopback() -> None:
     credentials = Credentials(role=Role.OPERATOR)
-    assert page_url(DEFAULT_ADDRESS, credentials).startswith("http://127.0.0.1:7057/#token=ey")
+    assert page_url("127.0.0.1:7057", credentials).startswith("http://127.0.0.1:7057/#token=ey")
     assert page_url("router-0.example:7057", credentials) == "http://router-0.example:7057/"
 
 

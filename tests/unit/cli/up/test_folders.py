@@ -10,8 +10,14 @@ from typing import Any, cast
 
 import pytest
 
-from headrace_cli.state import LOCK_FILE, UpState, find_planner, find_registry, locked, write_state
-from headrace_cli.up.supervisor import Child, disk_note, spawn_program, unexpected_end
+from headrace_cli.state import LOCK_FILE, UpState, find_planner, locked, read_state, write_state
+from headrace_cli.up.supervisor import (
+    EXIT_MISCONFIGURED,
+    Child,
+    disk_note,
+    spawn_program,
+    unexpected_end,
+)
 from headrace_cli.up.topology import ProcessSpec
 from headrace_common.errors import ConfigError, NotFound
 
@@ -65,6 +71,23 @@ def test_a_process_that_ends_on_a_full_disk_names_the_cause(
     assert f"the disk of {ended.spec.log_file.parent} is full, with 4 KiB free" in detail
 
 
+def test_the_cause_of_an_engine_is_in_the_error(ended: Child) -> None:
+    ended.process = cast("Any", type("Ended", (), {"returncode": EXIT_MISCONFIGURED})())
+    ended.spec.log_file.write_text(
+        "ValueError: an earlier one\n"
+        '  File "cpu_worker.py", line 219, in determine_available_memory\n'
+        "ValueError: Available memory is less than requested memory for kv (500.0 GiB).\n"
+        "headrace-decode: vLLM cannot serve models/m: Engine core initialization failed. See root cause above. "
+        "Failed core proc(s): {}; its log above has the cause\n"
+    )
+    error = unexpected_end(ended)
+    assert isinstance(error, ConfigError)
+    assert error.detail == (
+        "headrace-decode: vLLM cannot serve models/m: Available memory is less than requested memory for kv "
+        "(500.0 GiB)."
+    )
+
+
 def test_a_disk_that_cannot_be_asked_is_not_called_full(tmp_path: Path) -> None:
     assert disk_note(tmp_path / "absent") == ""
 
@@ -83,9 +106,10 @@ def test_the_registry_of_a_deployment_here_is_not_that_of_a_router_elsewhere(
     folder = tmp_path / "headrace" / "7050"
     folder.mkdir(parents=True)
     write_state(folder, UpState("127.0.0.1:7050", "127.0.0.1:2", 1))
-    assert find_registry("127.0.0.1:7050") == "127.0.0.1:2"
-    with pytest.raises(NotFound, match="HEADRACE_REGISTRY"):
-        find_registry("10.0.0.5:7050")
+    found = read_state("127.0.0.1:7050")
+    assert found is not None
+    assert found.registry == "127.0.0.1:2"
+    assert read_state("10.0.0.5:7050") is None
     with pytest.raises(NotFound, match="headrace up --planner"):
         find_planner("127.0.0.1:7050")
     write_state(folder, UpState("127.0.0.1:7050", "127.0.0.1:2", 1, "127.0.0.1:3"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ import pytest
 from headrace_cli.up.topology import (
     ProcessSpec,
     Topology,
+    check_ports,
     check_topology,
+    http_port_of,
+    named_model,
     parse_setting,
     planner_spec,
     pool_spec,
@@ -17,6 +21,7 @@ from headrace_cli.up.topology import (
     router_spec,
     worker_specs,
 )
+from headrace_common import ports
 from headrace_common.errors import ConfigError
 
 FOLDER = Path("logs")
@@ -116,6 +121,7 @@ def test_a_malformed_setting_is_rejected_with_the_remedy(text: str) -> None:
     [
         (Topology(engine="magic"), "choose vllm or sim"),
         (Topology(), "--model FOLDER"),
+        (Topology(model="hf:nowhere"), "hf:OWNER/NAME"),
         (Topology(model="nowhere"), "not a model folder"),
         (Topology(engine="sim", decode_count=0), "--decode 1"),
         (Topology(engine="sim", decode_count=9, pool_gib=1.0), "--store-pool needs a process"),
@@ -125,3 +131,40 @@ def test_a_malformed_setting_is_rejected_with_the_remedy(text: str) -> None:
 def test_an_invalid_topology_is_rejected_with_the_remedy(topology: Topology, remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy):
         check_topology(topology)
+
+
+def test_a_model_of_a_hub_is_named_as_on_the_hub_and_every_process_downloads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner" / "here").mkdir(parents=True)
+    assert named_model("owner/name") == named_model("hf:owner/name") == "hf:owner/name"
+    for folder in ("owner/here", "./owner/name", "/owner/name", "name", "a/b/c"):
+        assert named_model(folder) == folder
+    topology = Topology(model="hf:owner/name")
+    check_topology(topology)
+    router = router_spec(topology, FOLDER, "127.0.0.1:7001")
+    worker, *_ = worker_specs(topology, FOLDER, "127.0.0.1:7001")
+    assert flag(router, "model") == ["--model=owner/name=hf:owner/name"]
+    assert flag(worker, "model") == ["--model=hf:owner/name"]
+    assert flag(worker, "served-model") == ["--served-model=owner/name"]
+
+
+def test_http_is_6_above_the_router_unless_another_port_is_given() -> None:
+    assert http_port_of(ports.ROUTER, None) == ports.ROUTER_HTTP
+    assert http_port_of(8100, None) == 8106
+    assert http_port_of(8100, 9000) == 9000
+    assert http_port_of(8100, 0) not in (0, 8106)
+    assert http_port_of(0, None) not in (0, 6)
+
+
+def test_a_port_that_cannot_be_had_is_refused_with_its_option() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}: .* another --port"):
+            check_ports(Topology(port=port))
+        with pytest.raises(ConfigError, match="another --http-port"):
+            check_ports(Topology(port=0, http_port=port))
+    with pytest.raises(ConfigError, match="no port is 65536: give a lower --http-port"):
+        check_ports(Topology(port=0, http_port=65_536))
