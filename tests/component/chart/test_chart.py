@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+import chart_settings
 from headrace_common.config import ServiceConfig
 from headrace_common.process.settings import load_config
 from headrace_decode.config import DecodeConfig
@@ -207,7 +208,6 @@ def test_settings_of_values_reach_the_services_and_those_of_the_chart_are_refuse
     "flag, remedy",
     [
         ("registry.replicas=2", "several registries need one etcd"),
-        ("router.anonymousClients=false", "name a Secret with API keys"),
         ("metrics.enabled=true", "metrics.keysSecret"),
         ("registry.store.user=u", "a password needs TLS"),
         ("credentials.certManager.enabled=true", "set credentials.kind to tls"),
@@ -216,12 +216,31 @@ def test_settings_of_values_reach_the_services_and_those_of_the_chart_are_refuse
         ("decode.replica=3", "replica"),
         ("router.replicas=0", "/router/replicas"),
         ("model.name=", "/model/name"),
+        ("decode.settings.max_num_sequences=7", "max_num_sequences"),
+        ("router.settings.max_num_seqs=7", "max_num_seqs"),
+        ("settings.max_num_seqs=7", "max_num_seqs"),
     ],
 )
 def test_wrong_values_are_refused_by_name(flag: str, remedy: str) -> None:
     done = template(*TRIAL, "--set", flag)
     assert done.returncode
     assert remedy in done.stderr.replace("additional properties 'replica'", "replica")
+
+
+def test_the_schema_has_the_names_of_all_settings() -> None:
+    assert chart_settings.with_names(schema := chart_settings.SCHEMA.read_text()) == schema
+
+
+def test_the_default_values_render_and_clients_need_keys() -> None:
+    found = manifests()
+    assert workloads(found)["registry"]["spec"]["replicas"] == 1
+    text = of_kind(found, "ConfigMap")["router"]["data"]["settings.toml"]
+    assert tomllib.loads(text)["api_keys_file"] == "/api-keys/api_keys"
+    pod = workloads(found)["router"]["spec"]["template"]["spec"]
+    secrets = {volume.get("secret", {}).get("secretName") for volume in pod["volumes"]}
+    assert f"{RELEASE}-api-keys" in secrets
+    etcd = manifests("--set", "registry.store.endpoints={etcd:2379}")
+    assert workloads(etcd)["registry"]["spec"]["replicas"] == 2
 
 
 def test_planner_and_keda_do_not_both_set_the_replicas() -> None:

@@ -1,7 +1,7 @@
 {{/* Values that values.schema.json cannot check, because they depend on each other. */}}
 {{- define "headrace.checks" -}}
 {{- $values := .root.Values -}}
-{{- if and (not $values.registry.store.endpoints) (ne (int $values.registry.replicas) 1) -}}
+{{- if and (not $values.registry.store.endpoints) (ne (include "headrace.registryReplicas" .) "1") -}}
 {{- fail "registry.replicas: several registries need one etcd; set registry.store.endpoints, or replicas to 1" -}}
 {{- end -}}
 {{- if and $values.registry.store.user (not $values.registry.store.tlsSecret) -}}
@@ -9,9 +9,6 @@
 {{- end -}}
 {{- if ne (empty $values.registry.store.user) (empty $values.registry.store.passwordSecret) -}}
 {{- fail "registry.store: set user and passwordSecret together" -}}
-{{- end -}}
-{{- if and (not $values.router.apiKeysSecret) (not $values.router.anonymousClients) (ne $values.credentials.kind "tls") -}}
-{{- fail "router.apiKeysSecret: name a Secret with API keys, or set router.anonymousClients" -}}
 {{- end -}}
 {{- if and $values.metrics.enabled (not $values.metrics.keysSecret) -}}
 {{- fail "metrics.keysSecret: name a Secret with metrics_keys and metrics_key" -}}

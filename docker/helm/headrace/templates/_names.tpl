@@ -108,6 +108,20 @@ true
 {{ ternary "StatefulSet" "Deployment" (eq .root.Values.credentials.kind "tls") }}
 {{- end -}}
 
+{{/* The registries: several need one etcd. */}}
+{{- define "headrace.registryReplicas" -}}
+{{- with .root.Values.registry -}}
+{{- .replicas | default (ternary 2 1 (not (empty .store.endpoints))) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The Secret with the API keys of clients. Empty: clients need none. */}}
+{{- define "headrace.apiKeysSecret" -}}
+{{- $values := .root.Values -}}
+{{- $isOpen := or $values.router.anonymousClients (eq $values.credentials.kind "tls") -}}
+{{- $values.router.apiKeysSecret | default (ternary "" (printf "%s-api-keys" (include "headrace.fullname" .)) $isOpen) -}}
+{{- end -}}
+
 {{/* The replicas of a component. An upgrade keeps the number that a scaler has set: takes kind and scaled too. */}}
 {{- define "headrace.replicas" -}}
 {{- $live := dict -}}

@@ -74,7 +74,7 @@ livenessProbe:
 
 {{- define "headrace.takesApiKeys" -}}
 {{- $serves := or (eq .component "router") (and (eq .component "decode") .root.Values.inferencePool.enabled) -}}
-{{- if and $serves .root.Values.router.apiKeysSecret -}}true{{- end -}}
+{{- if and $serves (include "headrace.apiKeysSecret" .) -}}true{{- end -}}
 {{- end -}}
 
 {{- define "headrace.volumes" -}}
@@ -97,7 +97,7 @@ livenessProbe:
 {{- end }}
 {{- if eq (include "headrace.takesApiKeys" .) "true" }}
 - name: api-keys
-  secret: { secretName: {{ $values.router.apiKeysSecret }}, defaultMode: 0440 }
+  secret: { secretName: {{ include "headrace.apiKeysSecret" . }}, defaultMode: 0440 }
 {{- end }}
 {{- if eq .component "registry" }}
 {{- with $values.registry.store.tlsSecret }}

@@ -63,7 +63,7 @@ served_model: {{ $values.model.name | quote }}
 http_listen: {{ ternary "0.0.0.0:8000" "" $values.inferencePool.enabled | quote }}
 {{- end }}
 {{- if or (eq .component "router") (and (eq .component "decode") $values.inferencePool.enabled) }}
-api_keys_file: {{ ternary "/api-keys/api_keys" "" (not (empty $values.router.apiKeysSecret)) | quote }}
+api_keys_file: {{ ternary "/api-keys/api_keys" "" (not (empty (include "headrace.apiKeysSecret" .))) | quote }}
 anonymous_clients: {{ $values.router.anonymousClients }}
 {{- end }}
 {{- if eq .component "planner" }}
