@@ -20,7 +20,7 @@ async def test_a_browser_shows_workers_links_and_requests(tmp_path: Path) -> Non
         outcome = await it.generate(prompt_of(50, 1), 6, request_id="<b>not-markup</b>")
         assert (await it.trace(outcome.trace_id)).complete
         url = page_url(f"127.0.0.1:{port}", Credentials(role=Role.OPERATOR))
-        shown = await browse(url, tmp_path / "profile")
+        shown = await browse(f"{url}&trace={outcome.trace_id}", tmp_path / "profile")
         assert 'data-drawn="' in shown
         for text in ("prefill-0", "decode-0", "prefill-0/r0 -&gt; decode-0/r0", "prefill queue"):
             assert text in shown, text
@@ -28,4 +28,7 @@ async def test_a_browser_shows_workers_links_and_requests(tmp_path: Path) -> Non
         assert "&lt;b&gt;not-markup&lt;/b&gt;" in shown
         assert "<b>not-markup" not in shown
         assert re.search(r'title="prefill: [0-9.]+ ms"', shown)
-        assert outcome.trace_id in shown
+        assert f'href="#trace={outcome.trace_id}"' in shown
+        assert f"headrace trace {outcome.trace_id}" in shown
+        for title in ("requests a second", "tokens a second", "time to first token, p50"):
+            assert title in shown, title

@@ -161,7 +161,10 @@ def assemble(
     records = _build_records(basis, fleet)
     requests = _build_requests(basis, fleet, records, placement or KvAware(Random()))
     status = StatusReader(
-        StatusParts(fleet.workers, fleet.queue, fleet.admission, policy, records.traces),
+        StatusParts(
+            *(fleet.workers, fleet.queue, fleet.admission, policy, records.traces),
+            traffic=records.metrics.traffic,
+        ),
         config.router_id or config.listen,
     )
     return Router(

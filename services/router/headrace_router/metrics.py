@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,14 +18,22 @@ from headrace_common.callers.priority import Priority
 from headrace_common.errors import Cancelled, HeadraceError
 from headrace_common.latency.breakdown import Breakdown, Owner
 from headrace_common.telemetry import schema
-from headrace_common.telemetry.metrics.instruments import BucketCounts, Gauge
+from headrace_common.telemetry.metrics.instruments import (
+    BucketCounts,
+    Gauge,
+    Histogram,
+    HistogramPoint,
+    Labels,
+)
 from headrace_common.telemetry.metrics.process import Metrics
+from headrace_common.telemetry.schema_tables import METRICS
 from headrace_frontend.admission.admission import Admission
 from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.running.runner import RequestCounter
 from headrace_router.load import RequestTotals
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
+from headrace_router.status.traffic import BucketSums, TrafficCounts
 from headrace_router.workers.directory import WorkerDirectory
 
 _SAMPLE_INTERVAL_S: Final = 1.0
@@ -77,6 +86,19 @@ def _gauges(
         _Gauge(schema.METRIC_PREFIX_FAULTS, lambda: len(prefixes.faults)),
         _Gauge(schema.METRIC_CLOCK_OFFSET, workers.clock_offsets_s, schema.ATTRIBUTE_WORKER_ID),
     )
+
+
+def _total(points: Mapping[Labels, HistogramPoint], last_label: str) -> int:
+    return int(sum(point.total for labels, point in points.items() if labels[-1] == last_label))
+
+
+def _bucket_sums(name: str, histogram: Histogram) -> BucketSums:
+    """The buckets of all series together."""
+    bounds = METRICS[name].buckets
+    sums = [0] * (len(bounds) + 1)
+    for point in histogram.points().values():
+        sums = [a + b for a, b in zip(sums, point.counts, strict=True)]
+    return BucketSums(bounds, sums)
 
 
 class RouterMetrics(RequestCounter):
@@ -157,6 +179,17 @@ class RouterMetrics(RequestCounter):
     def count_pick(self, end_reason: str) -> None:
         """Counts a question of a gateway. `end_reason` is "picked" or an error's reason."""
         self._picks.add(1, end_reason)
+
+    def traffic(self) -> TrafficCounts:
+        """The sums of all models."""
+        tokens = self._tokens.points()
+        return TrafficCounts(
+            ended=Counter({end: int(count) for (end,), count in self._requests.points().items()}),
+            prompt_tokens=_total(tokens, "input"),
+            answer_tokens=_total(tokens, "output"),
+            first_tokens=_bucket_sums(schema.METRIC_CLASS_FIRST_TOKEN, self._first_token_of_class),
+            gaps=_bucket_sums(schema.METRIC_INTER_TOKEN_LATENCY, self._gaps),
+        )
 
     def token_gaps(self) -> BucketCounts:
         return self._gaps.local_counts()

@@ -15,6 +15,10 @@ WORKERS_MAX: Final = 1_000
 LINKS_MAX: Final = 64
 """Links that the document lists, slowest first."""
 NAME_CHARACTERS_MAX: Final = 128
+SLOW_SHARE: Final = 0.5
+"""A link below this part of the median speed is slow."""
+SLOW_BYTES_MIN: Final = 16_000_000
+"""Bytes before a link can count as slow: of fewer, a hand-over's fixed times are the larger part."""
 
 READY: Final = "ready"
 DRAINING: Final = "draining"
@@ -57,6 +61,8 @@ class DeploymentState:
     policy: Mapping[str, Any]
     requests: Sequence[RequestDigest]
     links: Sequence[LinkSum]
+    traffic: Mapping[str, Any]
+    """As headrace_router.status.traffic has it."""
 
 
 def status_document(state: DeploymentState) -> dict[str, Any]:
@@ -64,6 +70,7 @@ def status_document(state: DeploymentState) -> dict[str, Any]:
     busiest = sorted(state.workers, key=_importance)
     listed = sorted(busiest[:WORKERS_MAX], key=lambda row: (row.role, row.worker_id))
     speeds = [link.gb_s for link in state.links if link.busy_ns > 0]
+    median_gb_s = median(speeds) if speeds else 0.0
     return {
         "schema": "headrace.status.v1",
         "unix_ms": state.unix_ns // 1_000_000,
@@ -74,11 +81,12 @@ def status_document(state: DeploymentState) -> dict[str, Any]:
         "workers_left_out": len(state.workers) - len(listed),
         "queue": _finite(state.queue),
         "admission": _finite(state.admission),
-        "links": [_link(link) for link in state.links[:LINKS_MAX]],
+        "links": [_link(link, median_gb_s) for link in state.links[:LINKS_MAX]],
         "links_left_out": max(0, len(state.links) - LINKS_MAX),
-        "links_median_gb_s": _rounded(median(speeds)) if speeds else None,
+        "links_median_gb_s": _rounded(median_gb_s) if speeds else None,
         "requests": [_request(digest) for digest in state.requests],
         "policy": state.policy,
+        "traffic": state.traffic,
     }
 
 
@@ -119,7 +127,8 @@ def _worker(row: WorkerRow) -> dict[str, Any]:
     }
 
 
-def _link(link: LinkSum) -> dict[str, Any]:
+def _link(link: LinkSum, median_gb_s: float) -> dict[str, Any]:
+    is_slow = 0 < link.gb_s < SLOW_SHARE * median_gb_s and link.busy_ns > 0
     return {
         "name": link.name,
         "source": link.source,
@@ -129,6 +138,7 @@ def _link(link: LinkSum) -> dict[str, Any]:
         "payload_bytes": link.payload_bytes,
         "busy_ms": _ms(link.busy_ns),
         "gb_s": _rounded(link.gb_s) if link.busy_ns > 0 else None,
+        "slow": is_slow and link.payload_bytes >= SLOW_BYTES_MIN,
     }
 
 

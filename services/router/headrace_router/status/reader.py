@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from headrace_router.status.document import (
     WorkerRow,
     status_document,
 )
+from headrace_router.status.traffic import Traffic, TrafficCounts
 from headrace_router.tracing.store import TraceStore
 from headrace_router.workers.directory import WorkerDirectory
 
@@ -44,6 +45,7 @@ class StatusParts:
     admission: Admission
     policy: PolicySource
     traces: TraceStore
+    traffic: Callable[[], TrafficCounts]
 
 
 class StatusReader:
@@ -53,6 +55,7 @@ class StatusReader:
         self._parts = parts
         self._router_id = router_id
         self._digests = TraceDigests(parts.traces)
+        self._traffic = Traffic(parts.traffic)
         self._members: Collection[registry_pb2.Member] = ()
         self._reading = asyncio.Lock()
         self._document = b""
@@ -96,6 +99,7 @@ class StatusReader:
                 "max_queued_tokens": admission.max_queued_tokens,
             },
             policy=policy_object(self._parts.policy.policy),
+            traffic=self._traffic.sample(),
             requests=requests,
             links=sum_links(requests),
         )

@@ -55,6 +55,7 @@ def state(workers: list[WorkerRow], links: int = 3, requests: int = 1) -> Deploy
         policy={},
         requests=[digest(number) for number in range(requests)],
         links=slowest_first,
+        traffic={},
     )
 
 
@@ -89,10 +90,22 @@ def test_json_has_no_infinity_and_long_names_are_cut() -> None:
     assert sum(ms for _, ms in made["requests"][0]["parts"]) == made["requests"][0]["ttft_ms"]
 
 
+def test_a_link_counts_as_slow_below_half_of_the_median_and_from_16_mb_on() -> None:
+    sent = [(15_999_999, 64), (16_000_000, 64), (64_000_000, 64), (64_000_000, 60)]
+    links = [
+        LinkSum(str(number), "p", "d", "tcp", 1, payload_bytes, 1_000_000 * busy_ms)
+        for number, (payload_bytes, busy_ms) in enumerate(sent)
+    ]
+    links.append(LinkSum("4", "p", "d", "tcp", 1, 64_000_000, 50_000_000))
+    made = status_document(DeploymentState(0, "", "", [], {}, {}, {}, [], links, {}))
+    assert made["links_median_gb_s"] == 1.0
+    assert [one["name"] for one in made["links"] if one["slow"]] == ["1"]
+
+
 def test_a_link_of_an_unknown_speed_has_none() -> None:
     unknown = LinkSum("a", "p", "d", "tcp", 1, 10, 0)
     made = status_document(
-        DeploymentState(0, "", "", [], {}, {}, {}, [], [link(0), unknown]),
+        DeploymentState(0, "", "", [], {}, {}, {}, [], [link(0), unknown], {}),
     )
     assert [one["gb_s"] for one in made["links"]] == [1.0, None]
     assert made["links_median_gb_s"] == 1.0
