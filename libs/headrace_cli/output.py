@@ -132,7 +132,8 @@ _REMEDIES: Final = (
         "another service listens there: name its address for clients with --router",
     ),
     ("message larger than max", "shorten the text, or raise max_request_bytes of the router"),
-    ("API key", _KEY_REMEDY),
+    ("API key is required", _KEY_REMEDY),
+    ("API key is not known", _KEY_REMEDY),
     ("does not answer", _TLS_REMEDY),
 )
 

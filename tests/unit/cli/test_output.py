@@ -19,6 +19,10 @@ REFUSED = "the router on 127.0.0.1:7050 does not answer (failed to connect: {})"
         (REFUSED.format("Socket closed"), "HEADRACE_TLS_AUTHORITY_FILE"),
         ("errors resolving nohost:7050", "check the name"),
         ("Method not found!", "--router"),
+        (
+            "the API key is not known here; send yours as metadata 'x-api-key: KEY'",
+            "HEADRACE_API_KEY",
+        ),
         ("an API key is required; send yours as metadata 'x-api-key: KEY'", "HEADRACE_API_KEY"),
     ],
 )
@@ -29,4 +33,5 @@ def test_a_failed_call_names_what_the_user_of_a_command_can_do(message: str, rem
 
 
 def test_other_messages_stay_as_they_are() -> None:
-    assert with_remedy("no trace is stored yet") == "no trace is stored yet"
+    for message in ("no trace is stored yet", "name a file with one API key and nothing else"):
+        assert with_remedy(message) == message
