@@ -16,7 +16,7 @@ from typing import Final
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import Draining
-from headrace_decode.admission.admission import Admission, Capacity
+from headrace_decode.admission.admission import BlockAdmission, Capacity
 from headrace_engine.prefix_event_log import PrefixEventLog
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier
@@ -243,7 +243,7 @@ class SimulatedDecodeWorker:
             max_model_len=worker.max_model_len,
             max_num_seqs=worker.max_num_seqs,
         )
-        self._admission = Admission(capacity, self._loop.time)
+        self._admission = BlockAdmission(capacity, self._loop.time)
         self._draining = False
         self._answer_tokens = 0
         # Steps since the start, when they were counted, and their duration since then.
@@ -281,7 +281,7 @@ class SimulatedDecodeWorker:
         )
 
     def reserve(self, job: Job) -> int:
-        """Reserves blocks, and returns the prompt tokens that its cache has. Raises what Admission.admit does."""
+        """Reserves blocks, and returns the prompt tokens that its cache has. Raises what BlockAdmission.admit does."""
         self._admission.admit(
             job.transfer_id,
             prompt_tokens=job.prompt_tokens,

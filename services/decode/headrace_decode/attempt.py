@@ -45,7 +45,7 @@ class Progress(NamedTuple):
     times: decode_pb2.AttemptTimes | None = None
 
 
-class Attempt:
+class DecodeAttempt:
     """Owns all resources of one attempt and gives them back in `close`."""
 
     def __init__(

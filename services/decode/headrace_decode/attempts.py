@@ -20,8 +20,8 @@ from headrace_common.process.pacing import LoopLoad
 from headrace_common.telemetry.schema import SPAN_DECODE
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import TicketKey, TicketKeys, unauthenticated
-from headrace_decode.admission.admission import Admission, SeenTransfers
-from headrace_decode.attempt import Attempt
+from headrace_decode.admission.admission import BlockAdmission, SeenTransfers
+from headrace_decode.attempt import DecodeAttempt
 from headrace_decode.proto import work_from_proto
 from headrace_decode.running import RunningAttempt
 from headrace_decode.spans import record_attempt, start_attributes
@@ -44,7 +44,7 @@ class Attempts:
         ref: WorkerRef,
         engine: Engine,
         receiver: Receiver,
-        admission: Admission,
+        admission: BlockAdmission,
         telemetry: Telemetry,
         ticket_keys: TicketKeys,
     ) -> None:
@@ -55,8 +55,8 @@ class Attempts:
         self._telemetry = telemetry
         self._ticket_keys = ticket_keys
         self._seen = SeenTransfers()
-        self._live: dict[str, Attempt] = {}
-        self._awaiting: dict[str, Attempt] = {}
+        self._live: dict[str, DecodeAttempt] = {}
+        self._awaiting: dict[str, DecodeAttempt] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._load = LoopLoad()
         self._on_room: Callable[[], None] = lambda: None
@@ -70,7 +70,7 @@ class Attempts:
         """Whether new attempts are refused, or will be soon."""
         return self._draining
 
-    def find(self, transfer_id: str) -> Attempt | None:
+    def find(self, transfer_id: str) -> DecodeAttempt | None:
         """The attempt of a transfer, until it has given back its resources."""
         return self._live.get(transfer_id)
 
@@ -132,7 +132,7 @@ class Attempts:
         request: decode_pb2.GenerateRequest,
         deadline: Deadline,
         signer: TicketKey | None,
-    ) -> Attempt:
+    ) -> DecodeAttempt:
         """Reserves resources for an attempt, or raises before any are spent."""
         if self._draining and self._notice.expired:
             raise self.refusal()
@@ -151,7 +151,7 @@ class Attempts:
         )
         self._seen.remember(work.transfer_id)
         self._idle.clear()
-        attempt = Attempt(
+        attempt = DecodeAttempt(
             work,
             engine=self._engine,
             receiver=self._receiver,

@@ -19,7 +19,7 @@ from headrace_common.limits import message_bytes_max
 from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config
 from headrace_common.tickets import TicketKeys
-from headrace_decode.admission.admission import Admission, Capacity
+from headrace_decode.admission.admission import BlockAdmission, Capacity
 from headrace_decode.config import DecodeConfig
 from headrace_decode.prefix_service import PrefixServicer
 from headrace_decode.service import DecodeService
@@ -108,7 +108,7 @@ class DecodeServer(RoleServer):
             ref=ref,
             engine=engine,
             receiver=receiver,
-            admission=Admission(capacity, on_admitted=signal.notify),
+            admission=BlockAdmission(capacity, on_admitted=signal.notify),
             telemetry=host.telemetry.for_worker(ref.worker_id),
             request_timeout_s=config.request_timeout_s,
             ticket_keys=keys,

@@ -12,7 +12,7 @@ from opentelemetry.trace import Span
 from headrace.decode.v1 import decode_pb2
 from headrace_common.errors import Cancelled, HeadraceError, InternalError
 from headrace_common.telemetry.setup import Telemetry
-from headrace_decode.attempt import Attempt, Progress
+from headrace_decode.attempt import DecodeAttempt, Progress
 from headrace_decode.proto import tokens_to_proto
 from headrace_decode.spans import record_transfer
 
@@ -27,7 +27,7 @@ class RunningAttempt:
 
     def __init__(
         self,
-        attempt: Attempt,
+        attempt: DecodeAttempt,
         span: Span,
         telemetry: Telemetry,
         on_end: Callable[[RunningAttempt], None],

@@ -8,7 +8,7 @@ from headrace_common.errors import HeadraceError
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.served import server_attributes
 from headrace_common.telemetry.setup import Telemetry
-from headrace_decode.attempt import Attempt
+from headrace_decode.attempt import DecodeAttempt
 from headrace_engine.interface import DecodeWork
 from headrace_engine.worker.metrics import tier_attributes
 from headrace_kv.layout.layout import WorkerRef
@@ -29,7 +29,7 @@ def start_attributes(request_id: str, work: DecodeWork, ref: WorkerRef) -> dict[
 
 
 def record_attempt(
-    telemetry: Telemetry, span: Span, attempt: Attempt, error: HeadraceError | None
+    telemetry: Telemetry, span: Span, attempt: DecodeAttempt, error: HeadraceError | None
 ) -> None:
     """Records a span for each step that the attempt began, and ends its own span."""
     if not span.is_recording():
@@ -117,7 +117,7 @@ def record_transfer(telemetry: Telemetry, span: Span, transfer: IncomingTransfer
     )
 
 
-def _reserve_attributes(attempt: Attempt) -> dict[str, str | int | float]:
+def _reserve_attributes(attempt: DecodeAttempt) -> dict[str, str | int | float]:
     reservation = attempt.reservation
     if reservation is None:
         return {}
@@ -128,7 +128,7 @@ def _reserve_attributes(attempt: Attempt) -> dict[str, str | int | float]:
     }
 
 
-def _kv_wait_attributes(attempt: Attempt) -> dict[str, str | int | float]:
+def _kv_wait_attributes(attempt: DecodeAttempt) -> dict[str, str | int | float]:
     summary = attempt.summary
     if summary is None:
         return {}

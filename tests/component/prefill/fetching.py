@@ -21,7 +21,7 @@ from headrace_common.errors import StaleIncarnation
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
-from headrace_decode.admission.admission import Admission, Capacity
+from headrace_decode.admission.admission import BlockAdmission, Capacity
 from headrace_decode.prefix_service import PrefixServicer
 from headrace_decode.service import DecodeService
 from headrace_engine.interface import Engine
@@ -267,7 +267,7 @@ async def serve(
         ref=DECODE,
         engine=decode,
         receiver=receivers[decode],
-        admission=Admission(Capacity(10 * BLOCKS, 8, decode.max_model_len, 8)),
+        admission=BlockAdmission(Capacity(10 * BLOCKS, 8, decode.max_model_len, 8)),
         telemetry=telemetry,
         request_timeout_s=_ANSWER_S,
         ticket_keys=router.known,

@@ -36,7 +36,7 @@ class Capacity:
         return min(max_tokens, self.max_model_len - prompt_tokens)
 
 
-class Admission:
+class BlockAdmission:
     """Owns the blocks and slots that are reserved for attempts, from `admit` to `release`.
 
     `on_admitted` is called for each attempt.

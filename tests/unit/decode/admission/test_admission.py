@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
-from headrace_decode.admission.admission import Admission, Capacity, SeenTransfers
+from headrace_decode.admission.admission import BlockAdmission, Capacity, SeenTransfers
 from headrace_decode.admission.retry_hint import HINT_S_MIN
 from headrace_kv.layout.layout import TOKENS, CacheGroup
 
@@ -17,7 +17,7 @@ CAPACITY = Capacity(usable_blocks=10, block_tokens=16, max_model_len=96, max_num
 
 
 def admit(
-    admission: Admission,
+    admission: BlockAdmission,
     transfer_id: str,
     prompt: int = 1,
     answer: int = 10,
@@ -49,7 +49,7 @@ def test_windows_take_blocks_of_the_same_pool(prompt: int, blocks: int) -> None:
 
 
 def test_quarantined_blocks_are_not_reserved() -> None:
-    admission = Admission(CAPACITY)
+    admission = BlockAdmission(CAPACITY)
     admit(admission, "a", 80, 16)
     with pytest.raises(DecodeFull, match="4 blocks are needed and 3 are free"):
         admit(admission, "b", 48, 16, quarantined=1)
@@ -60,15 +60,15 @@ def test_quarantined_blocks_are_not_reserved() -> None:
 def test_a_prompt_that_can_never_fit_has_no_retry_time() -> None:
     small = Capacity(usable_blocks=2, block_tokens=16, max_model_len=96, max_num_seqs=3)
     with pytest.raises(InvalidRequest, match="token_ids"):
-        admit(Admission(small), "a", 40, 1)
+        admit(BlockAdmission(small), "a", 40, 1)
     with pytest.raises(InvalidRequest, match="shorter than the context"):
-        admit(Admission(CAPACITY), "a", 96, 1)
+        admit(BlockAdmission(CAPACITY), "a", 96, 1)
     with pytest.raises(InvalidRequest, match="at least one"):
-        admit(Admission(CAPACITY), "a", 0, 1)
+        admit(BlockAdmission(CAPACITY), "a", 0, 1)
 
 
 def test_a_worker_without_a_free_slot_refuses_until_a_request_has_ended() -> None:
-    admission = Admission(CAPACITY)
+    admission = BlockAdmission(CAPACITY)
     for name in "abc":
         admit(admission, name)
     with pytest.raises(DecodeFull, match="3 request slots") as refused:
@@ -85,7 +85,7 @@ def test_a_worker_without_a_free_slot_refuses_until_a_request_has_ended() -> Non
     )
 )
 def test_reservations_never_exceed_the_capacity(steps: list[tuple[int, int, int, int]]) -> None:
-    admission = Admission(CAPACITY)
+    admission = BlockAdmission(CAPACITY)
     held: dict[str, int] = {}
     for number, prompt, answer, quarantined in steps:
         name = str(number)
