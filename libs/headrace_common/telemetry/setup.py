@@ -81,7 +81,11 @@ class Telemetry:
         resource = self.provider.resource.merge(Resource(service))
         provider = _new_provider(resource, self.provider.sampler, self._processors)
         return Telemetry(
-            *(provider, self._processors, self._collector, self.metrics), owned=self._owned
+            provider=provider,
+            processors=self._processors,
+            collector=self._collector,
+            metrics=self.metrics,
+            owned=self._owned,
         )
 
     @property
@@ -169,8 +173,11 @@ class Telemetry:
         flags = flags & ~TraceFlags.SAMPLED | (TraceFlags.SAMPLED if sampled else 0)
         return PendingSpan(
             SpanContext(
-                *(trace_id, _IDS.generate_span_id(), False),
-                *(TraceFlags(flags), found.trace_state),
+                trace_id=trace_id,
+                span_id=_IDS.generate_span_id(),
+                is_remote=False,
+                trace_flags=TraceFlags(flags),
+                trace_state=found.trace_state,
             ),
             parent if parent.is_valid else None,
         )
@@ -225,8 +232,11 @@ def init_telemetry(service: str, worker_id: str, config: ServiceConfig) -> Telem
 def child_context(parent: SpanContext) -> SpanContext:
     """The ids of a child of `parent` that is made later."""
     return SpanContext(
-        *(parent.trace_id, _IDS.generate_span_id(), False),
-        *(parent.trace_flags, parent.trace_state),
+        trace_id=parent.trace_id,
+        span_id=_IDS.generate_span_id(),
+        is_remote=False,
+        trace_flags=parent.trace_flags,
+        trace_state=parent.trace_state,
     )
 
 

@@ -255,7 +255,8 @@ class OpenAiApp:
             completion_requests(body, request_id),
             streamed=body.stream,
             format=CompletionFormat(
-                *(head, codec),
+                head,
+                codec,
                 includes=body.includes,
                 skip_special_tokens=body.skip_special_tokens is not False,
             ),

@@ -71,8 +71,11 @@ class SpanMaker:
         """The root, the tokenizer and the tokens."""
         record = self._ended
         yield ended_span(
-            *(schema.SPAN_REQUEST, self._root, record.root.parent, record.times_unix_ns),
-            self._root_attributes(),
+            name=schema.SPAN_REQUEST,
+            context=self._root,
+            parent=record.root.parent,
+            times_unix_ns=record.times_unix_ns,
+            attributes=self._root_attributes(),
             resource=self._resource,
             error=record.error,
         )
@@ -127,7 +130,11 @@ class SpanMaker:
         self._last_id = (self._last_id + _ID_STEP) & _ID_MASK or _ID_STEP
         context = SpanContext(self._root.trace_id, self._last_id, False)
         return ended_span(
-            *(name, context, parent, times_unix_ns, attributes or {}),
+            name=name,
+            context=context,
+            parent=parent,
+            times_unix_ns=times_unix_ns,
+            attributes=attributes or {},
             resource=self._resource,
             error=error,
         )

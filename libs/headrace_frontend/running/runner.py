@@ -167,8 +167,10 @@ class RequestRunner(Generic[AttemptT]):
         with self._admission.holding(permit):
             response = await self._run_admitted(answer, permit, terms)
         self._counter.count_answer(
-            *(finish_reason_name(response.finish_reason), response, terms.arrival_unix_ns),
-            terms.priority,
+            end_reason=finish_reason_name(response.finish_reason),
+            answer=response,
+            arrival_unix_ns=terms.arrival_unix_ns,
+            priority=terms.priority,
         )
 
     @asynccontextmanager
@@ -210,14 +212,21 @@ class RequestRunner(Generic[AttemptT]):
             timeline.slot_acquired()
             await self.wait_turn()
             response = ResponseStream(
-                *(prepared, trace_id_of(root), traits.load),
+                prepared,
+                trace_id_of(root),
+                traits.load,
                 paced=traits.paced,
                 gaps=self._counter.token_gaps(),
             )
             timeline.responding(response)
             answer.on_response(response)
             admitted = AdmittedRequest(
-                *(prepared, response, root, terms.deadline, permit.tenant, timeline),
+                prepared=prepared,
+                response=response,
+                root=root,
+                deadline=terms.deadline,
+                tenant=permit.tenant,
+                timeline=timeline,
                 slot_wait_s=lambda: permit.slot_wait_s,
             )
             await write_response(

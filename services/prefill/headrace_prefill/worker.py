@@ -104,7 +104,11 @@ class PrefillWorker:
             if self._prefixes is not None:
                 fetch = self._prefixes.offer(work.target)
             outcome = await self._prefill(
-                *(replace(work, prefix=fetch), deadline, on_start, on_first_token, start_unix_ns),
+                replace(work, prefix=fetch),
+                deadline,
+                on_start,
+                on_first_token,
+                start_unix_ns,
                 reports.append,
             )
         except asyncio.CancelledError:

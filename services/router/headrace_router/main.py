@@ -116,7 +116,10 @@ async def serve_router(config: RouterConfig) -> None:
         await membership.start()
         _LOG.info(
             "%s serves clients of %s on %s, and the deployment on %s",
-            *(router_id, ", ".join(codecs), server.client_endpoint, endpoint),
+            router_id,
+            ", ".join(codecs),
+            server.client_endpoint,
+            endpoint,
         )
         if http is not None:
             http.start()

@@ -127,7 +127,8 @@ class RouterMetrics(RequestCounter):
             schema.METRIC_CALLERS_REFUSED, schema.ATTRIBUTE_REFUSAL
         )
         self._early_refusals = store.counter(
-            *(schema.METRIC_EARLY_REFUSALS, schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL),
+            schema.METRIC_EARLY_REFUSALS,
+            schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL,
             schema.ATTRIBUTE_FIRST_TOKEN_BOUND,
         )
         self._picks = store.counter(schema.METRIC_PICKS, schema.ATTRIBUTE_END_REASON)
@@ -144,8 +145,10 @@ class RouterMetrics(RequestCounter):
             schema.METRIC_REQUEST_TOKENS, model, schema.ATTRIBUTE_GEN_AI_TOKEN_TYPE
         )
         self._parts = store.histogram(
-            *(schema.METRIC_LATENCY, model),
-            *(schema.ATTRIBUTE_LATENCY_TOKEN, schema.ATTRIBUTE_LATENCY_PART),
+            schema.METRIC_LATENCY,
+            model,
+            schema.ATTRIBUTE_LATENCY_TOKEN,
+            schema.ATTRIBUTE_LATENCY_PART,
         )
         self._exposed = store.histogram(
             schema.METRIC_TRANSFER_EXPOSED, model, schema.ATTRIBUTE_LATENCY_TOKEN

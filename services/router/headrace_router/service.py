@@ -92,7 +92,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             self._admission.holding(permit),
         ):
             prepared = await self._preparer.prepare(
-                *(request.request, request_id, root, None, permit.tenant)
+                request.request, request_id, root, None, permit.tenant
             )
             await self._runner.wait_turn()
             prepared = prepared.with_priority(priority)

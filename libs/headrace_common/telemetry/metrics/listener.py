@@ -78,7 +78,8 @@ class _MetricsListener:
         try:
             self._server = await asyncio.start_server(
                 self._accept,
-                *(host.strip("[]"), port),
+                host.strip("[]"),
+                port,
                 ssl=tls,
                 ssl_handshake_timeout=None if tls is None else EXCHANGE_S,
                 limit=HEAD_BYTES_MAX,

@@ -67,10 +67,18 @@ def _histogram_point(
     ]
     # The smallest and the largest value are not kept.
     unknown: Any = None
+    start_unix_ns, end_unix_ns = times
     return HistogramDataPoint(
-        _attributes(snapshot, values),
-        *(*times, sum(point.counts), point.total, point.counts, snapshot.facts.buckets),
-        *(unknown, unknown, exemplars),
+        attributes=_attributes(snapshot, values),
+        start_time_unix_nano=start_unix_ns,
+        time_unix_nano=end_unix_ns,
+        count=sum(point.counts),
+        sum=point.total,
+        bucket_counts=point.counts,
+        explicit_bounds=snapshot.facts.buckets,
+        min=unknown,
+        max=unknown,
+        exemplars=exemplars,
     )
 
 

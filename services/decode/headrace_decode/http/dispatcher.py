@@ -64,13 +64,14 @@ class OwnDispatcher:
             attempt, attempts = self._new_attempt(request, remote=False), 2
             outcome = await attempt.run()
         await finish_response(
-            *(request, outcome), attempts=attempts, prefill_worker_id=attempt.prefill_worker_id
+            request, outcome, attempts=attempts, prefill_worker_id=attempt.prefill_worker_id
         )
 
     def _new_attempt(self, request: OwnRequest, *, remote: bool) -> OwnAttempt:
         worker = self._worker
         return OwnAttempt(
-            *(request, worker.ref.incarnation),
+            request,
+            worker.ref.incarnation,
             remote=remote,
             room=self._room,
             prefills=worker.prefills,

@@ -98,15 +98,21 @@ class HttpDoor:
         self._config = config = hosted.config
         self._host = host
         self._model = _OwnModel(
-            *(served_model(config, hosted.engine), hosted.engine.max_model_len),
-            *(hosted.engine.adapters, host),
+            name=served_model(config, hosted.engine),
+            max_model_len=hosted.engine.max_model_len,
+            adapters=hosted.engine.adapters,
+            host=host,
         )
         self._capacity = capacity
         self._hash_key = 0
         self._callers = CallerBounds(CallerLimits.from_config(config), host.metrics.count_refused)
         self.prefills = RouterPrefills(hosted.ref, lambda endpoint: open_channel(endpoint, config))
         self._worker = OwnWorker(
-            *(hosted.ref, self._model.name, attempts, self.prefills, host.members)
+            ref=hosted.ref,
+            model=self._model.name,
+            attempts=attempts,
+            prefills=self.prefills,
+            members=host.members,
         )
         self._preparer: RequestPreparer | None = None
         self._runner: RequestRunner[OwnAttemptTimeline] | None = None
@@ -162,7 +168,8 @@ class HttpDoor:
             config.http_listen,
         )
         return OpenAiApp(
-            *(parts, metrics),
+            parts,
+            metrics,
             deadline_s=config.request_timeout_s,
             body_bytes_max=request_bytes_max(model.max_model_len().values()),
         )

@@ -42,7 +42,9 @@ class OwnAttempt:
         self._room = room
         self._prefills = prefills
         self._call = decode_request(
-            *(request.prepared, new_transfer_id(), request.response.generated),
+            request.prepared,
+            new_transfer_id(),
+            request.response.generated,
             incarnation=incarnation,
             remote_prefill=remote,
         )
@@ -100,7 +102,10 @@ class OwnAttempt:
         if reserved.start_token < reserved.end_token:
             self._prefill = asyncio.create_task(
                 self._prefills.prefill(
-                    *(self._call, reserved.start_token, parent, self._request.deadline),
+                    self._call,
+                    reserved.start_token,
+                    parent,
+                    self._request.deadline,
                     include_latency=self._times_wanted,
                 )
             )

@@ -90,12 +90,15 @@ class Attempt:
         TRACE_NAMES.add(self._transfer_id, span_context)
         self._span = NonRecordingSpan(span_context)
         timeline.facts.started(
-            *(span_context, self._transfer_id),
+            span_context,
+            self._transfer_id,
             number=plan.number,
             generated_tokens=request.response.completion_tokens,
         )
         self._request = decode_request(
-            *(request.prepared, plan.decision, self._transfer_id),
+            request.prepared,
+            plan.decision,
+            self._transfer_id,
             generated=request.response.generated,
             first_token=plan.first_token,
         )
@@ -164,13 +167,16 @@ class Attempt:
 
     def _open_call(self) -> DecodeCall:
         call = DecodeCall(
-            *(self._links, self.decode_worker, self._request),
+            self._links,
+            self.decode_worker,
+            self._request,
             deadline=self._deadline,
             context=trace.set_span_in_context(self._span),
             waited_for=self._waited_for,
         )
         self._timeline.opened(
-            *(self.decode_worker, call.answer),
+            self.decode_worker,
+            call.answer,
             remote=self._decision.remote,
             first_token=self._first_token_by,
         )
@@ -188,7 +194,8 @@ class Attempt:
         if not self._decision.remote or reserved.start_token >= reserved.end_token:
             return
         task = prefill_task(
-            *(self._request, self._decision),
+            self._request,
+            self._decision,
             start_token=reserved.start_token,
             first_token=self._first_token_by,
             traceparent=traceparent(self._span),
@@ -222,7 +229,8 @@ class Attempt:
             # The attempt has ended there. The stream reports why.
             _LOG.info(
                 "decode worker %s did not accept the first token of %s",
-                *(self.decode_worker.worker_id, self._transfer_id),
+                self.decode_worker.worker_id,
+                self._transfer_id,
             )
         return None
 

@@ -117,7 +117,11 @@ class RequestDispatcher:
             timeline = request.timeline.attempt_started(AttemptTimeline(self._clocks))
             token_ids = request.known_token_ids
             decision = self._route(
-                *(request.prepared, token_ids, timeline, request.deadline, retries)
+                request=request.prepared,
+                token_ids=token_ids,
+                timeline=timeline,
+                deadline=request.deadline,
+                retries=retries,
             )
             worker = decision.worker.ref
             load_reservation = self._workers.reserve_load(worker, len(token_ids))
@@ -143,7 +147,8 @@ class RequestDispatcher:
             outcome = attempt.outcome_of(reason) if attempt else AttemptOutcome(reason, 0, 0)
         prefill = attempt.prefill_worker if attempt is not None else None
         await finish_response(
-            *(request, outcome),
+            request,
+            outcome,
             attempts=number,
             prefill_worker_id=prefill.worker_id if prefill is not None else "",
         )

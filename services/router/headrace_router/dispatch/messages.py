@@ -20,7 +20,9 @@ def decode_request(
 ) -> decode_pb2.GenerateRequest:
     """The request to the chosen decode worker. `generated` is the completion so far."""
     call = base_request(
-        *(request, transfer_id, generated),
+        request,
+        transfer_id,
+        generated,
         incarnation=decision.worker.ref.incarnation,
         remote_prefill=decision.remote,
     )

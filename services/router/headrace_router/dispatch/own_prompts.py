@@ -92,7 +92,11 @@ class OwnPrompts:
             self._start_trace(trace_id_of(span), request.request_id, time.time_ns())
         self._reject_repeated(request.transfer_id)
         terms = self._dispatcher.task_terms(
-            *(worker, tuple(request.token_ids), request.cache_salt, deadline), priority=priority
+            worker=worker,
+            token_ids=tuple(request.token_ids),
+            cache_salt=request.cache_salt,
+            deadline=deadline,
+            priority=priority,
         )
         queued = self._queue.enqueue(_task_of(request, worker), layout=worker.layout, terms=terms)
         timeline = AttemptTimeline(self._clocks)

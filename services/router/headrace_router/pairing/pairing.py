@@ -100,7 +100,8 @@ class Pairing:
         if level is Level.NONE or not (times.compute_end_us and times.last_write_us):
             return
         self._links.record(
-            *(self._place(prefill, level), self._place(decode, level)),
+            self._place(prefill, level),
+            self._place(decode, level),
             tokens=tokens,
             lag_s=_US * (times.last_write_us - times.compute_end_us),
             now_s=time.monotonic(),

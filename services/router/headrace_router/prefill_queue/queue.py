@@ -179,9 +179,15 @@ class PrefillQueue:
             raise _no_eligible_worker(task.transfer_id)
         decode = WorkerRef(task.decode_worker_id, task.decode_incarnation)
         queued = QueuedTask(
-            *(task, group.layout, terms, next(self._numbers), self._cancel),
-            self._pairs.fits(decode),
-            self._pairs.extra_tokens(decode, sent_tokens(task), self.compute_s_per_token),
+            task=task,
+            group_key=group.layout,
+            terms=terms,
+            number=next(self._numbers),
+            cancel=self._cancel,
+            fits_pair=self._pairs.fits(decode),
+            extra_tokens=self._pairs.extra_tokens(
+                decode, sent_tokens(task), self.compute_s_per_token
+            ),
         )
         group.exclude_unfit_workers(queued)
         if not group.has_eligible_worker(queued):

@@ -53,7 +53,9 @@ class QueueService(prefill_pb2_grpc.PrefillQueueServiceServicer):
         require_own_name(hello.worker_id)
         ref = WorkerRef(hello.worker_id, hello.incarnation)
         stream = self._queue.add_worker(
-            *(ref, hello.model, layout_from_proto(hello.layout)),
+            ref,
+            hello.model,
+            layout_from_proto(hello.layout),
             adapters_from_proto(hello.adapters),
         )
         writer = asyncio.create_task(_write(stream, context))

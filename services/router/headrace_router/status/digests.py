@@ -111,7 +111,10 @@ def digest_of(view: TraceView) -> RequestDigest:
     """A trace in short."""
     uses = [
         LinkUse(
-            *(link.name, link.source, link.destination, link.transport),
+            name=link.name,
+            source=link.source,
+            destination=link.destination,
+            transport=link.transport,
             payload_bytes=link.payload_bytes,
             busy_ns=link.moving_ns,
         )
@@ -141,7 +144,10 @@ def sum_links(digests: Iterable[RequestDigest]) -> list[LinkSum]:
             uses.setdefault((use.name, use.transport), []).append(use)
     links = [
         LinkSum(
-            *(name, found[0].source, found[0].destination, transport),
+            name=name,
+            source=found[0].source,
+            destination=found[0].destination,
+            transport=transport,
             requests=len(found),
             payload_bytes=sum(use.payload_bytes for use in found),
             busy_ns=sum(use.busy_ns for use in found),

@@ -119,7 +119,9 @@ class StatusReader:
                 draining = DRAINING if load.draining else READY
                 rows.append(
                     WorkerRow(
-                        *("decode", *base, draining if load.reachable else UNREACHABLE),
+                        "decode",
+                        *base,
+                        draining if load.reachable else UNREACHABLE,
                         requests=load.requests,
                         max_requests=member.max_num_seqs,
                         held_tokens=load.held_tokens,
@@ -134,7 +136,9 @@ class StatusReader:
                 state = DRAINING if pulling.retired else READY
                 rows.append(
                     WorkerRow(
-                        *("prefill", *base, state),
+                        "prefill",
+                        *base,
+                        state,
                         requests=pulling.tasks,
                         max_requests=pulling.tasks + pulling.credits,
                         held_tokens=pulling.load_tokens,

@@ -145,16 +145,21 @@ class _Maker(SpanMaker):
         decision = facts.decision
         if facts.route_end:
             yield self._span(
-                *(schema.SPAN_ROUTE, self._root, steps.route_start, facts.route_end),
+                schema.SPAN_ROUTE,
+                self._root,
+                steps.route_start,
+                facts.route_end,
                 _route_attributes(decision) if decision is not None else {},
                 facts.route_error,
             )
         if facts.context is None or decision is None:
             return
         yield ended_span(
-            *(schema.SPAN_ATTEMPT, facts.context, self._root),
-            (self._unix_of(facts.start), self._unix_of(facts.end)),
-            self._attempt_attributes(facts, decision),
+            name=schema.SPAN_ATTEMPT,
+            context=facts.context,
+            parent=self._root,
+            times_unix_ns=(self._unix_of(facts.start), self._unix_of(facts.end)),
+            attributes=self._attempt_attributes(facts, decision),
             resource=self._resource,
             error=facts.error,
             links=previous,
@@ -165,7 +170,10 @@ class _Maker(SpanMaker):
             yield self._span(schema.SPAN_RESERVE, facts.context, steps.start, end, {}, error)
         if steps.queued is not None:
             yield self._span(
-                *(schema.SPAN_QUEUE, facts.context, steps.queued, steps.pulled or facts.end),
+                schema.SPAN_QUEUE,
+                facts.context,
+                steps.queued,
+                steps.pulled or facts.end,
                 {
                     schema.ATTRIBUTE_QUEUE_DEPTH: facts.tasks_ahead,
                     schema.ATTRIBUTE_PRIORITY: facts.priority,
@@ -179,7 +187,10 @@ class _Maker(SpanMaker):
         if decode is None or facts.context is None:
             return
         own = self._span(
-            *(schema.SPAN_DECODE, facts.context, decode.received, facts.end),
+            schema.SPAN_DECODE,
+            facts.context,
+            decode.received,
+            facts.end,
             self._worker_attributes(facts),
         )
         yield own
@@ -220,7 +231,7 @@ class _Maker(SpanMaker):
         tokens = int(str(prompt)) + facts.generated_tokens - done.cached_tokens
         attributes |= {**cached, schema.ATTRIBUTE_PAYLOAD_BYTES: done.payload_bytes}
         end = max(time or 0 for time in times)
-        own = self._span(*(schema.SPAN_PREFILL, facts.context, prefill.received, end), attributes)
+        own = self._span(schema.SPAN_PREFILL, facts.context, prefill.received, end, attributes)
         yield own
         if prefill.compute_start is not None and prefill.compute_end is not None:
             compute = (prefill.compute_start, prefill.compute_end)
@@ -229,8 +240,10 @@ class _Maker(SpanMaker):
         if done.HasField("last_link") and facts.decision is not None:
             link = done.last_link
             yield self._span(
-                *(schema.SPAN_TRANSFER_LINK, own.context),
-                *(prefill.received + link.start_us, prefill.received + link.end_us),
+                schema.SPAN_TRANSFER_LINK,
+                own.context,
+                prefill.received + link.start_us,
+                prefill.received + link.end_us,
                 {
                     schema.ATTRIBUTE_SOURCE_RANK: link.source_rank,
                     schema.ATTRIBUTE_DESTINATION_RANK: link.destination_rank,

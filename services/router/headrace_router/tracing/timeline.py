@@ -102,7 +102,10 @@ class AttemptTimeline:
             self._reserved_exchange = True
             replied_ns = times.received_unix_ns + 1_000 * times.reserved_us
             clock.add_exchange(
-                *(self._start_ns, times.received_unix_ns, replied_ns, answer.reserved_ns)
+                sent_ns=self._start_ns,
+                received_ns=times.received_unix_ns,
+                replied_ns=replied_ns,
+                answered_ns=answer.reserved_ns,
             )
         return decode_steps(times, self._received_us(clock, self._decode_worker_id, times))
 
@@ -121,7 +124,10 @@ class AttemptTimeline:
             self._task_exchange = True
             replied_ns = times.received_unix_ns + 1_000 * times.sent_us
             clock.add_exchange(
-                *(queued.pulled_ns, times.received_unix_ns, replied_ns, queued.ended_ns)
+                sent_ns=queued.pulled_ns,
+                received_ns=times.received_unix_ns,
+                replied_ns=replied_ns,
+                answered_ns=queued.ended_ns,
             )
         if not clock.known:
             return None

@@ -48,8 +48,14 @@ class StoringTracer(RequestTracer[AttemptTimeline]):
         for attempt in timeline.attempts:
             differences |= attempt.differences
         routed = RoutedRecord(
-            *(record.request_id, record.root, record.times_unix_ns, record.arrival_ns),
-            *(record.steps, record.breakdown, record.tokens_unix_ns, record.error),
+            record.request_id,
+            record.root,
+            record.times_unix_ns,
+            record.arrival_ns,
+            record.steps,
+            record.breakdown,
+            record.tokens_unix_ns,
+            record.error,
             attempts=tuple(attempt.facts for attempt in timeline.attempts),
             differences=differences,
         )

@@ -238,7 +238,9 @@ class WorkerConnection:
         _LOG.warning(
             "the clock of decode worker %s is %.1f s %s this router's, so times in logs are wrong: set the clocks of "
             "both hosts",
-            *(self.worker.ref, abs(offset_s), "ahead of" if offset_s > 0 else "behind"),
+            self.worker.ref,
+            abs(offset_s),
+            "ahead of" if offset_s > 0 else "behind",
         )
 
     async def _watch_status(self) -> None:
