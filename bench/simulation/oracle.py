@@ -7,9 +7,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from headrace_planner.goal_decision import Corrections, Demand, Forecast, decide_by_goals
-from headrace_planner.load_decision import apply_reasons
 from headrace_planner.observation import Interval, WorkerCounts
-from headrace_planner.planner import within_budget
+from headrace_planner.planner import apply_reasons, within_budget
 from headrace_planner.settings import WorkerProfile
 from headrace_simulator.settings import ScalingSettings
 from headrace_simulator.trace import TraceRequest

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-from headrace_common.process.niceness import lower_priority
+from headrace_common.tasks import lower_priority
 
 # The event loop itself prepares a request of this size. That takes less time than a thread's turn.
 _INLINE_BYTES = 2_048

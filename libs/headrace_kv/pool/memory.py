@@ -1,4 +1,4 @@
-"""Slots for blocks: what a rank shares with the process of its pool, how that process reaches them, and their seals.
+"""Slots for blocks, their seals, and the messages about them: what a rank shares with the process of its pool.
 
 The store is shared and checks nothing. A block with changed bytes, of another key, or of another deployment has no
 valid seal, and is not used.
@@ -9,22 +9,23 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import hmac
+import json
 import logging
 import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.layout.arena import require_available
 from headrace_kv.plan.saved_shards import StridedCopy
+from headrace_kv.transport.memory import require_available
 
 SEAL_BYTES: Final = 64
 _MAGIC: Final = b"HRBLOCK1"
@@ -206,3 +207,90 @@ def copy_heads(
                 source + piece * one.source_stride,
                 one.nbytes,
             )
+
+
+PACKET_BYTES_MAX: Final = 192 * 1024
+"""Fits the socket's default buffer."""
+
+Operation = Literal["exists", "get", "put"]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSetup:
+    """What a process of the pool starts with. `master` is host:port; `host` is this worker's address.
+
+    `admitted`: networks that may connect to the process, by text. None means every host.
+    """
+
+    master: str
+    host: str
+    secret: bytes
+    memories: tuple[PoolMemory, ...]
+    protocol: str = "tcp"
+    rdma_devices: str = ""
+    admitted: tuple[str, ...] | None = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolCall:
+    """A call of RemotePool."""
+
+    call_id: int
+    operation: Operation
+    keys: tuple[str, ...]
+    memory: int = 0
+    slots: tuple[int, ...] = ()
+    shard: int = OWN_SHARD
+
+
+@dataclass(frozen=True, slots=True)
+class PoolReply:
+    """The end of a call. With `lost`, the store has failed, and the process ends."""
+
+    call_id: int
+    done: tuple[bool, ...] = ()
+    lost: str = ""
+
+
+READY: Final = PoolReply(0)
+"""The first reply, once the process can be called."""
+
+
+def setup_to_packet(setup: PoolSetup) -> bytes:
+    values = {**asdict(setup), "secret": setup.secret.hex()}
+    return json.dumps(values, separators=(",", ":")).encode()
+
+
+def setup_from_packet(packet: bytes) -> PoolSetup:
+    values = json.loads(packet)
+    values["secret"] = bytes.fromhex(values["secret"])
+    values["memories"] = tuple(_memory(one) for one in values["memories"])
+    if values["admitted"] is not None:
+        values["admitted"] = tuple(values["admitted"])
+    return PoolSetup(**values)
+
+
+def _memory(values: dict[str, Any]) -> PoolMemory:
+    others = (
+        ShardSource(other["object_bytes"], tuple(StridedCopy(**one) for one in other["copies"]))
+        for other in values["others"]
+    )
+    return PoolMemory(**{**values, "others": tuple(others)})
+
+
+def call_to_packet(call: PoolCall) -> bytes:
+    return json.dumps(asdict(call), separators=(",", ":")).encode()
+
+
+def call_from_packet(packet: bytes) -> PoolCall:
+    values: dict[str, Any] = json.loads(packet)
+    return PoolCall(**{**values, "keys": tuple(values["keys"]), "slots": tuple(values["slots"])})
+
+
+def reply_to_packet(reply: PoolReply) -> bytes:
+    return json.dumps(asdict(reply), separators=(",", ":")).encode()
+
+
+def reply_from_packet(packet: bytes) -> PoolReply:
+    values: dict[str, Any] = json.loads(packet)
+    return PoolReply(**{**values, "done": tuple(values["done"])})

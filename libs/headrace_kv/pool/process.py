@@ -16,24 +16,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 from headrace_common.errors import ConfigError, TransferFailed
-from headrace_common.process.niceness import lower_priority
+from headrace_common.tasks import lower_priority
 from headrace_kv.pool.memory import (
     OWN_SHARD,
-    STEP_BYTES,
-    Mapping,
-    ShardMemory,
-    Slots,
-    copy_heads,
-    is_sealed,
-    seal_of,
-)
-from headrace_kv.pool.messages import (
     PACKET_BYTES_MAX,
     READY,
+    STEP_BYTES,
+    Mapping,
     PoolCall,
     PoolReply,
+    ShardMemory,
+    Slots,
     call_from_packet,
+    copy_heads,
+    is_sealed,
     reply_to_packet,
+    seal_of,
     setup_from_packet,
 )
 from headrace_kv.pool.store import PRESENT, STORED, MooncakeStore

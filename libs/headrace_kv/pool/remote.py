@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from headrace_kv.manager.lower_tiers import TierSettings
-from headrace_kv.pool.memory import OWN_SHARD, PoolMemory
-from headrace_kv.pool.messages import (
+from headrace_kv.pool.memory import (
+    OWN_SHARD,
     PACKET_BYTES_MAX,
     Operation,
     PoolCall,
+    PoolMemory,
     PoolReply,
     PoolSetup,
     call_to_packet,

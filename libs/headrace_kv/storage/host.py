@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace_common.errors import ConfigError
-from headrace_kv.layout.arena import (
-    PAGE_BYTES,
-    allocate_arena,
-    require_available,
-    suited_alignment_bytes,
-)
 from headrace_kv.layout.layout import TOKENS, KvLayout, RankMemory
 from headrace_kv.plan.saved_shards import plan_shard_read, readable_shards, shard_block_bytes
 from headrace_kv.plan.shard_map import WHOLE_BLOCKS, PlacedRegions, place_regions
 from headrace_kv.pool.memory import SEAL_BYTES, PoolMemory, ShardSource, SharedArena
-from headrace_kv.transport.memory import Bytes
+from headrace_kv.transport.memory import (
+    PAGE_BYTES,
+    Bytes,
+    allocate_arena,
+    require_available,
+    suited_alignment_bytes,
+)
 
 
 def block_bytes_of(layout: KvLayout, rank: int, *, pooled: bool = False) -> int:

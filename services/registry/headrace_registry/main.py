@@ -24,8 +24,7 @@ from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_registry.config import MEMORY_STORE, RegistryConfig
 from headrace_registry.service import RegistryServicer
-from headrace_registry.store.base import Store
-from headrace_registry.store.memory import MemoryStore
+from headrace_registry.store.base import MemoryStore, Store
 
 _INTERVAL_S: Final = 1.0
 

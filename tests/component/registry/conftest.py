@@ -8,9 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from headrace.registry.v1 import registry_pb2_grpc
-from headrace_registry.store.base import Store
+from headrace_registry.store.base import MemoryStore, Store
 from headrace_registry.store.etcd_connection import load_etcd3
-from headrace_registry.store.memory import MemoryStore
 from tests.component.registry.harness import (
     ETCD,
     EtcdServer,

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from headrace_registry.service import RegistryServicer
-from headrace_registry.store.memory import MemoryStore
+from headrace_registry.store.base import MemoryStore
 from tests.local_channel import LocalChannel
 
 

@@ -17,7 +17,7 @@ from headrace_common.errors import RegistryUnavailable, StaleIncarnation
 from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.registry.membership import LeaseRenewals, Membership
 from headrace_common.registry.view import RegistryView
-from headrace_registry.store.memory import MemoryStore
+from headrace_registry.store.base import MemoryStore
 from tests.component.registry import harness
 from tests.component.registry.harness import kv_descriptor
 from tests.component.registry.local_registry import LocalRegistry, local_registry

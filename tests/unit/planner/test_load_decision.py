@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace_planner.load_decision import LoadState, apply_reasons, decide_by_load
 from headrace_planner.observation import (
     ClassCounts,
     Interval,
@@ -16,6 +15,7 @@ from headrace_planner.observation import (
     PlannedRole,
     WorkerCounts,
 )
+from headrace_planner.planner import LoadState, apply_reasons, decide_by_load
 from headrace_planner.settings import LoadSettings
 from tests.unit.planner.samples import interval, sample
 

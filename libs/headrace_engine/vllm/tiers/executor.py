@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final
 
 from headrace_common.errors import HeadraceError
-from headrace_common.process.niceness import lower_priority
+from headrace_common.tasks import lower_priority
 from headrace_engine.vllm.step_plan import HostSend, PoolMove, PrefixSend, StepPlan
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy

@@ -17,7 +17,7 @@ import pytest
 
 from headrace_common.errors import ConfigError
 from headrace_kv.pool.engine_blocks import pool_secret
-from headrace_kv.pool.messages import PoolSetup
+from headrace_kv.pool.memory import PoolSetup
 from headrace_kv.pool.remote import RemotePool
 from headrace_kv.pool.serve import StoreServer
 from tests.pool_store import LONG_S, Store

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from headrace_kv.plan.saved_shards import StridedCopy
 from headrace_kv.pool.engine_blocks import PoolKeys
-from headrace_kv.pool.memory import PoolMemory, ShardSource
-from headrace_kv.pool.messages import (
+from headrace_kv.pool.memory import (
     PACKET_BYTES_MAX,
     PoolCall,
+    PoolMemory,
     PoolReply,
     PoolSetup,
+    ShardSource,
     call_from_packet,
     call_to_packet,
     reply_from_packet,

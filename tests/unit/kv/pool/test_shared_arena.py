@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_kv.layout.arena import PAGE_BYTES
 from headrace_kv.pool.memory import SharedArena
+from headrace_kv.transport.memory import PAGE_BYTES
 
 PAGES = 1_024
 

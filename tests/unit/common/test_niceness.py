@@ -6,7 +6,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from headrace_common.process.niceness import lower_priority
+from headrace_common.tasks import lower_priority
 
 
 def niceness() -> int:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_common.errors import ConfigError
-from headrace_kv.layout.arena import (
+from headrace_kv.transport.memory import (
     HUGE_PAGE_BYTES,
     PAGE_BYTES,
     allocate_arena,
