@@ -131,7 +131,7 @@ _REMEDIES: Final = (
         "Method not found",
         "another service listens there: name its address for clients with --router",
     ),
-    ("message larger than max", "shorten the text, or raise max_request_bytes of the router"),
+    ("message larger than max", "shorten the text: the longest context of the models bounds it"),
     ("API key is required", _KEY_REMEDY),
     ("API key is not known", _KEY_REMEDY),
     ("does not answer", _TLS_REMEDY),

@@ -24,9 +24,9 @@ _TIMEOUT_S = 120
 _PROGRAM = f"""import sys
 sys.path[:0] = {[path for path in sys.path if path]}
 import typer
-from headrace_cli.credentials import token
+from headrace_cli.commands import credentials
 app = typer.Typer()
-token.register(app)
+credentials.register(app)
 app()
 """
 

@@ -119,7 +119,7 @@ async def test_chat_workers_and_trace_find_the_deployment_of_up(tmp_path: Path) 
         } == (json.loads(whole.out)["usage"] | {"decode_cached_tokens": 0, "transferred_tokens": 0})
         long = await headrace("chat", "--router", router, stdin="a" * 4_500_000)
         assert long.status == 1
-        assert "max_request_bytes" in long.err
+        assert "shorten the text" in long.err
         assert len(long.err.splitlines()) == 1
         listed = await headrace("workers", "--router", router)
         assert listed.status == 0, listed.err

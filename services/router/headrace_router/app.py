@@ -162,7 +162,11 @@ def assemble(
     requests = _build_requests(basis, fleet, records, placement or KvAware(Random()))
     status = StatusReader(
         StatusParts(
-            *(fleet.workers, fleet.queue, fleet.admission, policy, records.traces),
+            fleet.workers,
+            fleet.queue,
+            fleet.admission,
+            policy,
+            records.traces,
             traffic=records.metrics.traffic,
         ),
         config.router_id or config.listen,
