@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import socket
 import ssl
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ HEADER_WAIT_S = 10.0
 # The kernel ends a connection to a client that reads nothing for this long.
 _UNREAD_MAX_MS = 60_000
 _BACKLOG = 1_024
+_UPGRADE = re.compile(rb"(?im)^upgrade:[^\r\n]*\r\n")
 _CANCEL_WAIT_S = 1.0
 
 
@@ -115,7 +117,7 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Ends connections that send no request."""
+    """Ends connections that send no request. Answers requests that offer another protocol with HTTP/1.1."""
 
     _header_timer: asyncio.TimerHandle | None = None
     _peer_names: tuple[bytes, ...] = ()
@@ -124,6 +126,12 @@ class _Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._peer_names = _subject_names(transport.get_extra_info("peercert"))
         self._header_timer = self.loop.call_later(HEADER_WAIT_S, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        # The parser would take the body for bytes of the other protocol. No line of JSON begins like this header.
+        if b"pgrade:" in data:
+            data = _UPGRADE.sub(b"", data)
+        super().data_received(data)
 
     def on_headers_complete(self) -> None:
         self._stop_timer()

@@ -73,6 +73,35 @@ async def test_clients_need_a_certificate_unless_the_settings_say_otherwise(
         await server.stop()
 
 
+class EchoApp:
+    """Answers with the body of the request."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+
+async def test_a_client_that_offers_http_2_keeps_its_body() -> None:
+    server = server_of(EchoApp(), config_of(http_listen="127.0.0.1:0"))
+    server.start()
+    # As curl --http2 and the HttpClient of the JDK.
+    command = ("curl", "--silent", "--max-time", "20", "--http2", "--data", "the body")
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command, server.url, stdout=asyncio.subprocess.PIPE
+        )
+        out, _ = await process.communicate()
+    finally:
+        await server.stop()
+    assert (process.returncode, out) == (0, b"the body")
+
+
 async def test_a_drain_waits_for_requests_in_flight_and_accepts_no_more() -> None:
     app = SlowApp()
     server = server_of(app, config_of(http_listen="127.0.0.1:0"))
