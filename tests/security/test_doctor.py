@@ -36,4 +36,4 @@ async def test_every_member_of_a_deployment_is_examined(tmp_path: Path) -> None:
 def test_the_exit_status_shows_an_error() -> None:
     ended = CliRunner().invoke(app, ["doctor", "--registry", "127.0.0.1:1"])
     assert ended.exit_code == 1
-    assert "the registry on 127.0.0.1:1" in " ".join(ended.output.split())
+    assert "nothing serves on 127.0.0.1:1" in " ".join(ended.output.split())

@@ -132,7 +132,7 @@ def reached(host: OtherHost, ports: set[int]) -> list[int]:
 
 def main(folder: Path) -> None:
     services = Services(folder)
-    settings = ("--engine=sim", "--transport=mooncake", "--max-num-seqs=4")
+    settings = ("--engine=sim", "--max-num-seqs=4")
     with ExitStack() as stack:
         peer, stranger = OtherHost(0), OtherHost(1)
         stack.callback(peer.close)

@@ -110,12 +110,11 @@ def _landing_late(submit: Callable[..., Any]) -> Callable[..., Any]:
     return late
 
 
-def _with_slow_layer(compute: Callable[..., Any]) -> Callable[..., Any]:
-    async def slow(stepper: Any, chunks: Any) -> None:
-        stepper._faults = replace(
-            stepper._faults, stall_layer=SLOW_LAYER, stall_s=_delay_s("layer")
-        )
-        await compute(stepper, chunks)
+def _with_slow_layer(push: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(stepper: Any, chunk: Any, layer: int) -> None:
+        if layer == SLOW_LAYER:
+            time.sleep(_delay_s("layer"))
+        push(stepper, chunk, layer)
 
     return slow
 
@@ -130,5 +129,5 @@ if __name__ == "__main__":
     _wrap(preparation, "prepare", lambda call: _slowed("tokenizer", call))
     _wrap(WriteWindow, "start", _with_late_writes)
     _wrap(StagedTransport, "submit", _landing_late)
-    _wrap(Stepper, "_compute", _with_slow_layer)
+    _wrap(Stepper, "_push", _with_slow_layer)
     importlib.import_module(f"{os.environ[_PROGRAM]}.__main__").main()

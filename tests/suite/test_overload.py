@@ -32,6 +32,7 @@ SETTINGS = (
     ("decode", "model", "sim:decode_step_s=0.05,prefill_s_per_token=0.0005"),
     ("decode", "max_num_seqs", str(SLOTS)),
     ("decode", "num_gpu_blocks_override", str(BLOCKS)),
+    ("router", "admission_wait_s", "2"),
 )
 OFFERED_PER_S = 36.0
 

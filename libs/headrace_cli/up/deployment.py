@@ -46,6 +46,8 @@ from headrace_common.errors import (
     DeadlineExceeded,
     HeadraceError,
     InternalError,
+    PermissionDenied,
+    Unauthenticated,
 )
 from headrace_common.extras import install_command, require_extra
 from headrace_common.process.free_port import free_port
@@ -348,13 +350,21 @@ async def _start(
 
 
 async def _wait_joined(topology: Topology, deployment: Deployment) -> None:
-    """Waits until the router has found every worker. Raises DeadlineExceeded."""
+    """Waits until the router has found every worker. Raises DeadlineExceeded.
+
+    Returns at once without a credential of an operator of this deployment: all processes serve, and the router keeps
+    requests until it has found a decode worker.
+    """
     deadline = Deadline.after(JOIN_TIMEOUT_S)
     # The listener for clients may need a key or a certificate that only clients have.
     async with open_router_internally(deployment.router_internal) as router:
         while True:
             deployment.supervisor.check()
-            for model in (await router.models()).models:
+            try:
+                listed = await router.models()
+            except (PermissionDenied, Unauthenticated):
+                return
+            for model in listed.models:
                 if (
                     model.prefill_worker_count >= topology.prefill_count
                     and model.decode_worker_count >= topology.decode_count
