@@ -89,7 +89,13 @@ VLLM_TESTS := vllm
 test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(DEEP_MODEL)/config.json $(MANY_HEADS_MODEL)/config.json $(TINY_ADAPTERS)/poet/adapter_config.json $(addsuffix /config.json,$(HYBRID_MODELS)) ## the tests with vLLM, the long ones too
 	@$(PYTEST) -m '$(VLLM_TESTS)' --second-run $(ARGS)
 
-test-clients: setup ## chat clients in C++, Go, Java, Node and Rust: as root it installs their Debian packages (CLIENTS="cpp go")
+WORKS_WITH := .cache/works-with/requirements.txt
+$(WORKS_WITH): tests/clients/python/requirements.txt | setup
+	@rm -rf $(@D) && $(BIN)/python -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --no-deps --require-hashes --requirement $<
+	@cp $< $@
+
+test-clients: setup $(WORKS_WITH) ## chat clients in C++, Go, Java, Node and Rust, and Python libraries: as root it installs their Debian packages (CLIENTS="cpp go")
 	@$(BIN)/python scripts/build_clients.py --install $(CLIENTS)
 	@$(PYTEST) tests/clients $(ARGS)
 
