@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +30,6 @@ HEADER_WAIT_S = 10.0
 # The kernel ends a connection to a client that reads nothing for this long.
 _UNREAD_MAX_MS = 60_000
 _BACKLOG = 1_024
-_UPGRADE = re.compile(rb"(?im)^upgrade:[^\r\n]*\r\n")
 _CANCEL_WAIT_S = 1.0
 
 
@@ -117,9 +116,12 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(HttpToolsProtocol):
-    """Ends connections that send no request. Answers requests that offer another protocol with HTTP/1.1."""
+    """Ends connections that send no request, and ignores upgrades such as that to h2c (RFC 9110, 7.8)."""
 
     _header_timer: asyncio.TimerHandle | None = None
+    # What the parser must still read of the bytes that arrived.
+    _pieces: tuple[bytes | memoryview, ...] = ()
+    _piece: memoryview = memoryview(b"")
     _peer_names: tuple[bytes, ...] = ()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -128,13 +130,35 @@ class _Protocol(HttpToolsProtocol):
         self._header_timer = self.loop.call_later(HEADER_WAIT_S, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        # The parser would take the body for bytes of the other protocol. No line of JSON begins like this header.
-        if b"pgrade:" in data:
-            data = _UPGRADE.sub(b"", data)
-        super().data_received(data)
+        self._pieces = (data,)
+        while self._pieces and not self.transport.is_closing():
+            self._piece, self._pieces = memoryview(self._pieces[0]), self._pieces[1:]
+            super().data_received(self._piece)  # type: ignore[arg-type]
+
+    def _offers_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Lets the parser, which stopped at the end of the headers, read the request without the offer and with its
+        body.
+        """
+        stopped = sys.exception()
+        if stopped is None or not self._offers_upgrade():
+            return
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        head = b"\r\n".join((*lines, b"", b""))
+        self._pieces = (head, self._piece[stopped.args[0] :], *self._pieces)
+
+    def on_message_complete(self) -> None:
+        if not self._offers_upgrade():
+            super().on_message_complete()
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
+        if self._offers_upgrade():
+            return
         super().on_headers_complete()
         if self._peer_names:
             # The application starts in a later turn of the event loop.
