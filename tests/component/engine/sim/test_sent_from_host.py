@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
+
+import pytest
 
 from headrace_common.errors import TransferFailed
 from headrace_kv.manager.block_pool import CachedBlock
@@ -21,10 +24,13 @@ from tests.component.engine.sim.support import (
     Handed,
     Pair,
     Started,
+    advance_until,
+    close,
     decode_work,
     pair,
     tokens_of,
 )
+from tests.sim_clock import ManualClock
 from tests.waiting import until
 
 LAYERS = 3
@@ -33,6 +39,7 @@ HOST = f"{MODEL},host_blocks=60"
 # Decode computes the last token. The others fill 10 blocks of 8.
 WHOLE_TOKENS = 81
 CACHED_TOKENS = 80
+TAIL_TOKENS = 85
 KV_BLOCKS = 16
 
 
@@ -98,6 +105,57 @@ def loaded_blocks(both: Pair) -> int:
     return both.prefill.tier_loads.loaded_blocks().get(Tier.HOST, 0)
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [({}, {}), ({"tensor_parallel_size": 2}, {}), ({}, {"tensor_parallel_size": 4})],
+)
+async def test_a_prompt_that_needs_no_computing_is_never_loaded(
+    prefill: dict[str, Any], decode: dict[str, Any]
+) -> None:
+    prompt = random_prompt(Random(1), WHOLE_TOKENS)
+    async with small_pair(prefill=prefill, decode=decode) as both:
+        handed = await again(both, prompt)
+        assert handed.outcome is not None
+        assert handed.outcome.cached_tokens == CACHED_TOKENS
+        assert handed.outcome.tier_tokens == {Tier.HOST: CACHED_TOKENS}
+        assert loaded_blocks(both) == 0
+
+
+async def test_blocks_in_kv_memory_and_blocks_below_are_sent_together() -> None:
+    prompt = random_prompt(Random(2), WHOLE_TOKENS)
+    async with small_pair() as both:
+        await both.generate(prompt, transfer_id="first")
+        # The first blocks are the last ones to be evicted.
+        await evict(both, count=1)
+        handed = await both.generate(prompt, transfer_id="second")
+        assert handed.outcome is not None
+        below = handed.outcome.tier_tokens[Tier.HOST]
+        assert 0 < below < CACHED_TOKENS
+        assert handed.outcome.cached_tokens == CACHED_TOKENS
+        assert loaded_blocks(both) == 0
+
+
+async def test_a_prompt_with_a_rest_to_compute_is_sent_before_it_is_loaded() -> None:
+    prompt = random_prompt(Random(3), TAIL_TOKENS)
+    clock, transports = ManualClock(), list[GatedTransport]()
+    async with small_pair(
+        host=f"{HOST},host_copy_s_per_token=1",
+        prefill_clock=clock,
+        prefill_transports=lambda: opened(transports),
+    ) as both:
+        await both.generate(prompt, transfer_id="first")
+        await evict(both)
+        before = transports[0].write_count
+        started = await both.start(decode_work(prompt, transfer_id="second", remote_kv=True))
+        # No time passes, so that nothing is loaded.
+        await until(lambda: transports[0].write_count == before + LAYERS)
+        assert not started.prefill.done()
+        await advance_until(started.prefill.done, clock)
+        await finish(both, started, prompt)
+        assert started.prefill.result().tier_tokens == {Tier.HOST: CACHED_TOKENS}
+        assert loaded_blocks(both) == CACHED_TOKENS // 8
+
+
 async def test_blocks_stay_in_main_memory_while_a_write_may_read_them() -> None:
     prompt = random_prompt(Random(4), WHOLE_TOKENS)
     transports = list[GatedTransport]()
@@ -119,6 +177,23 @@ async def test_blocks_stay_in_main_memory_while_a_write_may_read_them() -> None:
             tiers.store(others, both.prefill._pools.reporter)
         transports[0].gate.set()
         await finish(both, started, prompt)
+
+
+async def test_a_failed_transfer_ends_the_hold() -> None:
+    prompt = random_prompt(Random(5), WHOLE_TOKENS)
+    transports = list[GatedTransport]()
+    async with small_pair(prefill_transports=lambda: opened(transports)) as both:
+        await both.generate(prompt, transfer_id="first")
+        await evict(both)
+        transports[0].fails = True
+        started = await both.start(decode_work(prompt, transfer_id="second", remote_kv=True))
+        await asyncio.wait({started.prefill})
+        assert started.prefill.exception() is not None
+        await close(started.reader)
+        # It is false while a request holds blocks of any tier.
+        await until(both.prefill.reset_prefix_cache)
+        with pytest.raises(TransferFailed):
+            await started.transfer.wait()
 
 
 async def test_it_can_be_switched_off() -> None:

@@ -1,0 +1,230 @@
+"""Answers that another worker began, or that start with prefill's first token or logits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from headrace_common.errors import KvCorrupt, TransferFailed
+from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Sampling
+from headrace_engine.sim.handover import Handover
+from headrace_engine.sim.model.sampling import logits_of
+from tests.component.engine.sim.support import (
+    GREEDY,
+    Pair,
+    answer_of,
+    check_answer,
+    close,
+    decode_engine,
+    decode_work,
+    expected_tokens,
+    pair,
+    reserve,
+    tokens_of,
+)
+from tests.waiting import until
+
+SEEDED = Sampling(
+    temperature=0.8,
+    top_p=0.9,
+    seed=42,
+    max_tokens=12,
+    presence_penalty=0.5,
+    frequency_penalty=0.5,
+    repetition_penalty=1.3,
+    logprobs=2,
+)
+MODELS = (
+    "sim:layers=3,heads=2,context=512",
+    "sim:layers=3,heads=2,context=512,state_layers=2,state_heads=2",
+)
+
+
+def prompt_of(length: int) -> list[int]:
+    return [(7 * number + length) % 251 for number in range(length)]
+
+
+@pytest.mark.parametrize("generated", [1, 2, 7, 11])
+@pytest.mark.parametrize("length", [1, 7, 8, 30])
+async def test_a_continued_answer_equals_an_uninterrupted_one(length: int, generated: int) -> None:
+    prompt = prompt_of(length)
+    async with pair() as both:
+        for number, sampling in enumerate((replace(GREEDY, max_tokens=12), SEEDED)):
+            known = both.decode.model.expected_tokens(prompt, 12, sampling)[:generated]
+            local = decode_work(prompt, sampling, transfer_id=f"l{number}", generated=known)
+            end = await check_answer(both.decode, local)
+            handed = await both.generate(prompt, sampling, f"x{number}", generated=known)
+            assert not end.stopped
+            assert handed.reservation.end_token == length + generated - 1
+
+
+async def test_a_stop_token_ends_a_continued_answer() -> None:
+    prompt = prompt_of(20)
+    async with decode_engine() as engine:
+        whole = engine.model.expected_tokens(prompt, 6)
+        sampling = replace(GREEDY, stop_token_ids=(whole[4], 31999))
+        work = decode_work(prompt, sampling, generated=whole[:2])
+        tokens, end, _ = await answer_of(engine, work)
+        assert tokens == whole[2 : whole.index(whole[4]) + 1]
+        assert end.stopped
+
+
+def first_token_work(
+    prompt: list[int], sampling: Sampling, transfer_id: str = "x1", *, from_logits: bool = False
+) -> DecodeWork:
+    return decode_work(
+        prompt,
+        sampling,
+        transfer_id=transfer_id,
+        remote_kv=True,
+        awaits_first_token=True,
+        from_logits=from_logits,
+    )
+
+
+async def first_by_prefill(
+    both: Pair,
+    prompt: list[int],
+    sampling: Sampling,
+    transfer_id: str = "x1",
+    *,
+    late: bool = False,
+) -> DecodeEnded:
+    """One request with prefill's first token; `late` gives it to decode after the transfer is complete."""
+    token: asyncio.Future[DecodeTokens] = asyncio.get_running_loop().create_future()
+    work = first_token_work(prompt, sampling, transfer_id)
+    started = await both.start(work, on_first_token=token.set_result)
+    # The prompt's last token is transferred even when it is cached.
+    assert started.reservation.start_token < started.reservation.end_token == len(prompt)
+    first = await token
+    if not late:
+        both.decode.first_token(transfer_id, first.token_ids[0])
+    await started.transfer.wait()
+    both.decode.arrived(transfer_id)
+    await started.prefill
+    if late:
+        # The engine must not run before.
+        for _ in range(20):
+            await asyncio.sleep(0)
+        both.decode.first_token(transfer_id, first.token_ids[0])
+    return await read_rest(both, work, first, started.reader)
+
+
+async def first_from_logits(
+    both: Pair, prompt: list[int], sampling: Sampling, transfer_id: str = "x1"
+) -> DecodeEnded:
+    """One request with a first token from logits, which decode must yield before the KV has arrived."""
+    free = both.decode.free_block_count()
+    work = first_token_work(prompt, sampling, transfer_id, from_logits=True)
+    started = await both.start(work)
+    both.decode.first_logits(transfer_id, await started.transfer.logits())
+    first = await anext(started.reader)
+    assert isinstance(first, DecodeTokens)
+    assert len(first.token_ids) == 1
+    await asyncio.gather(started.transfer.wait(), started.prefill)
+    both.decode.arrived(transfer_id)
+    end = await read_rest(both, work, first, started.reader)
+    await until(lambda: both.decode.free_block_count() == free)
+    return end
+
+
+async def read_rest(
+    both: Pair, work: DecodeWork, first: DecodeTokens, reader: AsyncIterator[DecodeEvent]
+) -> DecodeEnded:
+    """Reads a request to its end, and compares its tokens with the closed form."""
+    assert len(first.logprobs) == (work.sampling.logprobs is not None)
+    events = [first, *[event async for event in reader]]
+    end = events[-1]
+    assert isinstance(end, DecodeEnded)
+    assert tokens_of(events) == expected_tokens(both.decode, work)
+    return end
+
+
+SOURCES: dict[str, Callable[..., Awaitable[DecodeEnded]]] = {
+    "prefill": first_by_prefill,
+    "prefill, late": partial(first_by_prefill, late=True),
+    "logits": first_from_logits,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 64, 100])
+async def test_the_answer_after_a_first_token_equals_the_closed_form(
+    length: int, source: str
+) -> None:
+    async with pair() as both:
+        for number, sampling in enumerate((replace(GREEDY, max_tokens=2), SEEDED)):
+            end = await SOURCES[source](both, prompt_of(length), sampling, f"x{number}")
+            assert not end.stopped
+
+
+@pytest.mark.parametrize("source", ["prefill", "logits"])
+@pytest.mark.parametrize(("ranks", "stages"), [((2, 1), 1), ((1, 2), 1), ((4, 1), 1), ((2, 1), 3)])
+@pytest.mark.parametrize("model", MODELS)
+async def test_first_tokens_come_from_one_of_several_ranks(
+    model: str, ranks: tuple[int, int], stages: int, source: str
+) -> None:
+    """Of four ranks with two heads, some copies send no KV at all. Only the last stage has logits."""
+    async with pair(
+        model=model,
+        prefill={"tensor_parallel_size": ranks[0], "model": f"{model},stages={stages}"},
+        decode={"tensor_parallel_size": ranks[1]},
+    ) as both:
+        for number in range(4):
+            await SOURCES[source](both, prompt_of(45), SEEDED, f"x{number}")
+
+
+async def test_an_abort_before_the_first_token_frees_the_blocks() -> None:
+    async with pair() as both:
+        free = both.decode.free_block_count()
+        started = await both.start(first_token_work(prompt_of(40), GREEDY))
+        await asyncio.gather(started.prefill, started.transfer.wait())
+        both.decode.arrived("x1")
+        await close(started.reader)
+        both.decode.first_token("x1", 3)
+        await until(lambda: both.decode.free_block_count() == free)
+
+
+@pytest.mark.parametrize("ends", ["max_tokens", "stop", "context"])
+async def test_a_token_from_logits_that_ends_the_answer(ends: str) -> None:
+    async with pair() as both:
+        prompt = prompt_of(both.decode.max_model_len - 1 if ends == "context" else 40)
+        sampling = replace(GREEDY, max_tokens=1)
+        if ends == "stop":
+            stop = both.decode.model.expected_tokens(prompt, 1)
+            sampling = replace(GREEDY, stop_token_ids=stop)
+        elif ends == "context":
+            sampling = GREEDY
+        end = await first_from_logits(both, prompt, sampling)
+        assert end.stopped == (ends == "stop")
+
+
+async def test_missing_logits_fail_the_transfer_and_free_its_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Handover, "push_logits", lambda *_: None)
+    async with pair() as both:
+        free = both.decode.free_block_count()
+        started = await both.start(first_token_work(prompt_of(40), GREEDY, from_logits=True))
+        for failing in (started.prefill, started.transfer.logits(), started.transfer.wait()):
+            with pytest.raises(TransferFailed, match="the logits"):
+                await failing
+        with pytest.raises(TransferFailed):
+            await anext(started.reader)
+        await until(lambda: both.decode.free_block_count() == free)
+
+
+async def test_one_wrong_byte_of_the_logits_is_an_error() -> None:
+    async with decode_engine() as engine:
+        reader = engine.decode(first_token_work(prompt_of(40), GREEDY, from_logits=True))
+        await reserve(reader)
+        logits = bytearray(logits_of(12345, engine.model.vocabulary))
+        logits[-1] ^= 1
+        engine.first_logits("x1", bytes(logits))
+        with pytest.raises(KvCorrupt):
+            await anext(reader)
+        engine.released("x1")
