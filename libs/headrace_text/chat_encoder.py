@@ -259,9 +259,11 @@ class ChatEncoder:
     def encode(
         self,
         values: Mapping[str, Any],
-        continue_final_message: bool,
         tokens_max: int | None,
-        cache_scope: str = "",
+        cache_scope: str,
+        *,
+        continue_final_message: bool,
+        add_generation_prompt: bool,
     ) -> list[int]:
         """Tokens of a conversation. `values` are as of `template_values`. Raises InvalidRequest and TooManyTokens.
 
@@ -272,7 +274,11 @@ class ChatEncoder:
         escaped = self._control_tokens.escape(values)
         if self._normalizes_control_texts:
             self._check_normalized(escaped.values)
-        text = self._template.render(escaped.values, continue_final_message=continue_final_message)
+        text = self._template.render(
+            escaped.values,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+        )
         # The template contains the special tokens: adding them here would double them.
         if escaped.originals:
             return self._encode_escaped(text, escaped, tokens_max)

@@ -62,13 +62,19 @@ class ChatTemplate:
                 metadata={"cause": str(error)},
             ) from error
 
-    def render(self, values: Mapping[str, Any], *, continue_final_message: bool) -> str:
+    def render(
+        self,
+        values: Mapping[str, Any],
+        *,
+        continue_final_message: bool,
+        add_generation_prompt: bool = True,
+    ) -> str:
         """The conversation as text. `values` are as of `template_values`.
 
         Raises InvalidRequest with the template's own error message.
         """
         if not continue_final_message:
-            return self._render(values, add_generation_prompt=True)
+            return self._render(values, add_generation_prompt=add_generation_prompt)
         *others, final = values["messages"]
         marked = {**final, "content": final["content"] + _END_MARK}
         rendered = self._render(

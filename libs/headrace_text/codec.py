@@ -86,18 +86,23 @@ class TextCodec(ABC):
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         cache_scope: str = "",
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         """Tokens of a conversation, formatted by the model's chat template.
 
         `tools` are OpenAI's objects. `template_kwargs` are further variables of the template, by names that are not in
         RESERVED_NAMES. Only the template makes control tokens: their text in the arguments stays text. Raises
         InvalidRequest with the template's own error message, and TooManyTokens above `tokens_max`. Only calls with an
-        equal `cache_scope` share cached tokens.
+        equal `cache_scope` share cached tokens. Without `add_generation_prompt`, the text ends with the last message.
         """
 
     def encode_part(self, text: str) -> list[int]:
         """Tokens of plain text without special tokens around it."""
         return self.encode(text)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokenizer's own text of each token. Empty for a token that it does not have."""
+        return [self.decode([token_id], skip_special_tokens=False) for token_id in token_ids]
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -130,14 +130,24 @@ class HuggingFaceCodec(TextCodec):
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         cache_scope: str = "",
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         if self._chat is None:
             raise InvalidRequest({"chat": "the model has no chat template; send text instead"})
         values = template_values(messages, tools, template_kwargs)
-        return self._chat.encode(values, continue_final_message, tokens_max, cache_scope)
+        return self._chat.encode(
+            values,
+            tokens_max,
+            cache_scope,
+            continue_final_message=continue_final_message,
+            add_generation_prompt=add_generation_prompt,
+        )
 
     def encode_part(self, text: str) -> list[int]:
         return bounded_ids(encode(self._tokenizer, text), None)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)

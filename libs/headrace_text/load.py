@@ -69,12 +69,15 @@ class ByteCodec(TextCodec):
         tools: Sequence[Mapping[str, Any]] = (),
         template_kwargs: Mapping[str, Any] | None = None,
         cache_scope: str = "",
+        add_generation_prompt: bool = True,
     ) -> list[int]:
         lines = [f"{name}: {value}" for name, value in sorted((template_kwargs or {}).items())]
         lines += [f"tool: {json.dumps(tool, ensure_ascii=False)}" for tool in tools]
         lines += map(_line, messages)
         text = "\n".join(lines)
-        return self.encode(text if continue_final_message else f"{text}\nassistant: ", tokens_max)
+        if add_generation_prompt and not continue_final_message:
+            text = f"{text}\nassistant: "
+        return self.encode(text, tokens_max)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         content = b"".join(

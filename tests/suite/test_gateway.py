@@ -82,6 +82,7 @@ async def test_a_decode_worker_answers_as_the_router_does_and_others_prefill(
             ]
             expected = await grpc_text(it, 8)
             assert [answer.choices[0].message.content for answer in answers] == [expected] * 2
+            assert len({answer.system_fingerprint for answer in answers} - {None}) == 1
             for number in range(2):
                 assert await prefilled_on(it, f"own-{number}") == "prefill-0"
                 await check_latency(it, f"own-{number}", answers[number])

@@ -89,6 +89,7 @@ async def test_the_official_client_gets_the_same_text_as_grpc(tmp_path: Path) ->
         assert chat.choices[0].finish_reason == "length"
         assert chat.usage is not None
         assert chat.usage.completion_tokens == 8
+        fingerprints = {chat.system_fingerprint}
         texts: list[str] = []
         usages: list[openai.types.CompletionUsage | None] = []
         async for chunk in await client.chat.completions.create(
@@ -100,6 +101,7 @@ async def test_the_official_client_gets_the_same_text_as_grpc(tmp_path: Path) ->
             stream_options={"include_usage": True},
         ):
             usages.append(chunk.usage)
+            fingerprints.add(chunk.system_fingerprint)
             texts += [choice.delta.content or "" for choice in chunk.choices]
         assert "".join(texts) == expected
         assert usages[-1] is not None
@@ -110,6 +112,9 @@ async def test_the_official_client_gets_the_same_text_as_grpc(tmp_path: Path) ->
         assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
         assert completion.usage is not None
         assert completion.usage.completion_tokens == 12
+        (fingerprint,) = fingerprints | {completion.system_fingerprint}
+        assert fingerprint
+        assert fingerprint.startswith("fp_")
 
 
 @pytest.mark.core
@@ -239,9 +244,12 @@ async def test_a_closed_connection_frees_the_blocks(tmp_path: Path) -> None:
             seen |= {choice.index for choice in chunk.choices}
             if len(seen) == 2:
                 break
+        # As in vLLM, several answers are one request.
+        assert (await raw(client, get("/load"))).endswith(b'{"server_load": 1}')
         await stream.close()
         # The answers would take 40 s.
         await it.wait_empty("decode-0", 10.0)
+        assert (await raw(client, get("/load"))).endswith(b'{"server_load": 0}')
 
 
 async def test_a_stream_goes_on_when_its_decode_worker_is_killed(tmp_path: Path) -> None:
@@ -332,7 +340,8 @@ async def test_keys_come_before_bodies_and_bodies_are_bounded(tmp_path: Path) ->
         for headers in ((), (mine,)):
             assert (await raw(client, get("/metrics", *headers))).startswith(b"HTTP/1.1 401 ")
         reader = "authorization: Bearer the-key-of-a-reader"
-        assert (await raw(client, get("/v1/models", reader))).startswith(b"HTTP/1.1 401 ")
+        for path in ("/v1/models", "/load"):
+            assert (await raw(client, get(path, reader))).startswith(b"HTTP/1.1 401 ")
         metrics = await raw(client, get("/metrics", reader))
         assert metrics.startswith(b"HTTP/1.1 200 ")
         assert b"headrace_requests_total{" in metrics

@@ -126,7 +126,7 @@ async def check_tokens(client: openai.AsyncOpenAI) -> None:
     body = {"prompt": text, "add_special_tokens": False}
     url = str(client.base_url).replace("/v1/", "/tokenize")
     tokens = await client.post(url, cast_to=object, body=body)
-    assert tokens == {"count": 1, "max_model_len": 512, "tokens": [28]}
+    assert tokens == {"count": 1, "max_model_len": 512, "tokens": [28], "token_strs": None}
 
 
 async def check_choices(client: openai.AsyncOpenAI) -> None:

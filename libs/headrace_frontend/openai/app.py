@@ -119,6 +119,7 @@ class OpenAiApp:
             "/ready": ("GET", self._report_ready),
             "/ping": ("GET", self._report_health),
             "/version": ("GET", self._report_version),
+            "/load": ("GET", self._report_load),
             "/metrics": ("GET", metrics.respond),
         }
 
@@ -217,7 +218,9 @@ class OpenAiApp:
             tenant,
             chat,
             "resp_",
-            lambda head, _, rules: ResponsesFormat(head, rules, echoed),
+            lambda head, model, rules: ResponsesFormat(
+                head, rules, echoed, self._parts.codecs[model]
+            ),
         )
 
     async def _answer_chat(
@@ -268,7 +271,9 @@ class OpenAiApp:
     def _head(self, body: GenerationBody, response_id: str) -> tuple[ResponseHead, str]:
         """The head, and the served model. Raises InvalidRequest when neither a model nor an adapter is served."""
         choice = self._parts.preparer.choice(body.model)
-        return ResponseHead(response_id, int(time.time()), choice.name), choice.model
+        fingerprint = self._parts.models.system_fingerprint(choice) or None
+        head = ResponseHead(response_id, int(time.time()), choice.name, fingerprint)
+        return head, choice.model
 
     async def _generate(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
         respond = self._stream if generation.streamed else self._collect
@@ -369,12 +374,18 @@ class OpenAiApp:
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
-        model, tokens = await self._tokens_of(await self._body(exchange, TokenizeBody), tenant)
+        body = await self._body(exchange, TokenizeBody)
+        model, tokens = await self._tokens_of(body, tenant)
+        preparer = self._parts.preparer
+        texts = None
+        if body.return_token_strs:
+            texts = await preparer.token_texts(model, tokens, tenant)
         await exchange.respond_object(
             {
                 "count": len(tokens),
-                "max_model_len": self._parts.preparer.max_model_len(model),
+                "max_model_len": preparer.max_model_len(model),
                 "tokens": list(tokens),
+                "token_strs": texts,
             }
         )
 
@@ -383,10 +394,17 @@ class OpenAiApp:
         preparer = self._parts.preparer
         try:
             async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
-                prepared = await preparer.tokenize(tokenize_request(body), tenant)
+                prepared = await preparer.tokenize(
+                    tokenize_request(body),
+                    tenant,
+                    add_generation_prompt=body.add_generation_prompt,
+                )
                 tokens: Sequence[int] = prepared.token_ids
-                if body.prompt is not None and body.add_special_tokens is False:
+                if body.prompt is not None and not body.adds_special_tokens:
                     tokens = await preparer.tokenize_part(prepared.model, body.prompt, tenant)
+                elif body.prompt is None and body.adds_special_tokens:
+                    before, after = preparer.special_tokens(prepared.model)
+                    tokens = (*before, *tokens, *after)
         except InvalidRequest as error:
             violations = openai_violations(error.violations, chat=False)
             raise InvalidRequest(violations, cause=error.cause) from error
@@ -405,6 +423,10 @@ class OpenAiApp:
 
     async def _report_version(self, exchange: HttpExchange) -> None:
         await exchange.respond_object({"version": version()})
+
+    async def _report_load(self, exchange: HttpExchange) -> None:
+        self._tenant_of(exchange)
+        await exchange.respond_object({"server_load": self._parts.runner.requests})
 
     async def _report_ready(self, exchange: HttpExchange) -> None:
         """200 while new requests can be served."""

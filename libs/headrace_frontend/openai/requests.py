@@ -295,6 +295,7 @@ class ChatCompletionBody(GenerationBody):
     def _check_chat(self) -> ChatCompletionBody:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: needs logprobs=true")
+        _check_ending(self)
         if not self.add_generation_prompt and not self.continue_final_message:
             raise ValueError(
                 "add_generation_prompt: false needs continue_final_message=true; leave it out"
@@ -302,6 +303,15 @@ class ChatCompletionBody(GenerationBody):
         if self.tool_choice not in (None, "none") and not self.tools:
             raise ValueError("tool_choice: needs tools; set tools or leave it out")
         return self
+
+
+def _check_ending(body: ChatCompletionBody | TokenizeBody) -> None:
+    """Raises ValueError when an answer would both begin and continue the final message."""
+    begins = body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set
+    if begins and body.continue_final_message:
+        raise ValueError(
+            "continue_final_message: true needs add_generation_prompt=false; leave one out"
+        )
 
 
 class CompletionBody(GenerationBody):
@@ -324,24 +334,28 @@ class CompletionBody(GenerationBody):
 class TokenizeBody(Body):
     """A request of /tokenize, as vLLM has it. One of prompt and messages must be set."""
 
-    neutral = {  # noqa: RUF012
-        "add_generation_prompt": (True,),
-        "return_token_strs": (False,),
-        "chat_template": _NO_VALUE,
-    }
+    # vLLM's servers reject the template of a request, too, unless they are started to trust it.
+    neutral = {"chat_template": _NO_VALUE}  # noqa: RUF012
 
     model: str = ""
     prompt: str | None = None
     messages: Messages | None = None
     tools: Tools | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """Whether the tokenizer's special tokens stand around the prompt. A chat has those of its template."""
+        given = self.add_special_tokens
+        return self.messages is None if given is None else given
 
     @model_validator(mode="after")
     def _check(self) -> TokenizeBody:
-        if self.messages is not None and self.add_special_tokens is not None:
-            raise ValueError("add_special_tokens: the template of a chat decides; leave it out")
+        _check_ending(self)
         return self
 
 
@@ -349,7 +363,7 @@ class DetokenizeBody(Body):
     """A request of /detokenize, as vLLM has it."""
 
     model: str = ""
-    tokens: PromptTokens
+    tokens: TokenList
 
 
 BodyKind = TypeVar("BodyKind", bound=Body)

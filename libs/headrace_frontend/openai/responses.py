@@ -36,6 +36,8 @@ class ResponseHead:
     id: str
     created: int
     model: str
+    system_fingerprint: str | None = None
+    """See `ModelLister`."""
 
 
 @dataclass(slots=True)
@@ -117,7 +119,8 @@ class ResponseFormat(ABC):
         """The tokens of each choice's prompt, where `includes` needs them."""
         self._prefix = (
             f'data: {{"id": {_quote(head.id)}, "object": "{self.chunk_kind}", "created": {head.created}, '
-            f'"model": {_quote(head.model)}, "choices": ['
+            f'"model": {_quote(head.model)}, "system_fingerprint": {json.dumps(head.system_fingerprint)}, '
+            '"choices": ['
         )
         self._suffix = '], "usage": null}\n\n' if includes.usage else "]}\n\n"
         self._templates: dict[int, tuple[bytes, bytes]] = {}
@@ -223,6 +226,7 @@ class ResponseFormat(ABC):
                 "object": self.kind,
                 "created": self._head.created,
                 "model": self._head.model,
+                "system_fingerprint": self._head.system_fingerprint,
                 "choices": [
                     {**self._choice(index, choice), **self._whole_extensions(choice)}
                     for index, choice in enumerate(choices)
@@ -322,12 +326,8 @@ class ChatFormat(ResponseFormat):
         return _chat_logprobs(tokens)
 
     def _usage_details(self, choices: Sequence[CollectedChoice]) -> dict[str, Any]:
-        count = 0
-        if self._rules.reasoning is not None:
-            for choice in choices or self._sent.values():
-                reasoning = ChatAnswer(self._rules).reasoning_of(choice.text)
-                count += tokens_within(self._codec, choice.token_ids, choice.text, reasoning)
-        return {"completion_tokens_details": {"reasoning_tokens": count}}
+        counted = choices or self._sent.values()
+        return reasoning_details(self._codec, self._rules, counted)
 
     def _whole_fields(self) -> dict[str, Any]:
         return {"prompt_token_ids": list(self._prompts[0])} if self._includes.token_ids else {}
@@ -389,6 +389,18 @@ class CompletionFormat(ResponseFormat):
 
     def _new_offsets(self) -> TextOffsets:
         return TextOffsets(self._codec, skip_special_tokens=self._skip_special_tokens)
+
+
+def reasoning_details(
+    codec: TextCodec, rules: AnswerRules, choices: Iterable[CollectedChoice]
+) -> dict[str, Any]:
+    """The fields of the usage that count the tokens of reasoning."""
+    count = 0
+    if rules.reasoning is not None:
+        for choice in choices:
+            reasoning = ChatAnswer(rules).reasoning_of(choice.text)
+            count += tokens_within(codec, choice.token_ids, choice.text, reasoning)
+    return {"completion_tokens_details": {"reasoning_tokens": count}}
 
 
 def _chat_logprobs(tokens: list[dict[str, Any]]) -> dict[str, Any]:

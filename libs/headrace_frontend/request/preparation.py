@@ -81,15 +81,32 @@ class RequestPreparer:
         return prepared
 
     async def tokenize(
-        self, request: inference_pb2.GenerateRequest, tenant: str
+        self,
+        request: inference_pb2.GenerateRequest,
+        tenant: str,
+        *,
+        add_generation_prompt: bool = True,
     ) -> PreparedRequest:
         """The validated request, outside any trace. Raises InvalidRequest."""
-        return await self._run(request, "", tenant)
+        return await self._run(request, "", tenant, add_generation_prompt=add_generation_prompt)
 
     async def tokenize_part(self, model: str, text: str, tenant: str) -> list[int]:
         """Tokens of a text that `tokenize` accepts, without special tokens around it."""
         codec = self._codecs[model]
         return await self._threads.run(tenant, len(text.encode()), lambda: codec.encode_part(text))
+
+    async def token_texts(self, model: str, token_ids: Sequence[int], tenant: str) -> list[str]:
+        """The tokenizer's own text of each token that `tokenize` returned."""
+        codec = self._codecs[model]
+        size = 4 * len(token_ids)
+        return await self._threads.run(tenant, size, lambda: codec.token_texts(token_ids))
+
+    def special_tokens(self, model: str) -> tuple[Sequence[int], Sequence[int]]:
+        """The special tokens that a model's tokenizer adds before and after a text."""
+        codec = self._codecs[model]
+        whole, part = codec.encode("a"), codec.encode_part("a")
+        start = next(i for i in range(len(whole)) if whole[i : i + len(part)] == part)
+        return whole[:start], whole[start + len(part) :]
 
     async def detokenize(self, model: str, token_ids: Sequence[int], tenant: str) -> str:
         """The text of tokens. Raises InvalidRequest when they are invalid or exceed the context length."""
@@ -131,7 +148,12 @@ class RequestPreparer:
         return prepared
 
     async def _run(
-        self, request: inference_pb2.GenerateRequest, request_id: str, tenant: str
+        self,
+        request: inference_pb2.GenerateRequest,
+        request_id: str,
+        tenant: str,
+        *,
+        add_generation_prompt: bool = True,
     ) -> PreparedRequest:
         prepare_request = partial(
             prepare,
@@ -141,5 +163,6 @@ class RequestPreparer:
             max_model_len=self._workers.max_model_len(),
             cache_salt=self._salt_of(tenant),
             adapters=self._workers.adapters(),
+            add_generation_prompt=add_generation_prompt,
         )
         return await self._threads.run(tenant, request.ByteSize(), prepare_request)

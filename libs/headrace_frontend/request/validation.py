@@ -101,6 +101,7 @@ def prepare(
     bytes_per_token: int = BYTES_PER_TOKEN_MAX,
     cache_salt: str = "",
     adapters: Adapters | None = None,
+    add_generation_prompt: bool = True,
 ) -> PreparedRequest:
     """Validates and tokenizes a request. Slow for a long prompt: call it on a thread.
 
@@ -120,7 +121,9 @@ def prepare(
     if not any(path.partition(".")[0] in (*_PROMPT_FIELDS, "prompt") for path in violations):
         prompt_violations = _byte_violations(request, codec, context, bytes_per_token)
         if not prompt_violations:
-            token_ids, prompt_violations = _tokenized(request, codec, context, cache_salt)
+            token_ids, prompt_violations = _tokenized(
+                request, codec, context, cache_salt, add_generation_prompt=add_generation_prompt
+            )
         violations.update(prompt_violations)
     violations.update(_vocabulary_violations(request, codec.vocabulary_size, context))
     if violations:
@@ -243,11 +246,22 @@ def _byte_violations(
 
 
 def _tokenized(
-    request: inference_pb2.GenerateRequest, codec: TextCodec, context: int, cache_scope: str
+    request: inference_pb2.GenerateRequest,
+    codec: TextCodec,
+    context: int,
+    cache_scope: str,
+    *,
+    add_generation_prompt: bool,
 ) -> tuple[Sequence[int], dict[str, str]]:
     """The prompt's tokens, and the violations that only they show."""
     try:
-        token_ids = _prompt_tokens(request, codec, context or None, cache_scope)
+        token_ids = _prompt_tokens(
+            request,
+            codec,
+            context or None,
+            cache_scope,
+            add_generation_prompt=add_generation_prompt,
+        )
     except TooManyTokens as error:
         if not error.count:
             why = f"has far too many tokens, and {CONTEXT_WORDS} {context} tokens; shorten it"
@@ -263,6 +277,8 @@ def _prompt_tokens(
     codec: TextCodec,
     tokens_max: int | None,
     cache_scope: str,
+    *,
+    add_generation_prompt: bool,
 ) -> Sequence[int]:
     if request.HasField("tokens"):
         return request.tokens.ids
@@ -275,6 +291,7 @@ def _prompt_tokens(
         tools=tools_of(request.chat),
         template_kwargs=template_kwargs_of(request.chat),
         cache_scope=cache_scope,
+        add_generation_prompt=add_generation_prompt,
     )
 
 

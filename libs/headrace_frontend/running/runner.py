@@ -120,11 +120,17 @@ class RequestRunner(Generic[AttemptT]):
         self._traits = traits
         self._counter = counter or RequestCounter()
         self._draining = False
+        self._requests = 0
 
     @property
     def draining(self) -> bool:
         """Whether new requests are rejected."""
         return self._draining
+
+    @property
+    def requests(self) -> int:
+        """The number of requests that `run` serves now, with those that wait."""
+        return self._requests
 
     def drain(self) -> None:
         """Rejects new requests from now on. Requests in flight continue."""
@@ -160,7 +166,11 @@ class RequestRunner(Generic[AttemptT]):
             priority = self.priority_of(request.priority, tenant)
             terms = _Terms(tenant, priority, deadline, arrival_unix_ns, arrival_ns)
             answer = Answer(request_id, prepare, write, outlets=outlets)
-            await run_answers(request, answer, partial(self._answer, terms))
+            self._requests += 1
+            try:
+                await run_answers(request, answer, partial(self._answer, terms))
+            finally:
+                self._requests -= 1
 
     async def _answer(self, terms: _Terms, answer: Answer) -> None:
         permit = await self._admission.admit(terms.tenant, terms.deadline, terms.priority)

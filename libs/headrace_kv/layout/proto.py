@@ -70,9 +70,12 @@ def layout_to_proto(layout: KvLayout) -> layout_pb2.KvLayout:
 
 def layout_hash(layout: KvLayout) -> bytes:
     """SHA-256 of the layout's fingerprint: equal for all workers that can exchange KV."""
-    return hashlib.sha256(
-        layout_to_proto(fingerprint(layout)).SerializeToString(deterministic=True)
-    ).digest()
+    return engine_hash(fingerprint(layout))
+
+
+def engine_hash(layout: KvLayout) -> bytes:
+    """SHA-256 of a layout with all its fields: the model, its weights, and how the engine divides and stores it."""
+    return hashlib.sha256(layout_to_proto(layout).SerializeToString(deterministic=True)).digest()
 
 
 def layout_from_proto(message: layout_pb2.KvLayout) -> KvLayout:

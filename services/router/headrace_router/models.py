@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from headrace.inference.v1 import inference_pb2
+from headrace_frontend.openai.parts import system_fingerprint
+from headrace_frontend.request.model_names import ModelChoice
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.workers.directory import WorkerDirectory
 
@@ -35,6 +37,10 @@ class ModelCatalog:
                 )
                 found += [model, *self._adapters_of(model)]
         return found
+
+    def system_fingerprint(self, choice: ModelChoice) -> str:
+        """As `ModelLister` has it."""
+        return system_fingerprint(self._workers.table(choice.model).engine_hashes, choice.adapter)
 
     def _adapters_of(self, model: inference_pb2.Model) -> Iterator[inference_pb2.Model]:
         table = self._workers.table(model.name)

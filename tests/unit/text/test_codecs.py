@@ -63,6 +63,20 @@ def test_the_final_message_can_be_continued(tmp_path: Path) -> None:
     assert tokens.count(257) == 1
 
 
+def test_a_chat_may_end_with_its_last_message(tmp_path: Path) -> None:
+    codec = HuggingFaceCodec(_write_model(tmp_path, chat_template=_TEMPLATE))
+    tokens = codec.encode_chat([_USER], continue_final_message=False, add_generation_prompt=False)
+    assert codec.decode(tokens, skip_special_tokens=False) == "<bos>[user]hé<eos>"
+
+
+def test_tokens_have_the_tokenizers_own_texts(tmp_path: Path) -> None:
+    codec = HuggingFaceCodec(_write_model(tmp_path))
+    assert codec.token_texts(codec.encode("é a")) == ["<bos>", "Ã", "©", "Ġ", "a"]
+    assert codec.token_texts([299]) == [""]
+    simulated = load_codecs({"sim": "sim"})["sim"]
+    assert simulated.token_texts([97, 0xE4]) == ["a", "\ufffd"]
+
+
 def test_a_template_that_trims_is_continued_without_trailing_space() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content | trim }}|{% endfor %}", {})
     messages = [_USER, ChatMessage("assistant", " well ")]

@@ -10,7 +10,13 @@ from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_frontend.openai.answers import AnswerRules
 from headrace_frontend.openai.block_apis.blocks import Block, BlockFormat, BlockKind, named_event
 from headrace_frontend.openai.errors import AnyError, ErrorForm, error_bytes, error_object
-from headrace_frontend.openai.responses import CollectedChoice, ResponseHead, usage_object
+from headrace_frontend.openai.responses import (
+    CollectedChoice,
+    ResponseHead,
+    reasoning_details,
+    usage_object,
+)
+from headrace_text.codec import TextCodec
 
 _Usage = dict[str, Any]
 
@@ -18,16 +24,27 @@ _Usage = dict[str, Any]
 class ResponsesFormat(BlockFormat):
     """The answers of /v1/responses. `echoed` has the fields of the request that each answer repeats."""
 
-    def __init__(self, head: ResponseHead, rules: AnswerRules, echoed: Mapping[str, Any]) -> None:
+    def __init__(
+        self, head: ResponseHead, rules: AnswerRules, echoed: Mapping[str, Any], codec: TextCodec
+    ) -> None:
         super().__init__(head, rules)
+        self._rules = rules
         self._echoed = echoed
+        self._codec = codec
         self._sequence = 0
+        self._sent = CollectedChoice()
+        """What was streamed, where the tokens of its reasoning are counted."""
 
     def first_event(self, index: int) -> bytes:
         response = self._response("in_progress", None)
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
+
+    def event(self, index: int, message: inference_pb2.GenerateResponse) -> bytes:
+        if self._rules.reasoning is not None:
+            self._sent.add(message, [])
+        return super().event(index, message)
 
     def _opened(self, block: Block) -> bytes:
         item = self._item(block, done=False)
@@ -64,13 +81,17 @@ class ResponsesFormat(BlockFormat):
         return data + self._event("response.output_item.done", output_index=block.index, item=item)
 
     def last_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
-        response = self._response(self._status, usage_object(usages, prompts))
+        usage = {**usage_object(usages, prompts), **self._details(self._sent)}
+        response = self._response(self._status, usage)
         return self._event(f"response.{self._status}", response=response)
 
     def whole(self, choices: Sequence[CollectedChoice], prompts: int) -> bytes:
         self._collect(choices[0])
-        usage = usage_object([choices[0].usage], prompts)
+        usage = {**usage_object([choices[0].usage], prompts), **self._details(choices[0])}
         return json.dumps(self._response(self._status, usage)).encode()
+
+    def _details(self, choice: CollectedChoice) -> dict[str, Any]:
+        return reasoning_details(self._codec, self._rules, [choice])
 
     @property
     def _status(self) -> str:
@@ -147,11 +168,10 @@ def _part(kind: BlockKind, text: str) -> dict[str, Any]:
 
 
 def _usage(usage: _Usage) -> dict[str, Any]:
-    details = usage.get("completion_tokens_details") or {}
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": usage["prompt_tokens_details"],
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": details.get("reasoning_tokens", 0)},
+        "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
     }

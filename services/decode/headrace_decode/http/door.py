@@ -12,7 +12,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
-from headrace_common.registry.adapters import Adapter, adapters_from_proto
+from headrace_common.registry.adapters import adapters_from_proto
 from headrace_common.rpc.channel import open_channel
 from headrace_decode.admission.admission import Capacity
 from headrace_decode.attempts import Attempts
@@ -21,21 +21,23 @@ from headrace_decode.http.attempt_timeline import OwnAttemptTimeline
 from headrace_decode.http.dispatcher import OwnDispatcher, OwnWorker
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.room import BlockShares
+from headrace_engine.interface import Engine
 from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import OpenAiApp
 from headrace_frontend.openai.metrics_page import MetricsPage
-from headrace_frontend.openai.parts import OpenAiParts
+from headrace_frontend.openai.parts import OpenAiParts, system_fingerprint
 from headrace_frontend.openai.server import HttpServer
-from headrace_frontend.request.model_names import Adapters
+from headrace_frontend.request.model_names import Adapters, ModelChoice
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck, request_bytes_max
 from headrace_frontend.running.runner import RequestRunner, RunnerTraits
 from headrace_frontend.running.tracer import RequestTracer
 from headrace_frontend.salts import CacheSalts
 from headrace_frontend.tenants import load_tenants
+from headrace_kv.layout.proto import engine_hash
 from headrace_text.codec import TextCodec
 from headrace_text.load import SIMULATED_MODEL, load_codecs
 
@@ -43,12 +45,11 @@ from headrace_text.load import SIMULATED_MODEL, load_codecs
 class _OwnModel:
     """The worker's model, as request preparation and the list of models need it."""
 
-    def __init__(
-        self, name: str, max_model_len: int, adapters: Sequence[Adapter], host: WorkerHost
-    ) -> None:
+    def __init__(self, name: str, engine: Engine, host: WorkerHost) -> None:
         self.name = name
-        self._max_model_len = max_model_len
-        self._adapters = {adapter.name: adapter for adapter in adapters}
+        self._max_model_len = engine.max_model_len
+        self._adapters = {adapter.name: adapter for adapter in engine.adapters}
+        self._engine_hash = engine_hash(engine.descriptor.layout)
         self._host = host
 
     def max_model_len(self) -> Mapping[str, int]:
@@ -59,6 +60,9 @@ class _OwnModel:
 
     async def wait_for_worker(self, model: str, deadline: Deadline) -> bool:
         return False
+
+    def system_fingerprint(self, choice: ModelChoice) -> str:
+        return system_fingerprint([self._engine_hash], choice.adapter)
 
     def list_models(self) -> Sequence[inference_pb2.Model]:
         members = self._host.members.of_role(registry_pb2.Member.ROLE_PREFILL)
@@ -98,10 +102,7 @@ class HttpDoor:
         self._config = config = hosted.config
         self._host = host
         self._model = _OwnModel(
-            name=served_model(config, hosted.engine),
-            max_model_len=hosted.engine.max_model_len,
-            adapters=hosted.engine.adapters,
-            host=host,
+            name=served_model(config, hosted.engine), engine=hosted.engine, host=host
         )
         self._capacity = capacity
         self._hash_key = 0

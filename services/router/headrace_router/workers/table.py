@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from headrace_common.registry.adapters import Adapter
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout.proto import engine_hash
 from headrace_router.workers.slots import DecodeSlots
 
 Numbers = NDArray[np.float64]
@@ -77,6 +79,13 @@ class LoadTable:
         # Workers with one layout fingerprint can receive from the same prefill workers.
         self.layouts, self.layout_of = _layout_groups(self.workers)
         self.adapters = _adapters_by_name(self.workers)
+
+    @cached_property
+    def engine_hashes(self) -> frozenset[bytes]:
+        """Of the workers' layouts: one where all engines are alike."""
+        # Most workers share one object.
+        layouts = {id(worker.layout): worker.layout for worker in self.workers}
+        return frozenset(map(engine_hash, layouts.values()))
 
     def __len__(self) -> int:
         return len(self.workers)

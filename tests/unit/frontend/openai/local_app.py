@@ -29,6 +29,7 @@ from headrace_text.load import ByteCodec
 # The event loop itself prepares requests of this size: no thread runs in virtual time.
 CONTEXT = 512
 ANSWER = "Hi"
+FINGERPRINT = "fp_1"
 
 
 class Workers:
@@ -124,7 +125,7 @@ class LocalApp:
         parts = OpenAiParts(
             codecs=codecs,
             parsers={"sim": ModelParsers("hermes", reasoning)},
-            models=Mock(),
+            models=Mock(system_fingerprint=lambda choice: FINGERPRINT),
             tenants=Tenants(None),
             runner=cast("Any", self.runner),
             preparer=preparer,

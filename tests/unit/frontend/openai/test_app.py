@@ -10,7 +10,7 @@ import pytest
 from headrace_common.limits import CLIENT_SALT_CHARACTERS_MAX
 from headrace_common.telemetry import schema
 from headrace_kv.prefix.cache_salt import is_cache_salt
-from tests.unit.frontend.openai.local_app import ANSWER, CONTEXT, LocalApp
+from tests.unit.frontend.openai.local_app import ANSWER, CONTEXT, FINGERPRINT, LocalApp
 
 USER = {"role": "user", "content": "hi"}
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -139,6 +139,50 @@ async def test_the_usage_so_far_is_in_every_event() -> None:
     counts = [event["usage"]["completion_tokens"] for event in events]
     assert counts == [0, len(ANSWER), len(ANSWER)]
     assert len({event["usage"]["prompt_tokens"] for event in events}) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answers_have_the_fingerprint_of_the_system(stream: bool) -> None:
+    app = LocalApp()
+    for reply in (await app.chat(stream=stream), await app.complete(stream=stream)):
+        events = events_of(reply.body) if stream else [json.loads(reply.body)]
+        assert {event["system_fingerprint"] for event in events} == {FINGERPRINT}
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"prompt": "hi"}, "hi"),
+        ({"prompt": "hi", "add_special_tokens": True}, "hi"),
+        ({"messages": [USER]}, "user: hi\nassistant: "),
+        ({"messages": [USER], "add_special_tokens": False}, "user: hi\nassistant: "),
+        ({"messages": [USER], "add_generation_prompt": False}, "user: hi"),
+        ({"messages": [USER], "continue_final_message": True}, "user: hi"),
+        ({"messages": [USER], "chat_template_kwargs": {"a": 1}}, "a: 1\nuser: hi\nassistant: "),
+    ],
+)
+async def test_tokens_of_prompts_and_chats(fields: dict[str, Any], text: str) -> None:
+    app = LocalApp()
+    for named in (False, True):
+        reply = await app.post("/tokenize", {**fields, "return_token_strs": named})
+        assert json.loads(reply.body) == {
+            "count": len(text),
+            "max_model_len": CONTEXT,
+            "tokens": list(text.encode()),
+            "token_strs": list(text) if named else None,
+        }
+    detokenized = await app.post("/detokenize", {"tokens": list(text.encode())})
+    assert json.loads(detokenized.body) == {"prompt": text}
+
+
+async def test_no_tokens_are_an_empty_text() -> None:
+    assert json.loads((await LocalApp().post("/detokenize", {"tokens": []})).body)["prompt"] == ""
+
+
+async def test_a_template_of_a_request_is_rejected_with_its_name() -> None:
+    for path in ("/tokenize", CHAT):
+        reply = await LocalApp().post(path, {"messages": [USER], "chat_template": "x"})
+        assert (reply.status, reply.error["param"]) == (400, "chat_template")
 
 
 def events_of(body: bytes) -> list[dict[str, Any]]:

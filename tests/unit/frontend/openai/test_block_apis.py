@@ -21,6 +21,7 @@ from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRO
 from headrace_frontend.openai.block_apis.responses_bodies import ResponsesBody
 from headrace_frontend.openai.requests import ChatCompletionBody, checked_body, parse_body
 from headrace_frontend.openai.responses import CollectedChoice, ResponseHead
+from headrace_text.load import ByteCodec
 
 HEAD = ResponseHead("id_1", 1_700_000_000, "m")
 RULES = AnswerRules(tool_calls="hermes", reasoning="deepseek_r1")
@@ -239,7 +240,7 @@ def test_the_events_of_messages_are_those_of_anthropic() -> None:
 
 
 def test_the_events_of_responses_are_those_of_openai() -> None:
-    events = events_of(ResponsesFormat(HEAD, RULES, {"metadata": {}}), TEXTS)
+    events = events_of(ResponsesFormat(HEAD, RULES, {"metadata": {}}, ByteCodec()), TEXTS)
     known: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
     for number, event in enumerate(events):
         assert event["sequence_number"] == number
@@ -264,7 +265,7 @@ def test_the_events_of_responses_are_those_of_openai() -> None:
     "new",
     [
         lambda: MessagesFormat(HEAD, RULES),
-        lambda: ResponsesFormat(HEAD, RULES, {}),
+        lambda: ResponsesFormat(HEAD, RULES, {}, ByteCodec()),
     ],
     ids=["messages", "responses"],
 )
@@ -276,6 +277,24 @@ def test_a_whole_answer_has_the_blocks_of_a_streamed_one(new: Callable[[], Block
     assert len(found.get("content") or found["output"]) == 3
 
 
+@pytest.mark.parametrize("hides", [False, True])
+def test_the_usage_of_responses_has_the_tokens_of_reasoning(hides: bool) -> None:
+    rules = AnswerRules(tool_calls="hermes", reasoning="deepseek_r1", hides_reasoning=hides)
+    parts = [message(text, token_ids=text.encode()) for text in TEXTS]
+    parts.append(message(finish_reason=STOP, usage=USAGE))
+    streamed, choice = ResponsesFormat(HEAD, rules, {}, ByteCodec()), CollectedChoice()
+    for part in parts:
+        streamed.event(0, part)
+        choice.add(part, [])
+    last = json.loads(streamed.last_event([USAGE], 1).partition(b"data: ")[2])["response"]
+    form = ResponsesFormat(HEAD, rules, {}, ByteCodec())
+    for response in (last, json.loads(form.whole([choice], 1))):
+        assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": len("hmm")}
+    plain = ResponsesFormat(HEAD, AnswerRules(), {}, ByteCodec())
+    ended = json.loads(plain.whole([choice], 1))
+    assert ended["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
+
+
 def test_the_end_of_an_answer_has_its_cause() -> None:
     form = MessagesFormat(HEAD, AnswerRules())
     found = json.loads(
@@ -284,7 +303,9 @@ def test_the_end_of_an_answer_has_its_cause() -> None:
     assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "END")
     events = events_of(MessagesFormat(HEAD, AnswerRules()), ["a"], finish_reason=LENGTH)
     assert events[-2]["delta"]["stop_reason"] == "max_tokens"
-    cut = events_of(ResponsesFormat(HEAD, AnswerRules(), {}), ["a"], finish_reason=LENGTH)
+    cut = events_of(
+        ResponsesFormat(HEAD, AnswerRules(), {}, ByteCodec()), ["a"], finish_reason=LENGTH
+    )
     assert cut[-1]["type"] == "response.incomplete"
     assert cut[-1]["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
     assert cut[-1]["response"]["output"][0]["status"] == "incomplete"

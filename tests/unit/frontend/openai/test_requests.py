@@ -22,6 +22,7 @@ from headrace_frontend.openai.requests import (
     ChatCompletionBody,
     CompletionBody,
     TokenizeBody,
+    checked_body,
     parse_body,
 )
 from headrace_frontend.request.validation import request_violations
@@ -320,10 +321,14 @@ def test_a_part_that_is_no_text_is_the_only_violation() -> None:
     assert list(caught.value.violations) == ["messages[0].content[0].type"]
 
 
-def test_a_template_decides_about_special_tokens() -> None:
-    data = json.dumps({"messages": [USER], "add_special_tokens": False}).encode()
-    with pytest.raises(InvalidRequest, match="the template of a chat decides"):
-        parse_body(TokenizeBody, data)
+@pytest.mark.parametrize("kind", [ChatCompletionBody, TokenizeBody])
+def test_an_answer_cannot_begin_and_continue_a_message(
+    kind: type[ChatCompletionBody | TokenizeBody],
+) -> None:
+    fields = {"messages": [USER], "continue_final_message": True}
+    assert checked_body(kind, fields).continue_final_message
+    with pytest.raises(InvalidRequest, match="add_generation_prompt=false; leave one out"):
+        checked_body(kind, {**fields, "add_generation_prompt": True})
 
 
 def test_violations_have_the_names_of_openai_fields() -> None:
