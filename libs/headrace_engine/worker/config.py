@@ -281,11 +281,12 @@ Config = TypeVar("Config", bound=WorkerConfig)
 
 def worker_configs(config: Config) -> tuple[Config, ...]:
     """The settings of each worker of a process, which has `workers_per_process` of them."""
+    # The process writes the file when all its workers have registered.
+    config = config.model_copy(update={"port_file": ""})
     if config.workers_per_process == 1:
         return (config,)
     shared = {
         "workers_per_process": 1,
-        "port_file": "",
         "kv_cache_gib": (config.kv_cache_gib or DEFAULT_KV_CACHE_GIB) / config.workers_per_process,
         "kv_host_gib": config.kv_host_gib / config.workers_per_process,
         "kv_disk_gib": config.kv_disk_gib / config.workers_per_process,

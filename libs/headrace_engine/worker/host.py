@@ -119,7 +119,7 @@ class WorkerHost:
         """
         self._servers[server.port_line] = server
         if len(self._servers) == self._config.workers_per_process:
-            if self._config.workers_per_process > 1 and self._config.port_file:
+            if self._config.port_file:
                 write_port_file(self._config.port_file, "\n".join(self._servers))
             self._signals.enter_context(stop_signals(self._request_stop))
             notify_ready()

@@ -36,7 +36,8 @@ ETCD = Path("/usr/bin/etcd")
 class EtcdServer:
     """An etcd server on loopback. Its data stays in a folder when the process ends.
 
-    With `tls`, it requires certificates of its clients. `cluster` names every member with its peer port.
+    With `tls`, it requires certificates of its clients. `cluster` names every member with its peer port. `quota_bytes`
+    bounds its data; 0 means etcd's default.
     """
 
     folder: Path
@@ -47,6 +48,7 @@ class EtcdServer:
     peer_port: int = field(default_factory=free_port)
     process: subprocess.Popen[bytes] | None = None
     start_timeout_s: float = 20.0
+    quota_bytes: int = 0
 
     def start(self) -> None:
         self.launch()
@@ -63,7 +65,7 @@ class EtcdServer:
         command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer]
         command += ["--initial-cluster", members, "--log-level", "error", "--logger", "zap"]
         # Less work for a password than the default of 10.
-        command += ["--bcrypt-cost", "4"]
+        command += ["--bcrypt-cost", "4", "--quota-backend-bytes", str(self.quota_bytes)]
         if self.tls is not None:
             command += ["--cert-file", self.tls.tls_certificate_file]
             command += ["--key-file", self.tls.tls_key_file, "--client-cert-auth"]
@@ -109,8 +111,10 @@ class EtcdServer:
 
 
 @contextlib.contextmanager
-def running_etcd(folder: Path, tls: TlsFiles | None = None) -> Iterator[EtcdServer]:
-    server = EtcdServer(folder / "data", tls=tls)
+def running_etcd(
+    folder: Path, tls: TlsFiles | None = None, quota_bytes: int = 0
+) -> Iterator[EtcdServer]:
+    server = EtcdServer(folder / "data", tls=tls, quota_bytes=quota_bytes)
     try:
         server.start()
         yield server

@@ -69,8 +69,10 @@ def test_termination_while_the_registry_is_silent_is_quiet(start: Start, tmp_pat
     with socket.create_server(("127.0.0.1", 0)) as silent:
         registry = f"--registry=127.0.0.1:{silent.getsockname()[1]}"
         process = start(["headrace_decode", *DECODE, registry, f"--port-file={port_file}"])
-        _wait_for(process, port_file)
+        _wait_for_call(silent)
         _end_quietly(process)
+    # Only a worker that has registered serves.
+    assert not port_file.exists()
 
 
 def test_a_worker_without_a_registry_ends_before_it_loads_a_model(start: Start) -> None:
@@ -84,6 +86,17 @@ def test_a_worker_without_a_registry_ends_before_it_loads_a_model(start: Start) 
     assert process.returncode == 2, err
     assert "the registry on 127.0.0.1:1 is not reachable" in err.splitlines()[-1]
     assert "nowhere" not in err
+
+
+def _wait_for_call(server: socket.socket) -> None:
+    """Returns when a client has begun to speak gRPC."""
+    server.settimeout(30.0)
+    while True:
+        connection, _ = server.accept()
+        with connection:
+            connection.settimeout(30.0)
+            if connection.recv(3) == b"PRI":
+                return
 
 
 def _end_quietly(process: subprocess.Popen[str]) -> None:
