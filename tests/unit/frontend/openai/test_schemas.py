@@ -96,7 +96,7 @@ def vllm_fields(path: str, name: str) -> Iterator[tuple[str, Any]]:
     found = importlib.util.find_spec("vllm")
     if found is None or found.origin is None:
         pytest.skip("needs vllm")
-    source = (Path(found.origin).parent / "entrypoints" / "openai" / path).read_text()
+    source = (Path(found.origin).parent / "entrypoints" / path).read_text()
     (defined,) = (
         node
         for node in ast.parse(source).body
@@ -128,10 +128,10 @@ def fields_of(chat: bool) -> dict[str, Any]:
     if chat:
         ours = ChatCompletionBody.model_fields
         params: Any = chat_params
-        peers = vllm_fields("chat_completion/protocol.py", "ChatCompletionRequest")
+        peers = vllm_fields("openai/chat_completion/protocol.py", "ChatCompletionRequest")
     else:
         ours, params = CompletionBody.model_fields, completion_create_params
-        peers = vllm_fields("completion/protocol.py", "CompletionRequest")
+        peers = vllm_fields("openai/completion/protocol.py", "CompletionRequest")
     fields: dict[str, Any] = {name: DEFAULTS.get(name, ...) for name in ours}
     for name, default in (*openai_fields(params), *peers):
         if default not in (None, ...) or name not in fields:
