@@ -148,7 +148,10 @@ async def test_commands_without_a_deployment_run(
 async def test_commands_that_start_a_deployment_run(page: Path, tmp_path: Path) -> None:
     require_network_namespaces()
     start, *others = (
-        command for block in blocks_of(page) if block.runs == "up" for command in block.commands
+        command.removeprefix(_PROGRAMS)
+        for block in blocks_of(page)
+        if block.runs == "up"
+        for command in block.commands
     )
     assert start.startswith("headrace up --engine sim")
     variables = ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "XDG_RUNTIME_DIR")
