@@ -89,7 +89,7 @@ def test_a_worker_without_a_registry_ends_before_it_loads_a_model(start: Start) 
 
 
 def _wait_for_call(server: socket.socket) -> None:
-    """Returns when a client has begun to speak gRPC."""
+    """Returns when a client has sent the preface of HTTP/2."""
     server.settimeout(30.0)
     while True:
         connection, _ = server.accept()
