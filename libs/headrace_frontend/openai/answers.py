@@ -13,6 +13,7 @@ from headrace_common.errors import InvalidRequest
 from headrace_frontend.openai.requests import ChatCompletionBody
 from headrace_text.parsing.buffered import CallArguments, CallStart, Content, Piece, Reasoning
 from headrace_text.parsing.registry import (
+    REASONING_PARSERS,
     AnswerParser,
     new_reasoning_parser,
     new_required_call_parser,
@@ -131,10 +132,15 @@ class ChatAnswer:
             return delta
         return ChatAnswer(replace(self._rules, tool_calls=None, required=None)).whole(text)
 
-    def reasoning_of(self, text: str) -> str:
-        """The reasoning in the text of a whole answer, hidden or not."""
+    def reasoning_in(self, text: str) -> range:
+        """The characters of the reasoning in the text of a whole answer, hidden or not."""
+        if self._rules.reasoning is None:
+            return range(0)
         pieces = self._parser.feed(text) + self._parser.finish()
-        return "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+        length = sum(len(piece.text) for piece in pieces if isinstance(piece, Reasoning))
+        opening, begun = REASONING_PARSERS[self._rules.reasoning].opening, text.lstrip()
+        tag = len(text) - len(begun) + len(opening) if begun.startswith(opening) else 0
+        return range(tag, tag + length)
 
     def delta(self, text: str, *, last: bool) -> dict[str, Any]:
         """The fields of a message's delta that more text completes. Empty if there are none."""

@@ -395,11 +395,12 @@ def reasoning_details(
     codec: TextCodec, rules: AnswerRules, choices: Iterable[CollectedChoice]
 ) -> dict[str, Any]:
     """The fields of the usage that count the tokens of reasoning."""
-    count = 0
-    if rules.reasoning is not None:
-        for choice in choices:
-            reasoning = ChatAnswer(rules).reasoning_of(choice.text)
-            count += tokens_within(codec, choice.token_ids, choice.text, reasoning)
+    count = sum(
+        tokens_within(
+            codec, choice.token_ids, choice.text, ChatAnswer(rules).reasoning_in(choice.text)
+        )
+        for choice in choices
+    )
     return {"completion_tokens_details": {"reasoning_tokens": count}}
 
 

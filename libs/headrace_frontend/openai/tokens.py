@@ -77,10 +77,9 @@ class TextOffsets:
         return offsets
 
 
-def tokens_within(codec: TextCodec, token_ids: Sequence[int], text: str, part: str) -> int:
-    """The number of tokens of an answer that begin within `part` of its text."""
-    start = text.find(part)
-    if not part or start < 0:
+def tokens_within(codec: TextCodec, token_ids: Sequence[int], text: str, part: range) -> int:
+    """The number of tokens of an answer that begin at the characters `part` of its text."""
+    if not part:
         return 0
     offsets = TextOffsets(codec, skip_special_tokens=False).extend(token_ids, text)
-    return sum(start <= offset < start + len(part) for offset in offsets)
+    return sum(offset in part for offset in offsets)

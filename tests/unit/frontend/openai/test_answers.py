@@ -10,7 +10,7 @@ import pytest
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
-from headrace_frontend.openai.answers import AnswerRules, ModelParsers, rules_of
+from headrace_frontend.openai.answers import AnswerRules, ChatAnswer, ModelParsers, rules_of
 from headrace_frontend.openai.requests import ChatCompletionBody, Includes, parse_body
 from headrace_frontend.openai.responses import (
     DONE_EVENT,
@@ -148,6 +148,22 @@ def test_the_tokens_of_reasoning_are_counted(text: str, hidden: bool) -> None:
         form.last_event([sent.usage], 1).removeprefix(b"data: ").removesuffix(DONE_EVENT)
     )["usage"]
     assert usage["completion_tokens_details"] == details
+
+
+@pytest.mark.parametrize(
+    ("text", "start", "reasoning"),
+    [
+        # The tag has these letters, too.
+        (" <think>hi</think>So.", 8, "hi"),
+        ("hi</think>So.", 0, "hi"),
+        ("<think></think>hi", 7, ""),
+        ("<think>hi", 7, "hi"),
+    ],
+)
+def test_reasoning_is_found_where_it_stands(text: str, start: int, reasoning: str) -> None:
+    found = ChatAnswer(rules(tools=None)).reasoning_in(text)
+    assert (found.start, text[found.start : found.stop]) == (start, reasoning)
+    assert not ChatAnswer(AnswerRules()).reasoning_in(text)
 
 
 def test_functions_are_answered_in_their_own_form() -> None:
