@@ -16,6 +16,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import list_members, open_router_internally, worker_status
 from headrace_cli.output import Column, fitted_table, message_object, notice_console, print_json
+from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import HeadraceError, LayoutMismatch
 from headrace_kv.layout.compatibility import PairFault
 from headrace_kv.layout.proto import pair_faults_of
@@ -61,7 +62,14 @@ async def _row(member: registry_pb2.Member) -> Row:
         status = await worker_status(member.endpoint)
     except HeadraceError:
         return Row(member, NO_ANSWER)
-    return Row(member, _STATES.get(status.state, "unknown"), status, status.kv_hashing)
+    return Row(member, state_of(status), status, status.kv_hashing)
+
+
+def state_of(status: worker_pb2.WatchStatusResponse) -> str:
+    """A worker's state for people."""
+    if status.HasField("stall"):
+        return f"stalled {seconds_from_duration(status.stall.age):.0f} s"
+    return _STATES.get(status.state, "unknown")
 
 
 def pairs_apart(rows: Sequence[Row]) -> list[PairFault]:

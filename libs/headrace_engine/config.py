@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 from headrace_common.access.credentials import Credentials
 from headrace_common.limits import write_quiet_s
+from headrace_engine.steps import STEP_STALL_S
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.lower_tiers import TierSettings
 from headrace_kv.receive.observer import OverlapSettings
@@ -38,6 +39,7 @@ class EngineConfig:
     `enforce_eager` disables graphs. `gpu_memory_utilization`: share of a GPU's memory for weights, activations and KV
     blocks, where `kv_cache_gib` is 0. `rdma_devices`: RDMA adapters that carry KV; empty means all. `engine_args`:
     further arguments in the syntax of vLLM's command line. `tiers`: what each rank keeps below KV memory.
+    `step_stall_s`: see StepWatch.
     """
 
     engine: Literal["vllm", "sim"]
@@ -68,6 +70,7 @@ class EngineConfig:
     admitted: Networks | None = None
     write_quiet_s: float = write_quiet_s()
     tiers: TierSettings = field(default_factory=TierSettings)
+    step_stall_s: float = STEP_STALL_S
 
     @property
     def rank_count(self) -> int:

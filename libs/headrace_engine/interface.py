@@ -11,6 +11,7 @@ from headrace_common.callers.priority import Priority
 from headrace_common.errors import InternalError, ProtocolViolation
 from headrace_common.registry.adapters import Adapter
 from headrace_engine.prefix_events import PrefixEventPublisher
+from headrace_engine.steps import StepWatch
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.manager.load_times import LoadTimes
@@ -220,6 +221,8 @@ class Engine(ABC):
     """Loads from the tiers below KV memory; set by `start`. Of an engine without such tiers it is None or empty."""
     adapters: tuple[Adapter, ...] = ()
     """The LoRA adapters that it has loaded; set by `start`."""
+    steps: StepWatch | None = None
+    """Whether it steps. None for an engine that does not report its steps."""
 
     @abstractmethod
     async def start(self) -> None:

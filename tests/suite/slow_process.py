@@ -1,10 +1,12 @@
 """A service that a test slows down while it runs, by seconds in files: `link`, `layer` and `tokenizer`.
 
-`link`: the writes to the decode rank SLOW_RANK land later. `layer`: layer SLOW_LAYER computes longer.
+`link`: the writes to the decode rank SLOW_RANK land later. `layer`: layer SLOW_LAYER computes longer. The other names
+end with that of the process: `step.NAME` stops its engine's steps while the file is there, `loop.NAME` its event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import threading
@@ -18,6 +20,7 @@ from typing import Any, Final
 from headrace_cli.up.supervisor import ChildProcess, Spawn
 from headrace_cli.up.topology import ProcessSpec
 from headrace_engine.sim.stepper import Stepper
+from headrace_engine.vllm.scheduler.step_planner import StepPlanner
 from headrace_frontend.request import preparation
 from headrace_kv.send.write_scheduler import WriteWindow
 from headrace_kv.transport.staging.transport import StagedTransport
@@ -26,6 +29,8 @@ SLOW_RANK: Final = 1
 SLOW_LAYER: Final = 1
 _FOLDER = "HEADRACE_TEST_SLOW_FOLDER"
 _PROGRAM = "HEADRACE_TEST_SLOW_PROGRAM"
+_NAME = "HEADRACE_TEST_SLOW_NAME"
+_POLL_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class Delays:
             if spec.service not in services:
                 return await spawn(spec)
             program = f"headrace_{spec.service}"
-            own = {_FOLDER: str(self.folder), _PROGRAM: program}
+            own = {_FOLDER: str(self.folder), _PROGRAM: program, _NAME: spec.name}
             arguments = tuple(
                 "tests.suite.slow_process" if text == program else text for text in spec.arguments
             )
@@ -119,6 +124,30 @@ def _with_slow_layer(push: Callable[..., Any]) -> Callable[..., Any]:
     return slow
 
 
+def _with_stops(run: Callable[..., Any]) -> Callable[..., Any]:
+    name = os.environ[_NAME]
+
+    async def stopped(*arguments: Any) -> None:
+        while _delay_s(f"loop.{name}"):
+            time.sleep(_POLL_S)  # noqa: ASYNC251 - this stops the event loop
+        while _delay_s(f"step.{name}"):
+            await asyncio.sleep(_POLL_S)
+        await run(*arguments)
+
+    return stopped
+
+
+def _with_stopped_steps(plan: Callable[..., Any]) -> Callable[..., Any]:
+    """For vLLM's scheduler, in a process of its own."""
+
+    def stopped(*arguments: Any) -> Any:
+        while _delay_s(f"step.{os.environ[_NAME]}"):
+            time.sleep(_POLL_S)
+        return plan(*arguments)
+
+    return stopped
+
+
 def _wrap(
     owner: Any, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> None:
@@ -130,4 +159,6 @@ if __name__ == "__main__":
     _wrap(WriteWindow, "start", _with_late_writes)
     _wrap(StagedTransport, "submit", _landing_late)
     _wrap(Stepper, "_push", _with_slow_layer)
+    _wrap(Stepper, "_compute", _with_stops)
+    _wrap(StepPlanner, "plan_step", _with_stopped_steps)
     importlib.import_module(f"{os.environ[_PROGRAM]}.__main__").main()

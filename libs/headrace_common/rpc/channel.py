@@ -234,11 +234,10 @@ PING_TIMEOUT_S = 4.0
 _PING_TIMEOUT_S_MAX = 3_600.0
 
 
-def keepalive_options() -> tuple[tuple[str, int], ...]:
-    """Keepalive options of clients and servers. They detect a dead peer within 7 s.
+def ping_timeout_s() -> float:
+    """Seconds that a peer may take to answer a ping: 4, or HEADRACE_PING_TIMEOUT_S.
 
-    HEADRACE_PING_TIMEOUT_S sets the ping timeout, which is 4 s by default. Machines that pause for seconds, such as
-    emulated ones, need more. Raises ConfigError for an invalid value.
+    Machines that pause for seconds, such as emulated ones, need more. Raises ConfigError for an invalid value.
     """
     text = os.environ.get(PING_TIMEOUT_VARIABLE, "") or str(PING_TIMEOUT_S)
     try:
@@ -249,8 +248,13 @@ def keepalive_options() -> tuple[tuple[str, int], ...]:
         raise ConfigError(
             f"{PING_TIMEOUT_VARIABLE}: must be seconds above 0 and at most {_PING_TIMEOUT_S_MAX:g}, but is {text!r}"
         )
+    return timeout_s
+
+
+def keepalive_options() -> tuple[tuple[str, int], ...]:
+    """Keepalive options of clients and servers. They detect a dead peer within 7 s. Raises ConfigError."""
     # gRPC's ping timeout, a minute by default, overrides its keepalive timeout.
-    timeout_ms = max(1, round(1e3 * timeout_s))
+    timeout_ms = max(1, round(1e3 * ping_timeout_s()))
     return (
         ("grpc.keepalive_time_ms", 3_000),
         ("grpc.keepalive_timeout_ms", timeout_ms),

@@ -395,6 +395,10 @@ METRIC_WRITE_LEASES: Final = "headrace.leases"
 METRIC_TRANSFERS_ACTIVE: Final = "headrace.transfers.active"
 # Requests or tasks on a worker, by headrace.worker.state.
 METRIC_WORKER_REQUESTS: Final = "headrace.worker.requests"
+# How long the engine of a stalled worker has not stepped; 0 while it steps or has nothing to do.
+METRIC_WORKER_STALL: Final = "headrace.worker.stall"
+# How long the event loop of the process has been stuck; 0 while it runs.
+METRIC_EVENT_LOOP_STALL: Final = "headrace.event_loop.stall"
 # KV blocks of a decode worker in total.
 METRIC_BLOCKS_TOTAL: Final = "headrace.blocks.total"
 # KV blocks neither reserved nor quarantined.

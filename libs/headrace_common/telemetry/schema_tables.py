@@ -151,6 +151,8 @@ METRICS: Final[Mapping[str, MetricFacts]] = {
     schema.METRIC_WRITE_LEASES: MetricFacts("gauge", "{lease}", "Write leases of other workers' ranks into a worker's blocks, one for each rank and transfer.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
     schema.METRIC_TRANSFERS_ACTIVE: MetricFacts("gauge", "{transfer}", "Transfers of a worker in progress.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
     schema.METRIC_WORKER_REQUESTS: MetricFacts("gauge", "{request}", "Requests or tasks on a worker, by headrace.worker.state.", labels=(schema.ATTRIBUTE_WORKER_ID, schema.ATTRIBUTE_WORKER_STATE,)),
+    schema.METRIC_WORKER_STALL: MetricFacts("gauge", "s", "How long the engine of a stalled worker has not stepped; 0 while it steps or has nothing to do.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
+    schema.METRIC_EVENT_LOOP_STALL: MetricFacts("gauge", "s", "How long the event loop of the process has been stuck; 0 while it runs."),
     schema.METRIC_BLOCKS_TOTAL: MetricFacts("gauge", "{block}", "KV blocks of a decode worker in total.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
     schema.METRIC_BLOCKS_FREE: MetricFacts("gauge", "{block}", "KV blocks neither reserved nor quarantined.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
     schema.METRIC_BLOCKS_USED: MetricFacts("gauge", "{block}", "KV blocks with KV of requests, as counted by the worker's engine.", labels=(schema.ATTRIBUTE_WORKER_ID,)),

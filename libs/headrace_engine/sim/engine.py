@@ -45,6 +45,7 @@ from headrace_engine.sim.sequence import (
 )
 from headrace_engine.sim.stepper import SimClock, Stepper
 from headrace_engine.sim.validation import check_decode, check_prefill
+from headrace_engine.steps import StepWatch
 from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor, RankMemory
 from headrace_kv.pool.engine_blocks import pool_secret
@@ -111,6 +112,7 @@ class SimEngine(Engine):
         self.logits_bytes = logits_bytes(self.model.vocabulary)
         self.adapters = self._shape.settings.adapters
         self._random = random.Random(config.seed)
+        self.steps: StepWatch = StepWatch(config.step_stall_s)
         self._transports: list[KvTransport] = []
         self._senders: list[RankSender] = []
         self._scheduler: Scheduler | None = None
@@ -140,7 +142,9 @@ class SimEngine(Engine):
         self.max_model_len = shape.max_model_len
         if config.role == "prefill":
             self._open_senders()
-        self._scheduler = Scheduler(shape, self._pools, self._stepper, self._clock)
+        self._scheduler = Scheduler(
+            shape, self._pools, self._stepper, self._clock, self.steps.report
+        )
         self._task = asyncio.create_task(self._scheduler.run(), name=f"sim engine {config.ref}")
 
     def _open_cache(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 from headrace_common.deadlines import Deadline
@@ -20,6 +21,7 @@ from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.settings import SimShape
 from headrace_engine.sim.sequence import Sequence
 from headrace_engine.sim.stepper import SimClock, Stepper, plan_step
+from headrace_engine.steps import EngineSteps, StepLog
 from headrace_kv.handoff.messages import Reservation
 
 _logger = logging.getLogger(__name__)
@@ -30,11 +32,17 @@ _WAITING_MIN = 64
 class Scheduler:
     """Owns the requests of one engine: which wait, which run, and when their blocks are freed.
 
-    `run` is the step loop. All methods are called on its event loop.
+    `run` is the step loop. All methods are called on its event loop. `on_steps` is called when a step begins, and when
+    nothing is left to compute.
     """
 
     def __init__(
-        self, shape: SimShape, pools: CachePools, stepper: Stepper, clock: SimClock
+        self,
+        shape: SimShape,
+        pools: CachePools,
+        stepper: Stepper,
+        clock: SimClock,
+        on_steps: Callable[[EngineSteps], None],
     ) -> None:
         self._shape = shape
         self._pools = pools
@@ -48,6 +56,8 @@ class Scheduler:
         self._detached: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._work = asyncio.Event()
         self._closing = False
+        self._log = StepLog()
+        self._on_steps = on_steps
 
     @property
     def running_count(self) -> int:
@@ -102,6 +112,8 @@ class Scheduler:
             try:
                 if not await self._step():
                     self._work.clear()
+                    self._log.idle()
+                    self._on_steps(self._log.steps)
                     await self._clock.wait(self._work)
             except Exception:
                 _logger.exception("a step of the sim engine failed")
@@ -129,6 +141,8 @@ class Scheduler:
         chunks = plan_step(ready, self._shape.max_num_batched_tokens, self._shape.span_tokens)
         if not chunks:
             return False
+        self._log.step_planned(len(chunks), sum(chunk.end - chunk.start for chunk in chunks))
+        self._on_steps(self._log.steps)
         try:
             await self._stepper.run(chunks)
         except InternalError as exc:

@@ -27,6 +27,7 @@ from headrace_engine.interface import (
     PrefillWork,
 )
 from headrace_engine.prefix_events import PrefixEventPublisher, check_prefix
+from headrace_engine.steps import StepWatch
 from headrace_engine.vllm.compat import (
     end_llm,
     max_model_len,
@@ -85,6 +86,7 @@ class VllmEngine(Engine):
         self._prefixes: dict[str, PrefixRequest] = {}
         self.tier_loads: LoadTimes = LoadTimes()
         self.load = EngineLoad()
+        self.steps: StepWatch = StepWatch(config.step_stall_s, reports_regularly=True)
 
     async def start(self) -> None:
         with interruptible():
@@ -123,6 +125,7 @@ class VllmEngine(Engine):
                 self._tier_loaded,
                 self._request_failed,
                 self._step_started,
+                self.steps.report,
             ),
             self._descriptors,
         )

@@ -31,6 +31,7 @@ from headrace_common.registry.place import place_of, place_to_proto
 from headrace_common.version import version
 from headrace_engine.config import TRANSPORT, EngineConfig
 from headrace_engine.interface import Engine
+from headrace_engine.steps import STEP_STALL_S
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_kv.manager.lower_tiers import TierSettings
@@ -211,6 +212,11 @@ class WorkerConfig(ServiceConfig):
         description="Seconds that blocks of a failed transfer stay unused after the lease; at least 5, longer than the "
         "transport's own timeout. A frozen sender is ended after half of them.",
     )
+    step_stall_s: PositiveSeconds = Field(
+        STEP_STALL_S,
+        description="Seconds that a step of the engine may take before the worker counts as stalled and its requests "
+        "continue elsewhere. Longer where recent steps of its size took more than a quarter of this.",
+    )
     member_ttl_s: PositiveSeconds = Field(
         10.0, description="Seconds after which a silent worker is removed from the registry."
     )
@@ -338,6 +344,7 @@ def engine_config(
             pool_timeout_s=config.kv_pool_timeout_s,
             publishes=role == "prefill",
         ),
+        step_stall_s=config.step_stall_s,
     )
 
 

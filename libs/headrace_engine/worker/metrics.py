@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Final, Protocol
 
 from headrace.worker.v1 import worker_pb2
+from headrace_common.durations import seconds_from_duration
 from headrace_common.tasks import end_task, run_forever
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import Counter
@@ -97,6 +98,7 @@ class WorkerMetrics:
         self._requests = store.gauge(
             schema.METRIC_WORKER_REQUESTS, worker, schema.ATTRIBUTE_WORKER_STATE
         )
+        self._stall = store.gauge(schema.METRIC_WORKER_STALL, worker)
         self._blocks_used = store.gauge(schema.METRIC_BLOCKS_USED, worker)
         self._blocks_total = store.gauge(schema.METRIC_BLOCKS_TOTAL, worker)
         self._blocks_free = store.gauge(schema.METRIC_BLOCKS_FREE, worker)
@@ -118,7 +120,7 @@ class WorkerMetrics:
         self._gauges = (
             *(self._active, self._requests, self._blocks_used, self._blocks_total),
             *(self._blocks_free, self._blocks_reserved, self._blocks_quarantined),
-            *(self._states, self._leases),
+            *(self._states, self._leases, self._stall),
         )
         self._has_readers = metrics.has_readers
         self._workers: dict[str, tuple[Status, bool, Incoming | None]] = {}
@@ -216,6 +218,7 @@ class WorkerMetrics:
         self._requests.set(status.running_requests, worker_id, "running")
         self._requests.set(status.waiting_requests, worker_id, "waiting")
         self._active.set(status.active_transfers, worker_id)
+        self._stall.set(seconds_from_duration(status.stall.age), worker_id)
         self._blocks_used.set(status.used_blocks, worker_id)
         if reserves_blocks:
             unavailable = status.reserved_blocks + status.quarantined_blocks

@@ -23,8 +23,8 @@ from headrace_engine.worker.config import (
     worker_member,
 )
 from headrace_engine.worker.host import HostedWorker, RouterListener, WorkerHost
-from headrace_engine.worker.metrics import Incoming
-from headrace_engine.worker.status import StatusSignal, WorkerStatusServicer
+from headrace_engine.worker.metrics import Incoming, Status
+from headrace_engine.worker.status import StatusSignal, WatchedStatus, WorkerStatusServicer
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.layout.proto import descriptor_to_proto
 
@@ -135,12 +135,13 @@ async def serve_worker(
     """Registers and serves one worker until `host` stops or drains it."""
     config, engine = hosted.config, hosted.engine
     worker = build(host, hosted)
+    status = WatchedStatus(worker.status, engine.steps).read
     services = (*worker.services, WORKER_SERVICE)
     server = GrpcServer(config, services, message_bytes_max=worker.message_bytes_max)
     worker.add_servicers(server.server)
     worker_pb2_grpc.add_WorkerServiceServicer_to_server(
         WorkerStatusServicer(
-            worker.status,
+            status,
             engine.prefix_events,
             engine.reset_prefix_cache,
             server.request_drain,
@@ -150,7 +151,7 @@ async def serve_worker(
         server.server,
     )
     try:
-        await _serve(host, hosted, worker, server)
+        await _serve(host, hosted, worker, server, status)
     finally:
         # gRPC would stop it later, when the event loop is closed.
         await server.stop(None)
@@ -158,7 +159,11 @@ async def serve_worker(
 
 
 async def _serve(
-    host: WorkerHost, hosted: HostedWorker[Config], worker: RoleServer, server: GrpcServer
+    host: WorkerHost,
+    hosted: HostedWorker[Config],
+    worker: RoleServer,
+    server: GrpcServer,
+    status: Status,
 ) -> None:
     """Listens, registers and serves, until `host` stops or drains the worker."""
     config, ref, engine = hosted.config, hosted.ref, hosted.engine
@@ -190,7 +195,7 @@ async def _serve(
         server.set_serving(True)
         with host.metrics.reporting(
             ref.worker_id,
-            worker.status,
+            status,
             reserves_blocks=worker.reserves_blocks,
             incoming=worker.incoming,
             tier_loads=engine.tier_loads,

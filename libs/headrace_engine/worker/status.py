@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -31,7 +32,45 @@ from headrace_common.limits import (
 )
 from headrace_common.tickets import TicketKeys
 from headrace_engine.prefix_events import PrefixEventPublisher
+from headrace_engine.steps import Stall, StepWatch
 from headrace_kv.layout.layout import WorkerRef
+
+_LOG = logging.getLogger(__name__)
+
+
+class WatchedStatus:
+    """A worker's status with the stall of its engine, if there is one. Logs its start and its end."""
+
+    def __init__(
+        self, status: Callable[[], worker_pb2.WatchStatusResponse], steps: StepWatch | None
+    ) -> None:
+        self._status = status
+        self._steps = steps
+        self._stall: Stall | None = None
+
+    def read(self) -> worker_pb2.WatchStatusResponse:
+        """The status now."""
+        status = self._status()
+        stall = None if self._steps is None else self._steps.stall()
+        if stall is not None:
+            status.stall.CopyFrom(_stall_to_proto(stall))
+            if self._stall is None:
+                _LOG.warning("%s is stalled: %s", status.worker_id, stall)
+        elif self._stall is not None:
+            _LOG.warning(
+                "%s steps again, after a stall of %.0f s", status.worker_id, self._stall.age_s
+            )
+        self._stall = stall
+        return status
+
+
+def _stall_to_proto(stall: Stall) -> worker_pb2.Stall:
+    return worker_pb2.Stall(
+        age=duration_from_seconds(int(stall.age_s)),
+        bound=duration_from_seconds(stall.bound_s),
+        request_count=stall.requests,
+        token_count=stall.tokens,
+    )
 
 
 class StatusSignal:
@@ -236,7 +275,8 @@ def _stamped(status: worker_pb2.WatchStatusResponse) -> worker_pb2.WatchStatusRe
 def _is_idle(status: worker_pb2.WatchStatusResponse) -> bool:
     """Whether nothing changes in a worker before it begins something."""
     return status.state == worker_pb2.WatchStatusResponse.STATE_SERVING and not (
-        status.running_requests
+        status.HasField("stall")
+        or status.running_requests
         or status.waiting_requests
         or status.active_transfers
         or status.reserved_blocks

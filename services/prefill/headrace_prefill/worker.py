@@ -28,6 +28,7 @@ from headrace_common.registry.adapters import Adapter
 from headrace_common.telemetry.setup import Telemetry
 from headrace_engine.interface import DecodeTokens, Engine, PrefillOutcome, PrefillWork
 from headrace_engine.proto import logprobs_to_proto, requested_adapter, sampling_from_proto
+from headrace_engine.steps import Stall
 from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import salt_violations
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 
 TASK_TIMEOUT_S: Final = 600.0
 """Seconds until the deadline of tasks that have none."""
+STALL_POLL_S: Final = 0.5
 
 
 class PrefillWorker:
@@ -135,6 +137,18 @@ class PrefillWorker:
         if self._on_ended is not None:
             self._on_ended(task.decode_worker_id, done.reason, done.payload_bytes, reports)
         return done
+
+    def stall(self) -> Stall | None:
+        """None while the engine steps, or has nothing to do."""
+        steps = self._engine.steps
+        return None if steps is None else steps.stall()
+
+    async def wait_stepping(self) -> None:
+        """Returns when there is no stall."""
+        while True:
+            if self.stall() is None:
+                return
+            await asyncio.sleep(STALL_POLL_S)
 
     def start_drain(self) -> None:
         """Reports DRAINING in `status`, and as the error of tasks that are cancelled."""

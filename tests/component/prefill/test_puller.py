@@ -15,6 +15,7 @@ from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
+from headrace_engine.steps import Stall
 from headrace_kv.layout.layout import WorkerRef
 from headrace_prefill.pull.puller import TaskPuller
 from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
@@ -31,6 +32,15 @@ class ScriptedWorker:
         self.slot_count = 4
         self.running: dict[str, asyncio.Event] = {}
         self.cancelled: list[str] = []
+        self.stalled: Stall | None = None
+        self.steps = asyncio.Event()
+
+    def stall(self) -> Stall | None:
+        return self.stalled
+
+    async def wait_stepping(self) -> None:
+        if self.stalled:
+            await self.steps.wait()
 
     def start_drain(self) -> None:
         """Tasks end as the test says."""
@@ -62,6 +72,8 @@ class RouterQueue(prefill_pb2_grpc.PrefillQueueServiceServicer):
     def __init__(self) -> None:
         self.hellos: list[prefill_pb2.Hello] = []
         self.credit = 0
+        self.signs_of_life = 0
+        self.ended = 0
         self.done: list[prefill_pb2.TaskDone] = []
         self.first_tokens: list[prefill_pb2.FirstToken] = []
         self.started: list[str] = []
@@ -79,6 +91,7 @@ class RouterQueue(prefill_pb2_grpc.PrefillQueueServiceServicer):
             while True:
                 yield await self.outgoing.get()
         finally:
+            self.ended += 1
             recording.cancel()
 
     async def _record(self, requests: AsyncIterator[prefill_pb2.PullRequest]) -> None:
@@ -93,6 +106,7 @@ class RouterQueue(prefill_pb2_grpc.PrefillQueueServiceServicer):
                 self.hellos.append(request.hello)
             case "credit":
                 self.credit += request.credit.task_count
+                self.signs_of_life += request.credit.task_count == 0
             case "started":
                 self.started.append(request.started.transfer_id)
             case "first_token":
@@ -182,6 +196,31 @@ async def test_a_cancelled_task_is_reported_too(queue: RouterQueue, worker: Scri
     queue.cancel("unknown")
     await until(lambda: len(queue.done) == 1, what="its end")
     assert queue.done[0].reason == "CANCELLED"
+
+
+async def test_a_stalled_engine_ends_its_streams_until_it_steps(
+    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
+) -> None:
+    router = routers[0]
+    puller.set_routers([router.member("r0")])
+    await start_task(router.queue, worker)
+    worker.stalled = Stall(6.0, 5.0, 1, 1)
+    await until(lambda: worker.cancelled == ["x1"], what="the task to be stopped")
+    await until(lambda: router.queue.ended == 1, what="the end of the stream")
+    router.queue.credit = 0
+    worker.stalled = None
+    worker.steps.set()
+    await until(lambda: router.queue.credit == 4, what="credit anew")
+
+
+async def test_a_worker_with_a_long_task_shows_that_it_runs(
+    puller: TaskPuller, routers: list[ServedRouter], worker: ScriptedWorker
+) -> None:
+    router = routers[0]
+    puller.set_routers([router.member("r0")])
+    await start_task(router.queue, worker)
+    assert router.queue.hellos[0].max_interval.seconds == 2
+    await until(lambda: router.queue.signs_of_life > 1, what="credit of 0 tasks")
 
 
 async def test_tasks_are_pulled_from_a_restarted_router(

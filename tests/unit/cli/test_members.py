@@ -14,6 +14,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_cli.members import (
     Row,
     prefix_faults,
+    state_of,
     workers_object,
     workers_view,
 )
@@ -129,3 +130,10 @@ def test_pairs_that_cannot_talk_are_named_with_their_fields() -> None:
         "decode_ids": ["decode-0"],
         "fields": {"transport": "in_memory != mooncake"},
     }
+
+
+def test_a_stalled_worker_is_shown_with_the_age_of_its_step() -> None:
+    status = worker_pb2.WatchStatusResponse(state=worker_pb2.WatchStatusResponse.STATE_SERVING)
+    assert state_of(status) == "serving"
+    status.stall.age.FromSeconds(12)
+    assert state_of(status) == "stalled 12 s"

@@ -17,6 +17,7 @@ from headrace_common.access.key_file import key_digest, key_in, load_keys
 from headrace_common.access.tls import server_context
 from headrace_common.config import ServiceConfig, split_host_port
 from headrace_common.errors import ConfigError
+from headrace_common.process.loop_watch import loop_watched
 from headrace_common.reloading import ReloadedFiles
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.telemetry.metrics.prometheus import content_type
@@ -45,8 +46,15 @@ class _Refused(Exception):
 async def metrics_served(config: ServiceConfig, metrics: Metrics) -> AsyncIterator[str]:
     """Serves the metrics over the block, if `metrics_listen` is set, and yields the URL, else an empty text.
 
-    Raises ConfigError when it cannot listen.
+    The event loop is watched meanwhile. Raises ConfigError when it cannot listen.
     """
+    with loop_watched(metrics.loop_stall.set):
+        async with _served(config, metrics) as url:
+            yield url
+
+
+@asynccontextmanager
+async def _served(config: ServiceConfig, metrics: Metrics) -> AsyncIterator[str]:
     if not config.metrics_listen:
         yield ""
         return

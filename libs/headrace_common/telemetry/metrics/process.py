@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from opentelemetry.sdk.resources import Resource
 
+from headrace_common.telemetry import schema
 from headrace_common.telemetry.exporter import EXPORT_TIMEOUT_S, SHUTDOWN_TIMEOUT_S
 from headrace_common.telemetry.metrics.instruments import MetricStore
 from headrace_common.telemetry.metrics.prometheus import TEXT_TYPE, prometheus_text
@@ -26,6 +27,7 @@ class Metrics:
     def __init__(self, resource: Resource, otlp_endpoint: str, *, readable: bool = False) -> None:
         """`readable`: whether callers may read the metrics as text."""
         self.store = MetricStore()
+        self.loop_stall = self.store.gauge(schema.METRIC_EVENT_LOOP_STALL)
         self.has_readers = readable or bool(otlp_endpoint)
         self._resource = resource
         self._exporter = _exporter(otlp_endpoint) if otlp_endpoint else None

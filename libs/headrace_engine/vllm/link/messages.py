@@ -12,6 +12,7 @@ from headrace.engine.v1 import link_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import HeadraceError, from_reason
+from headrace_engine.steps import EngineSteps
 from headrace_kv.handoff.messages import (
     LinkSent,
     Reservation,
@@ -69,6 +70,26 @@ def load_to_proto(load: EngineLoad) -> link_pb2.EngineLoad:
 
 def load_from_proto(message: link_pb2.EngineLoad) -> EngineLoad:
     return EngineLoad(**_values(message, _LOAD_FIELDS))
+
+
+def steps_to_proto(steps: EngineSteps) -> link_pb2.EngineSteps:
+    expected_s = steps.expected_s
+    return link_pb2.EngineSteps(
+        count=steps.count,
+        request_count=steps.requests,
+        token_count=steps.tokens,
+        expected=None if expected_s is None else duration_from_seconds(expected_s),
+    )
+
+
+def steps_from_proto(message: link_pb2.EngineSteps) -> EngineSteps:
+    known = message.HasField("expected")
+    return EngineSteps(
+        count=message.count,
+        requests=message.request_count,
+        tokens=message.token_count,
+        expected_s=seconds_from_duration(message.expected) if known else None,
+    )
 
 
 def report_to_proto(report: SendReport) -> link_pb2.SendReport:

@@ -24,11 +24,13 @@ from headrace_common.errors import (
     from_reason,
 )
 from headrace_common.rpc.channel import LOCAL_OPTIONS
+from headrace_engine.steps import EngineSteps
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
     load_from_proto,
     prefix_target_to_proto,
     report_from_proto,
+    steps_from_proto,
     tier_load_from_proto,
 )
 from headrace_kv.handoff.messages import (
@@ -74,6 +76,7 @@ class LinkEvents:
     tier_loaded: Callable[[int, TierLoad], None] = lambda rank, load: None
     request_failed: Callable[[str, bool], None] = lambda transfer_id, load_failed: None
     step_started: Callable[[str, int], None] = lambda transfer_id, monotonic_ns: None
+    steps: Callable[[EngineSteps], None] = lambda steps: None
 
 
 @dataclass(slots=True)
@@ -326,6 +329,8 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             self._events.step_started(started.transfer_id, started.monotonic_ns)
         elif kind == "load":
             self._events.load(load_from_proto(request.load))
+        elif kind == "steps":
+            self._events.steps(steps_from_proto(request.steps))
         elif kind == "tier_loaded":
             self._events.tier_loaded(
                 peer.attachment.rank, tier_load_from_proto(request.tier_loaded)

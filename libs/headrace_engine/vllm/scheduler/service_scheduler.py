@@ -7,12 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace.engine.v1 import link_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.durations import seconds_from_duration
+from headrace_engine.steps import EngineSteps, StepLog
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import block_counts
 from headrace_engine.vllm.layer_groups import LayerGroup
@@ -22,6 +24,7 @@ from headrace_engine.vllm.link.messages import (
     load_to_proto,
     prefix_target_from_proto,
     reservation_to_proto,
+    steps_to_proto,
 )
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
 from headrace_engine.vllm.scheduler.step_planner import LONG_STEP_S
@@ -40,12 +43,15 @@ if TYPE_CHECKING:
 
 
 REPORT_S: Final = 0.05
+_POLLS_PER_STEPS: Final = 5
+_POLLS_PER_SECOND: Final = 20
 
 
 class LoadMeter:
-    """Counts requests from the scheduler's hooks, on the scheduling thread. Any thread may call `read`."""
+    """Follows requests and steps by the scheduler's hooks, on the scheduling thread. Any thread may read."""
 
     def __init__(self) -> None:
+        self._log = StepLog()
         self._known: set[str] = set()
         self._running: set[str] = set()
         self._count_blocks: Callable[[], tuple[int, int]] = lambda: (0, 0)
@@ -57,16 +63,25 @@ class LoadMeter:
     def request_added(self, request_id: str) -> None:
         """The scheduler has a new request."""
         self._known.add(request_id)
+        self._log.request_added()
 
-    def step_planned(self, scheduled: Iterable[str], preempted: Iterable[str]) -> None:
-        """A step contains the `scheduled` requests. One of them may have been preempted before."""
+    def step_planned(self, scheduled: Mapping[str, int], preempted: Iterable[str]) -> None:
+        """A step has the `scheduled` requests, with their tokens. One of them may have been preempted before."""
         self._running.difference_update(preempted)
         self._running.update(scheduled)
+        self._log.step_planned(len(self._known), sum(scheduled.values()))
 
     def request_finished(self, request_id: str) -> None:
         """A request has ended, in whatever state."""
         self._known.discard(request_id)
         self._running.discard(request_id)
+        if not self._known:
+            self._log.idle()
+
+    @property
+    def steps(self) -> EngineSteps:
+        """The steps until now."""
+        return self._log.steps
 
     def read(self) -> EngineLoad:
         """The current load."""
@@ -75,14 +90,25 @@ class LoadMeter:
         return EngineLoad(running, max(0, len(self._known) - running), used, total)
 
 
-async def report_changes(meter: LoadMeter, send: Callable[[EngineLoad], None]) -> None:
-    """Sends the load at the start and after each change. Polls every `REPORT_S`: no hook follows a block's return."""
+async def report_changes(
+    meter: LoadMeter,
+    send: Callable[[EngineLoad], None],
+    send_steps: Callable[[EngineSteps], None] = lambda steps: None,
+) -> None:
+    """Sends the load at the start and after each change. Polls every `REPORT_S`: no hook follows a block's return.
+
+    Sends the steps every 0.25 s if there were any, and else every second.
+    """
     last: EngineLoad | None = None
-    while True:
-        load = meter.read()
+    last_steps: EngineSteps | None = None
+    for poll in count():
+        load, steps = meter.read(), meter.steps
         if load != last:
             send(load)
             last = load
+        if poll % _POLLS_PER_SECOND == 0 or (poll % _POLLS_PER_STEPS == 0 and steps != last_steps):
+            send_steps(steps)
+            last_steps = steps
         await asyncio.sleep(REPORT_S)
 
 
@@ -136,7 +162,7 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         self._starts = StepStarts(self._send_step_started)
         self._link = EngineLink(link_path, link_pb2.Attachment(scheduler=True), self._on_response)
         self._load_reports = asyncio.run_coroutine_threadsafe(
-            report_changes(self._load, self._send_load), self._link.loop
+            report_changes(self._load, self._send_load, self._send_steps), self._link.loop
         )
         self._load_reports.add_done_callback(_log_failure)
 
@@ -145,6 +171,9 @@ class ServiceConnectorScheduler(ConnectorScheduler):
 
     def _send_load(self, load: EngineLoad) -> None:
         self._link.send(link_pb2.AttachRequest(load=load_to_proto(load)))
+
+    def _send_steps(self, steps: EngineSteps) -> None:
+        self._link.send(link_pb2.AttachRequest(steps=steps_to_proto(steps)))
 
     def _send_step_started(self, transfer_id: str, monotonic_ns: int) -> None:
         started = link_pb2.StepStarted(transfer_id=transfer_id, monotonic_ns=monotonic_ns)

@@ -15,11 +15,12 @@ from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import Draining, QueueFull
 from headrace_common.registry.adapters import Adapter, adapter_to_proto
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
-from headrace_prefill.pull.session import PullSession
+from headrace_prefill.pull.session import MAX_INTERVAL_S, PullSession
 from headrace_prefill.worker import PrefillWorker
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class TaskPuller:
             model=model,
             layout=layout,
             adapters=map(adapter_to_proto, adapters),
+            max_interval=duration_from_seconds(MAX_INTERVAL_S),
         )
         self._streams: dict[RouterKey, asyncio.Task[None]] = {}
         self._sessions: dict[RouterKey, PullSession] = {}
@@ -136,3 +138,4 @@ class TaskPuller:
                     self._grant_credit()
                 retry_s = RETRY_S_MIN if session.was_answered else min(RETRY_S_MAX, 2 * retry_s)
                 await asyncio.sleep(retry_s * random.uniform(0.5, 1.0))
+                await self._worker.wait_stepping()

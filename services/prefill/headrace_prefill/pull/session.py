@@ -7,15 +7,19 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
+import grpc.aio
+
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace_common.errors import Draining, QueueFull
 from headrace_common.tasks import BoundedQueue
-from headrace_prefill.worker import PrefillWorker
+from headrace_prefill.worker import STALL_POLL_S, PrefillWorker
 
 log = logging.getLogger(__name__)
 
 REPORTS_MAX = 1_024
 BATCH_MAX = 256
+# Longest time between two messages to a router with tasks here.
+MAX_INTERVAL_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,8 @@ class PullSession:
         self._idle = asyncio.Event()
         self._idle.set()
         self._hello = prefill_pb2.PullRequest(hello=hello)
+        self._busy = asyncio.Event()
+        self._sent_s = 0.0
 
     @property
     def was_answered(self) -> bool:
@@ -64,24 +70,48 @@ class PullSession:
         return self.granted - len(self._tasks)
 
     async def run(self, stub: prefill_pb2_grpc.PrefillQueueServiceAsyncStub) -> None:
-        """Serves the stream until it ends.
+        """Serves the stream until it ends, or until the engine is stalled.
 
         Raises AioRpcError, or QueueFull when the router does not read.
         """
         call = stub.Pull(self._requests())
+        tasks = {asyncio.create_task(self._read(call)), asyncio.create_task(self._watch_engine())}
         try:
-            async for response in call:
-                self._answered = True
-                match response.WhichOneof("message"):
-                    case "task":
-                        self._start_task(response.task)
-                    case "cancel":
-                        self._cancel_task(response.cancel.transfer_id)
-                    case unknown:
-                        log.warning("the router sent an unknown message %s", unknown)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
             call.cancel()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._stop_all()
+
+    async def _read(
+        self, call: grpc.aio.StreamStreamCall[prefill_pb2.PullRequest, prefill_pb2.PullResponse]
+    ) -> None:
+        async for response in call:
+            self._answered = True
+            match response.WhichOneof("message"):
+                case "task":
+                    self._start_task(response.task)
+                case "cancel":
+                    self._cancel_task(response.cancel.transfer_id)
+                case unknown:
+                    log.warning("the router sent an unknown message %s", unknown)
+
+    async def _watch_engine(self) -> None:
+        """While there are tasks: shows the router that this process runs. Returns when the engine is stalled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._busy.wait()
+            await asyncio.sleep(STALL_POLL_S)
+            stall = self._worker.stall()
+            if stall is not None and self._tasks:
+                log.warning("%s: %d tasks go to other workers", stall, len(self._tasks))
+                return
+            if loop.time() >= self._sent_s + MAX_INTERVAL_S / 2 and not self._unsent:
+                self._send(prefill_pb2.PullRequest(credit=prefill_pb2.Credit(task_count=0)))
 
     def grant(self, task_count: int) -> None:
         """Lets the router send so many more tasks."""
@@ -112,6 +142,7 @@ class PullSession:
             self._refuse(transfer_id, QueueFull("the router sent more tasks than it had credit"))
         else:
             self._idle.clear()
+            self._busy.set()
             self._tasks[transfer_id] = asyncio.create_task(
                 self._run_task(task), name=f"prefill {transfer_id}"
             )
@@ -137,6 +168,8 @@ class PullSession:
             self._send(prefill_pb2.PullRequest(done=done))
         finally:
             self._tasks.pop(task.transfer_id, None)
+            if not self._tasks:
+                self._busy.clear()
             self.granted -= 1
             self._on_change()
             self._update_idle()
@@ -155,6 +188,7 @@ class PullSession:
         """Queues a message. The event is set once gRPC has taken it."""
         report = _Report(message, asyncio.Event())
         self._unsent += 1
+        self._sent_s = asyncio.get_running_loop().time()
         self._outgoing.put_nowait(report)
         return report.written
 

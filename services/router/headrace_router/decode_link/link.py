@@ -119,6 +119,12 @@ class DecodeLink:
         self._retired = True
         self._close_if_unused()
 
+    def fail(self, failure: Callable[[], HeadraceError]) -> None:
+        """Ends the link with errors that `failure` makes, one for each request. The worker ends the requests."""
+        if not self.ended:
+            self._failure = failure
+            self._task.cancel()
+
     async def close(self) -> None:
         """Ends the link at once."""
         self._task.cancel()

@@ -11,6 +11,7 @@ from opentelemetry.context import Context
 
 from headrace.decode.v1 import decode_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.errors import HeadraceError
 from headrace_common.limits import LINK_STREAMS_MAX
 from headrace_common.process.pacing import LoopLoad
 from headrace_router.decode_link.answer import AnswerEvent, LinkedAnswer, TokenSink
@@ -90,6 +91,12 @@ class DecodeLinks:
         link = self._current = DecodeLink(self._channel(), self._open.discard, self._load)
         self._open.add(link)
         return link
+
+    def fail(self, failure: Callable[[], HeadraceError]) -> None:
+        """Ends every link that has requests, with errors that `failure` makes, one for each request."""
+        for link in tuple(self._open):
+            if link.count:
+                link.fail(failure)
 
     async def close(self) -> None:
         """Ends every link, with the requests on it."""

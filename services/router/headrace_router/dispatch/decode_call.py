@@ -80,20 +80,30 @@ class DecodeCall:
         return self._read_ahead
 
     async def set_first_token(self, token_id: int) -> None:
-        """Sends the token that prefill generated. Raises NotFound when the worker has ended the transfer."""
+        """Sends the token that prefill generated. Raises NotFound when the worker has ended the transfer.
+
+        Returns early when `read` has an event or an error: a stuck worker answers nothing.
+        """
         request = decode_pb2.SetFirstTokenRequest(
             transfer_id=self._transfer_id,
             incarnation=self._worker.incarnation,
             token_id=token_id,
         )
-        try:
-            await decode_pb2_grpc.DecodeServiceStub(self._links.channel).SetFirstToken(
+        calling = asyncio.ensure_future(
+            decode_pb2_grpc.DecodeServiceStub(self._links.channel).SetFirstToken(
                 request,
                 timeout=self._deadline.remaining_s(),
                 metadata=metadata_with_trace(context=self._context),
             )
+        )
+        try:
+            await asyncio.wait({calling, self.read_ahead()}, return_when=asyncio.FIRST_COMPLETED)
+            if calling.done():
+                calling.result()
         except grpc.aio.AioRpcError as error:
             raise self._explained(error_from_rpc(error)) from error
+        finally:
+            calling.cancel()
 
     async def close(self) -> None:
         """Cancels the request, unless it has ended."""

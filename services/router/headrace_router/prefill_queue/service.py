@@ -10,8 +10,11 @@ import grpc.aio
 
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace_common.access.roles import require_own_name
-from headrace_common.errors import InvalidRequest, ProtocolViolation
+from headrace_common.durations import seconds_from_duration
+from headrace_common.errors import InvalidRequest, ProtocolViolation, WorkerGone
+from headrace_common.process.silence import wait_silent
 from headrace_common.registry.adapters import adapters_from_proto, announced_violations
+from headrace_common.rpc.channel import ping_timeout_s
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -58,15 +61,30 @@ class QueueService(prefill_pb2_grpc.PrefillQueueServiceServicer):
             layout_from_proto(hello.layout),
             adapters_from_proto(hello.adapters),
         )
-        writer = asyncio.create_task(_write(stream, context))
+        tasks = [
+            asyncio.create_task(self._read(stream, request_iterator)),
+            asyncio.create_task(_write(stream, context)),
+        ]
+        if hello.HasField("max_interval"):
+            limit_s = seconds_from_duration(hello.max_interval) + ping_timeout_s()
+            tasks.append(asyncio.create_task(_reject_silence(stream, limit_s)))
         try:
-            async for request in request_iterator:
-                for each in unpacked(request):
-                    self._handle(stream, each)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
             self._queue.remove_worker(stream)
-            writer.cancel()
-            await asyncio.gather(writer, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _read(
+        self, stream: PrefillWorkerStream, requests: AsyncIterator[prefill_pb2.PullRequest]
+    ) -> None:
+        async for request in requests:
+            stream.received_message()
+            for each in unpacked(request):
+                self._handle(stream, each)
 
     async def Enqueue(
         self,
@@ -115,6 +133,15 @@ async def _read_hello(requests: AsyncIterator[prefill_pb2.PullRequest]) -> prefi
     if violations:
         raise InvalidRequest(violations)
     return first.hello
+
+
+async def _reject_silence(stream: PrefillWorkerStream, limit_s: float) -> None:
+    """Raises WorkerGone once the worker has tasks and has sent nothing for `limit_s`."""
+    silent_s = await wait_silent(stream.silent_since_s, limit_s)
+    raise WorkerGone(
+        f"prefill worker {stream.ref} is stuck: it has sent nothing for {silent_s:.1f} s",
+        metadata={"worker_id": stream.ref.worker_id},
+    )
 
 
 async def _write(stream: PrefillWorkerStream, context: grpc.aio.ServicerContext[Any, Any]) -> None:

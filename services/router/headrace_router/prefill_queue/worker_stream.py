@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -63,6 +64,16 @@ class PrefillWorkerStream:
         """Whether the worker takes no more tasks."""
         self.tasks: dict[str, QueuedTask] = {}
         """Oldest first."""
+        self._received_s = 0.0
+
+    def received_message(self) -> None:
+        """The worker has sent something."""
+        self._received_s = time.monotonic()
+
+    def silent_since_s(self) -> float | None:
+        """Since when the worker has had a task and sent nothing, by time.monotonic. None without tasks."""
+        oldest = next(iter(self.tasks.values()), None)
+        return None if oldest is None else max(self._received_s, oldest.pulled_s)
 
     def load(self) -> PrefillLoad:
         """The worker's tasks and credits now."""

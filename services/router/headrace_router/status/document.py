@@ -23,6 +23,7 @@ SLOW_BYTES_MIN: Final = 16_000_000
 READY: Final = "ready"
 DRAINING: Final = "draining"
 UNREACHABLE: Final = "unreachable"
+STALLED: Final = "stalled"
 SILENT: Final = "no status"
 
 

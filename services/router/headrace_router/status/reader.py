@@ -22,6 +22,7 @@ from headrace_router.status.document import (
     DRAINING,
     READY,
     SILENT,
+    STALLED,
     UNREACHABLE,
     DeploymentState,
     WorkerRow,
@@ -117,11 +118,12 @@ class StatusReader:
                     rows.append(WorkerRow("decode", *base, SILENT))
                     continue
                 draining = DRAINING if load.draining else READY
+                unreachable = STALLED if load.stalled else UNREACHABLE
                 rows.append(
                     WorkerRow(
                         "decode",
                         *base,
-                        draining if load.reachable else UNREACHABLE,
+                        draining if load.reachable else unreachable,
                         requests=load.requests,
                         max_requests=member.max_num_seqs,
                         held_tokens=load.held_tokens,

@@ -14,9 +14,13 @@ import grpc
 import grpc.aio
 
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
-from headrace_common.durations import duration_from_seconds
+from headrace_common.durations import duration_from_seconds, seconds_from_duration
+from headrace_common.errors import WorkerGone
 from headrace_common.limits import CLOCK_OFFSET_NOTED_S
 from headrace_common.process.pacing import SHORTEST_S, LoopLoad, must_change
+from headrace_common.process.silence import wait_silent
+from headrace_common.rpc.channel import ping_timeout_s
+from headrace_common.tasks import run_forever
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.workers.clock import WorkerClock
@@ -29,6 +33,9 @@ _LOG = logging.getLogger(__name__)
 _STATUS_TIMEOUT_S = 3.0
 # An idle worker may be later than its interval by this time.
 _IDLE_MARGIN_S = 2.0
+# A worker with requests is stuck without a status for this long and gRPC's ping timeout. Pings alone show no stuck
+# event loop: gRPC's own threads answer them.
+_SILENCE_S = 2.0
 # The delay before the second try. See RetryDelay.
 _RECONNECT_S = 0.5
 
@@ -73,7 +80,8 @@ class WorkerConnection:
     A worker that has never sent a status has no open channel between two tries: gRPC would go on to connect it.
 
     An idle worker sends every `interval_s`. Its channel's pings show sooner that its process is gone. Once this router
-    has a request there, the worker has 3 s to send the change.
+    has a request there, the worker has 3 s to send the change. A worker is stuck while its status has a stall, or once
+    it has sent none for longer.
     """
 
     def __init__(
@@ -93,6 +101,8 @@ class WorkerConnection:
         # When the latest status came, or the stream was opened, and since when requests are routed to the worker.
         self._heard_s = 0.0
         self._routed_since_s = 0.0
+        self._status_s = 0.0
+        self._stuck = ""
         self._routed_count = 0
         self._reading: asyncio.Timeout | None = None
         self._open_channel = open_channel
@@ -113,11 +123,31 @@ class WorkerConnection:
         self._retired = False
         self._closing: asyncio.Task[None] | None = None
         self._watch = asyncio.create_task(self._watch_status())
+        self._watch_silence = run_forever(self._find_silence(), f"silence of {worker.ref}")
 
     @property
     def has_reported(self) -> bool:
         """Whether the worker has ever sent its status."""
         return self._status_count > 0
+
+    @property
+    def stuck(self) -> str:
+        """Why the worker makes no progress. Empty: it does, or nothing is known."""
+        return self._stuck
+
+    @property
+    def closing(self) -> bool:
+        """Whether the worker has left the registry, and all its requests have ended."""
+        return self._closing is not None
+
+    def end_requests(self) -> None:
+        """Ends all requests of this router on a worker that is stuck, so that they continue elsewhere."""
+        ref, stuck = self.worker.ref, self._stuck
+        self.links.fail(
+            lambda: WorkerGone(
+                f"decode worker {ref} is stuck: {stuck}", metadata={"worker_id": ref.worker_id}
+            )
+        )
 
     @property
     def channel(self) -> grpc.aio.Channel:
@@ -139,8 +169,9 @@ class WorkerConnection:
             # The worker may have sent its status before the latest requests reached it.
             held_tokens=max(held_blocks * block_tokens + unreported.tokens, reserved.tokens),
             total_tokens=status.total_blocks * block_tokens,
-            reachable=self._status is not None,
+            reachable=self._status is not None and not self._stuck,
             draining=status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING,
+            stalled=bool(self._stuck),
         )
 
     @property
@@ -194,11 +225,13 @@ class WorkerConnection:
         """The worker has left the registry. Requests on it may still end."""
         self._retired = True
         self._watch.cancel()
+        self._watch_silence.cancel()
         self._close_if_unused()
 
     async def close(self) -> None:
         """Closes the channel."""
         self._watch.cancel()
+        self._watch_silence.cancel()
         with suppress(asyncio.CancelledError):
             await self._watch
         await self._close_channel()
@@ -215,10 +248,33 @@ class WorkerConnection:
             reported = status.running_requests + status.waiting_requests
             self._external_requests = max(0, reported - self._reserved.requests)
             self._unreported = _ReservedLoad()
+            self._status_s = asyncio.get_running_loop().time()
+            self._set_stuck(_stall_of(status))
         elif self._status is None:
             return
         self._status = status
         self._on_load(self)
+
+    def _set_stuck(self, stuck: str) -> None:
+        if bool(stuck) != bool(self._stuck):
+            if stuck:
+                _LOG.warning("decode worker %s is stuck: %s", self.worker.ref, stuck)
+            else:
+                _LOG.info("decode worker %s steps again", self.worker.ref)
+        self._stuck = stuck
+
+    async def _find_silence(self) -> None:
+        limit_s = _SILENCE_S + ping_timeout_s()
+        while True:
+            silent_s = await wait_silent(self._silent_since_s, limit_s)
+            self._set_stuck(f"it has sent no status for {silent_s:.1f} s")
+            self._on_load(self)
+
+    def _silent_since_s(self) -> float | None:
+        """None while no status is due, and once the silence was found."""
+        if not (self._routed_count and self.has_reported) or self._stuck:
+            return None
+        return max(self._status_s, self._routed_since_s)
 
     def _read_clock(self, status: worker_pb2.WatchStatusResponse) -> None:
         """Updates the worker's clock."""
@@ -314,3 +370,15 @@ class WorkerConnection:
     def _close_if_unused(self) -> None:
         if self._retired and not self._reservations and self._closing is None:
             self._closing = asyncio.create_task(self.close())
+
+
+def _stall_of(status: worker_pb2.WatchStatusResponse) -> str:
+    """The stall that a worker reports. Empty without one."""
+    if not status.HasField("stall"):
+        return ""
+    stall = status.stall
+    age_s, bound_s = seconds_from_duration(stall.age), seconds_from_duration(stall.bound)
+    return (
+        f"its engine has not stepped for {age_s:.0f} s, more than {bound_s:.1f} s, with {stall.request_count} requests "
+        f"and a step of {stall.token_count} tokens"
+    )

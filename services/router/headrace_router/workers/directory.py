@@ -66,6 +66,8 @@ class WorkerDirectory:
         self._availability = WorkerAvailability(worker_wait_s)
         self._on_slots = on_slots
         self._slots: dict[str, DecodeSlots] = {}
+        # Of workers that are stuck. Their requests leave as soon as another worker can have them.
+        self._stuck: set[WorkerConnection] = set()
         self._router_count = 1
         self._loaded = False
         self._rebuild: asyncio.TimerHandle | None = None
@@ -240,6 +242,10 @@ class WorkerDirectory:
         if load == known:
             return
         table.set(worker.ref, load)
+        if load.stalled:
+            self._stuck.add(connection)
+        else:
+            self._stuck.discard(connection)
         if known is None or load.availability != known.availability:
             self._table_changed(worker.model)
 
@@ -252,6 +258,11 @@ class WorkerDirectory:
             self._slots[model] = slots
         if slots != known and self._on_slots is not None:
             self._on_slots(model, slots)
+        for connection in tuple(self._stuck):
+            if not connection.stuck or connection.closing:
+                self._stuck.discard(connection)
+            elif connection.worker.model == model and table.any_beside(connection.worker):
+                connection.end_requests()
 
 
 def worker_from_member(member: registry_pb2.Member) -> Worker:

@@ -40,7 +40,7 @@ class Load:
     """A decode worker at one moment: what it reported, and what this router has reserved on it since.
 
     `held_tokens` is the capacity of its reserved blocks, growth included, and `total_tokens` that of all its blocks.
-    `external_requests` are those of other routers, as of the latest status.
+    `external_requests` are those of other routers, as of the latest status. A `stalled` worker is not reachable.
     """
 
     requests: int = 0
@@ -49,11 +49,12 @@ class Load:
     total_tokens: int = 0
     reachable: bool = True
     draining: bool = False
+    stalled: bool = False
 
     @property
-    def availability(self) -> tuple[bool, bool, int]:
-        """What the availability of a model and its slots depend on."""
-        return self.reachable, self.draining, self.external_requests
+    def availability(self) -> tuple[bool, bool, bool, int]:
+        """What the availability of a model and its slots depend on, and where requests must leave."""
+        return self.reachable, self.draining, self.stalled, self.external_requests
 
 
 class LoadTable:
@@ -112,6 +113,11 @@ class LoadTable:
     def any_available(self) -> bool:
         """Whether any worker is reachable and accepts new requests."""
         return bool((self.reachable & ~self.draining).any())
+
+    def any_beside(self, worker: Worker) -> bool:
+        """Whether another worker that has the same adapters is reachable and accepts new requests."""
+        usable = self.reachable & ~self.draining & ~self.flags({worker.ref})
+        return any(self.workers[row].adapters >= worker.adapters for row in usable.nonzero()[0])
 
     def slots(self, routers: int) -> DecodeSlots:
         """The request slots of the workers that are reachable and accept new requests."""

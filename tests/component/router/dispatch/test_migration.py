@@ -9,6 +9,7 @@ import pytest
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace.worker.v1 import worker_pb2
 from headrace_common.errors import (
     DeadlineExceeded,
     DecodeFull,
@@ -28,7 +29,7 @@ from tests.component.router.fakes import (
     text_of,
     with_settings,
 )
-from tests.waiting import let_a_wrong_step_show, until
+from tests.waiting import forever, let_a_wrong_step_show, until
 
 
 def decode_requests(rig: Rig) -> list[decode_pb2.GenerateRequest]:
@@ -105,6 +106,63 @@ async def test_a_decode_worker_that_ends_its_stream_is_replaced(
     assert [each[schema.ATTRIBUTE_GENERATED_TOKENS] for each in attempts] == ["0", "9"]
     assert attempts[0][schema.ATTRIBUTE_ERROR_REASON] == error.reason
     assert schema.ATTRIBUTE_ERROR_REASON not in attempts[1]
+
+
+async def stall(worker: FakeDecode) -> None:
+    """Reports a stalled engine, which never steps again."""
+    worker.stall = worker_pb2.Stall(request_count=3, token_count=4)
+    await forever()
+
+
+async def test_a_response_leaves_a_stalled_worker_and_later_ones_avoid_it(rig: Rig) -> None:
+    stalling, other = await rig.add_decodes(recite(9, stall), recite(99))
+    # Both have room, so the first answers show which worker is asked.
+    responses = await rig.ask(sampling=sampling())
+    if responses[-1].timing.attempts == 1:
+        responses = await rig.ask(sampling=sampling())
+    assert text_of(responses) == TEXT
+    assert responses[-1].timing.attempts == 2
+    await until(lambda: stalling.cancelled == {stalling.requests[0].transfer_id})
+    for _ in range(4):
+        await rig.ask(sampling=sampling())
+    assert len(stalling.requests) == 1
+    # It serves again as soon as it reports no stall.
+    stalling.stall, stalling.script = None, recite(99)
+    await until(lambda: bool(rig.router.workers.table("sim").reachable.all()))
+    other.script = full
+    assert text_of(await rig.ask(sampling=sampling())) == TEXT
+    assert len(stalling.requests) == 2
+
+
+async def test_a_response_stays_on_a_stalled_worker_until_another_can_have_it(rig: Rig) -> None:
+    stalling = await rig.add_decode(recite(9, stall))
+    asking = asyncio.create_task(rig.ask(sampling=sampling()))
+    await until(lambda: bool(stalling.stall))
+    await until(lambda: not rig.router.workers.table("sim").reachable.any())
+    await let_a_wrong_step_show()
+    assert not stalling.cancelled
+    await rig.add_decode(recite(99))
+    responses = await asking
+    assert text_of(responses) == TEXT
+    assert responses[-1].timing.attempts == 2
+
+
+async def test_a_response_leaves_a_worker_that_only_its_connection_shows_to_live(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def be_silent(worker: FakeDecode) -> None:
+        worker.reports.clear()
+        await forever()
+
+    monkeypatch.setenv("HEADRACE_PING_TIMEOUT_S", "1")
+    silent, _ = await rig.add_decodes(recite(9, be_silent), recite(99))
+    responses = await rig.ask(sampling=sampling())
+    if responses[-1].timing.attempts == 1:
+        responses = await rig.ask(sampling=sampling())
+    assert text_of(responses) == TEXT
+    assert responses[-1].timing.attempts == 2
+    silent.reports.set()
+    await until(lambda: bool(rig.router.workers.table("sim").reachable.all()))
 
 
 async def test_the_retry_budget_bounds_migrations(rig: Rig) -> None:

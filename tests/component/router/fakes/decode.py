@@ -78,6 +78,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
         self.reports = asyncio.Event()
         """Cleared by a test to stop the status stream."""
         self.reports.set()
+        self.stall: worker_pb2.Stall | None = None
+        """What it reports of its engine."""
         self.clock_offset_s: float | None = 0.0
         """How far its wall clock is ahead. None: it does not send its time."""
         self.ticket_public_keys: list[bytes] = []
@@ -213,6 +215,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerSe
                 state=worker_pb2.WatchStatusResponse.STATE_SERVING,
                 running_requests=self.running_requests,
                 total_blocks=100,
+                stall=self.stall,
                 sent_unix_ns=0 if self.clock_offset_s is None else self.unix_ns(),
             )
             await asyncio.sleep(0.05)

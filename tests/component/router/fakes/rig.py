@@ -18,7 +18,7 @@ from headrace_common.errors import HeadraceError
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
-from headrace_kv.layout.layout import KvLayout
+from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
 from headrace_text.load import ByteCodec
@@ -96,8 +96,8 @@ class Rig:
 
         def reported() -> bool:
             table = self.router.workers.table("sim")
-            known = {other.ref.worker_id for other in table.workers}
-            return worker.member.worker_id in known and bool(table.reachable.all())
+            ref = WorkerRef(worker.member.worker_id, worker.member.incarnation)
+            return bool((table.reachable & table.flags({ref})).any())
 
         await until(reported)
         return worker

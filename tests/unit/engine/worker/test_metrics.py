@@ -89,6 +89,10 @@ def test_the_state_of_a_decode_worker_is_shown_while_it_serves() -> None:
         assert points(schema.METRIC_BLOCKS_FREE) == {("d0",): 6}
         assert points(schema.METRIC_BLOCKS_RESERVED) == {("d0",): 3}
         assert points(schema.METRIC_BLOCKS_QUARANTINED) == {("d0",): 1}
+        assert points(schema.METRIC_WORKER_STALL) == {("d0",): 0}
+        status.stall.age.FromSeconds(9)
+        workers.sample()
+        assert points(schema.METRIC_WORKER_STALL) == {("d0",): 9}
     assert points(schema.METRIC_TRANSFER_STATES) is None
     assert points(schema.METRIC_BLOCKS_TOTAL) is None
 

@@ -7,11 +7,15 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import pytest
+
 from headrace.worker.v1 import worker_pb2
+from headrace_engine.steps import EngineSteps, StepWatch
 from headrace_engine.worker.status import (
     BUSY_INTERVAL_S,
     POLL_S,
     StatusSignal,
+    WatchedStatus,
     WorkerStatusServicer,
 )
 from tests.virtually import virtually
@@ -82,3 +86,45 @@ async def test_a_worker_with_requests_sends_every_second_and_an_idle_one_every_i
     _, idle_s = await worker.next()
     _, next_s = await worker.next()
     assert next_s - idle_s == 60.0
+
+
+@virtually
+async def test_a_stall_is_sent_with_its_age_until_the_engine_steps() -> None:
+    steps = StepWatch(5.0)
+    worker = Worker(60)
+    worker.requests = 2
+    worker.snapshot = WatchedStatus(worker.snapshot, steps).read  # type: ignore[method-assign]
+    servicer = WorkerStatusServicer(worker.snapshot, signal=worker.signal)
+    context: Any = Context()
+    stream = aiter(servicer.WatchStatus(worker_pb2.WatchStatusRequest(), context))
+    steps.report(EngineSteps(1, 2, 7, 0.1))
+
+    async def next_status(*, stalled: bool) -> worker_pb2.WatchStatusResponse:
+        while True:
+            status = await anext(stream)
+            if status.HasField("stall") is stalled:
+                return status
+
+    for age_s in (5, 6, 7):
+        stall = (await next_status(stalled=True)).stall
+        assert (stall.age.seconds, stall.bound.seconds) == (age_s, 5)
+        assert (stall.request_count, stall.token_count) == (2, 7)
+        assert age_s <= time.monotonic() - START_S < age_s + 0.2
+    steps.report(EngineSteps(2, 2, 7, 0.1))
+    await next_status(stalled=False)
+    assert time.monotonic() - START_S < 7.3
+
+
+def test_the_log_has_the_start_and_the_end_of_a_stall(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = [0.0]
+    steps = StepWatch(5.0, clock=lambda: now_s[0])
+    status = WatchedStatus(lambda: worker_pb2.WatchStatusResponse(worker_id="d0"), steps)
+    steps.report(EngineSteps(1, 3, 4, 0.1))
+    for _ in range(30):
+        now_s[0] += 0.5
+        status.read()
+    steps.report(EngineSteps(2, 3, 4, 0.1))
+    status.read()
+    start, end = (record.getMessage() for record in caplog.records)
+    assert start.startswith("d0 is stalled: a step of 3 requests and 4 tokens has taken 5.5 s")
+    assert end == "d0 steps again, after a stall of 15 s"

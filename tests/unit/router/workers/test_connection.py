@@ -16,7 +16,7 @@ from headrace.worker.v1 import worker_pb2
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.workers.connection import LoadReservation, WorkerConnection
 from headrace_router.workers.dials import Dials
-from headrace_router.workers.table import Worker
+from headrace_router.workers.table import Load, Worker
 from headrace_simulator.virtual_time import run_virtually
 from tests.waiting import until
 
@@ -112,6 +112,7 @@ class _SlowWorker:
         self.requests: list[worker_pb2.WatchStatusRequest] = []
         self.silence = asyncio.Event()
         self.sent = False
+        self.answers = True
 
     def unary_stream(self, *arguments: object, **options: object) -> Any:
         return self._call
@@ -127,6 +128,8 @@ class _SlowWorker:
         if self.sent:
             await self.silence.wait()
             self.silence.clear()
+        while not self.answers:
+            await asyncio.sleep(0.1)
         self.sent = True
         return worker_pb2.WatchStatusResponse(incarnation=_WORKER.ref.incarnation)
 
@@ -185,3 +188,33 @@ async def test_another_interval_takes_another_stream(monkeypatch: pytest.MonkeyP
         await until(lambda: len(channel.requests) == 2)
         assert channel.requests[1].max_interval.seconds == 20
         assert connection.load().reachable
+
+
+async def test_a_worker_with_requests_is_stuck_when_no_status_comes_for_the_ping_timeout_and_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with _idle_worker(monkeypatch) as (connection, channel):
+        await asyncio.sleep(100.0)
+        assert not connection.stuck
+        channel.answers = False
+        start_s = asyncio.get_running_loop().time()
+        connection.reserve(1, routed=True)
+        await until(lambda: bool(connection.stuck))
+        assert 6.0 <= asyncio.get_running_loop().time() - start_s < 6.1
+        assert connection.load().stalled
+        channel.answers = True
+        await until(lambda: connection.load().reachable)
+        assert not connection.stuck
+
+
+async def test_a_worker_that_reports_a_stall_is_not_reachable() -> None:
+    connection = WorkerConnection(_WORKER, grpc.aio.insecure_channel, Dials(), lambda _: None, b"")
+    try:
+        connection._set_status(worker_pb2.WatchStatusResponse(stall=worker_pb2.Stall()))
+        assert connection.load() == Load(reachable=False, stalled=True)
+        connection._set_status(None)
+        assert connection.stuck
+        connection._set_status(worker_pb2.WatchStatusResponse())
+        assert connection.load() == Load()
+    finally:
+        await connection.close()

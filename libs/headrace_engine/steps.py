@@ -1,0 +1,211 @@
+"""When an engine that should step counts as stalled, from its own history of steps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, TypeAlias
+
+STEP_STALL_S: Final = 5.0
+"""What `step_stall_s` is by default."""
+_FACTOR: Final = 4.0
+# The first step of its kind may compile code for the shape of its batch.
+_FIRST_STEP_S: Final = 120.0
+_PERIOD_S: Final = 300.0
+_LEARNED_FACTOR: Final = 8.0
+_LEARNED_MIN_S: Final = 10.0
+_PAUSE_MAX_S: Final = 1.5
+
+_Kind: TypeAlias = tuple[int, bool]
+"""The power of two below the number of tokens, and whether a request has several of them."""
+
+
+def _monotonic_s() -> float:
+    """The clock of this process, also while a simulation replaces it."""
+    return time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSteps:
+    """An engine's steps until now. `requests` is 0 while it has nothing to do.
+
+    `count` grows with each step, and when the engine gets work again. `tokens` are those of the latest step, and
+    `expected_s` is how long such a step may be expected to take. None: it is the first of its kind.
+    """
+
+    count: int = 0
+    requests: int = 0
+    tokens: int = 0
+    expected_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """An engine has not stepped for `age_s`, which is more than `bound_s`.
+
+    The step has `requests` with `tokens`. `silent`: the engine's process has sent nothing while it had no request.
+    """
+
+    age_s: float
+    bound_s: float
+    requests: int
+    tokens: int
+    silent: bool = False
+
+    def __str__(self) -> str:
+        if self.silent:
+            return f"its engine has reported nothing for {self.age_s:.1f} s"
+        return (
+            f"a step of {self.requests} requests and {self.tokens} tokens has taken {self.age_s:.1f} s, more than "
+            f"{self.bound_s:.1f} s"
+        )
+
+
+class RunningClock:
+    """Seconds in which this process ran, as far as its calls show it. A longer pause between two calls counts 1.5 s.
+
+    So neither a suspended machine nor a stuck event loop makes other processes look late. It needs a call a second.
+    """
+
+    def __init__(self, clock: Callable[[], float] = _monotonic_s) -> None:
+        self._clock = clock
+        self._called_s = clock()
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        """The seconds since the clock was made."""
+        called_s = self._clock()
+        self._now_s += min(called_s - self._called_s, _PAUSE_MAX_S)
+        self._called_s = called_s
+        return self._now_s
+
+
+@dataclass(slots=True)
+class _Longest:
+    """The two longest steps of the current period, and of the one before it."""
+
+    since_s: float
+    current: list[float] = field(default_factory=list)
+    previous: list[float] = field(default_factory=list)
+
+    def record(self, duration_s: float, now_s: float) -> None:
+        if now_s - self.since_s > _PERIOD_S:
+            self.since_s, self.previous, self.current = now_s, self.current, []
+        self.current = sorted((*self.current, duration_s), reverse=True)[:2]
+
+    @property
+    def expected_s(self) -> float:
+        """The second longest, so that one stalled step does not count; of one step, that."""
+        longest = sorted(self.current + self.previous, reverse=True)
+        return longest[min(1, len(longest) - 1)]
+
+
+class StepHistory:
+    """The longest recent steps of each kind."""
+
+    def __init__(self) -> None:
+        self._longest: dict[_Kind, _Longest] = {}
+
+    def record(self, requests: int, tokens: int, duration_s: float, now_s: float) -> None:
+        """A step has ended. Its time counts at most as twice the bound that applied to it, about."""
+        expected_s = self.expected_s(requests, tokens)
+        if expected_s is not None:
+            duration_s = min(duration_s, max(_LEARNED_MIN_S, _LEARNED_FACTOR * expected_s))
+        kind = _kind(requests, tokens)
+        self._longest.setdefault(kind, _Longest(now_s)).record(duration_s, now_s)
+
+    def expected_s(self, requests: int, tokens: int) -> float | None:
+        """See EngineSteps."""
+        longest = self._longest.get(_kind(requests, tokens))
+        return None if longest is None else longest.expected_s
+
+
+def _kind(requests: int, tokens: int) -> _Kind:
+    return tokens.bit_length(), tokens > requests
+
+
+class StepLog:
+    """Follows the steps of an engine, on the thread that plans them. Any thread may read `steps`."""
+
+    def __init__(self, clock: Callable[[], float] = _monotonic_s) -> None:
+        self._clock = clock
+        self._history = StepHistory()
+        self._start_s = 0.0
+        self.steps = EngineSteps()
+
+    def request_added(self) -> None:
+        """The engine has a request. From now on it should step."""
+        if not self.steps.requests:
+            self._begin(1, 0)
+
+    def step_planned(self, requests: int, tokens: int) -> None:
+        """A step begins: the one before it has ended. `requests` counts all requests that have not ended."""
+        self._record()
+        if requests:
+            self._begin(requests, tokens)
+        else:
+            self.idle()
+
+    def idle(self) -> None:
+        """The last request has ended."""
+        self._record()
+        self.steps = EngineSteps(self.steps.count)
+
+    def _record(self) -> None:
+        last = self.steps
+        if last.requests:
+            now_s = self._clock()
+            self._history.record(last.requests, last.tokens, now_s - self._start_s, now_s)
+
+    def _begin(self, requests: int, tokens: int) -> None:
+        self._start_s = self._clock()
+        expected_s = self._history.expected_s(requests, tokens)
+        self.steps = EngineSteps(self.steps.count + 1, requests, tokens, expected_s)
+
+
+class StepWatch:
+    """Whether an engine is stalled, from the reports of its steps. One event loop owns it.
+
+    `reports_regularly`: the engine's own process sends reports, at least one a second.
+    """
+
+    def __init__(
+        self,
+        step_stall_s: float = STEP_STALL_S,
+        *,
+        reports_regularly: bool = False,
+        clock: Callable[[], float] = _monotonic_s,
+    ) -> None:
+        self._step_stall_s = step_stall_s
+        self._reports_regularly = reports_regularly
+        self._clock = RunningClock(clock)
+        self._steps = EngineSteps()
+        self._since_s = self._reported_s = self._clock.now_s()
+
+    def report(self, steps: EngineSteps) -> None:
+        """The engine's steps until now."""
+        self._reported_s = self._clock.now_s()
+        if steps.count != self._steps.count:
+            self._since_s = self._reported_s
+        self._steps = steps
+
+    def stall(self) -> Stall | None:
+        """None while the engine steps, or has nothing to do."""
+        steps, now_s = self._steps, self._clock.now_s()
+        silent = not steps.requests
+        if silent and not self._reports_regularly:
+            return None
+        age_s = now_s - (self._reported_s if silent else self._since_s)
+        bound_s = self._bound_s()
+        if age_s <= bound_s:
+            return None
+        return Stall(age_s, bound_s, steps.requests, steps.tokens, silent)
+
+    def _bound_s(self) -> float:
+        steps = self._steps
+        if not steps.requests and steps.count:
+            return self._step_stall_s
+        if steps.expected_s is None:
+            return max(self._step_stall_s, _FIRST_STEP_S)
+        return max(self._step_stall_s, _FACTOR * steps.expected_s)
