@@ -1,0 +1,214 @@
+"""The time of a worker's steps and hand-overs: a learner beside the engine, and what it reports to others."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
+from typing import Final
+
+from headrace_common.time_model.fit import OnlineFit
+
+_STEPS_MIN: Final = 5
+"""Steps with prompts, or with answers, before which the time of such a step is unknown."""
+_HANDOVERS_MIN: Final = 3
+_LINKS_MAX: Final = 64
+_LEARNED_EVERY_S: Final = 2e-3
+_ALL_LEARNED: Final = 50
+_PROMPT, _ANSWERS, _BOTH = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step of an engine computes.
+
+    `prompt_tokens` are computed in it, and `attended_tokens` sums over them the tokens before each. `running` answers
+    get a token each, and `context_tokens` is the sum of the tokens before these.
+    """
+
+    prompt_tokens: int = 0
+    attended_tokens: float = 0.0
+    running: int = 0
+    context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """The parts of a step's time, and how many steps with prompts and with answers they are from.
+
+    See StepTimes in time_model.proto.
+    """
+
+    fixed_s: float = 0.0
+    prompt_s: float = 0.0
+    s_per_prompt_token: float = 0.0
+    s_per_attended_token: float = 0.0
+    s_per_answer: float = 0.0
+    s_per_context_token: float = 0.0
+    prompt_steps: int = 0
+    answer_steps: int = 0
+    error_p50: float = 0.0
+    error_p90: float = 0.0
+
+    @property
+    def knows_prompts(self) -> bool:
+        """Whether enough steps with prompts were seen."""
+        return self.prompt_steps >= _STEPS_MIN
+
+    @property
+    def knows_answers(self) -> bool:
+        """Whether enough steps with answers were seen."""
+        return self.answer_steps >= _STEPS_MIN
+
+
+NO_STEPS: Final = StepTimes()
+_PARTS: Final = tuple(one.name for one in fields(StepTimes))
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverTimes:
+    """What a hand-over takes after the end of computing, from `count` hand-overs."""
+
+    fixed_s: float = 0.0
+    s_per_byte: float = 0.0
+    count: int = 0
+    error_p50: float = 0.0
+    error_p90: float = 0.0
+
+
+NO_HANDOVERS: Final = HandoverTimes()
+
+
+@dataclass(frozen=True, slots=True)
+class TimeModel:
+    """What is known of one worker's times. `links` has the hand-overs to one destination, `handovers` those to all."""
+
+    steps: StepTimes = NO_STEPS
+    handovers: HandoverTimes = NO_HANDOVERS
+    links: Mapping[str, HandoverTimes] = field(default_factory=dict)
+
+    def step_s(
+        self,
+        prompt_tokens: float,
+        running: float = 0,
+        context_tokens: float = 0,
+        prior_tokens: float = 0,
+    ) -> float | None:
+        """Seconds of a step. None while too few steps with prompts, or with answers, were seen.
+
+        It computes `prompt_tokens` of one prompt, after `prior_tokens` of it, and a token of each of `running` answers.
+        These have `context_tokens` in all.
+        """
+        steps = self.steps
+        if (prompt_tokens and not steps.knows_prompts) or (running and not steps.knows_answers):
+            return None
+        step_s = steps.fixed_s
+        if prompt_tokens:
+            attended = prompt_tokens * (prior_tokens + prompt_tokens / 2)
+            step_s += steps.prompt_s + steps.s_per_prompt_token * prompt_tokens
+            step_s += steps.s_per_attended_token * attended
+        return step_s + steps.s_per_answer * running + steps.s_per_context_token * context_tokens
+
+    def handover_s(self, payload_bytes: float, link: str = "") -> float | None:
+        """Seconds from the end of computing to the end of the last write. None while too few were seen.
+
+        A link without enough hand-overs of its own has the time of all.
+        """
+        for times in (self.links.get(link), self.handovers):
+            if times is not None and times.count >= _HANDOVERS_MIN:
+                return times.fixed_s + times.s_per_byte * payload_bytes
+        return None
+
+
+def mean_steps(several: Collection[StepTimes]) -> StepTimes:
+    """The mean of each part over several workers. NO_STEPS without any."""
+    if not several:
+        return NO_STEPS
+    columns = zip(*(attrgetter(*_PARTS)(one) for one in several), strict=True)
+    means = dict(zip(_PARTS, (sum(column) / len(several) for column in columns), strict=True))
+    return replace(NO_STEPS, **means)
+
+
+class StepLearner:
+    """Learns from the steps of one engine, in at most about 1 % of their time. One thread owns it."""
+
+    def __init__(self) -> None:
+        self._fit = OnlineFit(6, kind_count=3)
+        self._skipped_s = 0.0
+
+    def observe(self, step: Step, seconds: float) -> None:
+        """A step has ended. Steps without tokens do not count."""
+        kind = _ANSWERS if not step.prompt_tokens else _BOTH if step.running else _PROMPT
+        if not step.prompt_tokens and not step.running:
+            return
+        self._skipped_s += seconds
+        if self._skipped_s < _LEARNED_EVERY_S and self._fit.counts[kind] >= _ALL_LEARNED:
+            return
+        self._skipped_s = 0.0
+        self._fit.observe(
+            (
+                1.0,
+                1.0 if step.prompt_tokens else 0.0,
+                float(step.prompt_tokens),
+                step.attended_tokens,
+                float(step.running),
+                float(step.context_tokens),
+            ),
+            seconds,
+            kind,
+        )
+
+    @property
+    def times(self) -> StepTimes:
+        """What it has learned. Other threads may read it."""
+        fixed, prompt, token, attended, answer, context = self._fit.coefficients
+        prompts, answers, both = self._fit.counts
+        error = self._fit.error()
+        return StepTimes(
+            fixed_s=fixed,
+            prompt_s=prompt,
+            s_per_prompt_token=token,
+            s_per_attended_token=attended,
+            s_per_answer=answer,
+            s_per_context_token=context,
+            prompt_steps=prompts + both,
+            answer_steps=answers + both,
+            error_p50=error.p50,
+            error_p90=error.p90,
+        )
+
+
+class HandoverLearner:
+    """Learns from the hand-overs of one worker. One event loop owns it."""
+
+    def __init__(self) -> None:
+        self._all = OnlineFit(2)
+        self._links: OrderedDict[str, OnlineFit] = OrderedDict()
+
+    def observe(self, payload_bytes: int, seconds: float, link: str = "") -> None:
+        """A hand-over has ended so long after the end of computing."""
+        if payload_bytes <= 0:
+            return
+        own = self._links.pop(link, None) or OnlineFit(2)
+        self._links[link] = own
+        if len(self._links) > _LINKS_MAX:
+            self._links.popitem(last=False)
+        for fit in (self._all, own):
+            fit.observe((1.0, float(payload_bytes)), seconds)
+
+    @property
+    def times(self) -> HandoverTimes:
+        """The hand-overs over all links."""
+        return _handover_times(self._all)
+
+    @property
+    def links(self) -> dict[str, HandoverTimes]:
+        """The hand-overs of each of the last links."""
+        return {link: _handover_times(fit) for link, fit in self._links.items()}
+
+
+def _handover_times(fit: OnlineFit) -> HandoverTimes:
+    fixed_s, s_per_byte = fit.coefficients
+    error = fit.error()
+    return HandoverTimes(fixed_s, s_per_byte, fit.counts[0], error.p50, error.p90)

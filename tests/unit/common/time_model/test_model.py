@@ -1,0 +1,144 @@
+"""What the time model predicts from the steps and hand-overs of synthetic workers."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from headrace_common.time_model.model import (
+    HandoverLearner,
+    HandoverTimes,
+    Step,
+    StepLearner,
+    StepTimes,
+    TimeModel,
+)
+from headrace_common.time_model.proto import time_model_from_proto, time_model_to_proto
+
+FIXED_S, PROMPT_S, TOKEN_S, ATTENDED_S, ANSWER_S, CONTEXT_S = 0.01, 2e-3, 3e-4, 2e-8, 6e-4, 1e-7
+
+
+Measured = tuple[Step, float]
+"""A step and its seconds."""
+
+
+def true_step(prompt_tokens: int, prior_tokens: int, running: int, context_tokens: int) -> Measured:
+    attended = prompt_tokens * (prior_tokens + prompt_tokens / 2)
+    prompt_s = PROMPT_S + TOKEN_S * prompt_tokens + ATTENDED_S * attended if prompt_tokens else 0.0
+    time_s = FIXED_S + prompt_s + ANSWER_S * running + CONTEXT_S * context_tokens
+    return Step(prompt_tokens, attended, running, context_tokens), time_s
+
+
+def random_step(random: Random) -> Measured:
+    prompt = random.choice((0, 0, 64, 256, 512))
+    running = random.randint(0, 16) if prompt else random.randint(1, 16)
+    prior = random.choice((0, 512, 2_048))
+    return true_step(prompt, prior, running, running * random.randint(50, 2_000))
+
+
+def learned(steps: list[Measured], learner: StepLearner | None = None) -> TimeModel:
+    learner = learner or StepLearner()
+    for step, seconds in steps:
+        learner.observe(step, seconds)
+    return TimeModel(steps=learner.times)
+
+
+def test_without_steps_no_time_is_known() -> None:
+    model = TimeModel()
+    assert model.step_s(512, 0, 0) is None
+    assert model.step_s(0, 4, 400) is None
+    assert model.handover_s(1_000) is None
+
+
+def test_steps_without_tokens_are_not_counted() -> None:
+    assert learned([(Step(), 1.0)] * 10).steps == StepTimes()
+
+
+def test_a_worker_without_prompts_predicts_answers_only() -> None:
+    model = learned([true_step(0, 0, 4, 400)] * 10)
+    assert model.step_s(0, 4, 400) == pytest.approx(
+        FIXED_S + 4 * ANSWER_S + 400 * CONTEXT_S, rel=0.01
+    )
+    assert model.step_s(64, 4, 400) is None
+
+
+def test_a_worker_without_answers_predicts_prompts_only() -> None:
+    model = learned([true_step(256, 0, 0, 0)] * 10)
+    assert model.step_s(256) == pytest.approx(true_step(256, 0, 0, 0)[1], rel=0.01)
+    assert model.step_s(256, 1, 10) is None
+
+
+def test_the_error_after_50_steps_is_within_15_percent() -> None:
+    random, learner = Random(5), StepLearner()
+    learned([random_step(random) for _ in range(50)], learner)
+    errors = []
+    for _ in range(200):
+        step, seconds = random_step(random)
+        predicted = TimeModel(steps=learner.times).step_s(
+            step.prompt_tokens,
+            step.running,
+            step.context_tokens,
+            step.attended_tokens / step.prompt_tokens - step.prompt_tokens / 2
+            if step.prompt_tokens
+            else 0,
+        )
+        assert predicted is not None
+        errors.append(abs(predicted - seconds) / seconds)
+        learner.observe(step, seconds)
+    assert sorted(errors)[180] < 0.15
+    assert learner.times.error_p90 < 0.15
+
+
+def test_a_stolen_processor_does_not_break_the_model() -> None:
+    random = Random(7)
+    steps = [random_step(random) for _ in range(600)]
+    stolen = [
+        (step, seconds * (20 if number % 25 == 3 else 1))
+        for number, (step, seconds) in enumerate(steps)
+    ]
+    predicted = learned(stolen).step_s(256, 8, 4_000)
+    assert predicted == pytest.approx(true_step(256, 0, 8, 4_000)[1], rel=0.1)
+
+
+def test_hand_overs_are_known_by_link() -> None:
+    learner = HandoverLearner()
+    for number in range(100):
+        payload = 1_000_000 + 50_000 * number
+        learner.observe(payload, 0.001 + payload / 1e9, "near")
+        learner.observe(payload, 0.005 + payload / 1e8, "far")
+    model = TimeModel(handovers=learner.times, links=learner.links)
+    assert model.handover_s(4_000_000, "near") == pytest.approx(0.005, rel=0.1)
+    assert model.handover_s(4_000_000, "far") == pytest.approx(0.045, rel=0.1)
+    everywhere = model.handover_s(4_000_000)
+    assert everywhere is not None
+    assert model.handover_s(4_000_000, "unknown") == everywhere
+    assert 0.005 < everywhere < 0.045
+
+
+def test_hand_overs_without_bytes_are_not_counted() -> None:
+    learner = HandoverLearner()
+    learner.observe(0, 1.0)
+    assert learner.times == HandoverTimes()
+
+
+def test_links_are_bounded() -> None:
+    learner = HandoverLearner()
+    for number in range(100):
+        learner.observe(1_000, 0.001, f"link-{number}")
+    assert len(learner.links) == 64
+    assert "link-99" in learner.links
+
+
+def test_short_steps_are_not_all_learned() -> None:
+    learner = StepLearner()
+    for _ in range(1_050):
+        learner.observe(Step(running=1, context_tokens=10), 1e-4)
+    # All of the first 50, then one of 20.
+    assert learner.times.answer_steps == 100
+
+
+def test_messages_keep_every_value() -> None:
+    handovers = HandoverTimes(0.001, 1e-9, 7, 0.1, 0.2)
+    model = TimeModel(StepTimes(1, 2, 3, 4, 5, 6, 7, 8, 0.1, 0.2), handovers, {"d0": handovers})
+    assert time_model_from_proto(time_model_to_proto(model)) == model
