@@ -10,6 +10,7 @@ from typing import Literal, Protocol, TypeAlias
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import InternalError, ProtocolViolation
 from headrace_common.registry.adapters import Adapter
+from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.steps import StepWatch
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport, TransferTarget
@@ -316,6 +317,11 @@ class Engine(ABC):
     @abstractmethod
     def usage(self) -> EngineUsage:
         """The engine's current requests and blocks."""
+
+    @property
+    def step_times(self) -> StepTimes:
+        """What it has learned of the time of its steps."""
+        return NO_STEPS
 
     async def reset_prefix_cache(self) -> bool:
         """Evicts every cached prefix; False when requests hold blocks, so that it cannot."""

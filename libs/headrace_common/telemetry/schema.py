@@ -226,6 +226,10 @@ ATTRIBUTE_QUEUE: Final = "headrace.queue.name"
 ATTRIBUTE_WORKER_ID: Final = "headrace.worker_id"
 # Part of a ticket that was refused: "missing", "signature", "key_id" or another claim.
 ATTRIBUTE_TICKET_PART: Final = "headrace.ticket.part"
+# What the predicted time is of: "step" or "handover".
+ATTRIBUTE_TIME_OF: Final = "headrace.time_model.of"
+# Quantile of the values: "p50" or "p90".
+ATTRIBUTE_QUANTILE: Final = "headrace.quantile"
 # State of the requests that a metric counts: "running" or "waiting".
 ATTRIBUTE_WORKER_STATE: Final = "headrace.worker.state"
 # End of a request, transfer or pick: "done", "picked", its finish reason, or the reason of its error.
@@ -399,6 +403,8 @@ METRIC_WORKER_REQUESTS: Final = "headrace.worker.requests"
 METRIC_WORKER_STALL: Final = "headrace.worker.stall"
 # How long the event loop of the process has been stuck; 0 while it runs.
 METRIC_EVENT_LOOP_STALL: Final = "headrace.event_loop.stall"
+# Relative error of a worker's predicted times, each made before it was measured, over the last 200.
+METRIC_TIME_ERROR: Final = "headrace.time_model.error"
 # KV blocks of a decode worker in total.
 METRIC_BLOCKS_TOTAL: Final = "headrace.blocks.total"
 # KV blocks neither reserved nor quarantined.

@@ -153,6 +153,7 @@ METRICS: Final[Mapping[str, MetricFacts]] = {
     schema.METRIC_WORKER_REQUESTS: MetricFacts("gauge", "{request}", "Requests or tasks on a worker, by headrace.worker.state.", labels=(schema.ATTRIBUTE_WORKER_ID, schema.ATTRIBUTE_WORKER_STATE,)),
     schema.METRIC_WORKER_STALL: MetricFacts("gauge", "s", "How long the engine of a stalled worker has not stepped; 0 while it steps or has nothing to do.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
     schema.METRIC_EVENT_LOOP_STALL: MetricFacts("gauge", "s", "How long the event loop of the process has been stuck; 0 while it runs."),
+    schema.METRIC_TIME_ERROR: MetricFacts("gauge", "1", "Relative error of a worker's predicted times, each made before it was measured, over the last 200.", labels=(schema.ATTRIBUTE_WORKER_ID, schema.ATTRIBUTE_TIME_OF, schema.ATTRIBUTE_QUANTILE,)),
     schema.METRIC_BLOCKS_TOTAL: MetricFacts("gauge", "{block}", "KV blocks of a decode worker in total.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
     schema.METRIC_BLOCKS_FREE: MetricFacts("gauge", "{block}", "KV blocks neither reserved nor quarantined.", labels=(schema.ATTRIBUTE_WORKER_ID,)),
     schema.METRIC_BLOCKS_USED: MetricFacts("gauge", "{block}", "KV blocks with KV of requests, as counted by the worker's engine.", labels=(schema.ATTRIBUTE_WORKER_ID,)),

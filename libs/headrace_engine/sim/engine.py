@@ -18,6 +18,7 @@ from headrace_common.errors import (
     QueueFull,
     TransferFailed,
 )
+from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.interface import (
     DecodeEvent,
     DecodeTokens,
@@ -335,6 +336,10 @@ class SimEngine(Engine):
         """The request that waits for this transfer; None for one that has ended meanwhile."""
         sequence = self._requests.find(transfer_id)
         return sequence if sequence is not None and sequence.receiving else None
+
+    @property
+    def step_times(self) -> StepTimes:
+        return NO_STEPS if self._scheduler is None else self._scheduler.steps.times
 
     def usage(self) -> EngineUsage:
         requests = self._requests

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -16,11 +17,12 @@ from headrace_common.errors import (
     InternalError,
     TransferTimeout,
 )
+from headrace_common.time_model.model import StepLearner
 from headrace_engine.interface import RemotePrefix
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.settings import SimShape
 from headrace_engine.sim.sequence import Sequence
-from headrace_engine.sim.stepper import SimClock, Stepper, plan_step
+from headrace_engine.sim.stepper import SimClock, Stepper, plan_step, step_of
 from headrace_engine.steps import EngineSteps, StepLog
 from headrace_kv.handoff.messages import Reservation
 
@@ -58,6 +60,8 @@ class Scheduler:
         self._closing = False
         self._log = StepLog()
         self._on_steps = on_steps
+        self.steps = StepLearner()
+        """The times of the steps."""
 
     @property
     def running_count(self) -> int:
@@ -143,8 +147,11 @@ class Scheduler:
             return False
         self._log.step_planned(len(chunks), sum(chunk.end - chunk.start for chunk in chunks))
         self._on_steps(self._log.steps)
+        # The time of an event loop may stand still until the loop goes on.
+        start_s = time.monotonic()
         try:
             await self._stepper.run(chunks)
+            self.steps.observe(step_of(chunks), time.monotonic() - start_s)
         except InternalError as exc:
             for chunk in chunks:
                 self.fail(chunk.sequence, exc)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace_common.time_model.model import Step
 from headrace_engine.interface import DecodeTokens, Sampling
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
@@ -79,6 +80,20 @@ def plan_step(sequences: Items[Sequence], token_budget: int, block_tokens: int) 
         chunks.append(Chunk(sequence, sequence.computed, end))
         budget -= end - sequence.computed
     return chunks
+
+
+def step_of(chunks: Items[Chunk]) -> Step:
+    """The chunks of a step, as the time model counts them."""
+    prompt_tokens, attended_tokens, running, context_tokens = 0, 0.0, 0, 0
+    for chunk in chunks:
+        if chunk.is_decode:
+            running += 1
+            context_tokens += chunk.start
+        else:
+            count = chunk.end - chunk.start
+            prompt_tokens += count
+            attended_tokens += count * (chunk.start + count / 2)
+    return Step(prompt_tokens, attended_tokens, running, context_tokens)
 
 
 class StepWrites:

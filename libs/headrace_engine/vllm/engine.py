@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from headrace_common.errors import DuplicateTransfer, InternalError, InvalidRequest
 from headrace_common.process.run import interruptible
+from headrace_common.time_model.model import StepTimes
 from headrace_engine.config import EngineConfig
 from headrace_engine.interface import (
     DecodeEvent,
@@ -279,6 +280,10 @@ class VllmEngine(Engine):
         # The scheduler reports its load a moment later than requests start and end here.
         running = min(held, self.load.running_requests)
         return EngineUsage(running, held - running, self.load.used_blocks)
+
+    @property
+    def step_times(self) -> StepTimes:
+        return self.load.step_times
 
     async def reset_prefix_cache(self) -> bool:
         return await reset_prefix_cache(self._require_started()[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Literal
 
 from headrace.registry.v1 import registry_pb2
@@ -22,6 +22,7 @@ from headrace_common.rpc.server import (
     write_port_file,
 )
 from headrace_common.telemetry.setup import init_telemetry
+from headrace_common.time_model.model import HandoverLearner, TimeModel
 from headrace_engine.interface import Engine
 from headrace_engine.worker.config import REGISTRATION_TIMEOUT_S, Config, WorkerConfig
 from headrace_engine.worker.metrics import WorkerMetrics
@@ -40,12 +41,17 @@ _PEER_ROLES: Mapping[Role, registry_pb2.Member.Role.ValueType] = {
 
 @dataclass(frozen=True, slots=True)
 class HostedWorker(Generic[Config]):
-    """A worker and its started engine."""
+    """A worker, its started engine, and the hand-overs that it learns from."""
 
     config: Config
     ref: WorkerRef
     engine: Engine
     start_unix_ns: int
+    handovers: HandoverLearner = field(default_factory=HandoverLearner)
+
+    def times(self) -> TimeModel:
+        """What the worker has learned of its times."""
+        return TimeModel(self.engine.step_times, self.handovers.times, self.handovers.links)
 
 
 class WorkerHost:

@@ -13,6 +13,7 @@ from headrace_common.tasks import end_task, run_forever
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import Counter
 from headrace_common.telemetry.metrics.process import Metrics
+from headrace_common.time_model.model import TimeModel
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.manager.load_times import LoadTimes
@@ -117,13 +118,17 @@ class WorkerMetrics:
             schema.METRIC_TRANSFER_STATES, worker, schema.ATTRIBUTE_TRANSFER_STATE
         )
         self._leases = store.gauge(schema.METRIC_WRITE_LEASES, worker)
+        self._time_errors = store.gauge(
+            schema.METRIC_TIME_ERROR, worker, schema.ATTRIBUTE_TIME_OF, schema.ATTRIBUTE_QUANTILE
+        )
         self._gauges = (
             *(self._active, self._requests, self._blocks_used, self._blocks_total),
             *(self._blocks_free, self._blocks_reserved, self._blocks_quarantined),
-            *(self._states, self._leases, self._stall),
+            *(self._states, self._leases, self._stall, self._time_errors),
         )
         self._has_readers = metrics.has_readers
         self._workers: dict[str, tuple[Status, bool, Incoming | None]] = {}
+        self._times: dict[str, Callable[[], TimeModel]] = {}
         # By worker: how its engine counts blocks by tier, how many of them are counted here, and where.
         self._tier_counts: dict[str, list[_TierCount]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -138,13 +143,16 @@ class WorkerMetrics:
         incoming: Incoming | None = None,
         tier_loads: LoadTimes | None = None,
         prefixes: PrefixEventPublisher | None = None,
+        times: Callable[[], TimeModel] = TimeModel,
     ) -> Iterator[None]:
         """Samples `status` while the context lasts, and removes its gauges at its end.
 
         `reserves_blocks` and `incoming` are for decode workers; prefill workers use their blocks as a cache only.
         `tier_loads` counts the engine's loads from lower tiers, and `prefixes` what it stores there.
+        `times` has the errors of its time model.
         """
         self._workers[worker_id] = (status, reserves_blocks, incoming)
+        self._times[worker_id] = times
         counts = self._tier_counts[worker_id] = []
         if tier_loads is not None:
             counts.append(_TierCount(self._tier_blocks, tier_loads.loaded_blocks))
@@ -156,7 +164,7 @@ class WorkerMetrics:
         try:
             yield
         finally:
-            del self._workers[worker_id]
+            del self._workers[worker_id], self._times[worker_id]
             del self._tier_counts[worker_id]
             for gauge in self._gauges:
                 gauge.remove(worker_id)
@@ -204,9 +212,20 @@ class WorkerMetrics:
                 for state, count in incoming.count_states().items():
                     self._states.set(count, worker_id, state)
                 self._leases.set(incoming.lease_count, worker_id)
+        for worker_id, times in self._times.items():
+            self._set_time_errors(worker_id, times())
         for worker_id, counts in self._tier_counts.items():
             for one in counts:
                 one.add_new(worker_id)
+
+    def _set_time_errors(self, worker_id: str, model: TimeModel) -> None:
+        steps, handovers = model.steps, model.handovers
+        if steps.prompt_steps + steps.answer_steps > 1:
+            self._time_errors.set(steps.error_p50, worker_id, "step", "p50")
+            self._time_errors.set(steps.error_p90, worker_id, "step", "p90")
+        if handovers.count > 1:
+            self._time_errors.set(handovers.error_p50, worker_id, "handover", "p50")
+            self._time_errors.set(handovers.error_p90, worker_id, "handover", "p90")
 
     async def close(self) -> None:
         """Stops sampling."""

@@ -147,6 +147,7 @@ async def serve_worker(
             server.request_drain,
             ticket_keys=worker.ticket_keys,
             signal=worker.status_signal,
+            times=hosted.times,
         ),
         server.server,
     )
@@ -200,6 +201,7 @@ async def _serve(
             incoming=worker.incoming,
             tier_loads=engine.tier_loads,
             prefixes=engine.prefix_events,
+            times=hosted.times,
         ):
             await host.serve(server, drain)
     finally:

@@ -31,6 +31,8 @@ from headrace_common.limits import (
     STATUS_STREAMS_OF_CALLER_MAX,
 )
 from headrace_common.tickets import TicketKeys
+from headrace_common.time_model.model import TimeModel
+from headrace_common.time_model.proto import time_model_to_proto
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.steps import Stall, StepWatch
 from headrace_kv.layout.layout import WorkerRef
@@ -112,7 +114,7 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     ResetPrefixCache without `reset_prefix_cache`, which is Engine's, and Drain without `on_drain`. That
     starts a drain with the given grace in seconds, or with the worker's own for None, and returns its
     deadline. `ticket_keys` gets the keys of routers while their stream is open; a worker without it
-    ignores them.
+    ignores them. `times` is what the worker has learned of its times.
     """
 
     def __init__(
@@ -123,8 +125,10 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         on_drain: Callable[[float | None], Deadline] | None = None,
         ticket_keys: TicketKeys | None = None,
         signal: StatusSignal | None = None,
+        times: Callable[[], TimeModel] = TimeModel,
     ) -> None:
         self._signal = signal
+        self._times = times
         self._snapshot = snapshot
         self._reset_prefix_cache = reset_prefix_cache
         self._prefix_events = prefix_events
@@ -148,7 +152,7 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         loop = asyncio.get_running_loop()
         while True:
             sent = self._status()
-            yield _stamped(sent)
+            yield self._stamped(sent)
             idle = _is_idle(sent)
             send_by = loop.time() + (interval_s if idle else min(interval_s, BUSY_INTERVAL_S))
             while loop.time() < send_by:
@@ -198,6 +202,14 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         if self._prefix_events is not None and self._prefix_events.hashing is not None:
             status.kv_hashing.CopyFrom(self._prefix_events.hashing)
         return status
+
+    def _stamped(self, status: worker_pb2.WatchStatusResponse) -> worker_pb2.WatchStatusResponse:
+        """The status with the time of sending and the time model, which make no change of the state."""
+        stamped = worker_pb2.WatchStatusResponse(
+            sent_unix_ns=time.time_ns(), times=time_model_to_proto(self._times())
+        )
+        stamped.MergeFrom(status)
+        return stamped
 
     async def SubscribeKvEvents(
         self,
@@ -263,13 +275,6 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
             remaining=duration_from_seconds(deadline.remaining_s()),
             request_count=status.running_requests + status.waiting_requests,
         )
-
-
-def _stamped(status: worker_pb2.WatchStatusResponse) -> worker_pb2.WatchStatusResponse:
-    """The status with the time of sending, which makes no change of the state."""
-    stamped = worker_pb2.WatchStatusResponse(sent_unix_ns=time.time_ns())
-    stamped.MergeFrom(status)
-    return stamped
 
 
 def _is_idle(status: worker_pb2.WatchStatusResponse) -> bool:

@@ -68,6 +68,7 @@ class PrefillServer(RoleServer):
             on_ended=partial(host.metrics.transfer_ended, ref.worker_id),
             on_received=self.status_signal.notify,
             prefixes=None if self._prefixes is None else self._prefixes.fetcher,
+            handovers=hosted.handovers,
         )
         self._puller = TaskPuller(
             config,

@@ -26,6 +26,7 @@ from headrace_common.latency.clocks import clocks_now
 from headrace_common.logs import TRACE_NAMES
 from headrace_common.registry.adapters import Adapter
 from headrace_common.telemetry.setup import Telemetry
+from headrace_common.time_model.model import HandoverLearner, TimeModel
 from headrace_engine.interface import DecodeTokens, Engine, PrefillOutcome, PrefillWork
 from headrace_engine.proto import logprobs_to_proto, requested_adapter, sampling_from_proto
 from headrace_engine.steps import Stall
@@ -50,6 +51,7 @@ class PrefillWorker:
 
     `on_received` is called when a task has come. `on_ended` gets the decode worker's id of every task, the error's
     reason, or "", the payload bytes, and the reports of its ranks. `prefixes` may have prefixes fetched.
+    `handovers` learns from the tasks.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class PrefillWorker:
         task_timeout_s: float = TASK_TIMEOUT_S,
         link_spans: LinkSpans | None = None,
         prefixes: PrefixFetcher | None = None,
+        handovers: HandoverLearner | None = None,
     ) -> None:
         self.ref = ref
         self.slot_count = slot_count
@@ -75,6 +78,7 @@ class PrefillWorker:
         self._on_received = on_received
         self._link_spans = link_spans or LinkSpans(telemetry, ref, LinkBandwidths())
         self._prefixes = prefixes
+        self._handovers = handovers or HandoverLearner()
         self._slots = asyncio.Semaphore(slot_count)
         self._held = 0
         self._running = 0
@@ -199,7 +203,20 @@ class PrefillWorker:
                 metadata={"waited_for": "prefill"},
             ) from None
 
+    @property
+    def times(self) -> TimeModel:
+        """What it has learned of steps, and of hand-overs over all links."""
+        return TimeModel(self._engine.step_times, self._handovers.times)
+
     def _measure(self, work: PrefillWork, outcome: PrefillOutcome) -> None:
+        links = [link for report in outcome.reports for link in report.links]
+        landed_ns = max((link.landed_unix_ns for link in links), default=0)
+        if landed_ns and outcome.compute_end_unix_ns:
+            self._handovers.observe(
+                sum(report.payload_bytes for report in outcome.reports),
+                1e-9 * max(0, landed_ns - outcome.compute_end_unix_ns),
+                work.target.decode.worker_id,
+            )
         if self._prefixes is not None:
             here = len(work.token_ids) - outcome.cached_tokens - outcome.fetched_tokens
             compute_ns = outcome.compute_end_unix_ns - outcome.compute_start_unix_ns

@@ -16,6 +16,7 @@ from headrace_common.errors import InternalError, TransferFailed
 from headrace_common.registry.adapters import Adapter
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
+from headrace_common.time_model.model import NO_STEPS
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, TokenLogprobs
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import WorkerRef
@@ -33,6 +34,7 @@ class ScriptedEngine:
     """Prefills with the behaviour of a test. A prefill worker calls nothing else."""
 
     adapters = (Adapter("poet", "aa"),)
+    step_times = NO_STEPS
 
     def __init__(self, behaviour: Behaviour) -> None:
         self._behaviour = behaviour
@@ -111,6 +113,16 @@ async def test_a_successful_task_reports_its_bytes_and_records_its_spans(
     assert root.attributes[schema.ATTRIBUTE_PAYLOAD_BYTES] == 400
     children = [span for span in spans if span is not root]
     assert {span.parent.span_id for span in children if span.parent} == {root.context.span_id}
+
+
+async def test_a_task_teaches_how_long_hand_overs_take(telemetry: Telemetry) -> None:
+    worker = worker_of(good, telemetry)
+    for number in range(5):
+        await worker.run(task(f"x{number}"))
+    landed_ns = max(link.landed_unix_ns for link in REPORT.links)
+    lag_s = 1e-9 * max(0, landed_ns - OUTCOME.compute_end_unix_ns)
+    assert worker.times.handovers.count == 5
+    assert worker.times.handover_s(400) == pytest.approx(max(1e-6, lag_s), rel=0.01)
 
 
 async def test_the_start_is_reported_between_getting_a_slot_and_computing(

@@ -12,6 +12,8 @@ from headrace.engine.v1 import link_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import HeadraceError, from_reason
+from headrace_common.time_model.model import NO_STEPS, StepTimes
+from headrace_common.time_model.proto import step_times_from_proto, step_times_to_proto
 from headrace_engine.steps import EngineSteps
 from headrace_kv.handoff.messages import (
     LinkSent,
@@ -52,12 +54,15 @@ def read_startup_error(link_path: Path) -> HeadraceError | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Requests in the batch and outside it. KV blocks that requests hold, and all blocks that they can hold."""
+    """Requests in the batch and outside it. KV blocks that requests hold, all blocks that they can hold, and the
+    times of steps.
+    """
 
     running_requests: int = 0
     waiting_requests: int = 0
     used_blocks: int = 0
     total_blocks: int = 0
+    step_times: StepTimes = NO_STEPS
 
 
 def reservation_to_proto(reservation: Reservation) -> link_pb2.BlocksReserved:
@@ -65,11 +70,15 @@ def reservation_to_proto(reservation: Reservation) -> link_pb2.BlocksReserved:
 
 
 def load_to_proto(load: EngineLoad) -> link_pb2.EngineLoad:
-    return link_pb2.EngineLoad(**_values(load, _LOAD_FIELDS))
+    return link_pb2.EngineLoad(
+        **_values(load, _LOAD_FIELDS), step_times=step_times_to_proto(load.step_times)
+    )
 
 
 def load_from_proto(message: link_pb2.EngineLoad) -> EngineLoad:
-    return EngineLoad(**_values(message, _LOAD_FIELDS))
+    return EngineLoad(
+        **_values(message, _LOAD_FIELDS), step_times=step_times_from_proto(message.step_times)
+    )
 
 
 def steps_to_proto(steps: EngineSteps) -> link_pb2.EngineSteps:

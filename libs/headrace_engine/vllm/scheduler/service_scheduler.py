@@ -27,6 +27,7 @@ from headrace_engine.vllm.link.messages import (
     steps_to_proto,
 )
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
+from headrace_engine.vllm.scheduler.step_meter import StepMeter
 from headrace_engine.vllm.scheduler.step_planner import LONG_STEP_S
 from headrace_engine.vllm.settings import PRIORITY_KEY, STEP_KEY, ConnectorSettings
 from headrace_engine.vllm.step_plan import StepPlan
@@ -37,6 +38,7 @@ from headrace_kv.pool.engine_blocks import BlockLookup, PoolKeys, pool_secret
 from headrace_kv.pool.remote import RemotePool
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
@@ -50,7 +52,8 @@ _POLLS_PER_SECOND: Final = 20
 class LoadMeter:
     """Follows requests and steps by the scheduler's hooks, on the scheduling thread. Any thread may read."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps: StepMeter) -> None:
+        self._steps = steps
         self._log = StepLog()
         self._known: set[str] = set()
         self._running: set[str] = set()
@@ -87,7 +90,8 @@ class LoadMeter:
         """The current load."""
         used, total = self._count_blocks()
         running = len(self._running)
-        return EngineLoad(running, max(0, len(self._known) - running), used, total)
+        waiting = max(0, len(self._known) - running)
+        return EngineLoad(running, waiting, used, total, self._steps.times)
 
 
 async def report_changes(
@@ -158,7 +162,8 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         super().__init__(groups, self._send_reserved, LONG_STEP_S, tiers, stages)
         self._settings = settings
         self._pool: RemotePool | None = None
-        self._load = LoadMeter()
+        self._steps = StepMeter()
+        self._load = LoadMeter(self._steps)
         self._starts = StepStarts(self._send_step_started)
         self._link = EngineLink(link_path, link_pb2.Attachment(scheduler=True), self._on_response)
         self._load_reports = asyncio.run_coroutine_threadsafe(
@@ -233,7 +238,14 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         self._load.step_planned(
             scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
         )
-        return super().build_connector_meta(scheduler_output)
+        plan = super().build_connector_meta(scheduler_output)
+        self._steps.planned(scheduler_output)
+        return plan
+
+    def take_events(self) -> list[KVCacheEvent]:
+        # vLLM asks for events once the results of a step are handled.
+        self._steps.ended()
+        return super().take_events()
 
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ import grpc.aio
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace_common.errors import Draining, QueueFull
 from headrace_common.tasks import BoundedQueue
+from headrace_common.time_model.proto import time_model_to_proto
 from headrace_prefill.worker import STALL_POLL_S, PrefillWorker
 
 log = logging.getLogger(__name__)
@@ -20,6 +22,7 @@ REPORTS_MAX = 1_024
 BATCH_MAX = 256
 # Longest time between two messages to a router with tasks here.
 MAX_INTERVAL_S = 2.0
+_TIMES_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class PullSession:
         self._outgoing: BoundedQueue[_Report] = BoundedQueue("pull reports", REPORTS_MAX)
         self._draining = False
         self._unsent = 0
+        self._times_due_s = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
         self._hello = prefill_pb2.PullRequest(hello=hello)
@@ -148,6 +152,13 @@ class PullSession:
             )
             self._on_change()
 
+    def _add_times(self, done: prefill_pb2.TaskDone) -> None:
+        """Adds what the worker has learned of its times, unless the router has got it a moment ago."""
+        now_s = time.monotonic()
+        if now_s >= self._times_due_s:
+            self._times_due_s = now_s + _TIMES_INTERVAL_S
+            done.time_model.CopyFrom(time_model_to_proto(self._worker.times))
+
     def _refuse(self, transfer_id: str, error: Draining | QueueFull) -> None:
         done = prefill_pb2.TaskDone(
             transfer_id=transfer_id, reason=error.reason, detail=error.detail
@@ -165,6 +176,7 @@ class PullSession:
 
         try:
             done = await self._worker.run(task, on_start, on_first_token)
+            self._add_times(done)
             self._send(prefill_pb2.PullRequest(done=done))
         finally:
             self._tasks.pop(task.transfer_id, None)

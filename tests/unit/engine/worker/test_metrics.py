@@ -11,6 +11,7 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.metrics.instruments import HistogramPoint
 from headrace_common.telemetry.metrics.process import Metrics
 from headrace_common.telemetry.setup import init_telemetry
+from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_kv.handoff.messages import SendReport
@@ -142,3 +143,30 @@ async def test_blocks_stored_below_kv_memory_are_counted_by_tier() -> None:
         assert stored() == {("prefill-0", "host"): 3, ("prefill-0", "remote"): 1}
         prefixes.stored(1, [2], Tier.REMOTE)
         assert stored() == {("prefill-0", "host"): 3, ("prefill-0", "remote"): 2}
+
+
+def test_the_errors_of_the_time_model_are_shown_once_it_has_learned() -> None:
+    metrics = Metrics(Resource.create(), "")
+    workers = WorkerMetrics(metrics)
+    model = TimeModel()
+
+    def errors() -> object:
+        workers.sample()
+        points = {one.name: one.points for one in metrics.store.collect()}
+        return points.get(schema.METRIC_TIME_ERROR)
+
+    with workers.reporting(
+        "prefill-0", worker_pb2.WatchStatusResponse, reserves_blocks=False, times=lambda: model
+    ):
+        assert errors() is None
+        model = TimeModel(
+            StepTimes(prompt_steps=9, error_p50=0.05, error_p90=0.1),
+            HandoverTimes(count=2, error_p50=0.2, error_p90=0.4),
+        )
+        assert errors() == {
+            ("prefill-0", "step", "p50"): 0.05,
+            ("prefill-0", "step", "p90"): 0.1,
+            ("prefill-0", "handover", "p50"): 0.2,
+            ("prefill-0", "handover", "p90"): 0.4,
+        }
+    assert errors() is None

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from headrace.worker.v1 import worker_pb2
+from headrace_common.time_model.model import StepTimes, TimeModel
 from headrace_engine.steps import EngineSteps, StepWatch
 from headrace_engine.worker.status import (
     BUSY_INTERVAL_S,
@@ -39,7 +40,8 @@ class Worker:
     def __init__(self, max_interval_s: int) -> None:
         self.requests = 0
         self.signal = StatusSignal()
-        servicer = WorkerStatusServicer(self.snapshot, signal=self.signal)
+        self.times = TimeModel()
+        servicer = WorkerStatusServicer(self.snapshot, signal=self.signal, times=lambda: self.times)
         request = worker_pb2.WatchStatusRequest()
         request.max_interval.FromSeconds(max_interval_s)
         context: Any = Context()
@@ -128,3 +130,13 @@ def test_the_log_has_the_start_and_the_end_of_a_stall(caplog: pytest.LogCaptureF
     start, end = (record.getMessage() for record in caplog.records)
     assert start.startswith("d0 is stalled: a step of 3 requests and 4 tokens has taken 5.5 s")
     assert end == "d0 steps again, after a stall of 15 s"
+
+
+@virtually
+async def test_the_time_model_travels_along_and_sends_nothing_by_itself() -> None:
+    worker = Worker(max_interval_s=20)
+    assert (await anext(worker.stream)).times.steps.prompt_steps == 0
+    worker.times = TimeModel(StepTimes(fixed_s=0.25, prompt_steps=7))
+    message = await anext(worker.stream)
+    assert time.monotonic() == pytest.approx(START_S + 20.0)
+    assert (message.times.steps.fixed_s, message.times.steps.prompt_steps) == (0.25, 7)

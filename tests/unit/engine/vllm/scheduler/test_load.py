@@ -6,10 +6,11 @@ import asyncio
 
 from headrace_engine.vllm.link.messages import EngineLoad, load_from_proto, load_to_proto
 from headrace_engine.vllm.scheduler.service_scheduler import LoadMeter, report_changes
+from headrace_engine.vllm.scheduler.step_meter import StepMeter
 
 
 def test_requests_count_as_waiting_and_running_through_every_state() -> None:
-    meter = LoadMeter()
+    meter = LoadMeter(StepMeter())
     assert meter.read() == EngineLoad()
     meter.bind(lambda: (3, 10))
     meter.request_added("a")
@@ -31,14 +32,14 @@ def test_requests_count_as_waiting_and_running_through_every_state() -> None:
 
 
 def test_a_request_that_never_ran_is_not_counted_after_its_end() -> None:
-    meter = LoadMeter()
+    meter = LoadMeter(StepMeter())
     meter.request_added("a")
     meter.request_finished("a")
     assert meter.read() == EngineLoad()
 
 
 async def test_only_changes_are_sent() -> None:
-    meter = LoadMeter()
+    meter = LoadMeter(StepMeter())
     counts = iter([0, 0, 2, 2])
     done = asyncio.Event()
 
