@@ -16,6 +16,8 @@ from typing import Final
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import Draining
+from headrace_common.time_model.model import Step, StepLearner
+from headrace_common.time_model.proto import step_times_to_proto
 from headrace_decode.admission.admission import BlockAdmission, Capacity
 from headrace_engine.prefix_event_log import PrefixEventLog
 from headrace_kv.layout.layout import KvLayout, WorkerRef
@@ -132,6 +134,7 @@ class SimulatedPrefillWorker:
         self._cost = cost
         self._jobs = jobs
         self._on_gone = on_gone
+        self._learner = StepLearner()
         self._computing = False
         self._draining = False
 
@@ -171,13 +174,14 @@ class SimulatedPrefillWorker:
         job = self._jobs[transfer_id]
         self._queue.task_started(self._stream, transfer_id)
         cached_tokens, compute_s = computed(job, self._cache, self._cost)
-        start_s = asyncio.get_running_loop().time()
         await asyncio.sleep(compute_s)
         self._cache.use(job.hashes)
         job.prefilled(cached_tokens, compute_s)
         done = prefill_pb2.TaskDone(transfer_id=transfer_id, cached_tokens=cached_tokens)
-        done.times.compute_start_us = int(start_s * 1e6)
-        done.times.compute_end_us = int((start_s + compute_s) * 1e6)
+        missing_tokens = max(1, job.prompt_tokens - cached_tokens)
+        attended_tokens = missing_tokens * (cached_tokens + missing_tokens / 2)
+        self._learner.observe(Step(missing_tokens, attended_tokens), compute_s)
+        done.time_model.steps.CopyFrom(step_times_to_proto(self._learner.times))
         self._queue.task_ended(self._stream, done)
         if not self._draining:
             self._queue.add_credits(self._stream, 1)

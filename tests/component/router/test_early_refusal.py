@@ -112,7 +112,7 @@ async def test_where_no_wait_helps_there_is_no_hint(
 ) -> None:
     await rig.add_decode(reply("ok"))
     # "a prompt" misses seven tokens.
-    monkeypatch.setattr(rig.router.queue, "compute_s_per_token", lambda *_: 2 * _TTFT_S / 7)
+    monkeypatch.setattr(rig.router.queue, "prefill_s", lambda *_: 2 * _TTFT_S)
     error = await rig.error_of(ttft_target=_seconds(_TTFT_S))
     assert isinstance(error, FirstTokenLate)
     assert error.retry_after_s is None

@@ -26,7 +26,7 @@ from headrace_router.placement import PlacementRequest, RoutePolicy, remote_want
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.workers.directory import WorkerDirectory
 
-# Refused requests measure nothing. So a rate that was measured in a bad moment is forgotten.
+# Refused requests teach workers nothing. So a time that was learned in a bad moment is forgotten.
 _AGE_MAX_S: Final = 30.0
 
 
@@ -99,7 +99,9 @@ class EarlyRefusal:
             elapsed_s=request.elapsed_s,
             slot_wait_s=slot_wait_s,
             queue_wait_s=self._queue_wait_s(request, missing_tokens),
-            prefill_s=missing_tokens * parts.queue.compute_s_per_token(prepared.model, _AGE_MAX_S),
+            prefill_s=parts.queue.prefill_s(
+                prepared.model, missing_tokens, cached_tokens, _AGE_MAX_S
+            ),
         )
 
     def _queue_wait_s(self, request: ArrivedRequest, missing_tokens: int) -> float:

@@ -2,8 +2,8 @@
 
     time to first token = time since arrival + wait for a decode slot + wait in the prefill queue + prefill
 
-The prefill queue counts only for a prompt that placement would send there. The time of the prefill is the number of
-missing tokens times the measured time of a token. It is 0 while nothing was measured within 30 s.
+The prefill queue counts only for a prompt that placement would send there. The time of the prefill is that of the
+missing tokens by the mean time model of the prefill workers. It is 0 while none has reported one within 30 s.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Estimates of prefill throughput and waiting time, from the tasks that have completed. Pure."""
+"""Estimates of prefill throughput, waiting time and computing time, from what workers report. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
+from headrace_common.time_model.model import StepTimes, TimeModel, mean_steps
+from headrace_kv.layout.layout import WorkerRef
+
 _DECAY_S: Final = 30.0
+_MEAN_AGE_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,23 +65,40 @@ class ThroughputEstimator:
         return (queued_tokens + self.task_tokens) / tokens_per_s
 
 
-class ComputeEstimator:
-    """Mean time of a computed token of a prompt. Weights decay with the age of a task."""
+class PrefillTimes:
+    """What the prefill workers of one model have learned of their steps, as one worker with their mean times.
+
+    The mean of hundreds of workers is computed again at an interval, and not for each placement.
+    """
 
     def __init__(self) -> None:
-        self._tokens = 0.0
-        self._compute_s = 0.0
-        self._recorded_s = 0.0
+        self._steps: dict[WorkerRef, StepTimes] = {}
+        self._reported_s = -math.inf
+        self._mean = TimeModel()
+        self._mean_due_s = -math.inf
 
-    def record_task(self, tokens: int, compute_s: float, now_s: float) -> None:
-        """A worker computed `tokens` of a task, without those that it had cached, in `compute_s`."""
-        if tokens <= 0 or compute_s <= 0:
-            return
-        kept = math.exp(-max(0.0, now_s - self._recorded_s) / _DECAY_S) if self._tokens else 0.0
-        self._tokens = kept * self._tokens + tokens
-        self._compute_s = kept * self._compute_s + compute_s
-        self._recorded_s = now_s
+    def report(self, ref: WorkerRef, steps: StepTimes, now_s: float) -> None:
+        """Replaces what a worker has learned."""
+        self._reported_s = now_s
+        if steps.knows_prompts:
+            if not self._steps:
+                self._mean_due_s = -math.inf
+            self._steps[ref] = steps
 
-    def sums(self, since_s: float = -math.inf) -> tuple[float, float]:
-        """Tokens and seconds, both weighted; 0 before the first task, and without a task since `since_s`."""
-        return (self._tokens, self._compute_s) if self._recorded_s >= since_s else (0.0, 0.0)
+    def remove(self, ref: WorkerRef) -> None:
+        """Forgets a worker."""
+        self._steps.pop(ref, None)
+
+    def prefill_s(
+        self, tokens: float, prior_tokens: float, now_s: float, age_max_s: float
+    ) -> float:
+        """How long a worker computes `tokens` of a prompt after `prior_tokens` of it.
+
+        0 before a worker knows, and when the last report is older than `age_max_s`.
+        """
+        if now_s - self._reported_s > age_max_s:
+            return 0.0
+        if now_s >= self._mean_due_s:
+            self._mean = TimeModel(mean_steps(self._steps.values()))
+            self._mean_due_s = now_s + _MEAN_AGE_S
+        return self._mean.step_s(tokens, prior_tokens=prior_tokens) or 0.0

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from headrace.prefill.v1 import prefill_pb2
 from headrace_common.callers.priority import Priority
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.class_turns import ClassTurns, amount_ahead
-from headrace_router.prefill_queue.estimate import ComputeEstimator, ThroughputEstimator
+from headrace_router.prefill_queue.estimate import ThroughputEstimator
 from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.prefill_queue.waiting import AffinityWaits, ClassTasks
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream, WorkersWithCredits
@@ -37,7 +36,6 @@ class QueueGroup:
         self._running_tasks = 0
         self._open_streams = 0
         self._throughput = ThroughputEstimator()
-        self._computing = ComputeEstimator()
         self._prefix_wait_s = prefix_wait_s
         self._waiting = {priority: ClassTasks() for priority in Priority}
         self._turns = ClassTurns()
@@ -88,10 +86,6 @@ class QueueGroup:
             ahead, self._running_tasks + self._with_credits.credits
         )
         return max(throughput_s, self.oldest_age_of(priority))
-
-    def computed(self, since_s: float) -> tuple[float, float]:
-        """Tokens that workers have computed lately, and in how many seconds. 0 without a task since `since_s`."""
-        return self._computing.sums(since_s)
 
     @contextmanager
     def expect_task(self, tokens: int) -> Iterator[None]:
@@ -193,15 +187,11 @@ class QueueGroup:
         self._running_tasks -= 1
         self._with_credits.update(stream)
 
-    def task_succeeded(
-        self, stream: PrefillWorkerStream, queued: QueuedTask, done: prefill_pb2.TaskDone
-    ) -> None:
-        """A worker completed a task. Its times count for estimates."""
+    def task_succeeded(self, stream: PrefillWorkerStream, queued: QueuedTask) -> None:
+        """A worker completed a task. Its duration counts for estimates."""
         self.task_ended(stream, queued)
         now_s = time.monotonic()
         self._throughput.record_task(queued.tokens, now_s - queued.pulled_s, now_s)
-        compute_us = done.times.compute_end_us - done.times.compute_start_us
-        self._computing.record_task(queued.tokens - done.cached_tokens, compute_us / 1e6, now_s)
 
     def _assign_or_queue(self, queued: QueuedTask) -> None:
         """Sends a task to a worker with credits, or lets it wait for a better one, or adds it to a lane."""

@@ -31,10 +31,11 @@ from headrace_common.errors import (
     from_reason,
 )
 from headrace_common.registry.adapters import Adapter
+from headrace_common.time_model.proto import step_times_from_proto
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.placement import PairCosts
-from headrace_router.prefill_queue.estimate import QueueEstimate
+from headrace_router.prefill_queue.estimate import PrefillTimes, QueueEstimate
 from headrace_router.prefill_queue.group import QueueGroup
 from headrace_router.prefill_queue.pairs import AnyPair, PairPolicy, Pulling
 from headrace_router.prefill_queue.task import QueuedTask, SignTask, TaskTerms, sent_tokens
@@ -47,6 +48,7 @@ WORKERS_MAX: Final = 4_096
 _RETRY_AFTER_MAX_S: Final = 60.0
 # A fraction of the time that a prefix of a thousand tokens saves.
 _PREFIX_WAIT_S: Final = 0.05
+_PRICED_TOKENS: Final = 512
 # With these a worker rejects a task that it has not started.
 _REJECTIONS: Final = (Draining.reason, QueueFull.reason)
 
@@ -76,6 +78,7 @@ class PrefillQueue:
         self._groups: dict[KvLayout, QueueGroup] = {}
         self._worker_streams: dict[WorkerRef, PrefillWorkerStream] = {}
         self._pulling: dict[KvLayout, frozenset[WorkerRef]] = {}
+        self._times: dict[str, PrefillTimes] = {}
         self._numbers = itertools.count(1)
 
     @property
@@ -113,15 +116,21 @@ class PrefillQueue:
             for one in Priority
         }
 
-    def compute_s_per_token(self, model: str, age_max_s: float = math.inf) -> float:
-        """How long a prefill worker of a served model computes a token of a prompt.
+    def prefill_s(
+        self, model: str, tokens: float, prior_tokens: float = 0, age_max_s: float = math.inf
+    ) -> float:
+        """How long a prefill worker of a served model computes `tokens` of a prompt after `prior_tokens` of it.
 
-        0 before the first task, and when the last one ended more than `age_max_s` ago.
+        0 before workers have learned it, and when the last report is older than `age_max_s`.
         """
-        since_s = time.monotonic() - age_max_s
-        sums = [group.computed(since_s) for group in self._groups_of(model)]
-        tokens = sum(counted for counted, _ in sums)
-        return sum(seconds for _, seconds in sums) / tokens if tokens > 0 else 0.0
+        times = self._times.get(model)
+        if times is None:
+            return 0.0
+        return times.prefill_s(tokens, prior_tokens, time.monotonic(), age_max_s)
+
+    def compute_s_per_token(self, model: str) -> float:
+        """The same for a token of a usual prompt."""
+        return self.prefill_s(model, _PRICED_TOKENS) / _PRICED_TOKENS
 
     def pulling_workers(
         self, adapter: Adapter | None = None
@@ -230,6 +239,8 @@ class PrefillQueue:
         worker may take them.
         """
         del self._worker_streams[stream.ref]
+        if stream.model in self._times:
+            self._times[stream.model].remove(stream.ref)
         _LOG.info("prefill worker %s pulls no more, %d tasks left", stream.ref, len(stream.tasks))
         self._retire(stream)
         for transfer_id, queued in tuple(stream.tasks.items()):
@@ -271,7 +282,11 @@ class PrefillQueue:
             return
         group = self._group_of(stream)
         if not done.reason:
-            group.task_succeeded(stream, queued, done)
+            group.task_succeeded(stream, queued)
+            if done.HasField("time_model"):
+                times = self._times.setdefault(stream.model, PrefillTimes())
+                steps = step_times_from_proto(done.time_model.steps)
+                times.report(stream.ref, steps, time.monotonic())
             self._pairs.task_done(stream.ref, queued.decode, queued.sent_tokens, done)
             queued.end(None, done)
             return
