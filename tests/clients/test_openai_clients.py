@@ -13,7 +13,8 @@ import openai
 import pytest
 
 from build_clients import ROOT, SOURCES
-from headrace_frontend.openai.server import HttpServer
+from headrace_common.http.bounds import HttpBounds
+from headrace_common.http.server import HttpServer
 from tests.clients.commands import run
 from tests.clients.router import KEY, full_at_first, secured_listen
 from tests.component.router.fakes import FakeDecode, Rig
@@ -32,7 +33,14 @@ async def served(folder: Path) -> AsyncIterator[tuple[str, str, FakeDecode]]:
     listen = secured_listen(folder, authority)
     rig = await Rig(http_listen="127.0.0.1:0", **listen).start()
     rig.policy.policy.retry_budget = 0
-    server = HttpServer(rig.router.openai, rig.config)
+    config = rig.config
+    server = HttpServer(
+        rig.router.openai,
+        config.http_listen,
+        setting="http_listen",
+        tls=config.listen_tls,
+        bounds=HttpBounds(config.connections_max()),
+    )
     try:
         decode = await rig.add_decode(full_at_first)
         server.start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import grpc.aio
@@ -13,6 +13,7 @@ import grpc.aio
 from headrace_common.callers.bounds import REFUSED_BODY, CallerBounds
 from headrace_common.callers.hosts import host_of_peer
 from headrace_common.errors import DeadlineExceeded, InvalidRequest
+from headrace_common.http.bounds import BODY_WAIT_S
 from headrace_common.rpc.handlers import (
     Context,
     Handler,
@@ -22,9 +23,6 @@ from headrace_common.rpc.handlers import (
     is_generator,
 )
 from headrace_common.rpc.status import parser
-
-BODY_WAIT_S: Final = 30.0
-"""Time in which a client must send its request."""
 
 TenantOf: TypeAlias = Callable[[Iterable[tuple[str, Any]]], str]
 """The tenant of an RPC's metadata. Empty for a caller without a known key."""

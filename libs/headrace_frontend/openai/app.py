@@ -17,6 +17,7 @@ from opentelemetry import context as otel_context
 from headrace.inference.v1 import inference_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated
+from headrace_common.http.server import Receive, Scope, Send
 from headrace_common.rpc.callers import caller_name
 from headrace_common.rpc.trace_context import SERVED, ServedCall, context_of_carrier
 from headrace_common.version import version
@@ -34,7 +35,7 @@ from headrace_frontend.openai.conversion import (
 )
 from headrace_frontend.openai.errors import OPENAI_ERRORS, HttpError, unknown_path
 from headrace_frontend.openai.event_stream import EventStream
-from headrace_frontend.openai.exchange import HttpExchange, Receive, Scope, Send
+from headrace_frontend.openai.exchange import HttpExchange
 from headrace_frontend.openai.messages import UnknownFields
 from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts
@@ -146,8 +147,8 @@ class OpenAiApp:
         callers = self._parts.callers
         tenant_now = partial(tenant_or_none, self._parts.tenants, exchange.headers.items())
         tenant = tenant_now()
-        caller = caller_name(tenant, exchange.host)
-        with callers.call(caller):
+        exchange.caller = caller_name(tenant, exchange.host)
+        with callers.call(exchange.caller):
             async with callers.rechecked(tenant_now, tenant):
                 await self._serve(exchange)
 
@@ -181,10 +182,10 @@ class OpenAiApp:
                 ) from error
 
     async def _body(self, exchange: HttpExchange, kind: type[BodyKind]) -> BodyKind:
-        data = await exchange.read_json(self._body_bytes_max)
-        self._parts.size.check(len(data))
-        await self._parts.callers.wait_turn()
-        body = parse_body(kind, data)
+        async with exchange.json_body(self._body_bytes_max) as data:
+            self._parts.size.check(len(data))
+            await self._parts.callers.wait_turn()
+            body = parse_body(kind, data)
         unknown = self._unknown_fields.check(body)
         if unknown:
             exchange.add_header("x-headrace-ignored-fields", ", ".join(unknown))

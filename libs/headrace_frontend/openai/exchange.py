@@ -8,18 +8,15 @@ import json
 import re
 import secrets
 import types
-from collections.abc import (
-    Awaitable,
-    Callable,
-    Coroutine,
-    Generator,
-    Mapping,
-    MutableMapping,
-)
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Mapping
+from typing import Any, TypeVar
 
 from headrace_common.callers.hosts import host_of
 from headrace_common.errors import Cancelled, HeadraceError
+from headrace_common.http.bounds import BODY_PAUSE_S, BODY_WAIT_S
+from headrace_common.http.input_memory import READ_BODIES
+from headrace_common.http.protocol import BODY_TAKEN_EXTENSION
+from headrace_common.http.server import Message, Receive, Scope, Send
 from headrace_frontend.openai.errors import (
     OPENAI_ERRORS,
     ErrorForm,
@@ -28,19 +25,9 @@ from headrace_frontend.openai.errors import (
     status_of,
 )
 
-Message: TypeAlias = MutableMapping[str, Any]
-Scope: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Coroutine[Any, Any, None]]
-AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 Result = TypeVar("Result")
 
-PEER_NAMES_EXTENSION = "headrace_peer_names"
-"""The URIs in the client's certificate, as bytes, among the extensions of an ASGI scope."""
-
 _NO_HEADER_CHARACTER = re.compile(r"[^ -~\x80-\xff]")
-BODY_WAIT_S = 30.0
-"""Time in which a client must send its request."""
 
 
 class HttpExchange:
@@ -61,42 +48,67 @@ class HttpExchange:
         """The client's X-Request-Id, or a new one."""
         self.host = host_of((scope.get("client") or ("unknown", 0))[0])
         """The client's host."""
+        self.caller = self.host
+        """Shares the memory for bodies with its other requests: a tenant or a host."""
         self._receive = receive
+        self._body_taken = scope.get("extensions", {}).get(BODY_TAKEN_EXTENSION, _take_nothing)
         self._send = send
         self._errors = errors
         self._response_headers: dict[str, str] = {}
         self.started = False
         """Whether the response's status is sent."""
         self._ended = False
+        self._body_clock: asyncio.Timeout | None = None
+        self._body_refused = False
         self._sending: asyncio.Task[None] | None = None
 
     def add_header(self, name: str, value: str) -> None:
         """Sends a header with whatever becomes the response."""
         self._response_headers[name] = value
 
-    async def read_json(self, bytes_max: int) -> bytes:
-        """The body of a JSON request. Raises HttpError before it receives more than `bytes_max` bytes."""
+    @contextlib.asynccontextmanager
+    async def json_body(self, bytes_max: int) -> AsyncIterator[bytes]:
+        """The body of a JSON request, which the block parses.
+
+        Raises HttpError before it receives more than `bytes_max` bytes, and when the memory for bodies is in use.
+        """
         self._check_headers(bytes_max)
+        try:
+            async with asyncio.timeout(BODY_WAIT_S) as self._body_clock:
+                yield await self._read(bytes_max, self._body_clock)
+        except TimeoutError:
+            raise _memory_in_use() if self._body_refused else _late_body() from None
+        finally:
+            self._body_clock = None
+            READ_BODIES.release(self)
+
+    async def _read(self, bytes_max: int, clock: asyncio.Timeout) -> bytes:
         parts: list[bytes] = []
         size = 0
-        try:
-            async with asyncio.timeout(BODY_WAIT_S):
-                while True:
-                    message = await self._receive()
-                    if message["type"] == "http.disconnect":
-                        raise Cancelled("the client closed the connection")
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > bytes_max:
-                        raise _too_large(bytes_max)
-                    if not message.get("more_body", False):
-                        return b"".join(parts)
-        except TimeoutError:
-            raise HttpError(
-                408,
-                "body_timeout",
-                f"the body did not arrive within {BODY_WAIT_S:g} s; send it at once",
-            ) from None
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + BODY_WAIT_S
+        while True:
+            message = await self._receive()
+            self._body_taken()
+            if message["type"] == "http.disconnect":
+                raise Cancelled("the client closed the connection")
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > bytes_max:
+                raise _too_large(bytes_max)
+            READ_BODIES.hold(self, size)
+            if self._body_refused:
+                raise _memory_in_use()
+            if not message.get("more_body", False):
+                clock.reschedule(None)
+                return b"".join(parts)
+            clock.reschedule(min(end_s, loop.time() + BODY_PAUSE_S))
+
+    def end_input(self) -> None:
+        """Refuses the request while its body is read, so that others have its memory."""
+        self._body_refused = True
+        if self._body_clock is not None:
+            self._body_clock.reschedule(asyncio.get_running_loop().time())
 
     def _check_headers(self, bytes_max: int) -> None:
         media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -238,6 +250,27 @@ def _rest(started: Coroutine[Any, Any, None], waited: Any) -> Generator[Any, Any
         while True:
             yield waited
             waited = started.send(None)
+
+
+def _take_nothing() -> None:
+    pass
+
+
+def _late_body() -> HttpError:
+    return HttpError(
+        408,
+        "body_timeout",
+        f"the body did not arrive within {BODY_WAIT_S:g} s, or paused for {BODY_PAUSE_S:g} s; send it at once",
+    )
+
+
+def _memory_in_use() -> HttpError:
+    return HttpError(
+        503,
+        "bodies_in_memory",
+        "other requests use the memory for bodies; send the request again",
+        {"retry-after": "1"},
+    )
 
 
 def _too_large(bytes_max: int) -> HttpError:

@@ -14,6 +14,8 @@ from typing import NoReturn
 from headrace.registry.v1 import registry_pb2
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
+from headrace_common.http.bounds import HttpBounds
+from headrace_common.http.server import HttpServer
 from headrace_common.identity import new_incarnation
 from headrace_common.logs import setup_logging
 from headrace_common.process.run import run_service
@@ -25,7 +27,6 @@ from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_common.tickets import SigningKey
 from headrace_common.version import version
-from headrace_frontend.openai.server import HttpServer
 from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
 from headrace_router.picker.server import PickerServer
@@ -96,11 +97,28 @@ async def serve_router(config: RouterConfig) -> None:
         await members.start()
         server = router.services.new_server(config)
         stack.push_async_callback(server.stop, None)
-        http = HttpServer(router.openai, config) if config.http_listen else None
+        bounds = HttpBounds(config.connections_max())
+        http = (
+            HttpServer(
+                router.openai,
+                config.http_listen,
+                setting="http_listen",
+                tls=config.listen_tls,
+                bounds=bounds,
+            )
+            if config.http_listen
+            else None
+        )
         if http is not None:
             stack.push_async_callback(http.stop)
         status = (
-            HttpServer(router.status, config, "status_listen", config.status_tls)
+            HttpServer(
+                router.status,
+                config.status_listen,
+                setting="status_listen",
+                tls=config.status_tls,
+                bounds=bounds,
+            )
             if router.status is not None
             else None
         )

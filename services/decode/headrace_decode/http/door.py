@@ -12,6 +12,8 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
+from headrace_common.http.bounds import HttpBounds
+from headrace_common.http.server import HttpServer
 from headrace_common.registry.adapters import adapters_from_proto
 from headrace_common.rpc.channel import open_channel
 from headrace_decode.admission.admission import Capacity
@@ -29,7 +31,6 @@ from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import OpenAiApp
 from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts, system_fingerprint
-from headrace_frontend.openai.server import HttpServer
 from headrace_frontend.request.model_names import Adapters, ModelChoice
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck, request_bytes_max
@@ -128,7 +129,13 @@ class HttpDoor:
         config = self._config
         folder = SIMULATED_MODEL if config.engine == "sim" else config.model
         codecs = await asyncio.to_thread(load_codecs, {self._model.name: folder})
-        self._server = HttpServer(self._build_app(codecs), config)
+        self._server = HttpServer(
+            self._build_app(codecs),
+            config.http_listen,
+            setting="http_listen",
+            tls=config.listen_tls,
+            bounds=HttpBounds(config.connections_max()),
+        )
         self._server.start()
         host, port = split_host_port(config.http_advertise or config.http_listen)
         return f"{host}:{port or self._server.port}"

@@ -12,6 +12,7 @@ import grpc.aio
 from headrace.gateway.v1 import external_processing_pb2 as ext_pb2
 from headrace_common.access.table import PICKER_METHOD
 from headrace_common.errors import HeadraceError, ProtocolViolation
+from headrace_common.http.bounds import BODY_WAIT_S
 from headrace_frontend.openai.errors import HttpError
 from headrace_router.picker.messages import (
     destination_headers,
@@ -25,8 +26,6 @@ from headrace_router.picker.picker import EndpointPicker, has_prompt
 
 _WHOLE: Final = 2
 _FULL_DUPLEX: Final = 4
-# A gateway sends what its client sends.
-_BODY_WAIT_S: Final = 30.0
 
 Requests = AsyncIterator[ext_pb2.ProcessingRequest]
 
@@ -103,7 +102,7 @@ class PickerService:
         parts: list[bytes] = []
         size = 0
         try:
-            async with asyncio.timeout(_BODY_WAIT_S):
+            async with asyncio.timeout(BODY_WAIT_S):
                 while True:
                     request = await _next(requests)
                     kind = request.WhichOneof("request")
@@ -124,7 +123,7 @@ class PickerService:
                         return b"".join(parts), False
         except TimeoutError:
             raise HttpError(
-                408, "body_timeout", f"the body did not arrive within {_BODY_WAIT_S:g} s"
+                408, "body_timeout", f"the body did not arrive within {BODY_WAIT_S:g} s"
             ) from None
 
 

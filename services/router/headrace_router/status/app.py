@@ -13,14 +13,10 @@ from typing import Final
 from headrace_common.access.authorizer import URI_NAMES, Authorizer
 from headrace_common.access.roles import TOKEN_KEY
 from headrace_common.errors import HeadraceError, InternalError, PermissionDenied, Unauthenticated
+from headrace_common.http.protocol import PEER_NAMES_EXTENSION
+from headrace_common.http.server import Receive, Scope, Send
 from headrace_frontend.openai.errors import HttpError
-from headrace_frontend.openai.exchange import (
-    PEER_NAMES_EXTENSION,
-    HttpExchange,
-    Receive,
-    Scope,
-    Send,
-)
+from headrace_frontend.openai.exchange import HttpExchange
 from headrace_router.status.reader import StatusReader
 
 _LOG = logging.getLogger(__name__)

@@ -23,8 +23,9 @@ from headrace_common.access.tokens import (
     public_key_of,
 )
 from headrace_common.errors import ConfigError
+from headrace_common.http.bounds import HttpBounds
+from headrace_common.http.server import HttpServer
 from headrace_common.process.settings import load_config
-from headrace_frontend.openai.server import HttpServer
 from headrace_router.config import RouterConfig
 from headrace_router.status.app import StatusApp
 from headrace_router.status.reader import StatusReader
@@ -54,7 +55,13 @@ async def served(reader: Reader | None = None, **settings: str) -> AsyncIterator
     """Serves a page, and yields its host:port."""
     config = config_of(status_listen="127.0.0.1:0", **settings)
     app = StatusApp(cast("StatusReader", reader or FixedReader()), Authorizer.from_config(config))
-    server = HttpServer(app, config, "status_listen", config.status_tls)
+    server = HttpServer(
+        app,
+        config.status_listen,
+        setting="status_listen",
+        tls=config.status_tls,
+        bounds=HttpBounds(config.connections_max()),
+    )
     server.start()
     try:
         yield server.url.partition("://")[2]

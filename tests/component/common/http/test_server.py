@@ -14,10 +14,10 @@ import pytest
 
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ConfigError
+from headrace_common.http.bounds import HttpBounds
+from headrace_common.http.server import HttpServer
 from headrace_common.process.settings import load_config
-from headrace_frontend.openai import server as server_module
 from headrace_frontend.openai.exchange import HttpExchange
-from headrace_frontend.openai.server import HttpServer
 from headrace_router.config import RouterConfig
 from tests.suite.certificates import Authority
 from tests.waiting import until
@@ -30,8 +30,13 @@ def config_of(**settings: str) -> RouterConfig:
     )
 
 
-def server_of(app: Any, config: RouterConfig) -> HttpServer:
-    return HttpServer(app, config)
+BOUNDS = HttpBounds(64)
+
+
+def server_of(app: Any, config: RouterConfig, bounds: HttpBounds = BOUNDS) -> HttpServer:
+    return HttpServer(
+        app, config.http_listen, setting="http_listen", tls=config.listen_tls, bounds=bounds
+    )
 
 
 class SlowApp:
@@ -153,7 +158,8 @@ class BothWays:
         exchange = HttpExchange(scope, receive, send)
         exchange.add_header("x-more", "1")
         if scope["method"] == "POST":
-            assert await exchange.read_json(100) == b"{}"
+            async with exchange.json_body(100) as body:
+                assert body == b"{}"
         if scope["path"] == "/waiting":
             await exchange.start(200, {"x-name": "value"})
             await exchange.write(b"first")
@@ -287,16 +293,24 @@ def _ended(connection: socket.socket) -> bool:
         return True
 
 
-async def test_a_connection_without_a_whole_request_is_closed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(server_module, "HEADER_WAIT_S", 0.1)
-    server = server_of(SlowApp(), config_of(http_listen="127.0.0.1:0"))
+def _received(connection: socket.socket) -> bool:
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except BlockingIOError:
+        return False
+
+
+async def test_a_connection_without_a_whole_request_is_closed() -> None:
+    bounds = HttpBounds(64, head_wait_s=0.1)
+    server = server_of(SlowApp(), config_of(http_listen="127.0.0.1:0"), bounds)
     server.start()
     try:
         with _connected(server, "127.0.0.1") as connection:
-            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost:")
             await until(lambda: _ended(connection), 10, "the end of the connection")
+        with _connected(server, "127.0.0.1") as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost:")
+            await until(lambda: _received(connection), 10, "a response")
+            assert connection.recv(1_024).startswith(b"HTTP/1.1 408 ")
     finally:
         await server.stop()
 

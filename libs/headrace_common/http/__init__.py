@@ -1,0 +1,1 @@
+"""The HTTP server of every service, and its bounds."""

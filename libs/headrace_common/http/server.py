@@ -1,0 +1,257 @@
+"""The HTTP server of every service."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Any, Final, TypeAlias
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from headrace_common.access.credentials import TlsFiles
+from headrace_common.access.tls import server_context
+from headrace_common.config import split_host_port
+from headrace_common.deadlines import Deadline
+from headrace_common.errors import ConfigError
+from headrace_common.http.bounds import HttpBounds
+from headrace_common.http.protocol import BoundedProtocol, refusal_of
+
+_LOG = logging.getLogger(__name__)
+
+Message: TypeAlias = MutableMapping[str, Any]
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Coroutine[Any, Any, None]]
+AsgiApp: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# The kernel ends a connection to a client that reads nothing for this long.
+_UNREAD_MAX_MS: Final = 60_000
+_BACKLOG: Final = 1_024
+# Connections that are accepted in one turn of the event loop.
+_ACCEPTED_MAX: Final = 64
+_ACCEPT_PAUSE_S: Final = 1.0
+_SHUTDOWN_S: Final = 5.0
+_CANCEL_WAIT_S: Final = 1.0
+
+
+class HttpServer:
+    """Serves an ASGI application within bounds.
+
+    When all connections are in use, a new one ends that which has waited longest without a request: first of those
+    that never had one, then of handshakes, then of the others. Without any, the new one gets status 503.
+    """
+
+    def __init__(
+        self, app: AsgiApp, listen: str, *, setting: str, tls: TlsFiles, bounds: HttpBounds
+    ) -> None:
+        """`setting` names the setting with the address. Raises ConfigError when it cannot listen there."""
+        self._listen = listen
+        self._bounds = bounds
+        self._tls = server_context(tls, setting)
+        self._socket = _listening_socket(listen, setting)
+        self._state = ServerState()
+        self._config = uvicorn.Config(
+            app,
+            http=BoundedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=max(1, round(bounds.idle_s)),
+        )
+        self._config.load()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._accepts = False
+        self._date_s = 0
+        self._ended = asyncio.Event()
+        # In the order in which their waits began.
+        self._handshakes: dict[asyncio.Task[None], None] = {}
+        self._new: dict[BoundedProtocol, None] = {}
+        self._idle: dict[BoundedProtocol, None] = {}
+
+    @property
+    def port(self) -> int:
+        """The port that is really used."""
+        port: int = self._socket.getsockname()[1]
+        return port
+
+    @property
+    def url(self) -> str:
+        """The URL of the API, with the port that is really used."""
+        scheme = "http" if self._tls is None else "https"
+        host, _ = split_host_port(self._listen)
+        return f"{scheme}://{host}:{self.port}"
+
+    def start(self) -> None:
+        """Serves from now on."""
+        self._loop = asyncio.get_running_loop()
+        self._accepts = True
+        self._resume_accepting()
+
+    async def drain(self, deadline: Deadline) -> None:
+        """Accepts no more connections, and returns when the requests in flight have ended, at the deadline at last."""
+        self._stop_accepting()
+        for connection in tuple(self._state.connections):
+            connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline.remaining_s() + _CANCEL_WAIT_S):
+                while self._state.connections:
+                    self._ended.clear()
+                    await self._ended.wait()
+                if self._state.tasks:
+                    await asyncio.wait(self._state.tasks)
+
+    async def stop(self) -> None:
+        """Ends all requests."""
+        self._stop_accepting()
+        for handshake in tuple(self._handshakes):
+            handshake.cancel()
+        for connection in tuple(self._state.connections):
+            connection.transport.abort()
+        tasks = {*self._handshakes, *self._state.tasks}
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CANCEL_WAIT_S)
+
+    def add(self, connection: BoundedProtocol) -> None:
+        """See `Connections`."""
+        self._new[connection] = None
+
+    def start_request(self, connection: BoundedProtocol) -> None:
+        """See `Connections`."""
+        self._new.pop(connection, None)
+        self._idle.pop(connection, None)
+        assert self._loop is not None
+        now_s = int(self._loop.time())
+        if now_s != self._date_s:
+            self._date_s = now_s
+            date = formatdate(usegmt=True).encode()
+            self._state.default_headers = [(b"date", date), *self._config.encoded_headers]
+
+    def end_request(self, connection: BoundedProtocol) -> None:
+        """See `Connections`."""
+        self._idle[connection] = None
+
+    def forget(self, connection: BoundedProtocol) -> None:
+        """See `Connections`."""
+        self._new.pop(connection, None)
+        self._idle.pop(connection, None)
+        self._ended.set()
+
+    def _resume_accepting(self) -> None:
+        if self._accepts:
+            assert self._loop is not None
+            self._loop.add_reader(self._socket, self._accept)
+
+    def _stop_accepting(self) -> None:
+        if self._accepts:
+            assert self._loop is not None
+            self._accepts = False
+            self._loop.remove_reader(self._socket)
+        self._socket.close()
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_MAX):
+            try:
+                accepted, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:
+                self._pause_accepting(error)
+                return
+            accepted.setblocking(False)
+            if self._has_room():
+                self._open(accepted)
+            else:
+                self._refuse(accepted)
+
+    def _pause_accepting(self, error: OSError) -> None:
+        _LOG.error("%s: no connection is accepted for %g s: %s", self.url, _ACCEPT_PAUSE_S, error)
+        assert self._loop is not None
+        self._loop.remove_reader(self._socket)
+        self._loop.call_later(_ACCEPT_PAUSE_S, self._resume_accepting)
+
+    def _has_room(self) -> bool:
+        """Whether a new connection fits, after the end of one that waits if need be."""
+        if len(self._state.connections) + len(self._handshakes) < self._bounds.connections_max:
+            return True
+        for waiting in (self._new, self._idle):
+            if waiting is self._idle and self._handshakes:
+                handshake = next(iter(self._handshakes))
+                self._handshakes.pop(handshake)
+                handshake.cancel()
+                return True
+            if waiting:
+                oldest = next(iter(waiting))
+                self.forget(oldest)
+                self._state.connections.discard(oldest)
+                oldest.transport.abort()
+                return True
+        return False
+
+    def _refuse(self, accepted: socket.socket) -> None:
+        with accepted:
+            if self._tls is None:
+                try:
+                    accepted.send(refusal_of(HTTPStatus.SERVICE_UNAVAILABLE))
+                except OSError as error:
+                    _LOG.debug("a refused client has left: %s", error)
+
+    def _open(self, accepted: socket.socket) -> None:
+        assert self._loop is not None
+        handshake = self._loop.create_task(self._shake_hands(accepted))
+        self._handshakes[handshake] = None
+
+        def end(handshake: asyncio.Task[None]) -> None:
+            self._handshakes.pop(handshake, None)
+            if handshake.cancelled():
+                # It had not begun.
+                accepted.close()
+
+        handshake.add_done_callback(end)
+
+    async def _shake_hands(self, accepted: socket.socket) -> None:
+        assert self._loop is not None
+        tls: Any = {}
+        if self._tls is not None:
+            tls = {"ssl": self._tls, "ssl_handshake_timeout": self._bounds.head_wait_s}
+            tls["ssl_shutdown_timeout"] = _SHUTDOWN_S
+        try:
+            await self._loop.connect_accepted_socket(self._new_connection, accepted, **tls)
+        except (OSError, asyncio.CancelledError) as error:
+            # TLS's errors and ends of the time are among them.
+            _LOG.debug("a handshake failed: %s", error)
+            accepted.close()
+
+    def _new_connection(self) -> BoundedProtocol:
+        return BoundedProtocol(self._config, self._state, self._bounds, self)
+
+
+def _listening_socket(listen: str, setting: str) -> socket.socket:
+    host, port = split_host_port(listen)
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Accepted connections inherit it.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MAX_MS)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.bind((host.strip("[]"), port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"{setting}: cannot listen on {listen}: {error.strerror}; stop what uses the port or set {setting}",
+            metadata={setting: listen},
+        ) from error
+    listener.setblocking(False)
+    return listener
