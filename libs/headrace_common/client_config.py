@@ -67,9 +67,12 @@ class ClientAccessConfig(ServiceConfig):
         return False
 
     def connections_max(self) -> int:
-        """Connections to each client listener. Raises this process's limit of open files for all of them."""
+        """Connections to each client listener. Raises this process's limit of open files for all of them.
+
+        Under a lower limit, internal_listen has the share of one of them.
+        """
         return reserve_descriptors(
-            max(_CONNECTIONS, 4 * self.max_concurrent_requests), self.client_listeners
+            max(_CONNECTIONS, 4 * self.max_concurrent_requests), self.client_listeners + 1
         )
 
     @property

@@ -20,6 +20,7 @@ _TRACEPARENT_PARTS: Final = 4
 _GRPC_SERVER_LOGGER: Final = "grpc._cython.cygrpc"
 # A private class of gRPC: its name is compared, so that this module needs no private import.
 _ENDED_CALL_ERROR: Final = "ExecuteBatchError"
+_WRONG_METADATA: Final = "Invalid encoding on %s"
 
 
 class TraceNames:
@@ -152,6 +153,15 @@ class EndedCallFilter(logging.Filter):
         return False
 
 
+class GrpcServerLogger(logging.Logger):
+    """Logs no metadata that is no UTF-8: records of a client's thousands of entries would hold the event loop."""
+
+    def exception(self, msg: object, *args: Any, **options: Any) -> None:
+        """As Logger does."""
+        if msg != _WRONG_METADATA:
+            super().exception(msg, *args, **options)
+
+
 _ENDED_CALLS: Final = EndedCallFilter()
 
 
@@ -168,4 +178,7 @@ def setup_logging(level: str, service: str, worker_id: str, log_format: str = "t
     root.setLevel(level.upper())
     # At level debug, gRPC logs every use of the event loop.
     logging.getLogger("grpc").setLevel(max(logging.INFO, root.level))
-    logging.getLogger(_GRPC_SERVER_LOGGER).addFilter(_ENDED_CALLS)
+    grpc_server = logging.getLogger(_GRPC_SERVER_LOGGER)
+    grpc_server.addFilter(_ENDED_CALLS)
+    # gRPC made the logger when it was imported.
+    grpc_server.__class__ = GrpcServerLogger

@@ -24,7 +24,11 @@ CHECKS_MAX: Final = 16
 _OPTIONS: Final = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_receive_message_length", 1_024),
+    ("grpc.max_metadata_size", 8_192),
     ("grpc.absolute_max_metadata_size", 8_192),
+    ("grpc.http2.hpack_table_size.decoder", 4_096),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 2),
     ("grpc.max_concurrent_streams", 4),
     ("grpc.max_allowed_incoming_connections", 256),
     ("grpc.server_handshake_timeout_ms", 5_000),

@@ -12,23 +12,27 @@ _LOG = logging.getLogger(__name__)
 _RESERVED: Final = 512
 
 
-def reserve_descriptors(wanted: int, listeners: int = 1) -> int:
+def reserve_descriptors(
+    wanted: int, listeners: int = 1, *, others: int = 0, enough: int = 0
+) -> int:
     """Raises the limit of open files for `wanted` connections to each of several listeners.
 
-    Returns how many each may have, beside what the process needs.
+    Returns how many each may have, beside what the process needs and `others`. Warns when they are fewer than `enough`,
+    which means `wanted` where it is 0.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return wanted
-    needed = wanted * listeners + _RESERVED
+    reserved = others + _RESERVED
+    needed = wanted * listeners + reserved
     if needed > soft:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    fitting = max(1, (soft - _RESERVED) // listeners)
-    if fitting < wanted:
+    fitting = max(1, (soft - reserved) // listeners)
+    if fitting < (enough or wanted):
         _LOG.warning(
-            "a client listener has %d connections at most, but the limit of open files leaves %d: raise it (ulimit -n)",
-            wanted,
+            "a listener should have %d connections, but the limit of open files leaves %d: raise it (ulimit -n)",
+            enough or wanted,
             fitting,
         )
     return min(wanted, fitting)

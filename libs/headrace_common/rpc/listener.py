@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -18,24 +19,44 @@ from headrace_common.access.described import (
 from headrace_common.access.table import Listener
 from headrace_common.access.tls import TlsIdentity, tls_identity
 from headrace_common.config import split_host_port
+from headrace_common.http.bounds import CONNECTION_IDLE_S
 from headrace_common.ports import cannot_listen, check_free
 from headrace_common.reloading import ReloadedFiles
-from headrace_common.rpc.channel import (
-    MESSAGE_BYTES_MAX,
-    METADATA_BYTES_MAX,
-    keepalive_options,
-)
+from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, keepalive_options
+from headrace_common.rpc.handlers import Context, Continuation, Handler
 
 # An RPC that the event loop has not begun after this time is cancelled by gRPC. Its own limit is 30 s, which 2,000
 # streams that begin together on a busy machine exceed. The caller's deadline is the bound.
 _UNBEGUN_S = 3_600
+CALL_METADATA_BYTES_MAX: Final = 16_384
+"""Bytes of a call's metadata, with 32 for each entry. Their parsing holds the event loop."""
+CALL_ENTRIES_MAX: Final = 512
+"""Entries of a call's metadata: as many as fit in these bytes."""
+_HEADER_TABLE_BYTES: Final = 4_096
+PING_INTERVAL_S: Final = 1.0
+"""Shortest time between two pings of a peer while no data flow."""
+PING_STRIKES_MAX: Final = 2
+"""Pings of a peer that come sooner. One more ends its connection."""
+HANDSHAKE_S: Final = 10.0
+"""Time in which a peer that connects must complete the handshakes of TLS and HTTP/2."""
+
+
+def _milliseconds(seconds: float) -> int:
+    return min(round(1e3 * seconds), 2**31 - 1) or 1
+
+
 # so_reuseport is off, because otherwise two services could share a port, each with half of the connections.
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_metadata_size", METADATA_BYTES_MAX),
-    ("grpc.absolute_max_metadata_size", 2 * METADATA_BYTES_MAX),
-    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.max_metadata_size", CALL_METADATA_BYTES_MAX),
+    ("grpc.absolute_max_metadata_size", CALL_METADATA_BYTES_MAX),
+    ("grpc.http2.hpack_table_size.decoder", _HEADER_TABLE_BYTES),
+    ("grpc.http2.min_ping_interval_without_data_ms", _milliseconds(PING_INTERVAL_S)),
+    ("grpc.http2.max_ping_strikes", PING_STRIKES_MAX),
+    ("grpc.server_handshake_timeout_ms", _milliseconds(HANDSHAKE_S)),
+    # Before a peer has acknowledged the settings, gRPC applies no bound on metadata but 16 MiB.
+    ("grpc.http2.settings_timeout", _milliseconds(HANDSHAKE_S)),
     ("grpc.server_max_unrequested_time_in_server", _UNBEGUN_S),
 )
 _INTERNAL_STREAMS_MAX = 4_096
@@ -43,22 +64,19 @@ _INTERNAL_STREAMS_MAX = 4_096
 _CLIENT_STREAMS_MAX = 1_024
 CLIENT_CONNECTION_AGE_S = 3_600.0
 """Age at which a client's connection takes no new RPC. RPCs in flight go on, and the client opens another one."""
-CONNECTION_IDLE_S = 300.0
-"""Time without a request before a client's connection is closed."""
 INTERNAL_CONNECTION_AGE_S = 3_600.0
 """Seconds before a connection to internal_listen takes no new RPC. The caller opens another one."""
 # RPCs that have arrived and that the event loop has not begun. Beyond it, gRPC cancels RPCs of every client. Its own
 # limit is a thousand, which a burst of one client exceeds.
 _PENDING_MAX = 65_536
-# A caller that connects has this long to complete the handshakes of TLS and HTTP/2.
-_HANDSHAKE_S = 10.0
 
 
 def internal_options(
-    connection_age_s: float = INTERNAL_CONNECTION_AGE_S,
+    connections_max: int, connection_age_s: float = INTERNAL_CONNECTION_AGE_S
 ) -> tuple[tuple[str, int], ...]:
     """The bounds on connections to internal_listen."""
     return (
+        ("grpc.max_allowed_incoming_connections", connections_max),
         ("grpc.max_concurrent_streams", _INTERNAL_STREAMS_MAX),
         ("grpc.max_connection_age_ms", _milliseconds(connection_age_s)),
     )
@@ -74,12 +92,7 @@ def client_options(max_connections: int) -> tuple[tuple[str, int], ...]:
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.server.max_pending_requests", _PENDING_MAX),
         ("grpc.server.max_pending_requests_hard_limit", _PENDING_MAX),
-        ("grpc.server_handshake_timeout_ms", _milliseconds(_HANDSHAKE_S)),
     )
-
-
-def _milliseconds(seconds: float) -> int:
-    return min(round(1e3 * seconds), 2**31 - 1) or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +102,28 @@ class Address:
     listener: Listener
     listen: str
     advertise: str = ""
+
+
+class MetadataBound(grpc.aio.ServerInterceptor):
+    """Refuses calls with too many entries, before others read them: gRPC has no bound before its peer takes part."""
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler | None:
+        """See gRPC."""
+        if len(handler_call_details.invocation_metadata) > CALL_ENTRIES_MAX:
+            return _TOO_MUCH_METADATA
+        return await continuation(handler_call_details)
+
+
+async def _refuse(requests: Any, context: Context) -> None:
+    await context.abort(
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        f"the call has more than {CALL_ENTRIES_MAX} entries of metadata; send fewer",
+    )
+
+
+_TOO_MUCH_METADATA: Handler = grpc.stream_stream_rpc_method_handler(_refuse)
 
 
 class RpcListener:
@@ -117,7 +152,7 @@ class RpcListener:
         self._tls = tls
         self._certificates_required = certificates_required
         self.server: grpc.aio.Server = grpc.aio.server(
-            interceptors=interceptors,
+            interceptors=[MetadataBound(), *interceptors],
             options=(
                 *_OPTIONS,
                 ("grpc.max_receive_message_length", message_bytes_max),

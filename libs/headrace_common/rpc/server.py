@@ -11,7 +11,7 @@ import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc.aio
 
@@ -19,11 +19,12 @@ from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Authorizer
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.table import Listener
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
-from headrace_common.client_config import ClientFacingConfig
+from headrace_common.client_config import ClientAccessConfig, ClientFacingConfig
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.process.health import HealthListener
+from headrace_common.process.open_files import reserve_descriptors
 from headrace_common.rpc.access import ClientAccess, InternalAccess
 from headrace_common.rpc.callers import CallerInterceptor, TenantOf
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
@@ -46,6 +47,21 @@ DRAIN_OVERRUN_MAX_S = 4.0
 """Time after the grace in which a service ends unfinished work."""
 
 Drainer = Callable[[Deadline], Awaitable[None]]
+
+
+INTERNAL_CONNECTIONS_MAX: Final = 16_384
+"""Connections to internal_listen, less under a low limit of open files: members, and the ranks of workers."""
+_INTERNAL_CONNECTIONS_ENOUGH: Final = 1_024
+
+
+def _internal_connections(config: ServiceConfig) -> int:
+    """Leaves open files for the other listeners, so that no stranger on this one can use them up."""
+    others = 0
+    if isinstance(config, ClientAccessConfig):
+        others = config.client_listeners * config.connections_max()
+    return reserve_descriptors(
+        INTERNAL_CONNECTIONS_MAX, others=others, enough=_INTERNAL_CONNECTIONS_ENOUGH
+    )
 
 
 def _without_tenant(metadata: Iterable[tuple[str, Any]]) -> str:
@@ -106,7 +122,7 @@ class GrpcServer:
             ],
             tls=Credentials.from_config(config).tls,
             message_bytes_max=message_bytes_max,
-            options=internal_options(times.connection_age_s),
+            options=internal_options(_internal_connections(config), times.connection_age_s),
         )
         self.server: grpc.aio.Server = internal.server
         self.client_server: grpc.aio.Server | None = None

@@ -127,7 +127,9 @@ class RouterConfig(FrontendConfig, ClientFacingConfig):
 
     @property
     def client_listeners(self) -> int:
-        return super().client_listeners + bool(self.status_listen)
+        return (
+            super().client_listeners + bool(self.status_listen) + bool(self.endpoint_picker_listen)
+        )
 
     @property
     def status_tls(self) -> TlsFiles:

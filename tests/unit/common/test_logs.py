@@ -17,6 +17,7 @@ from headrace_common.logs import (
     TRACE_NAMES,
     CauseLog,
     EndedCallFilter,
+    GrpcServerLogger,
     JsonFormatter,
     LineFormatter,
     TraceNames,
@@ -163,3 +164,15 @@ def test_logging_is_set_up_with_the_rule_for_ended_calls(monkeypatch: pytest.Mon
         root.setLevel(levels[0])
         grpc_log.setLevel(levels[1])
     assert [type(one) for one in grpc_server.filters] == [EndedCallFilter]
+
+
+def test_wrong_metadata_of_a_client_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    log = GrpcServerLogger("grpc._cython.cygrpc")
+    log.addHandler(caplog.handler)
+    try:
+        raise ValueError("no text")
+    except ValueError:
+        log.exception("Invalid encoding on %s", b"\x81")
+        assert not caplog.records
+        log.exception("Unexpected error")
+    assert [record.exc_info is not None for record in caplog.records] == [True]

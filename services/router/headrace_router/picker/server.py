@@ -34,7 +34,7 @@ class PickerServer:
                 InternalAccess(Authorizer.from_config(config), Listener.PICKER),
             ],
             tls=Credentials.from_config(config).tls,
-            options=internal_options(),
+            options=internal_options(config.connections_max()),
             further_health=_HEALTH_NAMES,
         )
         PickerService(picker).add_to(self._listener.server)
