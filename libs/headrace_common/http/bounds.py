@@ -19,7 +19,7 @@ CONNECTION_IDLE_S: Final = 300.0
 """Time without a request before a client's connection is closed."""
 PIPELINED_MAX: Final = 16
 """Requests that wait on a connection for the response to an earlier one."""
-UNREAD_BYTES_MAX: Final = 64 * 1024 * 1024
+UNREAD_BYTES_MAX: Final = 24 * 1024 * 1024
 """Bytes of incomplete headers and of bodies that no handler has begun to read, in one process."""
 BODIES_BYTES_MAX: Final = 256 * 1024 * 1024
 """Bytes of the bodies that the handlers of one process read, until they are parsed."""

@@ -231,6 +231,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._unanswered() is None:
+            # No handler reads what it has left.
+            self.cycle.body = bytearray()
         self._hold_input()
         if self.transport.is_closing() or not self.cycle.response_complete:
             return
