@@ -35,7 +35,7 @@ def hold_idle(address: tuple[str, int], count: int) -> None:
         selector.register(one, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
-            ended: socket.socket = key.fileobj  # type: ignore[assignment]
+            ended: socket.socket = key.fileobj
             try:
                 if ended.recv(4_096):
                     continue

@@ -41,10 +41,11 @@ class Authority:
         role: str = "",
         valid_for: dt.timedelta = _DAY,
         hosts: Sequence[str] = (),
+        emails: Sequence[str] = (),
     ) -> TlsFiles:
         """Creates a certificate and key for a client and server. An empty `role` means none.
 
-        `hosts` are further names of the server, beside 127.0.0.1.
+        `hosts` are further names of the server, beside 127.0.0.1. `emails` are names of persons.
 
         A second call with a name replaces the files of the first.
         """
@@ -52,6 +53,7 @@ class Authority:
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
         names: list[x509.GeneralName] = [address, *map(x509.DNSName, hosts)]
+        names += map(x509.RFC822Name, emails)
         if role:
             names.append(x509.UniformResourceIdentifier(f"spiffe://tests/headrace/{role}"))
         uses = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]

@@ -45,6 +45,9 @@ def _milliseconds(seconds: float) -> int:
     return min(round(1e3 * seconds), 2**31 - 1) or 1
 
 
+# RPCs that have arrived and that the event loop has not begun. Beyond it, gRPC cancels RPCs of every client. Its own
+# limit is a thousand, which a burst of one client exceeds.
+_PENDING_MAX = 65_536
 # so_reuseport is off, because otherwise two services could share a port, each with half of the connections.
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 0),
@@ -57,6 +60,8 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server_handshake_timeout_ms", _milliseconds(HANDSHAKE_S)),
     # Before a peer has acknowledged the settings, gRPC applies no bound on metadata but 16 MiB.
     ("grpc.http2.settings_timeout", _milliseconds(HANDSHAKE_S)),
+    ("grpc.server.max_pending_requests", _PENDING_MAX),
+    ("grpc.server.max_pending_requests_hard_limit", _PENDING_MAX),
     ("grpc.server_max_unrequested_time_in_server", _UNBEGUN_S),
 )
 _INTERNAL_STREAMS_MAX = 4_096
@@ -66,9 +71,6 @@ CLIENT_CONNECTION_AGE_S = 3_600.0
 """Age at which a client's connection takes no new RPC. RPCs in flight go on, and the client opens another one."""
 INTERNAL_CONNECTION_AGE_S = 3_600.0
 """Seconds before a connection to internal_listen takes no new RPC. The caller opens another one."""
-# RPCs that have arrived and that the event loop has not begun. Beyond it, gRPC cancels RPCs of every client. Its own
-# limit is a thousand, which a burst of one client exceeds.
-_PENDING_MAX = 65_536
 
 
 def internal_options(
@@ -90,8 +92,6 @@ def client_options(max_connections: int) -> tuple[tuple[str, int], ...]:
         # Without max_connection_age_grace_ms, RPCs in flight go on until their own deadlines.
         ("grpc.max_connection_age_ms", _milliseconds(CLIENT_CONNECTION_AGE_S)),
         ("grpc.max_allowed_incoming_connections", max_connections),
-        ("grpc.server.max_pending_requests", _PENDING_MAX),
-        ("grpc.server.max_pending_requests_hard_limit", _PENDING_MAX),
     )
 
 

@@ -110,8 +110,9 @@ async def test_a_request_is_read_after_the_certificate_is_checked(
     error = await error_of(endpoint, authority.sign("registry-1", "registry"), method, body)
     assert isinstance(error, PermissionDenied)
     # Only URIs name roles.
-    by_host = authority.sign("host", hosts=("spiffe://tests/headrace/operator",))
-    assert isinstance(await error_of(endpoint, by_host, method, body), Unauthenticated)
+    spelled = ("spiffe://tests/headrace/operator",)
+    for other in (authority.sign("h", hosts=spelled), authority.sign("e", emails=spelled)):
+        assert isinstance(await error_of(endpoint, other, method, body), Unauthenticated)
     assert recorded.parsed == []
     async with open_channel(endpoint, authority.sign("operator", "operator")) as channel:
         if method == _WATCH:
