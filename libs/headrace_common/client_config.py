@@ -19,8 +19,8 @@ from headrace_common.config import (
 from headrace_common.process.open_files import reserve_descriptors
 
 # More where max_concurrent_requests asks for it.
-_CALLS_PER_CALLER: Final = 2_048
-_CONNECTIONS: Final = 4_096
+CALLS_PER_CALLER: Final = 2_048
+CONNECTIONS: Final = 4_096
 
 
 class ClientAccessConfig(ServiceConfig):
@@ -59,7 +59,7 @@ class ClientAccessConfig(ServiceConfig):
     @property
     def calls_per_caller_max(self) -> int:
         """RPCs and HTTP requests in flight of one caller: a tenant, or without a known API key a host."""
-        return max(_CALLS_PER_CALLER, 2 * self.max_concurrent_requests)
+        return max(CALLS_PER_CALLER, 2 * self.max_concurrent_requests)
 
     @property
     def clients_prove_themselves(self) -> bool:
@@ -72,7 +72,7 @@ class ClientAccessConfig(ServiceConfig):
         Under a lower limit, internal_listen has the share of one of them.
         """
         return reserve_descriptors(
-            max(_CONNECTIONS, 4 * self.max_concurrent_requests), self.client_listeners + 1
+            max(CONNECTIONS, 4 * self.max_concurrent_requests), self.client_listeners + 1
         )
 
     @property

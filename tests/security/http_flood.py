@@ -1,4 +1,4 @@
-"""Strangers who attack an HTTP or gRPC listener: python -m tests.security.http_flood ATTACK HOST:PORT COUNT.
+"""Attacks of strangers on an HTTP or gRPC listener: python -m tests.security.http_flood ATTACK HOST:PORT COUNT.
 
 They come from 127.0.0.2, with the priority of an idle process. The process prints a line when the attack has begun,
 and ends when its input ends.

@@ -1,4 +1,4 @@
-"""The bounds of every HTTP listener of every service, and strangers who flood them beside another client."""
+"""The bounds of every HTTP listener of every service, and floods of strangers beside another client."""
 
 from __future__ import annotations
 

@@ -64,9 +64,9 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.server.max_pending_requests_hard_limit", _PENDING_MAX),
     ("grpc.server_max_unrequested_time_in_server", _UNBEGUN_S),
 )
-_INTERNAL_STREAMS_MAX = 4_096
+INTERNAL_STREAMS_MAX = 4_096
 # RPCs in flight on one connection of a client. More wait in the client's gRPC library.
-_CLIENT_STREAMS_MAX = 1_024
+CLIENT_STREAMS_MAX = 1_024
 CLIENT_CONNECTION_AGE_S = 3_600.0
 """Age at which a client's connection takes no new RPC. RPCs in flight go on, and the client opens another one."""
 INTERNAL_CONNECTION_AGE_S = 3_600.0
@@ -79,7 +79,7 @@ def internal_options(
     """The bounds on connections to internal_listen."""
     return (
         ("grpc.max_allowed_incoming_connections", connections_max),
-        ("grpc.max_concurrent_streams", _INTERNAL_STREAMS_MAX),
+        ("grpc.max_concurrent_streams", INTERNAL_STREAMS_MAX),
         ("grpc.max_connection_age_ms", _milliseconds(connection_age_s)),
     )
 
@@ -87,7 +87,7 @@ def internal_options(
 def client_options(max_connections: int) -> tuple[tuple[str, int], ...]:
     """The bounds on connections to the client listener."""
     return (
-        ("grpc.max_concurrent_streams", _CLIENT_STREAMS_MAX),
+        ("grpc.max_concurrent_streams", CLIENT_STREAMS_MAX),
         ("grpc.max_connection_idle_ms", _milliseconds(CONNECTION_IDLE_S)),
         # Without max_connection_age_grace_ms, RPCs in flight go on until their own deadlines.
         ("grpc.max_connection_age_ms", _milliseconds(CLIENT_CONNECTION_AGE_S)),

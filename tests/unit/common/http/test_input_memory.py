@@ -24,7 +24,7 @@ def test_the_oldest_input_of_the_caller_with_most_bytes_ends() -> None:
     memory.hold(small, 30)
     memory.hold(first, 40)
     memory.hold(second, 20)
-    assert not (small.ended or first.ended or second.ended)
+    assert [part.ended for part in (small, first, second)] == [[], [], []]
     memory.hold(second, 60)
     assert (small.ended, first.ended, second.ended) == ([], ["large"], [])
     assert memory.bytes == 90
