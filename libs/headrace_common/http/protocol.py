@@ -22,6 +22,8 @@ BODY_TAKEN_EXTENSION: Final = "headrace_body_taken"
 
 # A chunk of one byte takes six. Other bytes around a body, such as trailers, are few.
 _FRAMING_PER_BODY_BYTE: Final = 8
+# Less than this is not worth its counting: a connection has no more, and connections are bounded.
+_COUNTED_BYTES: Final = 4_096
 # What a request that waits takes beside its body: its headers and objects of Python.
 _WAITING_REQUEST_BYTES: Final = 8_192
 
@@ -139,7 +141,7 @@ class BoundedProtocol(HttpToolsProtocol):
                 held += _WAITING_REQUEST_BYTES
                 if waiting is not newest:
                     held += len(waiting.body)
-        if held:
+        if held >= _COUNTED_BYTES:
             self._holds_input = True
             UNREAD_INPUT.hold(self, held)
         elif self._holds_input:

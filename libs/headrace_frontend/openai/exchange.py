@@ -27,6 +27,8 @@ from headrace_frontend.openai.errors import (
 
 Result = TypeVar("Result")
 
+# A whole body below it is not counted: calls in flight bound them.
+_COUNTED_BYTES = 65_536
 _NO_HEADER_CHARACTER = re.compile(r"[^ -~\x80-\xff]")
 
 
@@ -96,10 +98,12 @@ class HttpExchange:
             size += len(parts[-1])
             if size > bytes_max:
                 raise _too_large(bytes_max)
-            READ_BODIES.hold(self, size)
-            if self._body_refused:
-                raise _memory_in_use()
-            if not message.get("more_body", False):
+            complete = not message.get("more_body", False)
+            if size >= _COUNTED_BYTES or not complete:
+                READ_BODIES.hold(self, size)
+                if self._body_refused:
+                    raise _memory_in_use()
+            if complete:
                 clock.reschedule(None)
                 return b"".join(parts)
             clock.reschedule(min(end_s, loop.time() + BODY_PAUSE_S))
