@@ -35,7 +35,8 @@ def hold_idle(address: tuple[str, int], count: int) -> None:
         selector.register(one, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
-            ended: socket.socket = key.fileobj
+            ended = key.fileobj
+            assert isinstance(ended, socket.socket)
             try:
                 if ended.recv(4_096):
                     continue

@@ -235,7 +235,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._unanswered() is None:
             # No handler reads what it has left.
-            self.cycle.body = bytearray()
+            self.cycle.body.clear()
         self._hold_input()
         if self.transport.is_closing() or not self.cycle.response_complete:
             return

@@ -147,7 +147,7 @@ class OpenAiApp:
         callers = self._parts.callers
         tenant_now = partial(tenant_or_none, self._parts.tenants, exchange.headers.items())
         tenant = tenant_now()
-        exchange.caller = caller_name(tenant, exchange.host)
+        exchange.set_caller(caller_name(tenant, exchange.host))
         with callers.call(exchange.caller):
             async with callers.rechecked(tenant_now, tenant):
                 await self._serve(exchange)

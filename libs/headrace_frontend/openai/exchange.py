@@ -51,7 +51,7 @@ class HttpExchange:
         self.host = host_of((scope.get("client") or ("unknown", 0))[0])
         """The client's host."""
         self.caller = self.host
-        """Shares the memory for bodies with its other requests: a tenant or a host."""
+        """Shares the memory for bodies with its other requests: a tenant, or a host until `set_caller`."""
         self._receive = receive
         self._body_taken = scope.get("extensions", {}).get(BODY_TAKEN_EXTENSION, _take_nothing)
         self._send = send
@@ -63,6 +63,10 @@ class HttpExchange:
         self._body_clock: asyncio.Timeout | None = None
         self._body_refused = False
         self._sending: asyncio.Task[None] | None = None
+
+    def set_caller(self, caller: str) -> None:
+        """States to which caller the request belongs, before its body is read."""
+        self.caller = caller
 
     def add_header(self, name: str, value: str) -> None:
         """Sends a header with whatever becomes the response."""
