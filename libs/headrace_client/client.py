@@ -49,6 +49,8 @@ class Progress:
         self.first_s = 0.0
         """Time of the first token by time.monotonic; 0 before it."""
         self._call_s = 0.0
+        self._prompt_tokens = self._call_prompt_tokens = 0
+        """Prompt tokens received, over all calls and in this one."""
 
     @property
     def has_tokens(self) -> bool:
@@ -66,7 +68,12 @@ class Progress:
         return request
 
     def record(self, response: inference_pb2.GenerateResponse) -> None:
-        """Records the tokens of a response. Adds what the router has not seen to its latency."""
+        """Records the tokens of a response. Adds what the router has not seen to its latency.
+
+        Removes prompt tokens that an earlier call brought.
+        """
+        if response.prompt_token_ids:
+            self._record_prompt(response)
         if response.token_ids:
             self.first_s = self.first_s or time.monotonic()
             self.generated += response.token_ids
@@ -78,9 +85,19 @@ class Progress:
                 round(1e6 * (self._call_s - self.begin_s)),
             )
 
+    def _record_prompt(self, response: inference_pb2.GenerateResponse) -> None:
+        token_ids, logprobs = response.prompt_token_ids, response.prompt_logprobs
+        # The first token of the prompt has none.
+        without = len(token_ids) - len(logprobs)
+        known = min(self._prompt_tokens - self._call_prompt_tokens, len(token_ids))
+        self._call_prompt_tokens += len(token_ids)
+        self._prompt_tokens = max(self._prompt_tokens, self._call_prompt_tokens)
+        del token_ids[:known], logprobs[: max(0, known - without)]
+
     def record_call(self) -> None:
         """Records the start of a call to the router."""
         self._call_s = time.monotonic()
+        self._call_prompt_tokens = 0
 
 
 DEFAULT_TIMEOUT_S: Final = 300.0

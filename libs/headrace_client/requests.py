@@ -40,6 +40,7 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool
     skip_special_tokens: bool | None
     logprobs: int | None
+    prompt_logprobs: int | None
     logit_bias: Mapping[int, float]
     bad_words: Sequence[str]
     allowed_token_ids: Sequence[int]

@@ -54,6 +54,10 @@ REGEX_BYTES_MAX: Final = 4_096
 """Longest regular expression."""
 CHOICE_TEXTS_MAX: Final = 1_024
 """Most texts that an answer may be restricted to, and most characters of each."""
+LOGPROBS_MAX: Final = 20
+"""Most alternatives beside each token."""
+PROMPT_LOGPROBS_VALUES_MAX: Final = 131_072
+"""Most log probabilities of prompt tokens in the answers to one request."""
 LOGIT_BIASES_MAX: Final = 1_024
 """Most tokens with a bias."""
 LOGIT_BIAS_MAX: Final = 100.0

@@ -58,6 +58,8 @@ class Sampling:
     allowed_token_ids: tuple[int, ...] = ()
     """Empty for all."""
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = None
+    """Alternatives beside each prompt token. None: the prompt's tokens are not reported."""
 
 
 class RemotePrefix(Protocol):
@@ -131,7 +133,8 @@ class DecodeWork:
 
     `awaits_first_token` needs `remote_kv` and no generated tokens. The KV of all tokens arrives then, and generation
     continues after the token that `Engine.first_token` gives. With `from_logits` too, it continues after the token that
-    the engine chooses from the logits of `Engine.first_logits`, and yields.
+    the engine chooses from the logits of `Engine.first_logits`, and yields. `sampling.prompt_logprobs` exclude
+    `remote_kv` and generated tokens, and the engine computes the whole prompt then: it reads no cached prefix.
     """
 
     transfer_id: str
@@ -161,10 +164,14 @@ class DecodeWork:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probability of a token, and its most likely alternatives as (token id, log probability)."""
+    """Log probability of a token, and its most likely alternatives as (token id, log probability).
+
+    `rank`: see sampling.proto.
+    """
 
     logprob: float
     alternatives: tuple[tuple[int, float], ...]
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +179,14 @@ class DecodeTokens:
     """New tokens, with one entry of logprobs each if they were requested.
 
     `step_start_ns` is when the first step with the request began, by the host's monotonic clock; 0 when the engine does
-    not report it. Tokens of later steps may repeat it.
+    not report it. Tokens of later steps may repeat it. The first tokens come with the `prompt_logprobs`, one entry for
+    each prompt token after the first, if they were requested.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = field(default=())
     step_start_ns: int = 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

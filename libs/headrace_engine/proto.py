@@ -36,6 +36,7 @@ def sampling_from_proto(
         bad_token_sequences=tuple(tuple(one.ids) for one in params.bad_token_sequences),
         allowed_token_ids=tuple(params.allowed_token_ids),
         structured_outputs=_structured_outputs_from_proto(params.structured_outputs),
+        prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
     )
 
 
@@ -82,4 +83,5 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> sampling_pb2.TokenLogprobs:
             sampling_pb2.TokenAlternative(token_id=token_id, logprob=logprob)
             for token_id, logprob in logprobs.alternatives
         ],
+        rank=logprobs.rank,
     )

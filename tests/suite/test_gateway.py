@@ -148,6 +148,23 @@ async def test_a_prompt_without_a_prefill_worker_is_prefilled_by_the_decode_work
         await it.wait_empty("decode-0")
 
 
+async def test_a_decode_worker_scores_the_prompts_of_its_own_clients(tmp_path: Path) -> None:
+    async with suite(tmp_path, prefill_count=1, decode_count=1, settings=(DOOR,)) as it:
+        async with door((await http_endpoints(it))["decode-0"]) as client:
+            for _ in range(2):
+                answer = await client.completions.create(
+                    model="sim", prompt=QUESTION, max_tokens=0, echo=True, logprobs=1
+                )
+                (choice,) = answer.choices
+                assert choice.text == QUESTION
+                assert choice.logprobs is not None
+                assert len(choice.logprobs.token_logprobs or ()) == len(QUESTION)
+                assert answer.usage is not None
+                assert answer.usage.prompt_tokens_details is not None
+                assert answer.usage.prompt_tokens_details.cached_tokens == 0
+        await it.wait_empty("decode-0")
+
+
 async def test_a_closed_connection_frees_the_blocks(tmp_path: Path) -> None:
     settings = (DOOR, ("decode", "model", "sim:decode_step_s=0.02"))
     async with suite(tmp_path, prefill_count=1, decode_count=1, settings=settings) as it:

@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageFuncti
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from tests.ports import free_port
-from tests.suite.deployment import Suite, suite
+from tests.suite.deployment import Suite, greedy, prompt_of, suite
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 WAIT_S = 20.0
@@ -361,3 +361,51 @@ async def test_readiness_follows_the_workers_and_a_drain_ends_streams_in_order(
         chunks += [chunk async for chunk in stream]
         assert chunks[-1].choices[0].finish_reason == "length"
         assert await ended == 0
+
+
+async def test_an_echo_scores_the_prompt_as_its_tokens_were_generated(tmp_path: Path) -> None:
+    prompt = prompt_of(150, 7)
+    async with served(tmp_path) as (it, client):
+        answer = await it.ask(greedy(prompt, 8, logprobs=2))
+        assert answer.last.timing.prefill_worker_id
+        whole = [*prompt, *answer.token_ids]
+        echo: Any = {"model": "sim", "prompt": [whole, whole], "echo": True, "temperature": 0}
+        completion = await client.completions.create(**echo, max_tokens=1, logprobs=2)
+        for choice in completion.choices:
+            found = choice.logprobs
+            assert found is not None
+            assert found.token_logprobs is not None
+            assert found.token_logprobs[0] is None
+            assert found.token_logprobs[150:-1] == [entry.logprob for entry in answer.logprobs]
+            assert len(found.token_logprobs) == len(whole) + 1
+        assert completion.usage is not None
+        assert completion.usage.completion_tokens == 2
+        assert completion.usage.prompt_tokens_details is not None
+        assert completion.usage.prompt_tokens_details.cached_tokens == 0
+        parts = [
+            chunk.choices[0]
+            async for chunk in await client.completions.create(
+                **echo | {"prompt": whole}, max_tokens=1, logprobs=2, stream=True
+            )
+        ]
+        streamed = [
+            value for part in parts if part.logprobs for value in part.logprobs.token_logprobs or ()
+        ]
+        assert streamed == found.token_logprobs
+        assert "".join(part.text for part in parts) == choice.text
+        alone = await client.completions.create(**echo, max_tokens=0, logprobs=2)
+        assert alone.choices[0].logprobs is not None
+        assert alone.choices[0].logprobs.token_logprobs == streamed[:-1]
+        request = greedy(whole, 1, prompt_logprobs=0)
+        scored: list[float] = []
+        async for response in it.client.generate(request, WAIT_S):
+            scored += [entry.logprob for entry in response.prompt_logprobs]
+        assert scored == streamed[1:-1]
+        extra = {"prompt_logprobs": 1}
+        chat = await client.chat.completions.create(
+            model="sim", messages=MESSAGES, max_tokens=1, extra_body=extra
+        )
+        rows: Any = (chat.model_extra or {})["prompt_logprobs"]
+        assert chat.usage is not None
+        assert (rows[0], len(rows)) == (None, chat.usage.prompt_tokens)
+        await it.wait_empty("decode-0")

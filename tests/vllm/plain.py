@@ -12,10 +12,12 @@ class Texts:
     """The answer to each prompt."""
 
     texts: list[str]
+    prompt_logprobs: list[list[dict[str, list[float]] | None]]
+    """For each prompt alone, without a chat: the tokens of each position by id, as [log probability, rank]."""
 
 
 async def chat_texts(model: str, prompts: Sequence[str], max_tokens: int) -> Texts:
-    """Greedy answers to chats of one message."""
+    """Greedy answers to chats of one message, and prompt_logprobs=2 of the messages."""
     # The engine runs in this process, which is a fork.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     from vllm import LLM, SamplingParams
@@ -25,4 +27,13 @@ async def chat_texts(model: str, prompts: Sequence[str], max_tokens: int) -> Tex
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
     # One at a time, as the deployment of the test gets them.
     texts = [llm.chat(chat, sampling, use_tqdm=False)[0].outputs[0].text for chat in chats]
-    return Texts(texts)
+    scoring = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2)
+    scored = [llm.generate(prompt, scoring, use_tqdm=False)[0] for prompt in prompts]
+    rows = [
+        [
+            row and {str(token): [one.logprob, one.rank] for token, one in row.items()}
+            for row in output.prompt_logprobs
+        ]
+        for output in scored
+    ]
+    return Texts(texts, rows)

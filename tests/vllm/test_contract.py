@@ -190,7 +190,7 @@ FIELDS = {
         "temperature top_p top_k min_p presence_penalty frequency_penalty repetition_penalty "
         "seed max_tokens stop_token_ids ignore_eos logprobs min_tokens logit_bias "
         "allowed_token_ids structured_outputs _bad_words_token_ids detokenize output_kind "
-        "extra_args sampling_type"
+        "extra_args sampling_type prompt_logprobs"
     ),
     "vllm.sampling_params.RequestOutputKind": "DELTA",
     "vllm.sampling_params.StructuredOutputsParams": (
@@ -201,7 +201,9 @@ FIELDS = {
     "vllm.exceptions.VLLMClientError": "",
     "vllm.config.model.ModelConfig": "use_mla",
     "vllm.v1.kv_cache_layout.KVCacheLayout": "LBHNC",
-    "vllm.outputs.RequestOutput": "outputs finished kv_transfer_params num_cached_tokens",
+    "vllm.outputs.RequestOutput": (
+        "outputs finished kv_transfer_params num_cached_tokens prompt_logprobs"
+    ),
     "vllm.outputs.CompletionOutput": "token_ids finish_reason logprobs",
     "vllm.logprobs.Logprob": "logprob rank",
     # Read from the wire, by their names there.

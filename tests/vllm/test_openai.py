@@ -35,9 +35,22 @@ def test_text_over_http_equals_that_of_grpc_and_of_vllm_alone(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     plain = run_job("tests.vllm.plain:chat_texts", model=MODEL, prompts=PROMPTS, max_tokens=TOKENS)
-    served = asyncio.run(use(tmp_path))
+    served, scored = asyncio.run(use(tmp_path))
+    for ours, vllms in zip(scored, plain["prompt_logprobs"], strict=True):
+        assert_same_scores(ours, vllms)
     assert served == [(text, text, text) for text in plain["texts"]]
     assert "Paris" in plain["texts"][0]
+
+
+def assert_same_scores(ours: list[Any], vllms: list[Any]) -> None:
+    """Of the tokens of a prompt and their alternatives. Equally likely ones may be in another order."""
+    assert ours[0] is vllms[0] is None
+    assert len(ours) == len(vllms) > 2
+    for one, other in zip(ours[1:], vllms[1:], strict=True):
+        assert one.keys() == other.keys()
+        for token, (logprob, rank) in other.items():
+            assert one[token]["logprob"] == pytest.approx(logprob, abs=1e-3)
+            assert one[token]["rank"] == rank
 
 
 WORKER = (("dtype", "float32"), ("max_model_len", "512"))
@@ -55,8 +68,11 @@ WEATHER: Any = {
 }
 
 
-async def use(folder: Path) -> list[tuple[str, str, str]]:
-    """The text over HTTP, streamed over HTTP, and over gRPC, for each prompt. Also asks for forms and tokens."""
+async def use(folder: Path) -> tuple[list[tuple[str, str, str]], list[list[Any]]]:
+    """The text over HTTP, streamed over HTTP, and over gRPC, for each prompt. Then the `prompt_logprobs` of each.
+
+    Also asks for forms and tokens.
+    """
     listen = f"127.0.0.1:{free_port()}"
     settings = (
         ("router", "http_listen", listen),
@@ -69,11 +85,34 @@ async def use(folder: Path) -> list[tuple[str, str, str]]:
         openai.AsyncOpenAI(base_url=f"http://{listen}/v1", api_key="none", timeout=60) as client,
     ):
         texts = [await texts_of(it, client, prompt) for prompt in PROMPTS]
+        scores = [await scores_of(client, prompt) for prompt in PROMPTS]
         await check_forms(client)
         await check_tokens(client)
         await check_choices(client)
         await check_usage_and_cancel(it, client)
-    return texts
+    return texts, scores
+
+
+async def scores_of(client: openai.AsyncOpenAI, prompt: str) -> list[Any]:
+    """The `prompt_logprobs` of a prompt, the same the second time, and in an echo."""
+    fields: dict[str, Any] = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 1}
+    found: list[list[Any]] = []
+    for _ in range(2):
+        scored = await client.completions.create(**fields, extra_body={"prompt_logprobs": 2})
+        found.append((scored.choices[0].model_extra or {})["prompt_logprobs"])
+        assert scored.usage is not None
+        assert scored.usage.prompt_tokens_details is not None
+        assert scored.usage.prompt_tokens_details.cached_tokens == 0
+    echo = await client.completions.create(**fields, echo=True, logprobs=2)
+    assert echo.choices[0].text.startswith(prompt)
+    logprobs = echo.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    own = [next(iter(row.values()))["logprob"] for row in found[0][1:]]
+    again = [next(iter(row.values()))["logprob"] for row in found[1][1:]]
+    assert again == pytest.approx(own, abs=1e-3)
+    assert logprobs.token_logprobs[1:-1] == pytest.approx(own, abs=1e-3)
+    return found[0]
 
 
 async def texts_of(it: Suite, client: openai.AsyncOpenAI, prompt: str) -> tuple[str, str, str]:

@@ -17,6 +17,7 @@ class DecodeEventQueue:
         self._reservation: Reservation | None = None
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._step_start_ns = 0
         self._end: DecodeEnded | None = None
         self._failure: HeadraceError | None = None
@@ -41,6 +42,10 @@ class DecodeEventQueue:
         if logprobs is not None:
             self._logprobs.append(logprobs)
         self._filled.set()
+
+    def put_prompt_logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """They come with the first token, which must follow."""
+        self._prompt_logprobs = logprobs
 
     def put_end(self, end: DecodeEnded) -> None:
         """Must be the last event."""
@@ -71,8 +76,14 @@ class DecodeEventQueue:
             self._reservation = None
         if self._tokens:
             events.append(
-                DecodeTokens(tuple(self._tokens), tuple(self._logprobs), self._step_start_ns)
+                DecodeTokens(
+                    tuple(self._tokens),
+                    tuple(self._logprobs),
+                    self._step_start_ns,
+                    self._prompt_logprobs,
+                )
             )
+            self._prompt_logprobs = ()
             self._tokens.clear()
             self._logprobs.clear()
         if self._end is not None:

@@ -165,6 +165,8 @@ class Sequence:
         generation = self.generation
         if generation is None:
             return 0 if keeps_state else self.prompt_count
+        if generation.sampling.prompt_logprobs is not None:
+            return 0
         if keeps_state:
             return max(0, generation.transferable_tokens - 1) if generation.remote_kv else 0
         # A transfer that brings the first token must not be empty.
@@ -320,6 +322,11 @@ class Sequence:
         if stopped or not needs_kv:
             self.ended = True
             generation.events.put_end(DecodeEnded(stopped, self.cached, self.tier_tokens))
+
+    def prompt_scored(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """Adds the logprobs of the prompt to the events, before the first token."""
+        assert self.generation is not None
+        self.generation.events.put_prompt_logprobs(logprobs)
 
     def answer_completed(self) -> None:
         """The answer ends after its last token, without a stop token."""

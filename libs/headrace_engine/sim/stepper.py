@@ -292,6 +292,12 @@ class Stepper:
     def _generate(self, sequence: Sequence) -> None:
         generation = sequence.generation
         assert generation is not None
+        if generation.sampling.prompt_logprobs is not None and not sequence.answer:
+            sequence.prompt_scored(
+                self._model.prompt_logprobs(
+                    sequence.prompt, sequence.hashes, generation.sampling.prompt_logprobs
+                )
+            )
         if generation.plain:
             token_id = plain_token(self._digest(sequence), self._model.vocabulary)
             sequence.token_generated(token_id, None, self._model)

@@ -10,11 +10,11 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from opentelemetry import context as otel_context
 
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated
 from headrace_common.http.server import Receive, Scope, Send
@@ -66,6 +66,7 @@ from headrace_frontend.tenants import tenant_or_none
 _LOG = logging.getLogger(__name__)
 
 
+_AnswerField: TypeAlias = Literal["text", "token_ids", "logprobs", "stop_text"]
 _ERRORS: Final = {
     "/v1/messages": MESSAGES_ERRORS,
     "/v1/messages/count_tokens": MESSAGES_ERRORS,
@@ -73,6 +74,9 @@ _ERRORS: Final = {
 }
 _MODEL_PATH: Final = "/v1/models/"
 _MODEL_ROUTE: Final = "/v1/models/{model}"
+# Of one with logprobs in a response, about.
+_PROMPT_TOKEN_BYTES: Final = 128
+_ANSWER_FIELDS: Final[Sequence[_AnswerField]] = ("text", "token_ids", "logprobs", "stop_text")
 _NO_ID_CHARACTER: Final = re.compile(r"[^!-~]")
 
 _Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
@@ -88,6 +92,8 @@ class _Generation:
     includes: Includes
     formatted: bool = False
     """Whether response_format sets the form of the answer."""
+    generates: bool = True
+    """Whether the choices have more than the prompt."""
 
     @property
     def choices(self) -> int:
@@ -263,9 +269,11 @@ class OpenAiApp:
                 codec,
                 includes=body.includes,
                 skip_special_tokens=body.skip_special_tokens is not False,
+                alternatives=body.logprobs or 0,
             ),
             includes=body.includes,
             formatted=body.formatted,
+            generates=body.generates,
         )
         await self._generate(exchange, generation, tenant)
 
@@ -281,9 +289,11 @@ class OpenAiApp:
         chat = not isinstance(generation.format, CompletionFormat)
         try:
             form = generation.format
-            if generation.includes.prompt and isinstance(form, ResponseFormat):
+            includes = generation.includes
+            if (includes.prompt or includes.prompt_text) and isinstance(form, ResponseFormat):
                 for request in generation.requests:
-                    form.add_prompt(await self._prompt_tokens(request, tenant), request.n)
+                    tokens, text = await self._prompt_of(request, tenant, includes)
+                    form.add_prompt(tokens, request.n, text)
             await exchange.run_while_connected(respond(exchange, generation, tenant))
         except InvalidRequest as error:
             violations = openai_violations(
@@ -291,12 +301,20 @@ class OpenAiApp:
             )
             raise InvalidRequest(violations, cause=error.cause) from error
 
-    async def _prompt_tokens(
-        self, request: inference_pb2.GenerateRequest, tenant: str
-    ) -> Sequence[int]:
-        """The tokens of a prompt, where the response needs them before its first event."""
+    async def _prompt_of(
+        self, request: inference_pb2.GenerateRequest, tenant: str, includes: Includes
+    ) -> tuple[Sequence[int], str]:
+        """The tokens of a prompt, where the response needs them before its first event, and its text if it has that."""
+        preparer = self._parts.preparer
         async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
-            return (await self._parts.preparer.tokenize(request, tenant)).token_ids
+            prepared = await preparer.tokenize(request, tenant)
+            text = request.text
+            if includes.prompt_text and not text:
+                decode = partial(
+                    prepared.codec.decode, prepared.token_ids, skip_special_tokens=False
+                )
+                text = await preparer.run(tenant, 4 * len(prepared.token_ids), decode)
+        return prepared.token_ids, text
 
     async def _stream(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
         """Sends an event for each message of each choice."""
@@ -316,7 +334,13 @@ class OpenAiApp:
             choices[index].add(message, form.tokens_of(message))
 
         await self._run_all(generation, tenant, write)
-        await exchange.respond(200, form.whole(choices, len(generation.requests)))
+        prompt_tokens = sum(len(choice.prompt_token_ids) for choice in choices)
+        body = await self._parts.preparer.run(
+            tenant,
+            _PROMPT_TOKEN_BYTES * prompt_tokens,
+            partial(form.whole, choices, len(generation.requests)),
+        )
+        await exchange.respond(200, body)
 
     async def _run_all(
         self,
@@ -330,10 +354,12 @@ class OpenAiApp:
 
         async def run(first_index: int, request: inference_pb2.GenerateRequest) -> None:
             async def write_choice(message: inference_pb2.GenerateResponse) -> None:
+                if not generation.generates:
+                    _leave_out_answer(message)
                 await write(first_index + message.choice, message)
 
             outlets: Outlets | None = None
-            if events is not None:
+            if events is not None and generation.generates:
                 outlets = Outlets(
                     partial(events.write_text, first_index), partial(events.write_now, first_index)
                 )
@@ -442,3 +468,12 @@ def _request_id(exchange: HttpExchange, body: GenerationBody) -> str:
     own = body.request_id and "x-request-id" not in exchange.headers
     given = body.request_id if own else exchange.request_id
     return _NO_ID_CHARACTER.sub("_", given)[:REQUEST_ID_CHARACTERS_MAX]
+
+
+def _leave_out_answer(message: inference_pb2.GenerateResponse) -> None:
+    """Leaves nothing but the prompt in a message."""
+    for name in _ANSWER_FIELDS:
+        message.ClearField(name)
+    if message.finish_reason:
+        message.finish_reason = sampling_pb2.FINISH_REASON_LENGTH
+        message.usage.completion_tokens = 0

@@ -91,6 +91,11 @@ def completion_requests(
     sampling = _sampling(body)
     if body.logprobs is not None:
         sampling.logprobs = body.logprobs
+        if body.echo and not sampling.HasField("prompt_logprobs"):
+            sampling.prompt_logprobs = body.logprobs
+    if not body.generates:
+        # The engine reports the prompt with the first token. The response leaves that out.
+        sampling.max_tokens = 1
     return [
         inference_pb2.GenerateRequest(
             model=body.model,
@@ -168,6 +173,8 @@ def _sampling(body: GenerationBody) -> sampling_pb2.SamplingParams:
     # vLLM writes -1 for no seed, and counts other negative ones from the end of its range.
     if body.seed not in (None, -1):
         sampling.seed = body.seed if body.seed >= 0 else body.seed & SEED_MAX
+    if body.prompt_logprobs is not None and not body.stream:
+        sampling.prompt_logprobs = body.prompt_logprobs
     if body.structured_outputs is not None:
         sampling.structured_outputs.CopyFrom(_structured_outputs(body.structured_outputs))
     if body.response_format is not None:

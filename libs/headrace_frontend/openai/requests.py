@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
@@ -66,12 +66,16 @@ class Includes:
     """Whether each event has the usage so far."""
     token_ids: bool = False
     """Whether the tokens of prompt and answers are returned."""
+    prompt_text: bool = False
+    """Whether the text of each choice begins with that of the prompt."""
+    prompt_logprobs: bool = False
+    """Whether the tokens of the prompt are returned with their log probabilities."""
     names_tokens_by_id: bool = False
     """Whether logprobs have "token_id:5" in place of the token's text."""
 
     @property
     def prompt(self) -> bool:
-        """Whether the prompt's tokens must be known before the first event."""
+        """Whether each event depends on the prompt's tokens."""
         return self.continuous_usage or self.token_ids
 
 
@@ -146,7 +150,6 @@ class GenerationBody(Body):
         "use_beam_search": (False,),
         "length_penalty": (1,),
         "early_stopping": (False,),
-        "prompt_logprobs": _NO_VALUE,
         "logprob_token_ids": ([],),
         "spaces_between_special_tokens": (True,),
         "truncate_prompt_tokens": _NO_VALUE,
@@ -185,6 +188,7 @@ class GenerationBody(Body):
     allowed_token_ids: Annotated[TokenList, Field(max_length=ALLOWED_TOKENS_MAX)] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool | None = None
+    prompt_logprobs: Uint32 | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=LOGIT_BIASES_MAX)] | None = None
     structured_outputs: StructuredOutputsBody | None = None
     response_format: ResponseFormatBody | None = None
@@ -207,6 +211,7 @@ class GenerationBody(Body):
             continuous_usage=options.include_usage and options.continuous_usage_stats,
             token_ids=self.return_token_ids,
             names_tokens_by_id=self.return_tokens_as_token_ids,
+            prompt_logprobs=self.prompt_logprobs is not None and not self.stream,
         )
 
     @property
@@ -229,6 +234,8 @@ class GenerationBody(Body):
         options = self.stream_options
         if options is not None and options.model_fields_set and not self.stream:
             raise ValueError("stream_options: only for stream=true; leave it out")
+        if self.stream and self.prompt_logprobs:
+            raise ValueError("prompt_logprobs: only for stream=false; leave it out")
         for token in self.logit_bias or ():
             if not token.isdecimal() or int(token) >= 2**32:
                 raise ValueError(f"logit_bias: {token[:64]!r} is no token id; write it in digits")
@@ -319,7 +326,6 @@ class CompletionBody(GenerationBody):
 
     neutral = {  # noqa: RUF012
         **GenerationBody.neutral,
-        "echo": (False,),
         "suffix": ("",),
         "add_special_tokens": (True,),
         "prompt_embeds": ([],),
@@ -329,6 +335,16 @@ class CompletionBody(GenerationBody):
     max_tokens: Uint32 = COMPLETION_TOKENS
     logprobs: Uint32 | None = None
     best_of: Uint32 = 0
+    echo: bool = False
+
+    @property
+    def includes(self) -> Includes:
+        return replace(super().includes, prompt_text=self.echo)
+
+    @property
+    def generates(self) -> bool:
+        """Whether the choices have more than the prompt."""
+        return self.max_tokens > 0 or not self.echo
 
 
 class TokenizeBody(Body):

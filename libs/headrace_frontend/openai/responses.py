@@ -12,7 +12,7 @@ from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.latency.breakdown import breakdown_object
 from headrace_frontend.openai.answers import AnswerRules, ChatAnswer, whole_message
 from headrace_frontend.openai.requests import Includes
-from headrace_frontend.openai.tokens import TextOffsets, TokenNames, tokens_within
+from headrace_frontend.openai.tokens import PromptOffsets, TextOffsets, TokenNames, tokens_within
 from headrace_text.codec import TextCodec
 
 DONE_EVENT: Final = b"data: [DONE]\n\n"
@@ -52,12 +52,17 @@ class CollectedChoice:
     stop_text: str = ""
     latency: dict[str, Any] | None = None
     """Set when the client wants it."""
+    prompt_token_ids: list[int] = field(default_factory=list)
+    prompt_logprobs: list[sampling_pb2.TokenLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens after the first, where they were requested. Else both are empty."""
 
     def add(self, message: inference_pb2.GenerateResponse, tokens: list[dict[str, Any]]) -> None:
         """Appends a message. `tokens` has the message's logprobs."""
         self.texts.append(message.text)
         self.token_ids += message.token_ids
         self.tokens += tokens
+        self.prompt_token_ids += message.prompt_token_ids
+        self.prompt_logprobs += message.prompt_logprobs
         if message.finish_reason:
             self.reason = message.finish_reason
             self.usage = message.usage
@@ -112,11 +117,14 @@ class ResponseFormat(ABC):
         self._head = head
         self._codec = codec
         self._includes = includes
-        self.tokens_of = TokenNames(
+        self._names = TokenNames(
             codec, by_id=includes.names_tokens_by_id, beside_top=self.lists_beside_top
-        ).tokens_of
+        )
+        self.tokens_of = self._names.tokens_of
         self._prompts: list[Sequence[int]] = []
         """The tokens of each choice's prompt, where `includes` needs them."""
+        self._prompt_texts: list[str] = []
+        """Their texts, too."""
         self._prefix = (
             f'data: {{"id": {_quote(head.id)}, "object": "{self.chunk_kind}", "created": {head.created}, '
             f'"model": {_quote(head.model)}, "system_fingerprint": {json.dumps(head.system_fingerprint)}, '
@@ -126,9 +134,10 @@ class ResponseFormat(ABC):
         self._templates: dict[int, tuple[bytes, bytes]] = {}
         self._completion_tokens: dict[int, int] = {}
 
-    def add_prompt(self, token_ids: Sequence[int], choices: int) -> None:
-        """The tokens of the prompt of the next choices, where the response includes them."""
+    def add_prompt(self, token_ids: Sequence[int], choices: int, text: str = "") -> None:
+        """The tokens and the text of the prompt of the next choices, where the response includes them."""
         self._prompts += [token_ids] * choices
+        self._prompt_texts += [text] * choices
 
     @abstractmethod
     def _choice(self, index: int, choice: CollectedChoice) -> dict[str, Any]:
@@ -160,7 +169,7 @@ class ResponseFormat(ABC):
             return b""
         reason = self._finish_reason(index, message.finish_reason)
         logprobs = "null"
-        if message.logprobs:
+        if message.logprobs or message.prompt_token_ids:
             logprobs = json.dumps(self._logprobs(index, self.tokens_of(message), message))
         ending = f'"{reason}"' if reason else "null"
         for name, value in self._extensions(index, message).items():
@@ -232,7 +241,7 @@ class ResponseFormat(ABC):
                     for index, choice in enumerate(choices)
                 ],
                 "usage": {**usage, **self._usage_details(choices)},
-                **self._whole_fields(),
+                **self._whole_fields(choices),
             }
         ).encode()
 
@@ -244,9 +253,17 @@ class ResponseFormat(ABC):
             extensions["latency"] = choice.latency
         return extensions
 
-    def _whole_fields(self) -> dict[str, Any]:
-        """Fields of the object that OpenAI does not have."""
+    def _whole_fields(self, choices: Sequence[CollectedChoice] = ()) -> dict[str, Any]:
+        """Fields of the object that OpenAI does not have. `choices` as in `_usage_details`."""
         return {}
+
+    def _prompt_logprobs(self, choices: Sequence[CollectedChoice]) -> dict[str, Any]:
+        """The field of the first choice's prompt, if it was requested."""
+        if not (choices and self._includes.prompt_logprobs):
+            return {}
+        first = choices[0]
+        found = self._names.prompt_logprobs_of(first.prompt_token_ids, first.prompt_logprobs)
+        return {"prompt_logprobs": found}
 
 
 class ChatFormat(ResponseFormat):
@@ -329,8 +346,9 @@ class ChatFormat(ResponseFormat):
         counted = choices or self._sent.values()
         return reasoning_details(self._codec, self._rules, counted)
 
-    def _whole_fields(self) -> dict[str, Any]:
-        return {"prompt_token_ids": list(self._prompts[0])} if self._includes.token_ids else {}
+    def _whole_fields(self, choices: Sequence[CollectedChoice] = ()) -> dict[str, Any]:
+        ids = {"prompt_token_ids": list(self._prompts[0])} if self._includes.token_ids else {}
+        return {**ids, **self._prompt_logprobs(choices)}
 
 
 class CompletionFormat(ResponseFormat):
@@ -347,11 +365,23 @@ class CompletionFormat(ResponseFormat):
         *,
         includes: Includes = _CHOICES_ALONE,
         skip_special_tokens: bool = True,
+        alternatives: int = 0,
     ) -> None:
+        """`alternatives`: the number of them that the logprobs have beside each token."""
         super().__init__(head, codec, includes=includes)
         self._skip_special_tokens = skip_special_tokens
+        self._alternatives = alternatives
         self._offsets: dict[int, TextOffsets] = {}
+        self._prompt_offsets: dict[int, PromptOffsets] = {}
         self._begun: set[int] = set()
+
+    def first_event(self, index: int) -> bytes:
+        text = self._prompt_text(index)
+        return self.event(index, inference_pb2.GenerateResponse(text=text)) if text else b""
+
+    def _prompt_text(self, index: int) -> str:
+        """The text of the prompt, where it begins that of the choice."""
+        return self._prompt_texts[index] if self._includes.prompt_text else ""
 
     def _delta(self, index: int, message: inference_pb2.GenerateResponse) -> str | None:
         return f'"text": {_quote(message.text)}'
@@ -365,16 +395,22 @@ class CompletionFormat(ResponseFormat):
 
     def _choice(self, index: int, choice: CollectedChoice) -> dict[str, Any]:
         logprobs = None
-        if choice.tokens:
+        before = self._prompt_text(index)
+        if choice.tokens or (choice.prompt_token_ids and self._includes.prompt_text):
             offsets = self._new_offsets().extend(choice.token_ids, choice.text)
             end = len(choice.text)
-            logprobs = _completion_logprobs(choice.tokens, [min(end, at) for at in offsets])
+            logprobs = _completion_logprobs(
+                self._echoed(choice.prompt_token_ids, choice.prompt_logprobs) + choice.tokens,
+                self._echoed_offsets(index, choice.prompt_token_ids)
+                + [len(before) + min(end, at) for at in offsets],
+            )
         found = {
             "index": index,
-            "text": choice.text,
+            "text": before + choice.text,
             "logprobs": logprobs,
             "finish_reason": _FINISH_REASONS.get(choice.reason),
         }
+        found |= self._prompt_logprobs((choice,))
         if self._includes.token_ids:
             found["prompt_token_ids"] = list(self._prompts[index])
         return found
@@ -382,10 +418,32 @@ class CompletionFormat(ResponseFormat):
     def _logprobs(
         self, index: int, tokens: list[dict[str, Any]], message: inference_pb2.GenerateResponse
     ) -> dict[str, Any]:
+        if message.prompt_token_ids:
+            echoed = self._echoed(message.prompt_token_ids, message.prompt_logprobs)
+            return _completion_logprobs(
+                echoed, self._echoed_offsets(index, message.prompt_token_ids)
+            )
         if index not in self._offsets:
             self._offsets[index] = self._new_offsets()
         offsets = self._offsets[index].extend(message.token_ids, message.text)
-        return _completion_logprobs(tokens, offsets)
+        before = len(self._prompt_text(index))
+        return _completion_logprobs(tokens, [before + at for at in offsets])
+
+    def _echoed(
+        self, token_ids: Sequence[int], entries: Sequence[sampling_pb2.TokenLogprobs]
+    ) -> list[dict[str, Any]]:
+        """The next tokens of a prompt, where the logprobs have them."""
+        if not self._includes.prompt_text:
+            return []
+        return self._names.prompt_tokens_of(token_ids, entries, self._alternatives)
+
+    def _echoed_offsets(self, index: int, token_ids: Sequence[int]) -> list[int]:
+        """As `_echoed`: where they begin."""
+        if not self._includes.prompt_text:
+            return []
+        if index not in self._prompt_offsets:
+            self._prompt_offsets[index] = PromptOffsets(self._codec, self._prompt_text(index))
+        return self._prompt_offsets[index].extend(token_ids)
 
     def _new_offsets(self) -> TextOffsets:
         return TextOffsets(self._codec, skip_special_tokens=self._skip_special_tokens)
@@ -418,6 +476,8 @@ def _completion_logprobs(tokens: list[dict[str, Any]], offsets: list[int]) -> di
                 # Parts of characters have equal names.
                 token["token"]: token["logprob"],
             }
+            if token["top_logprobs"] is not None
+            else None
             for token in tokens
         ],
         "text_offset": offsets,

@@ -19,7 +19,7 @@ def decode_request(
 
     `generated` is the completion so far.
     """
-    return decode_pb2.GenerateRequest(
+    call = decode_pb2.GenerateRequest(
         request_id=request.request_id,
         transfer_id=transfer_id,
         incarnation=incarnation,
@@ -32,3 +32,7 @@ def decode_request(
         adapter=None if request.adapter is None else adapter_to_proto(request.adapter),
         priority=request.priority.to_proto(),
     )
+    if generated:
+        # They came with the first token.
+        call.sampling.ClearField("prompt_logprobs")
+    return call

@@ -16,7 +16,7 @@ from headrace_common.errors import InvalidRequest
 from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
 from headrace_common.telemetry import schema
 from headrace_frontend.request.model_names import Adapters, ModelChoice, resolve_model
-from headrace_frontend.request.text_threads import TextThreads
+from headrace_frontend.request.text_threads import Result, TextThreads
 from headrace_frontend.request.validation import PreparedRequest, prepare
 from headrace_text.codec import TextCodec
 
@@ -126,6 +126,10 @@ class RequestPreparer:
                 }
             )
         return await self._threads.run(tenant, 4 * len(token_ids), lambda: codec.decode(token_ids))
+
+    async def run(self, tenant: str, size_bytes: int, work: Callable[[], Result]) -> Result:
+        """The result of work on a text of this size. Long ones run on a thread."""
+        return await self._threads.run(tenant, size_bytes, work)
 
     def choice(self, model: str) -> ModelChoice:
         """What a client selects by the name of a model or of an adapter. Raises InvalidRequest."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace_common.errors import ProtocolViolation
 from headrace_common.latency.clocks import clocks_now
 from headrace_common.process.pacing import FlushPace, LoopLoad
 from headrace_common.telemetry.metrics.instruments import BucketCounts
@@ -21,6 +22,8 @@ from headrace_frontend.request.validation import PreparedRequest
 from headrace_kv.layout.layout import WorkerRef
 
 PENDING_TOKENS_MAX = 1_024
+# Of prompt tokens, in one message. A reader formats so many in some milliseconds.
+_MESSAGE_VALUES_MAX = 2_048
 
 TextOutlet: TypeAlias = Callable[[str], bool]
 """Sends text to the client at once. False, and nothing is sent, when the client cannot take it now."""
@@ -46,6 +49,11 @@ class NewTokens(Protocol):
         """The logprobs."""
         ...
 
+    @property
+    def prompt_logprobs(self) -> Sequence[sampling_pb2.TokenLogprobs]:
+        """Those of the prompt, with the first tokens."""
+        ...
+
 
 @dataclass(slots=True)
 class _Pending:
@@ -61,6 +69,40 @@ class _Pending:
         """`text` is that of all tokens that had no text yet."""
         self.tokens_with_text = len(self.token_ids)
         self.text.append(text)
+
+
+class _PromptLogprobs:
+    """The prompt's tokens and their logprobs until they are sent, in parts of a bounded size."""
+
+    def __init__(self, request: PreparedRequest) -> None:
+        self._token_ids = request.token_ids
+        self.awaited = request.sampling.HasField("prompt_logprobs") and not request.generated
+        self._step = max(1, _MESSAGE_VALUES_MAX // (request.sampling.prompt_logprobs + 1))
+        self._entries: Sequence[sampling_pb2.TokenLogprobs] = ()
+        self._next = len(self._token_ids)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a part is not sent."""
+        return self._next < len(self._token_ids)
+
+    def put(self, entries: Sequence[sampling_pb2.TokenLogprobs]) -> None:
+        """Those of the whole prompt, before the first token. Raises ProtocolViolation when some are missing."""
+        self.awaited = False
+        if len(entries) != len(self._token_ids) - 1:
+            raise ProtocolViolation(
+                f"the decode worker sent logprobs of {len(entries)} prompt tokens, not of "
+                f"{len(self._token_ids) - 1}; its version may lack prompt_logprobs"
+            )
+        self._entries, self._next = entries, 0
+
+    def fill(self, message: inference_pb2.GenerateResponse) -> None:
+        """Moves the next part to a message."""
+        start, self._next = self._next, min(self._next + self._step, len(self._token_ids))
+        message.prompt_token_ids.extend(self._token_ids[start : self._next])
+        message.prompt_logprobs.extend(self._entries[max(0, start - 1) : self._next - 1])
+        if not self.pending:
+            self._entries = ()
 
 
 class ResponseStream:
@@ -85,6 +127,7 @@ class ResponseStream:
         self._text.replay(request.generated)
         self._generated = list(request.generated)
         self._pending = _Pending()
+        self._prompt = _PromptLogprobs(request)
         self._last_message: inference_pb2.GenerateResponse | None = None
         self._error: Exception | None = None
         self._ended = False
@@ -219,7 +262,12 @@ class ResponseStream:
         await self.add_tokens(tokens)
 
     async def add_tokens(self, tokens: NewTokens) -> None:
-        """Adds tokens from a worker. Waits while more than PENDING_TOKENS_MAX tokens are not sent yet."""
+        """Adds tokens from a worker. Waits while more than PENDING_TOKENS_MAX tokens are not sent yet.
+
+        Raises ProtocolViolation for first tokens without the prompt's logprobs, if those were requested.
+        """
+        if self._prompt.awaited and tokens.token_ids:
+            self._prompt.put(tokens.prompt_logprobs)
         self.take_tokens(tokens.token_ids, tokens.logprobs)
         await self.wait_room()
 
@@ -310,6 +358,8 @@ class ResponseStream:
             if self._refused is not None:
                 refused, self._refused = self._refused, None
                 return refused
+            if self._prompt.pending:
+                await asyncio.sleep(0)
             if self._pending.token_ids or self._last_message is not None:
                 return self._build_message()
             if self._error is not None:
@@ -356,10 +406,12 @@ class ResponseStream:
         """Sends what is pending, without a reader if the client can take it."""
         if self._outlet is not None and self._send_text(self._outlet):
             return
-        message = self._build_message()
-        if outlet(message):
-            return
-        self._refused = message
+        if not self._prompt.pending:
+            message = self._build_message()
+            if outlet(message):
+                return
+            self._refused = message
+        # A reader lets others run between the parts of a prompt.
         self._readable.set()
         self._need_reader()
 
@@ -398,6 +450,11 @@ class ResponseStream:
         pending.add_text(self._text.extend(pending.token_ids[pending.tokens_with_text :]))
 
     def _build_message(self) -> inference_pb2.GenerateResponse:
+        if self._prompt.pending:
+            message = inference_pb2.GenerateResponse(request_id=self._request.request_id)
+            self._prompt.fill(message)
+            self._name_trace(message)
+            return message
         self._detokenize_pending()
         pending, self._pending = self._pending, _Pending()
         message = self._last_message or inference_pb2.GenerateResponse()
@@ -410,11 +467,14 @@ class ResponseStream:
         message.text = "".join(pending.text)
         message.token_ids.extend(pending.token_ids)
         message.logprobs.extend(pending.logprobs)
+        self._name_trace(message)
+        return message
+
+    def _name_trace(self, message: inference_pb2.GenerateResponse) -> None:
         if not self._sent_first_message:
             message.trace_id = self._trace_id
             self._sent_first_message = True
             self.first_message_unix_ns = self.now_unix_ns()
-        return message
 
 
 def ended_by(

@@ -15,6 +15,7 @@ from headrace_common.limits import (
     BAD_WORDS_MAX,
     LOGIT_BIAS_MAX,
     LOGIT_BIASES_MAX,
+    LOGPROBS_MAX,
     STOP_STRING_CHARACTERS_MAX,
     STOP_STRINGS_MAX,
     STOP_TOKENS_MAX,
@@ -25,8 +26,8 @@ from headrace_text.codec import TextCodec
 _Field: TypeAlias = Literal[
     "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "skip_special_tokens"
 ]
-LOGPROBS_MAX = 20
 SEED_MAX = 2**63 - 1
+_LOGPROBS = ("logprobs", "prompt_logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +77,10 @@ def sampling_violations(sampling: sampling_pb2.SamplingParams) -> dict[str, str]
         violations["sampling.max_tokens"] = (
             "must be 1 or more; leave it out to use the rest of the context"
         )
-    if sampling.logprobs > LOGPROBS_MAX:
-        violations["sampling.logprobs"] = (
-            f"must be from 0 to {LOGPROBS_MAX}, not {sampling.logprobs}"
-        )
+    for name in _LOGPROBS:
+        if getattr(sampling, name) > LOGPROBS_MAX:
+            count = getattr(sampling, name)
+            violations[f"sampling.{name}"] = f"must be from 0 to {LOGPROBS_MAX}, not {count}"
     violations.update(
         _text_violations(
             "sampling.stop", sampling.stop, STOP_STRINGS_MAX, STOP_STRING_CHARACTERS_MAX

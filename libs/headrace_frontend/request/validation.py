@@ -13,6 +13,7 @@ from headrace_common.errors import InvalidRequest
 from headrace_common.limits import (
     ANSWERS_MAX,
     CLIENT_SALT_CHARACTERS_MAX,
+    PROMPT_LOGPROBS_VALUES_MAX,
     TTFT_TARGET_MAX_S,
     UNKNOWN_CONTEXT_TOKENS,
 )
@@ -131,6 +132,7 @@ def prepare(
         raise InvalidRequest(violations, cause="context_length_exceeded" if beyond else "")
     max_tokens = request.sampling.max_tokens or _room(context, len(token_ids))
     violations = _room_violations(request, max_tokens)
+    violations.update(_prompt_logprobs_violations(request, len(token_ids)))
     if violations:
         raise InvalidRequest(violations)
     model_stops = frozenset() if request.sampling.ignore_eos else codec.stop_token_ids
@@ -142,7 +144,10 @@ def prepare(
         sampling=_workers_sampling(request, codec, max_tokens),
         stop_token_ids=tuple(sorted(model_stops.union(request.sampling.stop_token_ids))),
         stop_strings=tuple(request.sampling.stop),
-        placement=request.prefill_placement,
+        # Only the engine that generates has the logits of all positions, when it computes them all.
+        placement=inference_pb2.PREFILL_PLACEMENT_LOCAL
+        if request.sampling.HasField("prompt_logprobs")
+        else request.prefill_placement,
         first_token=request.first_token,
         generated=tuple(request.generated.ids),
         cache_salt=adapter_salt(client_salt(cache_salt, request.cache_salt), choice.adapter),
@@ -192,14 +197,23 @@ def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]
     elif not _REQUEST_ID.fullmatch(request.request_id):
         violations["request_id"] = "must hold visible ASCII characters only, without spaces"
     violations.update(_answer_violations(request))
-    if request.prefill_placement not in _PLACEMENTS:
-        violations["prefill_placement"] = "must be one of the named values"
+    violations.update(_placement_violations(request))
     if request.first_token not in _FIRST_TOKEN_POLICIES:
         violations["first_token"] = "must be one of the named values"
     if len(request.cache_salt) > CLIENT_SALT_CHARACTERS_MAX:
         violations["cache_salt"] = f"must have at most {CLIENT_SALT_CHARACTERS_MAX} characters"
     violations.update(_target_violations(request))
     return violations
+
+
+def _placement_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]:
+    placement = request.prefill_placement
+    if placement not in _PLACEMENTS:
+        return {"prefill_placement": "must be one of the named values"}
+    remote = placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
+    if remote and request.sampling.HasField("prompt_logprobs"):
+        return {"prefill_placement": "excludes sampling.prompt_logprobs; leave out one of them"}
+    return {}
 
 
 def _target_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]:
@@ -341,6 +355,23 @@ def _room_violations(request: inference_pb2.GenerateRequest, max_tokens: int) ->
             f"must be at most {max_tokens}, the rest of the context, not {request.sampling.min_tokens}"
         )
     return violations
+
+
+def _prompt_logprobs_violations(
+    request: inference_pb2.GenerateRequest, prompt_tokens: int
+) -> dict[str, str]:
+    if not request.sampling.HasField("prompt_logprobs"):
+        return {}
+    answers = max(1, request.n, request.best_of)
+    alternatives = request.sampling.prompt_logprobs
+    values = prompt_tokens * (alternatives + 1) * answers
+    if values <= PROMPT_LOGPROBS_VALUES_MAX:
+        return {}
+    return {
+        "sampling.prompt_logprobs": f"{prompt_tokens} prompt tokens with {alternatives} alternatives for {answers} "
+        f"answers are {values} values, and at most {PROMPT_LOGPROBS_VALUES_MAX} are reported; shorten the "
+        "prompt or lower the alternatives"
+    }
 
 
 def _room(max_model_len: int, prompt_tokens: int) -> int:

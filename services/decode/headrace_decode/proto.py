@@ -33,6 +33,8 @@ def work_from_proto(
     by_prefill = from_logits or request.first_token == first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
     if by_prefill and (generated or not request.remote_prefill):
         violations["first_token"] = "needs remote_prefill and no generated tokens"
+    if request.sampling.HasField("prompt_logprobs") and (generated or request.remote_prefill):
+        violations["sampling.prompt_logprobs"] = "needs a local prefill and no generated tokens"
     if violations:
         raise InvalidRequest(violations)
     return DecodeWork(
@@ -55,4 +57,5 @@ def tokens_to_proto(pieces: Sequence[DecodeTokens]) -> decode_pb2.Tokens:
     for piece in pieces:
         message.token_ids.extend(piece.token_ids)
         message.logprobs.extend(map(logprobs_to_proto, piece.logprobs))
+        message.prompt_logprobs.extend(map(logprobs_to_proto, piece.prompt_logprobs))
     return message

@@ -46,3 +46,23 @@ def test_a_call_that_continues_an_answer_changes_nothing() -> None:
     progress.record_call()
     progress.record(last)
     assert parts_of(last.timing.latency) == {"queue": 90}
+
+
+def test_a_repeated_call_brings_no_prompt_token_twice() -> None:
+    def part(*ids: int, without: int = 0) -> inference_pb2.GenerateResponse:
+        response = inference_pb2.GenerateResponse(prompt_token_ids=ids)
+        for token_id in ids[without:]:
+            response.prompt_logprobs.add(logprob=-token_id)
+        progress.record(response)
+        return response
+
+    progress = Progress(inference_pb2.GenerateRequest())
+    progress.record_call()
+    part(1, 2, without=1)
+    part(3)
+    progress.record_call()
+    repeated = part(1, 2, without=1)
+    assert (list(repeated.prompt_token_ids), list(repeated.prompt_logprobs)) == ([], [])
+    later = part(3, 4)
+    assert list(later.prompt_token_ids) == [4]
+    assert [entry.logprob for entry in later.prompt_logprobs] == [-4]

@@ -119,3 +119,17 @@ def test_the_engine_gets_the_class_of_a_request() -> None:
     assert work_from_proto(request()).priority is Priority.NORMAL
     low = request(priority=priority_pb2.PRIORITY_LOW)
     assert work_from_proto(low).priority is Priority.LOW
+
+
+def test_prompt_logprobs_need_a_whole_prompt_to_compute() -> None:
+    sampling = sampling_pb2.SamplingParams(max_tokens=4, prompt_logprobs=0)
+    assert work_from_proto(request(sampling=sampling, remote_prefill=False)).sampling == Sampling(
+        max_tokens=4, stop_token_ids=(2,), prompt_logprobs=0
+    )
+    for changes in ({}, {"remote_prefill": False, "generated_token_count": 1}):
+        with pytest.raises(InvalidRequest) as refused:
+            work_from_proto(request(sampling=sampling, **changes))
+        assert set(refused.value.violations) == {"sampling.prompt_logprobs"}
+    entries = (TokenLogprobs(-1.0, ((4, -0.5),), 9),)
+    (found,) = tokens_to_proto([DecodeTokens((1,), prompt_logprobs=entries)]).prompt_logprobs
+    assert (found.logprob, found.alternatives[0].token_id, found.rank) == (-1.0, 4, 9)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headrace_common.errors import InvalidRequest
-from headrace_engine.interface import Sampling
+from headrace_engine.interface import Sampling, TokenLogprobs
 from headrace_engine.sim.model.bit_mixer import (
     WORD_MASK,
     U64Array,
@@ -26,7 +26,7 @@ from headrace_engine.sim.model.bit_mixer import (
     mix_words,
 )
 from headrace_engine.sim.model.caches import SimCache, SimPart
-from headrace_engine.sim.model.sampling import choose_token
+from headrace_engine.sim.model.sampling import choose_token, token_logprobs
 from headrace_engine.sim.model.settings import SimSettings
 from headrace_kv.layout.layout import STATE
 
@@ -163,6 +163,32 @@ class SimModel:
             if cache.kind == STATE
             for formula in formulas
         )
+
+    def prompt_logprobs(
+        self, prompt: Sequence[int], hashes: U64Array, count: int
+    ) -> tuple[TokenLogprobs, ...]:
+        """Of each token of a prompt after the first, with `count` alternatives. `hashes` are those of its positions."""
+        digests = self._context_digests(hashes[: len(prompt) - 1]).tolist()
+        return tuple(
+            token_logprobs(digest, self.vocabulary, token_id, count)
+            for digest, token_id in zip(digests, prompt[1:], strict=True)
+        )
+
+    def _context_digests(self, hashes: U64Array) -> U64Array:
+        """The digests of the contexts that end at each position. Shape [positions]."""
+        if not self._verifies:
+            return hashes
+        weights = self.position_weights(len(hashes))
+        tokens, states = np.zeros_like(hashes), np.zeros_like(hashes)
+        for first in range(0, len(hashes), _CLOSED_FORM_POSITIONS):
+            part = slice(first, first + _CLOSED_FORM_POSITIONS)
+            for cache, formulas in zip(self.caches, self.formulas, strict=True):
+                for formula in formulas:
+                    if cache.kind == STATE:
+                        states[part] += formula.digests(hashes[part])
+                    else:
+                        tokens[part] += formula.digests(hashes[part]) * weights[part]
+        return np.cumsum(tokens, dtype=np.uint64) + states
 
     def expected_tokens(
         self, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY, adapter: str = ""

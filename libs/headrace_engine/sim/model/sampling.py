@@ -220,6 +220,21 @@ def choose_token(
     return Choice(tokens[chosen], TokenLogprobs(logprobs[chosen], alternatives))
 
 
+def token_logprobs(digest: int, vocabulary: int, token_id: int, count: int) -> TokenLogprobs:
+    """The logprobs of a token after a context with this digest, with `count` alternatives, as the model has them.
+
+    A token that it would never choose is less likely than those that it would.
+    """
+    tokens = _candidates(digest, vocabulary)
+    logprobs = _log_softmax(_scores(digest, len(tokens)))
+    alternatives = tuple(zip(tokens, logprobs, strict=True))[:count]
+    if token_id in tokens:
+        place = tokens.index(token_id)
+        return TokenLogprobs(logprobs[place], alternatives, place + 1)
+    below = 1.0 + mix_int(digest ^ token_id) / _WORD
+    return TokenLogprobs(logprobs[-1] - below, alternatives, len(tokens) + 1)
+
+
 def is_plain(sampling: Sampling) -> bool:
     """Whether `plain_token` chooses."""
     return not is_constrained(sampling) and not _needs_scores(sampling)

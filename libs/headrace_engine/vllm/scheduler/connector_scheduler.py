@@ -111,6 +111,9 @@ class ConnectorScheduler(ABC):
             return None, False
         if not self._may_schedule(request):
             return None, False
+        if request.skip_reading_prefix_cache:
+            # vLLM would ignore what is found, and it computes the whole prompt.
+            return 0, False
         # The last token is computed: its logits are needed.
         found = self._tiers.find(request.request_id, num_computed_tokens, request.num_tokens - 1)
         if found is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from headrace_common.errors import (
@@ -15,6 +16,7 @@ from headrace_common.errors import (
 )
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork
 from headrace_engine.vllm.service.sampling import (
+    prompt_logprobs_of,
     rejected,
     request_errors,
     sampling_params,
@@ -144,14 +146,23 @@ class DecodeRequest:
             output = await self._next
             completion = output.outputs[0]
             if completion.token_ids:
-                logprobs = self._work.sampling.logprobs
-                yield tokens_of(completion, logprobs, self._step_start_ns)
+                yield self._tokens_of(output)
             if output.finished:
                 if not self._work.remote_kv:
                     cached_tokens = output.num_cached_tokens or 0
                 yield DecodeEnded(await self._stopped(completion.finish_reason), cached_tokens)
                 return
             self._next = asyncio.create_task(self._next_output())
+
+    def _tokens_of(self, output: RequestOutput) -> DecodeTokens:
+        sampling = self._work.sampling
+        tokens = tokens_of(output.outputs[0], sampling.logprobs, self._step_start_ns)
+        if sampling.prompt_logprobs is None:
+            return tokens
+        prompt = self._work.token_ids
+        return replace(
+            tokens, prompt_logprobs=prompt_logprobs_of(output, prompt, sampling.prompt_logprobs)
+        )
 
     async def _choose_first_token(self, request: asyncio.Task[RequestOutput]) -> DecodeTokens:
         """The first token, once its logits have arrived. Raises an error when vLLM ends the request before that."""

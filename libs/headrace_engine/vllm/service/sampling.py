@@ -18,7 +18,7 @@ from headrace_engine.vllm.settings import GENERATED_KEY, LOGITS_KEY, PRIORITY_KE
 
 if TYPE_CHECKING:
     from vllm.inputs.llm import TokensPrompt
-    from vllm.outputs import CompletionOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 
@@ -76,6 +76,8 @@ def sampling_params(
             logit_bias=dict(sampling.logit_bias) or None,
             allowed_token_ids=list(sampling.allowed_token_ids) or None,
             structured_outputs=_structured_outputs(sampling.structured_outputs),
+            # With it, vLLM reads no cached prefix.
+            prompt_logprobs=sampling.prompt_logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             extra_args=extra or None,
@@ -162,6 +164,21 @@ def tokens_of(
         return DecodeTokens(token_ids, step_start_ns=step_start_ns)
     logprobs = _logprobs(token_ids, output.logprobs, logprob_count)
     return DecodeTokens(token_ids, logprobs, step_start_ns)
+
+
+def prompt_logprobs_of(
+    output: RequestOutput, prompt: Sequence[int], count: int
+) -> tuple[TokenLogprobs, ...]:
+    """Those of the prompt's tokens after the first, which vLLM reports once, with the first output."""
+    rows = output.prompt_logprobs
+    if not rows:
+        return ()
+    # vLLM has none for the first token.
+    pairs = [(token_id, row) for token_id, row in zip(prompt, rows, strict=True) if row]
+    return tuple(
+        TokenLogprobs(float(row[token_id].logprob), _likeliest(row, count), row[token_id].rank or 0)
+        for token_id, row in pairs
+    )
 
 
 def _logprobs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Cancelled, DeadlineExceeded, HeadraceError, InvalidRequest
 from headrace_common.registry.adapters import adapters_from_proto
@@ -83,6 +84,7 @@ class OwnDispatcher:
         missing_min = max(1, worker.members.policy.local_prefill_max_tokens)
         return (
             worker.prefills.available
+            and prepared.placement != inference_pb2.PREFILL_PLACEMENT_LOCAL
             and len(prepared.token_ids) - 1 >= missing_min
             and any(
                 member.model == worker.model

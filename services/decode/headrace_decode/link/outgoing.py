@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
-from headrace_engine.interface import DecodeTokens
+from headrace_engine.interface import DecodeTokens, TokenLogprobs
 from headrace_engine.proto import logprobs_to_proto
 
 # Most bytes of a token in a column, of a request's entries in the columns, and of the frame of a nested message.
@@ -75,6 +75,8 @@ class _Pending:
         self._times: decode_pb2.AttemptTimes | None = None
         self._token_ids: list[int] = []
         self._logprobs: list[sampling_pb2.TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        """Those of the prompt that are not sent, last ones first."""
         self._finished: decode_pb2.Finished | None = None
         self._status = b""
         self._has_end = False
@@ -108,6 +110,8 @@ class _Pending:
             self._token_ids.extend(piece.token_ids)
             if piece.logprobs:
                 self._logprobs.extend(map(logprobs_to_proto, piece.logprobs))
+            if piece.prompt_logprobs:
+                self._prompt_logprobs = list(reversed(piece.prompt_logprobs))
 
     def finish(self, finished: decode_pb2.Finished) -> None:
         self._finished = finished
@@ -138,7 +142,9 @@ class _Pending:
     def _move_tokens(self, message: _Message) -> None:
         token_ids = self._token_ids
         allowed = min(self._credit, len(token_ids))
-        if self._logprobs:
+        if self._prompt_logprobs:
+            count = self._move_prompt_logprobs(message)
+        elif self._logprobs:
             count = self._count_with_logprobs(allowed, message.room_bytes)
             tokens = decode_pb2.Tokens(
                 token_ids=self._token_ids[:count], logprobs=self._logprobs[:count]
@@ -150,6 +156,21 @@ class _Pending:
             message.add_tokens(self._stream_id, token_ids[:count])
             del token_ids[:count]
         self._credit -= count
+
+    def _move_prompt_logprobs(self, message: _Message) -> int:
+        """Moves those that fit, and with the last one the first token. Returns how many tokens it has moved."""
+        tokens = decode_pb2.Tokens()
+        room_bytes = message.room_bytes
+        while self._prompt_logprobs and room_bytes > 0:
+            entry = logprobs_to_proto(self._prompt_logprobs.pop())
+            tokens.prompt_logprobs.append(entry)
+            room_bytes -= _ENTRY_BYTES + entry.ByteSize()
+        count = 0 if self._prompt_logprobs else 1
+        tokens.token_ids.extend(self._token_ids[:count])
+        tokens.logprobs.extend(self._logprobs[:count])
+        message.add_with_logprobs(self._stream_id, tokens)
+        del self._token_ids[:count], self._logprobs[:count]
+        return count
 
     def _count_with_logprobs(self, allowed: int, room_bytes: int) -> int:
         count = 0

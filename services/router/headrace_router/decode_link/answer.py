@@ -10,6 +10,7 @@ from typing import TypeAlias
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import sampling_pb2
 from headrace_common.errors import HeadraceError, ProtocolViolation
+from headrace_common.limits import PROMPT_LOGPROBS_VALUES_MAX
 
 AnswerEvent: TypeAlias = decode_pb2.Reserved | decode_pb2.Tokens | decode_pb2.Finished
 TokenSink: TypeAlias = Callable[[Sequence[int], Sequence[sampling_pb2.TokenLogprobs]], bool]
@@ -40,6 +41,7 @@ class LinkedAnswer:
         self._reserved: decode_pb2.Reserved | None = None
         self._token_ids: list[int] = []
         self._logprobs: list[sampling_pb2.TokenLogprobs] = []
+        self._prompt_logprobs: list[sampling_pb2.TokenLogprobs] = []
         self._finished: decode_pb2.Finished | None = None
         self._error: HeadraceError | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -59,6 +61,12 @@ class LinkedAnswer:
         self._reserved = reserved
         self.reserved_ns = time.monotonic_ns()
         self._wake()
+
+    def add_prompt_logprobs(self, logprobs: Sequence[sampling_pb2.TokenLogprobs]) -> None:
+        """They join the first tokens that arrive. Raises ProtocolViolation when no request may have so many."""
+        self._prompt_logprobs += logprobs
+        if len(self._prompt_logprobs) > PROMPT_LOGPROBS_VALUES_MAX:
+            raise ProtocolViolation("the worker sent more prompt logprobs than a request may have")
 
     def add_tokens(
         self, token_ids: Sequence[int], logprobs: Sequence[sampling_pb2.TokenLogprobs] = ()
@@ -133,9 +141,13 @@ class LinkedAnswer:
             reserved, self._reserved = self._reserved, None
             return reserved
         if self._token_ids:
-            tokens = decode_pb2.Tokens(token_ids=self._token_ids, logprobs=self._logprobs)
+            tokens = decode_pb2.Tokens(
+                token_ids=self._token_ids,
+                logprobs=self._logprobs,
+                prompt_logprobs=self._prompt_logprobs,
+            )
             self._read_tokens += len(self._token_ids)
-            self._token_ids, self._logprobs = [], []
+            self._token_ids, self._logprobs, self._prompt_logprobs = [], [], []
             return tokens
         if self._needs_reader:
             self._needs_reader = False

@@ -56,6 +56,7 @@ class LinkedAnswers:
         for one in response.tokens_with_logprobs:
             answer = self._answers.get(one.stream_id)
             if answer is not None:
+                answer.add_prompt_logprobs(one.tokens.prompt_logprobs)
                 answer.add_tokens(one.tokens.token_ids, one.tokens.logprobs)
         ended: list[int] = []
         for finished in response.finished:

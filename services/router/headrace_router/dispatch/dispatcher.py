@@ -271,8 +271,10 @@ class RequestDispatcher:
 
     def _candidates(self, request: PreparedRequest, token_ids: Sequence[int]) -> Candidates:
         table = self._workers.table(request.model)
-        cached_tokens = self._prefixes.cached_tokens(table, token_ids, request.cache_salt)
-        if request.cached_on is not None:
+        cached_tokens: Numbers | None = None
+        if not request.sampling.HasField("prompt_logprobs"):
+            cached_tokens = self._prefixes.cached_tokens(table, token_ids, request.cache_salt)
+        if cached_tokens is not None and request.cached_on is not None:
             cached_tokens = table.with_cached_prompt(
                 cached_tokens, request.cached_on, len(request.token_ids)
             )

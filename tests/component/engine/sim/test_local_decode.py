@@ -14,7 +14,7 @@ from headrace_common.errors import (
     DuplicateTransfer,
     InvalidRequest,
 )
-from headrace_engine.interface import DecodeWork, Sampling
+from headrace_engine.interface import DecodeTokens, DecodeWork, Sampling
 from headrace_engine.sim.engine import SimEngine
 from tests.component.engine.sim.support import (
     GREEDY,
@@ -23,6 +23,7 @@ from tests.component.engine.sim.support import (
     check_answer,
     decode_engine,
     decode_work,
+    pair,
     until_running,
 )
 from tests.sim_clock import ManualClock
@@ -97,3 +98,35 @@ async def test_closing_ends_running_requests_and_refuses_more() -> None:
             await running
         with pytest.raises(Draining):
             await answer_of(engine, decode_work(PROMPT, transfer_id="x2"))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("states", [0, 2])
+async def test_a_prompt_has_the_logprobs_that_its_tokens_had_in_an_answer(
+    verify: bool, states: int
+) -> None:
+    model = f"sim:context=512,state_layers={states}" + ("" if verify else ",verify=off")
+    sampling = Sampling(temperature=0.0, max_tokens=8, logprobs=3)
+    async with pair(model=model, guarded=verify) as both:
+        engine = both.decode
+        answer, _, events = await answer_of(engine, decode_work(PROMPT, sampling))
+        generated = [
+            entry for event in events if isinstance(event, DecodeTokens) for entry in event.logprobs
+        ]
+        prompt = [*PROMPT, *answer]
+        scoring = replace(sampling, max_tokens=2, logprobs=None, prompt_logprobs=3)
+        work = decode_work(prompt, scoring, transfer_id="x2")
+        following, end, events = await answer_of(engine, work)
+        assert following == engine.model.expected_tokens(prompt, 2)
+        first = events[0]
+        assert isinstance(first, DecodeTokens)
+        assert len(first.prompt_logprobs) == len(prompt) - 1
+        assert [replace(entry, rank=0) for entry in first.prompt_logprobs[-8:]] == generated
+        assert {entry.rank for entry in first.prompt_logprobs[-8:]} == {1}
+        # Tokens that it would not have chosen.
+        assert all(entry.rank > 1 for entry in first.prompt_logprobs[:-8])
+        assert end.cached_tokens == 0
+        if not states:
+            plain = decode_work(prompt, replace(scoring, prompt_logprobs=None), transfer_id="x3")
+            _, end, _ = await answer_of(engine, plain)
+            assert end.cached_tokens > 0

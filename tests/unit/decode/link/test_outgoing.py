@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from headrace.decode.v1 import decode_pb2
 from headrace_decode.link.outgoing import Outgoing
-from headrace_engine.interface import DecodeTokens
+from headrace_engine.interface import DecodeTokens, TokenLogprobs
+from headrace_router.decode_link.answer import LinkedAnswer
+from headrace_router.decode_link.answers import LinkedAnswers
 
 _END = decode_pb2.Finished(cached_tokens=3)
 
@@ -107,3 +111,29 @@ def test_a_message_is_split_and_requests_take_turns() -> None:
     assert seen == {1: list(range(2**28, 2**28 + 500)), 2: [20]}
     assert len(messages) >= 3
     assert 2 in messages[1], "the second request waited for the rest of the first"
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_the_logprobs_of_a_prompt_are_split_and_precede_its_tokens(logprobs: bool) -> None:
+    entries = tuple(TokenLogprobs(-float(n), ((n, -0.5),) * 3, n) for n in range(1, 100))
+    outgoing = opened((1, 9), bytes_max=1_000)
+    own = (TokenLogprobs(-0.1, ()), TokenLogprobs(-0.2, ())) if logprobs else ()
+    outgoing.add_tokens(1, [DecodeTokens((10, 11), own, prompt_logprobs=entries)])
+    outgoing.finish(1, _END)
+    answer = LinkedAnswer(1, 9, lambda stream_id, tokens: None)
+    answers = LinkedAnswers()
+    answers.add(answer)
+    sizes: list[int] = []
+    found = decode_pb2.Tokens()
+    while (message := outgoing.next_message()) is not None:
+        sizes.append(message.ByteSize())
+        answers.receive(message)
+        if isinstance(tokens := answer.poll(), decode_pb2.Tokens):
+            found.MergeFrom(tokens)
+            assert len(found.prompt_logprobs) == len(entries)
+    assert len(sizes) > 4
+    assert max(sizes) < 1_200
+    assert [entry.rank for entry in found.prompt_logprobs] == list(range(1, 100))
+    assert list(found.token_ids) == [10, 11]
+    assert [entry.logprob for entry in found.logprobs] == ([-0.1, -0.2] if logprobs else [])
+    assert answer.poll() == _END

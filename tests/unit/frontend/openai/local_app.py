@@ -74,6 +74,8 @@ class Runner:
         self.requests.append(request)
         self.prepared.append(prepared)
         for choice in range(request.n):
+            if request.sampling.HasField("prompt_logprobs"):
+                await write(_prompt_message(prepared, choice))
             message = inference_pb2.GenerateResponse(
                 text=ANSWER,
                 token_ids=ANSWER.encode(),
@@ -94,6 +96,13 @@ class Runner:
 
     def reject_when_draining(self) -> None:
         pass
+
+
+def _prompt_message(prepared: PreparedRequest, choice: int) -> inference_pb2.GenerateResponse:
+    entries = [sampling_pb2.TokenLogprobs(logprob=-1.0) for _ in prepared.token_ids[1:]]
+    return inference_pb2.GenerateResponse(
+        prompt_token_ids=prepared.token_ids, prompt_logprobs=entries, choice=choice
+    )
 
 
 @dataclass(frozen=True, slots=True)

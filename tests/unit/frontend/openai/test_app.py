@@ -189,3 +189,40 @@ def events_of(body: bytes) -> list[dict[str, Any]]:
     lines = [line.removeprefix(b"data: ") for line in body.split(b"\n\n") if line]
     assert lines[-1] == b"[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("prompt", ["hey", list(b"hey"), ["hey", "you"], [list(b"hey"), [104]]])
+async def test_an_echo_begins_with_the_text_of_the_prompt(prompt: Any) -> None:
+    app = LocalApp()
+    prompts = prompt if isinstance(prompt[0], list) or prompt[0] == "hey" else [prompt]
+    texts = [one if isinstance(one, str) else bytes(one).decode() for one in prompts]
+    reply = await app.complete(prompt=prompt, echo=True, n=2)
+    choices = json.loads(reply.body)["choices"]
+    assert [choice["text"] for choice in choices] == [
+        text + ANSWER for text in texts for _ in range(2)
+    ]
+    assert {choice["logprobs"] for choice in choices} == {None}
+    scored = json.loads((await app.complete(prompt=prompt, echo=True, logprobs=0)).body)["choices"]
+    for choice, text in zip(scored, texts, strict=True):
+        assert choice["logprobs"]["tokens"] == list(text + ANSWER)
+        assert choice["logprobs"]["text_offset"] == list(range(len(text + ANSWER)))
+
+
+async def test_an_echo_without_tokens_to_generate_is_the_prompt_alone() -> None:
+    app = LocalApp()
+    fields: dict[str, Any] = {"prompt": "hey", "echo": True, "max_tokens": 0}
+    whole = json.loads((await app.complete(**fields, logprobs=1)).body)
+    (choice,) = whole["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("hey", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.0, -1.0]
+    assert whole["usage"]["completion_tokens"] == 0
+    assert (await app.complete(prompt="hey", max_tokens=0)).status == 400
+    streamed = (await app.complete(**fields, stream=True)).body.decode()
+    events = [json.loads(line[6:]) for line in streamed.split("\n\n") if line[6:7] == "{"]
+    assert "".join(event["choices"][0]["text"] for event in events) == "hey"
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_too_many_prompt_logprobs_are_refused() -> None:
+    reply = await LocalApp().complete(echo=True, logprobs=21)
+    assert (reply.status, reply.error["param"]) == (400, "logprobs")

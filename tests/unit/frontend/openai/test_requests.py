@@ -96,6 +96,37 @@ def test_each_prompt_of_a_completion_becomes_a_request(prompt: Any, fields: Any)
     assert seen == fields
 
 
+@pytest.mark.parametrize(
+    ("fields", "prompt_logprobs"),
+    [
+        ({"echo": True}, None),
+        ({"logprobs": 3}, None),
+        ({"echo": True, "logprobs": 3}, 3),
+        ({"echo": True, "logprobs": 3, "prompt_logprobs": 0}, 0),
+        ({"echo": True, "logprobs": 3, "prompt_logprobs": 0, "stream": True}, 3),
+        ({"prompt_logprobs": 2}, 2),
+        ({"prompt_logprobs": 0, "stream": True}, None),
+    ],
+)
+def test_an_echo_with_logprobs_asks_for_those_of_the_prompt(
+    fields: dict[str, Any], prompt_logprobs: int | None
+) -> None:
+    (request,) = completion_requests(completion(**fields), "r1")
+    sampling = request.sampling
+    found = sampling.prompt_logprobs if sampling.HasField("prompt_logprobs") else None
+    assert found == prompt_logprobs
+    if not fields.get("echo"):
+        sampling = chat_request(chat(**fields | {"logprobs": None}), "r1").sampling
+        assert sampling.HasField("prompt_logprobs") == (prompt_logprobs is not None)
+
+
+def test_an_echo_without_an_answer_runs_for_one_token() -> None:
+    (request,) = completion_requests(completion(echo=True, max_tokens=0), "r1")
+    assert request.sampling.max_tokens == 1
+    (request,) = completion_requests(completion(max_tokens=0), "r1")
+    assert request.sampling.max_tokens == 0
+
+
 def test_choices_are_left_to_the_runner() -> None:
     (request,) = completion_requests(completion(n=2, best_of=3), "r1")
     assert (request.n, request.best_of) == (2, 3)
@@ -239,7 +270,8 @@ def test_the_bias_of_tokens_is_kept() -> None:
             "leave one out",
         ),
         ({"logit_bias": {"word": 1.0}}, "logit_bias", "'word' is no token id"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs", "not supported"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "greater than or equal to 0"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream=false"),
         ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
         ({"add_generation_prompt": False}, "add_generation_prompt", "continue_final_message"),
@@ -257,7 +289,7 @@ def test_a_wrong_field_of_a_chat_is_named_with_its_remedy(
 @pytest.mark.parametrize(
     ("fields", "field"),
     [
-        ({"echo": True}, "echo"),
+        ({"echo": "x"}, "echo"),
         ({"suffix": "x"}, "suffix"),
         ({"prompt": []}, "prompt"),
         ({"prompt": ["a"] * 65}, "prompt"),

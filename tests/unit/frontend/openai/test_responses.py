@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -25,6 +26,7 @@ from headrace_frontend.openai.responses import (
     ResponseHead,
     usage_object,
 )
+from headrace_frontend.openai.tokens import PromptOffsets
 from headrace_text.load import ByteCodec
 
 HEAD = ResponseHead("chatcmpl-1", 1_700_000_000, 'the "model"')
@@ -261,3 +263,91 @@ def test_statuses_of_invalid_requests() -> None:
     assert (status_of(invalid), error_object(invalid)["error"]["code"]) == (400, "invalid_value")
     assert error_object(InvalidRequest({"n": "too many"}))["error"]["param"] == "n"
     assert status_of(HttpError(405, "method", "use GET")) == 405
+
+
+def scored(text: str, logprob: float = -1.5) -> list[sampling_pb2.TokenLogprobs]:
+    """One entry for each byte after the first. The token "b" is the most probable one everywhere."""
+    best = sampling_pb2.TokenAlternative(token_id=98, logprob=-0.5)
+    return [
+        sampling_pb2.TokenLogprobs(
+            logprob=-0.5 if byte == 98 else logprob,
+            alternatives=[best],
+            rank=1 if byte == 98 else 7,
+        )
+        for byte in text.encode()[1:]
+    ]
+
+
+ECHO = Includes(prompt_text=True)
+
+
+def echoing(prompt: str, includes: Includes = ECHO) -> CompletionFormat:
+    form = CompletionFormat(HEAD, ByteCodec(), includes=includes, alternatives=1)
+    form.add_prompt(prompt.encode(), 1, prompt)
+    return form
+
+
+def test_an_echo_has_the_prompt_with_its_logprobs_before_the_answer() -> None:
+    choice = CollectedChoice()
+    form = echoing("aé b")
+    prompt = {"prompt_token_ids": "aé b".encode(), "prompt_logprobs": scored("aé b")}
+    choice.add(message(**prompt), [])
+    answer = message("c", **logprobs(99, -2.5), finish_reason=LENGTH)
+    choice.add(answer, form.tokens_of(answer))
+    (found,) = json.loads(form.whole([choice], 1))["choices"]
+    assert found["text"] == "aé bc"
+    assert found["logprobs"]["tokens"] == ["a", "\ufffd", "\ufffd", " ", "b", "c"]
+    assert found["logprobs"]["token_logprobs"] == [None, -1.5, -1.5, -1.5, -0.5, -2.5]
+    assert found["logprobs"]["top_logprobs"][0] is None
+    assert found["logprobs"]["top_logprobs"][3:] == [
+        {"b": -0.5, " ": -1.5},
+        {"b": -0.5},
+        {"b": -2.0, "c": -2.5},
+    ]
+    assert found["logprobs"]["text_offset"] == [0, 1, 1, 2, 3, 4]
+    assert "prompt_logprobs" not in found
+
+
+def test_a_streamed_echo_has_the_same_in_parts() -> None:
+    form = echoing("abcd")
+    entries = scored("abcd")
+    events = [
+        form.first_event(0),
+        form.event(0, message(prompt_token_ids=b"ab", prompt_logprobs=entries[:1])),
+        form.event(0, message(prompt_token_ids=b"cd", prompt_logprobs=entries[1:])),
+        form.event(0, message("e", **logprobs(101, -2.5))),
+    ]
+    choices = [read(event)["choices"][0] for event in events]
+    assert [choice["text"] for choice in choices] == ["abcd", "", "", "e"]
+    assert choices[0]["logprobs"] is None
+    parts = [choice["logprobs"] for choice in choices[1:]]
+    assert [part["text_offset"] for part in parts] == [[0, 1], [2, 3], [4]]
+    assert [part["token_logprobs"] for part in parts] == [[None, -0.5], [-1.5, -1.5], [-2.5]]
+
+
+def test_tokens_around_the_text_of_a_prompt_move_no_offset() -> None:
+    class Marked(ByteCodec):
+        def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+            text = super().decode([token for token in token_ids if token != 7])
+            return f"<s>{text}" if 7 in token_ids else text
+
+    offsets = PromptOffsets(Marked(), "ab")
+    assert offsets.extend([7, *b"ab"]) == [0, 0, 1]
+
+
+def test_prompt_logprobs_are_those_of_vllm() -> None:
+    choice = CollectedChoice()
+    choice.add(message(prompt_token_ids=b"aab", prompt_logprobs=scored("aab")), [])
+    choice.add(message("c", finish_reason=LENGTH), [])
+    includes = Includes(prompt_logprobs=True)
+    best = {"logprob": -0.5, "rank": 1, "decoded_token": "b"}
+    expected = [
+        None,
+        {"97": {"logprob": -1.5, "rank": 7, "decoded_token": "a"}, "98": best},
+        {"98": best},
+    ]
+    whole = json.loads(ChatFormat(HEAD, ByteCodec(), includes=includes).whole([choice], 1))
+    assert whole["prompt_logprobs"] == expected
+    form = CompletionFormat(HEAD, ByteCodec(), includes=includes)
+    (found,) = json.loads(form.whole([choice], 1))["choices"]
+    assert (found["prompt_logprobs"], found["text"], found["logprobs"]) == (expected, "c", None)

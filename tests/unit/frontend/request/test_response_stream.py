@@ -9,7 +9,7 @@ import pytest
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2
-from headrace_common.errors import WorkerGone
+from headrace_common.errors import ProtocolViolation, WorkerGone
 from headrace_common.process.pacing import LoopLoad
 from headrace_frontend.request.response_stream import (
     ResponseStream,
@@ -241,3 +241,71 @@ async def test_the_text_of_a_stop_token_may_be_kept() -> None:
         await stream.add_tokens(_tokens("xE"))
         _finish(stream, _STOP)
         assert "".join(response.text for response in await _rest(stream)) == text
+
+
+def _scored(text: str, prompt_tokens: int) -> decode_pb2.Tokens:
+    entries = [sampling_pb2.TokenLogprobs(logprob=-n) for n in range(1, prompt_tokens)]
+    return decode_pb2.Tokens(token_ids=text.encode(), prompt_logprobs=entries)
+
+
+def _check_parts(messages: list[inference_pb2.GenerateResponse], tokens: int) -> None:
+    """Of the prompt that `_long` has: in order, in bounded parts, and before the answer."""
+    parts = messages[:-1]
+    assert [len(one.prompt_token_ids) for one in parts] == [1_024, 1_024, tokens - 2_048]
+    ids = [token for one in parts for token in one.prompt_token_ids]
+    assert bytes(ids) == b"x" * tokens
+    logprobs = [entry.logprob for one in parts for entry in one.prompt_logprobs]
+    assert logprobs == [-n for n in range(1, tokens)]
+    assert [one.trace_id for one in messages] == ["trace", "", "", ""]
+    assert (messages[-1].text, list(messages[-1].prompt_token_ids)) == ("a", [])
+
+
+def _long(tokens: int, *, generated: bytes = b"") -> ResponseStream:
+    request = inference_pb2.GenerateRequest(
+        text="x" * tokens, sampling=sampling_pb2.SamplingParams(prompt_logprobs=1)
+    )
+    request.generated.ids.extend(generated)
+    prepared = prepare(
+        request, request_id="r1", codecs={"sim": ByteCodec()}, max_model_len={"sim": 4_096}
+    )
+    return ResponseStream(prepared, "trace")
+
+
+async def test_the_logprobs_of_a_prompt_precede_the_answer_in_bounded_messages() -> None:
+    stream = _long(2_500)
+    await stream.add_tokens(_scored("a", 2_500))
+    _finish(stream)
+    _check_parts(await _rest(stream), 2_500)
+
+
+async def test_a_reader_writes_the_logprobs_of_a_prompt_where_others_need_none() -> None:
+    stream = _long(2_500)
+    refused = asyncio.Event()
+    stream.use_outlets(lambda text: False, lambda message: False, refused.set)
+    await stream.add_tokens(_scored("a", 2_500))
+    assert refused.is_set()
+    _finish(stream)
+    _check_parts(await _rest(stream), 2_500)
+
+
+async def test_a_prompt_of_one_token_has_a_message_without_logprobs() -> None:
+    stream = _long(1)
+    await stream.add_tokens(_scored("a", 1))
+    _finish(stream)
+    first, last = await _rest(stream)
+    assert (list(first.prompt_token_ids), list(first.prompt_logprobs)) == ([120], [])
+    assert last.text == "a"
+
+
+async def test_first_tokens_without_the_logprobs_of_the_prompt_are_an_error() -> None:
+    stream = _long(3)
+    with pytest.raises(ProtocolViolation, match="of 0 prompt tokens, not of 2"):
+        await stream.add_tokens(_ids("a"))
+
+
+async def test_an_answer_that_continues_has_no_logprobs_of_the_prompt() -> None:
+    stream = _long(3, generated=b"z")
+    await stream.add_tokens(_ids("a"))
+    _finish(stream)
+    (last,) = await _rest(stream)
+    assert (last.text, list(last.prompt_token_ids)) == ("a", [])

@@ -9,6 +9,7 @@ import pytest
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
+from headrace_frontend.request.decode_request import decode_request
 from headrace_frontend.request.validation import PreparedRequest, prepare
 from headrace_text.codec import TextCodec
 from headrace_text.load import ByteCodec
@@ -94,6 +95,16 @@ _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
     (_text(repetition_penalty=0.0), "sampling.repetition_penalty", "above 0"),
     (_text(seed=2**63), "sampling.seed", str(2**63 - 1)),
     (_text(logprobs=21), "sampling.logprobs", "0 to 20"),
+    (_text(prompt_logprobs=21), "sampling.prompt_logprobs", "0 to 20"),
+    (
+        inference_pb2.GenerateRequest(
+            text="a",
+            sampling=sampling_pb2.SamplingParams(prompt_logprobs=0),
+            prefill_placement=inference_pb2.PREFILL_PLACEMENT_REMOTE,
+        ),
+        "prefill_placement",
+        "excludes sampling.prompt_logprobs",
+    ),
     (_text(stop=["a", ""]), "sampling.stop[1]", "must not be empty"),
     (_text(stop=["a", "b" * 257]), "sampling.stop[1]", "at most 256 characters, not 257"),
     (_text(stop_token_ids=range(257)), "sampling.stop_token_ids", "at most 256 tokens, not 257"),
@@ -187,3 +198,25 @@ def test_cached_tokens_of_chats_belong_to_a_salt() -> None:
             cache_salt=salt,
         )
     assert scopes == ["a", "b"]
+
+
+@pytest.mark.parametrize(("tokens", "alternatives", "n"), [(6_241, 20, 1), (65_536, 0, 2)])
+def test_the_logprobs_of_a_prompt_are_bounded(tokens: int, alternatives: int, n: int) -> None:
+    def prepared(count: int) -> PreparedRequest:
+        sampling = sampling_pb2.SamplingParams(prompt_logprobs=alternatives)
+        request = inference_pb2.GenerateRequest(
+            tokens=inference_pb2.TokenIds(ids=[1] * count), sampling=sampling, n=n
+        )
+        return prepare(request, request_id="r", codecs=_CODECS, max_model_len={"sim": 200_000})
+
+    assert prepared(tokens).placement == inference_pb2.PREFILL_PLACEMENT_LOCAL
+    with pytest.raises(InvalidRequest, match="at most 131072 are reported"):
+        prepared(tokens + 1)
+
+
+def test_a_continued_request_asks_for_no_logprobs_of_the_prompt() -> None:
+    prepared = _prepare(_text(prompt_logprobs=2))
+    first = decode_request(prepared, "x1", incarnation="i", remote_prefill=False)
+    assert first.sampling.prompt_logprobs == 2
+    later = decode_request(prepared, "x2", (5,), incarnation="i", remote_prefill=False)
+    assert not later.sampling.HasField("prompt_logprobs")

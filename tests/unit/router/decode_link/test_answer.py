@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.decode.v1 import decode_pb2
-from headrace_common.errors import TransferFailed
+from headrace.inference.v1 import sampling_pb2
+from headrace_common.errors import ProtocolViolation, TransferFailed
+from headrace_common.limits import PROMPT_LOGPROBS_VALUES_MAX
 from headrace_router.decode_link.answer import LinkedAnswer
 from headrace_simulator.virtual_time import run_virtually
 
@@ -96,3 +98,13 @@ def test_no_token_is_lost_or_moved_between_sink_and_reader(
         assert reader.token_ids == sent
 
     run_virtually(run)
+
+
+def test_more_prompt_logprobs_than_a_request_may_have_are_a_violation() -> None:
+    answer = LinkedAnswer(1, 8, lambda stream_id, tokens: None)
+    many = [sampling_pb2.TokenLogprobs()] * (PROMPT_LOGPROBS_VALUES_MAX // 2)
+    answer.add_prompt_logprobs(many)
+    answer.add_prompt_logprobs(many)
+    assert answer.poll() is None
+    with pytest.raises(ProtocolViolation):
+        answer.add_prompt_logprobs(many)
