@@ -95,7 +95,7 @@ $(WORKS_WITH): tests/clients/python/requirements.txt | setup
 	@$(@D)/bin/python -m pip install --quiet --no-deps --require-hashes --requirement $<
 	@cp $< $@
 
-test-clients: setup $(WORKS_WITH) ## chat clients in C++, Go, Java, Node and Rust, and Python libraries: as root it installs their Debian packages (CLIENTS="cpp go")
+test-clients: setup $(WORKS_WITH) $(TINY_MODEL)/config.json ## chat clients in C++, Go, Java, Node and Rust, and Python libraries: as root it installs their Debian packages (CLIENTS="cpp go")
 	@$(BIN)/python scripts/build_clients.py --install $(CLIENTS)
 	@$(PYTEST) tests/clients $(ARGS)
 

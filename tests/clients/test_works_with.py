@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from headrace_engine.sim.model.model import SimModel
+from headrace_engine.sim.model.settings import parse_settings
+from headrace_text.load import load_codecs
 from lock_requirements import parse
 from tests.clients.commands import run
 from tests.ports import free_port
@@ -24,7 +27,12 @@ PINS = FOLDER / "requirements.txt"
 # `make test-clients` installs the pins there, and then copies their file.
 INSTALLED = ROOT / ".cache/works-with"
 PYTHON = INSTALLED / "bin/python"
-CLIENTS = ("anthropic", "langchain-openai", "litellm", "llama-index-llms-openai-like", "openai")
+CLIENTS = (
+    *("anthropic", "langchain-openai", "litellm", "llama-index-llms-openai-like", "lm-eval"),
+    "openai",
+)
+TOKENIZER = ROOT / "models/tiny-llama"
+VOCABULARY = "sim:vocabulary=512"
 ENVIRONMENT = {
     "LANGSMITH_TRACING": "false",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -46,10 +54,10 @@ def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def served(folder: Path) -> AsyncIterator[str]:
+async def served(folder: Path, *settings: tuple[str, str, str]) -> AsyncIterator[str]:
     """The URL of a deployment, which must hold nothing at the end."""
     listen = f"127.0.0.1:{free_port()}"
-    async with suite(folder, settings=(("router", "http_listen", listen),)) as it:
+    async with suite(folder, settings=(("router", "http_listen", listen), *settings)) as it:
         yield f"http://{listen}"
         await it.wait_empty("decode-0")
 
@@ -97,6 +105,58 @@ async def test_anthropics_library_uses_messages(tmp_path: Path) -> None:
         "count": True,
         "too long": "invalid_request_error",
     }
+
+
+@installed
+@pytest.mark.skipif(not TOKENIZER.is_dir(), reason="the model is not there: make model")
+async def test_lm_eval_runs_a_loglikelihood_and_a_generation_task(tmp_path: Path) -> None:
+    model = (("prefill", "model", VOCABULARY), ("decode", "model", VOCABULARY))
+    async with served(tmp_path, ("router", "model", f"sim={TOKENIZER}"), *model) as url:
+        arguments = {
+            "model": "sim",
+            "base_url": f"{url}/v1/completions",
+            "tokenizer": str(TOKENIZER),
+            "tokenizer_backend": "huggingface",
+            "num_concurrent": "2",
+            "max_retries": "1",
+        }
+        status, _, err = await run(
+            *(str(INSTALLED / "bin/lm_eval"), "run", "--model", "local-completions"),
+            *("--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())),
+            *("--include_path", str(FOLDER / "lm_eval"), "--batch_size", "2"),
+            *("--tasks", "headrace_choices,headrace_generation"),
+            *("--output_path", str(tmp_path / "results"), "--log_samples"),
+            **ENVIRONMENT,
+            HF_HOME=str(tmp_path / "hub"),
+            HF_HUB_OFFLINE="1",
+        )
+        assert status == 0, err
+    codec, engine = (
+        load_codecs({"sim": str(TOKENIZER)})["sim"],
+        SimModel(parse_settings(VOCABULARY)),
+    )
+    scored = samples(tmp_path / "results", "choices")
+    assert [len(sample["filtered_resps"]) for sample in scored] == [3, 2]
+    for sample in scored:
+        pairs = [(one["arg_0"], one["arg_1"]) for one in sample["arguments"].values()]
+        for (context, continuation), (found, _) in zip(
+            pairs, sample["filtered_resps"], strict=True
+        ):
+            ids = codec.encode(context + continuation)
+            entries = engine.prompt_logprobs(ids, engine.prefix_hashes(ids), 0)
+            expected = sum(entry.logprob for entry in entries[len(codec.encode(context)) - 1 :])
+            assert float(found) == pytest.approx(expected)
+    for sample in samples(tmp_path / "results", "generation"):
+        ids = codec.encode(sample["arguments"]["gen_args_0"]["arg_0"])
+        # The tokenizer drops the space before an answer that stands alone.
+        text = codec.decode([*ids, *engine.expected_tokens(ids, 8)])
+        assert text.endswith(sample["filtered_resps"][0].strip())
+
+
+def samples(folder: Path, task: str) -> list[Any]:
+    """What lm_eval has written about each question of a task."""
+    (file,) = folder.glob(f"*/samples_headrace_{task}_*.jsonl")
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")

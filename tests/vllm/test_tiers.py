@@ -45,6 +45,9 @@ def test_evicted_prompts_return_with_equal_answers(
     assert "HOST" in found["load_times"]
     assert all(load_s > 0 for load_s in found["load_times"].values())
     assert found["after_reset"] == 0
+    cached, alone = found["scored"]
+    assert len(cached) == PROMPT_TOKENS - 1
+    assert cached == pytest.approx(alone, abs=1e-3)
     assert found["received"] == [HALF] * PROMPT_COUNT
     # A prefill computes its last block, because it needs the last token's output.
     assert found["prefill_cached"] == [WHOLE - 32] * PROMPT_COUNT
@@ -52,8 +55,8 @@ def test_evicted_prompts_return_with_equal_answers(
         # What main memory had was sent from there, and then what was computed.
         assert found["sent"] == [[HALF, WHOLE - 32]] * PROMPT_COUNT
         assert found["after_low"] == WHOLE
-    together, alone = found["preempted"]
-    assert together == alone
+    together, one_by_one = found["preempted"]
+    assert together == one_by_one
     if disk_blocks:
         storm = found["storm"]
         assert "wrong" not in storm

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headrace_common.callers.priority import Priority
+from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.manager.lower_tiers import TierSettings
 from headrace_kv.prefix.events import Tier, load_time_from_proto
@@ -28,6 +29,7 @@ class Result:
 
     `cached`: prompt tokens that decode did not compute. `received`: those that it did not receive from prefill.
     `prefill_cached`: those that prefill did not compute. `sent`: the first tokens of what prefill sent.
+    `scored`: the log probabilities of a prompt with all its KV in main memory or below, and on an empty cache.
     `load_times`: announced seconds a block, by tier.
     `preempted`: long answers side by side, and one by one.
     `after_low`: the cached tokens of a prompt after low requests for more blocks than main memory has.
@@ -43,6 +45,7 @@ class Result:
     sent: list[list[int]] = field(default_factory=list)
     blocks: dict[str, int] = field(default_factory=dict)
     load_times: dict[str, float] = field(default_factory=dict)
+    scored: list[list[float]] = field(default_factory=list)
     after_reset: int = 0
     preempted: list[list[list[int]]] = field(default_factory=list)
     after_low: int = 0
@@ -86,8 +89,11 @@ async def _conversations(pair: Pair) -> Result:
         result.again.append(answer.token_ids)
         result.cached.append(_cached(answer))
     result.blocks = tier_blocks(pair.decode)
+    result.scored = [await _scores(pair, prompts[0])]
     await until(pair.decode.reset_prefix_cache)
     result.after_reset = _cached(await pair.plain(prompts[-1]))
+    await until(pair.decode.reset_prefix_cache)
+    result.scored.append(await _scores(pair, prompts[0]))
     for _ in range(2):
         result.split, result.received, result.prefill_cached, result.sent = [], [], [], []
         await until(pair.decode.reset_prefix_cache)
@@ -95,6 +101,18 @@ async def _conversations(pair: Pair) -> Result:
             await _split(pair, prompt, result)
     result.preempted = await _preempted(pair)
     return result
+
+
+async def _scores(pair: Pair, prompt: list[int]) -> list[float]:
+    """The log probabilities of the prompt's tokens. None of them may come from a cache."""
+    work = pair.work(prompt, replace(GREEDY, max_tokens=2, prompt_logprobs=1), remote_kv=False)
+    found: list[float] = []
+    async for event in pair.decode.decode(work):
+        if isinstance(event, DecodeTokens):
+            found += [entry.logprob for entry in event.prompt_logprobs]
+        elif isinstance(event, DecodeEnded):
+            assert event.cached_tokens == 0
+    return found
 
 
 async def _split(pair: Pair, prompt: list[int], result: Result) -> None:

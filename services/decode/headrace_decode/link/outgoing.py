@@ -13,6 +13,8 @@ from headrace_engine.proto import logprobs_to_proto
 _TOKEN_BYTES = 5
 _ENTRY_BYTES = 15
 _FRAME_BYTES = 32
+# Of prompts in one message. Converting so many takes some 20 ms, in which no other request gets tokens.
+_PROMPT_BYTES_MAX = 131_072
 
 
 class _Message:
@@ -160,7 +162,7 @@ class _Pending:
     def _move_prompt_logprobs(self, message: _Message) -> int:
         """Moves those that fit, and with the last one the first token. Returns how many tokens it has moved."""
         tokens = decode_pb2.Tokens()
-        room_bytes = message.room_bytes
+        room_bytes = min(message.room_bytes, _PROMPT_BYTES_MAX)
         while self._prompt_logprobs and room_bytes > 0:
             entry = logprobs_to_proto(self._prompt_logprobs.pop())
             tokens.prompt_logprobs.append(entry)

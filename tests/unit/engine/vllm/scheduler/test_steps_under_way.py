@@ -75,3 +75,23 @@ def test_an_idle_step_does_not_wait_while_a_step_before_it_computes(
     assert not scheduler.waits(tokens=1)
     # vLLM handles a step's results once it has planned as many steps as there are stages.
     assert [scheduler.waits() for _ in range(stages + 1)] == [*[False] * (stages - 1), True, True]
+
+
+def test_a_request_that_reads_no_cache_finds_nothing_in_lower_tiers() -> None:
+    scheduler = Scheduler(1, [])
+    found: list[str] = []
+
+    def find(request_id: str, computed_tokens: int, end_token: int) -> int:
+        found.append(request_id)
+        return 16
+
+    scheduler._tiers.find = find  # type: ignore[method-assign]
+    for skips, expected in ((True, (0, False)), (False, (16, True))):
+        request: Any = SimpleNamespace(
+            request_id=f"skips {skips}",
+            kv_transfer_params=None,
+            num_tokens=40,
+            skip_reading_prefix_cache=skips,
+        )
+        assert scheduler.get_num_new_matched_tokens(request, 0) == expected
+    assert found == ["skips False"]

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import HeadraceError, InvalidRequest, TransferFailed
-from headrace_engine.interface import DecodeWork, Sampling, StructuredOutputs
+from headrace_engine.interface import (
+    DecodeTokens,
+    DecodeWork,
+    Sampling,
+    StructuredOutputs,
+    TokenLogprobs,
+)
 from headrace_engine.vllm.service import decode_request
 from headrace_engine.vllm.service.decode_request import DecodeRequest
 
@@ -86,3 +92,40 @@ async def test_without_a_report_another_attempt_may_succeed(
 ) -> None:
     monkeypatch.setattr(decode_request, "FAILURE_LAG_S", 0.01)
     assert isinstance(await error_of(FORMED), TransferFailed)
+
+
+class ScoringEngine:
+    """Reports the prompt (1, 2, 3) with the first token, as vLLM does: most likely tokens by rank, and the prompt's."""
+
+    async def generate(self, *request: Any, **more: Any) -> AsyncIterator[Any]:
+        def row(token: int, logprob: float, rank: int) -> dict[int, Any]:
+            likeliest = {7: SimpleNamespace(logprob=-0.5, rank=1)}
+            return {token: SimpleNamespace(logprob=logprob, rank=rank), **likeliest}
+
+        rows: list[Any] = [None, row(2, -3.0, 9), row(3, -4.0, 11)]
+        for token_id, prompt_logprobs in ((5, rows), (6, [])):
+            completion = SimpleNamespace(
+                token_ids=(token_id,),
+                finish_reason="length" if token_id == 6 else None,
+                logprobs=None,
+            )
+            yield SimpleNamespace(
+                outputs=[completion],
+                finished=token_id == 6,
+                num_cached_tokens=0,
+                prompt_logprobs=prompt_logprobs,
+            )
+
+
+async def test_the_prompt_is_reported_once_with_the_first_token() -> None:
+    work = DecodeWork("x1", (1, 2, 3), Sampling(max_tokens=2, prompt_logprobs=1), remote_kv=False)
+    engine: Any = ScoringEngine()
+    link: Any = QuietLink()
+    request = DecodeRequest(engine, link, work)
+    first, second, _ = [event async for event in request.events()]
+    await request.close()
+    best = ((7, -0.5),)
+    assert first == DecodeTokens(
+        (5,), prompt_logprobs=(TokenLogprobs(-3.0, best, 9), TokenLogprobs(-4.0, best, 11))
+    )
+    assert second == DecodeTokens((6,))
