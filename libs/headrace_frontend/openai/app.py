@@ -297,7 +297,10 @@ class OpenAiApp:
             await exchange.run_while_connected(respond(exchange, generation, tenant))
         except InvalidRequest as error:
             violations = openai_violations(
-                error.violations, chat=chat, formatted=generation.formatted
+                error.violations,
+                chat=chat,
+                formatted=generation.formatted,
+                echoed=not generation.includes.prompt_logprobs,
             )
             raise InvalidRequest(violations, cause=error.cause) from error
 

@@ -125,13 +125,18 @@ def tokenize_request(body: TokenizeBody) -> inference_pb2.GenerateRequest:
 
 
 def openai_violations(
-    violations: Mapping[str, str], *, chat: bool, formatted: bool = False
+    violations: Mapping[str, str], *, chat: bool, formatted: bool = False, echoed: bool = False
 ) -> dict[str, str]:
-    """Remedies by OpenAI's names of the invalid fields. `formatted`: response_format sets the form of the answer."""
+    """Remedies by OpenAI's names of the invalid fields. `formatted`: response_format sets the form of the answer.
+
+    `echoed`: an echo with logprobs sets the prompt's.
+    """
     names = {
         "max_tokens": "max_completion_tokens" if chat else "max_tokens",
         "logprobs": "top_logprobs" if chat else "logprobs",
     }
+    if echoed:
+        names["prompt_logprobs"] = "logprobs"
     if formatted:
         names["structured_outputs.json"] = "response_format.json_schema.schema"
     renamed: dict[str, str] = {}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from headrace_common.errors import ConfigError, InvalidRequest
+from headrace_engine.interface import DecodeTokens
 from headrace_engine.sim.model.settings import parse_settings
-from tests.component.engine.sim.support import decode_engine, decode_work
+from tests.component.engine.sim.support import GREEDY, answer_of, decode_engine, decode_work
 
 MODEL = "sim:context=512,adapters=poet/coder:0b"
 
@@ -21,3 +24,19 @@ async def test_an_unknown_adapter_is_refused() -> None:
 def test_wrong_adapters_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="adapters"):
         parse_settings(f"sim:adapters={text}")
+
+
+async def test_a_prompt_has_the_logprobs_of_its_adapter() -> None:
+    prompt = list(range(100, 120))
+    async with decode_engine(model=MODEL) as engine:
+        for number, adapter in enumerate(("", "poet")):
+            work = decode_work(prompt, adapter=adapter, cache_salt=f"0{number}")
+            answer, _, _ = await answer_of(engine, work)
+            scoring = replace(GREEDY, max_tokens=1, prompt_logprobs=0)
+            whole = [*prompt, *answer]
+            for name in ("", "poet"):
+                scored = decode_work(whole, scoring, adapter=name, transfer_id="x2")
+                _, _, (first, _) = await answer_of(engine, scored)
+                assert isinstance(first, DecodeTokens)
+                ranks = {entry.rank for entry in first.prompt_logprobs[-len(answer) :]}
+                assert (ranks == {1}) == (name == adapter)

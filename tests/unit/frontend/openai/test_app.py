@@ -224,5 +224,11 @@ async def test_an_echo_without_tokens_to_generate_is_the_prompt_alone() -> None:
 
 
 async def test_too_many_prompt_logprobs_are_refused() -> None:
-    reply = await LocalApp().complete(echo=True, logprobs=21)
+    app = LocalApp()
+    for fields in ({"echo": True, "logprobs": 21}, {"prompt_logprobs": 21}):
+        reply = await app.complete(**fields)
+        assert (reply.status, reply.error["param"]) == (400, list(fields)[-1])
+    # 512 tokens of the context, 21 values each, 16 choices.
+    reply = await app.complete(prompt=[1] * 500, echo=True, logprobs=20, max_tokens=1, n=16)
     assert (reply.status, reply.error["param"]) == (400, "logprobs")
+    assert "at most 131072 are reported" in reply.error["message"]
