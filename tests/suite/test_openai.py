@@ -371,13 +371,14 @@ async def test_an_echo_scores_the_prompt_as_its_tokens_were_generated(tmp_path: 
         whole = [*prompt, *answer.token_ids]
         echo: Any = {"model": "sim", "prompt": [whole, whole], "echo": True, "temperature": 0}
         completion = await client.completions.create(**echo, max_tokens=1, logprobs=2)
-        for choice in completion.choices:
-            found = choice.logprobs
-            assert found is not None
-            assert found.token_logprobs is not None
-            assert found.token_logprobs[0] is None
-            assert found.token_logprobs[150:-1] == [entry.logprob for entry in answer.logprobs]
-            assert len(found.token_logprobs) == len(whole) + 1
+        first, second = completion.choices
+        assert first.logprobs is not None
+        assert first.logprobs == second.logprobs
+        found = first.logprobs.token_logprobs
+        assert found is not None
+        assert found[0] is None
+        assert found[150:-1] == [entry.logprob for entry in answer.logprobs]
+        assert len(found) == len(whole) + 1
         assert completion.usage is not None
         assert completion.usage.completion_tokens == 2
         assert completion.usage.prompt_tokens_details is not None
@@ -391,8 +392,8 @@ async def test_an_echo_scores_the_prompt_as_its_tokens_were_generated(tmp_path: 
         streamed = [
             value for part in parts if part.logprobs for value in part.logprobs.token_logprobs or ()
         ]
-        assert streamed == found.token_logprobs
-        assert "".join(part.text for part in parts) == choice.text
+        assert streamed == found
+        assert "".join(part.text for part in parts) == first.text
         alone = await client.completions.create(**echo, max_tokens=0, logprobs=2)
         assert alone.choices[0].logprobs is not None
         assert alone.choices[0].logprobs.token_logprobs == streamed[:-1]

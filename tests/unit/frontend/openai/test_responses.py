@@ -290,8 +290,8 @@ def echoing(prompt: str, includes: Includes = ECHO) -> CompletionFormat:
 def test_an_echo_has_the_prompt_with_its_logprobs_before_the_answer() -> None:
     choice = CollectedChoice()
     form = echoing("aé b")
-    prompt = {"prompt_token_ids": "aé b".encode(), "prompt_logprobs": scored("aé b")}
-    choice.add(message(**prompt), [])
+    ids = "aé b".encode()
+    choice.add(message(prompt_token_ids=ids, prompt_logprobs=scored("aé b")), [])
     answer = message("c", **logprobs(99, -2.5), finish_reason=LENGTH)
     choice.add(answer, form.tokens_of(answer))
     (found,) = json.loads(form.whole([choice], 1))["choices"]
