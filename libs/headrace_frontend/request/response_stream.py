@@ -88,13 +88,13 @@ class _PromptLogprobs:
 
     def put(self, entries: Sequence[sampling_pb2.TokenLogprobs]) -> None:
         """Those of the whole prompt, before the first token. Raises ProtocolViolation when some are missing."""
-        self.awaited = False
         if len(entries) != len(self._token_ids) - 1:
             raise ProtocolViolation(
                 f"the decode worker sent logprobs of {len(entries)} prompt tokens, not of "
                 f"{len(self._token_ids) - 1}; its version may lack prompt_logprobs"
             )
         self._entries, self._next = entries, 0
+        self.awaited = False
 
     def fill(self, message: inference_pb2.GenerateResponse) -> None:
         """Moves the next part to a message."""
