@@ -222,6 +222,11 @@ class FairPool:
             del self._tenants[name]
 
 
+def tenant_weight(weights: Mapping[str, float], tenant: str) -> float:
+    """The weight of a tenant, 1 without an entry."""
+    return weights.get(tenant, _WEIGHT_DEFAULT)
+
+
 def _weight(weights: Mapping[str, float], claimant: Claimant) -> float:
     tenant, priority = claimant
-    return weights.get(tenant, _WEIGHT_DEFAULT) * priority.weight
+    return tenant_weight(weights, tenant) * priority.weight

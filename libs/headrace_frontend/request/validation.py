@@ -36,6 +36,7 @@ from headrace_frontend.request.sampling import (
     with_defaults,
 )
 from headrace_frontend.request.size import BYTES_PER_TOKEN_MAX, CONTEXT_WORDS
+from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import adapter_salt, client_salt
 from headrace_text.codec import TextCodec, TooManyTokens
@@ -76,6 +77,8 @@ class PreparedRequest:
     """A decode worker that has the prompt's KV cache, as another answer to it has shown."""
     priority: Priority = Priority.NORMAL
     """The class that the caller's tenant may use. `prepare` does not know it."""
+    tenant: str = DEFAULT_TENANT
+    """The caller's tenant. `prepare` does not know it."""
     ttft_target_s: float | None = None
     """The client's longest time to first token. None for that of the policy."""
     includes_latency: bool = False
@@ -83,9 +86,9 @@ class PreparedRequest:
     tokenized_ns: tuple[int, int] = (0, 0)
     """When this was made, by the monotonic clock: the start and the end."""
 
-    def with_priority(self, priority: Priority) -> PreparedRequest:
-        """The same request in a class."""
-        return self if priority is self.priority else replace(self, priority=priority)
+    def of_caller(self, tenant: str, priority: Priority) -> PreparedRequest:
+        """The same request of a tenant, in a class."""
+        return replace(self, tenant=tenant, priority=priority)
 
     @property
     def served_name(self) -> str:

@@ -41,7 +41,6 @@ class AdmittedRequest(Generic[AttemptT]):
     response: ResponseStream
     root: Span
     deadline: Deadline
-    tenant: str
     timeline: RequestTimeline[AttemptT]
     slot_wait_s: Callable[[], float] = lambda: 0.0
 

@@ -212,7 +212,7 @@ class RequestRunner(Generic[AttemptT]):
         with self._tracer.request_span(answer.request_id, timeline) as root:
             root.set_attribute(schema.ATTRIBUTE_PRIORITY, terms.priority.label)
             prepared = await answer.prepare(root, permit.tenant)
-            prepared = prepared.with_priority(terms.priority)
+            prepared = prepared.of_caller(permit.tenant, terms.priority)
             timeline.tokenized(prepared.tokenized_ns)
             await permit.acquire_tokens(len(prepared.token_ids))
             arrived = ArrivedRequest(prepared, terms.deadline, terms.arrival_ns, root)
@@ -235,7 +235,6 @@ class RequestRunner(Generic[AttemptT]):
                 response=response,
                 root=root,
                 deadline=terms.deadline,
-                tenant=permit.tenant,
                 timeline=timeline,
                 slot_wait_s=lambda: permit.slot_wait_s,
             )

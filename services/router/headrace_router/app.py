@@ -201,7 +201,11 @@ def _build_fleet(basis: _Basis) -> _Fleet:
         max_queued_tokens=config.max_queued_tokens,
         wait_s=config.admission_wait_s or math.inf,
     )
-    admission = Admission(limits, lambda: basis.policy.policy.tenant_weights)
+
+    def tenant_weights() -> Mapping[str, float]:
+        return basis.policy.policy.tenant_weights
+
+    admission = Admission(limits, tenant_weights)
 
     def resize_slots(model: str, slots: DecodeSlots) -> None:
         # Requests for other models are rejected.
@@ -220,7 +224,10 @@ def _build_fleet(basis: _Basis) -> _Fleet:
     pairing = Pairing(basis.policy)
     # Each request has one prompt in the queue at most.
     queue = PrefillQueue(
-        config.max_concurrent_requests, sign=_task_signer(basis.ticket_key), pairs=pairing
+        config.max_concurrent_requests,
+        sign=_task_signer(basis.ticket_key),
+        pairs=pairing,
+        tenant_weights=tenant_weights,
     )
     prefixes = PrefixCacheDirectory(
         lambda endpoint: open_channel(endpoint, config),

@@ -95,7 +95,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
                 request.request, request_id, root, None, permit.tenant
             )
             await self._runner.wait_turn()
-            prepared = prepared.with_priority(priority)
+            prepared = prepared.of_caller(permit.tenant, priority)
             timeline.tokenized(prepared.tokenized_ns)
             decision = self._dispatcher.route(prepared, timeline, deadline)
         worker = decision.worker.ref

@@ -48,7 +48,7 @@ class OwnDispatcher:
     async def run(self, request: OwnRequest) -> None:
         """Fills and finishes the response. Raises the last attempt's error."""
         request.timeline.slot_wanted()
-        async with self._blocks.holding(request.tenant, request.prepared, request.deadline):
+        async with self._blocks.holding(request.prepared, request.deadline):
             await self._run(request)
 
     async def _run(self, request: OwnRequest) -> None:

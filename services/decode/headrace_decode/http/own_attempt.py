@@ -106,6 +106,7 @@ class OwnAttempt:
                     reserved.start_token,
                     parent,
                     self._request.deadline,
+                    tenant=self._request.prepared.tenant,
                     include_latency=self._times_wanted,
                 )
             )

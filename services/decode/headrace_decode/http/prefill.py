@@ -47,6 +47,7 @@ class RouterPrefills:
         traceparent: str,
         deadline: Deadline,
         *,
+        tenant: str,
         include_latency: bool = False,
     ) -> prefill_pb2.EnqueueResponse:
         """Queues the prompt of a request with reserved blocks. Returns once its KV cache was handed over.
@@ -70,6 +71,7 @@ class RouterPrefills:
             include_latency=include_latency,
             adapter=request.adapter if request.HasField("adapter") else None,
             priority=request.priority,
+            tenant=tenant,
         )
         try:
             return await stub.Enqueue(message, timeout=deadline.remaining_s())

@@ -33,13 +33,13 @@ class BlockShares:
         self._blocks = BoundedResource("blocks", "KV blocks", self.pool, wait_s)
 
     def holding(
-        self, tenant: str, request: PreparedRequest, deadline: Deadline
+        self, request: PreparedRequest, deadline: Deadline
     ) -> AbstractAsyncContextManager[None]:
         """Blocks for a request over the block. Raises QueueFull or DeadlineExceeded."""
         needed = self._capacity.blocks_for(len(request.token_ids), request.sampling.max_tokens)
         # The engine rejects a request for more blocks than there are.
         blocks = min(needed, self._capacity.usable_blocks)
-        return self._blocks.holding(tenant, blocks, deadline, request.priority)
+        return self._blocks.holding(request.tenant, blocks, deadline, request.priority)
 
 
 class RoomQueue:

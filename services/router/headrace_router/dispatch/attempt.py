@@ -187,7 +187,10 @@ class Attempt:
         if not self._decision.remote:
             return nullcontext()
         return self._queue.expect_task(
-            self._decision.worker.layout, len(self._request.token_ids) - 1
+            self._decision.worker.layout,
+            len(self._request.token_ids) - 1,
+            self._terms.priority,
+            self._terms.tenant,
         )
 
     def _enqueue_prefill(self, reserved: decode_pb2.Reserved) -> None:

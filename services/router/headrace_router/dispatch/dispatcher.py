@@ -15,6 +15,7 @@ from headrace_common.logs import CauseLog
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.completion import AttemptOutcome, finish_response
 from headrace_frontend.running.timeline import RequestTimeline
+from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.decode_link.links import DecodeLinks
@@ -181,6 +182,7 @@ class RequestDispatcher:
         avoid: frozenset[WorkerRef] = frozenset(),
         front: bool = False,
         priority: Priority = Priority.NORMAL,
+        tenant: str = DEFAULT_TENANT,
     ) -> TaskTerms:
         """The terms of a prefill task for decode worker `worker`. No tokens for a local prefill."""
         cached: dict[WorkerRef, int] = {}
@@ -194,6 +196,7 @@ class RequestDispatcher:
             returns_max=self._budget,
             front=front,
             priority=priority,
+            tenant=tenant,
         )
 
     @property
@@ -283,7 +286,7 @@ class RequestDispatcher:
             decode=table,
             cached_tokens=cached_tokens,
             prefill=pulling,
-            queue_wait_s=self._queue.wait_s(request.model, request.priority),
+            queue_wait_s=self._queue.wait_s(request.model, request.priority, request.tenant),
             pairs=self._queue.pair_costs(table, pulling, request.model),
         )
 
@@ -305,6 +308,7 @@ class RequestDispatcher:
             avoid=retries.failed,
             front=retries.prefill_excluded or generated_tokens > 0,
             priority=request.prepared.priority,
+            tenant=request.prepared.tenant,
         )
         first_token = first_token_maker(
             request.prepared, self._policy.policy, decision, generated_tokens, number

@@ -22,12 +22,14 @@ from headrace_common.errors import (
     QueueFull,
     WorkerGone,
 )
+from headrace_common.identity import is_worker_id
 from headrace_common.latency.steps import AttemptSteps
 from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
 from headrace_common.registry.adapters import Adapter, adapter_violations
 from headrace_common.rpc.trace_context import context_from_traceparent
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
 from headrace_frontend.running.tracer import trace_id_of
+from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import salt_violations
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
@@ -86,7 +88,8 @@ class OwnPrompts:
         limit_s = self._default_deadline_s
         deadline = Deadline.after(limit_s if remaining_s is None else min(remaining_s, limit_s))
         priority = Priority.from_proto(request.priority)
-        self._reject_slow_queue(worker, priority)
+        tenant = request.tenant or DEFAULT_TENANT
+        self._reject_slow_queue(worker, priority, tenant)
         span = trace.get_current_span(context_from_traceparent(request.traceparent))
         if span.get_span_context().trace_flags.sampled:
             self._start_trace(trace_id_of(span), request.request_id, time.time_ns())
@@ -97,6 +100,7 @@ class OwnPrompts:
             cache_salt=request.cache_salt,
             deadline=deadline,
             priority=priority,
+            tenant=tenant,
         )
         queued = self._queue.enqueue(_task_of(request, worker), layout=worker.layout, terms=terms)
         timeline = AttemptTimeline(self._clocks)
@@ -131,12 +135,12 @@ class OwnPrompts:
         if len(self._prefilled) > _PREFILLED_MAX:
             self._prefilled.popitem(last=False)
 
-    def _reject_slow_queue(self, worker: Worker, priority: Priority) -> None:
+    def _reject_slow_queue(self, worker: Worker, priority: Priority, tenant: str) -> None:
         policy = self._policy.policy
         if not policy.HasField("max_queue_wait"):
             return
         bound_s = seconds_from_duration(policy.max_queue_wait)
-        wait_s = self._queue.wait_s(worker.model, priority)
+        wait_s = self._queue.wait_s(worker.model, priority, tenant)
         if wait_s > bound_s:
             raise QueueFull(
                 f"the prefill queue takes {wait_s:.2f} s, and the policy's max_queue_wait is {bound_s:.2f} s; prefill "
@@ -216,6 +220,8 @@ def _violations(
         violations["transfer_id"] = f"must be 1 to {TRANSFER_ID_CHARACTERS_MAX} characters"
     if len(request.request_id) > REQUEST_ID_CHARACTERS_MAX:
         violations["request_id"] = f"must be at most {REQUEST_ID_CHARACTERS_MAX} characters"
+    if request.tenant and not is_worker_id(request.tenant):
+        violations["tenant"] = "must be the name of a tenant"
     if len(request.traceparent) > _TRACEPARENT_CHARACTERS_MAX:
         violations["traceparent"] = f"must be at most {_TRACEPARENT_CHARACTERS_MAX} characters"
     tokens = len(request.token_ids)

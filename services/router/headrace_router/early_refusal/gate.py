@@ -107,7 +107,7 @@ class EarlyRefusal:
     def _queue_wait_s(self, request: ArrivedRequest, missing_tokens: int) -> float:
         """The wait in the prefill queue. 0 for a prompt that placement would leave to its decode worker."""
         parts, prepared = self._parts, request.prepared
-        wait_s = parts.queue.wait_s(prepared.model, prepared.priority)
+        wait_s = parts.queue.wait_s(prepared.model, prepared.priority, prepared.tenant)
         policy = RoutePolicy.from_proto(parts.policy.policy)
         # The error of a full queue has a hint of its own.
         if not math.isfinite(wait_s) or missing_tokens < max(1, policy.local_prefill_max_tokens):

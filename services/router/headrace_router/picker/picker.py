@@ -132,6 +132,7 @@ class EndpointPicker:
             request_id = _request_id(headers)
             request = _PROMPTS[_path(headers)](body, request_id)
             prepared = await self._parts.preparer.tokenize(request, tenant)
+            prepared = prepared.of_caller(tenant, prepared.priority)
             otel_context.attach(context_from_traceparent(headers.get("traceparent", "")))
             return self._place(prepared, request_id, deadline, subset)
 
@@ -157,7 +158,7 @@ class EndpointPicker:
                 "every decode worker has as many requests as it takes; send the request again in a moment",
                 metadata={"resource": DecodeFull.SLOTS},
             )
-        self._promise(decision, len(prepared.token_ids))
+        self._promise(decision, prepared)
         return worker.http_endpoint
 
     def _least_loaded(self, subset: frozenset[str] | None) -> Worker:
@@ -175,14 +176,18 @@ class EndpointPicker:
             raise _none_allowed("")
         return min(found, key=lambda one: (one[0], one[1].ref.worker_id))[1]
 
-    def _promise(self, decision: Decision, tokens: int) -> None:
+    def _promise(self, decision: Decision, prepared: PreparedRequest) -> None:
         """Counts the request on its worker until the worker reports it."""
         held = ExitStack()
+        tokens = len(prepared.token_ids)
         reservation = self._parts.workers.reserve_load(decision.worker.ref, tokens, routed=False)
         if reservation is not None:
             held.callback(reservation.release)
         if decision.remote:
-            held.enter_context(self._parts.queue.expect_task(decision.worker.layout, tokens))
+            expected = self._parts.queue.expect_task(
+                decision.worker.layout, tokens, prepared.priority, prepared.tenant
+            )
+            held.enter_context(expected)
         asyncio.get_running_loop().call_later(_PROMISE_S, held.close)
 
 

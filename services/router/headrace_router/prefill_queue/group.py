@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 from headrace_common.callers.priority import Priority
 from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_router.prefill_queue.class_turns import ClassTurns, amount_ahead
 from headrace_router.prefill_queue.estimate import ThroughputEstimator
+from headrace_router.prefill_queue.fair_turns import FairTurns, amount_ahead
 from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.prefill_queue.waiting import AffinityWaits, ClassTasks
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream, WorkersWithCredits
@@ -23,22 +23,24 @@ _SAVED_SHARE_MIN: Final = 0.25
 class QueueGroup:
     """Assigns waiting tasks to workers with credits.
 
-    A task that waits is either in a lane, or waits for workers that have its prefix. Classes take turns by weight.
+    A task that waits is either in a lane, or waits for workers that have its prefix. Classes take turns by weight, and
+    so do the tenants of a class.
     """
 
-    def __init__(self, layout: KvLayout, prefix_wait_s: float) -> None:
+    def __init__(
+        self, layout: KvLayout, prefix_wait_s: float, tenant_weight: Callable[[str], float]
+    ) -> None:
         self.layout = layout
         """The layout fingerprint that the group's workers share."""
         self.worker_streams: dict[WorkerRef, PrefillWorkerStream] = {}
         """The workers that take tasks."""
         self.expected_tasks = 0
-        self._expected_tokens = 0
         self._running_tasks = 0
         self._open_streams = 0
         self._throughput = ThroughputEstimator()
         self._prefix_wait_s = prefix_wait_s
-        self._waiting = {priority: ClassTasks() for priority in Priority}
-        self._turns = ClassTurns()
+        self._waiting = {priority: ClassTasks(tenant_weight) for priority in Priority}
+        self._turns = FairTurns[Priority](lambda priority: priority.weight)
         self._affinity_waits = AffinityWaits()
         self._with_credits = WorkersWithCredits()
         self._timer: asyncio.TimerHandle | None = None
@@ -68,35 +70,42 @@ class QueueGroup:
         """How long the oldest task of a class has waited; 0 without tasks."""
         return self._waiting[priority].oldest_age_s
 
-    def wait_s(self, priority: Priority = Priority.NORMAL) -> float:
-        """How long a task that came now would wait, after all expected tasks.
+    def wait_s(self, priority: Priority = Priority.NORMAL, tenant: str | None = None) -> float:
+        """How long a task of a tenant that came now would wait, after all expected tasks of its own.
 
-        Tasks of other classes get their shares meanwhile.
+        Other classes and tenants get their shares meanwhile. Without a tenant, it waits for all tasks of its class.
         """
         overflow_tasks = self.expected_tasks - self._with_credits.credits
         if overflow_tasks < 0:
             return 0.0
         # Expected tasks that find a credit count as running, the others as queued.
         overflow = overflow_tasks / self.expected_tasks if self.expected_tasks else 0.0
-        own = self._waiting[priority].tokens + int(overflow * self._expected_tokens)
-        new_tokens = self._throughput.task_tokens
-        waiting = {other: waiting.tokens for other, waiting in self._waiting.items()}
-        ahead = amount_ahead(own + new_tokens, priority, waiting) - new_tokens
-        throughput_s = self._throughput.wait_s(
-            ahead, self._running_tasks + self._with_credits.credits
+        own, new_tokens = self._waiting[priority], self._throughput.task_tokens
+        ahead = amount_ahead(
+            own.tokens_before_end(tenant, new_tokens, overflow),
+            priority.weight,
+            [
+                (waiting.tokens_with_expected(overflow), other.weight)
+                for other, waiting in self._waiting.items()
+                if other is not priority
+            ],
         )
-        return max(throughput_s, self.oldest_age_of(priority))
+        throughput_s = self._throughput.wait_s(
+            ahead - new_tokens, self._running_tasks + self._with_credits.credits
+        )
+        age_s = own.oldest_age_s if tenant is None else own.oldest_age_of(tenant)
+        return max(throughput_s, age_s)
 
     @contextmanager
-    def expect_task(self, tokens: int) -> Iterator[None]:
+    def expect_task(self, tokens: int, priority: Priority, tenant: str) -> Iterator[None]:
         """Counts a task that will be queued soon. It counts for `wait_s` within the block."""
         self.expected_tasks += 1
-        self._expected_tokens += tokens
+        self._waiting[priority].expect(tenant, tokens)
         try:
             yield
         finally:
             self.expected_tasks -= 1
-            self._expected_tokens -= tokens
+            self._waiting[priority].expect(tenant, -tokens)
 
     def has_eligible_worker(self, queued: QueuedTask) -> bool:
         """Whether any worker may take the task, with or without credits."""
@@ -112,10 +121,15 @@ class QueueGroup:
             )
 
     def tasks_before(self, queued: QueuedTask) -> int:
-        """The number of tasks that are handed out before this one. An estimate beside tasks of other classes."""
-        own = self._waiting[queued.priority].lanes.tasks_before(queued.order)
-        counts = {priority: self.depth_of(priority) for priority in Priority}
-        return int(amount_ahead(own + 1, queued.priority, counts)) - 1
+        """The number of tasks that are handed out before this one. An estimate beside other classes and tenants."""
+        priority = queued.priority
+        own = self._waiting[priority].tasks_before(queued)
+        others = [
+            (len(waiting.tasks), other.weight)
+            for other, waiting in self._waiting.items()
+            if other is not priority
+        ]
+        return int(amount_ahead(own + 1, priority.weight, others)) - 1
 
     def add(self, queued: QueuedTask) -> None:
         """Adds a task that is new or was returned, and assigns it if it can."""
@@ -134,7 +148,7 @@ class QueueGroup:
             self._affinity_waits.remove(queued)
         else:
             waiting.lanes.remove(queued)
-        waiting.remove(queued)
+        self._stop_waiting(queued)
 
     def add_worker(self, stream: PrefillWorkerStream) -> None:
         """Adds a worker, as yet without credits."""
@@ -192,6 +206,12 @@ class QueueGroup:
         self.task_ended(stream, queued)
         now_s = time.monotonic()
         self._throughput.record_task(queued.tokens, now_s - queued.pulled_s, now_s)
+        computed_tokens = queued.tokens - done.cached_tokens
+        self._correct(queued, max(1, computed_tokens))
+
+    def task_returned(self, queued: QueuedTask) -> None:
+        """A worker has computed nothing of a task that it no longer has."""
+        self._correct(queued, 0)
 
     def _assign_or_queue(self, queued: QueuedTask) -> None:
         """Sends a task to a worker with credits, or lets it wait for a better one, or adds it to a lane."""
@@ -204,14 +224,28 @@ class QueueGroup:
         if better:
             self._wait_for_affinity(queued, better, now_s)
         else:
-            self._waiting[queued.priority].remove(queued)
+            self._stop_waiting(queued)
             self._send(queued, stream, now_s)
             self._with_credits.update(stream)
 
+    def _stop_waiting(self, queued: QueuedTask) -> None:
+        """A task that is in no lane waits no more."""
+        waiting = self._waiting[queued.priority]
+        waiting.remove(queued)
+        if not waiting.tasks:
+            self._turns.became_idle(queued.priority)
+
     def _send(self, queued: QueuedTask, stream: PrefillWorkerStream, now_s: float) -> None:
-        self._turns.handed_out(queued.priority, queued.tokens)
         stream.send_task(queued, now_s)
+        self._turns.handed_out(queued.priority, queued.counted_tokens)
+        self._waiting[queued.priority].handed_out(queued)
         self._running_tasks += 1
+
+    def _correct(self, queued: QueuedTask, computed_tokens: int) -> None:
+        """A worker has computed so many tokens of a task that was handed out."""
+        tokens = computed_tokens - queued.counted_tokens
+        self._turns.corrected(queued.priority, tokens)
+        self._waiting[queued.priority].corrected(queued, tokens)
 
     def _workers_worth_waiting_for(
         self, queued: QueuedTask, stream: PrefillWorkerStream, now_s: float
@@ -267,15 +301,16 @@ class QueueGroup:
         firsts = (self._first_of(priority, stream.ref) for priority in Priority)
         return min(
             (queued for queued in firsts if queued is not None),
-            key=lambda queued: self._turns.precedence(queued.priority),
+            key=lambda queued: (self._turns.start(queued.priority), queued.priority),
             default=None,
         )
 
     def _first_of(self, priority: Priority, ref: WorkerRef) -> QueuedTask | None:
-        if not self._waiting[priority].tasks:
+        tasks = self._waiting[priority]
+        if not tasks.tasks:
             return None
-        waiting = self._affinity_waits.first_for(ref, priority)
-        queued = self._waiting[priority].lanes.first_for(ref)
-        if waiting is None or queued is None:
-            return waiting or queued
-        return min(waiting, queued, key=lambda task: task.order)
+        first = tasks.lanes.first_for(ref)
+        waiting = self._affinity_waits.for_worker(ref, priority)
+        return min(
+            (*waiting, *(() if first is None else (first,))), key=tasks.position, default=None
+        )

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
@@ -32,6 +32,8 @@ from headrace_common.errors import (
 )
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.proto import step_times_from_proto
+from headrace_frontend.admission.fair_share import tenant_weight
+from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.placement import PairCosts
@@ -54,13 +56,14 @@ _REJECTIONS: Final = (Draining.reason, QueueFull.reason)
 
 
 class PrefillQueue:
-    """Classes take turns by their weights. Within a class, tasks are ordered by deadline, then arrival.
+    """Classes take turns by their weights, and so do the tenants of a class. What counts is tokens that are computed.
 
-    Returned tasks go before the others of their class.
+    The tasks of a tenant in a class are ordered by deadline, then arrival. Returned tasks go before these.
 
     When another worker has room, a task still waits once, for at most `prefix_wait_s`, for a worker that has its
     prefix. One event loop owns the queue. `sign` makes the handoff ticket of each task that is sent. `pairs` states
-    which workers may take a task, and what a hand-over costs.
+    which workers may take a task, and what a hand-over costs. `tenant_weights` returns the weights, and a tenant
+    without one weighs 1.
     """
 
     def __init__(
@@ -70,11 +73,13 @@ class PrefillQueue:
         *,
         sign: SignTask,
         pairs: PairPolicy | None = None,
+        tenant_weights: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.max_queued_tasks = max_queued_tasks
         self._prefix_wait_s = prefix_wait_s
         self._sign = sign
         self._pairs = pairs or AnyPair()
+        self._tenant_weights = tenant_weights
         self._groups: dict[KvLayout, QueueGroup] = {}
         self._worker_streams: dict[WorkerRef, PrefillWorkerStream] = {}
         self._pulling: dict[KvLayout, frozenset[WorkerRef]] = {}
@@ -96,12 +101,22 @@ class PrefillQueue:
             wait_s=self.wait_s(model),
         )
 
-    def wait_s(self, model: str = "", priority: Priority = Priority.NORMAL) -> float:
-        """`wait_s` of the estimate alone, for a task of a class. Each placement needs it."""
+    def wait_s(
+        self,
+        model: str = "",
+        priority: Priority = Priority.NORMAL,
+        tenant: str | None = None,
+    ) -> float:
+        """`wait_s` of the estimate alone, for a task of a tenant and class, or behind all tasks of the class.
+
+        Each placement needs it.
+        """
         expected_tasks = sum(group.expected_tasks for group in self._groups.values())
         if self.depth + expected_tasks >= self.max_queued_tasks:
             return math.inf
-        return min((group.wait_s(priority) for group in self._groups_of(model)), default=0.0)
+        return min(
+            (group.wait_s(priority, tenant) for group in self._groups_of(model)), default=0.0
+        )
 
     def depths(self, model: str = "") -> dict[str, int]:
         """The number of tasks of each class that wait, by its name: of one served model, or of all."""
@@ -166,13 +181,19 @@ class PrefillQueue:
         """The load of every connected prefill worker."""
         return {ref: stream.load() for ref, stream in self._worker_streams.items()}
 
-    def expect_task(self, layout: KvLayout, tokens: int) -> AbstractContextManager[None]:
+    def expect_task(
+        self,
+        layout: KvLayout,
+        tokens: int,
+        priority: Priority = Priority.NORMAL,
+        tenant: str = DEFAULT_TENANT,
+    ) -> AbstractContextManager[None]:
         """Counts a prompt that will be queued once its blocks are reserved, until the block ends.
 
         Without it, all prompts that arrive during one reservation would see the same short queue.
         """
         group = self._groups.get(fingerprint(layout))
-        return nullcontext() if group is None else group.expect_task(tokens)
+        return nullcontext() if group is None else group.expect_task(tokens, priority, tenant)
 
     def enqueue(
         self, task: prefill_pb2.PrefillTask, *, layout: KvLayout, terms: TaskTerms
@@ -224,7 +245,9 @@ class PrefillQueue:
                 metadata={"maxsize": str(WORKERS_MAX)},
             )
         key = fingerprint(layout)
-        group = self._groups.setdefault(key, QueueGroup(key, self._prefix_wait_s))
+        group = self._groups.setdefault(
+            key, QueueGroup(key, self._prefix_wait_s, self._tenant_weight)
+        )
         stream = PrefillWorkerStream(ref, model, key, next(self._numbers), self._sign, adapters)
         self._worker_streams[ref] = stream
         group.add_worker(stream)
@@ -312,6 +335,9 @@ class PrefillQueue:
                 stream.send_cancel(transfer_id)
         queued.end(WorkerGone("the task was given up", metadata={"transfer_id": transfer_id}))
 
+    def _tenant_weight(self, tenant: str) -> float:
+        return tenant_weight(self._tenant_weights(), tenant)
+
     def _full_error(self) -> QueueFull:
         wait_s = max((group.wait_s() for group in self._groups.values()), default=0.0)
         return QueueFull(
@@ -362,6 +388,7 @@ class PrefillQueue:
             return
         queued.returned_from(stream.ref)
         group.exclude_unfit_workers(queued)
+        group.task_returned(queued)
         if group.has_eligible_worker(queued):
             _LOG.info("task %s is queued again: %s", queued.task.transfer_id, error.detail)
             group.add(queued)

@@ -16,6 +16,7 @@ from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError
 from headrace_common.latency.clocks import clocks_now
 from headrace_common.registry.adapters import Adapter
+from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 
 _PREFERRED_WORKERS_MAX: Final = 8
@@ -25,7 +26,7 @@ _IN_TURN: Final = 1
 SignTask: TypeAlias = Callable[[prefill_pb2.PrefillTask, WorkerRef, bytes], bytes]
 """The handoff ticket of a task for a prefill worker. The last argument is the hash of its layout."""
 TaskOrder: TypeAlias = tuple[int, float, int]
-"""Tasks of a class are handed out in this order, smallest first. It is unique for each task."""
+"""Tasks of a tenant and class are handed out in this order, smallest first. It is unique for each task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class TaskTerms:
 
     `deadline_s` is by the router's monotonic clock. The queue never hands the task to a worker in `avoid`. `cached`
     gives the prompt tokens that each worker has cached. A worker may return the task unopened `returns_max` times.
-    `front` puts the task before all tasks of its class that were never handed out.
+    `front` puts the task before all tasks of its tenant and class that were never handed out.
     """
 
     deadline_s: float
@@ -51,6 +52,7 @@ class TaskTerms:
     returns_max: int = 0
     front: bool = False
     priority: Priority = Priority.NORMAL
+    tenant: str = DEFAULT_TENANT
 
 
 class QueuedTask:
@@ -79,6 +81,7 @@ class QueuedTask:
             Adapter(task.adapter.name, task.adapter.digest) if task.HasField("adapter") else None
         )
         self.priority = terms.priority
+        self.tenant = terms.tenant
         self.avoid = terms.avoid
         self.cached = terms.cached
         self.returns_left = terms.returns_max
@@ -88,6 +91,8 @@ class QueuedTask:
             number,
         )
         self.tasks_ahead = 0
+        self.counted_tokens = 0
+        """Tokens to compute that count for the tenant and the class since the task was handed out."""
         self.queued_unix_ns, self.queued_ns, _ = clocks_now()
         self.queued_s = time.monotonic()
         self.pulled_ns = 0
@@ -112,7 +117,7 @@ class QueuedTask:
 
     @property
     def at_front(self) -> bool:
-        """Whether the task goes before all tasks of its class that were never handed out."""
+        """Whether the task goes before all tasks of its tenant and class that were never handed out."""
         return self.order[0] == _AT_FRONT
 
     @property
@@ -164,6 +169,7 @@ class QueuedTask:
     def handed_to(self, ref: WorkerRef, now_s: float) -> None:
         """The queue sent the task to a worker."""
         self.worker = ref
+        self.counted_tokens = max(1, self.tokens - self.cached_tokens(ref))
         self.pulled_unix_ns, self.pulled_ns, _ = clocks_now()
         self.pulled_s = now_s
 

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection
+from typing import Final, TypeAlias
 
 from sortedcontainers import SortedDict
 
 from headrace_common.callers.priority import Priority
 from headrace_kv.layout.layout import WorkerRef
+from headrace_router.prefill_queue.fair_turns import FairTurns, amount_ahead
 from headrace_router.prefill_queue.task import QueuedTask, TaskOrder
+
+Turn: TypeAlias = tuple[float, int]
+"""Tenants are served by it, smallest first. It is unique for each tenant of a class."""
+_NO_TASKS: Final[SortedDict[TaskOrder, QueuedTask]] = SortedDict()
 
 
 class TaskLanes:
-    """Waiting tasks, in one lane for each set of excluded workers.
+    """Waiting tasks of one class, in one lane for each set of excluded workers.
 
-    The next task for a worker is the first of some lane. To find it is independent of the number of tasks.
+    The next task for a worker is the first of some lane. To find it is independent of the numbers of tasks and tenants.
     """
 
-    def __init__(self) -> None:
-        self._lanes: dict[frozenset[WorkerRef], SortedDict[TaskOrder, QueuedTask]] = {}
+    def __init__(self, turn: Callable[[str], Turn]) -> None:
+        """`turn` returns the turn of a tenant with tasks."""
+        self._turn = turn
+        self._lanes: dict[frozenset[WorkerRef], _Lane] = {}
         self._excluded: dict[int, frozenset[WorkerRef]] = {}
 
     def add(self, queued: QueuedTask, excluded: frozenset[WorkerRef]) -> None:
@@ -27,30 +37,74 @@ class TaskLanes:
         self._excluded[queued.number] = excluded
         lane = self._lanes.get(excluded)
         if lane is None:
-            lane = self._lanes[excluded] = SortedDict()
-        lane[queued.order] = queued
+            lane = self._lanes[excluded] = _Lane()
+        lane.add(queued, self._turn(queued.tenant))
 
     def remove(self, queued: QueuedTask) -> None:
         """Removes a task that is in a lane."""
         excluded = self._excluded.pop(queued.number)
         lane = self._lanes[excluded]
-        del lane[queued.order]
-        if not lane:
+        lane.remove(queued)
+        if not lane.turns:
             del self._lanes[excluded]
 
-    def tasks_before(self, order: TaskOrder) -> int:
-        """The number of tasks that are handed out before one with this order."""
-        return sum(lane.bisect_left(order) for lane in self._lanes.values())
+    def update_turn(self, tenant: str) -> None:
+        """The turn of a tenant with tasks has changed."""
+        turn = self._turn(tenant)
+        for lane in self._lanes.values():
+            lane.update_turn(tenant, turn)
+
+    def tasks_before(self, tenant: str, order: TaskOrder) -> int:
+        """The number of tasks of a tenant that are handed out before one with this order."""
+        return sum(lane.tasks_before(tenant, order) for lane in self._lanes.values())
 
     def first_for(self, ref: WorkerRef) -> QueuedTask | None:
         """The first task that the worker may get."""
-        best: QueuedTask | None = None
-        for excluded, lane in self._lanes.items():
-            if ref not in excluded:
-                order, queued = lane.peekitem(0)
-                if best is None or order < best.order:
-                    best = queued
-        return best
+        lanes = (lane for excluded, lane in self._lanes.items() if ref not in excluded)
+        return min(
+            (lane.first for lane in lanes),
+            key=lambda queued: (self._turn(queued.tenant), queued.order),
+            default=None,
+        )
+
+
+class _Lane:
+    """Tasks by the turn of their tenant, and then in the order of the tenant's tasks. Never empty for long."""
+
+    def __init__(self) -> None:
+        self.turns: SortedDict[Turn, SortedDict[TaskOrder, QueuedTask]] = SortedDict()
+        self._turn_of: dict[str, Turn] = {}
+
+    @property
+    def first(self) -> QueuedTask:
+        """The task that is next."""
+        _, tasks = self.turns.peekitem(0)
+        _, queued = tasks.peekitem(0)
+        return queued  # type: ignore[no-any-return]
+
+    def add(self, queued: QueuedTask, turn: Turn) -> None:
+        tasks = self.turns.get(turn)
+        if tasks is None:
+            tasks = self.turns[turn] = SortedDict()
+            self._turn_of[queued.tenant] = turn
+        tasks[queued.order] = queued
+
+    def remove(self, queued: QueuedTask) -> None:
+        turn = self._turn_of[queued.tenant]
+        tasks = self.turns[turn]
+        del tasks[queued.order]
+        if not tasks:
+            del self.turns[turn], self._turn_of[queued.tenant]
+
+    def update_turn(self, tenant: str, turn: Turn) -> None:
+        before = self._turn_of.get(tenant)
+        if before is not None:
+            self._turn_of[tenant] = turn
+            self.turns[turn] = self.turns.pop(before)
+
+    def tasks_before(self, tenant: str, order: TaskOrder) -> int:
+        turn = self._turn_of.get(tenant)
+        return 0 if turn is None else int(self.turns[turn].bisect_left(order))
 
 
 class AffinityWaits:
@@ -101,10 +155,9 @@ class AffinityWaits:
         """The number of tasks that wait for this worker."""
         return sum(len(self._by_worker.get((ref, priority), ())) for priority in Priority)
 
-    def first_for(self, ref: WorkerRef, priority: Priority) -> QueuedTask | None:
-        """The first task of a class that waits for this worker."""
-        waiting = self._by_worker.get((ref, priority))
-        return waiting.peekitem(0)[1] if waiting else None
+    def for_worker(self, ref: WorkerRef, priority: Priority) -> Collection[QueuedTask]:
+        """The tasks of a class that wait for this worker: no more than the worker has tasks."""
+        return self._by_worker.get((ref, priority), _NO_TASKS).values()  # type: ignore[no-any-return]
 
     def tasks_for(self, ref: WorkerRef) -> tuple[QueuedTask, ...]:
         """All tasks that wait for this worker, in order within each class."""
@@ -115,14 +168,12 @@ class AffinityWaits:
         )
 
 
-class ClassTasks:
-    """The tasks of one class that wait: in the lanes, or for workers that have their prefix."""
+class WaitingTasks:
+    """Counts tasks that wait. The oldest is first in `tasks`, which has them by number."""
 
     def __init__(self) -> None:
         self.tasks: OrderedDict[int, QueuedTask] = OrderedDict()
-        """All of them by number, oldest first."""
         self.tokens = 0
-        self.lanes = TaskLanes()
 
     @property
     def oldest_age_s(self) -> float:
@@ -139,6 +190,107 @@ class ClassTasks:
         self.tokens += queued.tokens
 
     def remove(self, queued: QueuedTask) -> None:
-        """A task waits no more. It is in no lane."""
+        """A task waits no more."""
         del self.tasks[queued.number]
         self.tokens -= queued.tokens
+
+
+class TenantTasks(WaitingTasks):
+    """The tasks of one tenant in one class that wait. Of tenants with equal tags, the smallest `number` is next."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+class ClassTasks(WaitingTasks):
+    """The tasks of one class that wait: in the lanes, or for workers that have their prefix. Tenants take turns."""
+
+    def __init__(self, tenant_weight: Callable[[str], float]) -> None:
+        super().__init__()
+        self.lanes = TaskLanes(self._turn)
+        self._tenant_weight = tenant_weight
+        self._turns = FairTurns(tenant_weight)
+        self._tenants: dict[str, TenantTasks] = {}
+        self._expected: Counter[str] = Counter()
+        self._numbers = itertools.count()
+
+    def add(self, queued: QueuedTask) -> None:
+        """Counts a task that waits from now on."""
+        super().add(queued)
+        tenant = self._tenants.get(queued.tenant)
+        if tenant is None:
+            tenant = self._tenants[queued.tenant] = TenantTasks(next(self._numbers))
+            self._turns.became_busy(queued.tenant)
+        tenant.add(queued)
+
+    def remove(self, queued: QueuedTask) -> None:
+        """A task waits no more. It is in no lane."""
+        super().remove(queued)
+        tenant = self._tenants[queued.tenant]
+        tenant.remove(queued)
+        if not tenant.tasks:
+            del self._tenants[queued.tenant]
+            self._turns.became_idle(queued.tenant)
+
+    def handed_out(self, queued: QueuedTask) -> None:
+        """A task that waits no more was handed out."""
+        self._turns.handed_out(queued.tenant, queued.counted_tokens)
+        self._update_turn(queued.tenant)
+
+    def corrected(self, queued: QueuedTask, tokens: int) -> None:
+        """A task that was handed out took so many tokens more, or fewer if negative."""
+        self._turns.corrected(queued.tenant, tokens)
+        self._update_turn(queued.tenant)
+
+    def oldest_age_of(self, tenant: str) -> float:
+        """How long the oldest task of a tenant has waited; 0 without tasks."""
+        tasks = self._tenants.get(tenant)
+        return tasks.oldest_age_s if tasks is not None else 0.0
+
+    def tasks_before(self, queued: QueuedTask) -> float:
+        """The number of tasks of the class that are handed out before this one. An estimate."""
+        tenant = self._tenants.get(queued.tenant)
+        others = len(self.tasks) - (len(tenant.tasks) if tenant is not None else 0)
+        own = 1 + self.lanes.tasks_before(queued.tenant, queued.order)
+        return self._with_shares(queued.tenant, own, others) - 1
+
+    def expect(self, tenant: str, tokens: int) -> None:
+        """So many tokens of a tenant will soon wait, or no longer if negative."""
+        self._expected[tenant] += tokens
+        if not self._expected[tenant]:
+            del self._expected[tenant]
+
+    def tokens_with_expected(self, expected_share: float, tenant: str | None = None) -> float:
+        """Tokens that wait, and this share of the expected ones. Those of one tenant, or of all."""
+        if tenant is None:
+            return self.tokens + expected_share * self._expected.total()
+        tasks = self._tenants.get(tenant)
+        own = tasks.tokens if tasks is not None else 0
+        return own + expected_share * self._expected[tenant]
+
+    def tokens_before_end(self, tenant: str | None, tokens: float, expected_share: float) -> float:
+        """The tokens of the class that are handed out until the end of a new task of a tenant, its `tokens` included.
+
+        None: of a task behind all others.
+        """
+        everything = self.tokens_with_expected(expected_share)
+        if tenant is None:
+            return everything + tokens
+        own = self.tokens_with_expected(expected_share, tenant)
+        return self._with_shares(tenant, own + tokens, everything - own)
+
+    def position(self, queued: QueuedTask) -> tuple[Turn, TaskOrder]:
+        """Tasks of the class are handed out by this, smallest first."""
+        return self._turn(queued.tenant), queued.order
+
+    def _with_shares(self, tenant: str, own: float, others: float) -> float:
+        weight = self._turns.others_weight(tenant)
+        return amount_ahead(own, self._tenant_weight(tenant), [(others, weight)])
+
+    def _turn(self, tenant: str) -> Turn:
+        return self._turns.start(tenant), self._tenants[tenant].number
+
+    def _update_turn(self, tenant: str) -> None:
+        if tenant in self._tenants:
+            self.lanes.update_turn(tenant)

@@ -33,9 +33,10 @@ def held(
     request: Any = SimpleNamespace(
         token_ids=(7,) * prompt_tokens,
         sampling=SimpleNamespace(max_tokens=ANSWER),
+        tenant=tenant,
         priority=Priority.NORMAL,
     )
-    return own.holding(tenant, request, deadline)
+    return own.holding(request, deadline)
 
 
 async def test_a_late_tenant_is_next_before_all_that_wait() -> None:

@@ -116,7 +116,13 @@ class _Model:
                 else {"avoid": frozenset(refs[:2])}
             )
             task = add(
-                self.queue, f"t{len(self.tasks)}", float(number), tokens=100, returns_max=1, **terms
+                self.queue,
+                f"t{len(self.tasks)}",
+                float(number),
+                tokens=100,
+                returns_max=1,
+                tenant=f"tenant-{number % 3}",
+                **terms,
             )
             self.tasks.append(task)
         elif kind == "cancel":

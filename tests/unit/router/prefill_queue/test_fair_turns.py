@@ -1,4 +1,4 @@
-"""Classes take turns by their weights, and none starves."""
+"""Claimants take turns by their weights, and none starves."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_common.callers.priority import Priority
-from headrace_router.prefill_queue.class_turns import ClassTurns, amount_ahead
-from headrace_router.prefill_queue.queue import PrefillQueue
-from headrace_router.prefill_queue.task import QueuedTask
-from tests.unit.router.prefill_queue.test_queue import add
+from headrace_router.prefill_queue.fair_turns import FairTurns, amount_ahead
 
 _TOKENS_MAX = 1_000
 _CLASSES = st.sampled_from(list(Priority))
@@ -24,7 +21,7 @@ class Queue:
     """Tasks by class, each in the order of arrival, handed out in turn."""
 
     def __init__(self) -> None:
-        self.turns = ClassTurns()
+        self.turns = FairTurns[Priority](lambda priority: priority.weight)
         self.waiting: dict[Priority, deque[int]] = {one: deque() for one in Priority}
 
     def arrive(self, priority: Priority, tokens: int) -> None:
@@ -36,8 +33,10 @@ class Queue:
         busy = [one for one in Priority if self.waiting[one]]
         if not busy:
             return None
-        priority = min(busy, key=self.turns.precedence)
+        priority = min(busy, key=self.turns.start)
         tokens = self.waiting[priority].popleft()
+        if not self.waiting[priority]:
+            self.turns.became_idle(priority)
         self.turns.handed_out(priority, tokens)
         return priority, tokens
 
@@ -94,6 +93,16 @@ def test_busy_classes_get_tokens_by_their_weights() -> None:
     assert [got[one] for one in Priority] == pytest.approx([1_600, 400, 100], abs=2)
 
 
+def test_a_claimant_pays_nothing_for_the_tokens_that_it_had_alone() -> None:
+    queue = Queue()
+    for priority in (Priority.LOW, Priority.HIGH):
+        queue.arrive(priority, _TOKENS_MAX)
+        assert queue.hand_out() == (priority, _TOKENS_MAX)
+    queue.arrive(Priority.LOW, 1)
+    queue.arrive(Priority.HIGH, 16)
+    assert queue.turns.start(Priority.LOW) == queue.turns.start(Priority.HIGH)
+
+
 @given(
     own=st.floats(1, 1e6),
     priority=_CLASSES,
@@ -102,13 +111,9 @@ def test_busy_classes_get_tokens_by_their_weights() -> None:
 def test_the_amount_ahead_is_own_and_no_more_than_the_shares_of_the_others(
     own: float, priority: Priority, waiting: dict[Priority, float]
 ) -> None:
-    ahead = amount_ahead(own, priority, waiting)
     others = {one: amount for one, amount in waiting.items() if one is not priority}
+    ahead = amount_ahead(
+        own, priority.weight, [(amount, one.weight) for one, amount in others.items()]
+    )
     assert own <= ahead <= own + sum(others.values()) + 1e-6
     assert ahead <= own + sum(own * one.weight / priority.weight for one in others) + 1e-6
-
-
-def _add(
-    queue: PrefillQueue, name: str, priority: Priority, deadline_s: float = 100.0
-) -> QueuedTask:
-    return add(queue, name, deadline_s, tokens=10, priority=priority)
