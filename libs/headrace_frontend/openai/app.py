@@ -87,6 +87,7 @@ class _Generation:
     """One HTTP request as requests of the InferenceService, one for each prompt."""
 
     requests: Sequence[inference_pb2.GenerateRequest]
+    deadline: Deadline
     streamed: bool
     format: AnswerFormat
     includes: Includes
@@ -102,7 +103,7 @@ class _Generation:
 
 
 class OpenAiApp:
-    """The ASGI application. `deadline_s` bounds every request, and `body_bytes_max` every body."""
+    """The ASGI application. `deadline_s` bounds requests without a timeout, and `body_bytes_max` every body."""
 
     def __init__(
         self, parts: OpenAiParts, metrics: MetricsPage, *, deadline_s: float, body_bytes_max: int
@@ -248,6 +249,7 @@ class OpenAiApp:
             request.sampling.skip_special_tokens = False
         generation = _Generation(
             [request],
+            deadline=self._deadline_of(body),
             streamed=body.stream,
             format=new_format(head, model, rules),
             includes=body.includes,
@@ -263,6 +265,7 @@ class OpenAiApp:
         codec = self._parts.codecs[model]
         generation = _Generation(
             completion_requests(body, request_id),
+            deadline=self._deadline_of(body),
             streamed=body.stream,
             format=CompletionFormat(
                 head,
@@ -284,6 +287,9 @@ class OpenAiApp:
         head = ResponseHead(response_id, int(time.time()), choice.name, fingerprint)
         return head, choice.model
 
+    def _deadline_of(self, body: GenerationBody) -> Deadline:
+        return Deadline.after(self._deadline_s if body.timeout_s is None else body.timeout_s)
+
     async def _generate(self, exchange: HttpExchange, generation: _Generation, tenant: str) -> None:
         respond = self._stream if generation.streamed else self._collect
         chat = not isinstance(generation.format, CompletionFormat)
@@ -292,7 +298,7 @@ class OpenAiApp:
             includes = generation.includes
             if (includes.prompt or includes.prompt_text) and isinstance(form, ResponseFormat):
                 for request in generation.requests:
-                    tokens, text = await self._prompt_of(request, tenant, includes)
+                    tokens, text = await self._prompt_of(generation, request, tenant)
                     form.add_prompt(tokens, request.n, text)
             await exchange.run_while_connected(respond(exchange, generation, tenant))
         except InvalidRequest as error:
@@ -305,14 +311,14 @@ class OpenAiApp:
             raise InvalidRequest(violations, cause=error.cause) from error
 
     async def _prompt_of(
-        self, request: inference_pb2.GenerateRequest, tenant: str, includes: Includes
+        self, generation: _Generation, request: inference_pb2.GenerateRequest, tenant: str
     ) -> tuple[Sequence[int], str]:
         """The tokens of a prompt, where the response needs them before its first event, and its text if it has that."""
         preparer = self._parts.preparer
-        async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
+        async with self._parts.runner.admitted(tenant, generation.deadline):
             prepared = await preparer.tokenize(request, tenant)
             text = request.text
-            if includes.prompt_text and not text:
+            if generation.includes.prompt_text and not text:
                 decode = partial(
                     prepared.codec.decode, prepared.token_ids, skip_special_tokens=False
                 )
@@ -353,7 +359,6 @@ class OpenAiApp:
         events: EventStream | None = None,
     ) -> None:
         """Runs the requests of all prompts. The first error ends them all. `events` may send messages at once."""
-        deadline = Deadline.after(self._deadline_s)
 
         async def run(first_index: int, request: inference_pb2.GenerateRequest) -> None:
             async def write_choice(message: inference_pb2.GenerateResponse) -> None:
@@ -366,7 +371,9 @@ class OpenAiApp:
                 outlets = Outlets(
                     partial(events.write_text, first_index), partial(events.write_now, first_index)
                 )
-            await self._parts.runner.run(request, tenant, deadline, write_choice, outlets)
+            await self._parts.runner.run(
+                request, tenant, generation.deadline, write_choice, outlets
+            )
 
         if len(generation.requests) == 1:
             await run(0, generation.requests[0])

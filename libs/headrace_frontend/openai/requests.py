@@ -14,6 +14,7 @@ from headrace_common.limits import (
     BAD_WORDS_MAX,
     CHOICE_TEXTS_MAX,
     LOGIT_BIASES_MAX,
+    REQUEST_TIMEOUT_MAX_S,
     TTFT_TARGET_MAX_S,
 )
 from headrace_frontend.openai.errors import invalid_body
@@ -200,6 +201,10 @@ class GenerationBody(Body):
     include_latency: bool = False
     ttft_target_s: (
         Annotated[float, Field(gt=0, le=TTFT_TARGET_MAX_S, allow_inf_nan=False)] | None
+    ) = None
+
+    timeout_s: (
+        Annotated[float, Field(gt=0, le=REQUEST_TIMEOUT_MAX_S, allow_inf_nan=False)] | None
     ) = None
 
     @property

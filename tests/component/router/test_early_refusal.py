@@ -128,8 +128,11 @@ async def test_a_target_out_of_its_range_is_named(rig: Rig, target_s: float) -> 
     assert list(error.violations) == ["ttft_target"]
 
 
-async def post(rig: Rig, body: dict[str, Any]) -> tuple[int, dict[str, str], dict[str, Any]]:
+async def post(
+    rig: Rig, body: dict[str, Any], key: str = ""
+) -> tuple[int, dict[str, str], dict[str, Any]]:
     """Status, headers and body of a response over HTTP."""
+    access = [(b"authorization", f"Bearer {key}".encode())] if key else []
     sent: list[dict[str, Any]] = []
     parts = [{"type": "http.request", "body": json.dumps(body).encode()}]
 
@@ -145,7 +148,7 @@ async def post(rig: Rig, body: dict[str, Any]) -> tuple[int, dict[str, str], dic
         "type": "http",
         "method": "POST",
         "path": "/v1/completions",
-        "headers": [(b"content-type", b"application/json")],
+        "headers": [(b"content-type", b"application/json"), *access],
         "client": ("127.0.0.1", 1),
     }
     await rig.router.openai(scope, receive, send)

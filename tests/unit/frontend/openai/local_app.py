@@ -52,6 +52,7 @@ class Runner:
         self._preparer = preparer
         self.requests: list[inference_pb2.GenerateRequest] = []
         self.prepared: list[PreparedRequest] = []
+        self.timeouts_s: list[float] = []
         self.contexts: list[trace.SpanContext] = []
         self.attributes: list[dict[str, Any]] = []
         """Those that the root spans got."""
@@ -73,6 +74,7 @@ class Runner:
         )
         self.requests.append(request)
         self.prepared.append(prepared)
+        self.timeouts_s.append(round(deadline.remaining_s()))
         for choice in range(request.n):
             if request.sampling.HasField("prompt_logprobs"):
                 await write(_prompt_message(prepared, choice))
@@ -116,6 +118,8 @@ class Reply:
     """The requests that it answers."""
     prepared: list[PreparedRequest] = field(default_factory=list)
     """The same, with every default."""
+    timeouts_s: list[float] = field(default_factory=list)
+    """The time until the deadline of each."""
 
     @property
     def error(self) -> dict[str, Any]:
@@ -177,7 +181,7 @@ class LocalApp:
         runner = self.runner
         return Reply(
             *(sent[0]["status"], answered, content),
-            *(runner.requests[before:], runner.prepared[before:]),
+            *(runner.requests[before:], runner.prepared[before:], runner.timeouts_s[before:]),
         )
 
     async def chat(self, **fields: Any) -> Reply:

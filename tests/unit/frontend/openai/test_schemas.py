@@ -149,7 +149,7 @@ def seen(reply: Reply) -> Any:
     """What a request became: the requests to workers with all defaults, and the response."""
     answers = [(one.n, one.best_of or one.n, one.priority) for one in reply.requests]
     prepared = [replace(one, tokenized_ns=(0, 0), codec=CODEC) for one in reply.prepared]
-    return prepared, answers, reply.body
+    return prepared, answers, reply.timeouts_s, reply.body
 
 
 @pytest.mark.parametrize("chat", [True, False], ids=["chat", "completion"])

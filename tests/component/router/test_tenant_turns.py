@@ -1,0 +1,99 @@
+"""Prompts of several tenants over gRPC, HTTP and from decode workers: their order, and deadlines over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from headrace.inference.v1 import inference_pb2
+from tests.component.router.dispatch.test_own_prompts import enqueue, request_of
+from tests.component.router.fakes import Rig, hand_over, hang, reply, text_of
+from tests.component.router.test_early_refusal import post
+from tests.waiting import until
+
+_KEYS = {"batch": "key-batch", "chat": "key-chat"}
+_DUE_S = 30.0
+_LOOPS = 8
+
+
+@pytest.fixture
+async def keyed(tmp_path: Path) -> AsyncIterator[Rig]:
+    """A router with two tenants."""
+    path = tmp_path / "keys"
+    path.write_text("".join(f"{key} {tenant}\n" for tenant, key in _KEYS.items()))
+    rig = await Rig(api_keys_file=str(path)).start()
+    yield rig
+    await rig.close()
+
+
+async def _ask(rig: Rig, tenant: str, request_id: str, timeout_s: float) -> str:
+    request = inference_pb2.GenerateRequest(text="a prompt", request_id=request_id)
+    metadata = (("authorization", f"Bearer {_KEYS[tenant]}"),)
+    call = rig.stub.Generate(request, timeout=timeout_s, metadata=metadata)
+    return text_of([response async for response in call])
+
+
+async def _until_queued(rig: Rig, count: int) -> None:
+    await until(lambda: rig.router.queue.depth == count)
+
+
+async def test_deadlines_of_a_tenant_do_not_delay_another_over_http(keyed: Rig) -> None:
+    await keyed.add_decode(reply("ok"))
+    worker = await keyed.add_prefill(hand_over, credit=0)
+    names = [f"batch-{number}" for number in range(_LOOPS)]
+    asking = [asyncio.create_task(_ask(keyed, "batch", name, _DUE_S)) for name in names]
+    await _until_queued(keyed, _LOOPS)
+    late = asyncio.create_task(
+        post(keyed, {"prompt": "a prompt", "request_id": "late"}, _KEYS["chat"])
+    )
+    await _until_queued(keyed, _LOOPS + 1)
+    await worker.give_credit(2)
+    status, _, body = await late
+    assert (status, body["choices"][0]["text"]) == (200, "ok")
+    assert await asyncio.gather(*asking) == ["ok"] * _LOOPS
+    assert "late" in [task.request_id for task in worker.tasks][:2]
+
+
+async def test_a_prompt_of_a_decode_worker_counts_for_the_tenant_of_its_request(keyed: Rig) -> None:
+    decode = await keyed.add_decode(hang)
+    worker = await keyed.add_prefill(hand_over, credit=0)
+    queued = []
+    for number, tenant in enumerate(("batch", "batch", "batch", "chat")):
+        request = request_of(
+            decode, transfer_id=f"own-{number}", request_id=f"{tenant}-{number}", tenant=tenant
+        )
+        queued.append(asyncio.create_task(enqueue(keyed, request)))
+        await _until_queued(keyed, number + 1)
+    await worker.give_credit(2)
+    await asyncio.gather(*queued)
+    assert [task.request_id for task in worker.tasks][:2] == ["batch-0", "chat-3"]
+
+
+async def test_the_timeout_of_a_request_orders_the_prompts_of_its_tenant(keyed: Rig) -> None:
+    await keyed.add_decode(reply("ok"))
+    worker = await keyed.add_prefill(hand_over, credit=0)
+    answers = []
+    for name, timeout in (("none", {}), ("long", {"timeout_s": 500}), ("short", {"timeout_s": 60})):
+        body = {"prompt": "a prompt", "request_id": name, **timeout}
+        answers.append(asyncio.create_task(post(keyed, body, _KEYS["chat"])))
+        await _until_queued(keyed, len(answers))
+    await worker.give_credit(1)
+    assert [status for status, _, _ in await asyncio.gather(*answers)] == [200] * 3
+    assert [task.request_id for task in worker.tasks] == ["short", "long", "none"]
+
+
+async def test_a_request_over_http_ends_at_its_timeout(keyed: Rig) -> None:
+    await keyed.add_decode(hang)
+    await keyed.add_prefill(hand_over, credit=0)
+    status, _, body = await post(keyed, {"prompt": "a prompt", "timeout_s": 0.2}, _KEYS["chat"])
+    assert status == 504
+    assert body["error"]["headrace"]["reason"] == "DEADLINE_EXCEEDED"
+
+
+@pytest.mark.parametrize("value", [0, -1, 86_401, "soon", True])
+async def test_a_timeout_that_is_none_is_rejected_by_name(keyed: Rig, value: object) -> None:
+    status, _, body = await post(keyed, {"prompt": "a prompt", "timeout_s": value}, _KEYS["chat"])
+    assert (status, body["error"]["param"]) == (400, "timeout_s")
