@@ -201,13 +201,14 @@ class QueueGroup:
         self._running_tasks -= 1
         self._with_credits.update(stream)
 
-    def task_succeeded(self, stream: PrefillWorkerStream, queued: QueuedTask) -> None:
-        """A worker completed a task. Its duration counts for estimates."""
+    def task_succeeded(
+        self, stream: PrefillWorkerStream, queued: QueuedTask, cached_tokens: int
+    ) -> None:
+        """A worker completed a task, of which it had `cached_tokens`. Its duration counts for estimates."""
         self.task_ended(stream, queued)
         now_s = time.monotonic()
         self._throughput.record_task(queued.tokens, now_s - queued.pulled_s, now_s)
-        computed_tokens = queued.tokens - done.cached_tokens
-        self._correct(queued, max(1, computed_tokens))
+        self._correct(queued, max(1, queued.tokens - cached_tokens))
 
     def task_returned(self, queued: QueuedTask) -> None:
         """A worker has computed nothing of a task that it no longer has."""
@@ -262,7 +263,7 @@ class QueueGroup:
             if queued.cached_tokens(ref) >= cached_tokens_min
             and ref not in queued.avoid
             and (better := self.worker_streams.get(ref)) is not None
-            and not better.credits
+            and not better.may_take(queued.tenant)
             and better.has_room_within(
                 self._prefix_wait_s,
                 tasks_ahead=self._affinity_waits.count_for(ref),
@@ -298,19 +299,23 @@ class QueueGroup:
 
     def _next_for(self, stream: PrefillWorkerStream) -> QueuedTask | None:
         """The first task that the worker may get, of the class that is next."""
-        firsts = (self._first_of(priority, stream.ref) for priority in Priority)
+        firsts = (self._first_of(priority, stream) for priority in Priority)
         return min(
             (queued for queued in firsts if queued is not None),
             key=lambda queued: (self._turns.start(queued.priority), queued.priority),
             default=None,
         )
 
-    def _first_of(self, priority: Priority, ref: WorkerRef) -> QueuedTask | None:
+    def _first_of(self, priority: Priority, stream: PrefillWorkerStream) -> QueuedTask | None:
         tasks = self._waiting[priority]
         if not tasks.tasks:
             return None
-        first = tasks.lanes.first_for(ref)
-        waiting = self._affinity_waits.for_worker(ref, priority)
-        return min(
-            (*waiting, *(() if first is None else (first,))), key=tasks.position, default=None
-        )
+        found = [
+            queued
+            for queued in self._affinity_waits.for_worker(stream.ref, priority)
+            if stream.may_take(queued.tenant)
+        ]
+        first = tasks.lanes.first_for(stream.ref, stream.tenants if stream.keeps_credit else ())
+        if first is not None:
+            found.append(first)
+        return min(found, key=tasks.position, default=None)

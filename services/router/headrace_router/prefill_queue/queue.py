@@ -305,7 +305,7 @@ class PrefillQueue:
             return
         group = self._group_of(stream)
         if not done.reason:
-            group.task_succeeded(stream, queued)
+            group.task_succeeded(stream, queued, done.cached_tokens)
             if done.HasField("time_model"):
                 times = self._times.setdefault(stream.model, PrefillTimes())
                 steps = step_times_from_proto(done.time_model.steps)

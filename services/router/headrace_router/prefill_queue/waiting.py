@@ -58,11 +58,12 @@ class TaskLanes:
         """The number of tasks of a tenant that are handed out before one with this order."""
         return sum(lane.tasks_before(tenant, order) for lane in self._lanes.values())
 
-    def first_for(self, ref: WorkerRef) -> QueuedTask | None:
-        """The first task that the worker may get."""
+    def first_for(self, ref: WorkerRef, without_tenants: Collection[str] = ()) -> QueuedTask | None:
+        """The first task that the worker may get, of other tenants than these."""
         lanes = (lane for excluded, lane in self._lanes.items() if ref not in excluded)
+        firsts = (lane.first(without_tenants) for lane in lanes)
         return min(
-            (lane.first for lane in lanes),
+            (queued for queued in firsts if queued is not None),
             key=lambda queued: (self._turn(queued.tenant), queued.order),
             default=None,
         )
@@ -75,12 +76,13 @@ class _Lane:
         self.turns: SortedDict[Turn, SortedDict[TaskOrder, QueuedTask]] = SortedDict()
         self._turn_of: dict[str, Turn] = {}
 
-    @property
-    def first(self) -> QueuedTask:
-        """The task that is next."""
-        _, tasks = self.turns.peekitem(0)
-        _, queued = tasks.peekitem(0)
-        return queued  # type: ignore[no-any-return]
+    def first(self, without_tenants: Collection[str]) -> QueuedTask | None:
+        """The task that is next, of other tenants than these."""
+        for tasks in self.turns.values():
+            queued: QueuedTask = tasks.peekitem(0)[1]
+            if queued.tenant not in without_tenants:
+                return queued
+        return None
 
     def add(self, queued: QueuedTask, turn: Turn) -> None:
         tasks = self.turns.get(turn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
@@ -20,6 +21,10 @@ from headrace_kv.layout.proto import layout_hash
 from headrace_router.prefill_queue.task import QueuedTask, SignTask
 
 CREDITS_MAX: Final = 1_024
+# A worker with this many tokens to compute, in two tasks or more, gains nothing from a further task. It has work for
+# two steps of the default size.
+_BUSY_TOKENS: Final = 4_096
+_BUSY_TASKS: Final = 2
 
 _LoadKey: TypeAlias = tuple[int, int, float, int]
 
@@ -64,6 +69,8 @@ class PrefillWorkerStream:
         """Whether the worker takes no more tasks."""
         self.tasks: dict[str, QueuedTask] = {}
         """Oldest first."""
+        self.tenants: Counter[str] = Counter()
+        """The number of tasks of each tenant."""
         self._received_s = 0.0
 
     def received_message(self) -> None:
@@ -74,6 +81,19 @@ class PrefillWorkerStream:
         """Since when the worker has had a task and sent nothing, by time.monotonic. None without tasks."""
         oldest = next(iter(self.tasks.values()), None)
         return None if oldest is None else max(self._received_s, oldest.pulled_s)
+
+    @property
+    def keeps_credit(self) -> bool:
+        """Whether its only credit is kept for tenants that have no task on it: others have enough for it to compute.
+
+        So a tenant with a short prompt need not wait until one of several long prompts ends.
+        """
+        busy = len(self.tasks) >= _BUSY_TASKS and self.load_tokens >= _BUSY_TOKENS
+        return self.credits == 1 and busy
+
+    def may_take(self, tenant: str) -> bool:
+        """Whether a task of a tenant may have a credit."""
+        return self.credits > 0 and not (self.keeps_credit and tenant in self.tenants)
 
     def load(self) -> PrefillLoad:
         """The worker's tasks and credits now."""
@@ -103,6 +123,7 @@ class PrefillWorkerStream:
         self.last_task_s = now_s
         self.load_tokens += queued.tokens - queued.cached_tokens(self.ref)
         self.tasks[queued.task.transfer_id] = queued
+        self.tenants[queued.tenant] += 1
         queued.handed_to(self.ref, now_s)
         ticket = self._sign(queued.task, self.ref, self._layout_hash)
         self.outbox.put_nowait(queued.message(ticket))
@@ -115,6 +136,9 @@ class PrefillWorkerStream:
     def task_ended(self, queued: QueuedTask) -> None:
         """The worker no longer has this task."""
         del self.tasks[queued.task.transfer_id]
+        self.tenants[queued.tenant] -= 1
+        if not self.tenants[queued.tenant]:
+            del self.tenants[queued.tenant]
         self.load_tokens -= queued.tokens - queued.cached_tokens(self.ref)
 
     def has_room_within(
@@ -133,28 +157,30 @@ class WorkersWithCredits:
 
     def __init__(self) -> None:
         self.credits = 0
-        """Unused credits of all workers."""
+        """Unused credits of all workers, without those that are kept."""
         self._by_load: SortedDict[_LoadKey, PrefillWorkerStream] = SortedDict()
         self._key_of: dict[WorkerRef, _LoadKey] = {}
+        self._credits_of: dict[WorkerRef, int] = {}
 
     def update(self, stream: PrefillWorkerStream) -> None:
         """The credits or the load of a worker may have changed."""
         key = self._key_of.pop(stream.ref, None)
         if key is not None:
             del self._by_load[key]
-            self.credits += key[1]
+            self.credits -= self._credits_of.pop(stream.ref)
         if stream.credits:
             key = (stream.load_tokens, -stream.credits, stream.last_task_s, stream.number)
             self._by_load[key] = stream
             self._key_of[stream.ref] = key
-            self.credits += stream.credits
+            self._credits_of[stream.ref] = 0 if stream.keeps_credit else stream.credits
+            self.credits += self._credits_of[stream.ref]
 
     def best_for(self, queued: QueuedTask) -> PrefillWorkerStream | None:
         """The worker with the fewest tokens to compute once it has this task, plus the cost of the hand-over."""
         if queued.extra_tokens is not None:
             return self._best_pair(queued, queued.extra_tokens)
         best: PrefillWorkerStream | None = next(
-            (stream for stream in self._by_load.values() if stream.ref not in queued.avoid), None
+            (stream for stream in self._by_load.values() if _may_take(stream, queued)), None
         )
         if best is None or not queued.cached:
             return best
@@ -164,9 +190,11 @@ class WorkersWithCredits:
             if -cached_tokens >= least:
                 continue
             key = self._key_of.get(ref)
-            if key is None or ref in queued.avoid:
+            if key is None:
                 continue
             stream: PrefillWorkerStream = self._by_load[key]
+            if not _may_take(stream, queued):
+                continue
             tokens = stream.load_tokens - queued.cached_tokens(ref)
             if tokens < least:
                 best, least = stream, tokens
@@ -182,10 +210,14 @@ class WorkersWithCredits:
             # All others have at least this load.
             if stream.load_tokens - cached_most >= least:
                 break
-            if stream.ref in queued.avoid:
+            if not _may_take(stream, queued):
                 continue
             tokens = stream.load_tokens - queued.cached_tokens(stream.ref)
             tokens += extra_tokens(stream.ref)
             if tokens < least:
                 best, least = stream, tokens
         return best
+
+
+def _may_take(stream: PrefillWorkerStream, queued: QueuedTask) -> bool:
+    return stream.ref not in queued.avoid and stream.may_take(queued.tenant)

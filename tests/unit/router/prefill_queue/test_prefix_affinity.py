@@ -162,7 +162,12 @@ class _Model:
             if stream.credits:
                 # A credit is left only when no waiting task may use it, or each waits for its prefix.
                 affinity_waits = self.queue._groups[stream.group_key]._affinity_waits
-                assert all(stream.ref in task.avoid or task in affinity_waits for task in waiting)
+                assert all(
+                    stream.ref in task.avoid
+                    or task in affinity_waits
+                    or not stream.may_take(task.tenant)
+                    for task in waiting
+                )
 
 
 @settings(max_examples=150, deadline=None)

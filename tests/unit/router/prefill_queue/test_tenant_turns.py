@@ -209,6 +209,36 @@ async def test_the_expected_wait_is_that_of_the_tenant() -> None:
         assert queue.wait_s("sim", Priority.NORMAL, "search") == pytest.approx(33.0)
 
 
+async def test_a_busy_worker_keeps_its_last_credit_for_other_tenants() -> None:
+    served = Served()
+    queue, worker = served.queue, served.worker
+    for number in range(8):
+        add(queue, f"a{number}", tokens=3_000, tenant="search")
+    queue.add_credits(worker, 4)
+    assert sent(worker) == ["a0", "a1", "a2"]
+    # It counts as no room for the tenant that waits.
+    assert queue.wait_s("sim", Priority.NORMAL, "search") >= 0.0
+    assert add(queue, "b0", tokens=10, tenant="other").worker == worker.ref
+    assert add(queue, "b1", tokens=10, tenant="other").worker is None
+    end(queue, worker, "a0")
+    queue.add_credits(worker, 1)
+    assert sent(worker) == ["b0"]
+    # The next one is that of the tenant which has no prompt there.
+    assert add(queue, "c0", tokens=10, tenant="chat").worker == worker.ref
+    end(queue, worker, "a1")
+    end(queue, worker, "a2")
+    queue.add_credits(worker, 2)
+    assert sent(worker) == ["c0", "b1", "a3"]
+
+
+async def test_short_prompts_of_one_tenant_use_all_credits() -> None:
+    served = Served()
+    for number in range(8):
+        add(served.queue, f"a{number}", tokens=1_000, tenant="search")
+    served.queue.add_credits(served.worker, 4)
+    assert len(sent(served.worker)) == 4
+
+
 async def test_a_returned_prompt_costs_its_tenant_nothing() -> None:
     served = Served()
     queue, worker = served.queue, served.worker
