@@ -30,7 +30,7 @@ from headrace_engine.worker.serve import RoleServer
 from headrace_engine.worker.status import StatusSignal
 from headrace_engine.worker.transfer_peers import TransferPeers
 from headrace_kv.handoff.tickets import RouterTickets
-from headrace_kv.receive.receiver import Receiver
+from headrace_kv.receive.receiver import Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.transport.networks import parse_networks
@@ -101,6 +101,8 @@ class DecodeServer(RoleServer):
             lease_ttl_s=config.lease_ttl_s,
             on_released=engine.released,
             quarantine_s=config.quarantine_s,
+            # Prompts are queued after their reservation. A prompt without one must not be computed for a while.
+            limits=ReceiverLimits(open_wait_s=0.0),
             features=tuple(filter(None, (engine.broadcast, checks))),
         )
         capacity = _capacity(config, engine)

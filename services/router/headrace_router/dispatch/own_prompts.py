@@ -19,6 +19,7 @@ from headrace_common.errors import (
     DeadlineExceeded,
     DuplicateTransfer,
     InvalidRequest,
+    NotFound,
     QueueFull,
     WorkerGone,
 )
@@ -43,6 +44,8 @@ from headrace_text.codec import TextCodec
 
 _TRACEPARENT_CHARACTERS_MAX: Final = 64
 _PREFILLED_MAX: Final = 65_536
+# After a prompt without a reservation, a decode worker's prompts are refused for so long.
+_UNRESERVED_PAUSE_S: Final = 1.0
 
 
 class OwnPrompts:
@@ -70,6 +73,8 @@ class OwnPrompts:
         self._clocks = clocks
         self._default_deadline_s = default_deadline_s
         self._prefilled: OrderedDict[str, None] = OrderedDict()
+        self._paused: dict[WorkerRef, Deadline] = {}
+        """The decode workers that had no reservation for a prompt, and the end of the pause of each."""
 
     async def hand_over(
         self, request: prefill_pb2.EnqueueRequest, remaining_s: float | None
@@ -87,6 +92,7 @@ class OwnPrompts:
             raise InvalidRequest(violations)
         limit_s = self._default_deadline_s
         deadline = Deadline.after(limit_s if remaining_s is None else min(remaining_s, limit_s))
+        self._reject_unreserved(worker.ref)
         priority = Priority.from_proto(request.priority)
         tenant = request.tenant or DEFAULT_TENANT
         self._reject_slow_queue(worker, priority, tenant)
@@ -107,6 +113,9 @@ class OwnPrompts:
         timeline.queued(queued)
         outcome = await _ended(queued, deadline)
         if outcome.error is not None:
+            if isinstance(outcome.error, NotFound):
+                self._paused = {ref: one for ref, one in self._paused.items() if not one.expired}
+                self._paused[worker.ref] = Deadline.after(_UNRESERVED_PAUSE_S)
             raise outcome.error
         done = outcome.done or prefill_pb2.TaskDone()
         return prefill_pb2.EnqueueResponse(
@@ -124,6 +133,19 @@ class OwnPrompts:
                 f"decode worker {ref.worker_id} has left", metadata={"worker_id": ref.worker_id}
             )
         return worker
+
+    def _reject_unreserved(self, ref: WorkerRef) -> None:
+        """A prefill worker has begun to compute a prompt when its decode worker answers that it has no reservation.
+
+        So the number of such prompts is bounded. A decode worker that reserves first has none.
+        """
+        pause = self._paused.get(ref)
+        if pause is not None and not pause.expired:
+            raise QueueFull(
+                f"decode worker {ref.worker_id} had no reservation for another prompt; reserve blocks first",
+                metadata={"queue": "prefill", "worker_id": ref.worker_id},
+                retry_after_s=pause.remaining_s(),
+            )
 
     def _reject_repeated(self, transfer_id: str) -> None:
         if transfer_id in self._prefilled:

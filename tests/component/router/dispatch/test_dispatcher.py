@@ -220,6 +220,29 @@ async def test_missing_keys_are_reported_when_no_time_is_left_for_a_retry(rig: R
     assert len(decode.requests) > 2
 
 
+async def test_a_prompt_without_its_reservation_leaves_the_queue_before_it_is_computed(
+    rig: Rig,
+) -> None:
+    released = asyncio.Event()
+
+    async def reserve_for_a_while(worker: FakeDecode, request: Any) -> Any:
+        yield reserved(request)
+        await released.wait()
+        raise TransferTimeout("missing (0, 0, 3)")
+
+    await rig.add_decode(reserve_for_a_while)
+    prefill = await rig.add_prefill(hand_over, credit=0)
+    asking = asyncio.create_task(rig.error_of(timeout_s=5.0))
+    await until(lambda: rig.router.queue.depth == 1)
+    released.set()
+    assert isinstance(await asking, TransferTimeout)
+    assert rig.router.queue.depth == 0
+    await prefill.give_credit(4)
+    rig.decodes[0].script = reply("ok")
+    assert text_of(await rig.ask(request_id="later")) == "ok"
+    assert [task.request_id for task in prefill.tasks] == ["later"]
+
+
 @pytest.mark.parametrize("credit", [0, 4])
 async def test_a_cancelled_call_ends_all_work_at_once(rig: Rig, credit: int) -> None:
     decode = await rig.add_decode(hang)

@@ -21,6 +21,7 @@ from headrace_common.errors import (
 )
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
+from headrace_router.dispatch import own_prompts
 from tests.component.router.fakes import FakeDecode, Rig, fail, hand_over, hang, stall
 from tests.waiting import until
 
@@ -117,6 +118,23 @@ async def test_errors_reach_the_decode_worker(rig: Rig) -> None:
     ).reason == "TRANSFER_FAILED"
     rig.router.runner.drain()
     assert (await error_of(rig, request_of(worker, transfer_id="own-3"))).reason == "DRAINING"
+
+
+async def test_a_worker_without_a_reservation_may_queue_no_further_prompts_for_a_while(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, other = await rig.add_decodes(hang, hang)
+    prefill = await rig.add_prefill(fail("NOT_FOUND"))
+    assert (await error_of(rig, request_of(worker))).reason == "NOT_FOUND"
+    error = await error_of(rig, request_of(worker, transfer_id="own-2"))
+    assert isinstance(error, QueueFull)
+    assert error.retry_after_s is not None
+    assert 0 < error.retry_after_s <= 1
+    # The pause is over, and that of another worker has not begun.
+    monkeypatch.setattr(own_prompts, "_UNRESERVED_PAUSE_S", 0.0)
+    assert (await error_of(rig, request_of(other, transfer_id="own-3"))).reason == "NOT_FOUND"
+    assert (await error_of(rig, request_of(other, transfer_id="own-4"))).reason == "NOT_FOUND"
+    assert [task.transfer_id for task in prefill.tasks] == ["own-1", "own-3", "own-4"]
 
 
 async def test_a_slow_queue_is_left_by_the_policy(rig: Rig) -> None:
