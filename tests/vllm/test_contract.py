@@ -182,7 +182,8 @@ FIELDS = {
     "vllm.engine.arg_utils.AsyncEngineArgs": (
         "model dtype seed max_model_len tensor_parallel_size pipeline_parallel_size block_size "
         "num_gpu_blocks_override max_num_seqs max_num_batched_tokens enable_prefix_caching "
-        "kv_events_config enable_chunked_prefill enforce_eager kv_cache_memory_bytes "
+        "kv_events_config enable_chunked_prefill long_prefill_token_threshold "
+        "long_prefill_token_threshold_adaptive enforce_eager kv_cache_memory_bytes "
         "gpu_memory_utilization async_scheduling skip_tokenizer_init generation_config "
         "disable_log_stats use_tqdm_on_load logits_processors kv_transfer_config"
     ),

@@ -52,6 +52,20 @@ async def test_greedy_tokens_equal_plain_vllm(pair: Pair, length: int) -> None:
     assert split.summary.payload_bytes == blocks * block_bytes(pair)
 
 
+async def test_a_short_prompt_is_computed_beside_long_ones(pair: Pair) -> None:
+    prompts = [prompt_of(1_000), prompt_of(999), prompt_of(998), prompt_of(30)]
+    answers = []
+    for prompt in prompts:
+        answers.append(asyncio.create_task(pair.split(prompt)))
+        await asyncio.sleep(0)
+    *long, short = [answer.prefill for answer in await asyncio.gather(*answers)]
+    await pair.reset()
+    assert short is not None
+    ended = [one.compute_end_unix_ns for one in long if one is not None]
+    assert len(ended) == 3
+    assert short.compute_end_unix_ns < min(ended)
+
+
 async def test_logprobs_and_stop_tokens(pair: Pair) -> None:
     prompt = prompt_of(40)
     plain = await pair.plain(prompt)

@@ -300,6 +300,10 @@ def _engine_args(
             enable_kv_cache_events=True, publisher="zmq", endpoint=events_endpoint(link_path)
         ),
         enable_chunked_prefill=True,
+        # Prompts share each step of a prefill worker. Else a short one would wait until long ones, perhaps of another
+        # tenant, have ended. A prompt alone has the whole step.
+        long_prefill_token_threshold=1 if config.role == "prefill" else 0,
+        long_prefill_token_threshold_adaptive=config.role == "prefill",
         **_device_args(config, folder, on_cpu=runs_on_cpu()),
         # A step that is under way may write to blocks that a transfer gets.
         async_scheduling=False,
