@@ -33,9 +33,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import ClassVar
+from itertools import islice
+from typing import ClassVar, Final
 
 import grpc
+
+VIOLATIONS_MAX: Final = 16
+"""Most wrong fields that an error names."""
 
 
 class HeadraceError(Exception):
@@ -67,7 +71,7 @@ class HeadraceError(Exception):
 
 
 class InvalidRequest(HeadraceError):
-    """A field of the request is wrong. `violations` maps each field's path to its remedy.
+    """A field of the request is wrong. `violations` maps each field's path to its remedy, for VIOLATIONS_MAX fields.
 
     `cause` is the word that OpenAI has for it, such as "model_not_found". It stays within the process.
     """
@@ -82,7 +86,7 @@ class InvalidRequest(HeadraceError):
         cause: str = "",
         retry_after_s: float | None = None,
     ) -> None:
-        self.violations = dict(violations)
+        self.violations = dict(islice(violations.items(), VIOLATIONS_MAX))
         self.cause = cause
         detail = "; ".join(f"{field}: {remedy}" for field, remedy in self.violations.items())
         super().__init__(detail, metadata=self.violations, retry_after_s=retry_after_s)

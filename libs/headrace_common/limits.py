@@ -44,6 +44,10 @@ CHAT_TOOLS_MAX: Final = 128
 """Most functions of one chat, and most calls in one message."""
 TEMPLATE_KWARGS_BYTES_MAX: Final = 16_384
 """Most bytes of JSON with variables for a chat template."""
+JSON_PARTS_MAX: Final = 65_536
+"""Most strings, names of fields, objects and arrays in the JSON body of an HTTP request."""
+JSON_NUMBERS_PER_TOKEN_MAX: Final = 4
+"""Most other values there, such as tokens of several prompts, for each token of the context."""
 JSON_LEVELS_MAX: Final = 64
 """Deepest nesting of JSON from a client. Engines have the same bound."""
 SCHEMA_BYTES_MAX: Final = 65_536

@@ -48,6 +48,20 @@ def _wrong_texts(count: int) -> bytes:
     return _in_field(3, messages)
 
 
+def _schema(schema: Any) -> bytes:
+    outputs = sampling_pb2.StructuredOutputs(json=json.dumps(schema, separators=(",", ":")))
+    sampling = sampling_pb2.SamplingParams(structured_outputs=outputs, max_tokens=1)
+    return inference_pb2.GenerateRequest(text="hi", sampling=sampling).SerializeToString()
+
+
+def _schemas() -> list[bytes]:
+    """Schemas that a validator compares member by member, or takes a millisecond for each part of."""
+    draft = "http://json-schema.org/draft-04/schema#"
+    members = [{"a": number} for number in range(4_900)]
+    compared = _schema({"$schema": draft, "enum": members})
+    return [*[compared] * 4, *[_schema({"allOf": [{}] * 480})] * 24]
+
+
 ATTACKS: Mapping[str, Callable[[], list[bytes]]] = {
     # The first two fit the bytes of the context, so only their tokens are too many.
     "long_texts": lambda: [_text(2 * _MEBIBYTE)] * 2 + [_text(3 * _MEBIBYTE)] * 4,
@@ -58,6 +72,7 @@ ATTACKS: Mapping[str, Callable[[], list[bytes]]] = {
     # These reach the checks of the router, which compressing makes cheap to send.
     "zipped_texts": lambda: [_text(4 * _MEBIBYTE)] * 6,
     "fields": lambda: [_messages(8_000)] * 2 + [_wrong_texts(4_000)] * 4,
+    "schemas": _schemas,
 }
 _THREADS_MAX = 8
 

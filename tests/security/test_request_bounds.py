@@ -42,6 +42,7 @@ STATUSES = {
         # The wrong text is too far from the beginning to be named.
         *["INVALID_ARGUMENT request: cannot be parsed"] * 4,
     ],
+    "schemas": ["OK"] * 28,
 }
 
 

@@ -60,6 +60,7 @@ from headrace_frontend.openai.responses import (
     model_object,
     models_object,
 )
+from headrace_frontend.request.text_threads import Result
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
 from headrace_frontend.tenants import tenant_or_none
 
@@ -188,19 +189,33 @@ class OpenAiApp:
                     "a valid API key is required; send it as header 'Authorization: Bearer KEY'"
                 ) from error
 
-    async def _body(self, exchange: HttpExchange, kind: type[BodyKind]) -> BodyKind:
+    async def _body(self, exchange: HttpExchange, tenant: str, kind: type[BodyKind]) -> BodyKind:
+        return (await self._converted(exchange, tenant, kind, lambda body: None))[0]
+
+    async def _converted(
+        self,
+        exchange: HttpExchange,
+        tenant: str,
+        kind: type[BodyKind],
+        convert: Callable[[BodyKind], Result],
+    ) -> tuple[BodyKind, Result]:
+        """The body, and what `convert` makes of it. On a thread, unless the body has few values."""
         async with exchange.json_body(self._body_bytes_max) as data:
-            self._parts.size.check(len(data))
             await self._parts.callers.wait_turn()
-            body = parse_body(kind, data)
-        unknown = self._unknown_fields.check(body)
+            cost_bytes = self._parts.size.check_json(data)
+
+            def parse() -> tuple[BodyKind, list[str], Result]:
+                body = parse_body(kind, data)
+                return body, self._unknown_fields.check(body), convert(body)
+
+            body, unknown, converted = await self._parts.preparer.run(tenant, cost_bytes, parse)
         if unknown:
             exchange.add_header("x-headrace-ignored-fields", ", ".join(unknown))
-        return body
+        return body, converted
 
     async def _chat(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
-        body = await self._body(exchange, ChatCompletionBody)
+        body = await self._body(exchange, tenant, ChatCompletionBody)
 
         def new_format(head: ResponseHead, model: str, rules: AnswerRules) -> AnswerFormat:
             codec = self._parts.codecs[model]
@@ -210,16 +225,21 @@ class OpenAiApp:
 
     async def _messages(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
-        body = await self._body(exchange, MessagesBody)
-        chat = checked_body(ChatCompletionBody, body.chat)
+        _, chat = await self._converted(
+            exchange, tenant, MessagesBody, lambda body: checked_body(ChatCompletionBody, body.chat)
+        )
         await self._answer_chat(
             exchange, tenant, chat, "msg_", lambda head, _, rules: MessagesFormat(head, rules)
         )
 
     async def _respond(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
-        body = await self._body(exchange, ResponsesBody)
-        chat = checked_body(ChatCompletionBody, body.chat)
+        body, chat = await self._converted(
+            exchange,
+            tenant,
+            ResponsesBody,
+            lambda body: checked_body(ChatCompletionBody, body.chat),
+        )
         echoed = body.echoed
         await self._answer_chat(
             exchange,
@@ -259,7 +279,7 @@ class OpenAiApp:
 
     async def _complete(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
-        body = await self._body(exchange, CompletionBody)
+        body = await self._body(exchange, tenant, CompletionBody)
         request_id = _request_id(exchange, body)
         head, model = self._head(body, f"cmpl-{request_id}")
         codec = self._parts.codecs[model]
@@ -404,14 +424,15 @@ class OpenAiApp:
 
     async def _count_tokens(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
-        body = await self._body(exchange, CountTokensBody)
-        prompt = checked_body(TokenizeBody, body.prompt)
+        _, prompt = await self._converted(
+            exchange, tenant, CountTokensBody, lambda body: checked_body(TokenizeBody, body.prompt)
+        )
         _, tokens = await self._tokens_of(prompt, tenant)
         await exchange.respond_object({"input_tokens": len(tokens)})
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
-        body = await self._body(exchange, TokenizeBody)
+        body = await self._body(exchange, tenant, TokenizeBody)
         model, tokens = await self._tokens_of(body, tenant)
         preparer = self._parts.preparer
         texts = None
@@ -449,7 +470,7 @@ class OpenAiApp:
 
     async def _detokenize(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)
-        body = await self._body(exchange, DetokenizeBody)
+        body = await self._body(exchange, tenant, DetokenizeBody)
         model = self._parts.preparer.choice(body.model).model
         async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
             text = await self._parts.preparer.detokenize(model, body.tokens, tenant)

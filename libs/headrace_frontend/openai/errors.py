@@ -9,8 +9,9 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import grpc
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
-from headrace_common.errors import HeadraceError, InvalidRequest
+from headrace_common.errors import VIOLATIONS_MAX, HeadraceError, InvalidRequest
 
 _STATUSES: Final[Mapping[grpc.StatusCode, int]] = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -49,7 +50,6 @@ _UNSUPPORTED: Final = (
     *("/audio", "/images", "/realtime", "/files", "/batches", "/fine_tuning", "/assistants"),
 )
 """Beginnings of paths that servers of other kinds have."""
-_VIOLATIONS_SHOWN = 16
 _NO_TEXT: Final = "Input should be a valid string"
 # A remedy that a validator gives for one field.
 _FIELD_REMEDY: Final = re.compile(r"([a-z_]+): (.*)", re.DOTALL)
@@ -117,7 +117,7 @@ def error_object(error: HeadraceError | HttpError) -> dict[str, Any]:
         body["message"] = error.detail
         body["headrace"] = {
             "reason": error.reason,
-            "metadata": dict(list(error.metadata.items())[:_VIOLATIONS_SHOWN]),
+            "metadata": dict(list(error.metadata.items())[:VIOLATIONS_MAX]),
         }
     if isinstance(error, InvalidRequest):
         body["param"] = next(iter(error.violations), None)
@@ -152,13 +152,15 @@ OPENAI_ERRORS: Final = ErrorForm(error_bytes, lambda error: b"data: %b\n\n" % er
 
 def invalid_body(error: ValidationError) -> InvalidRequest:
     """The error for a body that names its wrong fields."""
-    kinds = {_BODY_CODES.get(item["type"], "") for item in error.errors(include_url=False)}
-    return InvalidRequest(_violations(error), cause=kinds.pop() if len(kinds) == 1 else "")
+    items = error.errors(include_url=False, include_input=False, include_context=False)
+    items = items[:VIOLATIONS_MAX]
+    kinds = {_BODY_CODES.get(item["type"], "") for item in items}
+    return InvalidRequest(_violations(items), cause=kinds.pop() if len(kinds) == 1 else "")
 
 
-def _violations(error: ValidationError) -> dict[str, str]:
+def _violations(items: Iterable[ErrorDetails]) -> dict[str, str]:
     violations: dict[str, str] = {}
-    for item in error.errors(include_url=False, include_input=False, include_context=False)[:16]:
+    for item in items:
         message = item["msg"].removeprefix("Value error, ")
         path = _path(item["loc"])
         named = _FIELD_REMEDY.fullmatch(message) if item["type"] == "value_error" else None

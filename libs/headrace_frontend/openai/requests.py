@@ -12,6 +12,7 @@ from headrace_common.limits import (
     ALLOWED_TOKENS_MAX,
     ANSWERS_MAX,
     BAD_WORDS_MAX,
+    CHAT_TOOLS_MAX,
     CHOICE_TEXTS_MAX,
     LOGIT_BIASES_MAX,
     REQUEST_TIMEOUT_MAX_S,
@@ -294,7 +295,8 @@ class ChatCompletionBody(GenerationBody):
         if isinstance(functions, list):
             if "tools" in fields:
                 raise ValueError("functions: tools are given too; leave one out")
-            fields["tools"] = [{"type": "function", "function": one} for one in functions]
+            given = functions[: CHAT_TOOLS_MAX + 1]
+            fields["tools"] = [{"type": "function", "function": one} for one in given]
         if "function_call" in fields:
             call = fields.pop("function_call")
             named = isinstance(call, dict)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from headrace.inference.v1 import inference_pb2, tools_pb2
+from headrace_common.errors import VIOLATIONS_MAX
 from headrace_common.limits import (
     CHAT_MESSAGES_MAX,
     CHAT_NAME_CHARACTERS_MAX,
@@ -16,7 +17,7 @@ from headrace_common.limits import (
     SCHEMA_BYTES_MAX,
     TEMPLATE_KWARGS_BYTES_MAX,
 )
-from headrace_frontend.request.json_text import JsonRejected, parse_object
+from headrace_frontend.request.json_text import NO_TEXT, JsonRejected, is_text, parse_object
 from headrace_frontend.request.schema import moved_schema, schema_problem
 from headrace_text.codec import RESERVED_NAMES, ChatMessage, ToolCall
 
@@ -36,6 +37,8 @@ def chat_violations(chat: inference_pb2.Chat) -> dict[str, str]:
         }
     violations: dict[str, str] = {}
     for index, message in enumerate(chat.messages):
+        if len(violations) >= VIOLATIONS_MAX:
+            break
         violations.update(_message_violations(f"chat.messages[{index}]", message))
     if chat.continue_final_message and chat.messages[-1].tool_calls:
         violations["chat.continue_final_message"] = "the final message has tool_calls; leave it out"
@@ -128,6 +131,8 @@ def _message_violations(path: str, message: inference_pb2.ChatMessage) -> Iterat
         names |= {f"tool_calls[{index}].id": call.id, f"tool_calls[{index}].name": call.name}
         if not call.name:
             yield f"{path}.tool_calls[{index}].name", "must not be empty"
+        if not is_text(call.arguments):
+            yield f"{path}.tool_calls[{index}].arguments", NO_TEXT
     for field, name in names.items():
         if len(name) > CHAT_NAME_CHARACTERS_MAX:
             yield (

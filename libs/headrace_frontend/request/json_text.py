@@ -1,11 +1,19 @@
-"""JSON objects that clients send as text, within bounds. Pure."""
+"""JSON that clients send, within bounds. Pure."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from typing import Any, Final
 
 from headrace_common.limits import JSON_LEVELS_MAX
+
+# One that has no end reaches to the end of the data, so that the time is linear.
+_STRING: Final = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+_LONE_SURROGATE: Final = re.compile(
+    r"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..\\u[dD])[c-fC-F])"
+)
+NO_TEXT: Final = "must not hold half of a surrogate pair, which is no text; leave it out"
 
 
 class JsonRejected(Exception):
@@ -27,7 +35,30 @@ def parse_object(text: str, bytes_max: int) -> dict[str, Any]:
         raise JsonRejected(f"must be the text of a JSON object, not of {_kind(value)}")
     if _exceeds_levels(value):
         raise JsonRejected(_TOO_DEEP)
+    if not is_text(text):
+        raise JsonRejected(NO_TEXT)
     return value
+
+
+def is_text(text: str) -> bool:
+    """False for JSON with half of a surrogate pair. It is an escape sequence, and names no character."""
+    # An escaped backslash before "u" is no such sequence.
+    escapes = text.replace("\\\\", "  ") if "\\\\" in text else text
+    return not _LONE_SURROGATE.search(escapes)
+
+
+def values_at_most(data: bytes) -> int:
+    """At most so many values are in some JSON. Texts in it may have as many commas and brackets."""
+    return 1 + data.count(b",") + data.count(b"[") + data.count(b"{")
+
+
+def count_values(data: bytes, strings_max: int) -> tuple[int, int]:
+    """The values in some JSON, and the strings, names of fields, arrays and objects in it.
+
+    It stops at more than `strings_max` strings, and counts no more then.
+    """
+    bare, strings = _STRING.subn(b'"', data, count=strings_max + 1)
+    return values_at_most(bare), strings + bare.count(b"[") + bare.count(b"{")
 
 
 _TOO_DEEP = f"must have at most {JSON_LEVELS_MAX} levels of objects and arrays"

@@ -80,6 +80,10 @@ class RequestPreparer:
             prepared = await self._prepare(request, request_id, root, tenant)
         return prepared
 
+    async def run(self, tenant: str, size_bytes: int, work: Callable[[], Result]) -> Result:
+        """Runs work that takes as long as tokenizing so many bytes does, in the tenant's turn."""
+        return await self._threads.run(tenant, size_bytes, work)
+
     async def tokenize(
         self,
         request: inference_pb2.GenerateRequest,

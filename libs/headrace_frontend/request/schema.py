@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, TypeAlias
 
 from headrace_common.limits import SCHEMA_BYTES_MAX
 from headrace_frontend.request.json_text import JsonRejected, parse_object
+
+_Path: TypeAlias = tuple[str | int, ...]
 
 _SHOWN_CHARACTERS = 200
 # Keywords with values that are no schemas, and those with a schema for each of several names.
@@ -13,31 +16,117 @@ _LITERALS: Final = frozenset({"const", "default", "enum", "examples"})
 _MAPPINGS: Final = frozenset(
     {"$defs", "definitions", "properties", "patternProperties", "dependentSchemas"}
 )
+_LISTS: Final = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+_SCHEMAS: Final = frozenset(
+    {
+        *("additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if"),
+        *("items", "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"),
+    }
+)
+_TYPES: Final = ("array", "boolean", "integer", "null", "number", "object", "string")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and value % 1 == 0
+
+
+def _are_names(value: Any) -> bool:
+    """Whether it is a list of different texts. In linear time."""
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        return False
+    return len(set(value)) == len(value)
+
+
+def _are_types(value: Any) -> bool:
+    names = value if isinstance(value, list) else [value]
+    return bool(names) and _are_names(names) and set(names) <= set(_TYPES)
+
+
+def _are_names_by_name(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_are_names, value.values()))
+
+
+_Rule: TypeAlias = tuple[Callable[[Any], bool], str]
+_TEXT: Final[_Rule] = (lambda value: isinstance(value, str), "give a text")
+_FLAG: Final[_Rule] = (lambda value: isinstance(value, bool), "give true or false")
+_LIST: Final[_Rule] = (lambda value: isinstance(value, list), "give a list")
+_MAPPING: Final[_Rule] = (lambda value: isinstance(value, dict), "give an object of schemas")
+_SOME: Final[_Rule] = (lambda value: isinstance(value, list) and bool(value), "give some schemas")
+_COUNT: Final[_Rule] = (_is_count, "give a count")
+_NUMBER: Final[_Rule] = (_is_number, "give a number")
+# Draft 4 has a flag here.
+_EXCLUSIVE: Final[_Rule] = (lambda value: isinstance(value, int | float), "give a number")
+_RULES: Final[Mapping[str, _Rule]] = {
+    "type": (_are_types, f"give some of {', '.join(_TYPES)}"),
+    "required": (_are_names, "give a list of different names"),
+    "dependentRequired": (_are_names_by_name, "give lists of different names"),
+    "multipleOf": (lambda value: _is_number(value) and value > 0, "give a number above 0"),
+    "dependencies": _MAPPING,
+    **dict.fromkeys(_MAPPINGS, _MAPPING),
+    **dict.fromkeys(_LISTS, _SOME),
+    **dict.fromkeys(("enum", "examples"), _LIST),
+    **dict.fromkeys(("maximum", "minimum"), _NUMBER),
+    **dict.fromkeys(("exclusiveMaximum", "exclusiveMinimum"), _EXCLUSIVE),
+    **dict.fromkeys(("maxContains", "maxItems", "maxLength", "maxProperties"), _COUNT),
+    **dict.fromkeys(("minContains", "minItems", "minLength", "minProperties"), _COUNT),
+    **dict.fromkeys(("deprecated", "readOnly", "uniqueItems", "writeOnly"), _FLAG),
+    **dict.fromkeys(("$anchor", "$comment", "$dynamicAnchor", "$dynamicRef", "$id"), _TEXT),
+    **dict.fromkeys(("$ref", "contentEncoding", "contentMediaType", "description"), _TEXT),
+    **dict.fromkeys(("format", "pattern", "title"), _TEXT),
+}
 
 
 def schema_problem(text: str) -> str | None:
-    """The remedy for a text that is not a JSON Schema. None for a schema.
+    """The remedy for a text that is not a JSON Schema, of any draft. None for a schema.
 
-    A schema without a known $schema is one of draft 2020-12. No reference is fetched.
+    It takes time in proportion to the length. No reference is fetched. Engines reject what they cannot enforce.
     """
-    # Few requests have a schema, and the import takes a tenth of a second.
-    from jsonschema import Draft202012Validator, FormatChecker, SchemaError
-    from jsonschema.validators import validator_for
-
     try:
         schema = parse_object(text, SCHEMA_BYTES_MAX)
     except JsonRejected as error:
         return str(error)
     if not isinstance(schema.get("$schema", ""), str):
         return "is not a JSON Schema: $schema must be a string; leave it out"
-    # Regular expressions are ECMAScript's, which Python cannot check.
-    unchecked = FormatChecker(formats=())
-    try:
-        validator_for(schema, default=Draft202012Validator).check_schema(schema, unchecked)
-    except SchemaError as error:
-        place = "".join(f"[{part!r}]" for part in error.absolute_path) or "its top"
-        return f"is not a JSON Schema: {error.message[:_SHOWN_CHARACTERS]}, at {place}; correct it"
+    parts: list[tuple[Any, _Path]] = [(schema, ())]
+    while parts:
+        part, path = parts.pop()
+        if isinstance(part, bool):
+            continue
+        if not isinstance(part, dict):
+            return _remedy(part, path, "give a schema")
+        for name, value in part.items():
+            holds, rule = _RULES.get(name, (None, ""))
+            if holds is not None and not holds(value):
+                return _remedy(value, (*path, name), rule)
+            parts.extend(_schemas_in(name, value, (*path, name)))
     return None
+
+
+def _remedy(value: Any, path: _Path, rule: str) -> str:
+    shown = repr(value)[:_SHOWN_CHARACTERS]
+    place = "".join(f"[{part!r}]" for part in path)[:_SHOWN_CHARACTERS] or "its top"
+    return f"is not a JSON Schema: {shown} is not valid, at {place}; {rule}"
+
+
+def _schemas_in(name: str, value: Any, path: _Path) -> Iterator[tuple[Any, _Path]]:
+    """The schemas that a keyword's value contains, with their paths."""
+    if name in _MAPPINGS:
+        for key, one in value.items():
+            yield one, (*path, key)
+    elif name == "dependencies":
+        # Before draft 2019-09, with a schema or a list of names for each name.
+        for key, one in value.items():
+            if not _are_names(one):
+                yield one, (*path, key)
+    elif name in _LISTS or (name == "items" and isinstance(value, list)):
+        for index, one in enumerate(value):
+            yield one, (*path, index)
+    elif name in _SCHEMAS:
+        yield value, path
 
 
 def moved_schema(schema: Any, place: str, *, is_mapping: bool = False) -> Any:

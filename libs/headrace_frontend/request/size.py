@@ -6,7 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from headrace_common.errors import InvalidRequest
-from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
+from headrace_common.limits import (
+    JSON_NUMBERS_PER_TOKEN_MAX,
+    JSON_PARTS_MAX,
+    UNKNOWN_CONTEXT_TOKENS,
+)
+from headrace_frontend.request.json_text import count_values, values_at_most
 
 CONTEXT_WORDS: Final = "this model's maximum context length is"
 """Agents and gateways recognize a prompt that is too long by these words of OpenAI."""
@@ -55,6 +60,30 @@ class RequestSizeCheck:
                     f"a request needs at most {bytes_max}; shorten it"
                 },
                 cause="context_length_exceeded",
+            )
+
+    def check_json(self, data: bytes) -> int:
+        """Bounds an HTTP body in bytes and in values, before objects are made of it. Raises InvalidRequest.
+
+        Returns the bytes of text that take as long to tokenize as this takes to parse.
+        """
+        self.check(len(data))
+        values = values_at_most(data)
+        if values > JSON_PARTS_MAX // 2:
+            self._check_values(data)
+        # Strings take 0.1 ms for each 32 KiB, and other values up to 5 us each.
+        return len(data) // 256 + values * 6
+
+    def _check_values(self, data: bytes) -> None:
+        values, parts = count_values(data, JSON_PARTS_MAX)
+        context = self._longest_context() or UNKNOWN_CONTEXT_TOKENS
+        values_max = JSON_PARTS_MAX + context * JSON_NUMBERS_PER_TOKEN_MAX
+        if parts > JSON_PARTS_MAX or values > values_max:
+            raise InvalidRequest(
+                {
+                    "body": f"must have at most {JSON_PARTS_MAX} strings, objects and arrays, names of fields "
+                    f"included, and {values_max} values in all; send less in one request"
+                }
             )
 
     def check_text(self, text_bytes: int) -> None:

@@ -33,7 +33,9 @@ class BlockBody(_Part):
     name: str = ""
     input: dict[str, Any] = Field(default_factory=dict)
     tool_use_id: str = ""
-    content: str | Annotated[list[BlockBody], Field(max_length=_BLOCKS_MAX)] | None = None
+    content: (
+        str | Annotated[list[BlockBody], Field(fail_fast=True, max_length=_BLOCKS_MAX)] | None
+    ) = None
 
     @model_validator(mode="after")
     def _check(self) -> BlockBody:
@@ -44,7 +46,7 @@ class BlockBody(_Part):
         return self
 
 
-_Blocks = str | Annotated[list[BlockBody], Field(max_length=_BLOCKS_MAX)]
+_Blocks = str | Annotated[list[BlockBody], Field(fail_fast=True, max_length=_BLOCKS_MAX)]
 
 
 class AnthropicMessage(_Part):
@@ -95,9 +97,13 @@ class CountTokensBody(_Part):
     """A request of /v1/messages/count_tokens."""
 
     model: str = ""
-    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=CHAT_MESSAGES_MAX)]
+    messages: Annotated[
+        list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=CHAT_MESSAGES_MAX)
+    ]
     system: _Blocks | None = None
-    tools: Annotated[list[AnthropicTool], Field(max_length=CHAT_TOOLS_MAX)] | None = None
+    tools: (
+        Annotated[list[AnthropicTool], Field(fail_fast=True, max_length=CHAT_TOOLS_MAX)] | None
+    ) = None
     tool_choice: AnthropicToolChoice | None = None
     thinking: Thinking | None = None
 
@@ -128,7 +134,7 @@ class MessagesBody(CountTokensBody):
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
-    stop_sequences: Annotated[list[str], Field(max_length=_STOPS_MAX)] | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True, max_length=_STOPS_MAX)] | None = None
     output_config: OutputConfig | None = None
 
     @property

@@ -38,7 +38,7 @@ class PartBody(_Part):
         return self
 
 
-_Parts = Annotated[list[PartBody], Field(max_length=_PARTS_MAX)]
+_Parts = Annotated[list[PartBody], Field(fail_fast=True, max_length=_PARTS_MAX)]
 
 
 class ItemBody(_Part):
@@ -104,7 +104,12 @@ class ResponsesBody(_Part):
     """A request of /v1/responses."""
 
     model: str = ""
-    input: str | Annotated[list[ItemBody], Field(min_length=1, max_length=CHAT_MESSAGES_MAX)]
+    input: (
+        str
+        | Annotated[
+            list[ItemBody], Field(fail_fast=True, min_length=1, max_length=CHAT_MESSAGES_MAX)
+        ]
+    )
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**32)] | None = None
     metadata: dict[str, str] | None = None
@@ -115,7 +120,9 @@ class ResponsesBody(_Part):
     temperature: float | None = None
     text: TextBody | None = None
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice | None = None
-    tools: Annotated[list[ResponsesTool], Field(max_length=CHAT_TOOLS_MAX)] | None = None
+    tools: (
+        Annotated[list[ResponsesTool], Field(fail_fast=True, max_length=CHAT_TOOLS_MAX)] | None
+    ) = None
     top_p: float | None = None
     # These need stored responses, or prompts.
     background: bool | None = None

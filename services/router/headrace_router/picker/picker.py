@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, TypeAlias
 
 from opentelemetry import context as otel_context
@@ -128,9 +129,10 @@ class EndpointPicker:
         async with self._parts.runner.admitted(tenant, deadline):
             if body is None or not has_prompt(headers):
                 return self._least_loaded(subset).http_endpoint
-            self._parts.size.check(len(body))
+            cost_bytes = self._parts.size.check_json(body)
             request_id = _request_id(headers)
-            request = _PROMPTS[_path(headers)](body, request_id)
+            convert = partial(_PROMPTS[_path(headers)], body, request_id)
+            request = await self._parts.preparer.run(tenant, cost_bytes, convert)
             prepared = await self._parts.preparer.tokenize(request, tenant)
             prepared = prepared.of_caller(tenant, prepared.priority)
             otel_context.attach(context_from_traceparent(headers.get("traceparent", "")))

@@ -16,6 +16,7 @@ from headrace_frontend.openai import exchange
 from headrace_frontend.openai.app import OpenAiApp
 from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts
+from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck
 from headrace_frontend.tenants import Tenants, load_tenants
 
@@ -33,7 +34,7 @@ def _app(
         models=Mock(),
         tenants=tenants or Tenants(None),
         runner=Mock(),
-        preparer=Mock(),
+        preparer=RequestPreparer({}, Mock(), str),
         size=RequestSizeCheck(lambda: {"sim": _CONTEXT}),
         count_failures=contextlib.nullcontext,
         callers=callers,

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jsonschema import Draft202012Validator
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator, SchemaError
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2, sampling_pb2, tools_pb2
@@ -110,6 +112,22 @@ _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
     (_choice(function_name="look"), "chat.tool_choice.function_name", "only MODE_FUNCTION"),
     (_choice(single_call=True), "chat.tool_choice.single_call", "only MODE_REQUIRED"),
     (_chat(template_kwargs="[]"), "chat.template_kwargs", "not of an array"),
+    (_chat(template_kwargs='{"a": "\\ud800"}'), "chat.template_kwargs", "surrogate"),
+    (
+        _chat(tools=[_tool(parameters='{"title": "\\udc00"}')]),
+        *("chat.tools[0].parameters", "surrogate"),
+    ),
+    (
+        _message(
+            role="assistant", tool_calls=[tools_pb2.ToolCall(name="a", arguments='["\\ud800"]')]
+        ),
+        *("chat.messages[1].tool_calls[0].arguments", "surrogate"),
+    ),
+    (_outputs(json='{"const": "\\ud800"}'), "sampling.structured_outputs.json", "surrogate"),
+    (
+        _outputs(structural_tag='{"a": "\\ud800"}'),
+        *("sampling.structured_outputs.structural_tag", "surrogate"),
+    ),
     (_chat(template_kwargs=f'{{"a": "{"x" * 16_384}"}}'), "chat.template_kwargs", "16384 bytes"),
     (_chat(template_kwargs='{"messages": []}'), "chat.template_kwargs", "messages cannot be set"),
     (_chat(template_kwargs='{"bos_token": ""}'), "chat.template_kwargs", "bos_token cannot"),
@@ -175,6 +193,37 @@ _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
     (_answers(n=3, best_of=2), "best_of", "at least n, 3"),
     (_answers(n=2, generated=inference_pb2.TokenIds(ids=[1])), "generated", "several answers"),
 ]
+
+
+_WORDS = st.sampled_from(["a", "b", "string", "null", "objekt"])
+_VALUES = (
+    st.none()
+    | st.integers(-2, 2)
+    | st.just(1.5)
+    | st.booleans()
+    | _WORDS
+    | st.lists(_WORDS, max_size=3)
+)
+_PLAIN_KEYWORDS: dict[Any, st.SearchStrategy[Any]] = dict.fromkeys(
+    (
+        *("type", "required", "enum", "const", "minimum", "multipleOf"),
+        *("maxLength", "minItems", "uniqueItems", "title", "default", "unheard"),
+    ),
+    _VALUES,
+)
+_SCHEMAS: st.SearchStrategy[Any] = st.recursive(
+    st.booleans() | st.fixed_dictionaries({}, optional=_PLAIN_KEYWORDS),
+    lambda inner: st.fixed_dictionaries(
+        {},
+        optional={
+            **_PLAIN_KEYWORDS,
+            **dict.fromkeys(("not", "items", "contains", "additionalProperties"), inner),
+            **dict.fromkeys(("anyOf", "prefixItems"), st.lists(inner, max_size=2)),
+            **dict.fromkeys(("properties", "$defs"), st.dictionaries(_WORDS, inner, max_size=2)),
+        },
+    ),
+    max_leaves=5,
+)
 
 
 def _prepare(request: inference_pb2.GenerateRequest, context: int = 64) -> Any:
@@ -299,6 +348,33 @@ def test_a_schema_may_name_its_draft_and_use_patterns_of_other_languages() -> No
         {"$ref": "http://127.0.0.1:1/elsewhere"},
     ):
         assert schema_problem(json.dumps(schema)) is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"properties": {"a": {"items": {"minimum": "1"}}}}, "['properties']['a']['items']"),
+        ({"anyOf": [{}, {"maxLength": -1}]}, "['anyOf'][1]['maxLength']"),
+        ({"required": ["a", "a"]}, "['required']"),
+        ({"allOf": []}, "['allOf']"),
+        ({"not": [True]}, "['not']"),
+        ({"dependencies": {"a": ["b"], "c": 5}}, "['dependencies']['c']"),
+        ({"multipleOf": 0}, "['multipleOf']"),
+        ({"$defs": {"a": {"type": []}}}, "['$defs']['a']['type']"),
+    ],
+)
+def test_a_wrong_schema_is_rejected_with_the_place(schema: Any, place: str) -> None:
+    problem = schema_problem(json.dumps(schema))
+    assert problem is not None
+    assert f"at {place}" in problem
+    with pytest.raises(SchemaError):
+        Draft202012Validator.check_schema(schema)
+
+
+@given(_SCHEMAS)
+def test_schemas_are_those_of_the_specification(schema: Any) -> None:
+    accepted = schema_problem(json.dumps({"not": schema})) is None
+    assert accepted == Draft202012Validator(Draft202012Validator.META_SCHEMA).is_valid(schema)
 
 
 def test_the_schema_of_a_tool_that_the_model_only_reads_may_be_of_any_form() -> None:
