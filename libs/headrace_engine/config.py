@@ -15,6 +15,8 @@ from headrace_kv.transport.networks import Networks
 
 TRANSPORT: Final = "mooncake"
 """What moves KV between workers: RDMA where the host has it, else TCP."""
+CONSTRAINT_CPU_S: Final = 0.5
+"""Most seconds of processor time that compiling the constraint of an answer takes, unless a setting says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class EngineConfig:
     blocks, where `kv_cache_gib` is 0. `rdma_devices`: RDMA adapters that carry KV; empty means all. `engine_args`:
     further arguments in the syntax of vLLM's command line. `tiers`: what each rank keeps below KV memory.
     `step_stall_s`: see StepWatch.
+    `constraint_cpu_s`: most processor time for which a decode engine compiles the constraint of an answer.
     """
 
     engine: Literal["vllm", "sim"]
@@ -71,6 +74,7 @@ class EngineConfig:
     write_quiet_s: float = write_quiet_s()
     tiers: TierSettings = field(default_factory=TierSettings)
     step_stall_s: float = STEP_STALL_S
+    constraint_cpu_s: float = CONSTRAINT_CPU_S
 
     @property
     def rank_count(self) -> int:

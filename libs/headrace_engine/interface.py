@@ -146,6 +146,8 @@ class DecodeWork:
     from_logits: bool = False
     cache_salt: str = ""
     """As in PrefillWork."""
+    tenant_salt: str = ""
+    """Equal for all requests of a tenant, which has one constraint compiled at a time."""
     adapter: str = ""
     """As in PrefillWork."""
     priority: Priority = Priority.NORMAL

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 
@@ -66,3 +67,26 @@ class FairTurns:
         again = self._waiting or self._task_of
         loop = asyncio.get_running_loop()
         self._next = loop.call_soon(self._begin_iteration) if again else None
+
+
+class OneEach:
+    """Lets one task of each caller into a block at a time, in the order of their calls."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
+        """The lock of each caller with tasks here, and their number."""
+
+    @asynccontextmanager
+    async def of(self, caller: str) -> AsyncIterator[None]:
+        """A block that other tasks of the caller wait for."""
+        lock, users = self._turns.get(caller, (asyncio.Lock(), 0))
+        self._turns[caller] = (lock, users + 1)
+        try:
+            async with lock:
+                yield
+        finally:
+            _, users = self._turns[caller]
+            if users > 1:
+                self._turns[caller] = (lock, users - 1)
+            else:
+                del self._turns[caller]

@@ -68,6 +68,7 @@ class ServiceDeployment:
     def open_scheduler(
         self, vllm_config: VllmConfig, groups: tuple[LayerGroup, ...]
     ) -> ConnectorScheduler:
+        continuation.install_grammar_ends()
         return ServiceConnectorScheduler(
             groups,
             Path(self.settings.link_path),

@@ -37,6 +37,7 @@ from headrace_engine.vllm.compat import (
 )
 from headrace_engine.vllm.link.messages import EngineLoad
 from headrace_engine.vllm.service.adapters import LoadedAdapter, load_adapters
+from headrace_engine.vllm.service.constraints import ConstraintCheck
 from headrace_engine.vllm.service.decode_request import DecodeRequest
 from headrace_engine.vllm.service.launch import check_config, launch
 from headrace_engine.vllm.service.local_broadcast import open_broadcast
@@ -78,6 +79,7 @@ class VllmEngine(Engine):
         self._kv_events: KvEventReader | None = None
         self._link_path = Path(config.link_path)
         self._first_token_sampler: FirstTokenSampler | None = None
+        self._constraints = ConstraintCheck(config.constraint_cpu_s)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         # By rank: KV memory that this process maps.
         self._rank_memories: Mapping[int, MappedMemory] = {}
@@ -202,6 +204,10 @@ class VllmEngine(Engine):
     async def decode(self, work: DecodeWork) -> AsyncGenerator[DecodeEvent, None]:
         llm, link = self._require_started()
         self._require_new(work.transfer_id)
+        if work.sampling.structured_outputs is not None:
+            await self._constraints.check(work.sampling.structured_outputs, work.tenant_salt)
+            llm, link = self._require_started()
+            self._require_new(work.transfer_id)
         request = DecodeRequest(
             llm=llm,
             link=link,
@@ -294,6 +300,7 @@ class VllmEngine(Engine):
         if self._kv_events is not None:
             await self._kv_events.close()
             self._kv_events = None
+        await self._constraints.close()
         if self.broadcast is not None:
             await asyncio.to_thread(self.broadcast.close)
         if self._llm is not None:

@@ -29,7 +29,7 @@ from headrace_common.limits import (
 from headrace_common.registry.adapters import adapter_to_proto
 from headrace_common.registry.place import place_of, place_to_proto
 from headrace_common.version import version
-from headrace_engine.config import TRANSPORT, EngineConfig
+from headrace_engine.config import CONSTRAINT_CPU_S, TRANSPORT, EngineConfig
 from headrace_engine.interface import Engine
 from headrace_engine.steps import STEP_STALL_S
 from headrace_kv.layout.layout import WorkerRef
@@ -227,6 +227,11 @@ class WorkerConfig(ServiceConfig):
         return OverlapSettings()
 
     @property
+    def constraint_bound_s(self) -> float:
+        """Most processor time for the constraint of an answer. Only decode workers configure it."""
+        return CONSTRAINT_CPU_S
+
+    @property
     def write_quiet_s(self) -> float:
         """How long bytes of a lost sender may still land in this worker's memory."""
         return write_quiet_s(self.lease_ttl_s, self.quarantine_s)
@@ -333,6 +338,7 @@ def engine_config(
         engine_args=config.engine_args,
         credentials=Credentials.from_config(config),
         overlap_layers=config.overlap_settings,
+        constraint_cpu_s=config.constraint_bound_s,
         # A decode worker adds the hosts of prefill workers when these open handoff streams.
         admitted=parse_networks(config.transfer_peer_networks),
         write_quiet_s=config.write_quiet_s,

@@ -29,6 +29,7 @@ def decode_request(
         stop_token_ids=request.stop_token_ids,
         remote_prefill=remote_prefill,
         cache_salt=request.cache_salt,
+        tenant_salt=request.tenant_salt,
         adapter=None if request.adapter is None else adapter_to_proto(request.adapter),
         priority=request.priority.to_proto(),
     )

@@ -131,10 +131,6 @@ class RequestPreparer:
             )
         return await self._threads.run(tenant, 4 * len(token_ids), lambda: codec.decode(token_ids))
 
-    async def run(self, tenant: str, size_bytes: int, work: Callable[[], Result]) -> Result:
-        """The result of work on a text of this size. Long ones run on a thread."""
-        return await self._threads.run(tenant, size_bytes, work)
-
     def choice(self, model: str) -> ModelChoice:
         """What a client selects by the name of a model or of an adapter. Raises InvalidRequest."""
         return resolve_model(model, self._codecs, self._workers.adapters())

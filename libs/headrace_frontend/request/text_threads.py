@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import TypeVar
 
+from headrace_common.callers.turns import OneEach
 from headrace_common.tasks import lower_priority
 
 # The event loop itself prepares a request of this size. That takes less time than a thread's turn.
@@ -44,26 +44,11 @@ class TextThreads:
 class _TextThread:
     def __init__(self, name: str) -> None:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=lower_priority)
-        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
-        """The lock of each tenant with texts here, and the number of requests that use it."""
+        self._turns = OneEach()
 
     async def run(self, tenant: str, work: Callable[[], Result]) -> Result:
-        async with self._turn(tenant):
+        async with self._turns.of(tenant):
             return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
-
-    @asynccontextmanager
-    async def _turn(self, tenant: str) -> AsyncIterator[None]:
-        lock, users = self._turns.get(tenant, (asyncio.Lock(), 0))
-        self._turns[tenant] = (lock, users + 1)
-        try:
-            async with lock:
-                yield
-        finally:
-            _, users = self._turns[tenant]
-            if users > 1:
-                self._turns[tenant] = (lock, users - 1)
-            else:
-                del self._turns[tenant]

@@ -67,6 +67,8 @@ class PreparedRequest:
     """Tokens of the completion that the client already has."""
     cache_salt: str = ""
     """Only requests with an equal salt share cached blocks. It depends on the tenant, and on the client's salt."""
+    tenant_salt: str = ""
+    """Equal for all requests of a tenant."""
     adapter: Adapter | None = None
     """The LoRA adapter, None for the model alone. The salt depends on it."""
     keeps_stop: bool = False
@@ -154,6 +156,7 @@ def prepare(
         first_token=request.first_token,
         generated=tuple(request.generated.ids),
         cache_salt=adapter_salt(client_salt(cache_salt, request.cache_salt), choice.adapter),
+        tenant_salt=cache_salt,
         adapter=choice.adapter,
         keeps_stop=request.sampling.include_stop_str_in_output,
         skips_special_tokens=not request.sampling.HasField("skip_special_tokens")

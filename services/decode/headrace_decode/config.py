@@ -15,6 +15,7 @@ from headrace_common.config import (
     split_host_port,
     wildcard_problems,
 )
+from headrace_engine.config import CONSTRAINT_CPU_S
 from headrace_engine.worker.config import WorkerConfig, served_name
 from headrace_frontend.config import FrontendConfig
 from headrace_kv.handoff.checksum import DigestMode
@@ -40,9 +41,18 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
         description="Number of last layers that may be missing when a request's first step begins. The step, with all "
         "its requests, then waits for each of them. Engine vllm, models with one kind of cache.",
     )
+    constraint_cpu_s: PositiveSeconds = Field(
+        CONSTRAINT_CPU_S,
+        description="Seconds of processor time for compiling the constraint of an answer, such as a JSON Schema. A "
+        "costlier one is refused. Engine vllm.",
+    )
     request_timeout_s: PositiveSeconds = Field(
         600.0, description="Seconds until the deadline of requests that have none."
     )
+
+    @property
+    def constraint_bound_s(self) -> float:
+        return self.constraint_cpu_s
 
     @property
     def overlap_settings(self) -> OverlapSettings:

@@ -20,6 +20,8 @@ def work_from_proto(
 ) -> DecodeWork:
     """`adapters` are the engine's. Raises InvalidRequest naming every wrong or missing field."""
     violations = salt_violations(request.cache_salt)
+    if salt_violations(request.tenant_salt):
+        violations["tenant_salt"] = "must be as the router sets it"
     if not 0 < len(request.transfer_id) <= TRANSFER_ID_CHARACTERS_MAX:
         violations["transfer_id"] = f"must be 1 to {TRANSFER_ID_CHARACTERS_MAX} characters"
     if not request.token_ids:
@@ -46,6 +48,7 @@ def work_from_proto(
         awaits_first_token=by_prefill,
         from_logits=from_logits,
         cache_salt=request.cache_salt,
+        tenant_salt=request.tenant_salt,
         adapter=requested_adapter(request, adapters),
         priority=Priority.from_proto(request.priority),
     )

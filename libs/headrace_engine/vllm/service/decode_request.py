@@ -16,6 +16,7 @@ from headrace_common.errors import (
 )
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork
 from headrace_engine.vllm.service.sampling import (
+    STEP_LIMIT,
     prompt_logprobs_of,
     rejected,
     request_errors,
@@ -67,6 +68,7 @@ class DecodeRequest:
         self._transfer_failed = False
         self._load_failed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._step_start_ns = 0
+        self._has_tokens = False
         self._failure: HeadraceError | None = None
         self._changed = asyncio.Event()
         params = None
@@ -146,6 +148,7 @@ class DecodeRequest:
             output = await self._next
             completion = output.outputs[0]
             if completion.token_ids:
+                self._has_tokens = True
                 yield self._tokens_of(output)
             if output.finished:
                 if not self._work.remote_kv:
@@ -195,12 +198,12 @@ class DecodeRequest:
         outputs = self._work.sampling.structured_outputs
         if outputs is None or self._transfer_failed or await self._has_failed_load():
             raise TransferFailed("the KV cache did not arrive, so nothing was generated")
-        raise InvalidRequest(
-            {
-                f"sampling.structured_outputs.{outputs.kind}": "vLLM cannot compile it, or the tokens that were "
-                "generated before do not follow it; simplify it"
-            }
+        remedy = (
+            STEP_LIMIT
+            if self._has_tokens
+            else "vLLM cannot compile it, or the tokens that were generated before do not follow it; simplify it"
         )
+        raise InvalidRequest({f"sampling.structured_outputs.{outputs.kind}": remedy})
 
     async def _has_failed_load(self) -> bool:
         """Whether a load from a lower tier has ended the request with an error."""

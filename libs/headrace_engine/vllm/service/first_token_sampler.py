@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any
 from headrace_common.errors import InternalError, TransferFailed
 from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
 from headrace_engine.vllm.compat import first_batch, make_sampler, vocabulary_size
-from headrace_engine.vllm.service.sampling import rejected, request_errors, sampling_params
+from headrace_engine.vllm.service.sampling import (
+    STEP_LIMIT,
+    rejected,
+    request_errors,
+    sampling_params,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,11 +52,16 @@ class FirstTokenGrammars:
         return request
 
     def mask(self, request: Request, row: Tensor) -> None:
-        """Removes the tokens with which the answer cannot begin from a row of logits. Not thread-safe."""
+        """Removes the tokens with which the answer cannot begin from a row of logits. Not thread-safe.
+
+        Raises ValueError when a limit of the grammar's library is reached.
+        """
         import torch
         import xgrammar
 
         bits = self._manager.grammar_bitmask({_ID: request}, [_ID], {})
+        if request.structured_output_request.grammar.ll_matcher.is_error():
+            raise ValueError(STEP_LIMIT)
         xgrammar.apply_token_bitmask_inplace(row, torch.from_numpy(bits))
 
     def close(self) -> None:

@@ -95,6 +95,11 @@ _SCHEMAS: Final = ("items", "prefixItems", "additionalProperties", "anyOf", "one
 """The keywords of JSON Schema with schemas of whole values."""
 
 
+STEP_LIMIT: Final = (
+    "takes more work for a token than the engine's limit for a step of its grammar; simplify it"
+)
+
+
 def request_errors() -> tuple[type[Exception], ...]:
     """What vLLM raises for a request that it rejects."""
     from vllm.exceptions import VLLMClientError

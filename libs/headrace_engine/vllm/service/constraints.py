@@ -1,0 +1,135 @@
+"""Bounds what a constraint may cost before the engine gets it, and how often a tenant has one compiled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import OrderedDict
+from contextlib import suppress
+from typing import Final, TypeAlias
+
+from headrace_common.callers.turns import OneEach
+from headrace_common.errors import DecodeFull, InvalidRequest
+from headrace_engine.interface import StructuredOutputs
+from headrace_engine.vllm.service.sampling import closed_schema
+
+MEMORY_BYTES: Final = 512 * 1024 * 1024
+"""Most memory that compiling one constraint may take."""
+_MODULE: Final = "headrace_engine.vllm.service.constraint_compiler"
+# A process of low priority may wait for a processor this many times as long as it computes.
+_WAIT_SHARE: Final = 20
+_KNOWN_MAX: Final = 1_024
+_TENANTS_MAX: Final = 4_096
+# Compiling what costs less than this delays no other constraint noticeably.
+_CHEAP_S: Final = 0.02
+
+_Key: TypeAlias = tuple[str, StructuredOutputs]
+
+
+class ConstraintCheck:
+    """Compiles each new constraint of a tenant once, in a process with bounds, before the engine compiles it.
+
+    A tenant has one constraint compiled at a time. After a costly one its next waits for as long as that took, since
+    the engine compiles them one after another. Results are known by tenant, so no tenant finds out what others use.
+    """
+
+    def __init__(self, cpu_s: float) -> None:
+        """`cpu_s` bounds the processor time of one constraint."""
+        self._cpu_s = cpu_s
+        self._known: OrderedDict[_Key, float | str] = OrderedDict()
+        """Seconds that it took, or which bound it exceeded."""
+        self._turns = OneEach()
+        self._ready_s: OrderedDict[str, float] = OrderedDict()
+        """When a tenant may have its next constraint compiled, by the event loop's clock."""
+        self._compiling = asyncio.Lock()
+        self._process: Process | None = None
+
+    async def check(self, outputs: StructuredOutputs, tenant: str) -> None:
+        """Returns when the engine may compile the constraint. Raises InvalidRequest for one beyond the bounds.
+
+        Raises DecodeFull when the processors are so busy that it was not compiled.
+        """
+        if outputs.kind == "json_object":
+            return
+        loop = asyncio.get_running_loop()
+        async with self._turns.of(tenant):
+            await asyncio.sleep(max(0.0, self._ready_s.get(tenant, 0.0) - loop.time()))
+            found = self._known.get((tenant, outputs))
+            if found is None:
+                found = await self._compile(outputs)
+                self._known[tenant, outputs] = found
+                if len(self._known) > _KNOWN_MAX:
+                    self._known.popitem(last=False)
+            if isinstance(found, str):
+                raise InvalidRequest({_path(outputs): self._remedy(found)})
+            if found > _CHEAP_S:
+                self._ready_s[tenant] = loop.time() + found
+                self._ready_s.move_to_end(tenant)
+                if len(self._ready_s) > _TENANTS_MAX:
+                    self._ready_s.popitem(last=False)
+
+    async def close(self) -> None:
+        """Ends the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    async def _compile(self, outputs: StructuredOutputs) -> float | str:
+        """Seconds of processor time, or which bound was exceeded."""
+        line = json.dumps({"kind": outputs.kind, "spec": _spec(outputs)}).encode() + b"\n"
+        async with self._compiling:
+            try:
+                async with asyncio.timeout(_WAIT_SHARE * self._cpu_s):
+                    answer = await self._ask(line)
+            except (TimeoutError, ConnectionError) as error:
+                await self.close()
+                raise DecodeFull(
+                    "the processors of the decode worker are too busy to compile a constraint; retry later",
+                    retry_after_s=1.0,
+                ) from error
+            except BaseException:
+                # Its answer would be taken for that of the next constraint.
+                await self.close()
+                raise
+        with suppress(ValueError):
+            return float(answer)
+        return answer
+
+    async def _ask(self, line: bytes) -> str:
+        if self._process is None or self._process.returncode is not None:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", _MODULE, str(self._cpu_s), str(MEMORY_BYTES)),
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=DEVNULL,
+                start_new_session=True,
+            )
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None
+        assert stdout is not None
+        stdin.write(line)
+        await stdin.drain()
+        answer = await stdout.readline()
+        if not answer:
+            raise ConnectionError("the compiler of constraints has ended")
+        return answer.decode().strip()
+
+    def _remedy(self, bound: str) -> str:
+        if bound == "memory":
+            return f"takes more than {MEMORY_BYTES >> 20} MiB of memory to compile; simplify it"
+        return f"takes more than {self._cpu_s:g} s to compile, the bound of constraint_cpu_s; simplify it"
+
+
+def _path(outputs: StructuredOutputs) -> str:
+    return f"sampling.structured_outputs.{outputs.kind}"
+
+
+def _spec(outputs: StructuredOutputs) -> str:
+    """What vLLM's backend gets."""
+    if outputs.kind == "choice":
+        return json.dumps(outputs.choices)
+    return closed_schema(outputs.text) if outputs.kind == "json" else outputs.text
