@@ -7,6 +7,8 @@ import itertools
 import random
 import time
 from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,64 +30,72 @@ DEADLINE_S: Final = 4.0
 BUGS: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE)
 
 
+@dataclass(slots=True)
+class Found:
+    """What random requests ended with."""
+
+    seeds: Iterator[int]
+    end_s: float
+    ends: Counter[str] = field(default_factory=Counter)
+    bugs: list[Any] = field(default_factory=list)
+
+    def next_seed(self) -> int | None:
+        """None at the end."""
+        return next(self.seeds) if time.monotonic() < self.end_s else None
+
+    async def post(self, http: aiohttp.ClientSession, listen: str) -> None:
+        """Posts random bodies."""
+        while (seed := self.next_seed()) is not None:
+            path = random.Random(seed).choice(tuple(BODIES))
+            body = Fuzzer(seed).body(path)
+            try:
+                async with http.post(f"http://{listen}{path}", data=body) as response:
+                    text = await response.text()
+            except TimeoutError:
+                self.ends["HTTP deadline"] += 1
+                continue
+            self.ends[f"HTTP {response.status}"] += 1
+            if response.status >= 500 or "a bug in Headrace" in text:
+                self.bugs.append((seed, path, body, text))
+
+    async def call(self, stub: Any) -> None:
+        """Sends random messages."""
+        while (seed := self.next_seed()) is not None:
+            request = Fuzzer(seed).request()
+            metadata = (("x-api-key", STRANGER_KEY),)
+            call = stub.Generate(request, metadata=metadata, timeout=DEADLINE_S)
+            try:
+                async for _ in call:
+                    pass
+            except grpc.aio.AioRpcError as error:
+                if error.code() in BUGS:
+                    self.bugs.append((seed, request, error.details()))
+            self.ends[(await call.code()).name] += 1
+
+
 async def test_no_request_ends_in_a_bug_at_any_door(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = random.SystemRandom().randrange(10**9)
-    seeds = itertools.count(first)
     listen = f"127.0.0.1:{free_port()}"
-    found: Counter[str] = Counter()
-    bugs: list[Any] = []
     headers = {"authorization": f"Bearer {STRANGER_KEY}", "content-type": "application/json"}
     async with (
         attacked(tmp_path, ("router", "http_listen", listen)) as it,
         bystander(it, KEY) as client,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(DEADLINE_S), headers=headers) as http,
     ):
-        end_s = time.monotonic() + SECONDS
+        found = Found(itertools.count(first), time.monotonic() + SECONDS)
         stub: Any = inference_pb2_grpc.InferenceServiceStub(it.channel)
-
-        async def post() -> None:
-            for seed in seeds:
-                if time.monotonic() > end_s:
-                    return
-                path = random.Random(seed).choice(tuple(BODIES))
-                body = Fuzzer(seed).body(path)
-                try:
-                    async with http.post(f"http://{listen}{path}", data=body) as response:
-                        text = await response.text()
-                except TimeoutError:
-                    found["HTTP deadline"] += 1
-                    continue
-                found[f"HTTP {response.status}"] += 1
-                if response.status >= 500 or "a bug in Headrace" in text:
-                    bugs.append((seed, path, body, text))
-
-        async def call() -> None:
-            for seed in seeds:
-                if time.monotonic() > end_s:
-                    return
-                request = Fuzzer(seed).request()
-                call = stub.Generate(
-                    request, metadata=(("x-api-key", STRANGER_KEY),), timeout=DEADLINE_S
-                )
-                try:
-                    async for _ in call:
-                        pass
-                except grpc.aio.AioRpcError as error:
-                    if error.code() in BUGS:
-                        bugs.append((seed, request, error.details()))
-                found[(await call.code()).name] += 1
-
         async with asyncio.TaskGroup() as group:
             for _ in range(CALLERS):
-                group.create_task(post())
-                group.create_task(call())
+                group.create_task(found.post(http, listen))
+                group.create_task(found.call(stub))
         answered = client.answers
+    ends = found.ends
     with capsys.disabled():
         print(
-            f"\n{found.total()} requests from seed {first}: {dict(found)}, beside {answered} answers"
+            f"\n{ends.total()} requests from seed {first}: {dict(ends)}, beside {answered} answers"
         )
-    assert not bugs
-    assert found["HTTP 200"]
-    assert found["OK"]
+    assert not found.bugs
+    assert ends["HTTP 200"]
+    assert ends["OK"]
