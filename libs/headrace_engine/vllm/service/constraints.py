@@ -20,6 +20,8 @@ MEMORY_BYTES: Final = 512 * 1024 * 1024
 _MODULE: Final = "headrace_engine.vllm.service.constraint_compiler"
 # A process of low priority may wait for a processor this many times as long as it computes.
 _WAIT_SHARE: Final = 20
+# Tenants that have constraints compiled at the same time. The kernel shares the processors between them.
+_PROCESSES_MAX: Final = 4
 _KNOWN_MAX: Final = 1_024
 _TENANTS_MAX: Final = 4_096
 # Compiling what costs less than this delays no other constraint noticeably.
@@ -43,8 +45,8 @@ class ConstraintCheck:
         self._turns = OneEach()
         self._ready_s: OrderedDict[str, float] = OrderedDict()
         """When a tenant may have its next constraint compiled, by the event loop's clock."""
-        self._compiling = asyncio.Lock()
-        self._process: Process | None = None
+        self._places = asyncio.Semaphore(_PROCESSES_MAX)
+        self._idle: list[Process] = []
 
     async def check(self, outputs: StructuredOutputs, tenant: str) -> None:
         """Returns when the engine may compile the constraint. Raises InvalidRequest for one beyond the bounds.
@@ -71,57 +73,68 @@ class ConstraintCheck:
                     self._ready_s.popitem(last=False)
 
     async def close(self) -> None:
-        """Ends the process."""
-        process, self._process = self._process, None
-        if process is not None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        """Ends the processes. No check is under way."""
+        while self._idle:
+            await _end(self._idle.pop())
 
     async def _compile(self, outputs: StructuredOutputs) -> float | str:
         """Seconds of processor time, or which bound was exceeded."""
         line = json.dumps({"kind": outputs.kind, "spec": _spec(outputs)}).encode() + b"\n"
-        async with self._compiling:
+        async with self._places:
+            process = self._idle.pop() if self._idle else await self._start()
             try:
                 async with asyncio.timeout(_WAIT_SHARE * self._cpu_s):
-                    answer = await self._ask(line)
+                    answer = await _ask(process, line)
             except (TimeoutError, ConnectionError) as error:
-                await self.close()
+                await _end(process)
                 raise DecodeFull(
                     "the processors of the decode worker are too busy to compile a constraint; retry later",
                     retry_after_s=1.0,
                 ) from error
             except BaseException:
                 # Its answer would be taken for that of the next constraint.
-                await self.close()
+                await _end(process)
                 raise
+            self._idle.append(process)
         with suppress(ValueError):
             return float(answer)
         return answer
 
-    async def _ask(self, line: bytes) -> str:
-        if self._process is None or self._process.returncode is not None:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", _MODULE, str(self._cpu_s), str(MEMORY_BYTES)),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=DEVNULL,
-                start_new_session=True,
-            )
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        stdin.write(line)
-        await stdin.drain()
-        answer = await stdout.readline()
-        if not answer:
-            raise ConnectionError("the compiler of constraints has ended")
-        return answer.decode().strip()
+    async def _start(self) -> Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            _MODULE,
+            str(self._cpu_s),
+            str(MEMORY_BYTES),
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,
+            start_new_session=True,
+        )
 
     def _remedy(self, bound: str) -> str:
         if bound == "memory":
             return f"takes more than {MEMORY_BYTES >> 20} MiB of memory to compile; simplify it"
         return f"takes more than {self._cpu_s:g} s to compile, the bound of constraint_cpu_s; simplify it"
+
+
+async def _ask(process: Process, line: bytes) -> str:
+    """The answer to a line. Raises ConnectionError when the process has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(line)
+    await process.stdin.drain()
+    answer = await process.stdout.readline()
+    if not answer:
+        raise ConnectionError("the compiler of constraints has ended")
+    return answer.decode().strip()
+
+
+async def _end(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
 
 
 def _path(outputs: StructuredOutputs) -> str:
