@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
 from contextlib import suppress
 from typing import Final, TypeAlias
@@ -14,6 +15,8 @@ from headrace_common.callers.turns import OneEach
 from headrace_common.errors import DecodeFull, InvalidRequest
 from headrace_engine.interface import StructuredOutputs
 from headrace_engine.vllm.service.sampling import closed_schema
+
+log = logging.getLogger(__name__)
 
 MEMORY_BYTES: Final = 512 * 1024 * 1024
 """Most memory that compiling one constraint may take."""
@@ -28,6 +31,10 @@ _TENANTS_MAX: Final = 4_096
 _CHEAP_S: Final = 0.02
 
 _Key: TypeAlias = tuple[str, StructuredOutputs]
+
+
+class _CompilerEnded(Exception):
+    """The process that compiles has ended."""
 
 
 class ConstraintCheck:
@@ -81,24 +88,34 @@ class ConstraintCheck:
         """Seconds of processor time, or which bound was exceeded."""
         line = json.dumps({"kind": outputs.kind, "spec": _spec(outputs)}).encode() + b"\n"
         async with self._places:
-            process = self._idle.pop() if self._idle else await self._start()
             try:
                 async with asyncio.timeout(_WAIT_SHARE * self._cpu_s):
-                    answer = await _ask(process, line)
-            except (TimeoutError, ConnectionError) as error:
-                await _end(process)
+                    answer = await self._answer(line)
+            except (TimeoutError, _CompilerEnded) as error:
                 raise DecodeFull(
-                    "the processors of the decode worker are too busy to compile a constraint; retry later",
+                    "the decode worker is too busy to compile a constraint; retry later",
                     retry_after_s=1.0,
                 ) from error
-            except BaseException:
-                # Its answer would be taken for that of the next constraint.
-                await _end(process)
-                raise
-            self._idle.append(process)
         with suppress(ValueError):
             return float(answer)
         return answer
+
+    async def _answer(self, line: bytes) -> str:
+        """The answer to a line. Raises _CompilerEnded when a new process has ended too."""
+        while True:
+            idle = bool(self._idle)
+            process = self._idle.pop() if idle else await self._start()
+            try:
+                answer = await _ask(process, line)
+            except BaseException as error:
+                # Its answer would be taken for that of the next constraint.
+                await _end(process)
+                if not idle or not isinstance(error, _CompilerEnded):
+                    raise
+                log.warning("a compiler of constraints has ended with %s", process.returncode)
+            else:
+                self._idle.append(process)
+                return answer
 
     async def _start(self) -> Process:
         return await asyncio.create_subprocess_exec(
@@ -109,7 +126,6 @@ class ConstraintCheck:
             str(MEMORY_BYTES),
             stdin=PIPE,
             stdout=PIPE,
-            stderr=DEVNULL,
             start_new_session=True,
         )
 
@@ -120,14 +136,17 @@ class ConstraintCheck:
 
 
 async def _ask(process: Process, line: bytes) -> str:
-    """The answer to a line. Raises ConnectionError when the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(line)
-    await process.stdin.drain()
+    try:
+        process.stdin.write(line)
+        await process.stdin.drain()
+    # uvloop has the second one for a closed pipe.
+    except (ConnectionError, RuntimeError) as error:
+        raise _CompilerEnded from error
     answer = await process.stdout.readline()
     if not answer:
-        raise ConnectionError("the compiler of constraints has ended")
+        raise _CompilerEnded
     return answer.decode().strip()
 
 
