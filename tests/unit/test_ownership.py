@@ -38,7 +38,7 @@ FOREIGN = {
     ("libs/headrace_engine/vllm/continuation.py", "add_request.__wrapped__"): "the patch of vLLM's InputBatch",
     ("libs/headrace_engine/vllm/continuation.py", "InputBatch.add_request"): "the patch of vLLM's InputBatch",
     ("libs/headrace_engine/vllm/continuation.py", "accept_tokens.__wrapped__"): "the patch of vLLM's GuidanceGrammar",
-    ("libs/headrace_engine/vllm/continuation.py", "GuidanceGrammar.accept_tokens"): "the patch of vLLM's GuidanceGrammar",
+    ("libs/headrace_engine/vllm/continuation.py", "GuidanceGrammar.accept_tokens"): "the same",
     ("libs/headrace_engine/vllm/continuation.py", "state.generator"): "vLLM's CachedRequestState",
     ("libs/headrace_engine/vllm/stages.py", "synchronize.__wrapped__"): "the patch of vLLM's GPUModelRunner",
     ("libs/headrace_engine/vllm/stages.py", "GPUModelRunner.sync_and_gather_intermediate_tensors"): "the same",
