@@ -207,7 +207,8 @@ class Fuzzer:
     def _change_message(self, message: Message) -> None:
         """Changes one field of a message, at any depth."""
         chance = self._random
-        field = chance.choice(message.DESCRIPTOR.fields)
+        fields: Any = message.DESCRIPTOR.fields
+        field: FieldDescriptor = chance.choice(fields)
         held: Any = getattr(message, field.name)
         if field.message_type is None:
             value = self._scalar(field)

@@ -300,7 +300,7 @@ class VllmEngine(Engine):
         if self._kv_events is not None:
             await self._kv_events.close()
             self._kv_events = None
-        await self._constraints.close()
+        self._constraints.close()
         if self.broadcast is not None:
             await asyncio.to_thread(self.broadcast.close)
         if self._llm is not None:

@@ -84,7 +84,7 @@ def _compile(tokenizer: Any, constraint: dict[str, Any]) -> None:
     os._exit(0)
 
 
-def _grammar(kind: str, spec: str) -> str:
+def _grammar(kind: Any, spec: str) -> str:
     import llguidance
 
     if kind == "structural_tag":

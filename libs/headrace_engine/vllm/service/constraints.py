@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import signal
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from subprocess import PIPE, Popen
 from typing import Final, TypeAlias
 
 from headrace_common.callers.turns import OneEach
@@ -31,6 +34,7 @@ _TENANTS_MAX: Final = 4_096
 _CHEAP_S: Final = 0.02
 
 _Key: TypeAlias = tuple[str, StructuredOutputs]
+Process: TypeAlias = Popen[bytes]
 
 
 class _CompilerEnded(Exception):
@@ -54,6 +58,7 @@ class ConstraintCheck:
         """When a tenant may have its next constraint compiled, by the event loop's clock."""
         self._places = asyncio.Semaphore(_PROCESSES_MAX)
         self._idle: list[Process] = []
+        self._threads = ThreadPoolExecutor(_PROCESSES_MAX, thread_name_prefix="constraints")
 
     async def check(self, outputs: StructuredOutputs, tenant: str) -> None:
         """Returns when the engine may compile the constraint. Raises InvalidRequest for one beyond the bounds.
@@ -79,10 +84,11 @@ class ConstraintCheck:
                 if len(self._ready_s) > _TENANTS_MAX:
                     self._ready_s.popitem(last=False)
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Ends the processes. No check is under way."""
         while self._idle:
-            await _end(self._idle.pop())
+            _end(self._idle.pop())
+        self._threads.shutdown(wait=False)
 
     async def _compile(self, outputs: StructuredOutputs) -> float | str:
         """Seconds of processor time, or which bound was exceeded."""
@@ -102,14 +108,15 @@ class ConstraintCheck:
 
     async def _answer(self, line: bytes) -> str:
         """The answer to a line. Raises _CompilerEnded when a new process has ended too."""
+        loop = asyncio.get_running_loop()
         while True:
             idle = bool(self._idle)
-            process = self._idle.pop() if idle else await self._start()
+            process = self._idle.pop() if idle else _start(self._cpu_s)
             try:
-                answer = await _ask(process, line)
+                answer = await loop.run_in_executor(self._threads, _ask, process, line)
             except BaseException as error:
                 # Its answer would be taken for that of the next constraint.
-                await _end(process)
+                _end(process)
                 if not idle or not isinstance(error, _CompilerEnded):
                     raise
                 log.warning("a compiler of constraints has ended with %s", process.returncode)
@@ -117,43 +124,46 @@ class ConstraintCheck:
                 self._idle.append(process)
                 return answer
 
-    async def _start(self) -> Process:
-        return await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            _MODULE,
-            str(self._cpu_s),
-            str(MEMORY_BYTES),
-            stdin=PIPE,
-            stdout=PIPE,
-            start_new_session=True,
-        )
-
     def _remedy(self, bound: str) -> str:
         if bound == "memory":
             return f"takes more than {MEMORY_BYTES >> 20} MiB of memory to compile; simplify it"
         return f"takes more than {self._cpu_s:g} s to compile, the bound of constraint_cpu_s; simplify it"
 
 
-async def _ask(process: Process, line: bytes) -> str:
+def _start(cpu_s: float) -> Process:
+    # Not by the event loop: uvloop forks, which is unsafe beside gRPC's threads. This does not copy the process.
+    return Popen(
+        [sys.executable, "-m", _MODULE, str(cpu_s), str(MEMORY_BYTES)],
+        stdin=PIPE,
+        stdout=PIPE,
+        start_new_session=True,
+    )
+
+
+def _ask(process: Process, line: bytes) -> str:
+    """Blocks until the answer. Raises _CompilerEnded."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
         process.stdin.write(line)
-        await process.stdin.drain()
-    # uvloop has the second one for a closed pipe.
-    except (ConnectionError, RuntimeError) as error:
+        process.stdin.flush()
+        answer = process.stdout.readline()
+    except OSError as error:
         raise _CompilerEnded from error
-    answer = await process.stdout.readline()
     if not answer:
         raise _CompilerEnded
     return answer.decode().strip()
 
 
-async def _end(process: Process) -> None:
+def _end(process: Process) -> None:
+    """Ends the process and what it compiles, and with them the wait of a thread for the answer."""
     with suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):
+            if pipe is not None:
+                pipe.close()
 
 
 def _path(outputs: StructuredOutputs) -> str:
