@@ -240,14 +240,14 @@ class OpenAiApp:
             ResponsesBody,
             lambda body: checked_body(ChatCompletionBody, body.chat),
         )
-        echoed = body.echoed
+        echoed, namespaced = body.echoed, body.namespaced
         await self._answer_chat(
             exchange,
             tenant,
             chat,
             "resp_",
             lambda head, model, rules: ResponsesFormat(
-                head, rules, echoed, self._parts.codecs[model]
+                head, rules, echoed, self._parts.codecs[model], namespaced
             ),
         )
 
@@ -320,6 +320,9 @@ class OpenAiApp:
                 for request in generation.requests:
                     tokens, text = await self._prompt_of(generation, request, tenant)
                     form.add_prompt(tokens, request.n, text)
+            if isinstance(form, MessagesFormat):
+                async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
+                    await self._parts.preparer.fit(generation.requests[0], tenant)
             await exchange.run_while_connected(respond(exchange, generation, tenant))
         except InvalidRequest as error:
             violations = openai_violations(

@@ -94,6 +94,17 @@ class RequestPreparer:
         """The validated request, outside any trace. Raises InvalidRequest."""
         return await self._run(request, "", tenant, add_generation_prompt=add_generation_prompt)
 
+    async def fit(self, request: inference_pb2.GenerateRequest, tenant: str) -> None:
+        """Lowers max_tokens to what the prompt leaves of the context. Raises InvalidRequest."""
+        sampling, wanted = request.sampling, request.sampling.max_tokens
+        context = self.max_model_len(self.choice(request.model).model)
+        # A prompt has fewer tokens than bytes.
+        if not context or wanted + request.ByteSize() <= context:
+            return
+        sampling.ClearField("max_tokens")
+        prepared = await self.tokenize(request, tenant)
+        sampling.max_tokens = min(wanted, prepared.sampling.max_tokens)
+
     async def tokenize_part(self, model: str, text: str, tenant: str) -> list[int]:
         """Tokens of a text that `tokenize` accepts, without special tokens around it."""
         codec = self._codecs[model]

@@ -93,7 +93,11 @@ class MessagesFormat(BlockFormat):
 def _error(error: AnyError) -> bytes:
     found = error_object(error)["error"]
     kind = _ERROR_TYPES.get(status_of(error), "api_error")
-    body = {"type": kind, "message": found["message"]}
+    message = found["message"]
+    if found["code"] == "context_length_exceeded":
+        # Agents search for Anthropic's words, and then shorten their conversation.
+        message = f"prompt is too long: {message}"
+    body = {"type": kind, "message": message}
     return json.dumps({"type": "error", "error": body}).encode()
 
 

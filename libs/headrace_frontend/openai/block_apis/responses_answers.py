@@ -19,18 +19,27 @@ from headrace_frontend.openai.responses import (
 from headrace_text.codec import TextCodec
 
 _Usage = dict[str, Any]
+_NONE: Final[Mapping[str, tuple[str, str]]] = {}
 
 
 class ResponsesFormat(BlockFormat):
-    """The answers of /v1/responses. `echoed` has the fields of the request that each answer repeats."""
+    """The answers of /v1/responses. `echoed` has the fields of the request that each answer repeats. `namespaced` has
+    the namespace and the name of functions, by the name that the model calls.
+    """
 
     def __init__(
-        self, head: ResponseHead, rules: AnswerRules, echoed: Mapping[str, Any], codec: TextCodec
+        self,
+        head: ResponseHead,
+        rules: AnswerRules,
+        echoed: Mapping[str, Any],
+        codec: TextCodec,
+        namespaced: Mapping[str, tuple[str, str]] = _NONE,
     ) -> None:
         super().__init__(head, rules)
         self._rules = rules
         self._echoed = echoed
         self._codec = codec
+        self._namespaced = namespaced
         self._sequence = 0
         self._sent = CollectedChoice()
         """What was streamed, where the tokens of its reasoning are counted."""
@@ -69,7 +78,7 @@ class ResponsesFormat(BlockFormat):
                 "response.function_call_arguments.done",
                 item_id=self._item_id(block),
                 output_index=block.index,
-                name=block.name,
+                name=self._function(block)["name"],
                 arguments=block.text,
             )
         else:
@@ -124,7 +133,7 @@ class ResponsesFormat(BlockFormat):
         if block.kind is BlockKind.CALL:
             arguments = block.text if done else ""
             item |= {"type": "function_call", "call_id": block.call_id}
-            item |= {"name": block.name, "arguments": arguments}
+            item |= self._function(block) | {"arguments": arguments}
         elif block.kind is BlockKind.REASONING:
             item |= {"type": "reasoning", "summary": [], "content": content}
         else:
@@ -132,6 +141,13 @@ class ResponsesFormat(BlockFormat):
         cut = self.blocks and block is self.blocks[-1]
         ended = self._status if cut else "completed"
         return item | {"status": ended if done else "in_progress"}
+
+    def _function(self, block: Block) -> dict[str, str]:
+        """The name of a call's function, and its namespace if it has one."""
+        if block.name not in self._namespaced:
+            return {"name": block.name}
+        namespace, name = self._namespaced[block.name]
+        return {"name": name, "namespace": namespace}
 
     def _of(self, block: Block, kind: str, **fields: Any) -> bytes:
         """An event about a block's only part."""

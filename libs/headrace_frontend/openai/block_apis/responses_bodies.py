@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -49,6 +49,7 @@ class ItemBody(_Part):
     content: str | _Parts | None = None
     call_id: str = ""
     name: str = ""
+    namespace: str = ""
     arguments: str = ""
     output: str | _Parts = ""
     summary: _Parts | None = None
@@ -63,13 +64,14 @@ class ItemBody(_Part):
 
 
 class ResponsesTool(_Part):
-    """A tool. Only functions can be called here, so that tools of other types are left out."""
+    """A tool, or a namespace of tools. Only functions can be called here, so tools of other types are left out."""
 
     type: str
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: Annotated[list[ResponsesTool], Field(max_length=CHAT_TOOLS_MAX)] | None = None
 
 
 class ResponsesToolChoice(_Part):
@@ -142,7 +144,7 @@ class ResponsesBody(_Part):
     @property
     def chat(self) -> dict[str, Any]:
         """The body of the same chat for /v1/chat/completions."""
-        tools = [_tool(tool) for tool in self.tools or () if tool.type == "function"]
+        tools = [_tool(namespace, tool) for namespace, tool in self._functions]
         fields: dict[str, Any] = {
             "model": self.model,
             "stream": self.stream is True,
@@ -160,6 +162,21 @@ class ResponsesBody(_Part):
             fields["tool_choice"] = _tool_choice(self.tool_choice)
             fields["parallel_tool_calls"] = self.parallel_tool_calls
         return {name: value for name, value in fields.items() if value is not None}
+
+    @property
+    def namespaced(self) -> Mapping[str, tuple[str, str]]:
+        """Namespace and name of each function in a namespace, by the name that the model sees."""
+        found = ((namespace, tool.name) for namespace, tool in self._functions if namespace)
+        return {_seen_name(*names): names for names in found}
+
+    @property
+    def _functions(self) -> Iterator[tuple[str, ResponsesTool]]:
+        """The functions that can be called, each with its namespace, which may be empty."""
+        for tool in self.tools or ():
+            if tool.type == "function":
+                yield "", tool
+            elif tool.type == "namespace":
+                yield from ((tool.name, one) for one in tool.tools or () if one.type == "function")
 
     @property
     def echoed(self) -> dict[str, Any]:
@@ -218,7 +235,8 @@ def _add(item: ItemBody, messages: list[dict[str, Any]]) -> None:
         turn = {"role": "assistant", "content": ""}
         messages.append(turn)
     if item.type == "function_call":
-        function = {"name": item.name, "arguments": item.arguments}
+        name = _seen_name(item.namespace, item.name)
+        function = {"name": name, "arguments": item.arguments}
         call = {"id": item.call_id, "type": "function", "function": function}
         turn.setdefault("tool_calls", []).append(call)
     elif item.type == "reasoning":
@@ -234,9 +252,14 @@ def _text(content: str | list[PartBody] | None) -> str:
     return "\n".join(part.text or part.refusal for part in content)
 
 
-def _tool(tool: ResponsesTool) -> dict[str, Any]:
+def _seen_name(namespace: str, name: str) -> str:
+    """The name of a function for the model. Chat templates have no namespaces."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _tool(namespace: str, tool: ResponsesTool) -> dict[str, Any]:
     function = {
-        "name": tool.name,
+        "name": _seen_name(namespace, tool.name),
         "description": tool.description,
         "parameters": tool.parameters,
         "strict": tool.strict,

@@ -94,6 +94,25 @@ async def test_errors_have_openais_codes(
     assert reply.error["headrace"]["reason"] == "INVALID_FIELD"
 
 
+async def test_max_tokens_of_messages_is_lowered_to_the_rest_of_the_context() -> None:
+    app = LocalApp()
+    for stream in (False, True):
+        body = {"messages": [USER], "max_tokens": 32_000, "stream": stream}
+        assert (await app.post("/v1/messages", body)).status == 200
+        prepared = app.runner.prepared[-1]
+        assert prepared.sampling.max_tokens == CONTEXT - len(prepared.token_ids)
+    assert (await app.post("/v1/messages", {"messages": [USER], "max_tokens": 5})).status == 200
+    assert app.runner.prepared[-1].sampling.max_tokens == 5
+
+
+async def test_messages_call_a_prompt_too_long_as_anthropic_does() -> None:
+    long = {"messages": [{**USER, "content": "x" * CONTEXT}], "max_tokens": 5}
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        reply = await LocalApp().post(path, long)
+        assert (reply.status, reply.error["type"]) == (400, "invalid_request_error")
+        assert reply.error["message"].startswith("prompt is too long: messages")
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from anthropic.types import RawMessageStreamEvent
-from openai.types.responses import ResponseStreamEvent
+from openai.types.responses import ResponseFunctionToolCall, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
@@ -197,6 +197,31 @@ def test_a_request_of_codex_is_a_chat() -> None:
     checked = checked_body(ChatCompletionBody, chat)
     assert [tool.function.name for tool in checked.tools or ()] == ["Bash"]
     assert checked.template_variables == {"reasoning_effort": "medium"}
+
+
+def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
+    """Coding agents send the tools of their MCP servers so."""
+    one = {"type": "function", "name": "find", "parameters": {"type": "object"}}
+    call = {"type": "function_call", "call_id": "call_1", "arguments": "{}"}
+    items = [{"role": "user", "content": "?"}, call | {"namespace": "notes", "name": "find"}]
+    tools = [
+        {"type": "namespace", "name": "notes", "tools": [one, {"type": "custom", "name": "x"}]},
+        one,
+    ]
+    body = parse_body(ResponsesBody, json.dumps({"input": items, "tools": tools}).encode())
+    checked = checked_body(ChatCompletionBody, body.chat)
+    assert [tool.function.name for tool in checked.tools or ()] == ["notes__find", "find"]
+    made = checked.messages[1].tool_calls or []
+    assert [tool_call.function.name for tool_call in made] == ["notes__find"]
+    form = ResponsesFormat(HEAD, RULES, {}, ByteCodec(), body.namespaced)
+    texts = [text.replace('"find"', '"notes__find"') for text in TEXTS]
+    events = events_of(form, texts)
+    items = [e["item"] for e in events if e["type"].startswith("response.output_item")]
+    calls = [item for item in items if item["type"] == "function_call"]
+    assert [(item["namespace"], item["name"]) for item in calls] == [("notes", "find")] * 2
+    assert all(ResponseFunctionToolCall.model_validate(item).namespace == "notes" for item in calls)
+    (done,) = (e for e in events if e["type"] == "response.function_call_arguments.done")
+    assert done["name"] == "find"
 
 
 @pytest.mark.parametrize(
