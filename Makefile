@@ -89,13 +89,8 @@ VLLM_TESTS := vllm
 test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(DEEP_MODEL)/config.json $(MANY_HEADS_MODEL)/config.json $(TINY_ADAPTERS)/poet/adapter_config.json $(addsuffix /config.json,$(HYBRID_MODELS)) ## the tests with vLLM, the long ones too
 	@$(PYTEST) -m '$(VLLM_TESTS)' --second-run $(ARGS)
 
-WORKS_WITH := .cache/works-with/requirements.txt
-$(WORKS_WITH): tests/clients/python/requirements.txt | setup
-	@rm -rf $(@D) && $(BIN)/python -m venv $(@D)
-	@$(@D)/bin/python -m pip install --quiet --no-deps --require-hashes --requirement $<
-	@cp $< $@
-
-test-clients: setup $(WORKS_WITH) $(TINY_MODEL)/config.json ## chat clients in C++, Go, Java, Node and Rust, and Python libraries: as root it installs their Debian packages (CLIENTS="cpp go")
+test-clients: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## chat clients in C++, Go, Java, Node and Rust, libraries, load generators and coding agents: as root it installs Debian packages (CLIENTS="cpp go")
+	@scripts/install_client_tools.sh
 	@$(BIN)/python scripts/build_clients.py --install $(CLIENTS)
 	@$(PYTEST) tests/clients $(ARGS)
 

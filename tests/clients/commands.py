@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 150.0
 # Of the machine that runs the tests. A client must not use them.
 _PREFIX = "HEADRACE_"
 

@@ -17,15 +17,13 @@ from headrace_engine.sim.model.settings import parse_settings
 from headrace_text.load import load_codecs
 from lock_requirements import parse
 from tests.clients.commands import run
+from tests.clients.installed import PYTHON_LISTS, ROOT, tools
 from tests.ports import free_port
 from tests.suite.deployment import suite
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/clients.md"
-FOLDER = ROOT / "tests/clients/python"
-PINS = FOLDER / "requirements.txt"
-# `make test-clients` installs the pins there, and then copies their file.
-INSTALLED = ROOT / ".cache/works-with"
+PINS = PYTHON_LISTS / "requirements.txt"
+INSTALLED, installed = tools("works-with", PINS)
 PYTHON = INSTALLED / "bin/python"
 CLIENTS = (
     *("anthropic", "langchain-openai", "litellm", "llama-index-llms-openai-like", "lm-eval"),
@@ -40,12 +38,6 @@ ENVIRONMENT = {
 }
 SHARED = {"chat": True, "stream": True}
 TOOL = {"tool": {"a": "b"}}
-
-installed = pytest.mark.skipif(
-    not (INSTALLED / PINS.name).exists()
-    or (INSTALLED / PINS.name).read_bytes() != PINS.read_bytes(),
-    reason="the Python clients are not installed: make test-clients",
-)
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +57,7 @@ async def served(folder: Path, *settings: tuple[str, str, str]) -> AsyncIterator
 async def found(folder: Path, script: str, python: Path = PYTHON) -> Any:
     """What a script of the folder `python` found."""
     async with served(folder) as url:
-        status, out, err = await run(str(python), str(FOLDER / script), url, **ENVIRONMENT)
+        status, out, err = await run(str(python), str(PYTHON_LISTS / script), url, **ENVIRONMENT)
         assert status == 0, err
         return json.loads(out)
 
@@ -123,7 +115,7 @@ async def test_lm_eval_runs_a_loglikelihood_and_a_generation_task(tmp_path: Path
         status, _, err = await run(
             *(str(INSTALLED / "bin/lm_eval"), "run", "--model", "local-completions"),
             *("--model_args", ",".join(f"{name}={value}" for name, value in arguments.items())),
-            *("--include_path", str(FOLDER / "lm_eval"), "--batch_size", "2"),
+            *("--include_path", str(PYTHON_LISTS / "lm_eval"), "--batch_size", "2"),
             *("--tasks", "headrace_choices,headrace_generation"),
             *("--output_path", str(tmp_path / "results"), "--log_samples"),
             **ENVIRONMENT,

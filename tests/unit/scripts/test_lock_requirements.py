@@ -15,7 +15,7 @@ from tests.unit.test_architecture import ROOT
 
 HASH = "0" * 64
 LOCKS = sorted(path for path in FOLDER.glob("*.txt") if path.stem not in CONSTRAINTS)
-NODE_FOLDERS = (ROOT, ROOT / "tests" / "clients" / "node")
+NODE_FOLDERS = (ROOT, ROOT / "tests/clients/node", ROOT / "tests/clients/agents")
 
 
 @pytest.mark.parametrize("path", LOCKS, ids=lambda path: path.stem)
