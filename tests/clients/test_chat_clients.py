@@ -91,7 +91,7 @@ async def test_the_commands_of_the_page_chat_over_tls_with_a_key(
     async with deployed(tmp_path, internal, more) as children:
         endpoint = children["router"].client_endpoint
         async with open_channel(endpoint, tls) as channel:
-            await joined(channel)
+            await joined(channel, KEY)
 
         async def ask(command: str, **more: str) -> tuple[int, str, str]:
             shell = f"cd {ROOT} && {command.replace('127.0.0.1:7050', endpoint)}"
