@@ -29,7 +29,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from bench.goodput.report import ATTAINED_MIN, Answer, goodput_table, objectives, times_table
+from bench.goodput.report import (
+    ATTAINED_MIN,
+    OF_BOUNDS,
+    Answer,
+    Objective,
+    factors_of,
+    goodput_table,
+    objectives,
+    times_table,
+)
 from bench.support.vllm_child import Child, engine, loaded
 from bench.support.vllm_ways import (
     Ours,
@@ -42,6 +51,7 @@ from bench.support.vllm_ways import (
 from headrace_common.errors import HeadraceError
 
 OURS: Final = "Headrace, one prefill and one decode worker"
+BOTH: Final = "Headrace, two workers of both roles"
 CACHE_TOKENS: Final = 49_152
 SEQUENCES: Final = 64
 DEFAULT_STEPS: Final = "default"
@@ -83,12 +93,31 @@ def by_engines(children: list[Child]) -> Ask:
     return ask
 
 
-def by_us(deployment: Ours) -> Ask:
-    """Sends a request to the services."""
+def by_load(children: list[Child]) -> Ask:
+    """Chooses the engine with the fewest requests."""
+    held = [0] * len(children)
 
     async def ask(prompt: list[int], count: int, number: int) -> AsyncIterator[int]:
         del number
-        async for response, now_ns in deployment.generate(prompt, count):
+        chosen = held.index(min(held))
+        held[chosen] += 1
+        try:
+            async for piece in children[chosen].generate(prompt, count):
+                for _ in piece.token_ids:
+                    yield piece.heard_unix_ns
+        finally:
+            held[chosen] -= 1
+
+    return ask
+
+
+def by_us(deployment: Ours, objective: Objective | None = None) -> Ask:
+    """Sends a request to the services, with the bounds of `objective`."""
+    targets_s = None if objective is None else (1e-3 * objective.ttft_ms, 1e-3 * objective.tpot_ms)
+
+    async def ask(prompt: list[int], count: int, number: int) -> AsyncIterator[int]:
+        del number
+        async for response, now_ns in deployment.generate(prompt, count, targets_s=targets_s):
             for _ in response.token_ids:
                 yield now_ns
 
@@ -143,8 +172,11 @@ async def without_load(load: Load, ask: Ask, longest: int) -> list[Answer]:
 
 async def start_ways(
     stack: AsyncExitStack, arguments: argparse.Namespace, folder: Path
-) -> dict[str, Ask]:
-    """Starts all engines on their cores. The first way is the plain engine with the first of --steps."""
+) -> tuple[dict[str, Ask], Ours]:
+    """Starts all engines on their cores. The first way is the plain engine with the first of --steps.
+
+    The last one has both roles, and its behaviour depends on the bounds.
+    """
     model, dtype = Path(arguments.model), arguments.dtype
     cores = sorted(os.sched_getaffinity(0))[:2]
     asks: dict[str, Ask] = {}
@@ -163,13 +195,20 @@ async def start_ways(
             Tree(child.process.pid).pin({core})
             children.append(child)
         asks[f"two vLLM engines, steps of {steps}"] = by_engines(children)
+        asks[f"two vLLM engines, steps of {steps}, fewest requests first"] = by_load(children)
     deployment = await stack.enter_async_context(
         ours(model, dtype, CACHE_TOKENS, folder / "ours", max_num_seqs=str(SEQUENCES))
     )
     deployment.tree("prefill").pin({cores[0]})
     deployment.tree("decode").pin({cores[-1]})
     asks[OURS] = by_us(deployment)
-    return asks
+    both = await stack.enter_async_context(
+        ours(model, dtype, CACHE_TOKENS, folder / "both", both=2, max_num_seqs=str(SEQUENCES))
+    )
+    first, second = (c for c in both.deployment.children if c.spec.service == "worker")
+    Tree(first.process.pid).pin({cores[0]})
+    Tree(second.process.pid).pin({cores[-1]})
+    return asks, both
 
 
 async def measure(
@@ -181,11 +220,14 @@ async def measure(
     load = Load(range(FIRST_TOKEN, vocabulary), arguments.answer, arguments.drain)
     rates = [float(rate) for rate in arguments.rates.split(",")]
     async with AsyncExitStack() as stack:
-        asks = await start_ways(stack, arguments, folder)
+        asks, both = await start_ways(stack, arguments, folder)
+        alone = [await without_load(load, ask, longest) for ask in asks.values()]
+        await without_load(load, by_us(both, Objective(60_000, 10_000)), longest)
+        for name, objective in objectives(alone[0]).items():
+            asks[f"{BOTH}{OF_BOUNDS}{factors_of(name)}"] = by_us(both, objective)
         found: dict[float, dict[str, list[Answer]]] = {
             rate: {way: [] for way in asks} for rate in rates
         }
-        alone = [await without_load(load, ask, longest) for ask in asks.values()]
         numbers = range(arguments.first_round, arguments.first_round + arguments.rounds)
         for number, rate in itertools.product(numbers, rates):
             arriving = arrivals(rate, arguments.seconds, (shortest, longest), number)

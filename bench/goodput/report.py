@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bench.placement.report import percentile
@@ -62,6 +62,21 @@ def objectives(alone: Sequence[Answer]) -> dict[str, Objective]:
     }
 
 
+OF_BOUNDS = ", bounds "
+"""In the name of a way, before the bounds for which alone it was measured."""
+
+
+def factors_of(name: str) -> str:
+    """The factors in the name of an objective, such as "2, 4"."""
+    first, later = (part.partition(" x ")[0] for part in name.split(" ms, "))
+    return f"{first}, {later}"
+
+
+def ways_of(ways: Iterable[str], name: str) -> list[str]:
+    """The ways that were measured for an objective."""
+    return [way for way in ways if way.partition(OF_BOUNDS)[2] in ("", factors_of(name))]
+
+
 def attained(answers: Sequence[Answer], objective: Objective) -> float:
     """The share of good requests."""
     return sum(answer.keeps(objective) for answer in answers) / len(answers)
@@ -83,9 +98,14 @@ def goodput_table(answers: Answers, bounds: Mapping[str, Objective]) -> str:
     titles = ("TTFT and TPOT at most", "way", *(f"{rate:g}/s" for rate in rates), "goodput")
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name, objective in bounds.items():
-        for way in answers[rates[0]]:
+        for way in ways_of(answers[rates[0]], name):
             shares = (f"{100 * attained(answers[rate][way], objective):.0f} %" for rate in rates)
-            cells = (name, way, *shares, f"{goodput(answers, way, objective):g}/s")
+            cells = (
+                name,
+                way.partition(OF_BOUNDS)[0],
+                *shares,
+                f"{goodput(answers, way, objective):g}/s",
+            )
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -27,7 +27,8 @@ from headrace_cli.client import (
     reset_prefix_cache,
 )
 from headrace_cli.up.deployment import Deployment, Signals, deployed
-from headrace_cli.up.topology import Topology
+from headrace_cli.up.topology import WORKER_SERVICES, Topology
+from headrace_common.durations import duration_from_seconds
 from headrace_common.process.free_port import free_port
 
 DECODE: Final = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
@@ -83,7 +84,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Ours:
-    """A running deployment of one prefill and one decode worker, and a client and an operator of its router."""
+    """A running deployment, and a client and an operator of its router."""
 
     deployment: Deployment
     router: RouterClient
@@ -97,42 +98,64 @@ class Ours:
         )
 
     async def generate(
-        self, token_ids: Iterable[int], count: int, first_token: int = DECODE
+        self,
+        token_ids: Iterable[int],
+        count: int,
+        first_token: int = DECODE,
+        targets_s: tuple[float, float] | None = None,
     ) -> AsyncIterator[tuple[inference_pb2.GenerateResponse, int]]:
-        """Sends a request through the router. Yields every message with its time, as `Child.generate` does."""
+        """Sends a request through the router. Yields every message with its time, as `Child.generate` does.
+
+        With `targets_s`, of the first token and of each later one, the router decides where the prompt is computed.
+        """
         request = inference_pb2.GenerateRequest(
             tokens=inference_pb2.TokenIds(ids=token_ids),
             sampling=sampling_pb2.SamplingParams(
                 temperature=0.0, max_tokens=count, ignore_eos=True
             ),
-            prefill_placement=REMOTE,
             first_token=first_token_pb2.FirstTokenPolicy.ValueType(first_token),
         )
+        if targets_s is None:
+            request.prefill_placement = REMOTE
+        else:
+            request.ttft_target.CopyFrom(duration_from_seconds(targets_s[0]))
+            request.tpot_target.CopyFrom(duration_from_seconds(targets_s[1]))
         async for response in self.router.generate(request, REQUEST_S):
             yield response, time.time_ns()
 
     async def forget(self) -> None:
         """Empties both prefix caches."""
         for child in self.deployment.children:
-            if child.spec.service in ("prefill", "decode"):
+            if child.spec.service in WORKER_SERVICES:
                 await reset_prefix_cache(child.endpoint, 10.0)
 
 
 @asynccontextmanager
 async def ours(
-    model: Path, dtype: str, cache_tokens: int, folder: Path, **more: str
+    model: Path, dtype: str, cache_tokens: int, folder: Path, *, both: int = 0, **more: str
 ) -> AsyncIterator[Ours]:
-    """Starts the processes of `headrace up` with settings for small machines. `more` are further ones of workers."""
+    """Starts the processes of `headrace up` with settings for small machines. `more` are further ones of workers.
+
+    There are `both` workers of both roles, or one prefill and one decode worker.
+    """
     workers = [
         (service, name, value)
-        for service in ("prefill", "decode")
+        for service in (("worker",) if both else ("prefill", "decode"))
         for name, value in (
             ("dtype", dtype),
             ("num_gpu_blocks_override", str(cache_tokens // BLOCK_TOKENS)),
             *more.items(),
         )
     ]
-    topology = Topology(model=str(model), port=free_port(), settings=tuple(workers))
+    topology = Topology(
+        model=str(model),
+        prefill_count=0 if both else 1,
+        decode_count=0 if both else 1,
+        worker_count=both,
+        port=free_port(),
+        http_port=free_port(),
+        settings=tuple(workers),
+    )
     await asyncio.to_thread(folder.mkdir)
     with (folder / "console.log").open("w") as log:
         async with (

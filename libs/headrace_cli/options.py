@@ -55,10 +55,27 @@ Model = Annotated[
         f"for vllm the default is {DEFAULT_MODEL}",
     ),
 ]
-PrefillCount = Annotated[
-    int, typer.Option("--prefill", metavar="N", min=0, help="Prefill workers.")
+WorkerCount = Annotated[
+    int,
+    typer.Option(
+        "--workers",
+        metavar="N",
+        min=0,
+        help="Workers of both roles: each computes prompts for the others, and generates.",
+    ),
 ]
-DecodeCount = Annotated[int, typer.Option("--decode", metavar="N", min=1, help="Decode workers.")]
+PrefillCount = Annotated[
+    int | None,
+    typer.Option(
+        "--prefill", metavar="N", min=0, help="Prefill workers. The default is 1 without --workers."
+    ),
+]
+DecodeCount = Annotated[
+    int | None,
+    typer.Option(
+        "--decode", metavar="N", min=0, help="Decode workers. The default is 1 without --workers."
+    ),
+]
 Port = Annotated[
     int,
     typer.Option(metavar="PORT", min=0, help="Port of the router; 0 takes any."),

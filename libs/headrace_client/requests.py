@@ -47,7 +47,7 @@ class Sampling(TypedDict, total=False):
     structured_outputs: sampling_pb2.StructuredOutputs
 
 
-def build_request(
+def build_request(  # noqa: PLR0913 - every argument is one of the caller's
     prompt: str = "",
     *,
     messages: Messages = (),
@@ -58,6 +58,7 @@ def build_request(
     n: int = 1,
     include_latency: bool = False,
     ttft_target_s: float | None = None,
+    tpot_target_s: float | None = None,
     priority: priority_pb2.Priority.ValueType = priority_pb2.PRIORITY_UNSPECIFIED,
     **sampling: Unpack[Sampling],
 ) -> inference_pb2.GenerateRequest:
@@ -65,7 +66,8 @@ def build_request(
 
     `max_tokens` 0 means what the context leaves, and `n` is the number of answers. With `include_latency`, the last
     response has the parts of the time to the first token, as `timing.latency`. With `ttft_target_s`, the router refuses
-    a request at once when it predicts a later first token. `priority` is a class that the tenant may use. Raises
+    a request at once when it predicts a later first token. `tpot_target_s` is the mean time that each further token may
+    take. `priority` is a class that the tenant may use. Raises
     InvalidRequest unless exactly one kind of prompt is given, and for values of the wrong type. The router validates
     the rest.
     """
@@ -85,6 +87,7 @@ def build_request(
             n=n if n != 1 else 0,
             include_latency=include_latency,
             ttft_target=None if ttft_target_s is None else duration_from_seconds(ttft_target_s),
+            tpot_target=None if tpot_target_s is None else duration_from_seconds(tpot_target_s),
             priority=priority,
             sampling=sampling_pb2.SamplingParams(**given),  # type: ignore[arg-type]
         )

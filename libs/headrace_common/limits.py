@@ -104,7 +104,7 @@ POLICY_QUEUE_WAIT_MAX_S: Final = 3_600
 POLICY_TENANTS_MAX: Final = 1_000
 REQUEST_TIMEOUT_MAX_S: Final = 86_400
 """Longest timeout of a request over HTTP."""
-TTFT_TARGET_MAX_S: Final = 3_600
+TOKEN_TARGET_MAX_S: Final = 3_600
 """Longest target for the time to first token, of a request or of the policy."""
 POLICY_TENANT_WEIGHT_MAX: Final = 1_000
 

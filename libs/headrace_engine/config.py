@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from headrace_common.access.credentials import Credentials
 from headrace_common.limits import write_quiet_s
@@ -17,6 +17,10 @@ TRANSPORT: Final = "mooncake"
 """What moves KV between workers: RDMA where the host has it, else TCP."""
 CONSTRAINT_CPU_S: Final = 0.5
 """Most seconds of processor time that compiling the constraint of an answer takes, unless a setting says otherwise."""
+
+
+WorkerRole: TypeAlias = Literal["prefill", "decode", "both"]
+"""What a worker does: computes prompts for others, or generates, or both with one engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class EngineConfig:
 
     engine: Literal["vllm", "sim"]
     model: str
-    role: Literal["prefill", "decode"]
+    role: WorkerRole
     ref: WorkerRef
     host: str = "127.0.0.1"
     transport: Literal["mooncake", "in_memory"] = TRANSPORT
@@ -75,6 +79,16 @@ class EngineConfig:
     tiers: TierSettings = field(default_factory=TierSettings)
     step_stall_s: float = STEP_STALL_S
     constraint_cpu_s: float = CONSTRAINT_CPU_S
+
+    @property
+    def sends(self) -> bool:
+        """Whether the engine computes prompts for other workers."""
+        return self.role != "decode"
+
+    @property
+    def receives(self) -> bool:
+        """Whether the engine generates, from KV that others send."""
+        return self.role != "prefill"
 
     @property
     def rank_count(self) -> int:

@@ -12,6 +12,7 @@ from headrace_common.errors import InternalError, ProtocolViolation
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.prefix_events import PrefixEventPublisher
+from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
 from headrace_engine.steps import StepWatch
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor
@@ -102,6 +103,8 @@ class PrefillWork:
     """The name of one of the engine's adapters, empty for the model alone. Needs a salt of its own."""
     priority: Priority = Priority.NORMAL
     """Cached blocks that only lower classes have used are reused first, where the engine manages them."""
+    bounds: TokenBounds = NO_BOUNDS
+    """When its tokens are due."""
     prefix: RemotePrefix | None = None
     """Where the engine may have KV fetched from that it would compute otherwise."""
 
@@ -151,6 +154,8 @@ class DecodeWork:
     adapter: str = ""
     """As in PrefillWork."""
     priority: Priority = Priority.NORMAL
+    """As in PrefillWork."""
+    bounds: TokenBounds = NO_BOUNDS
     """As in PrefillWork."""
 
     @property

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
+from typing import Final
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import sampling_pb2
+from headrace.inference.v1 import bounds_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
+from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import InvalidRequest
 from headrace_common.registry.adapters import Adapter, adapter_violations
 from headrace_engine.interface import Sampling, StructuredOutputs, TokenLogprobs
+from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
 
 
 def sampling_from_proto(
@@ -84,4 +88,21 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> sampling_pb2.TokenLogprobs:
             for token_id, logprob in logprobs.alternatives
         ],
         rank=logprobs.rank,
+    )
+
+
+_ABSENT: Final = bounds_pb2.TokenBounds()
+
+
+def bounds_from_proto(bounds: bounds_pb2.TokenBounds) -> TokenBounds:
+    """When tokens are due, counted from now."""
+    if bounds == _ABSENT:
+        return NO_BOUNDS
+    due_s = 0.0
+    if bounds.HasField("first_token_remaining"):
+        due_s = time.monotonic() + seconds_from_duration(bounds.first_token_remaining)
+    return TokenBounds(
+        first_due_s=due_s,
+        first_s=seconds_from_duration(bounds.ttft_target),
+        tpot_s=seconds_from_duration(bounds.tpot_target),
     )

@@ -81,7 +81,7 @@ class WireFaults:
 
 
 _PREFILL, _DECODE, _ROUTER, _REGISTRY, _ETCD = "prefill", "decode", "router", "registry", "etcd"
-_POOL = "pool"
+_POOL, _WORKER = "pool", "worker"
 # Prefill and decode workers fail most often, because most states can be lost there.
 _WEIGHTS = {_PREFILL: 5, _DECODE: 5, _ROUTER: 1, _REGISTRY: 1, _ETCD: 1}
 _KINDS = {
@@ -114,6 +114,7 @@ class ChaosPlan:
     cancel_max_s: float = 0.6
     decode_tensor_parallel: Sequence[int] = (1, 2, 1, 4)
     prefill_tensor_parallel: Sequence[int] = (1, 2, 4)
+    worker_tensor_parallel: Sequence[int] = ()
     routers: int = 2
     wire: WireFaults = WireFaults()
     kinds: frozenset[tuple[str, FaultKind]] = ALL_KINDS
@@ -182,6 +183,10 @@ def process_faults(plan: ChaosPlan) -> Iterator[ProcessFault]:
         _ROUTER: plan.routers,
     }
     weights, kinds = dict(_WEIGHTS), dict(_KINDS)
+    if plan.worker_tensor_parallel:
+        counts[_WORKER] = len(plan.worker_tensor_parallel)
+        weights = {_WORKER: 10} | {role: weights[role] for role in (_ROUTER, _REGISTRY, _ETCD)}
+        kinds[_WORKER] = _KINDS[_DECODE]
     if not plan.kinds.isdisjoint(_POOL_FAULTS):
         weights[_POOL], kinds[_POOL] = _POOL_WEIGHT, _POOL_KINDS
     while plan.kinds:
@@ -193,7 +198,7 @@ def process_faults(plan: ChaosPlan) -> Iterator[ProcessFault]:
             target=target,
             down_s=rng.choice(plan.freezes_s),
         )
-        if (role, fault.kind) in plan.kinds:
+        if (_DECODE if role == _WORKER else role, fault.kind) in plan.kinds:
             yield fault
 
 
@@ -250,13 +255,21 @@ def scenario(
     *,
     tiers: bool = False,
     pool: bool = False,
+    both: bool = False,
 ) -> ChaosPlan:
     """All faults at once, or only those against one safeguard, so that its loss shows within few requests.
 
     `tiers` adds tiers below KV memory, which the scenario "tiers" has anyway. `pool` adds the remote pool too, which
-    the scenario "pool" has anyway.
+    the scenario "pool" has anyway. With `both`, every worker has both roles.
     """
     plan = replace(_scenario(name, seed, requests, broken), credentials=credentials)
+    if both:
+        plan = replace(
+            plan,
+            prefill_tensor_parallel=(),
+            decode_tensor_parallel=(),
+            worker_tensor_parallel=(1, 2, 4, 1, 2),
+        )
     if pool:
         return with_pool(plan)
     return with_tiers(plan) if tiers else plan

@@ -17,6 +17,7 @@ import grpc.aio
 
 from headrace_cli.up.supervisor import EXIT_MISCONFIGURED, Child, Spawn, Supervisor, spawn_program
 from headrace_cli.up.topology import (
+    WORKER_SERVICES,
     ProcessSpec,
     Topology,
     pool_spec,
@@ -73,9 +74,10 @@ def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
         both["kv_disk_gib"] = str(plan.disk_gib)
         both["kv_pool_timeout_s"] = str(plan.pool_timeout_s)
     return (
-        *((role, name, value) for role in ("prefill", "decode") for name, value in both.items()),
+        *((role, name, value) for role in WORKER_SERVICES for name, value in both.items()),
         ("prefill", "model", f"{plan.model},{own},prefill_s_per_token=0.0003"),
         ("decode", "model", f"{plan.model},{own},decode_step_s=0.004"),
+        ("worker", "model", f"{plan.model},{own},prefill_s_per_token=0.0003,decode_step_s=0.004"),
         ("prefill", "prefix_fetch_min_tokens", str(fetches)),
         ("router", "worker_wait_s", str(plan.worker_wait_s)),
         ("registry", "store_timeout_s", str(plan.store_timeout_s)),
@@ -100,6 +102,10 @@ class Process:
     starting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
+def _sends(service: str) -> bool:
+    return service in ("prefill", "worker")
+
+
 class Processes:
     """Owns every process. Workers write their observations into the folder `reports`."""
 
@@ -117,7 +123,7 @@ class Processes:
 
     @property
     def workers(self) -> tuple[str, ...]:
-        return tuple(name for name in self._all if name.startswith(("prefill", "decode")))
+        return tuple(name for name in self._all if name.startswith(WORKER_SERVICES))
 
     @property
     def stores(self) -> tuple[str, ...]:
@@ -170,6 +176,7 @@ class Processes:
             engine="sim",
             prefill_count=len(self._plan.prefill_tensor_parallel),
             decode_count=len(self._plan.decode_tensor_parallel),
+            worker_count=len(self._plan.worker_tensor_parallel),
             store=f"etcd://127.0.0.1:{self.etcd.port}",
             settings=settings(self._plan),
             pool_gib=self._plan.pool_gib,
@@ -182,7 +189,11 @@ class Processes:
             spec = router_spec(topology, self._folder, registry)
             name = f"router-{number}"
             self._add(_renamed(spec, name, f"--router-id={name}"))
-        ranks = (*self._plan.prefill_tensor_parallel, *self._plan.decode_tensor_parallel)
+        ranks = (
+            *self._plan.prefill_tensor_parallel,
+            *self._plan.decode_tensor_parallel,
+            *self._plan.worker_tensor_parallel,
+        )
         pool = self.endpoint(POOL) if topology.pool_gib else ""
         workers = worker_specs(topology, self._folder, registry, pool)
         for spec, count in zip(workers, ranks, strict=True):
@@ -265,8 +276,8 @@ class Processes:
                     status = one.child.process.returncode
                     if status == EXIT_MISCONFIGURED:
                         ended[f"{one.spec.service} found no registry"] += 1
-                    elif status == -signal.SIGKILL and one.frozen and one.spec.service == "prefill":
-                        ended["prefill ended within a write"] += 1
+                    elif status == -signal.SIGKILL and one.frozen and _sends(one.spec.service):
+                        ended["sender ended within a write"] += 1
                         one.frozen = False
                     else:
                         crashes.append(f"{name} ended by itself with status {status}")

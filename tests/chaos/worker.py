@@ -15,7 +15,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ import headrace_kv.transport.factory
 import headrace_prefill.main
 import headrace_prefill.prefix_receiver
 import headrace_prefill.pull.puller
+import headrace_worker.main
 from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import ProtocolViolation, WorkerGone
@@ -52,6 +53,7 @@ from headrace_kv.receive.service import HandoffServicer, unpacked
 from headrace_kv.send.write_scheduler import WriteScheduler
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
+from headrace_kv.transport.networks import Address, Networks
 from headrace_kv.transport.staging.scatter_server import LandingLimits
 from headrace_kv.transport.staging.transport import StagingLimits
 from headrace_prefill.pull.session import PullSession
@@ -180,6 +182,12 @@ class SlowWrites(KvTransport):
 
     def register(self, base_address: int, nbytes: int) -> None:
         self._inner.register(base_address, nbytes)
+
+    def admit(self, networks: Networks | None) -> None:
+        self._inner.admit(networks)
+
+    def source_addresses(self, sessions: Collection[str]) -> frozenset[Address]:
+        return self._inner.source_addresses(sessions)
 
     def write(self, session: str, runs: Runs, timeout_s: float) -> WriteResult:
         time.sleep(self._dice.dawdle(self._most_s))
@@ -324,6 +332,11 @@ def main() -> None:
     if service == "decode":
         put(headrace_decode.main, "HandoffServicer", lossy_handoffs(dice))
         headrace_decode.main.main()
+    elif service == "worker":
+        slow_down(faults, dice)
+        put(headrace_decode.main, "HandoffServicer", lossy_handoffs(dice))
+        put(headrace_prefill.pull.puller, "PullSession", lossy_pulls(dice))
+        headrace_worker.main.main()
     else:
         slow_down(faults, dice)
         put(headrace_prefill.pull.puller, "PullSession", lossy_pulls(dice))

@@ -36,6 +36,7 @@ from headrace_cli.options import (
     Store,
     StorePool,
     TensorParallel,
+    WorkerCount,
 )
 from headrace_cli.output import answer_console, failures_as_exit, notice_console, run_command
 from headrace_cli.state import default_folder, is_locked, nothing_serves, read_state, router_port
@@ -77,8 +78,9 @@ def register(app: typer.Typer) -> None:
 def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     engine: Engine = "vllm",
     model: Model = "",
-    prefill: PrefillCount = 1,
-    decode: DecodeCount = 1,
+    workers: WorkerCount = 0,
+    prefill: PrefillCount = None,
+    decode: DecodeCount = None,
     port: Port = ports.ROUTER,
     http_port: HttpPort = None,
     store: Store = "memory",
@@ -106,7 +108,14 @@ def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
 
     async def work() -> None:
         topology = topology_of(
-            engine, model, (prefill, decode), port, store, tensor_parallel, cpu_threads, settings
+            engine,
+            model,
+            (prefill, decode, workers),
+            port,
+            store,
+            tensor_parallel,
+            cpu_threads,
+            settings,
         )
         topology = replace(
             topology,
@@ -123,14 +132,16 @@ def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
 def topology_of(
     engine: str,
     model: str,
-    counts: tuple[int, int],
+    counts: tuple[int | None, int | None, int],
     port: int,
     store: str,
     tensor_parallel: str,
     cpu_threads: int,
     settings: list[str] | None,
 ) -> Topology:
-    """The topology that the options describe. `counts` are of prefill and decode. Raises ConfigError."""
+    """The topology that the options describe. `counts` are of prefill, decode and both roles. Raises ConfigError."""
+    prefill_count, decode_count, worker_count = counts
+    default = 0 if worker_count else 1
     prefill_ranks, decode_ranks = parse_ranks(tensor_parallel)
     folder = model if engine == SIM else named_model(model)
     if not folder and engine != SIM and DEFAULT_MODEL.is_dir():
@@ -138,8 +149,9 @@ def topology_of(
     return Topology(
         engine=engine,
         model=folder,
-        prefill_count=counts[0],
-        decode_count=counts[1],
+        prefill_count=default if prefill_count is None else prefill_count,
+        decode_count=default if decode_count is None else decode_count,
+        worker_count=worker_count,
         port=port,
         store=store,
         prefill_tensor_parallel=prefill_ranks,
@@ -157,8 +169,9 @@ def demo(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     prompt: Annotated[str, typer.Argument(envvar="PROMPT", help="Prompt to run.")] = DEFAULT_PROMPT,
     engine: Engine = "vllm",
     model: Model = "",
-    prefill: PrefillCount = 1,
-    decode: DecodeCount = 1,
+    workers: WorkerCount = 0,
+    prefill: PrefillCount = None,
+    decode: DecodeCount = None,
     port: Port = 0,
     store: Store = "memory",
     tensor_parallel: TensorParallel = "1",
@@ -171,7 +184,14 @@ def demo(  # noqa: PLR0913, PLR0917 - every option is one of the user's
 
     async def work() -> None:
         topology = topology_of(
-            engine, model, (prefill, decode), port, store, tensor_parallel, cpu_threads, settings
+            engine,
+            model,
+            (prefill, decode, workers),
+            port,
+            store,
+            tensor_parallel,
+            cpu_threads,
+            settings,
         )
         options = ChatOptions(max_tokens=max_tokens, temperature=0.0)
         question = prompt.strip() or DEFAULT_PROMPT
@@ -226,7 +246,7 @@ def _check(answer: ChatAnswer, topology: Topology, write_count: int, *, complete
         raise InternalError("the answer is empty")
     if not complete:
         raise InternalError("the trace is not complete")
-    if topology.prefill_count and not write_count:
+    if topology.prefill_count and not topology.worker_count and not write_count:
         raise InternalError("no KV cache was transferred")
 
 

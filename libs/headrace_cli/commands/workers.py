@@ -37,9 +37,9 @@ from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import DeadlineExceeded, NotFound
 from headrace_common.limits import DRAIN_GRACE_MAX_S
+from headrace_common.registry.duties import WORKERS
 from headrace_common.rpc.server import DRAIN_OVERRUN_MAX_S
 
-_WORKERS: Final = (registry_pb2.Member.ROLE_PREFILL, registry_pb2.Member.ROLE_DECODE)
 # After its last request a process still stops its engine.
 _ENGINE_STOP_S: Final = 10.0
 
@@ -76,7 +76,7 @@ async def _find(registry: str, worker_id: str) -> registry_pb2.Member:
     workers = {
         member.worker_id: member
         for member in await list_members(registry)
-        if member.role in _WORKERS
+        if member.role in WORKERS
     }
     if worker_id not in workers:
         known = ", ".join(sorted(workers)) or "none"

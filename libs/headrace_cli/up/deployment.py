@@ -365,9 +365,10 @@ async def _wait_joined(topology: Topology, deployment: Deployment) -> None:
             except (PermissionDenied, Unauthenticated):
                 return
             for model in listed.models:
+                both = topology.worker_count
                 if (
-                    model.prefill_worker_count >= topology.prefill_count
-                    and model.decode_worker_count >= topology.decode_count
+                    model.prefill_worker_count >= topology.prefill_count + both
+                    and model.decode_worker_count >= topology.decode_count + both
                 ):
                     return
             if deadline.expired:

@@ -19,13 +19,13 @@ from headrace.planner.v1 import planner_pb2, planner_pb2_grpc
 from headrace_cli.client import CALL_TIMEOUT_S, call_channel, list_members, rpc_errors
 from headrace_cli.up.deployment import Deployment, Signals, deployed, ready_text
 from headrace_cli.up.supervisor import Child, Supervisor, end_text, log_line, unexpected_end
-from headrace_cli.up.topology import ProcessSpec, Topology, worker_spec
+from headrace_cli.up.topology import WORKER_SERVICES, ProcessSpec, Topology, worker_spec
 from headrace_common.config import ServiceConfig
 from headrace_common.errors import Conflict, HeadraceError
 from headrace_common.rpc.server import DRAIN_OVERRUN_MAX_S
 from headrace_kv.layout.proto import pair_faults_of
 
-RESTARTED: Final = ("prefill", "decode", "pool", "planner")
+RESTARTED: Final = (*WORKER_SERVICES, "pool", "planner")
 """Services that others do not need to serve: without the pool, workers compute what it would have had."""
 _POLL_S: Final = 0.1
 

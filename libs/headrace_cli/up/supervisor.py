@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from headrace_cli.up.topology import ProcessSpec
+from headrace_cli.up.topology import WORKER_SERVICES, ProcessSpec
 from headrace_common.errors import ConfigError, DeadlineExceeded, HeadraceError, WorkerGone
 
 POLL_S = 0.05
@@ -29,7 +29,7 @@ ENGINE_CAUSE_ABOVE = "Engine core initialization failed. See root cause above."
 _EXCEPTION = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception): (?P<text>.+)")
 _TERMINATED = (-signal.SIGTERM, 128 + signal.SIGTERM)
 # The order in which services end, so that each can use the later ones while it finishes its work.
-STOP_ORDER = (("planner",), ("router",), ("prefill", "decode"), ("registry", "pool"))
+STOP_ORDER = (("planner",), ("router",), WORKER_SERVICES, ("registry", "pool"))
 
 
 class ChildProcess(Protocol):
@@ -137,7 +137,7 @@ class Child:
     @property
     def drained(self) -> bool:
         """Whether it is a worker that served and then exited with status 0."""
-        is_worker = self.spec.service in ("prefill", "decode")
+        is_worker = self.spec.service in WORKER_SERVICES
         return is_worker and bool(self.ready_s) and self.process.returncode == 0
 
 
@@ -334,7 +334,7 @@ def end_text(child: Child) -> str:
     """How a child has ended."""
     code = child.process.returncode
     how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with {code}"
-    if code == -signal.SIGKILL and child.spec.service == "prefill":
+    if code == -signal.SIGKILL and child.spec.service in ("prefill", "worker"):
         how += " (for want of memory, or because it stood still within a write: docs/operations.md)"
     return f"{child.spec.name} {how}"
 

@@ -14,8 +14,8 @@ from headrace_common.errors import ConfigError
 from headrace_common.process.free_port import free_port
 from headrace_text.model_hub import PREFIX, parse_hub_model
 
-SERVICES = ("registry", "router", "prefill", "decode", "planner")
-WORKER_SERVICES = ("prefill", "decode")
+SERVICES = ("registry", "router", "prefill", "decode", "worker", "planner")
+WORKER_SERVICES = ("prefill", "decode", "worker")
 SIM = "sim"
 VLLM = "vllm"
 # Fits small machines. The models allow contexts several times longer.
@@ -39,6 +39,8 @@ class Topology:
     model: str = ""
     prefill_count: int = 1
     decode_count: int = 1
+    worker_count: int = 0
+    """Workers of both roles."""
     port: int = ports.ROUTER
     http_port: int = 0
     """Port of the OpenAI HTTP API; 0 means none. `http_port_of` chooses one."""
@@ -55,7 +57,8 @@ class Topology:
 
     def count_of(self, service: str) -> int:
         """The workers of a service at the start."""
-        return self.prefill_count if service == "prefill" else self.decode_count
+        counts = (self.prefill_count, self.decode_count, self.worker_count)
+        return dict(zip(WORKER_SERVICES, counts, strict=True))[service]
 
     @property
     def http_listen(self) -> str:
@@ -116,12 +119,14 @@ def check_topology(topology: Topology) -> None:
             "--model hf:OWNER/NAME to download one, or run `make model` for the small one"
         )
     for option, given in (("--store-pool", topology.pool_gib), ("--planner", topology.planner)):
-        if given and max(topology.prefill_count, topology.decode_count) > SIM_PROCESSES:
+        if given and any(topology.count_of(one) > SIM_PROCESSES for one in WORKER_SERVICES):
             raise ConfigError(
                 f"{option} needs a process for each worker: give at most {SIM_PROCESSES} of each role, or leave it out"
             )
-    if topology.decode_count < 1 or topology.prefill_count < 0:
-        raise ConfigError("at least one decode worker is needed: give --decode 1 or more")
+    if topology.decode_count + topology.worker_count < 1 or topology.prefill_count < 0:
+        raise ConfigError(
+            "at least one worker that generates is needed: give --decode 1 or more, or --workers 1 or more"
+        )
 
 
 def _is_no_folder(model: str) -> bool:
@@ -233,7 +238,7 @@ def pool_spec(topology: Topology, folder: Path, address: str) -> ProcessSpec:
 def worker_specs(
     topology: Topology, folder: Path, registry: str, pool: str = ""
 ) -> list[ProcessSpec]:
-    """The processes of all prefill and decode workers, on any free ports. `pool`: the address of their store."""
+    """The processes of all workers, on any free ports. `pool`: the address of their store."""
     return [
         worker_spec(topology, folder, (registry, pool), service, name, worker_count)
         for service in WORKER_SERVICES
@@ -254,6 +259,7 @@ def worker_spec(
     ranks = {
         "prefill": topology.prefill_tensor_parallel,
         "decode": topology.decode_tensor_parallel,
+        "worker": topology.decode_tensor_parallel,
     }
     flags = [
         "--internal-listen=127.0.0.1:0",

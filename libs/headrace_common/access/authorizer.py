@@ -19,7 +19,14 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 
 from headrace_common.access.credentials import AccessSettings, TlsFiles
-from headrace_common.access.roles import ANONYMOUS, TOKEN_KEY, TRUSTED, Caller, Role
+from headrace_common.access.roles import (
+    ANONYMOUS,
+    TOKEN_KEY,
+    TRUSTED,
+    Caller,
+    Role,
+    caller_with,
+)
 from headrace_common.access.table import needs_role, roles_of
 from headrace_common.access.tls import TlsIdentity, tls_identity
 from headrace_common.access.tokens import TokenVerifier, load_local_key, public_key_of
@@ -59,7 +66,7 @@ def _caller_of_names(names: tuple[bytes, ...], trust_domain: str) -> Caller:
             role = Role(found["role"])
         except ValueError:
             continue
-        callers.add(Caller(frozenset({role}), found["name"] or ""))
+        callers.add(caller_with(role, found["name"] or ""))
     return callers.pop() if len(callers) == 1 else ANONYMOUS
 
 

@@ -19,6 +19,8 @@ class Role(StrEnum):
     ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"
+    WORKER = "worker"
+    """A worker of both roles. It may what PREFILL and DECODE may."""
     REGISTRY = "registry"
     OPERATOR = "operator"
     PLANNER = "planner"
@@ -36,6 +38,12 @@ class Caller:
 
     roles: frozenset[Role]
     name: str = ""
+
+
+def caller_with(role: Role, name: str = "") -> Caller:
+    """The caller with a credential of one role."""
+    included = (Role.PREFILL, Role.DECODE) if role is Role.WORKER else ()
+    return Caller(frozenset((role, *included)), name)
 
 
 ANONYMOUS: Final = Caller(frozenset())

@@ -20,7 +20,7 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from headrace_common.access.roles import Caller, Role
+from headrace_common.access.roles import Caller, Role, caller_with
 from headrace_common.errors import ConfigError, Unauthenticated
 from headrace_common.identity import is_worker_id
 
@@ -120,7 +120,7 @@ def _caller_of(claims: dict[str, Any]) -> Caller:
         role = Role(claims["role"])
     except ValueError as error:
         raise Unauthenticated(f"the token names an unknown role; {_REMEDY}") from error
-    return Caller(frozenset({role}), str(claims.get("sub", "")))
+    return caller_with(role, str(claims.get("sub", "")))
 
 
 def _load_private(pem: bytes) -> Ed25519PrivateKey:

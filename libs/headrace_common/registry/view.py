@@ -68,9 +68,11 @@ class RegistryView:
         """Members by worker id. The mapping never changes: a later view is another mapping."""
         return MappingProxyType(self._members)
 
-    def of_role(self, role: registry_pb2.Member.Role.ValueType) -> tuple[registry_pb2.Member, ...]:
-        """Members of one role, by worker id."""
-        return tuple(member for _, member in sorted(self._members.items()) if member.role == role)
+    def of_role(
+        self, *roles: registry_pb2.Member.Role.ValueType
+    ) -> tuple[registry_pb2.Member, ...]:
+        """Members with one of these roles, by worker id."""
+        return tuple(member for _, member in sorted(self._members.items()) if member.role in roles)
 
     @property
     def policy(self) -> registry_pb2.Policy:

@@ -141,7 +141,7 @@ class SimEngine(Engine):
         self._stepper = Stepper(self.model, self._memory, self._pools, shape, self._clock)
         self.broadcast = LocalBroadcast(self.descriptor) if local else None
         self.max_model_len = shape.max_model_len
-        if config.role == "prefill":
+        if config.sends:
             self._open_senders()
         self._scheduler = Scheduler(
             shape, self._pools, self._stepper, self._clock, self.steps.report
@@ -225,7 +225,7 @@ class SimEngine(Engine):
         on_report: Callable[[SendReport], None] | None = None,
     ) -> PrefillOutcome:
         check_prefill(work, self.max_model_len)
-        if self._config.role != "prefill":
+        if not self._config.sends:
             raise InternalError("this engine was not started for prefill")
         handover = Handover(work.target, self._senders, self.descriptor.layout)
         first_token = None

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from functools import partial
 
 from headrace_common.deadlines import Deadline
@@ -22,7 +23,8 @@ from headrace_engine.interface import RemotePrefix
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.settings import SimShape
 from headrace_engine.sim.sequence import Sequence
-from headrace_engine.sim.stepper import SimClock, Stepper, plan_step, step_of
+from headrace_engine.sim.stepper import Chunk, SimClock, Stepper, plan_step, step_of
+from headrace_engine.step_budget import Answers, Prompt, prompt_budget
 from headrace_engine.steps import EngineSteps, StepLog
 from headrace_kv.handoff.messages import Reservation
 
@@ -142,7 +144,12 @@ class Scheduler:
         """Admits requests and computes one step; False when there is nothing to compute."""
         self._admit()
         ready = [sequence for sequence in self._running if sequence.is_ready]
-        chunks = plan_step(ready, self._shape.max_num_batched_tokens, self._shape.span_tokens)
+        chunks = plan_step(
+            ready,
+            self._shape.max_num_batched_tokens,
+            self._shape.span_tokens,
+            self._prompt_tokens_max,
+        )
         if not chunks:
             return False
         self._log.step_planned(len(chunks), sum(chunk.end - chunk.start for chunk in chunks))
@@ -162,6 +169,22 @@ class Scheduler:
         self._work.set()
         self._running.rotate(-1)
         return True
+
+    def _prompt_tokens_max(self, answers: Items[Chunk], prompts: Items[Sequence]) -> int | None:
+        """See prompt_budget."""
+        bounded = [one.sequence for one in answers if one.sequence.bounds.tpot_s]
+        if not prompts or not bounded:
+            return None
+        now_s = self._clock.now_s()
+        dues = [one.pace(now_s).due_s(one.generated_count) for one in bounded]
+        due = Answers(
+            len(answers),
+            sum(one.start for one in answers),
+            min(dues),
+            min(one.bounds.tpot_s for one in bounded),
+        )
+        waiting = [Prompt(one.bounds, one.pending, one.computed) for one in prompts]
+        return prompt_budget(now_s, self.steps.times, due, waiting)
 
     def _admit(self) -> None:
         while len(self._running) < self._shape.max_num_seqs:

@@ -24,6 +24,7 @@ from headrace_engine.sim.handover import Handover
 from headrace_engine.sim.model.bit_mixer import U64Array, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import is_plain
+from headrace_engine.step_budget import NO_BOUNDS, AnswerPace, TokenBounds
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.manager.lower_tiers import NO_BLOCKS, PoolBlocks
 from headrace_kv.prefix.events import Tier
@@ -73,6 +74,7 @@ class Sequence:
     hash_sum: int
     cache_salt: str = ""
     priority: Priority = Priority.NORMAL
+    bounds: TokenBounds = NO_BOUNDS
     handover: Handover | None = None
     generation: Generation | None = None
     first_token: FirstTokenRequest | None = None
@@ -101,6 +103,18 @@ class Sequence:
     _in_step: bool = False
     _block_hashes: list[int] = field(default_factory=list)
     _prompt: list[int] = field(default_factory=list)
+    _pace: AnswerPace | None = None
+
+    @property
+    def generated_count(self) -> int:
+        """Tokens of the answer."""
+        return len(self.tokens) - self.prompt_count
+
+    def pace(self, now_s: float) -> AnswerPace:
+        """When the tokens of an answer with a bound are due, counted from the first call."""
+        if self._pace is None:
+            self._pace = AnswerPace(self.bounds.tpot_s, now_s, self.generated_count)
+        return self._pace
 
     @property
     def capacity(self) -> int:
@@ -376,6 +390,7 @@ def prefill_sequence(
         hash_sum=hash_sum,
         cache_salt=work.cache_salt,
         priority=work.priority,
+        bounds=work.bounds,
         handover=handover,
         first_token=first_token,
         prefix=work.prefix,
@@ -397,6 +412,7 @@ def decode_sequence(
         hash_sum=hash_sum,
         cache_salt=work.cache_salt,
         priority=work.priority,
+        bounds=work.bounds,
         generation=Generation(
             sampling, work.remote_kv, work.transferable_tokens, is_plain(sampling)
         ),

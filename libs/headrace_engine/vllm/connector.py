@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from headrace_common.errors import HeadraceError
+from headrace_common.time_model.model import StepTimes
 from headrace_engine.vllm.cache_groups import read_groups
 from headrace_engine.vllm.compat import (
     kv_head_count,
@@ -212,6 +213,11 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler().request_finished(request, (block_ids,))
+
+    @property
+    def step_times(self) -> StepTimes:
+        """What was learned of the time of steps."""
+        return self._scheduler().step_times
 
     # Hooks of both.
 

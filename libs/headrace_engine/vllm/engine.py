@@ -165,7 +165,7 @@ class VllmEngine(Engine):
             return
         sampler = FirstTokenSampler(self._llm.vllm_config)
         self.logits_bytes = sampler.logits_bytes
-        if self._config.role == "decode":
+        if self._config.receives:
             self._first_token_sampler = sampler
             await sampler.warm()
 

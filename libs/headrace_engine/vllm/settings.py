@@ -25,6 +25,8 @@ STEP_KEY = "headrace_step"
 """In SamplingParams.extra_args: transfer id under which the start of the request's first step is reported."""
 PRIORITY_KEY = "headrace_priority"
 """In SamplingParams.extra_args: the request's class, if it is not normal."""
+BOUNDS_KEY = "headrace_bounds"
+"""In SamplingParams.extra_args: the fields of TokenBounds, if the request has bounds."""
 _NESTED = ("credentials", "overlap_layers", "tiers")
 
 
@@ -150,6 +152,11 @@ def read_params(params: Mapping[str, Any] | None) -> ReceiveParams | TransferTar
     values["decode"] = WorkerRef(*values["decode"])
     values["ticket"] = bytes.fromhex(values["ticket"])
     return TransferTarget(**values)
+
+
+def waits_for_kv(params: Mapping[str, Any] | None) -> bool:
+    """Whether a transfer is to bring the request's KV, and has no blocks yet."""
+    return "incoming" in ((params or {}).get(PARAMS_KEY) or ())
 
 
 def consume_params(

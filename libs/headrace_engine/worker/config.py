@@ -29,7 +29,7 @@ from headrace_common.limits import (
 from headrace_common.registry.adapters import adapter_to_proto
 from headrace_common.registry.place import place_of, place_to_proto
 from headrace_common.version import version
-from headrace_engine.config import CONSTRAINT_CPU_S, TRANSPORT, EngineConfig
+from headrace_engine.config import CONSTRAINT_CPU_S, TRANSPORT, EngineConfig, WorkerRole
 from headrace_engine.interface import Engine
 from headrace_engine.steps import STEP_STALL_S
 from headrace_kv.layout.layout import WorkerRef
@@ -312,9 +312,7 @@ def _worker_id(config: WorkerConfig, number: int) -> str:
     return f"{config.worker_id}-{number}"
 
 
-def engine_config(
-    config: WorkerConfig, *, role: Literal["prefill", "decode"], ref: WorkerRef
-) -> EngineConfig:
+def engine_config(config: WorkerConfig, *, role: WorkerRole, ref: WorkerRef) -> EngineConfig:
     """The engine's part of the worker's settings."""
     host, _ = split_host_port(config.internal_advertise or config.internal_listen)
     return EngineConfig(
@@ -348,7 +346,7 @@ def engine_config(
             disk_folder=config.kv_disk_folder,
             pool_address=config.kv_pool_address,
             pool_timeout_s=config.kv_pool_timeout_s,
-            publishes=role == "prefill",
+            publishes=role != "decode",
         ),
         step_stall_s=config.step_stall_s,
     )

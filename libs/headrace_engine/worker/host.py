@@ -6,11 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Literal
+from typing import Final, Generic, TypeVar
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import StaleIncarnation
 from headrace_common.registry.descriptors import DescriptorCache
+from headrace_common.registry.duties import COMPUTE_PROMPTS, GENERATE, WORKERS
 from headrace_common.registry.membership import LeaseRenewals
 from headrace_common.registry.view import RegistryView
 from headrace_common.rpc.channel import open_channel
@@ -23,27 +24,31 @@ from headrace_common.rpc.server import (
 )
 from headrace_common.telemetry.setup import init_telemetry
 from headrace_common.time_model.model import HandoverLearner, TimeModel
+from headrace_engine.config import WorkerRole
 from headrace_engine.interface import Engine
-from headrace_engine.worker.config import REGISTRATION_TIMEOUT_S, Config, WorkerConfig
+from headrace_engine.worker.config import REGISTRATION_TIMEOUT_S, WorkerConfig
 from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_kv.layout.layout import WorkerRef
 
 RouterListener = Callable[[list[registry_pb2.Member]], None]
-Role = Literal["prefill", "decode"]
 
 _RENEWALS_PER_TTL = 3
 # Workers need the members with which they hand KV over.
-_PEER_ROLES: Mapping[Role, registry_pb2.Member.Role.ValueType] = {
-    "prefill": registry_pb2.Member.ROLE_DECODE,
-    "decode": registry_pb2.Member.ROLE_PREFILL,
+_PEER_ROLES: Final[Mapping[WorkerRole, tuple[registry_pb2.Member.Role.ValueType, ...]]] = {
+    "prefill": GENERATE,
+    "decode": COMPUTE_PROMPTS,
+    "both": WORKERS,
 }
 
 
+_Config_co = TypeVar("_Config_co", bound=WorkerConfig, covariant=True)
+
+
 @dataclass(frozen=True, slots=True)
-class HostedWorker(Generic[Config]):
+class HostedWorker(Generic[_Config_co]):
     """A worker, its started engine, and the hand-overs that it learns from."""
 
-    config: Config
+    config: _Config_co
     ref: WorkerRef
     engine: Engine
     start_unix_ns: int
@@ -57,7 +62,7 @@ class HostedWorker(Generic[Config]):
 class WorkerHost:
     """Owns the shared parts of a process of workers."""
 
-    def __init__(self, role: Role, config: WorkerConfig) -> None:
+    def __init__(self, role: WorkerRole, config: WorkerConfig) -> None:
         self.telemetry = init_telemetry(role, config.worker_id, config)
         self.metrics = WorkerMetrics(self.telemetry.metrics)
         self.registry = open_channel(config.registry, config)
@@ -66,11 +71,11 @@ class WorkerHost:
         if config.workers_per_process > 1:
             self.renewals = LeaseRenewals(self.registry, config.member_ttl_s / _RENEWALS_PER_TTL)
         self._config = config
-        self._sends = role == "prefill"
+        self._sends = role != "decode"
         self._view = RegistryView(
             self.registry,
             on_change=self._members_changed,
-            roles=(registry_pb2.Member.ROLE_ROUTER, _PEER_ROLES[role]),
+            roles=(registry_pb2.Member.ROLE_ROUTER, *_PEER_ROLES[role]),
             without_layouts=True,
         )
         self._view_start: asyncio.Task[None] | None = None
@@ -80,7 +85,7 @@ class WorkerHost:
 
     @property
     def members(self) -> RegistryView:
-        """Routers, workers of the other role without their layouts, and the policy.
+        """Routers, the workers with which KV is handed over, without their layouts, and the policy.
 
         Valid once `follow_routers` has returned.
         """
@@ -91,7 +96,7 @@ class WorkerHost:
         member = self._view.members.get(ref.worker_id)
         if (
             member is None
-            or member.role != registry_pb2.Member.ROLE_PREFILL
+            or member.role not in COMPUTE_PROMPTS
             or member.incarnation != ref.incarnation
         ):
             raise StaleIncarnation(
@@ -155,5 +160,5 @@ class WorkerHost:
         for listener in self._listeners:
             listener(list(routers))
         if self._sends:
-            decodes = view.of_role(registry_pb2.Member.ROLE_DECODE)
+            decodes = view.of_role(*GENERATE)
             self.descriptors.prefetch([(one.worker_id, one.incarnation) for one in decodes])

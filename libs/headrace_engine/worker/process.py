@@ -19,6 +19,7 @@ from headrace_common.process.kill_timer import KillTimer
 from headrace_common.process.run import interruptible
 from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.telemetry.metrics.listener import metrics_served
+from headrace_engine.config import WorkerRole
 from headrace_engine.factory import build_engine, shared_transport
 from headrace_engine.worker.config import (
     REGISTRATION_TIMEOUT_S,
@@ -26,7 +27,7 @@ from headrace_engine.worker.config import (
     engine_config,
     worker_configs,
 )
-from headrace_engine.worker.host import HostedWorker, Role, WorkerHost
+from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.serve import BuildServer, serve_worker
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.layout.proto import descriptor_from_proto
@@ -86,7 +87,7 @@ class RegistryDescriptors:
         )
 
 
-async def run_workers(role: Role, config: Config, build: BuildServer[Config]) -> None:
+async def run_workers(role: WorkerRole, config: Config, build: BuildServer[Config]) -> None:
     """Runs the workers of this process until a signal comes.
 
     The engines start first: they may start processes of their own, which must not inherit gRPC's

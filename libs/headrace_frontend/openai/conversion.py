@@ -55,7 +55,7 @@ _RENAMED = (
     (re.compile(r"^(tokens\.ids|text)"), "prompt"),
     (re.compile(r"^(sampling|chat)\."), ""),
     (re.compile(r"^(structured_outputs\.choice)\.texts"), r"\1"),
-    (re.compile(r"^ttft_target$"), "ttft_target_s"),
+    (re.compile(r"^(ttft|tpot)_target$"), r"\1_target_s"),
 )
 
 
@@ -78,7 +78,8 @@ def chat_request(body: ChatCompletionBody, request_id: str) -> inference_pb2.Gen
         request_id=request_id,
         n=body.n,
         include_latency=body.include_latency,
-        ttft_target=_ttft_target(body),
+        ttft_target=_target(body.ttft_target_s),
+        tpot_target=_target(body.tpot_target_s),
         priority=_PRIORITIES[body.priority],
         cache_salt=body.cache_salt,
     )
@@ -104,7 +105,8 @@ def completion_requests(
             n=body.n,
             best_of=body.best_of,
             include_latency=body.include_latency,
-            ttft_target=_ttft_target(body),
+            ttft_target=_target(body.ttft_target_s),
+            tpot_target=_target(body.tpot_target_s),
             priority=_PRIORITIES[body.priority],
             cache_salt=body.cache_salt,
             **prompt,
@@ -154,8 +156,8 @@ def _numbered(request_id: str, index: int) -> str:
     return f"{request_id[: REQUEST_ID_CHARACTERS_MAX - len(suffix)]}{suffix}"
 
 
-def _ttft_target(body: GenerationBody) -> Duration | None:
-    return None if body.ttft_target_s is None else duration_from_seconds(body.ttft_target_s)
+def _target(seconds: float | None) -> Duration | None:
+    return None if seconds is None else duration_from_seconds(seconds)
 
 
 def _sampling(body: GenerationBody) -> sampling_pb2.SamplingParams:

@@ -16,7 +16,7 @@ from headrace_common.limits import (
     CHOICE_TEXTS_MAX,
     LOGIT_BIASES_MAX,
     REQUEST_TIMEOUT_MAX_S,
-    TTFT_TARGET_MAX_S,
+    TOKEN_TARGET_MAX_S,
 )
 from headrace_frontend.openai.errors import invalid_body
 from headrace_frontend.openai.messages import Body, Messages, ToolChoice, Tools
@@ -36,6 +36,7 @@ def _whole(value: Any) -> Any:
 Integer = Annotated[int, BeforeValidator(_whole)]
 Uint32 = Annotated[Integer, Field(ge=0, lt=2**32)]
 Token = Annotated[int, Field(ge=0, lt=2**32)]
+TargetSeconds = Annotated[float, Field(gt=0, le=TOKEN_TARGET_MAX_S, allow_inf_nan=False)] | None
 TokenList = Annotated[list[Token], Field(fail_fast=True, max_length=_TOKENS_MAX)]
 PromptTokens = Annotated[TokenList, Field(min_length=1)]
 Prompt: TypeAlias = (
@@ -200,9 +201,8 @@ class GenerationBody(Body):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     include_latency: bool = False
-    ttft_target_s: (
-        Annotated[float, Field(gt=0, le=TTFT_TARGET_MAX_S, allow_inf_nan=False)] | None
-    ) = None
+    ttft_target_s: TargetSeconds = None
+    tpot_target_s: TargetSeconds = None
 
     timeout_s: (
         Annotated[float, Field(gt=0, le=REQUEST_TIMEOUT_MAX_S, allow_inf_nan=False)] | None

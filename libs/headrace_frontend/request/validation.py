@@ -14,7 +14,7 @@ from headrace_common.limits import (
     ANSWERS_MAX,
     CLIENT_SALT_CHARACTERS_MAX,
     PROMPT_LOGPROBS_VALUES_MAX,
-    TTFT_TARGET_MAX_S,
+    TOKEN_TARGET_MAX_S,
     UNKNOWN_CONTEXT_TOKENS,
 )
 from headrace_common.registry.adapters import Adapter
@@ -83,6 +83,8 @@ class PreparedRequest:
     """The caller's tenant. `prepare` does not know it."""
     ttft_target_s: float | None = None
     """The client's longest time to first token. None for that of the policy."""
+    tpot_target_s: float | None = None
+    """The client's longest mean time per further token. None for that of the policy."""
     includes_latency: bool = False
     """Whether the client wants its times to the first tokens as parts."""
     tokenized_ns: tuple[int, int] = (0, 0)
@@ -164,6 +166,9 @@ def prepare(
         ttft_target_s=seconds_from_duration(request.ttft_target)
         if request.HasField("ttft_target")
         else None,
+        tpot_target_s=seconds_from_duration(request.tpot_target)
+        if request.HasField("tpot_target")
+        else None,
         includes_latency=request.include_latency,
     )
 
@@ -223,10 +228,13 @@ def _placement_violations(request: inference_pb2.GenerateRequest) -> dict[str, s
 
 
 def _target_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]:
-    target_s = seconds_from_duration(request.ttft_target)
-    if not request.HasField("ttft_target") or 0 < target_s <= TTFT_TARGET_MAX_S:
-        return {}
-    return {"ttft_target": f"must be above 0 s and at most {TTFT_TARGET_MAX_S} s"}
+    targets = {"ttft_target": request.ttft_target, "tpot_target": request.tpot_target}
+    return {
+        name: f"must be above 0 s and at most {TOKEN_TARGET_MAX_S} s"
+        for name, target in targets.items()
+        if request.HasField(name)  # type: ignore[arg-type]
+        and not 0 < seconds_from_duration(target) <= TOKEN_TARGET_MAX_S
+    }
 
 
 def _answer_violations(request: inference_pb2.GenerateRequest) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import LayoutMismatch
 from headrace_common.limits import require_limits
+from headrace_common.registry.duties import COMPUTE_PROMPTS, GENERATE
 from headrace_kv.layout.compatibility import PairFault, PairSide, fingerprint, pair_faults
 from headrace_kv.layout.layout import (
     STATE,
@@ -32,12 +33,11 @@ _KINDS: Final[dict[GroupKind, layout_pb2.CacheGroup.Kind.ValueType]] = {
 
 def pair_faults_of(members: Iterable[registry_pb2.Member]) -> list[PairFault]:
     """As pair_faults, for the members of a registry. Raises LayoutMismatch as layout_from_proto does."""
-    sides: dict[registry_pb2.Member.Role.ValueType, list[PairSide]] = {}
-    for member in members:
-        if member.HasField("layout"):
-            sides.setdefault(member.role, []).append(pair_side(member))
-    role = registry_pb2.Member
-    return pair_faults(sides.get(role.ROLE_PREFILL, ()), sides.get(role.ROLE_DECODE, ()))
+    sides = [(member.role, pair_side(member)) for member in members if member.HasField("layout")]
+    return pair_faults(
+        [side for role, side in sides if role in COMPUTE_PROMPTS],
+        [side for role, side in sides if role in GENERATE],
+    )
 
 
 def pair_side(member: registry_pb2.Member) -> PairSide:

@@ -82,7 +82,8 @@ class DecodeServer(RoleServer):
         config, ref, engine = hosted.config, hosted.ref, hosted.engine
         self.descriptor = engine.descriptor
         self.ticket_keys = keys = TicketKeys()
-        self.status_signal = signal = StatusSignal()
+        self.status_signal: StatusSignal = StatusSignal()
+        signal = self.status_signal
         count_refusal = partial(host.metrics.ticket_refused, ref.worker_id)
         self.message_bytes_max = message_bytes_max(engine.max_model_len)
         self._drain_grace_s = config.drain_grace_s
@@ -105,7 +106,7 @@ class DecodeServer(RoleServer):
             limits=ReceiverLimits(open_wait_s=0.0),
             features=tuple(filter(None, (engine.broadcast, checks))),
         )
-        capacity = _capacity(config, engine)
+        self.capacity = capacity = self.own_capacity(_capacity(config, engine))
         self._service = DecodeService(
             ref=ref,
             engine=engine,
@@ -119,6 +120,16 @@ class DecodeServer(RoleServer):
             engine, self._service.attempts, tickets, host.prefill_endpoint
         )
         self._door = self._new_door(host, hosted, capacity)
+        self.on_routers = self.routers_changed
+
+    def own_capacity(self, capacity: Capacity) -> Capacity:
+        """What its own requests may use of the engine."""
+        return capacity
+
+    def routers_changed(self, routers: list[registry_pb2.Member]) -> None:
+        """Called with the live routers."""
+        if self._door is not None:
+            self._door.prefills.update(routers)
 
     def _new_door(
         self, host: WorkerHost, hosted: HostedWorker[DecodeConfig], capacity: Capacity
@@ -128,9 +139,7 @@ class DecodeServer(RoleServer):
         # The packages for HTTP belong to an extra of their own.
         from headrace_decode.http.door import HttpDoor
 
-        door = HttpDoor(host, hosted, self._service.attempts, capacity)
-        self.on_routers = door.prefills.update
-        return door
+        return HttpDoor(host, hosted, self._service.attempts, capacity)
 
     async def start_http(self) -> str:
         return "" if self._door is None else await self._door.start()

@@ -11,7 +11,12 @@ from headrace_common.errors import InvalidRequest
 from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
 from headrace_common.registry.adapters import Adapter
 from headrace_engine.interface import DecodeTokens, DecodeWork
-from headrace_engine.proto import logprobs_to_proto, requested_adapter, sampling_from_proto
+from headrace_engine.proto import (
+    bounds_from_proto,
+    logprobs_to_proto,
+    requested_adapter,
+    sampling_from_proto,
+)
 from headrace_kv.prefix.cache_salt import salt_violations
 
 
@@ -51,6 +56,7 @@ def work_from_proto(
         tenant_salt=request.tenant_salt,
         adapter=requested_adapter(request, adapters),
         priority=Priority.from_proto(request.priority),
+        bounds=bounds_from_proto(request.bounds),
     )
 
 

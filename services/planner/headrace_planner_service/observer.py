@@ -15,6 +15,7 @@ from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import RegistryUnavailable, WorkerGone
 from headrace_common.process.pacing import heartbeat_interval_s, must_change
+from headrace_common.registry.duties import WORKERS
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import end_task, run_forever
 from headrace_planner.observation import ClassCounts, DecodeLoad, LoadSample, RequestStatistics
@@ -191,7 +192,6 @@ class WorkerStatus:
 
 
 _CALL_TIMEOUT_S: Final = 2.0
-_WORKERS: Final = (registry_pb2.Member.ROLE_PREFILL, registry_pb2.Member.ROLE_DECODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,7 @@ class Observer:
             await asyncio.wait(self._closing)
 
     def _is_own(self, member: registry_pb2.Member) -> bool:
-        return member.role in _WORKERS and member.model == self._model
+        return member.role in WORKERS and member.model == self._model
 
     async def _load_of(self, router: _Router) -> load_pb2.GetLoadResponse:
         try:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Final
 
@@ -28,7 +29,12 @@ from headrace_common.registry.adapters import Adapter
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.time_model.model import HandoverLearner, TimeModel
 from headrace_engine.interface import DecodeTokens, Engine, PrefillOutcome, PrefillWork
-from headrace_engine.proto import logprobs_to_proto, requested_adapter, sampling_from_proto
+from headrace_engine.proto import (
+    bounds_from_proto,
+    logprobs_to_proto,
+    requested_adapter,
+    sampling_from_proto,
+)
 from headrace_engine.steps import Stall
 from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import WorkerRef
@@ -154,6 +160,15 @@ class PrefillWorker:
                 return
             await asyncio.sleep(STALL_POLL_S)
 
+    def room(self, prompt_tokens: int) -> AbstractAsyncContextManager[None]:
+        """A context in which the engine has blocks for a prompt. Here all of its blocks are for prompts."""
+        return nullcontext()
+
+    @property
+    def held_count(self) -> int:
+        """The tasks that it has."""
+        return self._held
+
     def start_drain(self) -> None:
         """Reports DRAINING in `status`, and as the error of tasks that are cancelled."""
         self._draining = True
@@ -186,7 +201,11 @@ class PrefillWorker:
                 on_first_token(first)
 
         try:
-            async with asyncio.timeout(deadline.remaining_s()), self._slots:
+            async with (
+                asyncio.timeout(deadline.remaining_s()),
+                self._slots,
+                self.room(len(work.token_ids)),
+            ):
                 self._running += 1
                 try:
                     if on_start is not None:
@@ -275,6 +294,7 @@ def _work_from_proto(
         cache_salt=task.cache_salt,
         adapter=requested_adapter(task, adapters),
         priority=Priority.from_proto(task.priority),
+        bounds=bounds_from_proto(task.bounds),
     )
 
 

@@ -37,6 +37,7 @@ _CREDENTIAL_ROLES: Final = {
     registry_pb2.Member.ROLE_ROUTER: Role.ROUTER,
     registry_pb2.Member.ROLE_PREFILL: Role.PREFILL,
     registry_pb2.Member.ROLE_DECODE: Role.DECODE,
+    registry_pb2.Member.ROLE_BOTH: Role.WORKER,
 }
 
 
@@ -56,6 +57,7 @@ def _require_own_identity(member: registry_pb2.Member) -> None:
 _DESCRIPTOR_READERS: Final = {
     registry_pb2.Member.ROLE_PREFILL: Role.DECODE,
     registry_pb2.Member.ROLE_DECODE: Role.PREFILL,
+    registry_pb2.Member.ROLE_BOTH: Role.PREFILL,
 }
 
 

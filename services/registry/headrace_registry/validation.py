@@ -28,12 +28,13 @@ from headrace_common.limits import (
     POLICY_TENANT_WEIGHT_MAX,
     POLICY_TENANTS_MAX,
     START_AHEAD_MAX_S,
+    TOKEN_TARGET_MAX_S,
     TRANSPORT_CHARACTERS_MAX,
-    TTFT_TARGET_MAX_S,
     VERSION_CHARACTERS_MAX,
     limit_violations,
 )
 from headrace_common.registry.adapters import announced_violations
+from headrace_common.registry.duties import WORKERS
 from headrace_common.registry.place import place_violations
 
 _PRIORITIES: Final = frozenset(priority_pb2.Priority.values()) - {priority_pb2.PRIORITY_UNSPECIFIED}
@@ -58,7 +59,7 @@ def member_violations(member: registry_pb2.Member, path: str) -> dict[str, str]:
     reference = registry_pb2.MemberRef(worker_id=member.worker_id, incarnation=member.incarnation)
     violations = reference_violations(reference, path)
     if member.role not in registry_pb2.Member.Role.values() or not member.role:
-        violations[f"{path}.role"] = "give ROLE_ROUTER, ROLE_PREFILL or ROLE_DECODE"
+        violations[f"{path}.role"] = "give ROLE_ROUTER, ROLE_PREFILL, ROLE_DECODE or ROLE_BOTH"
     if not _is_endpoint(member.endpoint):
         violations[f"{path}.endpoint"] = "give host:port with a port of 1 to 65535"
     if member.client_endpoint and not _is_endpoint(member.client_endpoint):
@@ -73,7 +74,7 @@ def member_violations(member: registry_pb2.Member, path: str) -> dict[str, str]:
         violations[f"{path}.start_unix_ns"] = (
             "give the start time in nanoseconds since the Unix epoch"
         )
-    if member.role in (registry_pb2.Member.ROLE_PREFILL, registry_pb2.Member.ROLE_DECODE):
+    if member.role in WORKERS:
         violations.update(_worker_violations(member, path))
     violations.update(place_violations(member.place, f"{path}.place"))
     return violations
@@ -200,9 +201,9 @@ def policy_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
             violations[f"{path}.{name}"] = f"give 0 to {highest}"
     if not 0 <= seconds_from_duration(policy.max_queue_wait) <= POLICY_QUEUE_WAIT_MAX_S:
         violations[f"{path}.max_queue_wait"] = f"give 0 s to {POLICY_QUEUE_WAIT_MAX_S} s"
-    target_s = seconds_from_duration(policy.ttft_target)
-    if policy.HasField("ttft_target") and not 0 < target_s <= TTFT_TARGET_MAX_S:
-        violations[f"{path}.ttft_target"] = f"give more than 0 s, at most {TTFT_TARGET_MAX_S} s"
+    for name, target in (("ttft_target", policy.ttft_target), ("tpot_target", policy.tpot_target)):
+        if policy.HasField(name) and not 0 < seconds_from_duration(target) <= TOKEN_TARGET_MAX_S:  # type: ignore[arg-type]
+            violations[f"{path}.{name}"] = f"give more than 0 s, at most {TOKEN_TARGET_MAX_S} s"
     for name, kind in (
         ("first_token", first_token_pb2.FirstTokenPolicy),
         ("pair_level", registry_pb2.PairLevel),

@@ -21,6 +21,7 @@ from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import NoDecodeWorker
 from headrace_common.registry.adapters import Adapter
 from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_router.timed_placement import NO_TARGETS, TimedCosts, TokenTargets, timed_costs
 from headrace_router.workers.table import Flags, LoadTable, Numbers, Worker
 
 EXPLAINED_CANDIDATES: Final = 5
@@ -67,6 +68,7 @@ class PlacementRequest:
     suspect: frozenset[WorkerRef] = frozenset()
     local_only: bool = False
     adapter: Adapter | None = None
+    targets: TokenTargets = NO_TARGETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +111,12 @@ class CandidateCost:
     held_tokens: int
     requests: int
     unfit: str
+    times: str = ""
+    """What a worker of both roles would take. Its cost is in milliseconds, and its weight is 0."""
 
     def __str__(self) -> str:
+        if self.times:
+            return f"{self.worker_id}: {self.cost:.0f} ms, {self.times}, {self.requests} requests"
         unfit = f", {self.unfit}" if self.unfit else ""
         return (
             f"{self.worker_id}: {self.cost:.0f} = {self.weight:g} x {self.missing_tokens} missing "
@@ -126,6 +132,10 @@ class Decision:
     remote: bool
     explanation: str
     candidates: tuple[CandidateCost, ...] = ()
+    missing_tokens: int = 0
+    """Prompt tokens that are to be computed."""
+    prefill: WorkerRef | None = None
+    """The worker that should compute the prompt. None leaves it to the prefill queue."""
     reachable: bool = True
     """False when every worker that may be chosen is unreachable."""
 
@@ -162,15 +172,16 @@ class KvAware(Placement):
             missing: Numbers = np.full(len(table), float(needed_tokens))
         else:
             missing = needed_tokens - np.minimum(candidates.cached_tokens, needed_tokens)
+        timed = _timed(request, candidates, missing, usable)
         wants_remote, why = remote_wanted(request, candidates.queue_wait_s)
         weights = _weights(policy.overlap_weight, candidates, remote=wants_remote)
-        costs: Numbers = weights * missing + table.held_tokens
+        costs: Numbers = weights * missing + table.held_tokens if timed is None else timed.cost_s
         # These decide before the cost, the most severe first. Most requests meet none of them.
         faults = {"unreachable": ~table.reachable, "full": table.requests >= table.max_num_seqs}
         if request.suspect:
             faults = {"suspect": table.flags(request.suspect), **faults}
         paired: Flags | None = None
-        if wants_remote:
+        if wants_remote and timed is None:
             paired = _paired(candidates, request.failed)
             missing_tokens_min = max(1, policy.local_prefill_max_tokens)
             faults["unpaired"] = (missing >= missing_tokens_min) & ~paired
@@ -181,6 +192,9 @@ class KvAware(Placement):
                 if np.count_nonzero(without):
                     fit = without
         row = self._draw(costs, table.requests, fit, policy.temperature)
+        reachable = bool(table.reachable[row])
+        if timed is not None:
+            return _timed_decision(timed, table, missing, usable, row, reachable=reachable)
         remote = wants_remote
         if paired is not None:
             remote, why = _remote_pays(
@@ -192,7 +206,8 @@ class KvAware(Placement):
             remote,
             f"{'remote' if remote else 'local'} prefill: {why}; cheapest of {usable_count}: {shown[0]}",
             shown,
-            reachable=bool(table.reachable[row]),
+            missing_tokens=int(missing[row]),
+            reachable=reachable,
         )
 
     def _draw(self, costs: Numbers, requests: Numbers, fit: Flags, temperature: float) -> int:
@@ -220,9 +235,12 @@ def _weights(overlap_weight: float, candidates: Candidates, *, remote: bool) -> 
 
 def _paired(candidates: Candidates, failed: frozenset[WorkerRef]) -> Flags:
     """The workers to which a pulling prefill worker may hand over."""
-    paired = candidates.decode.paired(
-        {layout for layout, refs in candidates.prefill.items() if refs - failed}
-    )
+    pulling = {layout: refs - failed for layout, refs in candidates.prefill.items()}
+    paired = candidates.decode.paired({layout for layout, refs in pulling.items() if refs})
+    # A worker of both roles hands nothing over to itself.
+    alone = [refs for refs in pulling.values() if len(refs) == 1]
+    if alone:
+        paired &= ~candidates.decode.flags(frozenset().union(*alone))
     return paired if candidates.pairs is None else paired & candidates.pairs.allowed
 
 
@@ -294,4 +312,66 @@ def _explained(
             unfit=", ".join(name for name, flags in faults.items() if flags[row]),
         )
         for row in [chosen, *others][:EXPLAINED_CANDIDATES]
+    )
+
+
+def _timed(
+    request: PlacementRequest, candidates: Candidates, missing: Numbers, usable: Flags
+) -> TimedCosts | None:
+    """The costs in seconds, where all workers have both roles and their times are known."""
+    table = candidates.decode
+    if request.local_only or not table.computes_prompts[usable].all():
+        return None
+    pulling = frozenset[WorkerRef]().union(*candidates.prefill.values())
+    computing = table.flags(pulling - request.failed)
+    if np.count_nonzero(computing) < len(pulling - request.failed):
+        # Some workers only compute prompts.
+        return None
+    return timed_costs(
+        table,
+        missing,
+        request.targets,
+        usable=usable,
+        computing=computing,
+        placement=request.prefill_placement,
+    )
+
+
+def _timed_decision(
+    timed: TimedCosts,
+    table: LoadTable,
+    missing: Numbers,
+    usable: Flags,
+    row: int,
+    *,
+    reachable: bool,
+) -> Decision:
+    prefill_row = int(timed.prefill_row[row])
+    rows = usable.nonzero()[0]
+    rows = rows[timed.cost_s[rows].argsort(kind="stable")][:EXPLAINED_CANDIDATES]
+    order = [row, *(other for other in rows.tolist() if other != row)][:EXPLAINED_CANDIDATES]
+    shown = tuple(
+        CandidateCost(
+            worker_id=table.workers[one].ref.worker_id,
+            cost=1e3 * float(timed.cost_s[one]),
+            weight=0.0,
+            cached_tokens=0,
+            missing_tokens=int(missing[one]),
+            held_tokens=int(table.held_tokens[one]),
+            requests=int(table.requests[one]),
+            unfit="",
+            times=f"prompt on {table.workers[int(timed.prefill_row[one])].ref.worker_id}, first token after "
+            f"{1e3 * timed.first_s[one]:.0f} ms, steps of {1e3 * timed.step_s[one]:.1f} ms",
+        )
+        for one in order
+    )
+    remote = prefill_row != row
+    return Decision(
+        table.workers[row],
+        remote,
+        f"{'remote' if remote else 'local'} prefill by the times of steps; cheapest of {len(rows)}: {shown[0]}",
+        shown,
+        missing_tokens=int(missing[prefill_row]),
+        prefill=table.workers[prefill_row].ref if remote else None,
+        reachable=reachable,
     )

@@ -168,7 +168,7 @@ class ConnectorWorker:
 
     def _share(self, arena: Arena, tensor: Tensor) -> int:
         """The descriptor with which the service maps what decode receives, 0 where it does not."""
-        if self._settings.role != "decode" or tensor.device.type != "cpu":
+        if self._settings.role == "prefill" or tensor.device.type != "cpu":
             return 0
         try:
             return share_pages(arena.base_address, arena.arena_bytes)

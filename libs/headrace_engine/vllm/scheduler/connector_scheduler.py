@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import tier_event
 from headrace_engine.vllm.layer_groups import LayerGroup
@@ -193,6 +194,11 @@ class ConnectorScheduler(ABC):
     def take_events(self) -> list[KVCacheEvent]:
         """What the tiers below KV memory have stored and evicted. Blocks are named as in the events of KV memory."""
         return [tier_event(change) for change in self._tiers.take_changes()]
+
+    @property
+    def step_times(self) -> StepTimes:
+        """What was learned of the time of steps."""
+        return NO_STEPS
 
     @abstractmethod
     def request_finished(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from headrace.engine.v1 import link_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.durations import seconds_from_duration
+from headrace_common.time_model.model import StepTimes
 from headrace_engine.steps import EngineSteps, StepLog
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import block_counts
@@ -241,6 +242,10 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         plan = super().build_connector_meta(scheduler_output)
         self._steps.planned(scheduler_output)
         return plan
+
+    @property
+    def step_times(self) -> StepTimes:
+        return self._steps.times
 
     def take_events(self) -> list[KVCacheEvent]:
         # vLLM asks for events once the results of a step are handled.

@@ -82,6 +82,7 @@ class DecodeRequest:
                 work.token_ids[work.prompt_tokens :],
                 step_of=work.transfer_id,
                 priority=work.priority,
+                bounds=work.bounds,
             ),
             work.transfer_id,
             lora_request=lora_request,

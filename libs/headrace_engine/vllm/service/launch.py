@@ -117,6 +117,7 @@ _LEAST_FREE_SHARE = 0.02
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DTYPES_OF_AMX = ("auto", "bfloat16")
 FIT_TO_MEMORY = -1
+PACED_SCHEDULER = "headrace_engine.vllm.scheduler.paced_scheduler.PacedScheduler"
 LOGITS_TAP = "headrace_engine.vllm.rank.logits_tap:LogitsTap"
 MAMBA2_MODEL_TYPES = frozenset({"falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
 
@@ -245,9 +246,9 @@ def kv_role(config: EngineConfig) -> str:
     With stages, steps may be under way that still write to the blocks of a cancelled request. For consumers, vLLM keeps
     such blocks back (I1), and a prefill worker receives prefixes into free blocks.
     """
-    if config.role == "decode":
+    if not config.sends:
         return "kv_consumer"
-    return "kv_both" if config.pipeline_parallel_size > 1 else "kv_producer"
+    return "kv_both" if config.receives or config.pipeline_parallel_size > 1 else "kv_producer"
 
 
 def _engine_args(
@@ -315,13 +316,15 @@ def _engine_args(
         structured_outputs_config={"backend": "guidance"},
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        logits_processors=[LOGITS_TAP] if config.role == "prefill" and runs_on_cpu() else None,
+        # It needs answers with bounds, and changes nothing without them.
+        scheduler_cls=PACED_SCHEDULER if config.receives else None,
+        logits_processors=[LOGITS_TAP] if config.sends and runs_on_cpu() else None,
         kv_transfer_config={
             "kv_connector": "HeadraceConnector",
             "kv_connector_module_path": "headrace_engine.vllm.connector",
             "kv_role": kv_role(config),
             # When a prefix does not come, its prompt is computed. Decode fails, and the router tries again.
-            "kv_load_failure_policy": "recompute" if config.role == "prefill" else "fail",
+            "kv_load_failure_policy": "fail" if config.receives else "recompute",
             "kv_connector_extra_config": settings.to_extra_config(),
         },
     )

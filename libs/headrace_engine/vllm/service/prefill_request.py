@@ -236,7 +236,11 @@ class PrefillRequest:
         logits_for = target.transfer_id if target.with_logits else ""
         ours = send_params(target, self._prefix_params())
         params = sampling_params(
-            sampling, ours, logits_for=logits_for, priority=self._work.priority
+            sampling,
+            ours,
+            logits_for=logits_for,
+            priority=self._work.priority,
+            bounds=self._work.bounds,
         )
         prompt = token_prompt(self._work.token_ids, self._work.cache_salt)
         last = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, Final
 
 from headrace_common.callers.priority import Priority
@@ -14,7 +15,14 @@ from headrace_engine.interface import (
     StructuredOutputs,
     TokenLogprobs,
 )
-from headrace_engine.vllm.settings import GENERATED_KEY, LOGITS_KEY, PRIORITY_KEY, STEP_KEY
+from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
+from headrace_engine.vllm.settings import (
+    BOUNDS_KEY,
+    GENERATED_KEY,
+    LOGITS_KEY,
+    PRIORITY_KEY,
+    STEP_KEY,
+)
 
 if TYPE_CHECKING:
     from vllm.inputs.llm import TokensPrompt
@@ -37,12 +45,13 @@ def sampling_params(
     logits_for: str = "",
     step_of: str = "",
     priority: Priority = Priority.NORMAL,
+    bounds: TokenBounds = NO_BOUNDS,
 ) -> SamplingParams:
     """vLLM's settings for a stream of new tokens that contains stop tokens. `generated` tokens precede them.
 
     `logits_for`: id of the transfer that carries the logits before the first token, empty for none.
-    `step_of`: id under which the scheduler reports the first step, empty for no report. `priority`: see PrefillWork.
-    Raises InvalidRequest when vLLM rejects them.
+    `step_of`: id under which the scheduler reports the first step, empty for no report. `priority`, `bounds`: see
+    PrefillWork. Raises InvalidRequest when vLLM rejects them.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -57,6 +66,8 @@ def sampling_params(
         extra[STEP_KEY] = step_of
     if priority is not Priority.NORMAL:
         extra[PRIORITY_KEY] = int(priority)
+    if bounds != NO_BOUNDS:
+        extra[BOUNDS_KEY] = list(astuple(bounds))
     try:
         params = SamplingParams(
             temperature=sampling.temperature,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace_common.errors import DecodeFull, DuplicateTransfer, InvalidRequest
 from headrace_decode.admission.retry_hint import RetryHint
@@ -24,6 +24,10 @@ class Capacity:
     max_model_len: int
     max_num_seqs: int
     windows: tuple[CacheGroup, ...] = ()
+
+    def without(self, blocks: int) -> Capacity:
+        """The same with fewer blocks."""
+        return replace(self, usable_blocks=self.usable_blocks - blocks)
 
     def blocks_for(self, prompt_tokens: int, max_tokens: int) -> int:
         """Blocks of a prompt and its longest answer, within the context."""

@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass
 
 from headrace.inference.v1 import inference_pb2
-from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import Cancelled, DeadlineExceeded, HeadraceError, InvalidRequest
 from headrace_common.registry.adapters import adapters_from_proto
+from headrace_common.registry.duties import COMPUTE_PROMPTS
 from headrace_common.registry.view import RegistryView
 from headrace_decode.attempts import Attempts
 from headrace_decode.http.own_attempt import OwnAttempt, OwnRequest
@@ -89,6 +89,6 @@ class OwnDispatcher:
             and any(
                 member.model == worker.model
                 and (adapter is None or adapter in adapters_from_proto(member.adapters))
-                for member in worker.members.of_role(registry_pb2.Member.ROLE_PREFILL)
+                for member in worker.members.of_role(*COMPUTE_PROMPTS)
             )
         )

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 from headrace.inference.v1 import inference_pb2
-from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.bounds import CallerBounds, CallerLimits
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.http.bounds import HttpBounds
 from headrace_common.http.server import HttpServer
 from headrace_common.registry.adapters import adapters_from_proto
+from headrace_common.registry.duties import COMPUTE_PROMPTS
 from headrace_common.rpc.channel import open_channel
 from headrace_decode.admission.admission import Capacity
 from headrace_decode.attempts import Attempts
@@ -66,7 +66,7 @@ class _OwnModel:
         return system_fingerprint([self._engine_hash], choice.adapter)
 
     def list_models(self) -> Sequence[inference_pb2.Model]:
-        members = self._host.members.of_role(registry_pb2.Member.ROLE_PREFILL)
+        members = self._host.members.of_role(*COMPUTE_PROMPTS)
         prefill = [member for member in members if member.model == self.name]
         found = [
             inference_pb2.Model(

@@ -15,7 +15,7 @@ from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import sampling_pb2
+from headrace.inference.v1 import bounds_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError, NotFound, ProtocolViolation, WorkerGone
 from headrace_common.identity import new_transfer_id
@@ -35,6 +35,7 @@ from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.tracing.timeline import AttemptTimeline
+from headrace_router.workers.directory import PlacedPrompt
 
 _LOG = logging.getLogger(__name__)
 
@@ -63,6 +64,9 @@ class AttemptPlan:
     links: DecodeLinks
     terms: TaskTerms
     first_token: Policy = BY_DECODE
+    bounds: bounds_pb2.TokenBounds | None = None
+    prompt: PlacedPrompt | None = None
+    """Counts the prompt among workers of both roles."""
 
 
 class Attempt:
@@ -85,6 +89,7 @@ class Attempt:
         self._terms = plan.terms
         self._first_token_by = plan.first_token
         self._links = plan.links
+        self._prompt = plan.prompt
         self._transfer_id = new_transfer_id()
         span_context = child_context(request.root.get_span_context())
         TRACE_NAMES.add(self._transfer_id, span_context)
@@ -103,6 +108,8 @@ class Attempt:
             first_token=plan.first_token,
         )
         self._request.ticket_key_id = context.ticket_key_id
+        if plan.bounds is not None:
+            self._request.bounds.CopyFrom(plan.bounds)
         self._reserved: decode_pb2.Reserved | None = None
         self._queued: QueuedTask | None = None
         self._received_tokens = False
@@ -211,6 +218,12 @@ class Attempt:
             self._prefill_failed = True
             raise
         self._timeline.queued(self._queued)
+        if self._prompt is not None:
+            self._queued.outcome.add_done_callback(self._prompt_computed)
+
+    def _prompt_computed(self, outcome: asyncio.Future[Any]) -> None:
+        if self._prompt is not None:
+            self._prompt.computed()
 
     async def _add_first_token_of_prefill(self, call: DecodeCall) -> AttemptOutcome | None:
         """If prefill generates the first token: adds it, and sends it to decode. An outcome if it ends the response."""
@@ -280,6 +293,9 @@ class Attempt:
             # Without tokens, it waits for room.
             await self._response.add_tokens(tokens)
         self._received_tokens = self._response.started
+        if self._prompt is not None:
+            self._prompt.answered()
+            self._prompt = None
 
     async def _next_event(self, call: DecodeCall) -> AnswerEvent:
         """The next event of the decode worker. Raises the error of a prefill that fails before decode generates."""

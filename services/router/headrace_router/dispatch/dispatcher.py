@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import DecodeFull, HeadraceError, NoDecodeWorker, WorkerGone
 from headrace_common.logs import CauseLog
 from headrace_frontend.request.validation import PreparedRequest
@@ -36,9 +38,10 @@ from headrace_router.placement import (
 )
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import TaskTerms
+from headrace_router.timed_placement import AnswerLengths, TokenTargets
 from headrace_router.tracing.timeline import AttemptTimeline
 from headrace_router.tracing.worker_clocks import WorkerClocks
-from headrace_router.workers.directory import WorkerDirectory
+from headrace_router.workers.directory import PlacedPrompt, WorkerDirectory
 from headrace_router.workers.table import LoadTable, Numbers, Worker
 
 _LOG = logging.getLogger(__name__)
@@ -102,6 +105,7 @@ class RequestDispatcher:
         self._on_migration = on_migration
         self._clocks = clocks
         self._failures = CauseLog(_LOG)
+        self._lengths = AnswerLengths()
         self._attempt_context = AttemptContext(queue, ticket_key_id)
 
     async def run(self, request: RoutedRequest) -> None:
@@ -123,29 +127,38 @@ class RequestDispatcher:
                 timeline=timeline,
                 deadline=request.deadline,
                 retries=retries,
+                targets=self._targets(request.prepared, request.timeline.arrival_ns),
             )
             worker = decision.worker.ref
             load_reservation = self._workers.reserve_load(worker, len(token_ids))
             if load_reservation is None:
                 retries.exclude_worker(worker)
                 continue
+            prompt: PlacedPrompt | None = None
+            if decision.worker.computes_prompts:
+                prompt = self._workers.expect_prompt(
+                    decision.prefill or worker, worker, decision.missing_tokens
+                )
             try:
                 if worker in retries.avoided:
                     pause_s = min(_AVOIDED_WORKER_PAUSE_S, request.deadline.remaining_s())
                     await asyncio.sleep(pause_s)
                 number += 1
                 plan = self._plan(
-                    request, token_ids, decision, load_reservation.links, number, retries
+                    request, token_ids, decision, load_reservation.links, number, retries, prompt
                 )
                 attempt = Attempt(self._attempt_context, request, plan, timeline)
                 request.response.attempt_started(worker)
                 outcome = await self._run_attempt(request, attempt, number, retries)
             finally:
+                if prompt is not None:
+                    prompt.answered()
                 load_reservation.release()
         if outcome is None:
             # The response is complete, but no attempt reported Finished.
             reason = request.response.ended_by
             outcome = attempt.outcome_of(reason) if attempt else AttemptOutcome(reason, 0, 0)
+        self._lengths.ended(request.prepared.model, request.response.completion_tokens)
         prefill = attempt.prefill_worker if attempt is not None else None
         await finish_response(
             request,
@@ -170,7 +183,8 @@ class RequestDispatcher:
         retries = RetryState(self._budget, self._migration_wait_s, avoided=avoided)
         token_ids = request.token_ids + request.generated
         attempt = timeline.attempt_started(AttemptTimeline(self._clocks))
-        return self._route(request, token_ids, attempt, deadline, retries)
+        targets = self._targets(request, timeline.arrival_ns)
+        return self._route(request, token_ids, attempt, deadline, retries, targets)
 
     def task_terms(
         self,
@@ -183,6 +197,7 @@ class RequestDispatcher:
         front: bool = False,
         priority: Priority = Priority.NORMAL,
         tenant: str = DEFAULT_TENANT,
+        planned: WorkerRef | None = None,
     ) -> TaskTerms:
         """The terms of a prefill task for decode worker `worker`. No tokens for a local prefill."""
         cached: dict[WorkerRef, int] = {}
@@ -191,12 +206,14 @@ class RequestDispatcher:
             cached = self._prefixes.cached_refs(worker.model, token_ids, cache_salt, refs)
         return TaskTerms(
             deadline_s=deadline.monotonic_s,
-            avoid=avoid | self._workers.distrusted(worker.ref),
+            # A worker of both roles has no KV to hand over to itself.
+            avoid=avoid | self._workers.distrusted(worker.ref) | {worker.ref},
             cached=cached,
             returns_max=self._budget,
             front=front,
             priority=priority,
             tenant=tenant,
+            planned=planned,
         )
 
     @property
@@ -246,6 +263,7 @@ class RequestDispatcher:
         timeline: AttemptTimeline,
         deadline: Deadline,
         retries: RetryState,
+        targets: TokenTargets,
     ) -> Decision:
         try:
             decision = self._placement.choose(
@@ -259,6 +277,7 @@ class RequestDispatcher:
                     suspect=retries.avoided,
                     local_only=retries.local_only,
                     adapter=request.adapter,
+                    targets=targets,
                 ),
                 self._candidates(request, token_ids),
             )
@@ -271,6 +290,21 @@ class RequestDispatcher:
             # The full workers have stated when to ask again. The error of an unreachable worker would hide that.
             raise retries.last_error
         return decision
+
+    def _targets(self, request: PreparedRequest, arrival_ns: int) -> TokenTargets:
+        """The request's own targets, else those of the policy."""
+        policy = self._policy.policy
+        ttft_s, tpot_s = request.ttft_target_s, request.tpot_target_s
+        if ttft_s is None and policy.HasField("ttft_target"):
+            ttft_s = seconds_from_duration(policy.ttft_target)
+        if tpot_s is None and policy.HasField("tpot_target"):
+            tpot_s = seconds_from_duration(policy.tpot_target)
+        return TokenTargets(
+            ttft_s,
+            tpot_s,
+            elapsed_s=1e-9 * (time.monotonic_ns() - arrival_ns),
+            answer_tokens=self._lengths.expected(request.model, request.sampling.max_tokens),
+        )
 
     def _candidates(self, request: PreparedRequest, token_ids: Sequence[int]) -> Candidates:
         table = self._workers.table(request.model)
@@ -298,6 +332,7 @@ class RequestDispatcher:
         links: DecodeLinks,
         number: int,
         retries: RetryState,
+        prompt: PlacedPrompt | None,
     ) -> AttemptPlan:
         generated_tokens = request.response.completion_tokens
         terms = self.task_terms(
@@ -309,11 +344,15 @@ class RequestDispatcher:
             front=retries.prefill_excluded or generated_tokens > 0,
             priority=request.prepared.priority,
             tenant=request.prepared.tenant,
+            planned=decision.prefill,
         )
         first_token = first_token_maker(
             request.prepared, self._policy.policy, decision, generated_tokens, number
         )
-        return AttemptPlan(number, decision, links, terms, first_token)
+        bounds = self._targets(request.prepared, request.timeline.arrival_ns).bounds(
+            started=generated_tokens > 0
+        )
+        return AttemptPlan(number, decision, links, terms, first_token, bounds, prompt)
 
     def _log_failure(
         self, request_id: str, attempt: Attempt, number: int, error: HeadraceError

@@ -62,4 +62,5 @@ def prefill_task(
         send_logits=first_token == FROM_LOGITS,
         cache_salt=request.cache_salt,
         adapter=request.adapter if request.HasField("adapter") else None,
+        bounds=request.bounds if request.HasField("bounds") else None,
     )

@@ -44,6 +44,7 @@ class TaskTerms:
     `deadline_s` is by the router's monotonic clock. The queue never hands the task to a worker in `avoid`. `cached`
     gives the prompt tokens that each worker has cached. A worker may return the task unopened `returns_max` times.
     `front` puts the task before all tasks of its tenant and class that were never handed out.
+    `planned` gets the task if it has room.
     """
 
     deadline_s: float
@@ -53,6 +54,7 @@ class TaskTerms:
     front: bool = False
     priority: Priority = Priority.NORMAL
     tenant: str = DEFAULT_TENANT
+    planned: WorkerRef | None = None
 
 
 class QueuedTask:
@@ -84,6 +86,7 @@ class QueuedTask:
         self.tenant = terms.tenant
         self.avoid = terms.avoid
         self.cached = terms.cached
+        self.planned = terms.planned
         self.returns_left = terms.returns_max
         self.order: TaskOrder = (
             _AT_FRONT if terms.front else _IN_TURN,
@@ -101,7 +104,7 @@ class QueuedTask:
         self.pulled_s = 0.0
         self.has_started = False
         """Whether the worker may have opened the transfer."""
-        self.may_wait = bool(terms.cached)
+        self.may_wait = bool(terms.cached) and terms.planned is None
         """Whether the task may still wait for a worker that has its prefix."""
         self.worker: WorkerRef | None = None
         loop = asyncio.get_running_loop()

@@ -14,6 +14,7 @@ import grpc.aio
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.process.pacing import heartbeat_interval_s
+from headrace_common.registry.duties import WORKERS
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
 from headrace_kv.prefix.events import Tier, load_time_from_proto
@@ -30,7 +31,6 @@ _LOG = logging.getLogger(__name__)
 # A worker has a second slot while a snapshot arrives, and its old slots until they are swept.
 _WORKERS_MAX: Final = SLOTS_MAX // 2
 _UPKEEP_INTERVAL_S: Final = 0.25
-_ROLES: Final = (registry_pb2.Member.ROLE_PREFILL, registry_pb2.Member.ROLE_DECODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class PrefixCacheDirectory:
         self._registered = {
             (member.worker_id, member.incarnation): (member, self._key_of(member))
             for member in members
-            if member.role in _ROLES
+            if member.role in WORKERS
         }
         wanted = {key for _, key in self._registered.values()}
         interval_s = heartbeat_interval_s(len(wanted))

@@ -12,11 +12,13 @@ from typing import Any, Final
 from google.protobuf.json_format import MessageToDict
 
 from headrace.registry.v1 import registry_pb2
+from headrace_common.registry.duties import COMPUTE_PROMPTS, GENERATE, WORKERS
 from headrace_common.version import version
 from headrace_frontend.admission.admission import Admission
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.dispatch.dispatcher import PolicySource
 from headrace_router.prefill_queue.queue import PrefillQueue
+from headrace_router.prefill_queue.worker_stream import PrefillLoad
 from headrace_router.status.digests import RequestDigest, TraceDigests, sum_links
 from headrace_router.status.document import (
     DRAINING,
@@ -31,6 +33,7 @@ from headrace_router.status.document import (
 from headrace_router.status.traffic import Traffic, TrafficCounts
 from headrace_router.tracing.store import TraceStore
 from headrace_router.workers.directory import WorkerDirectory
+from headrace_router.workers.table import Load
 
 REFRESH_S: Final = 1.0
 """Pages that ask within this time share one document."""
@@ -111,44 +114,46 @@ class StatusReader:
         rows: list[WorkerRow] = []
         for member in self._members:
             ref = WorkerRef(member.worker_id, member.incarnation)
-            base = (member.worker_id, member.endpoint, member.model)
-            if member.role == registry_pb2.Member.ROLE_DECODE:
-                load = decode.get(ref)
-                if load is None:
-                    rows.append(WorkerRow("decode", *base, SILENT))
-                    continue
-                draining = DRAINING if load.draining else READY
-                unreachable = STALLED if load.stalled else UNREACHABLE
-                rows.append(
-                    WorkerRow(
-                        "decode",
-                        *base,
-                        draining if load.reachable else unreachable,
-                        requests=load.requests,
-                        max_requests=member.max_num_seqs,
-                        held_tokens=load.held_tokens,
-                        total_tokens=load.total_tokens,
-                    )
-                )
-            elif member.role == registry_pb2.Member.ROLE_PREFILL:
-                pulling = prefill.get(ref)
-                if pulling is None:
-                    rows.append(WorkerRow("prefill", *base, SILENT))
-                    continue
-                state = DRAINING if pulling.retired else READY
-                rows.append(
-                    WorkerRow(
-                        "prefill",
-                        *base,
-                        state,
-                        requests=pulling.tasks,
-                        max_requests=pulling.tasks + pulling.credits,
-                        held_tokens=pulling.load_tokens,
-                    )
-                )
-            else:
-                rows.append(WorkerRow("router", *base, READY))
+            if member.role in GENERATE:
+                rows.append(_decode_row(member, decode.get(ref)))
+            if member.role in COMPUTE_PROMPTS:
+                rows.append(_prefill_row(member, prefill.get(ref)))
+            if member.role not in WORKERS:
+                rows.append(WorkerRow("router", *_base_of(member), READY))
         return rows
+
+
+def _base_of(member: registry_pb2.Member) -> tuple[str, str, str]:
+    return member.worker_id, member.endpoint, member.model
+
+
+def _decode_row(member: registry_pb2.Member, load: Load | None) -> WorkerRow:
+    if load is None:
+        return WorkerRow("decode", *_base_of(member), SILENT)
+    draining = DRAINING if load.draining else READY
+    unreachable = STALLED if load.stalled else UNREACHABLE
+    return WorkerRow(
+        "decode",
+        *_base_of(member),
+        draining if load.reachable else unreachable,
+        requests=load.requests,
+        max_requests=member.max_num_seqs,
+        held_tokens=load.held_tokens,
+        total_tokens=load.total_tokens,
+    )
+
+
+def _prefill_row(member: registry_pb2.Member, load: PrefillLoad | None) -> WorkerRow:
+    if load is None:
+        return WorkerRow("prefill", *_base_of(member), SILENT)
+    return WorkerRow(
+        "prefill",
+        *_base_of(member),
+        DRAINING if load.retired else READY,
+        requests=load.tasks,
+        max_requests=load.tasks + load.credits,
+        held_tokens=load.load_tokens,
+    )
 
 
 def policy_object(policy: registry_pb2.Policy) -> dict[str, Any]:

@@ -21,11 +21,13 @@ from headrace_common.process.pacing import SHORTEST_S, LoopLoad, must_change
 from headrace_common.process.silence import wait_silent
 from headrace_common.rpc.channel import ping_timeout_s
 from headrace_common.tasks import run_forever
+from headrace_common.time_model.proto import time_model_from_proto
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.decode_link.links import DecodeLinks
 from headrace_router.workers.clock import WorkerClock
 from headrace_router.workers.dials import Dials, RetryDelay
-from headrace_router.workers.table import Load, Worker
+from headrace_router.workers.prompt_work import PromptQueue
+from headrace_router.workers.table import NO_TIMES, Load, Worker
 
 _LOG = logging.getLogger(__name__)
 
@@ -116,6 +118,8 @@ class WorkerConnection:
         self._unreported = _ReservedLoad()
         self._status_count = 0
         self._external_requests = 0
+        self.prompts = PromptQueue()
+        self._times = NO_TIMES
         self._on_load = on_load
         self._status: worker_pb2.WatchStatusResponse | None = None
         self.clock = WorkerClock()
@@ -172,6 +176,8 @@ class WorkerConnection:
             reachable=self._status is not None and not self._stuck,
             draining=status.state == worker_pb2.WatchStatusResponse.STATE_DRAINING,
             stalled=bool(self._stuck),
+            prompts=self.prompts.work,
+            times=self._times,
         )
 
     @property
@@ -201,6 +207,10 @@ class WorkerConnection:
         self._unreported.add(tokens)
         self._on_load(self)
         return reservation
+
+    def prompts_changed(self) -> None:
+        """`prompts` has changed."""
+        self._on_load(self)
 
     def release(self, reservation: LoadReservation) -> None:
         """See LoadReservation.release."""
@@ -250,6 +260,8 @@ class WorkerConnection:
             self._unreported = _ReservedLoad()
             self._status_s = asyncio.get_running_loop().time()
             self._set_stuck(_stall_of(status))
+            if status.HasField("times"):
+                self._times = time_model_from_proto(status.times)
         elif self._status is None:
             return
         self._status = status

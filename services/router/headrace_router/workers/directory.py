@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,6 +16,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.process.pacing import LoopLoad, heartbeat_interval_s
 from headrace_common.registry.adapters import adapters_from_proto
+from headrace_common.registry.duties import GENERATE
 from headrace_frontend.request.model_names import Adapters
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
@@ -33,6 +35,42 @@ _LAYOUTS_MAX: Final = 64
 class _Registered:
     member: registry_pb2.Member
     worker: Worker
+
+
+class PlacedPrompt:
+    """A prompt that counts as work of the worker that computes it, until `computed`.
+
+    Its request counts as waiting until `answered`. Repeats are ignored.
+    """
+
+    def __init__(
+        self,
+        computing: WorkerConnection | None,
+        generating: WorkerConnection | None,
+        tokens: int,
+    ) -> None:
+        self._computing, self._generating = computing, generating
+        if generating is not None:
+            generating.prompts.await_prompt(1)
+            generating.prompts_changed()
+        if computing is not None:
+            self._number = computing.prompts.add(tokens, time.monotonic())
+            computing.prompts_changed()
+
+    def computed(self) -> None:
+        """The prompt needs no more compute."""
+        connection, self._computing = self._computing, None
+        if connection is not None:
+            connection.prompts.remove(self._number, time.monotonic())
+            connection.prompts_changed()
+
+    def answered(self) -> None:
+        """The first token has come, or the request has ended."""
+        self.computed()
+        connection, self._generating = self._generating, None
+        if connection is not None:
+            connection.prompts.await_prompt(-1)
+            connection.prompts_changed()
 
 
 class WorkerDirectory:
@@ -82,11 +120,7 @@ class WorkerDirectory:
         routers = sum(member.role == registry_pb2.Member.ROLE_ROUTER for member in members)
         changed = self._router_count != max(1, routers)
         self._router_count = max(1, routers)
-        registered = (
-            self._convert(member)
-            for member in members
-            if member.role == registry_pb2.Member.ROLE_DECODE
-        )
+        registered = (self._convert(member) for member in members if member.role in GENERATE)
         self._registered = {one.worker.ref: one for one in registered}
         for ref in self._connections.keys() - self._registered.keys():
             self._connections.pop(ref).retire()
@@ -187,6 +221,14 @@ class WorkerDirectory:
             return None
         return connection.reserve(tokens, routed=routed)
 
+    def expect_prompt(
+        self, computing: WorkerRef, generating: WorkerRef, tokens: int
+    ) -> PlacedPrompt:
+        """Counts a prompt of `tokens` that one worker computes for a request of another one, or of its own."""
+        return PlacedPrompt(
+            self._connections.get(computing), self._connections.get(generating), tokens
+        )
+
     async def close(self) -> None:
         """Closes every channel."""
         if self._rebuild is not None:
@@ -276,6 +318,7 @@ def worker_from_member(member: registry_pb2.Member) -> Worker:
         max_num_seqs=member.max_num_seqs,
         layout=_layout_of(member.layout.SerializeToString(deterministic=True)),
         adapters=adapters_from_proto(member.adapters),
+        computes_prompts=member.role == registry_pb2.Member.ROLE_BOTH,
     )
 
 

@@ -9,12 +9,12 @@ from typing import Final
 
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import LayoutMismatch
+from headrace_common.registry.duties import COMPUTE_PROMPTS, GENERATE, WORKERS
 from headrace_kv.layout.compatibility import PairSide, pair_faults
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_hash, pair_side
 
 _LOG = logging.getLogger(__name__)
-_PREFILL, _DECODE = registry_pb2.Member.ROLE_PREFILL, registry_pb2.Member.ROLE_DECODE
 # A deployment with as many kinds of layouts is wrong in another way.
 _LINES_MAX: Final = 16
 
@@ -45,7 +45,7 @@ class PairReporter:
         self, members: Iterable[registry_pb2.Member]
     ) -> Iterable[tuple[WorkerRef, _Worker]]:
         for member in members:
-            if member.role not in (_PREFILL, _DECODE):
+            if member.role not in WORKERS:
                 continue
             ref = WorkerRef(member.worker_id, member.incarnation)
             known = self._workers.get(ref)
@@ -63,8 +63,8 @@ class PairReporter:
     def _report(self) -> None:
         workers = self._workers.values()
         faults = pair_faults(
-            [worker.side for worker in workers if worker.kind[0] == _PREFILL],
-            [worker.side for worker in workers if worker.kind[0] == _DECODE],
+            [worker.side for worker in workers if worker.kind[0] in COMPUTE_PROMPTS],
+            [worker.side for worker in workers if worker.kind[0] in GENERATE],
         )[:_LINES_MAX]
         found = {tuple(fault.fields.items()): fault for fault in faults}
         for key, fault in found.items():

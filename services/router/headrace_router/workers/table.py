@@ -6,18 +6,22 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace_common.registry.adapters import Adapter
+from headrace_common.time_model.model import TimeModel
 from headrace_kv.layout.compatibility import fingerprint
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout.layout import TOKENS, KvLayout, WorkerRef
 from headrace_kv.layout.proto import engine_hash
+from headrace_router.workers.prompt_work import NO_WORK, PromptWork
 from headrace_router.workers.slots import DecodeSlots
 
 Numbers = NDArray[np.float64]
 Flags = NDArray[np.bool_]
+NO_TIMES: Final = TimeModel()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,8 @@ class Worker:
     http_endpoint: str = ""
     """Of its OpenAI HTTP API. Empty: it has none."""
     adapters: frozenset[Adapter] = frozenset()
+    computes_prompts: bool = False
+    """Whether it has both roles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,7 @@ class Load:
 
     `held_tokens` is the capacity of its reserved blocks, growth included, and `total_tokens` that of all its blocks.
     `external_requests` are those of other routers, as of the latest status. A `stalled` worker is not reachable.
+    `times` is what the worker has learned.
     """
 
     requests: int = 0
@@ -50,11 +57,43 @@ class Load:
     reachable: bool = True
     draining: bool = False
     stalled: bool = False
+    prompts: PromptWork = NO_WORK
+    times: TimeModel = NO_TIMES
 
     @property
     def availability(self) -> tuple[bool, bool, bool, int]:
         """What the availability of a model and its slots depend on, and where requests must leave."""
         return self.reachable, self.draining, self.stalled, self.external_requests
+
+
+class TimeColumns:
+    """What is known of the times of workers, as columns with shape [worker]. See StepTimes and PromptWork."""
+
+    def __init__(self, count: int) -> None:
+        self.known: Flags = np.zeros(count, np.bool_)
+        """Whether the times of steps with prompts and with answers are known."""
+        self.steps: Numbers = np.zeros((5, count))
+        self.handovers: Numbers = np.zeros((2, count))
+        self.prompts: Numbers = np.zeros((4, count))
+        self._models: dict[int, TimeModel] = {}
+
+    def set(self, row: int, prompts: PromptWork, model: TimeModel) -> None:
+        """Sets the values of one worker."""
+        work = (prompts.tokens, prompts.head_tokens, prompts.head_start_s, prompts.awaited)
+        self.prompts[:, row] = work
+        if self._models.get(row) is model:
+            return
+        self._models[row] = model
+        steps, handovers = model.steps, model.handovers
+        self.known[row] = model.step_s(1, 1) is not None
+        self.steps[:, row] = (
+            steps.fixed_s,
+            steps.prompt_s,
+            steps.s_per_prompt_token,
+            steps.s_per_answer,
+            steps.s_per_context_token,
+        )
+        self.handovers[:, row] = (handovers.fixed_s, handovers.s_per_byte)
 
 
 class LoadTable:
@@ -73,8 +112,14 @@ class LoadTable:
         self.max_num_seqs: Numbers = np.array([w.max_num_seqs for w in self.workers], np.float64)
         self.held_tokens: Numbers = np.zeros(count)
         self.total_tokens: Numbers = np.zeros(count)
+        self.computes_prompts: Flags = np.array(
+            [w.computes_prompts for w in self.workers], np.bool_
+        )
         self.reachable: Flags = np.zeros(count, np.bool_)
         self.draining: Flags = np.zeros(count, np.bool_)
+        self.times = TimeColumns(count)
+        self.token_bytes: Numbers = np.array([_token_bytes(w.layout) for w in self.workers])
+        """KV of one token, over all ranks."""
         self._loads: dict[int, Load] = {}
         self._rows = {worker.ref: row for row, worker in enumerate(self.workers)}
         # Workers with one layout fingerprint can receive from the same prefill workers.
@@ -108,6 +153,7 @@ class LoadTable:
         self.total_tokens[row] = load.total_tokens
         self.reachable[row] = load.reachable
         self.draining[row] = load.draining
+        self.times.set(row, load.prompts, load.times)
 
     @property
     def any_available(self) -> bool:
@@ -160,6 +206,15 @@ class LoadTable:
         by_layout = np.array([layout in prefill_layouts for layout in self.layouts], np.bool_)
         found: Flags = by_layout[self.layout_of]
         return found
+
+
+def _token_bytes(layout: KvLayout) -> float:
+    size = layout.block_tokens
+    return sum(
+        len(group.layers) * group.bytes_between(0, size, group.head_count) / size
+        for group in layout.groups
+        if group.kind == TOKENS
+    )
 
 
 def _adapters_by_name(workers: Iterable[Worker]) -> Mapping[str, Adapter]:

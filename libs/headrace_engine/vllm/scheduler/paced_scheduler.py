@@ -1,0 +1,135 @@
+"""vLLM's schedulers with a budget of prompt tokens for each step, from the bounds of the requests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from headrace_common.time_model.model import NO_STEPS, StepTimes
+from headrace_engine.step_budget import (
+    NO_BOUNDS,
+    AnswerPace,
+    Answers,
+    Prompt,
+    TokenBounds,
+    prompt_budget,
+)
+from headrace_engine.vllm.settings import BOUNDS_KEY, waits_for_kv
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class _Pacing(Scheduler):
+    """Before each step, sets how many tokens vLLM may schedule. Answers come before prompts.
+
+    Without bounds of the running answers it changes nothing.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._most_tokens: int = self.max_num_scheduled_tokens
+        self._paces: dict[str, AnswerPace] = {}
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        # It needs blocks, and no compute: it must not wait behind prompts that the budget holds back.
+        if waits_for_kv(request.kv_transfer_params) and request in self.waiting:
+            self.waiting.remove_request(request)
+            self.waiting.prepend_request(request)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        budget = self._prompt_budget()
+        if budget is None:
+            self.max_num_scheduled_tokens = self._most_tokens
+            return super().schedule(throttle_prefills)
+        # One more lets vLLM look at requests that wait for their KV.
+        answers = sum(_next_tokens(one) for one in self.running if not one.is_prefill_chunk)
+        tokens = answers + len(self.kv_holding_waiting) + max(1, budget)
+        self.max_num_scheduled_tokens = min(self._most_tokens, tokens)
+        if budget:
+            self.running.sort(key=_is_prompt)
+            return super().schedule(throttle_prefills)
+        # vLLM's own way to leave out prompts, unless many wait.
+        self.prefill_capacity_bound = False
+        return super().schedule(throttle_prefills=True)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._paces.pop(request.request_id, None)
+        return super()._free_request(request, *args, **kwargs)
+
+    def _prompt_budget(self) -> int | None:
+        """None where it does not matter."""
+        if not self.waiting and not any(map(_is_prompt, self.running)):
+            return None
+        now_s = time.monotonic()
+        answers = self._answers(now_s)
+        if answers is None:
+            return None
+        return prompt_budget(now_s, self._step_times(), answers, self._prompts())
+
+    def _step_times(self) -> StepTimes:
+        """What the connector has learned."""
+        times: StepTimes = getattr(self.connector, "step_times", NO_STEPS)
+        return times
+
+    def _answers(self, now_s: float) -> Answers | None:
+        """None where no running answer has a bound."""
+        due_s, tpot_s, running, context = float("inf"), float("inf"), 0, 0
+        for request in self.running:
+            if request.is_prefill_chunk:
+                continue
+            running += 1
+            context += request.num_computed_tokens
+            pace = self._paces.get(request.request_id)
+            if pace is None:
+                bound_s = _bounds_of(request).tpot_s
+                if not bound_s:
+                    continue
+                pace = AnswerPace(bound_s, now_s, request.num_output_tokens)
+                self._paces[request.request_id] = pace
+            due_s = min(due_s, pace.due_s(request.num_output_tokens))
+            tpot_s = min(tpot_s, pace.tpot_s)
+        return None if tpot_s == float("inf") else Answers(running, context, due_s, tpot_s)
+
+    def _prompts(self) -> Iterator[Prompt]:
+        """The prompts in the order in which vLLM computes them."""
+        for request in self.running:
+            if request.is_prefill_chunk:
+                yield _prompt_of(request)
+        for request in self.waiting:
+            if not waits_for_kv(request.kv_transfer_params):
+                yield _prompt_of(request)
+
+
+class PacedScheduler(_Pacing):
+    """For engines whose steps follow each other."""
+
+
+class PacedAsyncScheduler(_Pacing, AsyncScheduler):
+    """For engines that plan a step while another one is computed."""
+
+
+def _bounds_of(request: Request) -> TokenBounds:
+    extra = getattr(request.sampling_params, "extra_args", None) or {}
+    given = extra.get(BOUNDS_KEY)
+    return TokenBounds(*given) if given else NO_BOUNDS
+
+
+def _is_prompt(request: Request) -> bool:
+    found: bool = request.is_prefill_chunk
+    return found
+
+
+def _next_tokens(request: Request) -> int:
+    return max(1, int(request.num_tokens_with_spec - request.num_computed_tokens))
+
+
+def _prompt_of(request: Request) -> Prompt:
+    computed = int(request.num_computed_tokens)
+    return Prompt(_bounds_of(request), int(request.num_tokens) - computed, computed)

@@ -1,0 +1,102 @@
+"""The process of a worker of both roles."""
+
+from __future__ import annotations
+
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import Final
+
+from headrace.registry.v1 import registry_pb2
+from headrace.worker.v1 import worker_pb2
+from headrace_common.deadlines import Deadline
+from headrace_common.extras import require_extra
+from headrace_common.process.run import run_service
+from headrace_common.process.settings import load_config
+from headrace_decode.admission.admission import Capacity
+from headrace_decode.main import DecodeServer
+from headrace_engine.worker.config import served_model
+from headrace_engine.worker.host import HostedWorker, WorkerHost
+from headrace_engine.worker.process import run_workers
+from headrace_kv.layout.proto import layout_to_proto
+from headrace_prefill.pull.puller import TaskPuller
+from headrace_prefill.worker import PrefillWorker
+from headrace_worker.config import BothConfig
+from headrace_worker.prompt_room import PromptRoom, prompt_blocks
+
+PROG: Final = "headrace-worker"
+
+
+def main() -> None:
+    """Runs until SIGTERM."""
+    run_service(PROG, lambda: run_workers("both", _load_config(), BothServer))
+
+
+def _load_config() -> BothConfig:
+    """Raises ConfigError, also when a package for HTTP is not installed: before the engine loads a model."""
+    config = load_config(BothConfig, None, prog=PROG, env_prefix="HEADRACE_WORKER_")
+    if config.http_listen:
+        require_extra("http_listen of a worker", "http")
+    return config
+
+
+class BoundedPrefillWorker(PrefillWorker):
+    """Uses the blocks of `prompt_room` only, which is set before the first task."""
+
+    prompt_room: PromptRoom
+
+    def room(self, prompt_tokens: int) -> AbstractAsyncContextManager[None]:
+        return self.prompt_room.held(prompt_tokens)
+
+
+class BothServer(DecodeServer):
+    """Serves what a decode worker serves, and pulls tasks from routers as a prefill worker does."""
+
+    role = registry_pb2.Member.ROLE_BOTH
+
+    def __init__(self, host: WorkerHost, hosted: HostedWorker[BothConfig]) -> None:
+        """Raises ConfigError when the settings do not fit the engine."""
+        super().__init__(host, hosted)
+        config, ref, engine = hosted.config, hosted.ref, hosted.engine
+        self._prefill = BoundedPrefillWorker(
+            ref=ref,
+            engine=engine,
+            telemetry=host.telemetry.for_worker(ref.worker_id),
+            slot_count=config.max_prompts,
+            on_ended=partial(host.metrics.transfer_ended, ref.worker_id),
+            on_received=self.status_signal.notify,
+            handovers=hosted.handovers,
+        )
+        self._prefill.prompt_room = PromptRoom(self.capacity, self._prompt_blocks)
+        self._puller = TaskPuller(
+            config,
+            self._prefill,
+            model=served_model(config, engine),
+            layout=layout_to_proto(engine.descriptor.layout),
+            adapters=engine.adapters,
+        )
+
+    def own_capacity(self, capacity: Capacity) -> Capacity:
+        self._prompt_blocks = prompt_blocks(capacity)
+        return capacity.without(self._prompt_blocks)
+
+    def routers_changed(self, routers: list[registry_pb2.Member]) -> None:
+        super().routers_changed(routers)
+        self._puller.set_routers(routers)
+
+    def status(self) -> worker_pb2.WatchStatusResponse:
+        """Its own requests. The engine counts the prompts of others too."""
+        status = super().status()
+        prompts = self._prefill.held_count
+        waiting = min(prompts, status.waiting_requests)
+        status.waiting_requests -= waiting
+        status.running_requests -= min(prompts - waiting, status.running_requests)
+        return status
+
+    async def finish_drain(self, deadline: Deadline) -> None:
+        await self._puller.drain(deadline)
+        await super().finish_drain(deadline)
+        await self._puller.close()
+
+    async def close(self) -> None:
+        await self._puller.close()
+        await super().close()

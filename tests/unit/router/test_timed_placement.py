@@ -1,0 +1,174 @@
+"""Placement among workers of both roles, by the times of their steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from headrace.inference.v1 import inference_pb2
+from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
+from headrace_kv.layout.compatibility import fingerprint
+from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
+from headrace_router.timed_placement import AnswerLengths, TokenTargets
+from headrace_router.workers.prompt_work import PromptQueue, PromptWork
+from headrace_router.workers.table import Load, LoadTable, Worker
+
+_LAYOUT = KvLayout.attention(
+    model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
+)
+_TIMES = TimeModel(
+    StepTimes(
+        fixed_s=0.010,
+        prompt_s=0.002,
+        s_per_prompt_token=0.0003,
+        s_per_answer=0.0005,
+        prompt_steps=50,
+        answer_steps=50,
+    ),
+    HandoverTimes(fixed_s=0.010, count=9),
+)
+_FREE = Load(total_tokens=10_000, times=_TIMES)
+_REQUEST = PlacementRequest(
+    "sim",
+    1_001,
+    inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED,
+    RoutePolicy(),
+    30.0,
+    targets=TokenTargets(ttft_s=2.0, tpot_s=0.05, answer_tokens=50),
+)
+
+
+def _ref(name: str) -> WorkerRef:
+    return WorkerRef(name, "i")
+
+
+def _choose(
+    *loads: Load,
+    cached: tuple[int, ...] = (),
+    request: PlacementRequest = _REQUEST,
+    pulling: int | None = None,
+    others: tuple[WorkerRef, ...] = (),
+) -> Decision:
+    names = [f"w{index}" for index in range(len(loads))]
+    table = LoadTable(
+        Worker(_ref(name), f"{name}:1", "sim", 4_096, 64, _LAYOUT, computes_prompts=True)
+        for name in names
+    )
+    for name, load in zip(names, loads, strict=True):
+        table.set(_ref(name), load)
+    columns = np.array(cached or [0] * len(loads), float)
+    refs = frozenset(map(_ref, names[:pulling])) | frozenset(others)
+    candidates = Candidates(table, columns, {fingerprint(_LAYOUT): refs})
+    return KvAware(Random(1)).choose(request, candidates)
+
+
+def _busy(requests: int) -> Load:
+    return replace(_FREE, requests=requests)
+
+
+def test_an_idle_deployment_computes_a_prompt_where_it_is_answered() -> None:
+    decision = _choose(_FREE, _FREE)
+    assert not decision.remote
+    assert decision.prefill is None
+    assert "first token after" in decision.explanation
+
+
+def test_answers_gather_and_prompts_go_where_none_run() -> None:
+    decision = _choose(_busy(4), _FREE)
+    assert (decision.worker.ref, decision.remote, decision.prefill) == (
+        _ref("w0"),
+        True,
+        _ref("w1"),
+    )
+
+
+def test_answers_spread_when_their_tokens_would_be_late() -> None:
+    urgent = replace(_REQUEST, targets=TokenTargets(ttft_s=4.0, tpot_s=0.020, answer_tokens=50))
+    assert _choose(_busy(4), _FREE, request=urgent).worker.ref == _ref("w0")
+    assert _choose(_busy(40), _FREE, request=urgent).worker.ref == _ref("w1")
+
+
+def test_a_prompt_is_computed_beside_answers_when_it_would_wait_elsewhere() -> None:
+    waiting = replace(_FREE, prompts=PromptWork(tokens=6_000))
+    decision = _choose(_busy(2), waiting)
+    assert (decision.worker.ref, decision.remote) == (_ref("w0"), False)
+
+
+def test_a_cached_prompt_stays_with_its_cache() -> None:
+    decision = _choose(_busy(2), _busy(2), cached=(0, 1_000))
+    assert (decision.worker.ref, decision.remote) == (_ref("w1"), False)
+    assert decision.missing_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("placement", "remote"),
+    [
+        (inference_pb2.PREFILL_PLACEMENT_LOCAL, False),
+        (inference_pb2.PREFILL_PLACEMENT_REMOTE, True),
+    ],
+)
+def test_the_client_decides_where_it_asks(
+    placement: inference_pb2.PrefillPlacement.ValueType, *, remote: bool
+) -> None:
+    asked = replace(_REQUEST, prefill_placement=placement)
+    for loads in ((_FREE, _FREE), (_busy(4), _FREE)):
+        assert _choose(*loads, request=asked).remote is remote
+
+
+def test_a_single_worker_hands_nothing_over_to_itself() -> None:
+    assert not _choose(_FREE).remote
+    assert not _choose(Load(total_tokens=10_000)).remote
+
+
+def test_todays_rule_holds_while_times_are_unknown_or_workers_only_compute_prompts() -> None:
+    unknown = _choose(Load(total_tokens=10_000), _FREE)
+    assert "first token after" not in unknown.explanation
+    assert unknown.remote
+    mixed = _choose(_FREE, _FREE, others=(_ref("p0"),))
+    assert "first token after" not in mixed.explanation
+
+
+def test_workers_that_pull_no_prompts_compute_only_their_own() -> None:
+    decision = _choose(_busy(4), _FREE, pulling=1)
+    assert not decision.remote
+
+
+def test_a_failed_worker_is_not_chosen_for_the_prompt() -> None:
+    request = replace(_REQUEST, failed=frozenset({_ref("w1")}))
+    decision = _choose(_busy(4), _FREE, _FREE, request=request)
+    assert decision.prefill == _ref("w2")
+
+
+def test_the_work_of_a_prompt_ends_in_the_order_of_arrival() -> None:
+    queue = PromptQueue()
+    first, second = queue.add(100, 1.0), queue.add(50, 2.0)
+    assert queue.work == PromptWork(150, 100, 1.0, 0)
+    queue.await_prompt(1)
+    queue.remove(first, 5.0)
+    assert queue.work == PromptWork(50, 50, 5.0, 1)
+    queue.remove(first, 6.0)
+    queue.remove(second, 7.0)
+    queue.await_prompt(-1)
+    assert (queue.work.tokens, queue.work.awaited) == (0, 0)
+    queue.add(10, 9.0)
+    assert queue.work.head_start_s == 9.0
+
+
+def test_the_expected_length_follows_recent_answers() -> None:
+    lengths = AnswerLengths()
+    assert lengths.expected("m", 16) == 16
+    for _ in range(200):
+        lengths.ended("m", 40)
+    assert lengths.expected("m", 1_000) == pytest.approx(40)
+
+
+def test_bounds_count_from_the_arrival() -> None:
+    bounds = TokenTargets(2.0, 0.05, elapsed_s=0.5).bounds(started=False)
+    assert bounds is not None
+    assert bounds.first_token_remaining.ToMilliseconds() == 1_500
+    later = TokenTargets(2.0, None).bounds(started=True)
+    assert later is None

@@ -1,0 +1,86 @@
+"""Workers of both roles on real vLLM engines: each answer equals that of an undisturbed worker that computes alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.inference.v1 import inference_pb2
+from headrace_common.durations import duration_from_seconds
+from tests.suite.deployment import greedy, suite
+from tests.vllm.test_services import SEEDED, assert_same, prompt_of
+
+MODEL = Path("models/tiny-llama")
+REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
+LOCAL = inference_pb2.PREFILL_PLACEMENT_LOCAL
+ANY = inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
+BOTH: dict[str, Any] = {
+    "engine": "vllm",
+    "model": str(MODEL),
+    "prefill_count": 0,
+    "decode_count": 0,
+    "worker_count": 2,
+    "settings": (
+        ("worker", "dtype", "float32"),
+        ("worker", "block_size", "32"),
+        ("worker", "max_num_batched_tokens", "256"),
+    ),
+}
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(280),
+    pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make model"),
+]
+
+
+@pytest.fixture(autouse=True)
+def state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def requests(
+    placement: inference_pb2.PrefillPlacement.ValueType, tpot_s: float = 0.0
+) -> Iterator[inference_pb2.GenerateRequest]:
+    """Prompts around the sizes of blocks and steps, half of them with sampling."""
+    for number, length in enumerate((2, 31, 33, 256, 257, 700)):
+        options = SEEDED if number % 2 else {}
+        request = greedy(prompt_of(length, number), 12, placement, logprobs=1, **options)
+        # Else the second way would find the first one's blocks.
+        request.cache_salt = f"{placement} {tpot_s}"
+        if tpot_s:
+            request.tpot_target.CopyFrom(duration_from_seconds(tpot_s))
+        yield request
+
+
+async def test_answers_are_the_same_wherever_prompts_are_computed(tmp_path: Path) -> None:
+    async with suite(tmp_path, **BOTH) as it:
+        alone = [await it.ask(request, 90) for request in requests(LOCAL)]
+        handed_over = [await it.ask(request, 90) for request in requests(REMOTE)]
+        ways = [requests(REMOTE, 0.02), requests(ANY, 0.02), requests(ANY, 5.0)]
+        together = await asyncio.gather(*(it.ask(one, 90) for way in ways for one in way))
+        for outcome, plain in zip((*handed_over, *together), 4 * alone, strict=True):
+            assert_same(outcome, plain)
+        for outcome in handed_over:
+            timing = outcome.last.timing
+            assert {timing.prefill_worker_id, timing.decode_worker_id} == {"worker-0", "worker-1"}
+        for worker in ("worker-0", "worker-1"):
+            await it.wait_empty(worker, timeout_s=20)
+
+
+async def test_streams_and_prompts_of_a_killed_worker_continue_on_the_other(tmp_path: Path) -> None:
+    asked = [
+        greedy(prompt_of(60 + n, n), 120, ANY, logprobs=1, **(SEEDED if n % 2 else {}))
+        for n in range(6)
+    ]
+    async with suite(tmp_path, **BOTH) as it:
+        undisturbed = [await it.ask(request, 90) for request in asked]
+        running = await it.begun(asked, timeout_s=90, started_tokens=8)
+        victim, survivor = await it.busier("worker-0", "worker-1")
+        it.kill(victim)
+        for result, plain in zip(await asyncio.gather(*running), undisturbed, strict=True):
+            assert_same(result, plain)
+        await it.wait_empty(survivor, timeout_s=20)
