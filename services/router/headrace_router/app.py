@@ -281,7 +281,7 @@ def _build_requests(
         tracer=records.tracer,
         traits=RunnerTraits(
             drain_error=_draining,
-            check_arrival=_build_early_refusal(basis, fleet, records).check,
+            check_arrival=_build_early_refusal(basis, fleet, records, dispatcher).check,
             load=fleet.load,
             paced=True,
         ),
@@ -308,7 +308,9 @@ def _draining() -> Draining:
     return Draining("the router is shutting down; use another router, or retry in a moment")
 
 
-def _build_early_refusal(basis: _Basis, fleet: _Fleet, records: _Records) -> EarlyRefusal:
+def _build_early_refusal(
+    basis: _Basis, fleet: _Fleet, records: _Records, dispatcher: RequestDispatcher
+) -> EarlyRefusal:
     return EarlyRefusal(
         EarlyRefusalParts(
             queue=fleet.queue,
@@ -316,6 +318,7 @@ def _build_early_refusal(basis: _Basis, fleet: _Fleet, records: _Records) -> Ear
             prefixes=fleet.prefixes,
             policy=basis.policy,
             by_deadline=basis.config.early_refusal,
+            predict_s=dispatcher.predicted_first_s,
             on_prediction=records.metrics.record_prediction,
             on_refusal=records.metrics.count_early_refusal,
         )

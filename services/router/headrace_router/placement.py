@@ -136,6 +136,8 @@ class Decision:
     """Prompt tokens that are to be computed."""
     prefill: WorkerRef | None = None
     """The worker that should compute the prompt. None leaves it to the prefill queue."""
+    first_s: float | None = None
+    """Predicted seconds to the first token, where this was decided by times."""
     reachable: bool = True
     """False when every worker that may be chosen is unreachable."""
 
@@ -373,5 +375,6 @@ def _timed_decision(
         shown,
         missing_tokens=int(missing[prefill_row]),
         prefill=table.workers[prefill_row].ref if remote else None,
+        first_s=float(timed.first_s[row]),
         reachable=reachable,
     )

@@ -186,6 +186,23 @@ class RequestDispatcher:
         targets = self._targets(request, timeline.arrival_ns)
         return self._route(request, token_ids, attempt, deadline, retries, targets)
 
+    def predicted_first_s(
+        self, request: PreparedRequest, deadline: Deadline, arrival_ns: int
+    ) -> float | None:
+        """Seconds from now to the first token, where placement is decided by the times of steps. None elsewhere."""
+        if not self._workers.table(request.model).computes_prompts.any():
+            return None
+        retries = RetryState(self._budget, self._migration_wait_s)
+        wanted = self._placement_request(
+            request, request.token_ids, deadline, retries, self._targets(request, arrival_ns)
+        )
+        try:
+            return self._placement.choose(
+                wanted, self._candidates(request, request.token_ids)
+            ).first_s
+        except NoDecodeWorker:
+            return None
+
     def task_terms(
         self,
         worker: Worker,
@@ -267,18 +284,7 @@ class RequestDispatcher:
     ) -> Decision:
         try:
             decision = self._placement.choose(
-                PlacementRequest(
-                    model=request.model,
-                    prompt_tokens=len(token_ids),
-                    prefill_placement=request.placement,
-                    policy=RoutePolicy.from_proto(self._policy.policy),
-                    remaining_s=deadline.remaining_s(),
-                    failed=retries.excluded,
-                    suspect=retries.avoided,
-                    local_only=retries.local_only,
-                    adapter=request.adapter,
-                    targets=targets,
-                ),
+                self._placement_request(request, token_ids, deadline, retries, targets),
                 self._candidates(request, token_ids),
             )
         except NoDecodeWorker as error:
@@ -290,6 +296,27 @@ class RequestDispatcher:
             # The full workers have stated when to ask again. The error of an unreachable worker would hide that.
             raise retries.last_error
         return decision
+
+    def _placement_request(
+        self,
+        request: PreparedRequest,
+        token_ids: Sequence[int],
+        deadline: Deadline,
+        retries: RetryState,
+        targets: TokenTargets,
+    ) -> PlacementRequest:
+        return PlacementRequest(
+            model=request.model,
+            prompt_tokens=len(token_ids),
+            prefill_placement=request.placement,
+            policy=RoutePolicy.from_proto(self._policy.policy),
+            remaining_s=deadline.remaining_s(),
+            failed=retries.excluded,
+            suspect=retries.avoided,
+            local_only=retries.local_only,
+            adapter=request.adapter,
+            targets=targets,
+        )
 
     def _targets(self, request: PreparedRequest, arrival_ns: int) -> TokenTargets:
         """The request's own targets, else those of the policy."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
 from headrace_common.telemetry import schema
 from headrace_frontend.request.validation import PreparedRequest
@@ -42,6 +43,8 @@ class EarlyRefusalParts:
     prefixes: PrefixSource
     policy: PolicySource
     by_deadline: bool
+    predict_s: Callable[[PreparedRequest, Deadline, int], float | None]
+    """Seconds from now to the first token, among workers of both roles. None where it is not known."""
     on_prediction: Callable[[str, float], None]
     """Gets the served model and the predicted seconds from arrival to first token."""
     on_refusal: Callable[[str, str], None]
@@ -65,17 +68,28 @@ class EarlyRefusal:
         bound = self._bound(request)
         if bound is None:
             return
-        prediction = self._predict(request, slot_wait_s, cached_tokens=0)
-        if is_late(prediction, bound):
-            cached_tokens = self._cached_tokens(prepared)
-            if cached_tokens:
-                prediction = self._predict(request, slot_wait_s, cached_tokens)
+        timed_s = self._parts.predict_s(prepared, request.deadline, request.arrival_ns)
+        if timed_s is not None:
+            prediction = FirstTokenPrediction(request.elapsed_s, slot_wait_s, 0.0, timed_s)
+        else:
+            prediction = self._predict_by_tokens(request, slot_wait_s, bound)
         self._parts.on_prediction(prepared.model, prediction.total_s)
         if request.root.is_recording():
             request.root.set_attributes(_attributes(prediction, bound))
         if is_late(prediction, bound):
             self._parts.on_refusal(prepared.model, bound.name)
             raise refusal(prediction, bound)
+
+    def _predict_by_tokens(
+        self, request: ArrivedRequest, slot_wait_s: float, bound: FirstTokenBound
+    ) -> FirstTokenPrediction:
+        """Looks for cached tokens only where they may matter."""
+        prediction = self._predict(request, slot_wait_s, cached_tokens=0)
+        if is_late(prediction, bound):
+            cached_tokens = self._cached_tokens(request.prepared)
+            if cached_tokens:
+                prediction = self._predict(request, slot_wait_s, cached_tokens)
+        return prediction
 
     def _bound(self, request: ArrivedRequest) -> FirstTokenBound | None:
         bounds: list[FirstTokenBound] = []

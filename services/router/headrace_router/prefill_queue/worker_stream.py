@@ -177,10 +177,10 @@ class WorkersWithCredits:
 
     def best_for(self, queued: QueuedTask) -> PrefillWorkerStream | None:
         """The worker with the fewest tokens to compute once it has this task, plus the cost of the hand-over."""
-        if queued.planned is not None and queued.planned not in queued.avoid:
-            key = self._key_of.get(queued.planned)
-            if key is not None:
-                planned: PrefillWorkerStream = self._by_load[key]
+        key = None if queued.planned is None else self._key_of.get(queued.planned)
+        if key is not None:
+            planned: PrefillWorkerStream = self._by_load[key]
+            if _may_take(planned, queued):
                 return planned
         if queued.extra_tokens is not None:
             return self._best_pair(queued, queued.extra_tokens)

@@ -160,6 +160,7 @@ def test_only_these_modules_import_vllm() -> None:
         "continuation.py",
         "compat.py",
         "rank/logits_tap.py",
+        "scheduler/paced_scheduler.py",
         "service/adapters.py",
         "service/engine_args.py",
         "service/first_token_sampler.py",
