@@ -29,6 +29,8 @@ _KEPT: Final = 0.97
 _FIRST_KEPT: Final = 0.85
 """Of the bound on the time to first token: predictions are not exact."""
 _LATE_WEIGHT: Final = 2.0
+_MESSAGES_S: Final = 0.02
+"""Of a hand-over, beside its writes: the queue, the opening of the transfer, and its last acknowledgement."""
 _SHARE_MIN: Final = 0.05
 _LENGTH_GAIN: Final = 0.05
 _FIRST_LENGTH: Final = 128.0
@@ -109,18 +111,17 @@ def timed_costs(
     if not columns.known[usable].all():
         return None
     fixed, prompt, token, answer, context = columns.steps
-    tokens, head, head_start_s, awaited = columns.prompts
+    tokens, head, head_start_s = columns.prompts
     held = table.held_tokens
     requests = table.requests
-    running = np.maximum(0.0, requests - awaited)
     # An answer's context is at most what is reserved for it.
     with_others = fixed + answer * requests + context * held
     step_s = with_others + answer + context * missing
     now_step_s = np.where(requests > 0, with_others, 0.0)
     tpot_s = targets.tpot_s or 0.0
     tpot: Numbers = np.where(tpot_s > 0, tpot_s, _DEFAULT_TPOT_STEPS * (fixed + answer))
-    # The part of a worker's time that running answers leave to prompts.
-    busy = np.where(running > 0, (fixed + answer * running + context * held) / (_KEPT * tpot), 0.0)
+    # What answers leave of a worker's time. Those that wait for their prompts will run beside this one.
+    busy = now_step_s * (1.0 + columns.errors) / (_KEPT * tpot)
     share = np.clip(1.0 - busy, _SHARE_MIN, 1.0)
     elapsed_s = np.maximum(0.0, (time.monotonic() if now_s is None else now_s) - head_start_s)
     done = np.minimum(head, elapsed_s * share / np.maximum(token, 1e-9))
@@ -157,5 +158,5 @@ def _remote(
         best[order[0]] = order[1]
     end_s: Numbers = candidates[best]
     fixed_s, byte_s = table.times.handovers[:, best]
-    end_s = end_s + fixed_s + byte_s * table.token_bytes * missing
+    end_s = end_s + _MESSAGES_S + fixed_s + byte_s * table.token_bytes * missing
     return np.where(best == rows, np.inf, end_s), best.astype(np.float64)

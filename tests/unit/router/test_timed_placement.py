@@ -146,14 +146,12 @@ def test_a_failed_worker_is_not_chosen_for_the_prompt() -> None:
 def test_the_work_of_a_prompt_ends_in_the_order_of_arrival() -> None:
     queue = PromptQueue()
     first, second = queue.add(100, 1.0), queue.add(50, 2.0)
-    assert queue.work == PromptWork(150, 100, 1.0, 0)
-    queue.await_prompt(1)
+    assert queue.work == PromptWork(150, 100, 1.0)
     queue.remove(first, 5.0)
-    assert queue.work == PromptWork(50, 50, 5.0, 1)
+    assert queue.work == PromptWork(50, 50, 5.0)
     queue.remove(first, 6.0)
     queue.remove(second, 7.0)
-    queue.await_prompt(-1)
-    assert (queue.work.tokens, queue.work.awaited) == (0, 0)
+    assert queue.work.tokens == 0
     queue.add(10, 9.0)
     assert queue.work.head_start_s == 9.0
 

@@ -294,7 +294,7 @@ class Attempt:
             await self._response.add_tokens(tokens)
         self._received_tokens = self._response.started
         if self._prompt is not None:
-            self._prompt.answered()
+            self._prompt.computed()
             self._prompt = None
 
     async def _next_event(self, call: DecodeCall) -> AnswerEvent:

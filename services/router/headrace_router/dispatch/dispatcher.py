@@ -137,7 +137,7 @@ class RequestDispatcher:
             prompt: PlacedPrompt | None = None
             if decision.worker.computes_prompts:
                 prompt = self._workers.expect_prompt(
-                    decision.prefill or worker, worker, decision.missing_tokens
+                    decision.prefill or worker, decision.missing_tokens
                 )
             try:
                 if worker in retries.avoided:
@@ -152,7 +152,7 @@ class RequestDispatcher:
                 outcome = await self._run_attempt(request, attempt, number, retries)
             finally:
                 if prompt is not None:
-                    prompt.answered()
+                    prompt.computed()
                 load_reservation.release()
         if outcome is None:
             # The response is complete, but no attempt reported Finished.

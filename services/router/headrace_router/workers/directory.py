@@ -38,38 +38,18 @@ class _Registered:
 
 
 class PlacedPrompt:
-    """A prompt that counts as work of the worker that computes it, until `computed`.
+    """A prompt that counts as work of the worker that computes it, until `computed`."""
 
-    Its request counts as waiting until `answered`. Repeats are ignored.
-    """
-
-    def __init__(
-        self,
-        computing: WorkerConnection | None,
-        generating: WorkerConnection | None,
-        tokens: int,
-    ) -> None:
-        self._computing, self._generating = computing, generating
-        if generating is not None:
-            generating.prompts.await_prompt(1)
-            generating.prompts_changed()
-        if computing is not None:
-            self._number = computing.prompts.add(tokens, time.monotonic())
-            computing.prompts_changed()
+    def __init__(self, connection: WorkerConnection, tokens: int) -> None:
+        self._connection: WorkerConnection | None = connection
+        self._number = connection.prompts.add(tokens, time.monotonic())
+        connection.prompts_changed()
 
     def computed(self) -> None:
-        """The prompt needs no more compute."""
-        connection, self._computing = self._computing, None
+        """The prompt needs no more compute. Repeats are ignored."""
+        connection, self._connection = self._connection, None
         if connection is not None:
             connection.prompts.remove(self._number, time.monotonic())
-            connection.prompts_changed()
-
-    def answered(self) -> None:
-        """The first token has come, or the request has ended."""
-        self.computed()
-        connection, self._generating = self._generating, None
-        if connection is not None:
-            connection.prompts.await_prompt(-1)
             connection.prompts_changed()
 
 
@@ -221,13 +201,10 @@ class WorkerDirectory:
             return None
         return connection.reserve(tokens, routed=routed)
 
-    def expect_prompt(
-        self, computing: WorkerRef, generating: WorkerRef, tokens: int
-    ) -> PlacedPrompt:
-        """Counts a prompt of `tokens` that one worker computes for a request of another one, or of its own."""
-        return PlacedPrompt(
-            self._connections.get(computing), self._connections.get(generating), tokens
-        )
+    def expect_prompt(self, ref: WorkerRef, tokens: int) -> PlacedPrompt | None:
+        """Counts a prompt of `tokens` that a worker is to compute. None when it has left, or nothing is to compute."""
+        connection = self._connections.get(ref)
+        return None if connection is None or not tokens else PlacedPrompt(connection, tokens)
 
     async def close(self) -> None:
         """Closes every channel."""

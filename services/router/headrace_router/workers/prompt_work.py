@@ -11,14 +11,12 @@ class PromptWork:
     """Prompt tokens of one worker that are not known to be computed.
 
     An engine computes prompts in the order of their arrival: `head_tokens` are those of the first one, which has had
-    its turn since `head_start_s` by the router's monotonic clock. `awaited` requests of the worker wait for their
-    prompts, wherever these are computed: they generate nothing yet.
+    its turn since `head_start_s` by the router's monotonic clock.
     """
 
     tokens: int = 0
     head_tokens: int = 0
     head_start_s: float = 0.0
-    awaited: int = 0
 
 
 NO_WORK: Final = PromptWork()
@@ -31,7 +29,6 @@ class PromptQueue:
         self._tokens: dict[int, int] = {}
         self._total = 0
         self._head_start_s = 0.0
-        self._awaited = 0
         self._next = 0
 
     def add(self, tokens: int, now_s: float) -> int:
@@ -53,12 +50,8 @@ class PromptQueue:
         del self._tokens[number]
         self._total -= tokens
 
-    def await_prompt(self, change: int) -> None:
-        """Another request of the worker waits for its prompt, or with -1 one less."""
-        self._awaited += change
-
     @property
     def work(self) -> PromptWork:
         """What is left."""
         head = next(iter(self._tokens.values()), 0)
-        return PromptWork(self._total, head, self._head_start_s, self._awaited)
+        return PromptWork(self._total, head, self._head_start_s)

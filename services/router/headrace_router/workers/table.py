@@ -74,13 +74,14 @@ class TimeColumns:
         """Whether the times of steps with prompts and with answers are known."""
         self.steps: Numbers = np.zeros((5, count))
         self.handovers: Numbers = np.zeros((2, count))
-        self.prompts: Numbers = np.zeros((4, count))
+        self.prompts: Numbers = np.zeros((3, count))
+        self.errors: Numbers = np.zeros(count)
+        """Median relative errors of the times of steps."""
         self._models: dict[int, TimeModel] = {}
 
     def set(self, row: int, prompts: PromptWork, model: TimeModel) -> None:
         """Sets the values of one worker."""
-        work = (prompts.tokens, prompts.head_tokens, prompts.head_start_s, prompts.awaited)
-        self.prompts[:, row] = work
+        self.prompts[:, row] = (prompts.tokens, prompts.head_tokens, prompts.head_start_s)
         if self._models.get(row) is model:
             return
         self._models[row] = model
@@ -93,6 +94,7 @@ class TimeColumns:
             steps.s_per_answer,
             steps.s_per_context_token,
         )
+        self.errors[row] = steps.error_p50
         self.handovers[:, row] = (handovers.fixed_s, handovers.s_per_byte)
 
 
