@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -80,6 +80,11 @@ def arrivals(rate: float, seconds: float, lengths: tuple[int, int], seed: int) -
         Arrival(at_s, numbers.randint(*lengths), numbers.getrandbits(48))
         for at_s in itertools.takewhile(lambda at_s: at_s < seconds, due_s)
     ]
+
+
+def texts_of(arriving: list[Arrival], way: int) -> list[Arrival]:
+    """The same requests with other texts: ways may share engines, and with them their prefix caches."""
+    return [replace(arrival, seed=arrival.seed + way) for arrival in arriving]
 
 
 def by_engines(children: list[Child]) -> Ask:
@@ -232,7 +237,7 @@ async def measure(
         for number, rate in itertools.product(numbers, rates):
             arriving = arrivals(rate, arguments.seconds, (shortest, longest), number)
             for way in alternating(list(asks), number):
-                answers = await load.block(asks[way], arriving)
+                answers = await load.block(asks[way], texts_of(arriving, list(asks).index(way)))
                 found[rate][way] += answers
                 print(f"{number} {rate:g}/s, {way}: {len(answers)} requests", file=sys.stderr)
     return alone[0], found
