@@ -169,7 +169,7 @@ images: runtime $(MODEL)/config.json ## build the container images and ask them 
 
 test-images: setup ## the images of router, registry, planner and simulated workers: sizes, contents, rights, a chat with mutual TLS
 	@docker/available.sh || { echo "SKIPPED: images cannot be built here, see above"; exit 0; }; \
-	docker/build.sh registry router planner prefill-sim decode-sim; \
+	docker/build.sh registry router planner prefill-sim decode-sim worker-sim; \
 	PYTHONPATH=scripts $(BIN)/python -m tests.images
 
 clean: ## remove everything that set-up and tests wrote, the models too

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Builds images: docker/build.sh [IMAGE...], where IMAGE is registry, router, planner, prefill, decode or etcd, or prefill or decode
-# with -sim (the simulated engine) or -cuda.
+# Builds images: docker/build.sh [IMAGE...], where IMAGE is registry, router, planner, prefill, decode, worker or etcd, or one of the
+# three workers with -sim (the simulated engine) or -cuda.
 #
 # docker builds them where its daemon answers, else buildah or podman, which need none. Each step has a limit. Without docker,
 # wheels are fetched by this machine's own pip into .cache/images, so that the builds themselves need no package index.
@@ -10,7 +10,7 @@ cd "$(dirname "$0")/.."
 . docker/tools.sh
 
 images=("$@")
-[ ${#images[@]} -gt 0 ] || images=(registry router planner prefill decode etcd)
+[ ${#images[@]} -gt 0 ] || images=(registry router planner prefill decode worker etcd)
 for image in "${images[@]}"; do
   [ -e "docker/${image%-*}.Dockerfile" ] || { say "there is no image $image: name one of docker/*.Dockerfile"; exit 2; }
 done

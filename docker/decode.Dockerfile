@@ -37,8 +37,8 @@ RUN /opt/tools/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /dist . 
     && /opt/tools/bin/pip --python /opt/headrace/bin/python install --no-cache-dir --no-compile --no-deps --no-index \
       /dist/*.whl
 COPY scripts/shrink_environment.py scripts/image_sbom.py scripts/
-# This stage is the same for both workers, so their images share what it installs.
-RUN for program in headrace-prefill headrace-decode headrace-probe; do \
+# This stage is the same for all workers, so their images share what it installs.
+RUN for program in headrace-prefill headrace-decode headrace-worker headrace-probe; do \
          /opt/headrace/bin/$program --help >/dev/null || exit 1; done \
     && install -D scripts/image_sbom.py /opt/headrace/share/image_sbom.py
 

@@ -114,12 +114,12 @@ ensure_base_image() {
     || fail "the stand-in cannot be imported" "$CACHE/import.log"
 }
 
-# The lock file that an image installs. $1: a service, or prefill or decode with -sim or -cuda.
+# The lock file that an image installs. $1: a service, or a worker with -sim or -cuda.
 requirements_of() {
   case $1 in
     *-sim) echo sim ;;
     *-cuda) echo worker-cuda ;;
-    prefill | decode) echo worker ;;
+    prefill | decode | worker) echo worker ;;
     *) echo "$1" ;;
   esac
 }

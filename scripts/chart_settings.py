@@ -20,6 +20,7 @@ from headrace_planner_service.config import PlannerConfig
 from headrace_prefill.config import PrefillConfig
 from headrace_registry.config import RegistryConfig
 from headrace_router.config import RouterConfig
+from headrace_worker.config import BothConfig
 
 SCHEMA: Final = (
     Path(__file__).resolve().parent.parent / "docker" / "helm" / "headrace" / "values.schema.json"
@@ -29,6 +30,7 @@ CONFIGS: Final[Mapping[str, type[ServiceConfig]]] = {
     "router": RouterConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
+    "worker": BothConfig,
     "planner": PlannerConfig,
 }
 

@@ -18,6 +18,8 @@ DECODE: Final = 7053
 """`internal_listen` of decode workers, where a port is fixed."""
 ROUTER_INTERNAL: Final = 7054
 """`internal_listen` of routers, where a port is fixed."""
+WORKER: Final = 7055
+"""`internal_listen` of workers of both roles, where a port is fixed."""
 PAIRS: Final = 7730
 """`listen` of prefill servers of stock vLLM."""
 PAIR_PROXY: Final = 8000

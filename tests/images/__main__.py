@@ -119,11 +119,15 @@ def main() -> int:
     """Returns 0 when all checks hold."""
     parser = argparse.ArgumentParser(prog="python -m tests.images")
     parser.add_argument("--workers", choices=WORKERS, default="sim", help="the engine of workers")
-    parser.add_argument("--no-planner", action="store_true", help="four containers instead of five")
+    parser.add_argument(
+        "--required-only",
+        action="store_true",
+        help="without the worker of both roles and the planner",
+    )
     arguments = parser.parse_args()
     started = time.monotonic()
     try:
-        check(arguments.workers, REQUIRED if arguments.no_planner else SERVICES)
+        check(arguments.workers, REQUIRED if arguments.required_only else SERVICES)
     except (AssertionError, ContainerError) as error:
         print(f"test-images: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""Containers with mutual TLS: registry, router, one worker of each role, and the planner unless it is left out."""
+"""Containers with mutual TLS: registry, router, prefill, decode, and what is not left out of the others."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.images.workers import Workers
 from tests.suite.certificates import Authority
 
 REQUIRED: Final = ("registry", "router", "prefill", "decode")
-SERVICES: Final = (*REQUIRED, "planner")
-_WORKERS: Final = ("prefill", "decode")
+SERVICES: Final = (*REQUIRED, "worker", "planner")
+_WORKERS: Final = ("prefill", "decode", "worker")
 # Longer than drain_grace_s and what comes after it.
 STOP_GRACE_S: Final = 30
 _CONFINED: Final = ("--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges")
@@ -31,6 +31,7 @@ _INTERNAL: Final = {
     "router": ports.ROUTER_INTERNAL,
     "prefill": ports.PREFILL,
     "decode": ports.DECODE,
+    "worker": ports.WORKER,
     "planner": ports.PLANNER,
 }
 

@@ -18,7 +18,7 @@ from tests.unit.test_architecture import ROOT
 CHART = ROOT / "docker" / "helm" / "headrace"
 EXAMPLES = sorted((ROOT / "docker" / "helm" / "examples").glob("*.yaml"))
 RELEASE, NAMESPACE = "headrace", "models"
-COMPONENTS = ("registry", "router", "prefill", "decode", "planner")
+COMPONENTS = ("registry", "router", "prefill", "decode", "worker", "planner")
 LIMIT_S = 60.0
 CUSTOM = {definition.resource for definition in DEFINITIONS}
 

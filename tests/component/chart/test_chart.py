@@ -21,6 +21,7 @@ from headrace_planner_service.config import PlannerConfig
 from headrace_prefill.config import PrefillConfig
 from headrace_registry.config import RegistryConfig
 from headrace_router.config import RouterConfig
+from headrace_worker.config import BothConfig
 from kube_tools import KUBERNETES_VERSIONS, VALIDATOR
 from tests.component.chart.charts import (
     CHART,
@@ -49,6 +50,7 @@ CONFIGS: dict[str, type[ServiceConfig]] = {
     "router": RouterConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
+    "worker": BothConfig,
     "planner": PlannerConfig,
 }
 
@@ -137,6 +139,7 @@ def test_a_service_has_its_own_credentials_only() -> None:
         "router": {"headrace-router", "metrics-keys", "api-keys"},
         "prefill": {"headrace-prefill", "metrics-keys"},
         "decode": {"headrace-decode", "metrics-keys"},
+        "worker": {"headrace-worker", "metrics-keys"},
         "planner": {"headrace-planner", "metrics-keys"},
     }
     # The key that Prometheus presents is not for the services.
@@ -165,7 +168,7 @@ def config_of(name: str, component: str, folder: Path) -> ServiceConfig:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_services_accept_their_settings(name: str, tmp_path: Path) -> None:
     found = workloads(example(name))
-    assert set(found) == {*COMPONENTS[:4], *(["planner"] if name in ("tokens", "planner") else [])}
+    assert set(found) == {*COMPONENTS[:5], *(["planner"] if name in ("tokens", "planner") else [])}
     for component, workload in found.items():
         config = config_of(name, component, tmp_path)
         assert config.insecure is (name == "trial")
@@ -187,11 +190,11 @@ def test_settings_of_values_reach_the_services_and_those_of_the_chart_are_refuse
     given = {"settings": {"log_level": "debug"}, "decode": {"settings": {"max_num_seqs": 7}}}
     found = manifests(*TRIAL, "--values", values_file(tmp_path, given))
     maps = of_kind(found, "ConfigMap")
-    texts = {name: tomllib.loads(maps[name]["data"]["settings.toml"]) for name in COMPONENTS[:4]}
+    texts = {name: tomllib.loads(maps[name]["data"]["settings.toml"]) for name in COMPONENTS[:5]}
     assert {name: text["log_level"] for name, text in texts.items()} == dict.fromkeys(
         texts, "debug"
     )
-    assert [text.get("max_num_seqs") for text in texts.values()] == [None, None, None, 7]
+    assert [text.get("max_num_seqs") for text in texts.values()] == [None, None, None, 7, None]
     annotations = [
         workloads(one)["decode"]["spec"]["template"]["metadata"]["annotations"]
         for one in (found, example("trial"))
@@ -217,6 +220,9 @@ def test_settings_of_values_reach_the_services_and_those_of_the_chart_are_refuse
         ("router.replicas=0", "/router/replicas"),
         ("model.name=", "/model/name"),
         ("decode.settings.max_num_sequences=7", "max_num_sequences"),
+        ("worker.settings.max_prompt=7", "max_prompt"),
+        ("decode.settings.max_prompts=7", "max_prompts"),
+        ("worker.hostNetwork=true", "network policies do not cover the host's network"),
         ("router.settings.max_num_seqs=7", "max_num_seqs"),
         ("settings.max_num_seqs=7", "max_num_seqs"),
     ],
@@ -241,6 +247,35 @@ def test_the_default_values_render_and_clients_need_keys() -> None:
     assert f"{RELEASE}-api-keys" in secrets
     etcd = manifests("--set", "registry.store.endpoints={etcd:2379}")
     assert workloads(etcd)["registry"]["spec"]["replicas"] == 2
+
+
+def test_workers_of_both_roles_take_the_place_of_the_others(tmp_path: Path, validator: Any) -> None:
+    assert {
+        name: item["spec"]["replicas"]
+        for name, item in workloads(manifests(*TRIAL)).items()
+        if name in ("prefill", "decode", "worker")
+    } == {"prefill": 1, "decode": 1, "worker": 0}
+    values = {
+        "prefill": {"replicas": 0},
+        "decode": {"replicas": 0},
+        "worker": {"replicas": 2, "settings": {"max_prompts": 8}},
+    }
+    found = manifests(*TRIAL, "--values", values_file(tmp_path, values))
+    for item in found:
+        validator.validate(item, KUBERNETES_VERSIONS[-1], strict=True)
+    replicas = {name: item["spec"]["replicas"] for name, item in workloads(found).items()}
+    assert replicas == {"registry": 1, "router": 1, "prefill": 0, "decode": 0, "worker": 2}
+    container = container_of(workloads(found)["worker"])
+    assert container["image"] == "headrace/worker:sim"
+    assert "--worker-id=$(POD_NAME)" in container["args"]
+    text = of_kind(found, "ConfigMap")["worker"]["data"]["settings.toml"]
+    assert tomllib.loads(text)["max_prompts"] == 8
+    assert "worker" in of_kind(found, "PodDisruptionBudget")
+    # What scales prefill and decode leaves these workers.
+    scaled = manifests(
+        "--values", str(EXAMPLES[NAMES.index("planner")]), "--set", "worker.replicas=3"
+    )
+    assert workloads(scaled)["worker"]["spec"]["replicas"] == 3
 
 
 def test_planner_and_keda_do_not_both_set_the_replicas() -> None:
@@ -310,14 +345,18 @@ def test_rules_and_dashboards_are_those_of_the_repository() -> None:
         ]
 
 
-def test_the_pool_has_the_decode_workers_and_asks_the_routers() -> None:
+def test_the_pool_has_the_workers_that_generate_and_asks_the_routers() -> None:
     found = example("gateway")
     (pool,) = of_kind(found, "InferencePool").values()
-    decode, services = workloads(found)["decode"], of_kind(found, "Service")
-    labels = decode["spec"]["template"]["metadata"]["labels"]
-    assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
-    ports = {port["containerPort"] for port in container_of(decode)["ports"]}
-    assert {port["number"] for port in pool["spec"]["targetPorts"]} <= ports
+    selector, services = pool["spec"]["selector"]["matchLabels"].items(), of_kind(found, "Service")
+    selected = {
+        name: {port["containerPort"] for port in container_of(item)["ports"]}
+        for name, item in workloads(found).items()
+        if selector <= item["spec"]["template"]["metadata"]["labels"].items()
+    }
+    assert selected.keys() == {"decode", "worker"}
+    for ports in selected.values():
+        assert {port["number"] for port in pool["spec"]["targetPorts"]} <= ports
     picker = pool["spec"]["endpointPickerRef"]
     service = services[picker["name"].removeprefix(f"{RELEASE}-")]
     assert picker["port"]["number"] in {port["port"] for port in service["spec"]["ports"]}

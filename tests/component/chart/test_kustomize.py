@@ -43,7 +43,7 @@ def test_the_files_are_what_the_chart_renders() -> None:
 
 def test_kubectl_builds_it_and_an_overlay_changes_it(tmp_path: Path) -> None:
     found = built(render_kustomize.FOLDER)
-    assert set(workloads(found)) == {"registry", "router", "prefill", "decode"}
+    assert set(workloads(found)) == {"registry", "router", "prefill", "decode", "worker"}
     assert {item["metadata"]["namespace"] for item in found} == {render_kustomize.NAMESPACE}
     # As docs/kubernetes.md shows. Bases are named relative to an overlay.
     overlay = tmp_path / "overlay"

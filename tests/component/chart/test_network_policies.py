@@ -36,6 +36,7 @@ FEATURES = (
 )
 FETCH = "prefill.settings.prefix_fetch_min_tokens=64"
 RDMA = "prefill.rdma.enabled=true"
+BOTH_RDMA = "worker.rdma.enabled=true"
 
 Reach = tuple[str, tuple[int, int], str]
 """A component, the first and last of its ports, and a caller: a component, or every address."""
@@ -65,14 +66,22 @@ PORTS: dict[str, list[tuple[str, tuple[int, int]]] | None] = {
     # A kubelet reaches the pods of its node whatever the policies are.
     "`health_listen`, if set": [(name, (7059, 7059)) for name in COMPONENTS],
     "`status_listen` of the router, if set": [("router", (7057, 7057))],
-    "`http_listen` of a decode worker, if set": [("decode", (8000, 8000))],
+    "`http_listen` of a worker that generates, if set": [
+        ("decode", (8000, 8000)),
+        ("worker", (8000, 8000)),
+    ],
     "`internal_listen` of the router": [("router", (7054, 7054))],
     "`internal_listen` of the registry": [("registry", (7051, 7051))],
     "`internal_listen` of a prefill worker": [("prefill", (7052, 7052))],
     "`internal_listen` of a decode worker": [("decode", (7053, 7053))],
+    "`internal_listen` of a worker of both roles": [("worker", (7055, 7055))],
     "`internal_listen` of the planner": [("planner", (7058, 7058))],
-    "one port that the system chooses, per rank": [("decode", SYSTEM), ("prefill", SYSTEM)],
-    "15000 to 17000, two per rank": [("decode", MOONCAKE)],
+    "one port that the system chooses, per rank": [
+        ("decode", SYSTEM),
+        ("prefill", SYSTEM),
+        ("worker", SYSTEM),
+    ],
+    "15000 to 17000, two per rank": [("decode", MOONCAKE), ("worker", MOONCAKE)],
     "the same, two to four per rank": [("prefill", MOONCAKE)],
     "`store`": None,
     "`kv_pool_address`, if set": None,
@@ -82,12 +91,12 @@ PORTS: dict[str, list[tuple[str, tuple[int, int]]] | None] = {
 # Words of the third cell, the longer ones first.
 CALLERS: dict[str, set[str]] = {
     "probes of its own host": set(),
-    "prefill and decode workers": {"prefill", "decode"},
+    "workers that compute prompts": {"prefill", "worker"},
+    "workers that generate": {"decode", "worker"},
     "browsers of operators": {"operator"},
     "clients with a ticket": {"every address"},
     "decode workers": {"decode"},
-    "prefill workers": {"prefill"},
-    "workers": {"prefill", "decode"},
+    "workers": {"prefill", "decode", "worker"},
     "operators": {"operator"},
     "planners": {"planner"},
     "routers": {"router"},
@@ -100,14 +109,19 @@ CALLERS: dict[str, set[str]] = {
 def callers_of(row: Row, component: str, flags: tuple[str, ...]) -> set[str]:
     """What a row permits, with the features of `flags`."""
     text = row.callers
-    if "workers of the other role" in text:
-        other = {"prefill": "decode", "decode": "prefill"}[component]
+    if "workers of the other duty" in text:
+        other = CALLERS[
+            f"workers that {'generate' if component == 'prefill' else 'compute prompts'}"
+        ]
         optional = component == "prefill" and FETCH not in flags
-        return set() if optional else {other}
+        return set() if optional else other
     found: set[str] = set()
     main, _, conditional = text.partition(", and with `prefix_fetch_min_tokens` ")
     if conditional and FETCH in flags:
         main = f"{main}, {conditional}"
+    main, _, both = main.partition(", and at workers of both roles over RDMA ")
+    if both and component == "worker" and BOTH_RDMA in flags:
+        main = f"{main}, {both}"
     if " over RDMA or with `prefix_fetch_min_tokens`, else nothing" in main:
         main = main.partition(" over RDMA")[0] if {FETCH, RDMA} & {*flags} else ""
     for words, callers in CALLERS.items():
@@ -208,8 +222,11 @@ def test_nothing_else_reaches_a_pod() -> None:
 
 def test_over_rdma_a_handshake_connects_back() -> None:
     plain, rdma = permitted(FEATURES), permitted((*FEATURES, RDMA))
-    assert rdma - plain == {("prefill", MOONCAKE, "decode")}
+    assert rdma - plain == {("prefill", MOONCAKE, "decode"), ("prefill", MOONCAKE, "worker")}
     assert rdma == documented((*FEATURES, RDMA))
+    both = permitted((*FEATURES, BOTH_RDMA))
+    assert both - plain == {("worker", MOONCAKE, "decode")}
+    assert both == documented((*FEATURES, BOTH_RDMA))
 
 
 def test_peers_of_values_are_added() -> None:

@@ -14,6 +14,7 @@ from headrace_planner_service.config import PlannerConfig
 from headrace_prefill.config import PrefillConfig
 from headrace_registry.config import RegistryConfig
 from headrace_router.config import RouterConfig
+from headrace_worker.config import BothConfig
 from lock_requirements import FILES, FOLDER, RESOLVED, parse
 from tests.unit.test_architecture import ROOT
 
@@ -25,8 +26,9 @@ SERVICES: dict[str, type[ServiceConfig]] = {
     "planner": PlannerConfig,
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
+    "worker": BothConfig,
 }
-WORKERS = ("prefill", "decode")
+WORKERS = ("prefill", "decode", "worker")
 USER = "10001:10001"
 PINNED = re.compile(r"docker\.io/library/[a-z]+:[a-z0-9.-]+(@sha256:[0-9a-f]{64})?")
 
@@ -120,6 +122,23 @@ def test_the_health_check_asks_the_port_on_which_the_service_answers(service: st
     known = {value for name, value in vars(ports).items() if name.isupper()}
     assert {int(port) for port in exposed.split()} <= known
     assert str(ports.HEALTH) in exposed.split()
+
+
+def test_the_images_of_workers_differ_in_their_program_and_ports() -> None:
+    def neutral(service: str) -> list[str]:
+        text = of_service(service).read_text(encoding="utf-8")
+        own = re.compile(rf"\bheadrace-{service}\b|HEADRACE_{service.upper()}_|docker/{service}\.")
+        return [
+            own.sub("OWN", line)
+            for line in text.splitlines()
+            if not re.search(r"^# A |image\.description|^EXPOSE|for program in", line)
+        ]
+
+    assert neutral("prefill") == neutral("decode") == neutral("worker")
+    programs = [
+        re.findall(r"for program in (.*)", of_service(service).read_text()) for service in WORKERS
+    ]
+    assert programs == [programs[0]] * len(WORKERS)
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -17,6 +17,7 @@ from headrace_decode.config import DecodeConfig
 from headrace_prefill.config import PrefillConfig
 from headrace_registry.config import RegistryConfig
 from headrace_router.config import RouterConfig
+from headrace_worker.config import BothConfig
 from tests.documented import blocks_of
 from tests.unit.test_architecture import ROOT
 
@@ -26,7 +27,9 @@ CONFIGS: dict[str, type[ServiceConfig]] = {
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
 }
-WORKERS = {"prefill", "decode"}
+# The page has no worker of both roles.
+UNIT_CONFIGS: dict[str, type[ServiceConfig]] = {**CONFIGS, "worker": BothConfig}
+WORKERS = {"prefill", "decode", "worker"}
 UNITS = ROOT / "docker" / "systemd"
 PAGE = ROOT / "docs" / "quickstart-gpu.md"
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker" / "compose.gpu.yaml").read_text())
@@ -51,14 +54,14 @@ def settings(name: str) -> str:
     raise AssertionError(f"the page writes no {name}.toml")
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", UNIT_CONFIGS)
 def test_a_unit_runs_its_service_confined_and_drains(name: str) -> None:
     service = unit(name)
     program, flag, file = service["ExecStart"].split()
     assert program == f"/opt/headrace/bin/headrace-{name}"
     assert Path(program).name in SCRIPTS
     assert (flag, file) == ("--config", f"/etc/headrace/{name}.toml")
-    grace_s = CONFIGS[name].model_fields["drain_grace_s"].default
+    grace_s = UNIT_CONFIGS[name].model_fields["drain_grace_s"].default
     assert float(service["TimeoutStopSec"]) >= 2 * grace_s
     assert service["User"] == "headrace"
     assert service["Type"] == "notify"

@@ -24,7 +24,7 @@
 {{- fail "credentials.certManager: set credentials.trustDomain and credentials.certManager.issuerRef" -}}
 {{- end -}}
 {{- end -}}
-{{- range $role := list "prefill" "decode" -}}
+{{- range $role := list "prefill" "decode" "worker" -}}
 {{- if and (index $values $role).hostNetwork $values.networkPolicy.enabled -}}
 {{- fail (printf "%s.hostNetwork: network policies do not cover the host's network; set networkPolicy.enabled to false and use the rules of docs/security.md" $role) -}}
 {{- end -}}
@@ -38,6 +38,7 @@ components:
   - router
   - prefill
   - decode
+  - worker
   {{- if .root.Values.planner.enabled }}
   - planner
   {{- end }}

@@ -63,6 +63,11 @@ headrace/{{ .component }}:{{ default .root.Chart.AppVersion .root.Values.image.t
 {{- end -}}
 {{- end -}}
 
+{{/* Whether gateways send requests to the component's pods. */}}
+{{- define "headrace.servesGateways" -}}
+{{- if and .root.Values.inferencePool.enabled (has .component (list "decode" "worker")) -}}true{{- end -}}
+{{- end -}}
+
 {{/* The open ports of a component, by name. */}}
 {{- define "headrace.ports" -}}
 {{- $values := .root.Values -}}
@@ -84,11 +89,13 @@ picker: 9002
 internal: 7052
 {{- else if eq .component "decode" }}
 internal: 7053
-{{- if $values.inferencePool.enabled }}
-http: 8000
-{{- end }}
+{{- else if eq .component "worker" }}
+internal: 7055
 {{- else if eq .component "planner" }}
 internal: 7058
+{{- end }}
+{{- if include "headrace.servesGateways" . }}
+http: 8000
 {{- end }}
 health: 7059
 {{- if $values.metrics.enabled }}
@@ -96,9 +103,9 @@ metrics: 9464
 {{- end }}
 {{- end -}}
 
-{{/* Whether something else than the chart sets the replicas of the workers. */}}
+{{/* Whether something else than the chart sets the replicas of prefill or decode. */}}
 {{- define "headrace.scaled" -}}
-{{- if or .root.Values.keda.enabled (and .root.Values.planner.enabled (eq .root.Values.planner.mode "kubernetes")) -}}
+{{- if and (ne .component "worker") (or .root.Values.keda.enabled (and .root.Values.planner.enabled (eq .root.Values.planner.mode "kubernetes"))) -}}
 true
 {{- end -}}
 {{- end -}}

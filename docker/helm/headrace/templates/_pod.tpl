@@ -62,18 +62,18 @@ livenessProbe:
 - { name: store-password, mountPath: /store-password, readOnly: true }
 {{- end }}
 {{- end }}
-{{- if has .component (list "router" "prefill" "decode") }}
+{{- if has .component (list "router" "prefill" "decode" "worker") }}
 {{- if $values.model.volume }}
 - { name: models, mountPath: /models, readOnly: true }
 {{- end }}
 {{- end }}
-{{- if has .component (list "prefill" "decode") }}
+{{- if has .component (list "prefill" "decode" "worker") }}
 - { name: shared-memory, mountPath: /dev/shm }
 {{- end }}
 {{- end -}}
 
 {{- define "headrace.takesApiKeys" -}}
-{{- $serves := or (eq .component "router") (and (eq .component "decode") .root.Values.inferencePool.enabled) -}}
+{{- $serves := or (eq .component "router") (include "headrace.servesGateways" .) -}}
 {{- if and $serves (include "headrace.apiKeysSecret" .) -}}true{{- end -}}
 {{- end -}}
 
@@ -109,13 +109,13 @@ livenessProbe:
   secret: { secretName: {{ . }}, defaultMode: 0440 }
 {{- end }}
 {{- end }}
-{{- if has .component (list "router" "prefill" "decode") }}
+{{- if has .component (list "router" "prefill" "decode" "worker") }}
 {{- with $values.model.volume }}
 - name: models
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
-{{- if has .component (list "prefill" "decode") }}
+{{- if has .component (list "prefill" "decode" "worker") }}
 - name: shared-memory
   emptyDir: { medium: Memory, sizeLimit: {{ $own.sharedMemory }} }
 {{- end }}
@@ -131,7 +131,7 @@ livenessProbe:
 {{- $host = printf "$(POD_NAME).%s" (include "headrace.host" (dict "root" .root "component" $service)) -}}
 {{- end -}}
 - --config=/etc/headrace/settings.toml
-{{- if has .component (list "router" "prefill" "decode") }}
+{{- if has .component (list "router" "prefill" "decode" "worker") }}
 - --internal-advertise={{ $host }}:{{ $ports.internal }}
 {{- if $ports.grpc }}
 - --advertise={{ $host }}:{{ $ports.grpc }}
@@ -141,10 +141,10 @@ livenessProbe:
 - --router-id=$(POD_NAME)
 {{- else if eq .component "planner" }}
 - --planner-id=$(POD_NAME)
-{{- else if has .component (list "prefill" "decode") }}
+{{- else if has .component (list "prefill" "decode" "worker") }}
 - --worker-id=$(POD_NAME)
 {{- end }}
-{{- if and (eq .component "decode") $ports.http }}
+{{- if include "headrace.servesGateways" . }}
 - --http-advertise={{ $host }}:{{ $ports.http }}
 {{- end }}
 {{- end -}}
@@ -166,6 +166,9 @@ livenessProbe:
 metadata:
   labels:
     {{- include "headrace.labels" . | nindent 4 }}
+    {{- if include "headrace.servesGateways" . }}
+    headrace/gateways: "true"
+    {{- end }}
   annotations:
     # A pod starts again when its settings change. Credentials are read again without that.
     checksum/settings: {{ printf "%s%s%s" (include "headrace.settingsFile" .) ($own.rules) ($own.profile) | sha256sum }}

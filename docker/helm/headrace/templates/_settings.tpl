@@ -54,15 +54,15 @@ status_listen: {{ ternary "0.0.0.0:7057" "" $values.router.status | quote }}
 endpoint_picker_listen: {{ ternary "0.0.0.0:9002" "" $values.inferencePool.enabled | quote }}
 model: [{{ printf "%s=%s" $values.model.name $values.model.path | quote }}]
 {{- end }}
-{{- if or (eq .component "prefill") (eq .component "decode") }}
+{{- if has .component (list "prefill" "decode" "worker") }}
 engine: {{ $values.model.engine }}
 model: {{ $values.model.path | quote }}
 served_model: {{ $values.model.name | quote }}
 {{- end }}
-{{- if eq .component "decode" }}
+{{- if has .component (list "decode" "worker") }}
 http_listen: {{ ternary "0.0.0.0:8000" "" $values.inferencePool.enabled | quote }}
 {{- end }}
-{{- if or (eq .component "router") (and (eq .component "decode") $values.inferencePool.enabled) }}
+{{- if or (eq .component "router") (include "headrace.servesGateways" .) }}
 api_keys_file: {{ ternary "/api-keys/api_keys" "" (not (empty (include "headrace.apiKeysSecret" .))) | quote }}
 anonymous_clients: {{ $values.router.anonymousClients }}
 {{- end }}
