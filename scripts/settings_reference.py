@@ -22,15 +22,32 @@ from headrace_planner_service.config import PlannerConfig
 from headrace_prefill.config import PrefillConfig
 from headrace_registry.config import RegistryConfig
 from headrace_router.config import RouterConfig
+from headrace_worker.config import BothConfig
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A program, the class of its settings and the prefix of their environment variables."""
+    """A program, the class of its settings and the prefix of their environment variables.
+
+    `extended`: the program with the settings of the base class, which are described there.
+    """
 
     program: str
     settings: type[ServiceConfig]
     env_prefix: str
+    extended: str = ""
+
+    @property
+    def described(self) -> dict[str, FieldInfo]:
+        """The settings that its section describes: without those that are as in the base class."""
+        fields = self.settings.model_fields
+        if not self.extended:
+            return fields
+        base = self.settings.__base__
+        known = base.model_fields if base and issubclass(base, ServiceConfig) else {}
+        return {
+            name: field for name, field in fields.items() if repr(known.get(name)) != repr(field)
+        }
 
 
 SERVICES: Final = (
@@ -38,6 +55,7 @@ SERVICES: Final = (
     Service("headrace-router", RouterConfig, "HEADRACE_ROUTER_"),
     Service("headrace-prefill", PrefillConfig, "HEADRACE_PREFILL_"),
     Service("headrace-decode", DecodeConfig, "HEADRACE_DECODE_"),
+    Service("headrace-worker", BothConfig, "HEADRACE_WORKER_", "headrace-decode"),
     Service("headrace-planner", PlannerConfig, "HEADRACE_PLANNER_"),
 )
 
@@ -64,8 +82,15 @@ def render() -> str:
 
 def _section(service: Service) -> str:
     purpose = textwrap.dedent(service.settings.__doc__ or "").strip().split("\n\n")[0]
-    lines = [f"## {service.program}", "", purpose, "", _row(COLUMNS), _row(["---"] * len(COLUMNS))]
-    for name, field in service.settings.model_fields.items():
+    lines = [f"## {service.program}", "", purpose, ""]
+    if service.extended:
+        lines += [
+            f"It has all settings of [{service.extended}](#{service.extended}), with the prefix `{service.env_prefix}`, "
+            "and these:",
+            "",
+        ]
+    lines += [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
+    for name, field in service.described.items():
         cells = (
             f"`{name}`",
             f"`{variable_of(name, service.env_prefix)}`",

@@ -20,12 +20,23 @@ def section(program: str, page: str) -> str:
 @pytest.mark.parametrize("service", SERVICES, ids=SERVICE_IDS)
 def test_every_setting_has_a_row(service: Service) -> None:
     rows = section(service.program, render())
-    for name, field in service.settings.model_fields.items():
+    for name, field in service.described.items():
         row = next(line for line in rows.splitlines() if line.startswith(f"| `{name}` |"))
         assert f"`{service.env_prefix}{name.upper()}`" in row
         assert (f"`--{name.replace('_', '-')}`" in row) is not is_secret(field)
         assert field.description
         assert row.endswith(f"| {' '.join(field.description.split())} |")
+
+
+def test_shared_settings_are_described_once() -> None:
+    by_program = {service.program: service for service in SERVICES}
+    worker, decode = by_program["headrace-worker"], by_program["headrace-decode"]
+    assert worker.described.keys() == {"max_prompts"}
+    assert worker.settings.model_fields.keys() == decode.described.keys() | worker.described.keys()
+    rows = section("headrace-worker", render())
+    assert "all settings of [headrace-decode](#headrace-decode)" in rows
+    assert "| `model` |" not in rows
+    assert decode.described == decode.settings.model_fields
 
 
 @pytest.mark.parametrize("service", SERVICES, ids=SERVICE_IDS)
