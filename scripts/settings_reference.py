@@ -84,11 +84,9 @@ def _section(service: Service) -> str:
     purpose = textwrap.dedent(service.settings.__doc__ or "").strip().split("\n\n")[0]
     lines = [f"## {service.program}", "", purpose, ""]
     if service.extended:
-        lines += [
-            f"It has all settings of [{service.extended}](#{service.extended}), with the prefix `{service.env_prefix}`, "
-            "and these:",
-            "",
-        ]
+        other = f"[{service.extended}](#{service.extended})"
+        prefix = f"`{service.env_prefix}`"
+        lines += [f"It has all settings of {other}, with the prefix {prefix}, and these:", ""]
     lines += [_row(COLUMNS), _row(["---"] * len(COLUMNS))]
     for name, field in service.described.items():
         cells = (

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _POLL_S = 0.02
-_SERVICES = ("registry", "router", "prefill", "decode", "planner_service")
+_SERVICES = ("registry", "router", "prefill", "decode", "worker", "planner_service")
 
 
 def import_services() -> None:

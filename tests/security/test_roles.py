@@ -19,7 +19,7 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_cli.client import list_members
 from headrace_common.access.credentials import Credentials
-from headrace_common.access.roles import Role
+from headrace_common.access.roles import Role, caller_with
 from headrace_common.access.table import Listener, methods_of, needs_role, roles_of
 from headrace_common.access.tokens import create_token, load_local_key
 from headrace_common.rpc.channel import open_channel
@@ -85,9 +85,10 @@ async def status_of(
 
 async def check_internal(endpoint: str, methods: Iterable[str]) -> None:
     for role in (None, *Role):
+        held = caller_with(role).roles if role else frozenset()
         async with open_channel(endpoint, Credentials(role=role)) as channel:
             for method in filter(needs_role, methods):
-                permitted = role in roles_of(method)
+                permitted = bool(held & roles_of(method))
                 status = await status_of(channel, method, b"" if permitted else None)
                 if role is None:
                     assert status is grpc.StatusCode.UNAUTHENTICATED, method

@@ -305,8 +305,13 @@ def profile(  # noqa: PLR0913, PLR0917 - typer makes an option of each
 
 
 async def worker_size(registry: str, model: str) -> WorkerSize:
-    """The size of the only decode worker of a model. Raises ConfigError when there are several workers of a role."""
+    """The size of the only decode worker of a model. Raises ConfigError unless there is one worker of each role."""
     members = [one for one in await list_members(registry) if not model or one.model == model]
+    if both := sum(one.role == registry_pb2.Member.ROLE_BOTH for one in members):
+        raise ConfigError(
+            f"{both} workers of both roles serve, and they learn their times themselves: a profile is that of one prefill "
+            "and one decode worker; start `headrace up --prefill 1 --decode 1`, or name another --model"
+        )
     prefill = [one for one in members if one.role == registry_pb2.Member.ROLE_PREFILL]
     decode = [one for one in members if one.role == registry_pb2.Member.ROLE_DECODE]
     if len(prefill) != 1 or len(decode) != 1:

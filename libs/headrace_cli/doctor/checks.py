@@ -23,6 +23,7 @@ from headrace_common.access.credentials import TlsFiles
 from headrace_common.access.tokens import load_local_key, local_folder
 from headrace_common.errors import ConfigError, HeadraceError
 from headrace_common.limits import CLOCK_OFFSET_NOTED_S
+from headrace_common.registry.duties import GENERATE
 from headrace_common.version import version
 
 
@@ -153,9 +154,8 @@ async def find_members(registry: str) -> tuple[list[registry_pb2.Member], list[F
         remedy = "start it, name it with --registry, or give this command the role operator"
         return [], [Finding(Verdict.ERROR, "registry", error.detail, remedy)]
     findings = [Finding(Verdict.OK, "registry", f"{registry} lists {len(members)} members")]
-    roles = {member.role for member in members}
-    for role, name in ((_Role.ROLE_ROUTER, "router"), (_Role.ROLE_DECODE, "decode worker")):
-        if role not in roles:
+    for roles, name in (((_Role.ROLE_ROUTER,), "router"), (GENERATE, "worker that generates")):
+        if not any(member.role in roles for member in members):
             findings.append(
                 Finding(Verdict.ERROR, "registry", f"no {name} is registered", f"start a {name}")
             )

@@ -18,6 +18,7 @@ from headrace_common.errors import (
     Conflict,
     InvalidRequest,
     NotFound,
+    PermissionDenied,
     QueueFull,
     RegistryUnavailable,
     WatchExpired,
@@ -215,6 +216,62 @@ async def test_credentials_without_a_name_register_a_bounded_number_of_each_role
         own = ((TOKEN_KEY, create_token(key, Role.PREFILL, "", 60)),)
         await stub.Register(register(prefill), metadata=own)
         await stub.Register(refused, metadata=decode[1])
+
+
+async def test_only_the_role_of_a_member_registers_it_and_that_of_both_roles_registers_workers() -> (
+    None
+):
+    roles = registry_pb2.Member.Role
+    permitted = {
+        (Role.PREFILL, roles.ROLE_PREFILL),
+        (Role.DECODE, roles.ROLE_DECODE),
+        *((Role.WORKER, role) for role in (roles.ROLE_PREFILL, roles.ROLE_DECODE, roles.ROLE_BOTH)),
+    }
+    async with (
+        running_registry(insecure=False) as registry,
+        grpc.aio.insecure_channel(registry.endpoint) as channel,
+    ):
+        stub = registry_pb2_grpc.RegistryServiceStub(channel)
+        for credential in (Role.PREFILL, Role.DECODE, Role.WORKER):
+            metadata = ((TOKEN_KEY, create_token(load_local_key(), credential, "", 60)),)
+            for role in (
+                *(roles.ROLE_ROUTER, roles.ROLE_PREFILL),
+                *(roles.ROLE_DECODE, roles.ROLE_BOTH),
+            ):
+                member = worker(f"{credential}-{role}")
+                member.role = role
+                if role == roles.ROLE_ROUTER:
+                    member.ClearField("model")
+                call = stub.Register(register(member), metadata=metadata)
+                if (credential, role) in permitted:
+                    assert (await call).lease_id
+                else:
+                    error = await error_of(PermissionDenied, call)
+                    assert "cannot register a member of the role" in error.detail
+
+
+async def test_only_senders_read_where_the_memory_of_a_worker_of_both_roles_is() -> None:
+    member = worker("worker-0")
+    member.role = registry_pb2.Member.ROLE_BOTH
+    tokens = {
+        role: ((TOKEN_KEY, create_token(load_local_key(), role, "", 60)),)
+        for role in (Role.PREFILL, Role.DECODE, Role.WORKER)
+    }
+    async with (
+        running_registry(insecure=False) as registry,
+        grpc.aio.insecure_channel(registry.endpoint) as channel,
+    ):
+        stub = registry_pb2_grpc.RegistryServiceStub(channel)
+        granted = await stub.Register(register(member), metadata=tokens[Role.WORKER])
+        descriptor = registry_pb2.PutKvDescriptorRequest(
+            lease_id=granted.lease_id, member=reference(member), descriptor=kv_descriptor()
+        )
+        await stub.PutKvDescriptor(descriptor, metadata=tokens[Role.WORKER])
+        wanted = registry_pb2.GetKvDescriptorRequest(member=reference(member))
+        for role in (Role.PREFILL, Role.WORKER):
+            found = await stub.GetKvDescriptor(wanted, metadata=tokens[role])
+            assert found.descriptor == kv_descriptor()
+        await error_of(PermissionDenied, stub.GetKvDescriptor(wanted, metadata=tokens[Role.DECODE]))
 
 
 async def test_a_member_that_registers_again_and_again_is_refused_and_others_are_not() -> None:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from headrace_cli.app import app
 from headrace_common.access.authorizer import caller_of_certificate, valid_until
-from headrace_common.access.roles import Role
+from headrace_common.access.roles import Role, caller_with
 
 
 def run(*words: object) -> Result:
@@ -51,7 +51,7 @@ def test_one_command_makes_a_folder_for_each_role(folder: Path) -> None:
     assert roles == set(Role)
     authority = (folder / "authority.pem").read_bytes()
     for role in roles:
-        assert caller_of(folder / role, "headrace") == (frozenset({Role(role)}), "")
+        assert caller_of(folder / role, "headrace") == (caller_with(Role(role)).roles, "")
         assert (folder / role / "authority.pem").read_bytes() == authority
         certificate = leaf(folder / role)
         names = names_of(certificate)

@@ -151,6 +151,14 @@ async def test_one_worker_of_each_role_is_measured(
         await profile.worker_size("registry", "")
 
 
+async def test_workers_of_both_roles_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [member(_Role.ROLE_BOTH), member(_Role.ROLE_BOTH)]
+    deployment(monkeypatch, *both, member(PREFILL, "other"), member(DECODE, "other"))
+    with pytest.raises(ConfigError, match=r"2 workers of both roles serve: .* --prefill 1"):
+        await profile.worker_size("registry", "")
+    assert (await profile.worker_size("registry", "other")).model == "other"
+
+
 async def test_a_worker_without_a_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     deployment(monkeypatch, member(PREFILL), member(DECODE), total_blocks=0)
     with pytest.raises(InternalError, match="small-3 does not report"):

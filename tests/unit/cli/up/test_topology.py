@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace_cli.commands.up import topology_of
 from headrace_cli.up.topology import (
     ProcessSpec,
     Topology,
@@ -39,6 +40,24 @@ def test_one_process_per_worker_with_its_own_name_and_files() -> None:
     assert len({spec.port_file for spec in specs} | {spec.log_file for spec in specs}) == 10
     assert flag(specs[0], "tensor-parallel-size") == ["--tensor-parallel-size=1"]
     assert flag(specs[2], "tensor-parallel-size") == ["--tensor-parallel-size=2"]
+
+
+def test_workers_of_both_roles_are_started_beside_or_in_place_of_the_others() -> None:
+    topology = topology_of("sim", "sim", (None, None, 2), 0, "memory", "1:2", 0, None)
+    check_topology(topology)
+    specs = worker_specs(topology, FOLDER, "127.0.0.1:7001")
+    assert [(spec.service, spec.name) for spec in specs] == [
+        ("worker", "worker-0"),
+        ("worker", "worker-1"),
+    ]
+    assert "headrace_worker" in specs[0].arguments
+    assert flag(specs[0], "tensor-parallel-size") == ["--tensor-parallel-size=2"]
+    mixed = topology_of("sim", "sim", (1, 0, 1), 0, "memory", "1", 0, ["worker.max_prompts=8"])
+    prefill, worker = worker_specs(mixed, FOLDER, "127.0.0.1:7001")
+    assert (prefill.name, worker.name) == ("prefill-0", "worker-0")
+    assert flag(worker, "max-prompts") == ["--max-prompts=8"]
+    alone = topology_of("sim", "sim", (None, None, 0), 0, "memory", "1", 0, None)
+    assert [spec.name for spec in worker_specs(alone, FOLDER, "r")] == ["prefill-0", "decode-0"]
 
 
 def test_real_engines_never_share_a_process() -> None:
@@ -123,7 +142,8 @@ def test_a_malformed_setting_is_rejected_with_the_remedy(text: str) -> None:
         (Topology(), "--model FOLDER"),
         (Topology(model="hf:nowhere"), "hf:OWNER/NAME"),
         (Topology(model="nowhere"), "not a model folder"),
-        (Topology(engine="sim", decode_count=0), "--decode 1"),
+        (Topology(engine="sim", decode_count=0), "--decode 1 or more, or --workers 1 or more"),
+        (Topology(engine="sim", worker_count=9, planner=True), "--planner needs a process"),
         (Topology(engine="sim", decode_count=9, pool_gib=1.0), "--store-pool needs a process"),
         (Topology(engine="sim", decode_count=9, planner=True), "--planner needs a process"),
     ],

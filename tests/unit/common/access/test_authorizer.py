@@ -9,7 +9,7 @@ import pytest
 from headrace_common import reloading
 from headrace_common.access.authorizer import Authorizer, caller_of_certificate
 from headrace_common.access.credentials import Credentials
-from headrace_common.access.roles import ANONYMOUS, TOKEN_KEY, TRUSTED, Caller, Role
+from headrace_common.access.roles import ANONYMOUS, TOKEN_KEY, TRUSTED, Caller, Role, caller_with
 from headrace_common.access.tokens import (
     FOLDER_VARIABLE,
     create_token,
@@ -74,6 +74,7 @@ def test_an_insecure_service_trusts_every_caller() -> None:
     ("names", "caller"),
     [
         ([b"spiffe://cluster/headrace/router"], Caller(frozenset({Role.ROUTER}))),
+        ([b"spiffe://cluster/headrace/worker/w-0"], caller_with(Role.WORKER, "w-0")),
         (
             [b"127.0.0.1", b"spiffe://cluster/headrace/decode/d-0"],
             Caller(frozenset({Role.DECODE}), "d-0"),

@@ -38,6 +38,14 @@ def test_a_token_proves_its_role_and_name() -> None:
         assert verifier.verify(token) == Caller(frozenset({Role.DECODE}), "decode-0")
 
 
+def test_the_credential_of_a_worker_of_both_roles_has_the_roles_of_both() -> None:
+    token = create_token(KEY, Role.WORKER, "worker-0", 60)
+    wanted = Caller(frozenset({Role.WORKER, Role.PREFILL, Role.DECODE}), "worker-0")
+    assert verifier_of(KEY).verify(token) == wanted
+    for role in (Role.PREFILL, Role.DECODE):
+        assert verifier_of(KEY).verify(create_token(KEY, role, "", 60)).roles == {role}
+
+
 @pytest.mark.parametrize(
     ("token", "problem"),
     [
