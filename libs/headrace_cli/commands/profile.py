@@ -309,8 +309,8 @@ async def worker_size(registry: str, model: str) -> WorkerSize:
     members = [one for one in await list_members(registry) if not model or one.model == model]
     if both := sum(one.role == registry_pb2.Member.ROLE_BOTH for one in members):
         raise ConfigError(
-            f"{both} workers of both roles serve, and they learn their times themselves: a profile is that of one prefill "
-            "and one decode worker; start `headrace up --prefill 1 --decode 1`, or name another --model"
+            f"{both} workers of both roles serve, and they learn their times themselves: a profile is that of one "
+            "prefill and one decode worker; start `headrace up --prefill 1 --decode 1`, or name another --model"
         )
     prefill = [one for one in members if one.role == registry_pb2.Member.ROLE_PREFILL]
     decode = [one for one in members if one.role == registry_pb2.Member.ROLE_DECODE]
