@@ -40,12 +40,16 @@ def _load_config() -> BothConfig:
 
 
 class BoundedPrefillWorker(PrefillWorker):
-    """Uses the blocks of `prompt_room` only, which is set before the first task."""
+    """Uses the blocks of a room only, which it gets before the first task."""
 
-    prompt_room: PromptRoom
+    _prompt_room: PromptRoom
+
+    def set_prompt_room(self, prompt_room: PromptRoom) -> None:
+        """Prompts wait for blocks of `prompt_room` from now on."""
+        self._prompt_room = prompt_room
 
     def room(self, prompt_tokens: int) -> AbstractAsyncContextManager[None]:
-        return self.prompt_room.held(prompt_tokens)
+        return self._prompt_room.held(prompt_tokens)
 
 
 class BothServer(DecodeServer):
@@ -66,7 +70,7 @@ class BothServer(DecodeServer):
             on_received=self.status_signal.notify,
             handovers=hosted.handovers,
         )
-        self._prefill.prompt_room = PromptRoom(self.capacity, self._prompt_blocks)
+        self._prefill.set_prompt_room(PromptRoom(self.capacity, self._prompt_blocks))
         self._puller = TaskPuller(
             config,
             self._prefill,
