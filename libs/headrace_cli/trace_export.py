@@ -26,7 +26,12 @@ _COLORS: Final = {
     "queue": "#f79009", "batch wait": "#fdb022", "prefill": "#2e7dc1", "transfer exposed": "#d64545",
     "decode wait": "#ee46bc", "first step": "#12b76a", "network": "#0e9384", "unaccounted": "#98a2b3",
 }  # fmt: skip
-_SERVICES: Final = {"router": "#6172f3", "prefill": "#f79009", "decode": "#12b76a"}
+_SERVICES: Final = {
+    "router": "#6172f3",
+    "prefill": "#f79009",
+    "decode": "#12b76a",
+    "both": "#12b76a",
+}
 _STYLE: Final = """
 :root { color-scheme: light dark; }
 body { font: 13px/1.5 system-ui, "DejaVu Sans", sans-serif; margin: 20px; max-width: 1100px; }

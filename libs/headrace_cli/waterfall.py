@@ -135,7 +135,7 @@ _LABEL_WIDTH: Final = 31
 _NUMBER_WIDTH: Final = 11
 _PART_WIDTH: Final = 20
 _PART_STYLES: Final = {"transfer exposed": "red", "unaccounted": "dim"}
-_SERVICE_STYLES: Final = {"router": "cyan", "prefill": "yellow", "decode": "green"}
+_SERVICE_STYLES: Final = {"router": "cyan", "prefill": "yellow", "decode": "green", "both": "green"}
 
 
 def clamp_width(width: int) -> int:

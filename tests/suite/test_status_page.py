@@ -59,8 +59,9 @@ async def test_a_browser_shows_workers_links_and_requests(tmp_path: Path) -> Non
 async def test_a_worker_of_both_roles_has_a_cell_in_each(tmp_path: Path) -> None:
     port = free_port()
     settings = (("router", "status_listen", f"127.0.0.1:{port}"),)
-    counts = {"prefill_count": 0, "decode_count": 0, "worker_count": 2}
-    async with suite(tmp_path, settings=settings, **counts) as it:
+    async with suite(
+        tmp_path, settings=settings, prefill_count=0, decode_count=0, worker_count=2
+    ) as it:
         remote = inference_pb2.PREFILL_PLACEMENT_REMOTE
         outcome = await it.generate(prompt_of(50, 1), 6, placement=remote)
         assert (await it.trace(outcome.trace_id)).complete

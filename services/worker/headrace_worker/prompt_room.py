@@ -16,8 +16,8 @@ _SHARE: Final = 8
 def prompt_blocks(capacity: Capacity) -> int:
     """An eighth of the worker's blocks, or as many as the longest prompt takes, but at most half of them.
 
-    Its own requests never get them. Else two workers could each wait for the other's blocks: both full of requests
-    whose prompts the other one has no blocks to compute.
+    Its own requests never get them. Else two workers could both be full of requests, and neither would have blocks for
+    the prompts of the other one.
     """
     longest = capacity.blocks_for(capacity.max_model_len, 0)
     return min(max(longest, capacity.usable_blocks // _SHARE), capacity.usable_blocks // 2)

@@ -119,13 +119,14 @@ async def test_where_no_wait_helps_there_is_no_hint(
     assert error.metadata["prefill_s"] == "2.000"
 
 
+@pytest.mark.parametrize("field", ["ttft_target", "tpot_target"])
 @pytest.mark.parametrize("target_s", [-1.0, 0.0, 3_601.0])
-async def test_a_target_out_of_its_range_is_named(rig: Rig, target_s: float) -> None:
+async def test_a_target_out_of_its_range_is_named(rig: Rig, target_s: float, field: str) -> None:
     await rig.add_decode(reply("ok"))
     target = Duration(seconds=int(target_s))
-    error = await rig.error_of(ttft_target=target)
+    error = await rig.error_of(**{field: target})
     assert isinstance(error, InvalidRequest)
-    assert list(error.violations) == ["ttft_target"]
+    assert list(error.violations) == [field]
 
 
 async def post(
@@ -163,5 +164,6 @@ async def test_over_http_the_refusal_is_429_with_retry_after(waiting_rig: Rig) -
     assert _WAIT_S - _SHORT_S <= int(headers["retry-after"]) <= _SHORT_S
     assert body["error"]["code"] == "rate_limit_exceeded"
     assert body["error"]["headrace"]["reason"] == "FIRST_TOKEN_LATE"
-    status, _, body = await post(waiting_rig, {"prompt": "a prompt", "ttft_target_s": 0})
-    assert (status, body["error"]["param"]) == (400, "ttft_target_s")
+    for field in ("ttft_target_s", "tpot_target_s"):
+        status, _, body = await post(waiting_rig, {"prompt": "a prompt", field: 0})
+        assert (status, body["error"]["param"]) == (400, field)

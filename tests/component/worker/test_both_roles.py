@@ -97,13 +97,15 @@ async def running(model: str = MODEL) -> AsyncIterator[Pair]:
             start_unix_ns=time.time_ns(),
         )
         await held.enter_async_context(joined(registry.endpoint, router))
-        config = BothConfig(
-            registry=registry.endpoint,
-            worker_id="worker",
-            engine="sim",
-            model=model,
-            workers_per_process=2,
-            insecure=True,
+        config = BothConfig.model_validate(
+            {
+                "registry": registry.endpoint,
+                "worker_id": "worker",
+                "engine": "sim",
+                "model": model,
+                "workers_per_process": 2,
+                "insecure": True,
+            }
         )
         descriptors = RegistryDescriptors()
         hosted: dict[str, HostedWorker[BothConfig]] = {}

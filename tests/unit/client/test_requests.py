@@ -61,3 +61,12 @@ def test_wrong_values_are_refused(values: dict[str, Any], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         build_request(**values)
     assert field in caught.value.detail
+
+
+def test_targets_are_durations_and_absent_unless_given() -> None:
+    request = build_request("Hello", ttft_target_s=1.5, tpot_target_s=0.05)
+    assert (request.ttft_target.seconds, request.ttft_target.nanos) == (1, 500_000_000)
+    assert request.tpot_target.nanos == 50_000_000
+    plain = build_request("Hello")
+    assert not plain.HasField("ttft_target")
+    assert not plain.HasField("tpot_target")

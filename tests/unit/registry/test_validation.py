@@ -126,6 +126,8 @@ def test_the_ttl_is_bounded(seconds: int, nanos: int, good: bool) -> None:
         (registry_pb2.Policy(max_queue_wait=Duration(seconds=3_601)), "max_queue_wait"),
         (registry_pb2.Policy(ttft_target=Duration(seconds=0)), "ttft_target"),
         (registry_pb2.Policy(ttft_target=Duration(seconds=3_601)), "ttft_target"),
+        (registry_pb2.Policy(tpot_target=Duration(seconds=0)), "tpot_target"),
+        (registry_pb2.Policy(tpot_target=Duration(seconds=3_601)), "tpot_target"),
         (registry_pb2.Policy(tenant_weights={"batch": 0.0}), "tenant_weights[batch]"),
         (registry_pb2.Policy(tenant_weights={"No Name": 1.0}), "tenant_weights[No Name]"),
         (

@@ -316,6 +316,7 @@ def test_violations_are_few_however_many_fields_are_wrong() -> None:
 NUMBERS = (
     *("max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "seed"),
     *("frequency_penalty", "repetition_penalty", "min_tokens", "ttft_target_s", "timeout_s"),
+    "tpot_target_s",
     *(
         "top_logprobs",
         "max_completion_tokens",
