@@ -154,7 +154,7 @@ async def test_one_worker_of_each_role_is_measured(
 async def test_workers_of_both_roles_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     both = [member(_Role.ROLE_BOTH), member(_Role.ROLE_BOTH)]
     deployment(monkeypatch, *both, member(PREFILL, "other"), member(DECODE, "other"))
-    with pytest.raises(ConfigError, match=r"2 workers of both roles serve: .* --prefill 1"):
+    with pytest.raises(ConfigError, match=r"2 workers of both roles serve, .* --prefill 1"):
         await profile.worker_size("registry", "")
     assert (await profile.worker_size("registry", "other")).model == "other"
 
