@@ -8,6 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from headrace.inference.v1 import inference_pb2
 from headrace_cli.client import list_members
 from headrace_cli.up.supervisor import Child
 from headrace_common.access.credentials import Credentials
@@ -19,7 +20,7 @@ from tests.security.test_roles import status_of
 from tests.suite.deployment import prompt_of, suite
 from tests.waiting import until
 
-_SERVICES = (Role.REGISTRY, Role.ROUTER, Role.PREFILL, Role.DECODE)
+_SERVICES = (Role.REGISTRY, Role.ROUTER, Role.PREFILL, Role.DECODE, Role.WORKER)
 _FOR_OPERATORS = {
     "registry": "/headrace.registry.v1.RegistryService/ListMembers",
     "router": "/headrace.inference.v1.TraceService/ListTraces",
@@ -128,3 +129,26 @@ async def test_tokens_and_keys_are_replaced_while_requests_run(
         await until(listed, _READ_S, "the new token")
         stop.set()
         assert min(await asyncio.gather(*asking)) > 0
+
+
+async def test_the_token_of_a_worker_of_both_roles_is_enough_for_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = new_private_key()
+    credentials = _Credentials(tmp_path / "credentials")
+    credentials.write_keys(key)
+    credentials.write_tokens(key)
+    monkeypatch.setenv("HEADRACE_TOKEN_FILE", str(credentials.token_file(Role.OPERATOR)))
+    settings = credentials.settings()
+    async with suite(
+        tmp_path, settings=settings, prefill_count=0, decode_count=0, worker_count=2
+    ) as deployed:
+        for number, placement in enumerate(
+            (inference_pb2.PREFILL_PLACEMENT_LOCAL, inference_pb2.PREFILL_PLACEMENT_REMOTE)
+        ):
+            prompt = prompt_of(60, number)
+            answer = await deployed.generate(prompt, 4, placement=placement)
+            assert answer.token_ids == deployed.expected(prompt, 4)
+            timing = answer.last.timing
+            computed_by = {timing.prefill_worker_id, timing.decode_worker_id} - {""}
+            assert len(computed_by) == 1 + number

@@ -19,6 +19,7 @@ from headrace_planner_service.config import PlannerConfig
 from headrace_prefill.config import PrefillConfig
 from headrace_registry.config import RegistryConfig
 from headrace_router.config import RouterConfig
+from headrace_worker.config import BothConfig
 from tests.documented import blocks_of, words_of
 from tests.unit.test_architecture import ROOT
 from tests.unit.test_documents import PAGES
@@ -33,6 +34,7 @@ SERVICES: dict[str, type[ServiceConfig]] = {
     "headrace-router": RouterConfig,
     "headrace-prefill": PrefillConfig,
     "headrace-decode": DecodeConfig,
+    "headrace-worker": BothConfig,
     "headrace-planner": PlannerConfig,
 }
 TARGETS = set(
