@@ -18,9 +18,10 @@ from tests.waiting import until
 async def test_up_with_workers_of_both_roles_answers_lists_and_drains_them(tmp_path: Path) -> None:
     port = free_port()
     router = ("--router", f"127.0.0.1:{port}")
+    asked = ("chat", "Hello", *router, "--max-tokens", "5", "--temperature", "0")
     folder = tmp_path / "logs"
     async with up(folder, "--port", str(port), "--workers", "2") as process:
-        answered = await headrace("chat", "Hello", *router, "--max-tokens", "5")
+        answered = await headrace(*asked)
         assert answered.status == 0, answered.err
         assert answered.out.strip()
         listed = await headrace("workers", *router)
@@ -47,7 +48,7 @@ async def test_up_with_workers_of_both_roles_answers_lists_and_drains_them(tmp_p
         assert gone.status == 0, gone.err
         assert "worker-0 has ended" in gone.out
         await until(lambda: not processes_in(folder, "worker-id=worker-0"), interval_s=0.05)
-        again = await headrace("chat", "Hello", *router, "--max-tokens", "5")
+        again = await headrace(*asked)
         assert again.out == answered.out
         assert process.returncode is None
         process.send_signal(signal.SIGINT)
