@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
         cls=AddressedCommand,
         epilog="Examples:  headrace policy set local_prefill_max_tokens=256 temperature=0.2   |   "
         "headrace policy set max_queue_wait=2s   |   headrace policy set tenant_weights.batch=0.5   |   "
-        "headrace policy set tenant_priorities.chat=high   |   "
+        "headrace policy set tenant_priorities.chat=high   |   headrace policy set worker_roles.w0=prefill   |   "
         "headrace policy set temperature=",
     )(change_policy)
     app.add_typer(policy_app, name="policy")

@@ -27,6 +27,7 @@ from headrace_common.limits import (
     POLICY_TEMPERATURE_MAX,
     POLICY_TENANT_WEIGHT_MAX,
     POLICY_TENANTS_MAX,
+    POLICY_WORKERS_MAX,
     START_AHEAD_MAX_S,
     TOKEN_TARGET_MAX_S,
     TRANSPORT_CHARACTERS_MAX,
@@ -37,6 +38,9 @@ from headrace_common.registry.adapters import announced_violations
 from headrace_common.registry.duties import WORKERS
 from headrace_common.registry.place import place_violations
 
+_WORKER_ROLES: Final = frozenset(registry_pb2.WorkerRole.values()) - {
+    registry_pb2.WORKER_ROLE_UNSPECIFIED
+}
 _PRIORITIES: Final = frozenset(priority_pb2.Priority.values()) - {priority_pb2.PRIORITY_UNSPECIFIED}
 
 
@@ -212,6 +216,7 @@ def policy_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
         if getattr(policy, name) not in kind.values():
             violations[f"{path}.{name}"] = "give one of the named values"
     violations.update(_tenant_violations(policy, path))
+    violations.update(_worker_role_violations(policy, path))
     return violations
 
 
@@ -231,6 +236,19 @@ def _tenant_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]
             violations[f"{path}.tenant_weights[{tenant[:NAME_CHARACTERS_MAX]}]"] = (
                 "name a tenant with 1 to 63 characters of a-z, 0-9, '.', '_' and '-', and give it a weight above 0, "
                 f"at most {POLICY_TENANT_WEIGHT_MAX}"
+            )
+    return violations
+
+
+def _worker_role_violations(policy: registry_pb2.Policy, path: str) -> dict[str, str]:
+    violations: dict[str, str] = {}
+    if len(policy.worker_roles) > POLICY_WORKERS_MAX:
+        violations[f"{path}.worker_roles"] = f"give at most {POLICY_WORKERS_MAX} workers"
+    for worker_id, role in policy.worker_roles.items():
+        if not is_worker_id(worker_id) or role not in _WORKER_ROLES:
+            violations[f"{path}.worker_roles[{worker_id[:NAME_CHARACTERS_MAX]}]"] = (
+                "name a worker with 1 to 63 characters of a-z, 0-9, '.', '_' and '-', and give it prefill, decode or "
+                "both"
             )
     return violations
 

@@ -186,6 +186,7 @@ def assemble(
         status=StatusApp(status, Authorizer.from_config(config)) if config.status_listen else None,
         followers=(
             fleet.workers.update,
+            lambda _: fleet.queue.restrict(fleet.workers.decode_only),
             fleet.prefixes.update,
             fleet.pairing.update,
             PairReporter().update,
@@ -220,6 +221,7 @@ def _build_fleet(basis: _Basis) -> _Fleet:
         resize_slots,
         dials,
         load,
+        lambda: basis.policy.policy.worker_roles,
     )
     pairing = Pairing(basis.policy)
     # Each request has one prompt in the queue at most.

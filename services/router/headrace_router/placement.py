@@ -115,9 +115,9 @@ class CandidateCost:
     """What a worker of both roles would take. Its cost is in milliseconds, and its weight is 0."""
 
     def __str__(self) -> str:
-        if self.times:
-            return f"{self.worker_id}: {self.cost:.0f} ms, {self.times}, {self.requests} requests"
         unfit = f", {self.unfit}" if self.unfit else ""
+        if self.times:
+            return f"{self.worker_id}: {self.cost:.0f} ms, {self.times}, {self.requests} requests{unfit}"
         return (
             f"{self.worker_id}: {self.cost:.0f} = {self.weight:g} x {self.missing_tokens} missing "
             f"({self.cached_tokens} cached) + {self.held_tokens} held, {self.requests} requests{unfit}"
@@ -182,21 +182,17 @@ class KvAware(Placement):
         faults = {"unreachable": ~table.reachable, "full": table.requests >= table.max_num_seqs}
         if request.suspect:
             faults = {"suspect": table.flags(request.suspect), **faults}
+        if table.has_restricted:
+            # Such a worker gets an answer rather than that the request waits.
+            faults["restricted to prefill"] = table.prefill_only
         paired: Flags | None = None
         if wants_remote and timed is None:
             paired = _paired(candidates, request.failed)
-            missing_tokens_min = max(1, policy.local_prefill_max_tokens)
-            faults["unpaired"] = (missing >= missing_tokens_min) & ~paired
-        fit = usable
-        for flags in faults.values():
-            if np.count_nonzero(flags):
-                without = fit > flags
-                if np.count_nonzero(without):
-                    fit = without
-        row = self._draw(costs, table.requests, fit, policy.temperature)
+            faults["unpaired"] = (missing >= _remote_tokens_min(request)) & ~paired
+        row = self._draw(costs, table.requests, _fit(usable, faults), policy.temperature)
         reachable = bool(table.reachable[row])
         if timed is not None:
-            return _timed_decision(timed, table, missing, usable, row, reachable=reachable)
+            return _timed_decision(timed, table, missing, usable, faults, row, reachable=reachable)
         remote = wants_remote
         if paired is not None:
             remote, why = _remote_pays(
@@ -225,6 +221,17 @@ class KvAware(Placement):
         spread = float(among.max() - low) or 1.0
         weights = np.exp((low - among) / (spread * temperature))
         return int(self._random.choices(rows.tolist(), weights.tolist())[0])
+
+
+def _fit(usable: Flags, faults: Mapping[str, Flags]) -> Flags:
+    """The usable workers without each fault in turn, as long as one is left."""
+    fit = usable
+    for flags in faults.values():
+        if np.count_nonzero(flags):
+            without = fit > flags
+            if np.count_nonzero(without):
+                fit = without
+    return fit
 
 
 def _weights(overlap_weight: float, candidates: Candidates, *, remote: bool) -> Numbers:
@@ -274,11 +281,16 @@ def remote_wanted(request: PlacementRequest, queue_wait_s: float) -> tuple[bool,
     return True, "policy"
 
 
+def _remote_tokens_min(request: PlacementRequest) -> int:
+    """A decode worker computes a shorter missing part itself."""
+    return max(1, request.policy.local_prefill_max_tokens)
+
+
 def _remote_pays(
     request: PlacementRequest, why: str, *, missing_tokens: float, paired: bool
 ) -> tuple[bool, str]:
     """Whether wanted remote prefill is used for the chosen worker, and why."""
-    missing_tokens_min = max(1, request.policy.local_prefill_max_tokens)
+    missing_tokens_min = _remote_tokens_min(request)
     forced = request.prefill_placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
     if not forced and missing_tokens < missing_tokens_min:
         return False, f"{missing_tokens:.0f} missing tokens are below {missing_tokens_min}"
@@ -311,10 +323,14 @@ def _explained(
             missing_tokens=int(missing[row]),
             held_tokens=int(table.held_tokens[row]),
             requests=int(table.requests[row]),
-            unfit=", ".join(name for name, flags in faults.items() if flags[row]),
+            unfit=_unfit(faults, row),
         )
         for row in [chosen, *others][:EXPLAINED_CANDIDATES]
     )
+
+
+def _unfit(faults: Mapping[str, Flags], row: int) -> str:
+    return ", ".join(name for name, flags in faults.items() if flags[row])
 
 
 def _timed(
@@ -329,12 +345,16 @@ def _timed(
     if np.count_nonzero(computing) < len(pulling - request.failed):
         # Some workers only compute prompts.
         return None
+    handing_over: Flags | None = None
+    if table.has_restricted:
+        handing_over = table.decode_only & (missing >= _remote_tokens_min(request))
     return timed_costs(
         table,
         missing,
         request.targets,
         usable=usable,
         computing=computing,
+        handing_over=handing_over,
         placement=request.prefill_placement,
     )
 
@@ -344,6 +364,7 @@ def _timed_decision(
     table: LoadTable,
     missing: Numbers,
     usable: Flags,
+    faults: Mapping[str, Flags],
     row: int,
     *,
     reachable: bool,
@@ -361,7 +382,7 @@ def _timed_decision(
             missing_tokens=int(missing[one]),
             held_tokens=int(table.held_tokens[one]),
             requests=int(table.requests[one]),
-            unfit="",
+            unfit=_unfit(faults, one),
             times=f"prompt on {table.workers[int(timed.prefill_row[one])].ref.worker_id}, first token after "
             f"{1e3 * timed.first_s[one]:.0f} ms, steps of {1e3 * timed.step_s[one]:.1f} ms",
         )

@@ -100,12 +100,14 @@ def timed_costs(
     *,
     usable: Flags,
     computing: Flags,
+    handing_over: Flags | None,
     placement: inference_pb2.PrefillPlacement.ValueType,
     now_s: float | None = None,
 ) -> TimedCosts | None:
     """The costs of the workers in `usable`. None where the times of one of them are not known.
 
     `missing` has the prompt tokens that each worker lacks. `computing`: those that compute prompts for others.
+    `handing_over`: those that leave this prompt to another worker, as long as one computes prompts. None: none do.
     """
     columns = table.times
     if not columns.known[usable].all():
@@ -135,7 +137,9 @@ def timed_costs(
     if placement != inference_pb2.PREFILL_PLACEMENT_LOCAL:
         remote_s, remote_row = _remote(table, compute_s, missing, usable & computing, rows)
         remote_s += step_s
-        forced = placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
+        forced: bool | Flags = placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
+        if handing_over is not None:
+            forced = handing_over | forced
         chosen = (missing > 0) & np.isfinite(remote_s) & (forced | (remote_s < first_s))
         first_s = np.where(chosen, remote_s, first_s)
         prefill_row = np.where(chosen, remote_row, prefill_row)

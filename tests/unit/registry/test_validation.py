@@ -140,6 +140,13 @@ def test_the_ttl_is_bounded(seconds: int, nanos: int, good: bool) -> None:
             registry_pb2.Policy(tenant_priorities={f"t{i}": 1 for i in range(1_001)}),  # type: ignore[misc]
             "tenant_priorities",
         ),
+        (registry_pb2.Policy(worker_roles={"w0": 0}), "worker_roles[w0]"),  # type: ignore[dict-item]
+        (registry_pb2.Policy(worker_roles={"w0": 4}), "worker_roles[w0]"),  # type: ignore[dict-item]
+        (registry_pb2.Policy(worker_roles={"No Name": 1}), "worker_roles[No Name]"),  # type: ignore[dict-item]
+        (
+            registry_pb2.Policy(worker_roles={f"w{i}": 1 for i in range(4_097)}),  # type: ignore[misc]
+            "worker_roles",
+        ),
     ],
 )
 def test_an_invalid_policy_is_rejected_by_field(policy: registry_pb2.Policy, field: str) -> None:

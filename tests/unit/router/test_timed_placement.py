@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from headrace.inference.v1 import inference_pb2
+from headrace.registry.v1 import registry_pb2
 from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
 from headrace_router.timed_placement import AnswerLengths, TokenTargets
 from headrace_router.workers.prompt_work import PromptQueue, PromptWork
-from headrace_router.workers.table import Load, LoadTable, Worker
+from headrace_router.workers.table import NO_TIMES, Load, LoadTable, Worker
 
 _LAYOUT = KvLayout.attention(
     model="sim", dtype="float32", layer_count=4, kv_head_count=2, block_tokens=16, parts={"kv": 64}
@@ -31,6 +32,11 @@ _TIMES = TimeModel(
     ),
     HandoverTimes(fixed_s=0.010, count=9),
 )
+_ROLES = {
+    "p": registry_pb2.WORKER_ROLE_PREFILL,
+    "d": registry_pb2.WORKER_ROLE_DECODE,
+    "b": registry_pb2.WORKER_ROLE_BOTH,
+}
 _FREE = Load(total_tokens=10_000, times=_TIMES)
 _REQUEST = PlacementRequest(
     "sim",
@@ -52,17 +58,27 @@ def _choose(
     request: PlacementRequest = _REQUEST,
     pulling: int | None = None,
     others: tuple[WorkerRef, ...] = (),
+    roles: str = "",
 ) -> Decision:
+    """`roles` has the role of each worker: p, d or b. Those with d pull no prompts."""
     names = [f"w{index}" for index in range(len(loads))]
+    roles = roles or "b" * len(names)
     table = LoadTable(
-        Worker(_ref(name), f"{name}:1", "sim", 4_096, 64, _LAYOUT, computes_prompts=True)
-        for name in names
+        Worker(
+            *(_ref(name), f"{name}:1", "sim", 4_096, 64, _LAYOUT),
+            computes_prompts=True,
+            role=_ROLES[role],
+        )
+        for name, role in zip(names, roles, strict=True)
     )
     for name, load in zip(names, loads, strict=True):
         table.set(_ref(name), load)
     columns = np.array(cached or [0] * len(loads), float)
-    refs = frozenset(map(_ref, names[:pulling])) | frozenset(others)
-    candidates = Candidates(table, columns, {fingerprint(_LAYOUT): refs})
+    refs = {_ref(name) for name, role in zip(names, roles, strict=True) if role != "d"} & set(
+        map(_ref, names[:pulling])
+    )
+    refs |= set(others)
+    candidates = Candidates(table, columns, {fingerprint(_LAYOUT): frozenset(refs)})
     return KvAware(Random(1)).choose(request, candidates)
 
 
@@ -135,6 +151,48 @@ def test_todays_rule_holds_while_times_are_unknown_or_workers_only_compute_promp
 def test_workers_that_pull_no_prompts_compute_only_their_own() -> None:
     decision = _choose(_busy(4), _FREE, pulling=1)
     assert not decision.remote
+
+
+@pytest.mark.parametrize("times", [_TIMES, NO_TIMES])
+def test_a_worker_restricted_to_prefill_gets_no_answers_while_another_can_have_them(
+    times: TimeModel,
+) -> None:
+    free, busy = replace(_FREE, times=times), replace(_busy(60), times=times)
+    decision = _choose(free, busy, roles="pb")
+    assert decision.worker.ref == _ref("w1")
+    assert "restricted to prefill" in str(decision.candidates[1])
+    # None of these can have it: full, unreachable, failed, draining.
+    full, failed = replace(busy, requests=64), replace(_REQUEST, failed=frozenset({_ref("w1")}))
+    assert _choose(free, full, roles="pd").worker.ref == _ref("w0")
+    assert _choose(free, replace(busy, reachable=False), roles="pd").worker.ref == _ref("w0")
+    assert _choose(free, busy, roles="pd", request=failed).worker.ref == _ref("w0")
+    assert _choose(free, replace(busy, draining=True), roles="pd").worker.ref == _ref("w0")
+    assert _choose(free, busy, roles="pp").worker.ref == _choose(free, busy).worker.ref
+
+
+@pytest.mark.parametrize("times", [_TIMES, NO_TIMES])
+def test_a_worker_restricted_to_decode_computes_the_prompts_that_a_decode_worker_does(
+    times: TimeModel,
+) -> None:
+    free = replace(_FREE, times=times)
+    waiting = replace(free, requests=9, prompts=PromptWork(tokens=9_000))
+    decision = _choose(free, waiting, roles="dp")
+    assert (decision.worker.ref, decision.remote) == (_ref("w0"), True)
+    assert decision.prefill == (_ref("w1") if times is _TIMES else None)
+    short = replace(_REQUEST, policy=RoutePolicy(local_prefill_max_tokens=1_001))
+    assert not _choose(free, waiting, roles="dp", request=short).remote
+    asked = replace(_REQUEST, prefill_placement=inference_pb2.PREFILL_PLACEMENT_LOCAL)
+    assert not _choose(free, waiting, roles="dp", request=asked).remote
+    # No other worker computes prompts.
+    assert not _choose(free, waiting, roles="dd").remote
+    lost = replace(_REQUEST, failed=frozenset({_ref("w1")}))
+    assert not _choose(free, waiting, roles="dp", request=lost).remote
+
+
+def test_a_worker_restricted_to_decode_gets_no_prompts_of_others() -> None:
+    for roles in ("bdb", "ddb", "pdb"):
+        decision = _choose(_busy(4), _FREE, _busy(4), roles=roles)
+        assert decision.prefill != _ref("w1")
 
 
 def test_a_failed_worker_is_not_chosen_for_the_prompt() -> None:

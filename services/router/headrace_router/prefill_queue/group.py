@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -173,7 +173,14 @@ class QueueGroup:
         stranded = tuple(queued for queued in self if queued.avoid >= active)
         for queued in stranded:
             self.remove(queued)
+        self._offer_credits()
         return stranded
+
+    def restrict(self, refs: Collection[WorkerRef]) -> None:
+        """From now on, these workers get only tasks that no other worker may take."""
+        for ref, stream in self.worker_streams.items():
+            stream.restricted = ref in refs
+        self._offer_credits()
 
     def close_stream(self) -> bool:
         """The stream of a retired worker has ended. Returns whether it was the last of the group."""
@@ -194,6 +201,17 @@ class QueueGroup:
                 self.remove(queued)
                 self._send(queued, stream, now_s)
         self._with_credits.update(stream)
+
+    def _offer_credits(self) -> None:
+        """Assigns tasks that other workers than before may get now."""
+        for stream in tuple(self.worker_streams.values()):
+            if stream.credits:
+                self.add_credits(stream, 0)
+
+    def _is_left_to_restricted(self, excluded: Collection[WorkerRef]) -> bool:
+        """Whether only restricted workers may take a task that these may not get."""
+        streams = self.worker_streams.items()
+        return all(stream.restricted or ref in excluded for ref, stream in streams)
 
     def task_ended(self, stream: PrefillWorkerStream, queued: QueuedTask) -> None:
         """A worker no longer has a task."""
@@ -216,7 +234,8 @@ class QueueGroup:
 
     def _assign_or_queue(self, queued: QueuedTask) -> None:
         """Sends a task to a worker with credits, or lets it wait for a better one, or adds it to a lane."""
-        stream = self._with_credits.best_for(queued)
+        restricted = self._is_left_to_restricted(queued.avoid)
+        stream = self._with_credits.best_for(queued, restricted=restricted)
         if stream is None:
             self._add_to_lane(queued)
             return
@@ -263,6 +282,7 @@ class QueueGroup:
             if queued.cached_tokens(ref) >= cached_tokens_min
             and ref not in queued.avoid
             and (better := self.worker_streams.get(ref)) is not None
+            and not better.restricted
             and not better.may_take(queued.tenant)
             and better.has_room_within(
                 self._prefix_wait_s,
@@ -310,12 +330,17 @@ class QueueGroup:
         tasks = self._waiting[priority]
         if not tasks.tasks:
             return None
+        # Tasks that wait for a worker with their prefix go on soon.
         found = [
             queued
             for queued in self._affinity_waits.for_worker(stream.ref, priority)
-            if stream.may_take(queued.tenant)
+            if stream.may_take(queued.tenant) and not stream.restricted
         ]
-        first = tasks.lanes.first_for(stream.ref, stream.tenants if stream.keeps_credit else ())
+        first = tasks.lanes.first_for(
+            stream.ref,
+            stream.tenants if stream.keeps_credit else (),
+            self._is_left_to_restricted if stream.restricted else None,
+        )
         if first is not None:
             found.append(first)
         return min(found, key=tasks.position, default=None)

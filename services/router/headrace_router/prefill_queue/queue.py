@@ -85,6 +85,7 @@ class PrefillQueue:
         self._pulling: dict[KvLayout, frozenset[WorkerRef]] = {}
         self._times: dict[str, PrefillTimes] = {}
         self._numbers = itertools.count(1)
+        self._restricted: frozenset[WorkerRef] = frozenset()
 
     @property
     def depth(self) -> int:
@@ -152,7 +153,7 @@ class PrefillQueue:
     ) -> Mapping[KvLayout, frozenset[WorkerRef]]:
         """The workers that take tasks, by layout fingerprint: all, or those with an adapter.
 
-        Without an adapter it is a live view: it changes with the queue.
+        Restricted workers are left out. Without an adapter it is a live view: it changes with the queue.
         """
         if adapter is None:
             return self._pulling
@@ -249,6 +250,7 @@ class PrefillQueue:
             key, QueueGroup(key, self._prefix_wait_s, self._tenant_weight)
         )
         stream = PrefillWorkerStream(ref, model, key, next(self._numbers), self._sign, adapters)
+        stream.restricted = ref in self._restricted
         self._worker_streams[ref] = stream
         group.add_worker(stream)
         self._update_pulling(group)
@@ -274,6 +276,15 @@ class PrefillQueue:
             self._return_or_fail(stream, queued, error, None)
         if self._group_of(stream).close_stream():
             del self._groups[stream.group_key]
+
+    def restrict(self, refs: frozenset[WorkerRef]) -> None:
+        """From now on, these workers get only tasks that no other worker may take."""
+        if refs == self._restricted:
+            return
+        self._restricted = refs
+        for group in self._groups.values():
+            group.restrict(refs)
+            self._update_pulling(group)
 
     def add_credits(self, stream: PrefillWorkerStream, task_count: int) -> None:
         """A worker can take more tasks. Raises ProtocolViolation beyond CREDITS_MAX."""
@@ -357,8 +368,10 @@ class PrefillQueue:
         )
 
     def _update_pulling(self, group: QueueGroup) -> None:
-        if group.worker_streams:
-            self._pulling[group.layout] = frozenset(group.worker_streams)
+        streams = group.worker_streams.items()
+        refs = frozenset(ref for ref, stream in streams if not stream.restricted)
+        if refs:
+            self._pulling[group.layout] = refs
         else:
             self._pulling.pop(group.layout, None)
 

@@ -58,9 +58,21 @@ class TaskLanes:
         """The number of tasks of a tenant that are handed out before one with this order."""
         return sum(lane.tasks_before(tenant, order) for lane in self._lanes.values())
 
-    def first_for(self, ref: WorkerRef, without_tenants: Collection[str] = ()) -> QueuedTask | None:
-        """The first task that the worker may get, of other tenants than these."""
-        lanes = (lane for excluded, lane in self._lanes.items() if ref not in excluded)
+    def first_for(
+        self,
+        ref: WorkerRef,
+        without_tenants: Collection[str] = (),
+        may_take: Callable[[frozenset[WorkerRef]], bool] | None = None,
+    ) -> QueuedTask | None:
+        """The first task that the worker may get, of other tenants than these.
+
+        `may_take` decides by the workers that a task may not go to. None takes all.
+        """
+        lanes = (
+            lane
+            for excluded, lane in self._lanes.items()
+            if ref not in excluded and (may_take is None or may_take(excluded))
+        )
         firsts = (lane.first(without_tenants) for lane in lanes)
         return min(
             (queued for queued in firsts if queued is not None),

@@ -67,6 +67,8 @@ class PrefillWorkerStream:
         self.last_task_s = 0.0
         self.retired = False
         """Whether the worker takes no more tasks."""
+        self.restricted = False
+        """Whether the worker gets only tasks that no other worker may take."""
         self.tasks: dict[str, QueuedTask] = {}
         """Oldest first."""
         self.tenants: Counter[str] = Counter()
@@ -157,7 +159,7 @@ class WorkersWithCredits:
 
     def __init__(self) -> None:
         self.credits = 0
-        """Unused credits of all workers, without those that are kept."""
+        """Unused credits of all workers, without those that are kept and those of restricted workers."""
         self._by_load: SortedDict[_LoadKey, PrefillWorkerStream] = SortedDict()
         self._key_of: dict[WorkerRef, _LoadKey] = {}
         self._credits_of: dict[WorkerRef, int] = {}
@@ -172,20 +174,24 @@ class WorkersWithCredits:
             key = (stream.load_tokens, -stream.credits, stream.last_task_s, stream.number)
             self._by_load[key] = stream
             self._key_of[stream.ref] = key
-            self._credits_of[stream.ref] = 0 if stream.keeps_credit else stream.credits
+            kept = stream.keeps_credit or stream.restricted
+            self._credits_of[stream.ref] = 0 if kept else stream.credits
             self.credits += self._credits_of[stream.ref]
 
-    def best_for(self, queued: QueuedTask) -> PrefillWorkerStream | None:
-        """The worker with the fewest tokens to compute once it has this task, plus the cost of the hand-over."""
+    def best_for(self, queued: QueuedTask, *, restricted: bool) -> PrefillWorkerStream | None:
+        """The worker with the fewest tokens to compute once it has this task, plus the cost of the hand-over.
+
+        `restricted`: whether restricted workers may get it.
+        """
         key = None if queued.planned is None else self._key_of.get(queued.planned)
         if key is not None:
             planned: PrefillWorkerStream = self._by_load[key]
-            if _may_take(planned, queued):
+            if _may_take(planned, queued, restricted):
                 return planned
         if queued.extra_tokens is not None:
-            return self._best_pair(queued, queued.extra_tokens)
+            return self._best_pair(queued, queued.extra_tokens, restricted)
         best: PrefillWorkerStream | None = next(
-            (stream for stream in self._by_load.values() if _may_take(stream, queued)), None
+            (one for one in self._by_load.values() if _may_take(one, queued, restricted)), None
         )
         if best is None or not queued.cached:
             return best
@@ -198,7 +204,7 @@ class WorkersWithCredits:
             if key is None:
                 continue
             stream: PrefillWorkerStream = self._by_load[key]
-            if not _may_take(stream, queued):
+            if not _may_take(stream, queued, restricted):
                 continue
             tokens = stream.load_tokens - queued.cached_tokens(ref)
             if tokens < least:
@@ -206,7 +212,7 @@ class WorkersWithCredits:
         return best
 
     def _best_pair(
-        self, queued: QueuedTask, extra_tokens: Callable[[WorkerRef], float]
+        self, queued: QueuedTask, extra_tokens: Callable[[WorkerRef], float], restricted: bool
     ) -> PrefillWorkerStream | None:
         best: PrefillWorkerStream | None = None
         least = math.inf
@@ -215,7 +221,7 @@ class WorkersWithCredits:
             # All others have at least this load.
             if stream.load_tokens - cached_most >= least:
                 break
-            if not _may_take(stream, queued):
+            if not _may_take(stream, queued, restricted):
                 continue
             tokens = stream.load_tokens - queued.cached_tokens(stream.ref)
             tokens += extra_tokens(stream.ref)
@@ -224,5 +230,7 @@ class WorkersWithCredits:
         return best
 
 
-def _may_take(stream: PrefillWorkerStream, queued: QueuedTask) -> bool:
-    return stream.ref not in queued.avoid and stream.may_take(queued.tenant)
+def _may_take(stream: PrefillWorkerStream, queued: QueuedTask, restricted: bool) -> bool:
+    if stream.ref in queued.avoid or (stream.restricted and not restricted):
+        return False
+    return stream.may_take(queued.tenant)

@@ -37,7 +37,7 @@ from headrace_router.workers.table import Load
 
 REFRESH_S: Final = 1.0
 """Pages that ask within this time share one document."""
-_TENANTS_MAX: Final = 64
+_ENTRIES_MAX: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +157,13 @@ def _prefill_row(member: registry_pb2.Member, load: PrefillLoad | None) -> Worke
 
 
 def policy_object(policy: registry_pb2.Policy) -> dict[str, Any]:
-    """The policy as JSON has it, with at most _TENANTS_MAX tenants."""
+    """The policy as JSON has it, with at most _ENTRIES_MAX tenants and workers."""
     shown = MessageToDict(policy, preserving_proto_field_name=True)
-    weights = shown.get("tenant_weights", {})
-    if len(weights) > _TENANTS_MAX:
-        shown["tenant_weights"] = dict(sorted(weights.items())[:_TENANTS_MAX])
-        shown["tenant_weights_left_out"] = len(weights) - _TENANTS_MAX
+    for name in ("tenant_weights", "worker_roles"):
+        entries = shown.get(name, {})
+        if len(entries) > _ENTRIES_MAX:
+            shown[name] = dict(sorted(entries.items())[:_ENTRIES_MAX])
+            shown[f"{name}_left_out"] = len(entries) - _ENTRIES_MAX
     return shown
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -16,7 +16,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.process.pacing import LoopLoad, heartbeat_interval_s
 from headrace_common.registry.adapters import adapters_from_proto
-from headrace_common.registry.duties import GENERATE
+from headrace_common.registry.duties import GENERATE, WorkerRoles, role_by_policy
 from headrace_frontend.request.model_names import Adapters
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import layout_from_proto
@@ -57,7 +57,7 @@ class WorkerDirectory:
     """The decode workers and their load, by model. One event loop owns it.
 
     A registered worker is used, and counted, once it has reported its status to this router. `update` must be called
-    on every change of the registry's view.
+    on every change of the registry's view, the policy included.
     """
 
     def __init__(
@@ -68,16 +68,19 @@ class WorkerDirectory:
         on_slots: Callable[[str, DecodeSlots], None] | None = None,
         dials: Dials | None = None,
         load: LoopLoad | None = None,
+        worker_roles: Callable[[], WorkerRoles] = dict,
     ) -> None:
         """`ticket_public_key` is this router's. `worker_wait_s`: see RouterConfig.
 
         `on_slots` gets a model and the slots of its workers after each change. `dials` bounds the tries to reach
-        members, and may be shared. `load` is that of the event loop: see DecodeLink.
+        members, and may be shared. `load` is that of the event loop: see DecodeLink. `worker_roles` returns those of
+        the policy.
         """
         self._open_channel = open_channel
         self._ticket_public_key = ticket_public_key
         self._dials = dials or Dials()
         self._load = load
+        self._worker_roles = worker_roles
         self._registered: dict[WorkerRef, _Registered] = {}
         self._connections: dict[WorkerRef, WorkerConnection] = {}
         self._tables: dict[str, LoadTable] = {}
@@ -100,7 +103,8 @@ class WorkerDirectory:
         routers = sum(member.role == registry_pb2.Member.ROLE_ROUTER for member in members)
         changed = self._router_count != max(1, routers)
         self._router_count = max(1, routers)
-        registered = (self._convert(member) for member in members if member.role in GENERATE)
+        roles = self._worker_roles()
+        registered = (self._convert(member, roles) for member in members if member.role in GENERATE)
         self._registered = {one.worker.ref: one for one in registered}
         for ref in self._connections.keys() - self._registered.keys():
             self._connections.pop(ref).retire()
@@ -130,12 +134,19 @@ class WorkerDirectory:
         if changed:
             self._rebuild_tables()
 
-    def _convert(self, member: registry_pb2.Member) -> _Registered:
+    def _convert(self, member: registry_pb2.Member, worker_roles: WorkerRoles) -> _Registered:
         """Most members are the same objects as before."""
         known = self._registered.get(WorkerRef(member.worker_id, member.incarnation))
-        if known is not None and known.member is member:
+        role = role_by_policy(member, worker_roles)
+        if known is not None and known.member is member and known.worker.role == role:
             return known
-        return _Registered(member, worker_from_member(member))
+        return _Registered(member, replace(worker_from_member(member), role=role))
+
+    @property
+    def decode_only(self) -> frozenset[WorkerRef]:
+        """The workers of both roles to which the policy leaves decode."""
+        role = registry_pb2.WORKER_ROLE_DECODE
+        return frozenset(ref for ref, one in self._registered.items() if one.worker.role == role)
 
     def table(self, model: str) -> LoadTable:
         """The decode workers of `model` and their load. Loads stay current until members join or leave."""

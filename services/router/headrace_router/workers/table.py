@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.registry.v1 import registry_pb2
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import TimeModel
 from headrace_kv.layout.compatibility import fingerprint
@@ -39,6 +40,8 @@ class Worker:
     adapters: frozenset[Adapter] = frozenset()
     computes_prompts: bool = False
     """Whether it has both roles."""
+    role: registry_pb2.WorkerRole.ValueType = registry_pb2.WORKER_ROLE_BOTH
+    """What the policy leaves of both roles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,12 @@ class LoadTable:
         self.computes_prompts: Flags = np.array(
             [w.computes_prompts for w in self.workers], np.bool_
         )
+        self.prefill_only, self.decode_only = (
+            np.array([w.role == role for w in self.workers], np.bool_)
+            for role in (registry_pb2.WORKER_ROLE_PREFILL, registry_pb2.WORKER_ROLE_DECODE)
+        )
+        """Workers of both roles to which the policy leaves one."""
+        self.has_restricted = bool((self.prefill_only | self.decode_only).any())
         self.reachable: Flags = np.zeros(count, np.bool_)
         self.draining: Flags = np.zeros(count, np.bool_)
         self.times = TimeColumns(count)

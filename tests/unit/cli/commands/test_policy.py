@@ -48,6 +48,9 @@ def test_a_map_is_changed_by_entry() -> None:
     assert dict(granted.tenant_priorities) == {"chat": 1, "batch": 3}
     cells = list(policy_table(granted).columns[1].cells)
     assert "batch=low, chat=high" in cells
+    roles = _changed("worker_roles.w0.rack-1=prefill", "worker_roles.w1=decode", "worker_roles.w1=")
+    assert dict(roles.worker_roles) == {"w0.rack-1": registry_pb2.WORKER_ROLE_PREFILL}
+    assert "w0.rack-1=prefill" in list(policy_table(roles).columns[1].cells)
     with pytest.raises(ConfigError, match="high or normal or low"):
         _changed("tenant_priorities.chat=first")
 

@@ -257,6 +257,51 @@ async def test_a_draining_worker_returns_rejected_tasks_and_gets_no_more() -> No
     queue.remove_worker(draining)
 
 
+async def test_a_restricted_worker_gets_only_tasks_that_no_other_worker_may_take() -> None:
+    queue, (restricted, other) = pulling(5, 0)
+    queue.restrict(frozenset({restricted.ref}))
+    assert queue.pulling_workers() == {fingerprint(LAYOUT): {other.ref}}
+    waiting = add(queue, "a", planned=restricted.ref, cached={restricted.ref: 100}, tokens=100)
+    assert where(waiting) is None
+    left = add(queue, "b", avoid=frozenset({other.ref}))
+    assert where(left) == restricted.ref
+    queue.add_credits(restricted, 1)
+    assert where(waiting) is None
+    queue.add_credits(other, 1)
+    assert where(waiting) == other.ref
+    # The roles change, and a task that waits goes to the worker that may have it now.
+    later = add(queue, "c")
+    assert where(later) is None
+    queue.restrict(frozenset({other.ref}))
+    assert where(later) == restricted.ref
+
+
+async def test_tasks_are_left_to_restricted_workers_when_the_others_go() -> None:
+    queue, (restricted, other) = pulling(5, 0)
+    queue.restrict(frozenset({restricted.ref}))
+    waiting = add(queue, "a")
+    queue.remove_worker(other)
+    assert where(waiting) == restricted.ref
+    assert not queue.pulling_workers()
+    # One that opens its stream later is restricted too.
+    queue.restrict(frozenset({restricted.ref, other.ref}))
+    again = join(queue, other.ref.worker_id)
+    assert not queue.pulling_workers()
+    queue.add_credits(again, 1)
+    assert where(add(queue, "b")) is not None
+
+
+async def test_a_change_of_restrictions_hands_waiting_tasks_out() -> None:
+    queue, (first, second) = pulling(1, 0)
+    queue.restrict(frozenset({first.ref}))
+    tasks = [add(queue, name) for name in ("a", "b")]
+    queue.restrict(frozenset({first.ref, second.ref}))
+    assert [where(task) for task in tasks] == [first.ref, None]
+    queue.restrict(frozenset())
+    queue.add_credits(second, 1)
+    assert where(tasks[1]) == second.ref
+
+
 async def test_a_full_worker_does_not_get_the_task_that_it_rejected() -> None:
     queue, (full, other) = pulling(2, 0)
     task = add(queue, "a", returns_max=1)

@@ -106,6 +106,34 @@ async def test_the_slots_of_reachable_workers_are_reported_with_the_number_of_ro
     await directory.close()
 
 
+async def test_the_policy_restricts_workers_of_both_roles_at_run_time() -> None:
+    roles: dict[str, registry_pb2.WorkerRole.ValueType] = {}
+    directory = WorkerDirectory(_Channels(), b"", worker_roles=lambda: roles)
+    both = _member()
+    both.role = registry_pb2.Member.ROLE_BOTH
+    members = [both, _member(worker_id="d1")]
+    directory.update(members)
+    await until(lambda: len(directory.table("sim")) == 2)
+    table = directory.table("sim")
+    assert not table.prefill_only.any()
+    for role, column in (
+        (registry_pb2.WORKER_ROLE_PREFILL, "prefill_only"),
+        (registry_pb2.WORKER_ROLE_DECODE, "decode_only"),
+    ):
+        # A worker of one role keeps it.
+        roles |= {"d0": role, "d1": role, "unknown": role}
+        directory.update(members)
+        table = directory.table("sim")
+        assert getattr(table, column).tolist() == [True, False]
+    assert directory.decode_only == {_REF}
+    assert directory.reserve_load(_REF, 1) is not None
+    roles.clear()
+    directory.update(members)
+    assert not directory.table("sim").decode_only.any()
+    assert not directory.decode_only
+    await directory.close()
+
+
 async def test_a_worker_counts_as_caching_the_whole_blocks_of_a_prompt() -> None:
     directory = WorkerDirectory(_Channels(), b"")
     directory.update([_member()])
