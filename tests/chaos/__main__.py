@@ -43,7 +43,11 @@ def main() -> int:
     parser.add_argument(
         "--pool", action="store_true", help="with such tiers, and a remote pool that fails too"
     )
-    parser.add_argument("--both", action="store_true", help="with workers of both roles only")
+    parser.add_argument(
+        "--both",
+        action="store_true",
+        help="with workers of both roles only, and other roles by policy each second",
+    )
     parser.add_argument("--folder", type=Path, default=None, help="for logs; a new one by default")
     parser.add_argument("--seconds", type=float, default=math.inf, help="sends none after that")
     arguments = parser.parse_args()

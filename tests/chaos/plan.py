@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
+from headrace.registry.v1 import registry_pb2
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 
@@ -103,7 +104,8 @@ class ChaosPlan:
 
     `credentials`: see CredentialKind. `host_blocks` and `disk_blocks` are the tiers below a worker's KV memory. With
     `conversations`, half of the requests continue an earlier one. With `pool_gib`, the workers share blocks in a remote
-    pool of that size, and `host_gib` and `disk_gib` are the tiers of each rank.
+    pool of that size, and `host_gib` and `disk_gib` are the tiers of each rank. Every `role_interval_s`, the policy
+    gives workers of both roles other roles; 0 means never.
     """
 
     seed: int
@@ -115,6 +117,7 @@ class ChaosPlan:
     decode_tensor_parallel: Sequence[int] = (1, 2, 1, 4)
     prefill_tensor_parallel: Sequence[int] = (1, 2, 4)
     worker_tensor_parallel: Sequence[int] = ()
+    role_interval_s: float = 0.0
     routers: int = 2
     wire: WireFaults = WireFaults()
     kinds: frozenset[tuple[str, FaultKind]] = ALL_KINDS
@@ -202,6 +205,17 @@ def process_faults(plan: ChaosPlan) -> Iterator[ProcessFault]:
             yield fault
 
 
+def role_changes(plan: ChaosPlan) -> Iterator[dict[str, registry_pb2.WorkerRole.ValueType]]:
+    """Roles of all workers of both roles, by worker id, without end."""
+    rng = random.Random(f"{plan.seed}/roles")
+    roles = [role for role in registry_pb2.WorkerRole.values() if role]
+    while True:
+        yield {
+            f"{_WORKER}-{number}": rng.choice(roles)
+            for number in range(len(plan.worker_tensor_parallel))
+        }
+
+
 def requests(plan: ChaosPlan) -> Iterator[ChaosRequest]:
     """Requests in the order in which they are sent. Many share one of a few prefixes."""
     rng = random.Random(f"{plan.seed}/requests")
@@ -243,7 +257,17 @@ class Conversations:
         return request
 
 
-SCENARIOS = ("all", "ledger", "quarantine", "lease", "kill_timer", "tiers", "pool", "pool_seal")
+SCENARIOS = (
+    "all",
+    "ledger",
+    "quarantine",
+    "lease",
+    "kill_timer",
+    "tiers",
+    "pool",
+    "pool_seal",
+    "roles",
+)
 
 
 def scenario(
@@ -260,7 +284,7 @@ def scenario(
     """All faults at once, or only those against one safeguard, so that its loss shows within few requests.
 
     `tiers` adds tiers below KV memory, which the scenario "tiers" has anyway. `pool` adds the remote pool too, which
-    the scenario "pool" has anyway. With `both`, every worker has both roles.
+    the scenario "pool" has anyway. With `both`, every worker has both roles, and the policy changes them.
     """
     plan = replace(_scenario(name, seed, requests, broken), credentials=credentials)
     if both:
@@ -269,6 +293,7 @@ def scenario(
             prefill_tensor_parallel=(),
             decode_tensor_parallel=(),
             worker_tensor_parallel=(1, 2, 4, 1, 2),
+            role_interval_s=1.0,
         )
     if pool:
         return with_pool(plan)
@@ -335,9 +360,10 @@ def _scenario(name: str, seed: int, requests: int, broken: str) -> ChaosPlan:
         case "tiers":
             wire = WireFaults(seed, doubled=0.01, break_part=broken)
             return with_tiers(ChaosPlan(seed, requests, wire=wire, kinds=frozenset()))
-        case "ledger":
-            wire = WireFaults(seed, doubled=0.3, break_part=broken)
-            return ChaosPlan(seed, requests, wire=wire, kinds=frozenset(), layer_s=0.005)
+        case "roles" | "ledger":
+            doubled, layer_s = (0.3, 0.005) if name == "ledger" else (0.0, 0.0)
+            wire = WireFaults(seed, doubled=doubled, break_part=broken)
+            return ChaosPlan(seed, requests, wire=wire, kinds=frozenset(), layer_s=layer_s)
         case "quarantine":
             wire = WireFaults(seed, cut=0.03, slow_write_max_s=0.3, break_part=broken)
             return ChaosPlan(seed, requests, wire=wire, kinds=frozenset())

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import grpc.aio
+
+from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace.worker.v1 import worker_pb2
 from headrace_cli.client import RouterClient, worker_status
 from headrace_common.errors import HeadraceError
@@ -21,7 +24,14 @@ from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 from tests.chaos import pool_process
 from tests.chaos.load import Clients, Outcomes
-from tests.chaos.plan import ChaosPlan, FaultKind, ProcessFault, process_faults, requests
+from tests.chaos.plan import (
+    ChaosPlan,
+    FaultKind,
+    ProcessFault,
+    process_faults,
+    requests,
+    role_changes,
+)
 from tests.chaos.processes import ETCD, HERE, Place, Processes
 from tests.chaos.tiers import held_file
 from tests.waiting import until
@@ -110,6 +120,7 @@ async def _load(
     channels = processes.client_channels()
     clients = Clients(channels, model, plan.deadline_s, report.outcomes, plan.late_s)
     faults = asyncio.create_task(_inject(plan, processes, report))
+    roles = asyncio.create_task(_change_roles(plan, processes, report))
     sending = asyncio.create_task(clients.run(requests(plan), plan.concurrency, last_s))
     try:
         while not sending.done():
@@ -124,7 +135,8 @@ async def _load(
         sending.cancel()
         failed = faults.done()
         faults.cancel()
-        await asyncio.gather(sending, faults, return_exceptions=True)
+        roles.cancel()
+        await asyncio.gather(sending, faults, roles, return_exceptions=True)
         await clients.close()
     if failed:
         await faults
@@ -171,6 +183,23 @@ async def _inject(plan: ChaosPlan, processes: Processes, report: ChaosReport) ->
         for task in repairs.values():
             task.cancel()
         await asyncio.gather(*repairs.values(), return_exceptions=True)
+
+
+async def _change_roles(plan: ChaosPlan, processes: Processes, report: ChaosReport) -> None:
+    """Changes the roles of workers by policy until cancelled, as far as the registry answers."""
+    if not plan.role_interval_s:
+        return
+    for roles in role_changes(plan):
+        await asyncio.sleep(plan.role_interval_s)
+        policy = registry_pb2.Policy(worker_roles=roles)
+        async with open_channel(
+            processes.endpoint("registry"), processes.identities.operator
+        ) as channel:
+            with suppress(grpc.aio.AioRpcError):
+                await registry_pb2_grpc.RegistryServiceStub(channel).SetPolicy(
+                    registry_pb2.SetPolicyRequest(policy=policy), timeout=plan.role_interval_s
+                )
+                report.process_faults["roles changed"] += 1
 
 
 def _another_serves(processes: Processes, name: str) -> bool:

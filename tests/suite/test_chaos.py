@@ -89,6 +89,16 @@ async def test_senders_that_are_frozen_within_a_write_end_and_write_nothing(tmp_
     pytest.fail("no run has frozen a sender within a write")
 
 
+async def test_roles_that_change_each_second_cost_no_answer(tmp_path: Path) -> None:
+    plan = scenario("roles", SEED, 100_000, both=True)
+    async with forking() as spawn:
+        report = await run_chaos(plan, tmp_path, Place(spawn=spawn), last_s=10.0)
+    assert not report.violations
+    assert not report.outcomes.errors
+    assert report.process_faults["roles changed"] >= 5
+    assert report.outcomes.transferred_tokens
+
+
 @pytest.mark.parametrize(
     ("safeguard", "requests"),
     [

@@ -179,7 +179,7 @@ class QueueGroup:
     def restrict(self, refs: Collection[WorkerRef]) -> None:
         """From now on, these workers get only tasks that no other worker may take."""
         for ref, stream in self.worker_streams.items():
-            stream.restricted = ref in refs
+            stream.restrict(ref in refs)
         self._offer_credits()
 
     def close_stream(self) -> bool:

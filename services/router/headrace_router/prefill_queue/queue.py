@@ -250,7 +250,7 @@ class PrefillQueue:
             key, QueueGroup(key, self._prefix_wait_s, self._tenant_weight)
         )
         stream = PrefillWorkerStream(ref, model, key, next(self._numbers), self._sign, adapters)
-        stream.restricted = ref in self._restricted
+        stream.restrict(ref in self._restricted)
         self._worker_streams[ref] = stream
         group.add_worker(stream)
         self._update_pulling(group)

@@ -68,7 +68,7 @@ class PrefillWorkerStream:
         self.retired = False
         """Whether the worker takes no more tasks."""
         self.restricted = False
-        """Whether the worker gets only tasks that no other worker may take."""
+        """See `restrict`."""
         self.tasks: dict[str, QueuedTask] = {}
         """Oldest first."""
         self.tenants: Counter[str] = Counter()
@@ -113,6 +113,10 @@ class PrefillWorkerStream:
             )
         if not self.retired:
             self.credits += task_count
+
+    def restrict(self, restricted: bool) -> None:
+        """Whether the worker gets only tasks that no other worker may take, from now on."""
+        self.restricted = restricted
 
     def retire(self) -> None:
         """The worker takes no more tasks. The tasks that it has may still end."""
