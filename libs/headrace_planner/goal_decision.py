@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import Final
 
 from headrace_planner.observation import Interval, PlannedRole, Reason, RequestStatistics
-from headrace_planner.settings import PlannerSettings, WorkerProfile
+from headrace_planner.settings import DecodePoint, PlannerSettings, WorkerProfile
 
 _WORKERS_MAX = 100_000
 
@@ -250,6 +250,92 @@ def decide_by_goals(
     )
 
 
+def pool_by_goals(
+    settings: PlannerSettings, profile: WorkerProfile, demand: Demand, correction: Corrections
+) -> tuple[Reason]:
+    """The fewest workers of both roles for the demand, before floor and budget.
+
+    At least the sum of the shares of workers that prompts and answers keep busy. At most the workers of two pools,
+    because placement can use a pool so. Between these, all workers share: a prompt takes longer by what answers take.
+    """
+    rate = demand.requests.value / demand.duration_s
+    # Observed times between tokens contain the prompts' share of the steps.
+    answers = _answers(settings, profile, demand, rate, min(1.0, correction.itl))
+    apart = _prefill_rule(settings, profile, demand, rate, min(1.0, correction.ttft))
+    length, service_s = apart.inputs["prompt_tokens"], apart.inputs["service_s"]
+    prompts = rate * service_s
+    goal_s = settings.goals.ttft_s
+
+    def enough(workers: int) -> bool:
+        left = workers - answers.workers
+        stretched_s = service_s * workers / left if left > 0 else math.inf
+        wait_max_s = goal_s - stretched_s if service_s < goal_s else service_s
+        return wait_max_s > 0 and (
+            fewest_workers(rate, stretched_s, wait_max_s, 1.0 - settings.goals.share) <= workers
+        )
+
+    highest = apart.count + math.ceil(answers.workers)
+    lowest = min(highest, math.ceil(prompts + answers.workers))
+    count = next((one for one in range(lowest, highest) if enough(one)), highest)
+    sentence = (
+        f"{rate:.2f} requests per second ({demand.requests.predictor}) with {length:.0f} new prompt tokens keep "
+        f"{prompts:.2f} workers busy with prompts, and at most {answers.peak:.1f} answers at the same time "
+        f"{answers.workers:.2f} workers: {count} workers do both"
+    )
+    sentence += (
+        f" with a first token within {goal_s * 1e3:.0f} ms for {settings.goals.share:.1%} of them."
+        if service_s < goal_s
+        else f". A prompt takes more than the goal of {goal_s * 1e3:.0f} ms: no number of workers reaches it."
+    )
+    return (
+        Reason(
+            PlannedRole.BOTH,
+            "prompts and answers",
+            count,
+            {
+                "requests_per_s": rate,
+                "prompt_tokens": length,
+                "service_s": service_s,
+                "prompt_workers": prompts,
+                "answer_workers": answers.workers,
+                "answers_peak": answers.peak,
+                "goal_s": goal_s,
+            },
+            sentence,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Answers:
+    """The answers under way, and the workers that they need as a fraction. `point` is the load of each."""
+
+    tokens_per_s: float
+    mean: float
+    peak: float
+    point: DecodePoint
+    goal_s: float
+
+    @property
+    def workers(self) -> float:
+        return self.peak / (self.point.tokens_per_s * self.point.itl_s)
+
+
+def _answers(
+    settings: PlannerSettings,
+    profile: WorkerProfile,
+    demand: Demand,
+    rate: float,
+    correction: float,
+) -> _Answers:
+    goal_s = settings.goals.itl_s / correction
+    point = profile.best_decode(goal_s, demand.context_tokens)
+    tokens_per_s = rate * demand.answer_tokens.value
+    mean = tokens_per_s * point.itl_s
+    peak = mean + NormalDist().inv_cdf(settings.goals.share) * math.sqrt(mean)
+    return _Answers(tokens_per_s, mean, peak, point, goal_s)
+
+
 def _prefill_rule(
     settings: PlannerSettings,
     profile: WorkerProfile,
@@ -301,16 +387,13 @@ def _decode_rule(
     rate: float,
     correction: float,
 ) -> Reason:
-    goal_s = settings.goals.itl_s / correction
-    point = profile.best_decode(goal_s, demand.context_tokens)
-    tokens_per_s = rate * demand.answer_tokens.value
-    answers = tokens_per_s * point.itl_s
-    peak = answers + NormalDist().inv_cdf(settings.goals.share) * math.sqrt(answers)
-    count = math.ceil(peak / (point.tokens_per_s * point.itl_s))
+    answers = _answers(settings, profile, demand, rate, correction)
+    point, goal_s = answers.point, answers.goal_s
+    count = math.ceil(answers.workers)
     sentence = (
-        f"{tokens_per_s:.0f} tokens per second are {answers:.1f} answers at the same time, and "
-        f"{settings.goals.share:.1%} of the time at most {peak:.1f}. They need {count} decode workers, of which each "
-        f"makes {point.tokens_per_s:.0f} tokens per second with {point.itl_s * 1e3:.1f} ms between tokens."
+        f"{answers.tokens_per_s:.0f} tokens per second are {answers.mean:.1f} answers at the same time, and "
+        f"{settings.goals.share:.1%} of the time at most {answers.peak:.1f}. They need {count} decode workers, of "
+        f"which each makes {point.tokens_per_s:.0f} tokens per second with {point.itl_s * 1e3:.1f} ms between tokens."
     )
     if point.itl_s > goal_s:
         sentence += f" No load of a worker reaches the goal of {goal_s * 1e3:.1f} ms."
@@ -319,9 +402,9 @@ def _decode_rule(
         "time between tokens",
         count,
         {
-            "tokens_per_s": tokens_per_s,
-            "answers": answers,
-            "answers_peak": peak,
+            "tokens_per_s": answers.tokens_per_s,
+            "answers": answers.mean,
+            "answers_peak": answers.peak,
             "context_tokens": demand.context_tokens,
             "correction": correction,
             "worker_tokens_per_s": point.tokens_per_s,

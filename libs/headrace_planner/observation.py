@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import Annotated, Final
+from typing import Annotated, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from headrace_common.config import NonNegativeCount, NonNegativeSeconds, PositiveSeconds
 from headrace_common.errors import ConfigError
@@ -25,24 +25,50 @@ class PlannedRole(StrEnum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    BOTH = "both"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCounts:
-    """Numbers of workers of both roles."""
+    """Numbers of workers that have one role, and of those that have both."""
 
     prefill: int
     decode: int
+    both: int = 0
+
+    @property
+    def is_pool(self) -> bool:
+        """Whether all workers have both roles."""
+        return self.both > 0 and not self.prefill and not self.decode
+
+    @property
+    def roles(self) -> tuple[PlannedRole, ...]:
+        """The roles of the deployment's workers: prefill and decode, unless all have both."""
+        if self.is_pool:
+            return (PlannedRole.BOTH,)
+        return tuple(PlannedRole)[: 3 if self.both else 2]
 
     def of(self, role: PlannedRole) -> int:
         """The number of workers of the role."""
-        return self.prefill if role is PlannedRole.PREFILL else self.decode
+        return {
+            PlannedRole.PREFILL: self.prefill,
+            PlannedRole.DECODE: self.decode,
+            PlannedRole.BOTH: self.both,
+        }[role]
 
     def changed(self, role: PlannedRole, count: int) -> WorkerCounts:
         """The counts with another number for one role."""
-        if role is PlannedRole.PREFILL:
-            return WorkerCounts(count, self.decode)
-        return WorkerCounts(self.prefill, count)
+        match role:
+            case PlannedRole.PREFILL:
+                return replace(self, prefill=count)
+            case PlannedRole.DECODE:
+                return replace(self, decode=count)
+        return replace(self, both=count)
+
+    def __str__(self) -> str:
+        if self.is_pool:
+            return f"{self.both} W"
+        return f"{self.prefill} P, {self.decode} D" + (f", {self.both} W" if self.both else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,27 +103,30 @@ class ClassCounts:
 class LoadSample:
     """The load at one moment. `queued_prompts` wait in the prefill queues of all routers, or on prefill workers.
 
-    `queued_by_class` has those in the queues of routers.
+    `queued_by_class` has those in the queues of routers. `decode` has the workers that generate. Of these,
+    `both_workers` compute prompts too.
     """
 
     prefill_workers: int
     queued_prompts: int
     decode: tuple[DecodeLoad, ...]
     queued_by_class: ClassCounts = ClassCounts()
+    both_workers: int = 0
 
     @property
     def counts(self) -> WorkerCounts:
         """Workers that serve at this moment."""
-        return WorkerCounts(self.prefill_workers, len(self.decode))
+        decode = len(self.decode) - self.both_workers
+        return WorkerCounts(self.prefill_workers, decode, self.both_workers)
 
     def queue_per_worker(self, low_prompt_weight: float = 1.0) -> float:
-        """Queued prompts for each prefill worker. Without a worker, all of them.
+        """Queued prompts for each worker that computes prompts. Without a worker, all of them.
 
         A low prompt counts as `low_prompt_weight` prompts.
         """
         low = min(self.queued_prompts, self.queued_by_class.low)
         counted = self.queued_prompts - (1 - low_prompt_weight) * low
-        return counted / max(1, self.prefill_workers)
+        return counted / max(1, self.prefill_workers + self.both_workers)
 
     @property
     def decode_load(self) -> float:
@@ -192,6 +221,13 @@ class _Sample(_Line):
     queued_prompts: NonNegativeCount
     decode: Annotated[tuple[_DecodeWorker, ...], Field(max_length=_WORKERS_MAX)]
     queued_by_class: _ClassCounts = _ClassCounts()
+    both_workers: NonNegativeCount = 0
+
+    @model_validator(mode="after")
+    def _check_both(self) -> Self:
+        if self.both_workers > len(self.decode):
+            raise ValueError("both_workers counts workers of decode")
+        return self
 
 
 class _Requests(_Line):
@@ -254,6 +290,7 @@ def _interval(parsed: _Interval) -> Interval:
             sample.queued_prompts,
             tuple(DecodeLoad(**dict(worker)) for worker in sample.decode),
             ClassCounts(**dict(sample.queued_by_class)),
+            sample.both_workers,
         )
         for sample in parsed.samples
     )

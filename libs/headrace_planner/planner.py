@@ -10,7 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headrace_planner.goal_decision import corrections, decide_by_goals, predict_demand
+from headrace_planner.goal_decision import (
+    corrections,
+    decide_by_goals,
+    pool_by_goals,
+    predict_demand,
+)
 from headrace_planner.observation import (
     Interval,
     PlannedRole,
@@ -32,16 +37,25 @@ class LoadState:
 def decide_by_load(
     settings: LoadSettings, interval: Interval, state: LoadState
 ) -> tuple[tuple[Reason, ...], LoadState]:
-    """The rules that ask for another number of workers: at most one a role, and one worker more or less.
+    """The rules that ask for another number of workers: one worker more or less of a role.
 
-    The interval has at least one sample, and its numbers of workers did not change.
+    The interval has at least one sample, and its numbers of workers did not change. Where all workers have both roles,
+    prompts or answers add one, and both must leave one unneeded before it is removed.
     """
-    prefill = _prefill_rule(settings, interval)
-    decode = _decode_rule(settings, interval, state)
+    counts = interval.counts
+    prefill_role, decode_role = PlannedRole.PREFILL, PlannedRole.DECODE
+    if counts.is_pool:
+        prefill_role = decode_role = PlannedRole.BOTH
+    prefill = _prefill_rule(settings, interval, prefill_role)
+    decode = _decode_rule(settings, interval, state, decode_role)
     grace = max(0, state.grace_intervals - 1)
-    if decode is not None and decode.count > interval.counts.decode:
+    if decode is not None and decode.count > counts.of(decode_role):
         grace = settings.decode_grace_intervals
-    return tuple(reason for reason in (prefill, decode) if reason is not None), LoadState(grace)
+    reasons = tuple(reason for reason in (prefill, decode) if reason is not None)
+    if counts.is_pool:
+        added = tuple(reason for reason in reasons if reason.count > counts.both)
+        reasons = added or (reasons if len(reasons) > 1 else ())
+    return reasons, LoadState(grace)
 
 
 def apply_reasons(counts: WorkerCounts, reasons: tuple[Reason, ...]) -> WorkerCounts:
@@ -51,19 +65,23 @@ def apply_reasons(counts: WorkerCounts, reasons: tuple[Reason, ...]) -> WorkerCo
     return counts
 
 
-def _prefill_rule(settings: LoadSettings, interval: Interval) -> Reason | None:
+def _workers_text(role: PlannedRole) -> str:
+    return "worker" if role is PlannedRole.BOTH else f"{role} worker"
+
+
+def _prefill_rule(settings: LoadSettings, interval: Interval, role: PlannedRole) -> Reason | None:
     weight = settings.low_prompt_weight
     queues = [sample.queue_per_worker(weight) for sample in interval.samples]
     mean = sum(queues) / len(queues)
     classes = _mean_counts(interval)
     note = f" Low prompts count {weight:g}." if weight < 1 and classes["low_prompts"] else ""
     expected = max(0.0, queues[-1] + (queues[-1] - queues[0]) * settings.trend_intervals)
-    count = interval.counts.prefill
+    count = interval.counts.of(role)
     if mean > settings.prefill_up_queue and (
         expected > settings.prefill_up_queue or queues[-1] > settings.prefill_up_queue
     ):
         return Reason(
-            PlannedRole.PREFILL,
+            role,
             "queue above threshold",
             count + 1,
             {
@@ -72,13 +90,13 @@ def _prefill_rule(settings: LoadSettings, interval: Interval) -> Reason | None:
                 "threshold": settings.prefill_up_queue,
                 **classes,
             },
-            f"{mean:.2f} prompts wait for each prefill worker, more than {settings.prefill_up_queue:g}, "
+            f"{mean:.2f} prompts wait for each {_workers_text(role)}, more than {settings.prefill_up_queue:g}, "
             f"and the trend leads to {expected:.2f}.{note}",
         )
     after = _load_without_one(mean, count)
     if count > 1 and mean < settings.prefill_down_queue and after < settings.prefill_up_queue:
         return Reason(
-            PlannedRole.PREFILL,
+            role,
             "queue below threshold",
             count - 1,
             {
@@ -87,7 +105,7 @@ def _prefill_rule(settings: LoadSettings, interval: Interval) -> Reason | None:
                 "threshold": settings.prefill_down_queue,
                 **classes,
             },
-            f"{mean:.2f} prompts wait for each prefill worker, fewer than {settings.prefill_down_queue:g}. "
+            f"{mean:.2f} prompts wait for each {_workers_text(role)}, fewer than {settings.prefill_down_queue:g}. "
             f"With one worker less it is {after:.2f}.{note}",
         )
     return None
@@ -102,17 +120,19 @@ def _mean_counts(interval: Interval) -> dict[str, float]:
     }
 
 
-def _decode_rule(settings: LoadSettings, interval: Interval, state: LoadState) -> Reason | None:
+def _decode_rule(
+    settings: LoadSettings, interval: Interval, state: LoadState, role: PlannedRole
+) -> Reason | None:
     loads = [sample.decode_load for sample in interval.samples]
     mean = sum(loads) / len(loads)
-    count = interval.counts.decode
+    count, text = interval.counts.of(role), f"{_workers_text(role).capitalize()}s"
     if mean > settings.decode_up_load:
         return Reason(
-            PlannedRole.DECODE,
+            role,
             "load above threshold",
             count + 1,
             {"load": mean, "threshold": settings.decode_up_load},
-            f"Decode workers have a mean load of {mean:.2f}, more than {settings.decode_up_load:g}.",
+            f"{text} have a mean load of {mean:.2f}, more than {settings.decode_up_load:g}.",
         )
     after = _load_without_one(mean, count)
     if (
@@ -122,11 +142,11 @@ def _decode_rule(settings: LoadSettings, interval: Interval, state: LoadState) -
         and after < settings.decode_up_load
     ):
         return Reason(
-            PlannedRole.DECODE,
+            role,
             "load below threshold",
             count - 1,
             {"load": mean, "load_after": after, "threshold": settings.decode_down_load},
-            f"Decode workers have a mean load of {mean:.2f}, less than {settings.decode_down_load:g}. "
+            f"{text} have a mean load of {mean:.2f}, less than {settings.decode_down_load:g}. "
             f"With one worker less it is {after:.2f}.",
         )
     return None
@@ -141,6 +161,7 @@ def devices_of(settings: BudgetSettings, counts: WorkerCounts) -> int:
     return (
         counts.prefill * settings.prefill_worker_devices
         + counts.decode * settings.decode_worker_devices
+        + counts.both * settings.both_worker_devices
     )
 
 
@@ -153,14 +174,16 @@ def within_budget(
     answers stop without them.
     """
     floors = WorkerCounts(settings.prefill_workers_min, settings.decode_workers_min)
-    raised = WorkerCounts(max(wanted.prefill, floors.prefill), max(wanted.decode, floors.decode))
+    if wanted.is_pool:
+        floors = WorkerCounts(0, 0, settings.both_workers_min)
+    raised = WorkerCounts(*(max(wanted.of(role), floors.of(role)) for role in PlannedRole))
     reasons = [
         Reason(
             role,
             "fewest workers",
             floors.of(role),
             {"wanted": wanted.of(role), "fewest": floors.of(role)},
-            f"At least {floors.of(role)} {role} workers run.",
+            f"At least {floors.of(role)} {_workers_text(role)}s run.",
         )
         for role in PlannedRole
         if wanted.of(role) < floors.of(role)
@@ -175,7 +198,7 @@ def within_budget(
             "budget",
             cut.of(role),
             {"wanted": raised.of(role), "devices": needed, "devices_max": settings.devices_max},
-            f"{raised.of(role)} {role} workers do not fit: all workers need {needed} devices, "
+            f"{raised.of(role)} {_workers_text(role)}s do not fit: all workers need {needed} devices, "
             f"and {settings.devices_max} are allowed.",
         )
         for role in PlannedRole
@@ -186,6 +209,8 @@ def within_budget(
 
 def _cut(settings: BudgetSettings, wanted: WorkerCounts, floors: WorkerCounts) -> WorkerCounts:
     """The largest counts within the budget in about the wanted proportion."""
+    if wanted.is_pool:
+        return WorkerCounts(0, 0, settings.devices_max // settings.both_worker_devices)
     share = settings.devices_max / devices_of(settings, wanted)
     floor_devices = floors.decode * settings.decode_worker_devices
     affordable = (settings.devices_max - floor_devices) // settings.prefill_worker_devices
@@ -230,7 +255,7 @@ def keep_needed(
             "recently needed",
             kept.of(role),
             {"wanted": wanted.of(role), "intervals": len(recent)},
-            f"Within the last {len(recent)} decisions, {kept.of(role)} {role} workers were needed.",
+            f"Within the last {len(recent)} decisions, {kept.of(role)} {_workers_text(role)}s were needed.",
         )
         for role in PlannedRole
         if kept.of(role) != wanted.of(role)
@@ -257,12 +282,14 @@ def plan(
     """The decision at the end of an interval, which has at least one sample.
 
     Without a profile, only the load decides. While workers join or leave, the numbers stay as they are, because the
-    samples show two deployments.
+    samples show two deployments. They stay as well where workers of both roles run beside others.
     """
     observed = record_interval(settings, interval, state)
     current = interval.counts
     if interval.is_changing:
         return ScalingDecision(current, current, ()), observed
+    if current.both and not current.is_pool:
+        return ScalingDecision(current, current, (_mixed(current),)), observed
     by_load, load = decide_by_load(settings.load, interval, state.load)
     floors = _floors(settings, profile, observed.history)
     wanted, by_goals = _raise_to(apply_reasons(current, by_load), floors)
@@ -272,6 +299,16 @@ def plan(
     needed = (*state.needed, needed_now(current, by_load, floors))
     recent = needed[max(0, len(needed) - settings.shrink_intervals) :]
     return ScalingDecision(current, target, reasons), PlannerState(observed.history, load, recent)
+
+
+def _mixed(counts: WorkerCounts) -> Reason:
+    return Reason(
+        PlannedRole.BOTH,
+        "workers of one and of both roles",
+        counts.both,
+        {"prefill": counts.prefill, "decode": counts.decode, "both": counts.both},
+        "Workers of both roles run beside workers of one role: the numbers are decided where all are of one kind.",
+    )
 
 
 def record_interval(
@@ -289,7 +326,8 @@ def _floors(
     if profile is None or demand is None:
         return ()
     correction = corrections(settings, profile, history[-1])
-    return decide_by_goals(settings, profile, demand, correction)
+    decide = pool_by_goals if history[-1].counts.is_pool else decide_by_goals
+    return decide(settings, profile, demand, correction)
 
 
 def _raise_to(

@@ -234,6 +234,9 @@ class BudgetSettings(_Settings):
 
     prefill_workers_min: NonNegativeCount = Field(default=1, description="Fewest prefill workers.")
     decode_workers_min: PositiveCount = Field(default=1, description="Fewest decode workers.")
+    both_workers_min: PositiveCount = Field(
+        default=1, description="Fewest workers of both roles, where all have both."
+    )
     devices_max: PositiveCount = Field(
         default=8, description="Most devices of all workers together."
     )
@@ -243,6 +246,9 @@ class BudgetSettings(_Settings):
     decode_worker_devices: PositiveCount = Field(
         default=1, description="Devices of a decode worker."
     )
+    both_worker_devices: PositiveCount = Field(
+        default=1, description="Devices of a worker of both roles."
+    )
 
     @model_validator(mode="after")
     def _check_floors(self) -> Self:
@@ -250,6 +256,7 @@ class BudgetSettings(_Settings):
             self.prefill_workers_min * self.prefill_worker_devices
             + self.decode_workers_min * self.decode_worker_devices
         )
+        floors = max(floors, self.both_workers_min * self.both_worker_devices)
         if floors > self.devices_max:
             raise ValueError(
                 f"the fewest workers need {floors} devices, more than devices_max = {self.devices_max}: "

@@ -143,7 +143,7 @@ def _cells(decision: planner_pb2.Decision) -> tuple[str, ...]:
 
 
 def _counts_text(counts: planner_pb2.WorkerCounts | WorkerCounts) -> str:
-    return f"{counts.prefill} P, {counts.decode} D"
+    return str(WorkerCounts(counts.prefill, counts.decode, counts.both))
 
 
 _REPLAY_COLUMNS = (

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import grpc.aio
 from rich.console import Console
@@ -24,6 +24,7 @@ from headrace_common.config import ServiceConfig
 from headrace_common.errors import Conflict, HeadraceError
 from headrace_common.rpc.server import DRAIN_OVERRUN_MAX_S
 from headrace_kv.layout.proto import pair_faults_of
+from headrace_planner.observation import WorkerCounts
 
 RESTARTED: Final = (*WORKER_SERVICES, "pool", "planner")
 """Services that others do not need to serve: without the pool, workers compute what it would have had."""
@@ -135,7 +136,8 @@ class Restarts:
         self._console.print(text, markup=False)
 
 
-ROLES: Final = ("prefill", "decode")
+_Counts: TypeAlias = tuple[int, int, int]
+"""Prefill workers, decode workers and workers of both roles."""
 START_TIMEOUT_S: Final = 600.0
 """Limit of a worker's start: engines load models for minutes."""
 
@@ -161,26 +163,28 @@ class Scaler:
         self._drain_timeout_s = drain_timeout_s
         self._start_timeout_s = start_timeout_s
 
-    def counts(self) -> tuple[int, int]:
-        """The prefill and decode workers that run or start again."""
-        prefill, decode = (len(self._workers(role)) for role in ROLES)
-        return prefill, decode
+    def counts(self) -> _Counts:
+        """The workers that run or start again."""
+        prefill, decode, both = (len(self._workers(service)) for service in WORKER_SERVICES)
+        return prefill, decode, both
 
-    async def apply(self, prefill: int, decode: int) -> None:
+    async def apply(self, prefill: int, decode: int, both: int = 0) -> None:
         """Returns when that many workers run: all that were added serve, and all that were removed have ended.
 
         Removals come first, because an added worker may need their devices. Raises HeadraceError for the first worker
         that could not be started or did not drain, after all others.
         """
-        wanted = dict(zip(ROLES, (prefill, decode), strict=True))
-        workers = {role: self._workers(role) for role in ROLES}
+        wanted = dict(zip(WORKER_SERVICES, (prefill, decode, both), strict=True))
+        workers = {role: self._workers(role) for role in WORKER_SERVICES}
         # A worker that has ended is started again by its name, and cannot be drained.
-        surplus = [one for role in ROLES for one in workers[role][wanted[role] :] if one.running]
+        surplus = [
+            one for role in WORKER_SERVICES for one in workers[role][wanted[role] :] if one.running
+        ]
         await self._all([self._drain(child) for child in surplus])
-        taken = {child.spec.name for role in ROLES for child in workers[role]}
+        taken = {child.spec.name for role in WORKER_SERVICES for child in workers[role]}
         taken |= {child.spec.name for child in self._supervisor.children if child.running}
         added: list[Coroutine[Any, Any, None]] = []
-        for role in ROLES:
+        for role in WORKER_SERVICES:
             free = (name for name in map(f"{role}-{{}}".format, count()) if name not in taken)
             missing = max(0, wanted[role] - len(workers[role]))
             added += [self._add(role, name) for name in islice(free, missing)]
@@ -263,8 +267,8 @@ class TargetFollower:
 
         Else raises as the scaler does.
         """
-        wanted = (target.workers.prefill, target.workers.decode)
-        observed = (target.current.prefill, target.current.decode)
+        wanted = _counts_of(target.workers)
+        observed = _counts_of(target.current)
         counts = self._scaler.counts()
         if counts not in (observed, wanted):
             raise Conflict(
@@ -287,8 +291,12 @@ class TargetFollower:
                 raise
 
 
-def _counts_text(counts: tuple[int, int]) -> str:
-    return f"{counts[0]} P, {counts[1]} D"
+def _counts_of(counts: planner_pb2.WorkerCounts) -> _Counts:
+    return counts.prefill, counts.decode, counts.both
+
+
+def _counts_text(counts: _Counts) -> str:
+    return str(WorkerCounts(*counts))
 
 
 # After its last request a process still stops its engine.

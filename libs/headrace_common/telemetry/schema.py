@@ -260,10 +260,14 @@ ATTRIBUTE_PLANNER_OUTCOME: Final = "headrace.planner.outcome"
 ATTRIBUTE_PLANNER_PREFILL: Final = "headrace.planner.prefill"
 # Decode workers at the end of the interval.
 ATTRIBUTE_PLANNER_DECODE: Final = "headrace.planner.decode"
+# Workers of both roles at the end of the interval.
+ATTRIBUTE_PLANNER_BOTH: Final = "headrace.planner.both"
 # Prefill workers that should run.
 ATTRIBUTE_PLANNER_PREFILL_TARGET: Final = "headrace.planner.prefill_target"
 # Decode workers that should run.
 ATTRIBUTE_PLANNER_DECODE_TARGET: Final = "headrace.planner.decode_target"
+# Workers of both roles that should run.
+ATTRIBUTE_PLANNER_BOTH_TARGET: Final = "headrace.planner.both_target"
 # A sentence for each rule that applied.
 ATTRIBUTE_PLANNER_REASONS: Final = "headrace.planner.reasons"
 # Class of a request: "high", "normal" or "low".

@@ -59,10 +59,11 @@ class WorkloadScaler:
         """
         states = {role: await self._api.read(found) for role, found in self._workloads.items()}
         given = WorkerCounts(states[PlannedRole.PREFILL].wanted, states[PlannedRole.DECODE].wanted)
+        # The workloads have no workers of both roles: such a target is refused here.
         if given not in (current, wanted):
             raise Conflict(
-                f"it was decided from {_text(current)}, and the workloads have {_text(given)}",
-                metadata={"observed": _text(current), "given": _text(given)},
+                f"it was decided from {current}, and the workloads have {given}",
+                metadata={"observed": str(current), "given": str(given)},
             )
         removed = [role for role in PlannedRole if wanted.of(role) < given.of(role)]
         added = [role for role in PlannedRole if wanted.of(role) > given.of(role)]
@@ -72,7 +73,7 @@ class WorkloadScaler:
         for role in added:
             await self._scale(role, wanted.of(role), given.of(role))
         # A repeated target changes no number and waits for all.
-        waiting = added if given != wanted else list(PlannedRole)
+        waiting = added if given != wanted else list(self._workloads)
         try:
             await self._wait(waiting, lambda state: state.serves, "added workers do not serve")
         except DeadlineExceeded:
@@ -115,10 +116,6 @@ class WorkloadScaler:
         if done(state):
             return ""
         return f"{workload} has {state.existing} pods, {state.ready} ready, of {state.wanted}"
-
-
-def _text(counts: WorkerCounts) -> str:
-    return f"{counts.prefill} P, {counts.decode} D"
 
 
 _FAILURE_CHARACTERS_MAX: Final = 1_000

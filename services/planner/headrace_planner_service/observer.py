@@ -26,10 +26,11 @@ _SUMS = tuple(field.name for field in load_pb2.RequestTotals.DESCRIPTOR.fields)
 
 @dataclass(frozen=True, slots=True)
 class DecodeReading:
-    """The status of a decode worker, and its slots."""
+    """The status of a worker that generates, and its slots. `has_both`: whether it computes prompts too."""
 
     status: worker_pb2.WatchStatusResponse
     max_num_seqs: int
+    has_both: bool = False
 
 
 Totals = Mapping[str, load_pb2.RequestTotals]
@@ -44,15 +45,15 @@ def load_sample(
     """The load of one model. Workers that drain are left out, because they take no requests."""
     loads = tuple(routers)
     pulling = [status for status in prefill if _serves(status)]
+    generating = [reading for reading in decode if _serves(reading.status)]
     queued = sum(load.queued_prompts for load in loads)
     queued += sum(status.waiting_requests for status in pulling)
+    queued = max(queued, _waiting_prompts(generating))
     return LoadSample(
         prefill_workers=len(pulling),
         queued_prompts=queued,
-        decode=_decode_loads(
-            [reading for reading in decode if _serves(reading.status)],
-            sum(load.waiting_requests for load in loads),
-        ),
+        decode=_decode_loads(generating, sum(load.waiting_requests for load in loads)),
+        both_workers=sum(reading.has_both for reading in generating),
         queued_by_class=ClassCounts(
             high=sum(load.queued_by_class.high for load in loads),
             normal=sum(load.queued_by_class.normal for load in loads),
@@ -88,6 +89,15 @@ def request_statistics(before: Totals, after: Totals) -> RequestStatistics | Non
         duration_s=_US * sums["duration_us"] / count,
         cached_share=min(1.0, sums["cached_prompt_tokens"] / max(1, prompt_tokens)),
     )
+
+
+def _waiting_prompts(readings: Iterable[DecodeReading]) -> int:
+    """The prompts that workers of both roles wait for, without those in computation.
+
+    They include prompts in the queues of routers, because their requests wait on the workers that have reserved blocks.
+    """
+    both = [reading.status for reading in readings if reading.has_both]
+    return sum(status.waiting_requests - status.running_prompts for status in both)
 
 
 def _decode_loads(readings: Sequence[DecodeReading], waiting: int) -> tuple[DecodeLoad, ...]:
@@ -264,7 +274,8 @@ class Observer:
             if member.role == registry_pb2.Member.ROLE_PREFILL:
                 prefill.append(status)
             else:
-                decode.append(DecodeReading(status, member.max_num_seqs))
+                both = member.role == registry_pb2.Member.ROLE_BOTH
+                decode.append(DecodeReading(status, member.max_num_seqs, both))
         if not decode:
             # The deployment starts, or the registry has lost its members: not a reason to decide on a new number.
             raise WorkerGone(f"no decode worker of {self._model} is registered")

@@ -22,7 +22,7 @@ _OUTCOMES: Final = {
 
 def counts_to_proto(counts: WorkerCounts) -> planner_pb2.WorkerCounts:
     """Numbers of workers."""
-    return planner_pb2.WorkerCounts(prefill=counts.prefill, decode=counts.decode)
+    return planner_pb2.WorkerCounts(prefill=counts.prefill, decode=counts.decode, both=counts.both)
 
 
 def target_to_proto(target: Target) -> planner_pb2.Target:

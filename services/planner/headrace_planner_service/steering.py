@@ -11,7 +11,7 @@ from enum import StrEnum
 from headrace_common.errors import ConfigError, Draining, NotFound
 from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
-from headrace_planner.observation import Interval, PlannedRole, ScalingDecision, WorkerCounts
+from headrace_planner.observation import Interval, ScalingDecision, WorkerCounts
 from headrace_planner.planner import PlannerState, plan, record_interval
 from headrace_planner.settings import PlannerSettings, WorkerProfile
 
@@ -127,13 +127,15 @@ class PlannerMetrics:
                 schema.ATTRIBUTE_PLANNER_DECODE: decision.current.decode,
                 schema.ATTRIBUTE_PLANNER_PREFILL_TARGET: decision.target.prefill,
                 schema.ATTRIBUTE_PLANNER_DECODE_TARGET: decision.target.decode,
+                schema.ATTRIBUTE_PLANNER_BOTH: decision.current.both,
+                schema.ATTRIBUTE_PLANNER_BOTH_TARGET: decision.target.both,
                 schema.ATTRIBUTE_PLANNER_REASONS: [reason.sentence for reason in decision.reasons],
             },
         )
 
 
 def _by_role(counts: WorkerCounts) -> dict[str, float]:
-    return {role.value: counts.of(role) for role in PlannedRole}
+    return {role.value: counts.of(role) for role in counts.roles}
 
 
 @dataclass(frozen=True, slots=True)

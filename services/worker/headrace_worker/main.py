@@ -93,7 +93,8 @@ class BothServer(DecodeServer):
         prompts = self._prefill.held_count
         waiting = min(prompts, status.waiting_requests)
         status.waiting_requests -= waiting
-        status.running_requests -= min(prompts - waiting, status.running_requests)
+        status.running_prompts = min(prompts - waiting, status.running_requests)
+        status.running_requests -= status.running_prompts
         return status
 
     async def finish_drain(self, deadline: Deadline) -> None:

@@ -16,6 +16,7 @@ from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import RegistryUnavailable, WorkerGone
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
+from headrace_planner.observation import WorkerCounts
 from headrace_planner_service.config import PlannerConfig
 from headrace_planner_service.observer import Observer
 from tests.waiting import until
@@ -132,6 +133,16 @@ async def test_a_reading_has_the_load_of_one_model(
     observer.update(members[:2])
     with pytest.raises(WorkerGone, match="no decode worker of sim"):
         await observer.read()
+
+
+async def test_a_worker_of_both_roles_is_counted_as_such(
+    peer: tuple[Everything, str], observer: Observer
+) -> None:
+    _, endpoint = peer
+    router = member("router", ROLES.ROLE_ROUTER, endpoint)
+    observer.update([router, member("worker-0", ROLES.ROLE_BOTH, endpoint)])
+    await until(lambda: complete(observer), 20.0, "a complete reading")
+    assert (await observer.read()).sample.counts == WorkerCounts(0, 0, 1)
 
 
 async def test_a_silent_worker_is_named_and_no_load_is_reported(

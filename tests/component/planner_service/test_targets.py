@@ -21,20 +21,25 @@ Counts = planner_pb2.WorkerCounts
 LIMIT_S = 20.0
 
 
+def _counts(prefill: int, decode: int, both: int = 0) -> planner_pb2.WorkerCounts:
+    return Counts(prefill=prefill, decode=decode, both=both)
+
+
 class FakeScaler:
     """Has workers, and fails where `fault` is set."""
 
     def __init__(self) -> None:
-        self.running = (1, 1)
+        self.running: tuple[int, int] = (1, 1)
+        self.both = 0
         self.fault = ""
 
-    def counts(self) -> tuple[int, int]:
-        return self.running
+    def counts(self) -> tuple[int, int, int]:
+        return (*self.running, self.both)
 
-    async def apply(self, prefill: int, decode: int) -> None:
+    async def apply(self, prefill: int, decode: int, both: int) -> None:
         if self.fault:
             raise WorkerGone(self.fault)
-        self.running = (prefill, decode)
+        self.running, self.both = (prefill, decode), both
 
 
 class FakePlanner(planner_pb2_grpc.PlannerServiceServicer):
@@ -61,14 +66,14 @@ class FakePlanner(planner_pb2_grpc.PlannerServiceServicer):
             raise NotFound("another start of the planner made it")
         return planner_pb2.AcknowledgeTargetResponse()
 
-    async def send(self, name: str, current: tuple[int, int], wanted: tuple[int, int]) -> str:
+    async def send(self, name: str, current: tuple[int, ...], wanted: tuple[int, ...]) -> str:
         """Sends a target. Returns the failure that comes back, empty without one."""
         before = len(self.acknowledged)
         await self.targets.put(
             planner_pb2.Target(
                 id=name,
-                current=Counts(prefill=current[0], decode=current[1]),
-                workers=Counts(prefill=wanted[0], decode=wanted[1]),
+                current=_counts(*current),
+                workers=_counts(*wanted),
             )
         )
         await until(lambda: len(self.acknowledged) > before, LIMIT_S, name)
@@ -113,6 +118,16 @@ async def test_a_target_that_was_decided_from_other_workers_is_refused(
     failure = await planner.send("one", (0, 1), (1, 1))
     assert "decided from 0 P, 1 D, and 4 P, 8 D run here" in failure
     assert scaler.running == (4, 8)
+
+
+async def test_a_target_for_workers_of_both_roles_is_carried_out(
+    pair: tuple[FakePlanner, FakeScaler],
+) -> None:
+    planner, scaler = pair
+    scaler.running, scaler.both = (0, 0), 2
+    assert await planner.send("one", (0, 0, 2), (0, 0, 3)) == ""
+    assert (scaler.running, scaler.both) == ((0, 0), 3)
+    assert "from 2 W, and 3 W run here" in await planner.send("two", (0, 0, 2), (0, 0, 1))
 
 
 async def test_a_failure_is_reported_and_the_next_target_is_carried_out(

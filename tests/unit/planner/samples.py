@@ -24,6 +24,12 @@ def sample(
     return LoadSample(prefill, queued, tuple(DecodeLoad(load, waiting) for load in loads))
 
 
+def pool_sample(*, queued: int = 0, loads: tuple[float, ...] = (0.7, 0.7)) -> LoadSample:
+    """Workers of both roles."""
+    decode = tuple(DecodeLoad(load) for load in loads)
+    return LoadSample(0, queued, decode, both_workers=len(loads))
+
+
 def interval(*samples: LoadSample, requests: RequestStatistics | None = None) -> Interval:
     return Interval(0.0, 30.0, samples or (sample(),), requests)
 

@@ -15,9 +15,10 @@ from headrace_planner.goal_decision import (
     fewest_workers,
     late_share,
     mean_wait_s,
+    pool_by_goals,
     predict_demand,
 )
-from headrace_planner.observation import RequestStatistics
+from headrace_planner.observation import PlannedRole, Reason, RequestStatistics
 from headrace_planner.settings import GoalSettings, PlannerSettings, PrefillPoint, WorkerProfile
 from tests.unit.planner.samples import PROFILE, interval, requests
 
@@ -36,6 +37,46 @@ def needed(
     assert demand is not None
     prefill, decode = decide_by_goals(settings, PROFILE, demand, correction)
     return prefill.count, decode.count
+
+
+def pool(
+    observed: RequestStatistics,
+    correction: Corrections = AS_PROFILED,
+    settings: PlannerSettings = MEANS,
+) -> Reason:
+    demand = predict_demand(settings, [interval(requests=observed)])
+    assert demand is not None
+    (reason,) = pool_by_goals(settings, PROFILE, demand, correction)
+    assert reason.role is PlannedRole.BOTH
+    return reason
+
+
+def test_a_pool_needs_at_most_the_workers_of_two_pools_and_at_least_their_shares() -> None:
+    for count in (1, 30, 150, 600, 3_000):
+        for prompt_tokens, answer_tokens in ((1000.0, 10.0), (100.0, 400.0), (1000.0, 200.0)):
+            observed = requests(count, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
+            reason = pool(observed)
+            shares = reason.inputs["prompt_workers"] + reason.inputs["answer_workers"]
+            assert shares <= reason.count <= sum(needed(observed))
+    # 1 request per second of 0.1 s, and 100 tokens per second of a worker's 1,000: one worker does both.
+    few = pool(requests(30))
+    assert (few.count, needed(requests(30))) == (1, (1, 1))
+    assert few.inputs["prompt_workers"] == pytest.approx(0.1)
+    assert few.inputs["answer_workers"] == pytest.approx(0.1)
+    assert "1 workers do both" in few.sentence
+
+
+def test_a_pool_without_requests_needs_none_and_a_goal_out_of_reach_is_named() -> None:
+    assert pool(requests(0)).count == 0
+    late = pool(requests(30), settings=PlannerSettings(goals=GoalSettings(ttft_s=0.05)))
+    assert "no number of workers reaches it" in late.sentence
+    assert late.count == 1
+
+
+def test_slow_tokens_of_a_pool_need_no_more_workers() -> None:
+    observed = requests(600)
+    assert pool(observed, Corrections(itl=3.0)).count == pool(observed).count
+    assert pool(observed, Corrections(ttft=0.5)).count <= pool(observed).count
 
 
 def test_one_worker_has_the_wait_of_an_m_m_1_queue() -> None:

@@ -17,7 +17,7 @@ from headrace_planner.observation import (
 )
 from headrace_planner.planner import LoadState, apply_reasons, decide_by_load
 from headrace_planner.settings import LoadSettings
-from tests.unit.planner.samples import interval, sample
+from tests.unit.planner.samples import interval, pool_sample, sample
 
 SETTINGS = LoadSettings()
 
@@ -96,6 +96,30 @@ SAMPLES = st.builds(
     st.integers(0, 50),
     st.lists(st.floats(0, 1), min_size=4, max_size=4),
 )
+
+
+@pytest.mark.parametrize(
+    ("queued", "load", "grace", "both"),
+    [
+        (0, 0.7, 0, 3),
+        (6, 0.7, 0, 4),  # prompts wait
+        (0, 0.95, 0, 4),  # answers fill the workers
+        (6, 0.95, 0, 4),
+        (0, 0.3, 0, 2),
+        (0, 0.3, 1, 3),
+        (1, 0.3, 0, 3),  # prompts need all workers, and answers do not
+        (0, 0.65, 0, 3),
+    ],
+)
+def test_prompts_or_answers_add_a_worker_of_both_roles_and_both_remove_one(
+    queued: int, load: float, grace: int, both: int
+) -> None:
+    observed = interval(pool_sample(queued=queued, loads=(load,) * 3))
+    assert wanted(observed, grace) == WorkerCounts(0, 0, both)
+
+
+def test_a_pool_has_one_worker_at_least() -> None:
+    assert wanted(interval(pool_sample(loads=(0.0,)))) == WorkerCounts(0, 0, 1)
 
 
 @given(st.lists(SAMPLES, min_size=1, max_size=5), st.integers(0, 3))

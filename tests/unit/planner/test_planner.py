@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from pydantic import ValidationError
 from headrace_planner.observation import PlannedRole, WorkerCounts
 from headrace_planner.planner import PlannerState, devices_of, plan, within_budget
 from headrace_planner.settings import BudgetSettings, PlannerSettings
-from tests.unit.planner.samples import PROFILE, interval, requests, sample
+from tests.unit.planner.samples import PROFILE, interval, pool_sample, requests, sample
 
 SETTINGS = PlannerSettings()
 
@@ -69,3 +71,31 @@ def test_floors_and_budget_hold_always(settings: BudgetSettings, prefill: int, d
         assert bool(named) == (target.of(role) != wanted.of(role))
         if named:
             assert named[-1].count == target.of(role)
+
+
+def test_a_pool_is_decided_by_load_goals_and_budget() -> None:
+    queue = pool_sample(queued=9, loads=(0.2, 0.2))
+    settings = PlannerSettings(budget=BudgetSettings(devices_max=6, both_worker_devices=2))
+    decision, _ = plan(settings, None, interval(queue), PlannerState())
+    assert decision.target == WorkerCounts(0, 0, 3)
+    full = interval(pool_sample(queued=9, loads=(0.2,) * 3))
+    decision, _ = plan(settings, None, full, PlannerState())
+    assert decision.target == WorkerCounts(0, 0, 3)
+    assert [reason.rule for reason in decision.reasons][-1] == "budget"
+    busy = interval(pool_sample(loads=(0.7, 0.7)), requests=requests(3_000))
+    decision, _ = plan(PlannerSettings(), PROFILE, busy, PlannerState())
+    assert decision.target.both > 2
+    assert (decision.target.prefill, decision.target.decode) == (0, 0)
+    assert "prompts and answers" in [reason.rule for reason in decision.reasons]
+    idle = interval(pool_sample(loads=(0.0, 0.0)))
+    floor = PlannerSettings(budget=BudgetSettings(both_workers_min=2), shrink_intervals=1)
+    decision, _ = plan(floor, None, idle, PlannerState())
+    assert decision.target == WorkerCounts(0, 0, 2)
+
+
+def test_nothing_is_decided_while_workers_of_both_roles_run_beside_others() -> None:
+    mixed = replace(pool_sample(queued=50, loads=(0.9, 0.9)), prefill_workers=1)
+    decision, _ = plan(PlannerSettings(), PROFILE, interval(mixed), PlannerState())
+    assert not decision.is_change
+    assert "run beside workers of one role" in decision.reasons[0].sentence
+    assert str(decision.current) == "1 P, 0 D, 2 W"

@@ -7,7 +7,13 @@ import json
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_planner.observation import LINE_BYTES_MAX, ClassCounts, interval_line, read_intervals
+from headrace_planner.observation import (
+    LINE_BYTES_MAX,
+    ClassCounts,
+    WorkerCounts,
+    interval_line,
+    read_intervals,
+)
 
 LINE = {
     "start_unix_s": 10,
@@ -28,6 +34,16 @@ def test_a_line_becomes_an_interval() -> None:
 def test_what_is_no_interval_is_refused(line: str) -> None:
     with pytest.raises(ConfigError, match="line 1"):
         list(read_intervals([line]))
+
+
+def test_workers_of_both_roles_are_workers_that_generate() -> None:
+    line = json.loads(json.dumps(LINE))
+    line["samples"][0] |= {"prefill_workers": 0, "both_workers": 1}
+    (read,) = read_intervals([json.dumps(line)])
+    assert read.counts == WorkerCounts(0, 0, 1)
+    line["samples"][0]["both_workers"] = 2
+    with pytest.raises(ConfigError, match="both_workers counts workers of decode"):
+        list(read_intervals([json.dumps(line)]))
 
 
 REQUESTS = {

@@ -6,7 +6,7 @@ import pytest
 
 from headrace.inference.v1 import load_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_planner.observation import ClassCounts
+from headrace_planner.observation import ClassCounts, WorkerCounts
 from headrace_planner_service.observer import DecodeReading, load_sample, request_statistics
 
 STATES = worker_pb2.WatchStatusResponse
@@ -38,6 +38,25 @@ def test_prompts_wait_on_routers_and_on_prefill_workers() -> None:
     assert sample.prefill_workers == 2
     assert sample.queued_prompts == 6
     assert sample.decode_load == 0
+
+
+def test_workers_of_both_roles_are_counted_once_and_divide_the_queue() -> None:
+    routers = [load_pb2.ModelLoad(queued_prompts=6)]
+    both = [DecodeReading(status(), 4, has_both=True) for _ in range(3)]
+    draining = DecodeReading(status(state=STATES.STATE_DRAINING), 4, has_both=True)
+    sample = load_sample(routers, [], [*both, draining])
+    assert sample.counts == WorkerCounts(0, 0, 3)
+    assert sample.queue_per_worker() == 2
+
+
+def test_prompts_of_a_pool_wait_in_queues_or_on_workers_and_those_in_computation_do_not() -> None:
+    routers = [load_pb2.ModelLoad(queued_prompts=2)]
+    # The queued ones and 4 others wait here. Of these, 3 are computed there.
+    here, there = status(waiting_requests=6), status(running_prompts=3)
+    both = [DecodeReading(one, 8, has_both=True) for one in (here, there)]
+    assert load_sample(routers, [], both).queued_prompts == 3
+    apart = [DecodeReading(one, 8) for one in (here, there)]
+    assert load_sample(routers, [], apart).queued_prompts == 2
 
 
 def test_queued_prompts_of_each_class_are_those_of_all_routers() -> None:

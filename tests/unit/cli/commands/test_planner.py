@@ -56,7 +56,7 @@ def test_each_interval_has_a_decision(recording: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     first, second, third = map(json.loads, result.stdout.splitlines())
     assert first["reasons"] == []
-    assert second["target"] == {"prefill": 2, "decode": 1}
+    assert second["target"] == {"prefill": 2, "decode": 1, "both": 0}
     assert third["target"]["prefill"] == 3
     assert [reason["rule"] for reason in third["reasons"]][-2:] == [
         "time to first token",

@@ -119,6 +119,16 @@ async def test_the_youngest_workers_are_drained(bench: Bench) -> None:
     assert len(bench.supervisor.children) == 10
 
 
+async def test_workers_of_both_roles_are_scaled(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    await bench.scaler.apply(0, 0, 3)
+    assert bench.running() == ["worker-0", "worker-1", "worker-2"]
+    assert bench.scaler.counts() == (0, 0, 3)
+    await bench.scaler.apply(0, 0, 1)
+    assert bench.running() == ["worker-0"]
+    assert bench.processes["worker-2"].signals == [signal.SIGTERM]
+
+
 @pytest.mark.parametrize(("status", "error"), [(1, WorkerGone), (2, ConfigError)])
 async def test_a_worker_that_does_not_start_fails_the_target_and_nothing_else(
     bench: Bench, status: int, error: type[Exception]
