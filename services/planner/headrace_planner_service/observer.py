@@ -279,6 +279,10 @@ class Observer:
         if not decode:
             # The deployment starts, or the registry has lost its members: not a reason to decide on a new number.
             raise WorkerGone(f"no decode worker of {self._model} is registered")
+        pool = [one.status for one in decode if one.has_both]
+        if pool and not any(map(_serves, pool)):
+            # The numbers would be those of two pools without workers.
+            raise WorkerGone(f"no worker of both roles of {self._model} serves")
         totals = {key: load.answered for key, load in loads.items()}
         return Reading(load_sample(loads.values(), prefill, decode), totals)
 

@@ -138,11 +138,24 @@ async def test_a_reading_has_the_load_of_one_model(
 async def test_a_worker_of_both_roles_is_counted_as_such(
     peer: tuple[Everything, str], observer: Observer
 ) -> None:
-    _, endpoint = peer
-    router = member("router", ROLES.ROLE_ROUTER, endpoint)
-    observer.update([router, member("worker-0", ROLES.ROLE_BOTH, endpoint)])
+    servicer, endpoint = peer
+    members = [
+        member("router", ROLES.ROLE_ROUTER, endpoint),
+        member("worker-0", ROLES.ROLE_BOTH, endpoint),
+    ]
+    observer.update(members)
     await until(lambda: complete(observer), 20.0, "a complete reading")
     assert (await observer.read()).sample.counts == WorkerCounts(0, 0, 1)
+    # Without a worker that serves, it would look like two pools.
+    servicer.status.state = STATES.STATE_DRAINING
+    servicer.more.set()
+
+    async def refused() -> bool:
+        return not await complete(observer)
+
+    await until(refused, 20.0, "a drain")
+    with pytest.raises(WorkerGone, match="no worker of both roles of sim serves"):
+        await observer.read()
 
 
 async def test_a_silent_worker_is_named_and_no_load_is_reported(
