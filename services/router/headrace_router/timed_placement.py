@@ -1,6 +1,6 @@
 """Placement among workers of both roles: where a prompt is computed, and which worker generates. Pure.
 
-The cost of a choice is in seconds, all of them taken from somebody:
+The cost of a choice is in seconds, which this request or others lose:
 
     time to the first token
     + what the answer takes from other work: the time by which it makes steps longer, over the whole answer

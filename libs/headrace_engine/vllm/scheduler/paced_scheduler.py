@@ -108,7 +108,7 @@ class _Pacing(Scheduler):
 
 
 class PacedScheduler(_Pacing):
-    """For engines whose steps follow each other."""
+    """For engines that plan a step when the one before has ended."""
 
 
 class PacedAsyncScheduler(_Pacing, AsyncScheduler):
