@@ -128,8 +128,10 @@ def timed_costs(
     elapsed_s = np.maximum(0.0, (time.monotonic() if now_s is None else now_s) - head_start_s)
     done = np.minimum(head, elapsed_s * share / np.maximum(token, 1e-9))
     work = np.where(tokens > 0, tokens - done, 0.0)
-    compute_s = (prompt + token * (work + missing)) / share
-    compute_s = np.where(missing > 0, compute_s, 0.0)
+    alone_s = prompt + token * (work + missing)
+    # The answers that run now end, and then the prompts have all of the time.
+    ended_s = alone_s + now_step_s * targets.answer_tokens
+    compute_s = np.where(missing > 0, np.minimum(alone_s / share, ended_s), 0.0)
 
     rows: Numbers = np.arange(len(table), dtype=np.float64)
     first_s: Numbers = compute_s + step_s
