@@ -1,4 +1,4 @@
-"""Draw the picture of the README: what separate prefill workers gain and cost, from the figures of bench/results.
+"""Draw the picture of the README: goodput by bounds and way, from the figures of bench/results.
 
 python scripts/gains_chart.py    rewrites docs/images/gains.svg
 """
@@ -15,12 +15,6 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "bench" / "results" / "goodput.md"
 PICTURE: Final = ROOT / "docs" / "images" / "gains.svg"
 
-RATE: Final = "3"
-"""Requests a second: the highest rate of the results at which every way keeps up."""
-_PANELS: Final = (
-    ("gap p99, ms", "Gain: gaps between tokens, 99th percentile, ms"),
-    ("TTFT p50, ms", "Cost: time to first token, median, ms"),
-)
 _OURS: Final = "Headrace"
 _WIDTH: Final = 820
 _LEFT: Final = 330
@@ -35,68 +29,67 @@ _STYLE: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """A row of the table of times: the way to serve, and its figures by column."""
+class Panel:
+    """The rows of the table of goodput with the same bounds: requests a second by way."""
 
-    name: str
-    figures: dict[str, float]
+    bounds: str
+    goodput: dict[str, float]
 
 
-def read_ways(results: str) -> list[Way]:
-    """The ways in the table of times at RATE. Raises ValueError when there are none."""
-    ways: list[Way] = []
+def read_panels(results: str) -> list[Panel]:
+    """The bounds in the table of goodput, in its order. Raises ValueError when there are none."""
+    panels: dict[str, Panel] = {}
     names: list[str] = []
     for line in results.splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        if cells[0] == "requests/s":
+        if cells[-1] == "goodput":
             names = cells
-        elif names and cells[0] == RATE:
-            row = dict(zip(names, cells, strict=True))
-            figures = {column: float(row[column].replace(",", "")) for column, _ in _PANELS}
-            ways.append(Way(row["way"], figures))
-    if not ways:
-        raise ValueError(f"the results have no times at {RATE} requests a second")
-    return ways
+        elif names and len(cells) == len(names) and cells[-1].endswith("/s"):
+            panel = panels.setdefault(cells[0], Panel(cells[0], {}))
+            panel.goodput[cells[1]] = float(cells[-1].removesuffix("/s"))
+    if not panels:
+        raise ValueError("the results have no table of goodput")
+    return list(panels.values())
 
 
-def draw(ways: Sequence[Way]) -> str:
+def draw(panels: Sequence[Panel]) -> str:
     """The picture, readable on light and on dark pages."""
-    panel = _PANEL_TOP + _ROW * len(ways)
-    height = panel * len(_PANELS) + 34
-    title = f"Gaps between tokens and times to first token at {RATE} requests a second"
+    heights = [_PANEL_TOP + _ROW * len(panel.goodput) for panel in panels]
+    height = sum(heights) + 34
+    longest = max(value for panel in panels for value in panel.goodput.values()) or 1.0
     parts = [
         (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" '
             f'height="{height}" font-family="sans-serif" font-size="13">'
         ),
-        f"<title>{title}</title>",
+        "<title>Goodput of two engines, two pools and workers of both roles</title>",
         f"<style>{_STYLE}</style>",
         f'<rect class="back" width="{_WIDTH}" height="{height}"/>',
     ]
-    for number, (column, heading) in enumerate(_PANELS):
-        top = panel * number + 34
-        longest = max(way.figures[column] for way in ways)
-        parts.append(f'<text x="20" y="{top}" font-weight="bold">{heading}</text>')
-        for row, way in enumerate(ways):
-            value = way.figures[column]
+    for number, panel in enumerate(panels):
+        top = sum(heights[:number]) + 34
+        first, _, later = panel.bounds.partition(", ")
+        heading = f"Requests/s with time to first token of {first} and {later} a token"
+        parts.append(f'<text x="20" y="{top}" font-weight="bold">{escape(heading)}</text>')
+        for row, (way, value) in enumerate(panel.goodput.items()):
             y = top + 12 + _ROW * row
-            kind = "ours" if way.name.startswith(_OURS) else "others"
+            kind = "ours" if way.startswith(_OURS) else "others"
             bar = _BAR_MAX * value / longest
             parts += [
-                f'<text x="{_LEFT - 10}" y="{y + 14}" text-anchor="end">{escape(way.name)}</text>',
+                f'<text x="{_LEFT - 10}" y="{y + 14}" text-anchor="end">{escape(way)}</text>',
                 f'<rect class="{kind}" x="{_LEFT}" y="{y}" width="{bar:.1f}" height="18" rx="2"/>',
-                f'<text x="{_LEFT + bar + 6:.1f}" y="{y + 14}">{value:,.0f}</text>',
+                f'<text x="{_LEFT + bar + 6:.1f}" y="{y + 14}">{value:g}</text>',
             ]
     parts.append(
-        f'<text x="20" y="{height - 14}" font-size="12">{RATE} requests a second, prompts of 256 to 1,536 tokens, '
-        "one processor core for each engine</text>"
+        f'<text x="20" y="{height - 14}" font-size="12">Prompts of 256 to 1,536 tokens, one processor core for each '
+        "engine. 0: none of the measured rates</text>"
     )
     return "\n".join([*parts, "</svg>", ""])
 
 
 def main() -> None:
     """Writes the picture."""
-    PICTURE.write_text(draw(read_ways(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
+    PICTURE.write_text(draw(read_panels(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
 
 
 if __name__ == "__main__":

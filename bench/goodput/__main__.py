@@ -1,9 +1,9 @@
-"""Goodput of one prefill and one decode worker beside two vLLM engines that do both, by load and chunk size.
+"""Goodput of two workers of both roles, of one prefill and one decode worker, and of two vLLM engines, by load.
 
     python -m bench.goodput [--rates 2,3,4,5,6] [--steps 256,512,2048] [--rounds 2] [--first-round 0] [--keep FILE]
         [--output bench/results]
 
-Both ways have one core for each of two engines. Requests arrive at random times (Poisson), at each of --rates, whether
+Each way has one core for each of two engines. Requests arrive at random times (Poisson), at each of --rates, whether
 or not earlier ones have ended. Lengths of prompts are drawn from the range --prompts. The same requests arrive at the
 same times at every way. Ways take turns within a round, and only one computes at a time. A request is good when it
 keeps two bounds: of its time to the first token, and of its mean time per later token. Bounds are multiples of the
@@ -268,7 +268,7 @@ def _answer(kept: dict[str, Any]) -> Answer:
     return Answer(tuple(kept["token_ms"]), failed=kept["failed"])
 
 
-_NOTES: Final = """# Goodput: one prefill and one decode worker beside two engines that do both
+_NOTES: Final = """# Goodput: workers of both roles, two pools, and two vLLM engines
 
 {what} Made by `python -m bench.goodput`.
 
@@ -281,9 +281,11 @@ Times of the same requests:
 
 {times}
 
-Both ways have one core for each of two engines. Router, registry and this benchmark use both cores. Requests arrive at
-random times, the same at every way. Times count from the moment that a request is due. vLLM's engines are called
-through pipes, ours by gRPC at the router.
+Each way has one core for each of two engines. Router, registry and this benchmark use both cores. Requests arrive at
+random times, the same at every way, with other texts at each. Times count from the moment that a request is due. vLLM's
+engines are called through pipes, ours by gRPC at the router. Workers of both roles get the bounds with each request, so
+they were measured once for each pair of bounds. A request that the router refuses, because its first token would be
+late, counts as failed.
 {remark}"""
 
 

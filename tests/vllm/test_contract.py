@@ -296,6 +296,8 @@ def test_every_hook_that_we_override_is_listed() -> None:
         or (inspect.isroutine(value) and (hasattr(base, name) or not name.startswith("_")))
     }
     overridden.discard("request_finished_all_groups")
+    # Our own scheduler reads it.
+    overridden.discard("step_times")
     assert overridden - HOOKS.keys() - LATER_HOOKS.keys() - set(PROPERTIES) == set()
     for name in PROPERTIES:
         assert isinstance(getattr(base, name), property), name
@@ -303,6 +305,27 @@ def test_every_hook_that_we_override_is_listed() -> None:
         if hasattr(base, hook):
             theirs = parameters_of(getattr(base, hook))
             assert tuple(parameter.name for parameter in theirs) == names, hook
+
+
+def test_the_paced_schedulers_find_what_they_change() -> None:
+    package = "vllm.v1.core.sched"
+    base = lookup(f"{package}.scheduler.Scheduler")
+    for name, names in {
+        "schedule": ["self", "throttle_prefills"],
+        "add_request": ["self", "request"],
+        "_free_request": ["self", "request", "delay_free_blocks"],
+    }.items():
+        assert list(inspect.signature(getattr(base, name)).parameters) == names, name
+    source = inspect.getsource(base)
+    for attribute in ("max_num_scheduled_tokens", "prefill_capacity_bound", "kv_holding_waiting"):
+        assert f"self.{attribute} = " in source, attribute
+    assert "token_budget = self.max_num_scheduled_tokens" in source
+    assert "self.is_prefill_chunk = " in inspect.getsource(lookup("vllm.v1.request.Request"))
+    for name in ("PacedScheduler", "PacedAsyncScheduler"):
+        ours = lookup(f"headrace_engine.vllm.scheduler.paced_scheduler.{name}")
+        assert issubclass(ours, base), name
+    asynchronous = lookup(f"{package}.async_scheduler.AsyncScheduler")
+    assert issubclass(ours, asynchronous)
 
 
 def test_the_logits_tap_is_a_logits_processor() -> None:

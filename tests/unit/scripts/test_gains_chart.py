@@ -1,4 +1,4 @@
-"""The picture of what separate workers gain and cost."""
+"""The picture of goodput by bounds and way."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from gains_chart import PICTURE, RESULTS, draw, read_ways
+from gains_chart import PICTURE, RESULTS, draw, read_panels
 
 
 def test_the_picture_has_the_figures_of_the_results() -> None:
-    ways = read_ways(RESULTS.read_text(encoding="utf-8"))
+    panels = read_panels(RESULTS.read_text(encoding="utf-8"))
     picture = PICTURE.read_text(encoding="utf-8")
-    assert picture == draw(ways), "run scripts/gains_chart.py"
-    texts = [element.text for element in ET.fromstring(picture).iter()]
-    assert len(ways) == 4
-    for way in ways:
-        assert texts.count(way.name) == 2
-        for value in way.figures.values():
-            assert f"{value:,.0f}" in texts
+    assert picture == draw(panels), "run scripts/gains_chart.py"
+    texts = [element.text or "" for element in ET.fromstring(picture).iter()]
+    assert len(panels) == 4
+    for panel in panels:
+        for way, value in panel.goodput.items():
+            assert texts.count(way) == len(panels)
+            assert f"{value:g}" in texts
     assert "prefers-color-scheme: dark" in picture
 
 
-def test_results_without_the_rate_are_refused() -> None:
-    with pytest.raises(ValueError, match="no times at 3 requests"):
-        read_ways("| requests/s | way |\n|---|---|\n| 2 | x |\n")
+def test_results_without_goodput_are_refused() -> None:
+    with pytest.raises(ValueError, match="no table of goodput"):
+        read_panels("| requests/s | way |\n|---|---|\n| 2 | x |\n")
