@@ -18,7 +18,6 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 LIMIT_S: Final = 150.0
 TRACE: Final = "bench/simulation/conversation.jsonl"
 WITHOUT_OUTPUT: Final = {
-    "planner": "--tokens=1024 --rounds=1",
     "route": "--workers=2,4 --blocks=8192 --rounds=1 --memory-blocks=65536",
     "decision": "--workers=2,4 --blocks=8192 --rounds=1",
     "simulation.make_trace": "conversation --seconds=60",
