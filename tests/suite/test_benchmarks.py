@@ -23,7 +23,6 @@ WITHOUT_OUTPUT: Final = {
     "simulation.make_trace": "conversation --seconds=60",
 }
 WITH_OUTPUT: Final = {
-    "access": "--calls=20 --rounds=1",
     "data_plane": "--rounds=1 --mebibytes=1 --blocks=16,64 --kinds=mooncake,raw_mooncake,raw_tcp",
     "transport_costs": "--rounds=1 --mebibytes=4",
     "picker": "--loops=2 --rounds=1 --seconds=0.5 --tokens=2",
