@@ -28,8 +28,6 @@ WITH_OUTPUT: Final = {
     "picker": "--loops=2 --rounds=1 --seconds=0.5 --tokens=2",
     "worker_cost": "--streams=2 --rounds=1 --seconds=1 --gap-ms=0",
     "telemetry": "--shapes=small --rounds=1 --seconds=0.5",
-    "many_streams": "--streams=40 --tokens=12 --step-ms=50",
-    "slow_readers": "--crowd=8 --fast=2 --seconds=0.5 --rounds=1 --step-ms=20",
     "scale": "--workers=2,4 --requests=16 --rounds=1 --idle=0.5",
     "placement": "--rounds=1 --prefill=1 --decode=2 --conversations=2 --turns=2",
     "tenant_caches": "--rounds=1 --tenants=2 --requests=1,3 --system-tokens=128",
