@@ -30,7 +30,6 @@ WITH_OUTPUT: Final = {
     "telemetry": "--shapes=small --rounds=1 --seconds=0.5",
     "scale": "--workers=2,4 --requests=16 --rounds=1 --idle=0.5",
     "placement": "--rounds=1 --prefill=1 --decode=2 --conversations=2 --turns=2",
-    "tenant_caches": "--rounds=1 --tenants=2 --requests=1,3 --system-tokens=128",
     "prefix_fetch": "--conversations=1 --turns=2 --answer-tokens=32 --prefill-tokens-per-s=2000",
     "proxy": "--gaps=0 --streams=1 --rounds=1 --vllm-router=",
     "decode_link": "--gaps=0 --streams=1 --rounds=1",
