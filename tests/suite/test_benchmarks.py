@@ -32,7 +32,6 @@ WITH_OUTPUT: Final = {
     "placement": "--rounds=1 --prefill=1 --decode=2 --conversations=2 --turns=2",
     "prefix_fetch": "--conversations=1 --turns=2 --answer-tokens=32 --prefill-tokens-per-s=2000",
     "proxy": "--gaps=0 --streams=1 --rounds=1 --vllm-router=",
-    "decode_link": "--gaps=0 --streams=1 --rounds=1",
     "fairness": "--seconds=2 --rounds=1 --loops=6 --slots=4 --answer=10",
     "overload": "--seconds=1.5 --scenario=decode --answer=4",
     "tier_copies": "--blocks=4 --memory-blocks=16 --rounds=1",
