@@ -39,7 +39,6 @@ WITH_OUTPUT: Final = {
     "simulation.placements": f"--trace={TRACE} --published={TRACE} --seconds=600",
     "simulation.day": "--hours=0.5 --splits 3:3 --runs planner oracle fixed",
     "registry_members": "--members=40 --stores=memory --leases=20,1 --ttl=5 --idle=0.5",
-    "forecast": "--days=2 --intervals=3600",
 }
 MASS_LOSS: Final = "--workers=15 --processes=5 --requests=60 --rounds=1 --ttl=5 --streams=8"
 
