@@ -19,7 +19,6 @@ LIMIT_S: Final = 150.0
 TRACE: Final = "bench/simulation/conversation.jsonl"
 WITHOUT_OUTPUT: Final = {
     "route": "--workers=2,4 --blocks=8192 --rounds=1 --memory-blocks=65536",
-    "decision": "--workers=2,4 --blocks=8192 --rounds=1",
     "simulation.make_trace": "conversation --seconds=60",
 }
 WITH_OUTPUT: Final = {
