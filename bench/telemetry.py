@@ -16,8 +16,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,8 @@ from typing import Any, Final
 
 import uvloop
 
-from bench.worker_cost import ANSWER_TOKENS, Round, Way, cpu_of, deployed, prompt
+from bench.support.processes import cpu_seconds
+from bench.support.services import Services, until_joined
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.roles import Role
@@ -33,6 +34,12 @@ from headrace_common.rpc.channel import open_channel
 
 SHARES: Final = (0.0, 0.05, 1.0)
 _SERVICES: Final = ("router", "prefill", "decode")
+_MODEL: Final = "sim"
+_ANSWER_TOKENS: Final = 64
+_SYSTEM_TOKENS: Final = 140
+_PROMPT_TOKENS: Final = 200
+_SYSTEM_PROMPTS: Final = 4
+_JOIN_S: Final = 30.0
 _REQUEST_S: Final = 120.0
 _HERE: Final = "this checkout"
 _OTHER: Final = "the other checkout"
@@ -55,6 +62,28 @@ SHAPES: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One deployment: its name, its router's endpoint, and the process ids by service."""
+
+    name: str
+    endpoint: str
+    process_ids: dict[str, tuple[int, ...]]
+
+
+@dataclass(slots=True)
+class Round:
+    """One way in one round."""
+
+    requests: int = 0
+    seconds: float = 0.0
+    cpu_s: dict[str, float] = field(default_factory=dict)
+
+    def cpu_ms(self, service: str) -> float:
+        """CPU milliseconds of one request."""
+        return self.cpu_s[service] / self.requests * 1e3
+
+
 @dataclass(slots=True)
 class Rounds:
     """The rounds of one shape on one checkout, by share."""
@@ -74,6 +103,41 @@ class Rounds:
         return statistics.median(cpu), _spread(cpu), statistics.median(rate), _spread(rate)
 
 
+def _prompt(number: int) -> str:
+    """200 bytes, which are tokens of the simulated model. Its last 60 are its own."""
+    system = f"system prompt {number % _SYSTEM_PROMPTS} ".ljust(_SYSTEM_TOKENS, "s")
+    return f"{system}{number:08d} ".ljust(_PROMPT_TOKENS, "u")
+
+
+@asynccontextmanager
+async def deployed(
+    name: str, folder: Path, python: str, sim: str, streams: int, flags: Sequence[str] = ()
+) -> AsyncIterator[Way]:
+    """One registry, router and prefill worker, and two decode workers. `flags` are more of all workers."""
+    async with AsyncExitStack() as stack:
+        services = Services(stack, folder, python=python, log_level="warning")
+        _, here = await services.start_registry()
+        router, endpoint = await services.start_router(f"--registry={here}", f"--model={_MODEL}")
+        ids: dict[str, tuple[int, ...]] = {"router": (router.pid,)}
+        model = (f"--model={sim}", "--served-model=sim")
+        engine = (f"--registry={here}", "--engine=sim", *model)
+        room = ("--num-gpu-blocks-override=16384", "--max-num-batched-tokens=8192", *flags)
+        more = (f"--max-num-seqs={max(64, streams)}", "--internal-listen=127.0.0.1:0")
+        prefill = await services.start("prefill", "--worker-id=prefill-0", *engine, *room, *more)
+        ids["prefill"] = (prefill.pid,)
+        more = (f"--max-num-seqs={max(256, streams)}", "--internal-listen=127.0.0.1:0")
+        decodes = [
+            await services.start(
+                *("decode", f"--worker-id=decode-{number}", *engine, *room, *more),
+                name=f"decode-{number}",
+            )
+            for number in range(2)
+        ]
+        ids["decode"] = tuple(child.pid for child in decodes)
+        await until_joined(here, 2 + len(decodes), _JOIN_S)
+        yield Way(name, endpoint, ids)
+
+
 async def load(way: Way, shape: Shape, seconds: float, share: float, numbers: Any) -> Round:
     """Keeps the streams busy for `seconds`. `share` of the requests are sampled."""
     found = Round()
@@ -85,10 +149,10 @@ async def load(way: Way, shape: Shape, seconds: float, share: float, numbers: An
             f"00-{chosen.getrandbits(128) or 1:032x}-{chosen.getrandbits(64) or 1:016x}-{sampled}"
         )
         request = inference_pb2.GenerateRequest(
-            model="sim",
-            text=prompt(next(numbers)),
+            model=_MODEL,
+            text=_prompt(next(numbers)),
             sampling=sampling_pb2.SamplingParams(
-                max_tokens=ANSWER_TOKENS, temperature=0.0, ignore_eos=True
+                max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True
             ),
             prefill_placement=inference_pb2.PREFILL_PLACEMENT_REMOTE,
         )
@@ -96,14 +160,14 @@ async def load(way: Way, shape: Shape, seconds: float, share: float, numbers: An
         tokens = 0
         async for response in call:
             tokens += len(response.token_ids)
-        if tokens != ANSWER_TOKENS:
-            raise ValueError(f"{tokens} tokens came, not {ANSWER_TOKENS}")
+        if tokens != _ANSWER_TOKENS:
+            raise ValueError(f"{tokens} tokens came, not {_ANSWER_TOKENS}")
         found.requests += 1
 
     async with open_channel(way.endpoint, Credentials(role=Role.ROUTER)) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         await ask(stub)
-        before = cpu_of(way)
+        before = _cpu_of(way)
         found.requests, begin_s = 0, time.perf_counter()
 
         async def stream() -> None:
@@ -112,8 +176,13 @@ async def load(way: Way, shape: Shape, seconds: float, share: float, numbers: An
 
         await asyncio.gather(*(stream() for _ in range(shape.streams)))
         found.seconds = time.perf_counter() - begin_s
-        found.cpu_s = {service: used - before[service] for service, used in cpu_of(way).items()}
+        found.cpu_s = {service: used - before[service] for service, used in _cpu_of(way).items()}
     return found
+
+
+def _cpu_of(way: Way) -> dict[str, float]:
+    """CPU seconds of each service so far."""
+    return {service: sum(map(cpu_seconds, ids)) for service, ids in way.process_ids.items()}
 
 
 async def measure(

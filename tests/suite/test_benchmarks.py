@@ -25,7 +25,6 @@ WITH_OUTPUT: Final = {
     "data_plane": "--rounds=1 --mebibytes=1 --blocks=16,64 --kinds=mooncake,raw_mooncake,raw_tcp",
     "transport_costs": "--rounds=1 --mebibytes=4",
     "picker": "--loops=2 --rounds=1 --seconds=0.5 --tokens=2",
-    "worker_cost": "--streams=2 --rounds=1 --seconds=1 --gap-ms=0",
     "telemetry": "--shapes=small --rounds=1 --seconds=0.5",
     "scale": "--workers=2,4 --requests=16 --rounds=1 --idle=0.5",
     "placement": "--rounds=1 --prefill=1 --decode=2 --conversations=2 --turns=2",
