@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 from headrace_cli.options import REGISTRY_VARIABLE, ROUTER_VARIABLE
 from headrace_cli.output import failures_as_exit
@@ -35,15 +35,6 @@ _KEYS: Final = frozenset((*_ADDRESSES, *_TLS, "token_file", "api_key_file"))
 
 class AddressedCommand(TyperCommand):
     """A command that calls a deployment."""
-
-    def invoke(self, ctx: Any) -> Any:
-        with failures_as_exit():
-            apply_file(ctx)
-        return super().invoke(ctx)
-
-
-class AddressedGroup(TyperGroup):
-    """As AddressedCommand, for a command that has others below it."""
 
     def invoke(self, ctx: Any) -> Any:
         with failures_as_exit():

@@ -36,6 +36,8 @@ REMOVED: Final[Mapping[tuple[str, str], str]] = {
     ("context", ""): "write ~/.config/headrace/config.toml: docs/commands.md",
     ("doctor", "--firewall"): "docs/security.md has the rules of a firewall",
     ("doctor", "--pool"): "a worker's log names a remote pool that does not answer",
+    ("doctor answer", ""): "test ports with `nc`: docs/operations.md",
+    ("doctor peer", ""): "test ports with `nc`: docs/operations.md",
     ("doctor pair", ""): "routers and `headrace workers` name what differs when workers join",
     ("demo", "--tensor-parallel"): "write --tensor-parallel-size",
     ("up", "--restart"): "it is the default; --no-restart ends everything instead",

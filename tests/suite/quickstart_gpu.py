@@ -15,17 +15,12 @@ from pathlib import Path
 from typing import Final
 
 from tests.documented import blocks_of
-from tests.suite.two_hosts import HostShell, run_block, two_hosts
+from tests.suite.two_hosts import run_block, two_hosts
 from tests.unit.test_architecture import ROOT
 
 PAGE: Final = ROOT / "docs" / "quickstart-gpu.md"
 ADDRESSES: Final = ("10.0.0.7", "10.0.0.8")
-FIRST, SECOND, BOTH, BESIDE = (
-    "first host",
-    "second host",
-    "both hosts",
-    "second host, beside the next",
-)
+FIRST, SECOND, BOTH = "first host", "second host", "both hosts"
 NOT_PERMITTED: Final = 3
 """Exit status where namespaces are not permitted."""
 _INSIDE: Final = "HEADRACE_TEST_IN_NAMESPACES"
@@ -35,22 +30,17 @@ _MEMBERS: Final = ("prefill-0", "decode-0", "router")
 _WORKERS: Final = "headrace workers"
 _KV: Final = "headrace trace | grep"
 _READY_S: Final = 90.0
-_PAUSE_S: Final = 0.5
 
 
 def follow(folder: Path) -> None:
     """Runs every block of the page, in order."""
     blocks = [block for block in blocks_of(PAGE) if block.runs]
-    assert {block.runs for block in blocks} == {FIRST, SECOND, BOTH, BESIDE}
+    assert {block.runs for block in blocks} == {FIRST, SECOND, BOTH}
     with two_hosts(folder, ADDRESSES, _ENVIRONMENT) as (first, second):
         shells = {FIRST: first, SECOND: second}
         for block in blocks:
             started_s = time.monotonic()
-            if block.runs == BESIDE:
-                (command,) = block.commands
-                second.must(f"{command} > beside 2>&1 &")
-                wait_for_port(first, ADDRESSES[1])
-            elif block.runs == BOTH:
+            if block.runs == BOTH:
                 for shell in shells.values():
                     run_block(shell, block)
             else:
@@ -60,22 +50,10 @@ def follow(folder: Path) -> None:
                     assert output.count("serving") == 2, output
                 elif block.commands[-1].startswith(_KV):
                     assert output.split() == ["mooncake/tcp"], output
-                elif "doctor peer" in block.commands[-1]:
-                    assert "are closed" not in output, output
-                    # As Ctrl-C does.
-                    second.must("kill $! && wait $! || true")
             took_s = time.monotonic() - started_s
             print(
                 f"line {block.line}: {block.runs}, {len(block.commands)} commands, {took_s:.1f} s"
             )
-
-
-def wait_for_port(shell: HostShell, host: str) -> None:
-    """Waits until the other host answers `headrace doctor peer`."""
-    end_s = time.monotonic() + _READY_S
-    while shell.run(f"(exec 3<>/dev/tcp/{host}/15000) 2>&1")[0] != 0:
-        assert time.monotonic() < end_s, f"{host} does not answer"
-        time.sleep(_PAUSE_S)
 
 
 def permitted() -> bool:

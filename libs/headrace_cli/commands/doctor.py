@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Annotated, Final
+from typing import Final
 
 import typer
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from headrace_cli.addressed import AddressedGroup
+from headrace_cli.addressed import AddressedCommand
 from headrace_cli.client import registry_of
 from headrace_cli.doctor.checks import (
     Finding,
@@ -22,83 +22,31 @@ from headrace_cli.doctor.checks import (
     check_versions,
     find_members,
 )
-from headrace_cli.doctor.peer import (
-    ANSWER_S_MAX,
-    DEFAULT_PORTS,
-    answer_calls,
-    ask_peer,
-    parse_ports,
-)
 from headrace_cli.doctor.rdma import check_rdma
 from headrace_cli.options import DEFAULT_ROUTER, Registry, Router
 from headrace_cli.output import EXIT_FAILED, Json, answer_console, print_json, run_command
 from headrace_common.errors import HeadraceError
-
-Ports = Annotated[
-    str, typer.Option(metavar="PORT,PORT,...", help="TCP ports to test, the same on both hosts.")
-]
 
 _STYLES: Final = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.ERROR: "red"}
 
 
 def register(app: typer.Typer) -> None:
     """Adds `headrace doctor`."""
-    doctor_app = typer.Typer(
-        cls=AddressedGroup,
-        invoke_without_command=True,
-        epilog="Examples:  headrace doctor   |   headrace doctor --registry 10.0.0.1:7051   |   "
-        "headrace doctor peer 10.0.0.8",
-    )
-    doctor_app.callback()(doctor)
-    doctor_app.command("answer", epilog="Example:  headrace doctor answer 10.0.0.8")(answer)
-    doctor_app.command("peer", epilog="Example:  headrace doctor peer 10.0.0.8")(peer)
-    app.add_typer(doctor_app, name="doctor")
+    app.command(
+        cls=AddressedCommand,
+        epilog="Examples:  headrace doctor   |   headrace doctor --registry 10.0.0.1:7051",
+    )(doctor)
 
 
 def doctor(
-    context: typer.Context,
     router: Router = DEFAULT_ROUTER,
     registry: Registry = "",
     as_json: Json = False,
 ) -> None:
     """Checks credentials, members, clocks, RDMA and software. Exit status 1 after an error."""
-    if context.invoked_subcommand is not None:
-        return
 
     async def work() -> None:
         report(await examine(registry, router), as_json=as_json)
-
-    run_command(work())
-
-
-def answer(
-    address: Annotated[str, typer.Argument(help="This host's address.")],
-    ports: Ports = DEFAULT_PORTS,
-    seconds: Annotated[
-        float, typer.Option(min=1.0, max=ANSWER_S_MAX, help="How long to answer.")
-    ] = 300.0,
-    as_json: Json = False,
-) -> None:
-    """Answers `headrace doctor peer` of another host, for some minutes."""
-
-    async def work() -> None:
-        report(await answer_calls(address, parse_ports(ports), seconds), as_json=as_json)
-
-    run_command(work())
-
-
-def peer(
-    address: Annotated[str, typer.Argument(help="Host on which `headrace doctor answer` runs.")],
-    source: Annotated[
-        str, typer.Option("--from", metavar="ADDRESS", help="This host's address to call from.")
-    ] = "",
-    ports: Ports = DEFAULT_PORTS,
-    as_json: Json = False,
-) -> None:
-    """Tests ports to another host and back, and compares versions and clocks."""
-
-    async def work() -> None:
-        report(await ask_peer(address, source, parse_ports(ports)), as_json=as_json)
 
     run_command(work())
 

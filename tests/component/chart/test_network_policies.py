@@ -86,7 +86,6 @@ PORTS: dict[str, list[tuple[str, tuple[int, int]]] | None] = {
     "`store`": None,
     "`kv_pool_address`, if set": None,
     "the ports of the store's memory": None,
-    "`--ports` of `headrace doctor answer`, while it runs": None,
 }
 # Words of the third cell, the longer ones first.
 CALLERS: dict[str, set[str]] = {
