@@ -40,6 +40,8 @@ REMOVED: Final[Mapping[tuple[str, str], str]] = {
     ("doctor peer", ""): "test ports with `nc`: docs/operations.md",
     ("doctor pair", ""): "routers and `headrace workers` name what differs when workers join",
     ("demo", "--tensor-parallel"): "write --tensor-parallel-size",
+    ("trace", "--html"): "the status page draws traces; --otlp writes a file for tracing tools",
+    ("trace", "--perfetto"): "--otlp writes a file for tracing tools",
     ("up", "--restart"): "it is the default; --no-restart ends everything instead",
     ("up", "--tensor-parallel"): "write --tensor-parallel-size",
     ("", "--context"): "name another file by HEADRACE_CONFIG: docs/commands.md",

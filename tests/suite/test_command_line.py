@@ -143,14 +143,14 @@ async def test_chat_workers_and_trace_find_the_deployment_of_up(tmp_path: Path) 
         assert "time to first token" in newest.out
         assert max(map(len, newest.out.splitlines())) <= 80
         trace_id = newest.out.split()[1]
-        page = tmp_path / "trace.html"
+        file = tmp_path / "trace.json"
         whole = await headrace(
-            "trace", trace_id, "--layers", "--router", router, "--html", str(page)
+            "trace", trace_id, "--layers", "--router", router, "--otlp", str(file)
         )
         assert whole.status == 0, whole.err
         assert newest.out in whole.out
         assert "submitted" in whole.out
-        assert trace_id in page.read_text()
+        assert trace_id in file.read_text()
         slowest = await headrace("trace", "slowest", "--router", router)
         assert "time to first token" in slowest.out
         failed = await headrace("trace", "failed", "--router", router)

@@ -26,7 +26,7 @@ from headrace_cli.output import (
     print_json,
     run_command,
 )
-from headrace_cli.trace_export import html_page, otlp_object, perfetto_object
+from headrace_cli.trace_export import otlp_object
 from headrace_cli.waterfall import draw_comparison, draw_layers, draw_trace
 from headrace_common.errors import ConfigError, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
@@ -48,11 +48,11 @@ def register(app: typer.Typer) -> None:
     app.command(
         cls=AddressedCommand,
         epilog="Examples:  headrace trace   |   headrace trace slowest   |   headrace trace my-request --layers   |   "
-        "headrace trace compare my-request other-request   |   headrace trace failed --html trace.html",
+        "headrace trace compare my-request other-request   |   headrace trace failed --otlp trace.json",
     )(trace)
 
 
-def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
+def trace(
     which: Annotated[
         list[str] | None,
         typer.Argument(
@@ -66,12 +66,6 @@ def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     layers: Annotated[
         bool, typer.Option("--layers/--no-layers", help="Also list every layer of every link.")
     ] = False,
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it as one HTML page.")
-    ] = None,
-    perfetto: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write it as trace events for Perfetto.")
-    ] = None,
     otlp: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write it as OTLP JSON.")
     ] = None,
@@ -89,7 +83,6 @@ def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     as_json: Json = False,
 ) -> None:
     """Shows where the time of one request went: the sum, its largest part, and the steps of all processes."""
-    files = {"html": html, "perfetto": perfetto, "otlp": otlp}
 
     async def work() -> None:
         names = chosen_names(which or [LAST])
@@ -101,7 +94,8 @@ def trace(  # noqa: PLR0913, PLR0917 - every option is one of the user's
                 await _compare(client, names, spans_wait)
             else:
                 shown = await chosen_trace(client, names[0], spans_wait)
-                write_files(shown, files)
+                if otlp is not None:
+                    write_otlp(shown, otlp)
                 if as_json:
                     print_json(trace_object(shown))
                 else:
@@ -170,23 +164,15 @@ def show_trace(trace: trace_pb2.Trace, console: Console, *, layers: bool) -> Non
     _print(console, lines)
 
 
-def write_files(trace: trace_pb2.Trace, files: dict[str, Path | None]) -> None:
-    """Writes the files that are named: "html", "perfetto", "otlp". Raises ConfigError."""
-    view = read_trace(trace)
-    texts = {
-        "html": lambda: html_page(view),
-        "perfetto": lambda: _json_text(perfetto_object(view)),
-        "otlp": lambda: _json_text(otlp_object(trace)),
-    }
-    for kind, path in files.items():
-        if path is None:
-            continue
-        try:
-            path.write_text(texts[kind](), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"--{kind} {path} cannot be written: {error.strerror}; name a file in a folder that exists"
-            ) from error
+def write_otlp(trace: trace_pb2.Trace, path: Path) -> None:
+    """Writes the trace as OTLP in JSON. Raises ConfigError."""
+    text = json.dumps(otlp_object(trace), indent=1) + "\n"
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"--otlp {path} cannot be written: {error.strerror}; name a file in a folder that exists"
+        ) from error
 
 
 def show_list(traces: Iterable[trace_pb2.Trace], *, as_json: bool) -> None:
@@ -236,7 +222,3 @@ def _width(console: Console) -> int:
 def _print(console: Console, lines: Iterable[Text]) -> None:
     for line in lines:
         console.print(line, no_wrap=True, overflow="ignore", crop=False)
-
-
-def _json_text(value: dict[str, Any]) -> str:
-    return json.dumps(value, indent=1) + "\n"

@@ -1,10 +1,9 @@
-"""Traces as files: OTLP, trace events and HTML."""
+"""Traces as OTLP in JSON, and as objects for programs."""
 
 from __future__ import annotations
 
 import json
 from base64 import b64encode
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,11 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from headrace.inference.v1 import trace_pb2
-from headrace_cli.commands.trace import trace_object, write_files
+from headrace_cli.commands.trace import trace_object, write_otlp
 from headrace_cli.output import json_text
-from headrace_cli.trace_export import html_page, otlp_object
+from headrace_cli.trace_export import otlp_object
 from headrace_common.errors import ConfigError
 from headrace_common.telemetry import schema
-from headrace_common.trace_view.reading import read_trace
 
 RECORDED = Path(__file__).parent / "waterfall" / "golden" / "remote.json"
 LAYERS, LINKS = 24, 4
@@ -91,42 +89,6 @@ def test_otlp_has_lists_links_and_texts_that_are_no_numbers() -> None:
     assert (link.trace_id.hex(), link.span_id.hex()) == ("ab" * 16, "02" * 8)
 
 
-class Tags(HTMLParser):
-    """Collects tags that load something, and texts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loading: list[str] = []
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag in ("script", "link", "img", "iframe") or any(key == "src" for key, _ in attrs):
-            self.loading.append(tag)
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
-def test_the_page_needs_nothing_else_and_shows_texts_as_texts(trace: trace_pb2.Trace) -> None:
-    trace.request_id = "<script>alert(1)</script>"
-    for span in trace.spans:
-        if span.name == schema.SPAN_ATTEMPT:
-            span.error = "<img src=x>"
-        if span.name == schema.SPAN_REQUEST:
-            span.error = "<img src=y>"
-    page = Tags()
-    page.feed(html_page(read_trace(trace)))
-    assert page.loading == []
-    for text in (
-        "<script>alert(1)</script>",
-        "<img src=x>",
-        "<img src=y>",
-        "transfer exposed",
-        "GB/s",
-    ):
-        assert text in page.text
-
-
 def test_the_object_has_the_message_the_sum_and_the_links(trace: trace_pb2.Trace) -> None:
     made = trace_object(trace)
     assert made["trace_id"] == trace.trace_id
@@ -137,13 +99,10 @@ def test_the_object_has_the_message_the_sum_and_the_links(trace: trace_pb2.Trace
     assert json.loads(json_text(made)) == made
 
 
-def test_files_are_written_and_a_wrong_folder_is_named(
+def test_a_file_is_written_and_a_wrong_folder_is_named(
     trace: trace_pb2.Trace, tmp_path: Path
 ) -> None:
-    files: dict[str, Path | None] = {kind: tmp_path / kind for kind in ("html", "perfetto", "otlp")}
-    write_files(trace, files)
-    loaded: Any = json.loads((tmp_path / "perfetto").read_text())
-    assert loaded["otherData"]["request_id"] == "tp-2-to-4"
-    assert (tmp_path / "html").read_text().startswith("<!doctype html>")
+    write_otlp(trace, tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text()) == otlp_object(trace)
     with pytest.raises(ConfigError, match=r"--otlp .*cannot be written"):
-        write_files(trace, {"otlp": tmp_path / "gone" / "file"})
+        write_otlp(trace, tmp_path / "gone" / "file")

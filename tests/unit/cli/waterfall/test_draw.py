@@ -11,7 +11,6 @@ from google.protobuf.json_format import ParseDict
 
 from headrace.inference.v1 import trace_pb2
 from headrace_cli.commands.trace import chosen_names
-from headrace_cli.trace_export import html_page, perfetto_object
 from headrace_cli.waterfall import (
     clamp_width,
     conclusion,
@@ -163,8 +162,6 @@ def test_every_line_fits_whatever_the_trace_says(first_seed: int) -> None:
         for line in lines:
             assert len(line.plain) <= clamp_width(width), (seed, line.plain)
             assert "\n" not in line.plain
-        assert len(html_page(one)) > 100
-        json.dumps(perfetto_object(one), allow_nan=False)
 
 
 def test_a_comparison_names_the_part_that_made_the_difference() -> None:
