@@ -1,13 +1,11 @@
-"""`headrace size`: bytes of KV by prompt length, the time of their transfer, and the workers that a load needs."""
+"""`headrace size`: bytes of KV by prompt length, and the time of their transfer."""
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import typer
 from rich import box
@@ -50,85 +48,6 @@ def read_model_config(model: str) -> dict[str, Any]:
     return config
 
 
-PLANNED_SHARE: Final = 0.8
-"""Share of its speed that a worker is planned to use. The rest is for bursts."""
-_PARTS: Final = 3
-_NUMBER_MAX: Final = 1e9
-
-Limit = Literal["compute", "link"]
-"""What a worker of the count uses most of: its computing, or its link."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """A mean load: requests per second, and the tokens of each prompt and each answer."""
-
-    requests_per_s: float
-    prompt_tokens: float
-    answer_tokens: float
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSpeeds:
-    """Tokens per second that one prefill worker computes and that one decode worker generates, and each one's link."""
-
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    gbit_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerCount:
-    """The least count of workers of one role. `share` is what each of them uses of its limit, at most PLANNED_SHARE."""
-
-    role: Literal["prefill", "decode"]
-    count: int
-    limit: Limit
-    share: float
-
-
-def parse_load(text: str) -> Load:
-    """A load from "RATE,PROMPT,ANSWER". Raises ConfigError."""
-    try:
-        numbers = [float(part) for part in text.split(",", _PARTS)]
-    except ValueError:
-        numbers = []
-    if len(numbers) != _PARTS or not all(0 < number <= _NUMBER_MAX for number in numbers):
-        raise ConfigError(
-            "--load: give requests per second, prompt tokens and answer tokens, such as 20,2000,300"
-        )
-    return Load(*numbers)
-
-
-def worker_counts(
-    load: Load, token_bytes: int, speeds: WorkerSpeeds
-) -> tuple[WorkerCount, WorkerCount]:
-    """The prefill workers and the decode workers. All KV of prompts is taken to be computed and transferred.
-
-    Without prefix hits this is what a load needs, so it is too much for a load with them.
-    """
-    prompt_tokens_per_s = load.requests_per_s * load.prompt_tokens
-    # Seconds of one link, in each second.
-    link = prompt_tokens_per_s * transfer_s(token_bytes, speeds.gbit_per_s)
-    prefill: dict[Limit, float] = {
-        "compute": prompt_tokens_per_s / speeds.prefill_tokens_per_s,
-        "link": link,
-    }
-    decode: dict[Limit, float] = {
-        "compute": load.requests_per_s * load.answer_tokens / speeds.decode_tokens_per_s,
-        "link": link,
-    }
-    return _count("prefill", prefill), _count("decode", decode)
-
-
-def _count(role: Literal["prefill", "decode"], used: Mapping[Limit, float]) -> WorkerCount:
-    """`used`: how many workers would be busy all the time."""
-    limit = max(used, key=lambda one: used[one])
-    # Of a count that only the rounding of numbers raises, a billionth is dropped.
-    count = max(1, math.ceil(used[limit] / PLANNED_SHARE - 1e-9))
-    return WorkerCount(role, count, limit, used[limit] / count)
-
-
 _LENGTHS_MAX: Final = 64
 _LENGTH_MAX: Final = 1 << 30
 _MIB: Final = 1 << 20
@@ -148,7 +67,7 @@ class SizeRow:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The KV of a model, and the workers that a load needs."""
+    """The KV of a model."""
 
     attention: str
     dtype: str
@@ -158,14 +77,13 @@ class Sizes:
     efficiency: float
     hidden_up_to_tokens_per_s: float
     rows: list[SizeRow]
-    workers: list[WorkerCount] = field(default_factory=list)
 
 
 def register(app: typer.Typer) -> None:
     """Adds `headrace size`."""
     app.command(
         epilog="Examples:  headrace size models/my-model --gbit 100   |   "
-        "headrace size hf:OWNER/NAME --gbit 400 --load 20,2000,300 --compute-rate 20000 --decode-rate 3000"
+        "headrace size hf:OWNER/NAME --gbit 400 --compute-rate 20000"
     )(size)
 
 
@@ -197,33 +115,12 @@ def size(
             min=0, max=1e9, help="Tokens per second that one prefill worker computes; 0 if unknown."
         ),
     ] = 0.0,
-    decode_rate: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=1e9,
-            help="Tokens per second that one decode worker generates, of all its requests.",
-        ),
-    ] = 0.0,
-    load: Annotated[
-        str,
-        typer.Option(
-            metavar="RATE,PROMPT,ANSWER",
-            help="Requests per second, prompt tokens and answer tokens: shows how many workers they need.",
-        ),
-    ] = "",
     as_json: Json = False,
 ) -> None:
-    """Shows how much KV a prompt has, how long its transfer takes, and how much of that computing hides.
-
-    With --load, also how many prefill and decode workers a load needs.
-    """
+    """Shows how much KV a prompt has, how long its transfer takes, and how much of that computing hides."""
     with failures_as_exit():
         shape = kv_shape(read_model_config(model), dtype)
         sizes = kv_sizes(shape, gbit, _lengths(tokens), compute_rate)
-        if load:
-            speeds = WorkerSpeeds(compute_rate, decode_rate, gbit)
-            sizes = replace(sizes, workers=_workers(parse_load(load), shape, speeds))
         if as_json:
             print_json(asdict(sizes))
         else:
@@ -260,12 +157,6 @@ def kv_sizes(shape: KvShape, gbit_per_s: float, lengths: list[int], compute_rate
     )
 
 
-def _workers(load: Load, shape: KvShape, speeds: WorkerSpeeds) -> list[WorkerCount]:
-    if not speeds.prefill_tokens_per_s or not speeds.decode_tokens_per_s:
-        raise ConfigError("--load: give --compute-rate and --decode-rate too, of one worker each")
-    return list(worker_counts(load, shape.token_bytes, speeds))
-
-
 def _show(sizes: Sizes) -> None:
     console = answer_console()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -291,18 +182,6 @@ def _show(sizes: Sizes) -> None:
         markup=False,
         highlight=False,
     )
-    for one in sizes.workers:
-        limit = "computing" if one.limit == "compute" else "its link"
-        console.print(
-            f"{one.role}: {_counted(one.count)}, each with {one.share:.0%} of {limit} in use "
-            f"(at most {PLANNED_SHARE:.0%} is planned).",
-            markup=False,
-            highlight=False,
-        )
-
-
-def _counted(count: int) -> str:
-    return f"{count:,} worker" if count == 1 else f"{count:,} workers"
 
 
 def _ms(milliseconds: float) -> str:

@@ -73,43 +73,12 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, content: str, named
         (("--tokens", ",".join(["1"] * 65)), "at most 64"),
         (("--dtype", "int3"), "int3"),
         (("--gbit", "0"), "--gbit"),
-        (("--load", "20,2000"), "--load"),
-        (("--load", "20,2000,300,4"), "--load"),
-        (("--load", "nan,2000,300"), "--load"),
-        (("--load", "20,2000,0"), "--load"),
-        (("--load", "20,2000,300"), "--decode-rate"),
-        (("--load", "20,2000,300", "--compute-rate", "1"), "--decode-rate"),
     ],
 )
 def test_wrong_arguments_are_named(model: Path, arguments: tuple[str, ...], named: str) -> None:
     result = run(model, *arguments)
     assert result.exit_code == 2
     assert named in result.output
-
-
-def test_a_load_needs_workers_by_the_formula(model: Path) -> None:
-    arguments = (model, "--load", "20,2000,300", "--compute-rate", 20_000, "--decode-rate", 3_000)
-    prefill, decode = document(*arguments)["workers"]
-    # 40,000 prompt tokens a second of 0.8 x 20,000, and 6,000 answer tokens of 0.8 x 3,000.
-    assert (prefill["role"], prefill["count"], prefill["limit"]) == ("prefill", 3, "compute")
-    assert (decode["role"], decode["count"], decode["limit"]) == ("decode", 3, "compute")
-    assert prefill["share"] == pytest.approx(40_000 / 3 / 20_000)
-    assert decode["share"] == pytest.approx(6_000 / 3 / 3_000)
-    shown = " ".join(run(*arguments).output.split())
-    assert "prefill: 3 workers, each with 67% of computing in use" in shown
-    assert document(model)["workers"] == []
-
-
-def test_a_narrow_link_needs_more_workers_of_both_roles(model: Path) -> None:
-    found = document(
-        *(model, "--load", "20,2000,300", "--compute-rate", 20_000, "--decode-rate", 3_000),
-        *("--gbit", 10),
-    )
-    # 40,000 tokens a second of 70,272 bytes over 0.9 x 10 Gbit/s.
-    used = 40_000 * 70_272 * 8 / (0.9 * 10e9)
-    for workers in found["workers"]:
-        assert (workers["count"], workers["limit"]) == (4, "link")
-        assert workers["share"] == pytest.approx(used / 4)
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path: Path) -> None:
