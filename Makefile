@@ -150,7 +150,7 @@ format: setup ## rewrite the code and the protos in the project's format
 type: setup ## types only
 	$(BIN)/mypy
 
-.PHONY: lock protos-baseline dist release images test-images clean
+.PHONY: lock protos-baseline dist images test-images clean
 lock: setup ## rewrite requirements/ from pyproject.toml and what is installed in .venv
 	@$(BIN)/python scripts/lock_requirements.py
 
@@ -159,9 +159,6 @@ protos-baseline: setup ## take the protos as they are for the released contract 
 
 dist: setup ## build the wheel and the source archive into dist/, from the files that git tracks
 	@$(BIN)/python scripts/build_dist.py dist
-
-release: lint ## check and build a release into dist/ twice, compare the bytes, and publish nothing
-	@$(BIN)/python scripts/release.py dist
 
 images: runtime $(MODEL)/config.json ## build the container images and ask them a question (docker, podman or buildah)
 	@docker/build.sh

@@ -35,7 +35,6 @@ LIMITS_S: Final = {
     "test-install": 3600,
     "test-images": 3600,
     "test-kube": 3600,
-    "release": 1800,
 }
 """Targets of the Makefile in the order of their runs, with the seconds that each may take."""
 _KILL_S: Final = 30.0
