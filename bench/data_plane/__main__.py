@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.data_plane.report import draw, ratio_table, table
+from bench.data_plane.report import ratio_table, table
 from bench.data_plane.ways import KIB, KINDS, MIB, WAYS, Ours
 
 BLOCK_BYTES = [KIB, 4 * KIB, 16 * KIB, 64 * KIB, 144 * KIB, 256 * KIB, MIB, 2 * MIB]
@@ -70,9 +70,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mebibytes", type=int, default=64)
     parser.add_argument("--kinds", default="", help=f"of {','.join(KINDS)}")
-    parser.add_argument(
-        "--output", type=Path, help="folder for the table, the figures and a picture"
-    )
+    parser.add_argument("--output", type=Path, help="folder for the table and the figures")
     parser.add_argument("--blocks", default="", help="KiB, default all")
     parser.add_argument(
         "--piece", type=int, default=4096, help="KiB of payload that ours submits at once"
@@ -101,7 +99,6 @@ def main() -> None:
         options.output.mkdir(parents=True, exist_ok=True)
         (options.output / "data_plane.md").write_text(text + "\n")
         (options.output / "data_plane.json").write_text(json.dumps(seconds))
-        (options.output / "data_plane.svg").write_text(draw(best))
     sys.stdout.flush()
     os._exit(0)
 

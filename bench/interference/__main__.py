@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from bench.interference.report import OURS, STALL_MS, Block, draw, gaps_of, table, targets
+from bench.interference.report import OURS, STALL_MS, Block, gaps_of, table, targets
 from bench.support.vllm_child import Child, engine, loaded
 from bench.support.vllm_ways import (
     Ours,
@@ -242,9 +242,7 @@ at once. A step of 256 delays the running answers less, at the price of more ste
 gRPC at the router. The prefill worker has one core, the decode worker the other. Router, registry and this benchmark
 use both. One prefill worker is one core's worth of prefill, and two engines have two. Prompts that come faster than
 one core computes them wait in our queue. On the two engines the running answers wait instead.
-{remark}
-![Share of gaps that are longer](interference.svg)
-"""
+{remark}"""
 
 
 def with_earlier(
@@ -314,11 +312,6 @@ def main() -> None:
             remark=f"\n{arguments.remark}\n" if arguments.remark else "",
         )
         (arguments.output / "interference.md").write_text(text)
-        picture = draw(
-            kept,
-            f"Gaps between tokens of {ANSWERS} running answers, {PROMPT_TOKENS}-token prompts arriving",
-        )
-        (arguments.output / "interference.svg").write_text(picture)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from bench.placement.deployment import (
     wait_joined,
     workers_running,
 )
-from bench.placement.report import Row, draw, render
+from bench.placement.report import Row, render
 from bench.placement.trace import Shape, Tally, converse, make_trace
 from headrace.inference.v1 import inference_pb2_grpc
 from headrace_common.errors import NoDecodeWorker
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument(
         "--keep", type=Path, help="JSON of all rounds so far, to which these are added"
     )
-    parser.add_argument("--output", type=Path, help="folder for the table and the picture")
+    parser.add_argument("--output", type=Path, help="folder for the table")
     parser.add_argument("--trace", choices=SHAPES, default="conversations")
     parser.add_argument("--conversations", type=int, help="instead of the trace's number")
     parser.add_argument(
@@ -191,7 +191,6 @@ def main() -> None:
         options.output.mkdir(parents=True, exist_ok=True)
         name = "placement" if options.trace == "conversations" else f"placement_{options.trace}"
         (options.output / f"{name}.md").write_text(text)
-        (options.output / f"{name}.svg").write_text(draw(rows, str(shape)))
     print(
         f"median round: {statistics.median(row.took_s for found in rows.values() for row in found):.1f} s"
     )

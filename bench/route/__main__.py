@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.route.report import Report, draw, render
+from bench.route.report import Report, render
 from bench.route.workload import (
     BLOCK_TOKENS,
     HASHER,
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument(
         "--memory-blocks", type=int, default=1 << 20, help="blocks of the memory measurement"
     )
-    parser.add_argument("--output", type=Path, help="folder for route.md and route.svg")
+    parser.add_argument("--output", type=Path, help="folder for route.md")
     parser.add_argument("--memory-of", choices=["ours", "Dynamo"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory_of:
@@ -232,8 +232,6 @@ def main() -> None:
     if options.output:
         options.output.mkdir(parents=True, exist_ok=True)
         (options.output / "route.md").write_text(text)
-        if peer_installed():
-            (options.output / "route.svg").write_text(draw(report))
 
 
 if __name__ == "__main__":

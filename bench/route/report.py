@@ -1,15 +1,11 @@
-"""Tables and the picture of route.py. Pure."""
+"""Tables of route.py. Pure."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 Case = tuple[int, str, str]
 """Workers, prompt, and how much of it is cached."""
-
-_WIDTH, _ROW, _LEFT, _RIGHT = 760, 17, 120, 30
-_COLOURS = {"hashes ready": "#0b6e99", "from a list": "#2b8a3e", "from an array": "#d9480f"}
 
 
 @dataclass(slots=True)
@@ -119,67 +115,6 @@ def _memory_lines(report: Report) -> list[str]:
         ),
     ]
     return lines
-
-
-def draw(report: Report) -> str:
-    """Dynamo's time divided by ours, as an SVG with a logarithmic axis."""
-    cases = list(report.ready)
-    ratios = {case: report.ratios(case) for case in cases}
-    flat = [ratio for found in ratios.values() for ratio in found.values()]
-    low, high = math.floor(math.log10(min(*flat, 1.0))), math.ceil(math.log10(max(flat)))
-    tops = _tops(cases)
-    bottom = max(tops.values()) + _ROW
-    height = bottom + 30
-
-    def x(ratio: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (math.log10(ratio) - low) / (high - low)
-
-    parts = [
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
-            'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>'
-        ),
-        (
-            '<text x="12" y="20" font-size="13" font-weight="bold">Times faster than Dynamo\'s RadixTree '
-            "through its Python binding</text>"
-        ),
-    ]
-    for number, (name, colour) in enumerate(_COLOURS.items()):
-        at = _LEFT + 110 * number
-        parts.append(
-            f'<circle cx="{at}" cy="36" r="4" fill="{colour}"/><text x="{at + 8}" y="40">{name}</text>'
-        )
-    for power in range(low, high + 1):
-        at_x = x(10.0**power)
-        parts.append(
-            f'<path d="M{at_x:.1f} 52V{bottom}" stroke="{"#495057" if power == 0 else "#dee2e6"}"/>'
-            f'<text x="{at_x:.1f}" y="{bottom + 16}" text-anchor="middle">{10.0**power:g}x</text>'
-        )
-    titled = 0
-    for case, y in tops.items():
-        if case[0] != titled:
-            titled = case[0]
-            parts.append(
-                f'<text x="12" y="{y - _ROW + 4}" font-weight="bold">{titled} workers</text>'
-            )
-        parts.append(
-            f'<path d="M{_LEFT} {y}H{_WIDTH - _RIGHT}" stroke="#f1f3f5"/>'
-            f'<text x="{_LEFT - 14}" y="{y + 4}" text-anchor="end">{case[1]} {case[2]}</text>'
-        )
-        for name, ratio in ratios[case].items():
-            parts.append(f'<circle cx="{x(ratio):.1f}" cy="{y}" r="4" fill="{_COLOURS[name]}"/>')
-    return "\n".join([*parts, "</svg>", ""])
-
-
-def _tops(cases: list[Case]) -> dict[Case, int]:
-    """Positions of the rows, with room for a heading before each number of workers."""
-    tops: dict[Case, int] = {}
-    y, workers = 40, 0
-    for case in cases:
-        y += _ROW if case[0] == workers else 2 * _ROW + 6
-        workers = case[0]
-        tops[case] = y
-    return tops
 
 
 def _rows(cells: list[str], head: bool = True) -> list[str]:
