@@ -20,7 +20,6 @@ from headrace_cli.commands import (
     profile,
     route,
     simulate,
-    size,
     status,
     trace,
     up,
@@ -40,6 +39,7 @@ REMOVED: Final[Mapping[tuple[str, str], str]] = {
     ("doctor peer", ""): "test ports with `nc`: docs/operations.md",
     ("doctor pair", ""): "routers and `headrace workers` name what differs when workers join",
     ("demo", "--tensor-parallel"): "write --tensor-parallel-size",
+    ("size", ""): "docs/operations/capacity.md has its formula",
     ("trace", "--html"): "the status page draws traces; --otlp writes a file for tracing tools",
     ("trace", "--perfetto"): "--otlp writes a file for tracing tools",
     ("up", "--restart"): "it is the default; --no-restart ends everything instead",
@@ -81,7 +81,7 @@ COMMANDS: Final = {
     "Requests": (chat, route, trace),
     "Operation": (workers, status, policy, doctor),
     "Credentials": (credentials,),
-    "Numbers and sizes": (size, profile, simulate, planner),
+    "Numbers of workers": (profile, simulate, planner),
     "Stock vLLM": (pair,),
 }
 

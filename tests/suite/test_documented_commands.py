@@ -50,12 +50,6 @@ done
 kill -TERM $up
 wait $up
 """
-_MODEL = {
-    "num_hidden_layers": 61,
-    "kv_lora_rank": 512,
-    "qk_rope_head_dim": 64,
-    "torch_dtype": "bfloat16",
-}
 
 
 def blocks(name: str) -> list[Block]:
@@ -133,8 +127,6 @@ async def test_commands_without_a_deployment_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(_MODEL))
     await run_all("shell", tmp_path)
     assert set(load_tenants(str(tmp_path / "api_keys")).by_digest.values()) == {"search", "batch"}
 

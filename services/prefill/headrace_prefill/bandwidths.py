@@ -10,6 +10,13 @@ from headrace_kv.handoff.messages import LinkSent
 _LINKS_MAX: Final = 1_024
 # A shorter transfer measures delays rather than bandwidth.
 _BYTES_MIN: Final = 256 * 1024
+_EFFICIENCY: Final = 0.9
+"""Share of a link's bandwidth that one transfer is expected to reach."""
+
+
+def transfer_s(payload_bytes: int, gbit_per_s: float) -> float:
+    """Seconds that the bytes should take over a link of 10^9 * `gbit_per_s` bits per second."""
+    return payload_bytes * 8 / (gbit_per_s * 1e9 * _EFFICIENCY)
 
 
 class LinkBandwidths:

@@ -16,8 +16,7 @@ from headrace_common.telemetry.layer_stamps import (
 from headrace_common.telemetry.setup import Telemetry
 from headrace_kv.handoff.messages import LinkSent, SendReport
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.layout.time_model import transfer_s
-from headrace_prefill.bandwidths import LinkBandwidths
+from headrace_prefill.bandwidths import LinkBandwidths, transfer_s
 
 Attributes: TypeAlias = dict[str, str | int | float]
 

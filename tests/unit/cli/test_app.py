@@ -111,6 +111,7 @@ def test_a_shell_completes_the_names_of_commands(environment: dict[str, str]) ->
         ("doctor --firewall --host h", "security.md"),
         ("doctor peer 10.0.0.8", "`nc`"),
         ("trace last --html page.html", "--otlp"),
+        ("size model --gbit 100", "capacity.md"),
         ("doctor pair a.toml b.toml", "headrace workers"),
         ("bench --requests 5", "vllm bench serve"),
         ("context use prod", "config.toml"),
