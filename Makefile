@@ -68,7 +68,7 @@ up: runtime $(MODEL)/config.json ## start the four services on loopback until Ct
 	@$(BIN)/headrace up $(ARGS)
 
 REQUESTS ?= $(if $(RDMA),200,10000)
-.PHONY: test test-fast test-vllm test-deployments test-all test-clients chaos soak mutation test-gpu test-kube test-rdma test-rdma-vllm
+.PHONY: test test-fast test-vllm test-deployments test-all test-clients chaos soak test-gpu test-kube test-rdma test-rdma-vllm
 .PHONY: test-install test-upgrade test-quickstart test-walk lint docs format type
 # Two runs: vLLM forks its engine, which must happen before anything in the process has used gRPC.
 test: VLLM_TESTS := vllm and core
@@ -124,9 +124,6 @@ test-walk: setup ## the blocks of README and docs/quickstart.md in a fresh clone
 
 soak: setup ## half an hour of mixed load: no process may grow (ARGS="--seconds 300")
 	@$(BIN)/python -m tests.chaos.soak $(ARGS)
-
-mutation: setup ## 30 small mutations of the KV data plane, each of which a test must notice (ARGS="--seed 7 --count 30")
-	@$(BIN)/python -m tests.mutation $(ARGS)
 
 lint: setup ## format, style, types, import directions, protos, requirements, prose
 	$(BIN)/ruff format --check .
