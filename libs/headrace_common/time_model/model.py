@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Final
+from typing import Final, TypeVar
 
 from headrace_common.time_model.fit import OnlineFit
 
@@ -63,7 +63,6 @@ class StepTimes:
 
 
 NO_STEPS: Final = StepTimes()
-_PARTS: Final = tuple(one.name for one in fields(StepTimes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +77,7 @@ class HandoverTimes:
 
 
 NO_HANDOVERS: Final = HandoverTimes()
+Times = TypeVar("Times", StepTimes, HandoverTimes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,12 @@ class TimeModel:
     steps: StepTimes = NO_STEPS
     handovers: HandoverTimes = NO_HANDOVERS
     links: Mapping[str, HandoverTimes] = field(default_factory=dict)
+
+    def with_links_of(self, older: TimeModel) -> TimeModel:
+        """This model, beside it the last links of an older one of the same worker."""
+        links = {link: times for link, times in older.links.items() if link not in self.links}
+        links |= self.links
+        return replace(self, links=dict(tuple(links.items())[-_LINKS_MAX:]))
 
     def step_s(
         self,
@@ -121,13 +127,19 @@ class TimeModel:
         return None
 
 
-def mean_steps(several: Collection[StepTimes]) -> StepTimes:
-    """The mean of each part over several workers. NO_STEPS without any."""
+def mean_model(models: Collection[TimeModel]) -> TimeModel:
+    """The mean of each part over several workers, without links. Hand-overs only of workers that have had enough."""
+    handovers = [one.handovers for one in models if one.handovers.count >= _HANDOVERS_MIN]
+    return TimeModel(_mean(NO_STEPS, [one.steps for one in models]), _mean(NO_HANDOVERS, handovers))
+
+
+def _mean(zero: Times, several: Sequence[Times]) -> Times:
     if not several:
-        return NO_STEPS
-    columns = zip(*(attrgetter(*_PARTS)(one) for one in several), strict=True)
-    means = dict(zip(_PARTS, (sum(column) / len(several) for column in columns), strict=True))
-    return replace(NO_STEPS, **means)
+        return zero
+    names = [field.name for field in fields(zero)]
+    columns = zip(*map(attrgetter(*names), several), strict=True)
+    means = (sum(column) / len(several) for column in columns)
+    return replace(zero, **dict(zip(names, means, strict=True)))
 
 
 class StepLearner:
@@ -202,10 +214,10 @@ class HandoverLearner:
         """The hand-overs over all links."""
         return _handover_times(self._all)
 
-    @property
-    def links(self) -> dict[str, HandoverTimes]:
-        """The hand-overs of each of the last links."""
-        return {link: _handover_times(fit) for link, fit in self._links.items()}
+    def links_to(self, link: str) -> dict[str, HandoverTimes]:
+        """The hand-overs over one of the last links, by its name. Empty for others."""
+        fit = self._links.get(link)
+        return {} if fit is None else {link: _handover_times(fit)}
 
 
 def _handover_times(fit: OnlineFit) -> HandoverTimes:

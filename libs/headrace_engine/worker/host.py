@@ -55,8 +55,8 @@ class HostedWorker(Generic[_Config_co]):
     handovers: HandoverLearner = field(default_factory=HandoverLearner)
 
     def times(self) -> TimeModel:
-        """What the worker has learned of its times."""
-        return TimeModel(self.engine.step_times, self.handovers.times, self.handovers.links)
+        """What the worker has learned of its times, without links."""
+        return TimeModel(self.engine.step_times, self.handovers.times)
 
 
 class WorkerHost:

@@ -222,10 +222,10 @@ class PrefillWorker:
                 metadata={"waited_for": "prefill"},
             ) from None
 
-    @property
-    def times(self) -> TimeModel:
-        """What it has learned of steps, and of hand-overs over all links."""
-        return TimeModel(self._engine.step_times, self._handovers.times)
+    def times(self, decode_worker_id: str) -> TimeModel:
+        """What it has learned of steps, and of hand-overs: over all links, and to one decode worker."""
+        links = self._handovers.links_to(decode_worker_id)
+        return TimeModel(self._engine.step_times, self._handovers.times, links)
 
     def _measure(self, work: PrefillWork, outcome: PrefillOutcome) -> None:
         links = [link for report in outcome.reports for link in report.links]

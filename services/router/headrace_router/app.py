@@ -36,9 +36,9 @@ from headrace_router.early_refusal.gate import EarlyRefusal, EarlyRefusalParts
 from headrace_router.load import LoadReader
 from headrace_router.metrics import RouterMetrics
 from headrace_router.models import ModelCatalog
-from headrace_router.pairing.pairing import Pairing
 from headrace_router.picker.picker import EndpointPicker, PickerParts
 from headrace_router.placement import KvAware, Placement
+from headrace_router.prefill_queue.pairs import Pairing
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import QueueService
 from headrace_router.prefill_queue.task import SignTask
@@ -223,7 +223,7 @@ def _build_fleet(basis: _Basis) -> _Fleet:
         load,
         lambda: basis.policy.policy.worker_roles,
     )
-    pairing = Pairing(basis.policy)
+    pairing = Pairing(lambda: basis.policy.policy)
     # Each request has one prompt in the queue at most.
     queue = PrefillQueue(
         config.max_concurrent_requests,
@@ -260,6 +260,7 @@ def _build_requests(
     basis: _Basis, fleet: _Fleet, records: _Records, placement: Placement
 ) -> _Requests:
     config, metrics, workers = basis.config, records.metrics, fleet.workers
+    refusal = _build_early_refusal(basis, fleet, records)
     dispatcher = RequestDispatcher(
         workers=workers,
         queue=fleet.queue,
@@ -270,6 +271,7 @@ def _build_requests(
         migration_wait_s=config.worker_wait_s,
         on_migration=metrics.count_migration,
         clocks=records.clocks,
+        check_placed=refusal.check_placed,
     )
     salts = CacheSalts(by_tenant=config.separates_tenants, prefix_hash_key=basis.prefix_hash_key)
     preparer = RequestPreparer(basis.codecs, workers, salts.salt_of)
@@ -283,7 +285,7 @@ def _build_requests(
         tracer=records.tracer,
         traits=RunnerTraits(
             drain_error=_draining,
-            check_arrival=_build_early_refusal(basis, fleet, records, dispatcher).check,
+            check_arrival=refusal.check_arrival,
             load=fleet.load,
             paced=True,
         ),
@@ -310,9 +312,7 @@ def _draining() -> Draining:
     return Draining("the router is shutting down; use another router, or retry in a moment")
 
 
-def _build_early_refusal(
-    basis: _Basis, fleet: _Fleet, records: _Records, dispatcher: RequestDispatcher
-) -> EarlyRefusal:
+def _build_early_refusal(basis: _Basis, fleet: _Fleet, records: _Records) -> EarlyRefusal:
     return EarlyRefusal(
         EarlyRefusalParts(
             queue=fleet.queue,
@@ -320,7 +320,6 @@ def _build_early_refusal(
             prefixes=fleet.prefixes,
             policy=basis.policy,
             by_deadline=basis.config.early_refusal,
-            predict_s=dispatcher.predicted_first_s,
             on_prediction=records.metrics.record_prediction,
             on_refusal=records.metrics.count_early_refusal,
         )

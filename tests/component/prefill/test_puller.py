@@ -32,11 +32,14 @@ class ScriptedWorker:
     def __init__(self) -> None:
         self.ref = REF
         self.slot_count = 4
-        self.times = TimeModel()
+        self.model = TimeModel()
         self.running: dict[str, asyncio.Event] = {}
         self.cancelled: list[str] = []
         self.stalled: Stall | None = None
         self.steps = asyncio.Event()
+
+    def times(self, decode_worker_id: str) -> TimeModel:
+        return self.model
 
     def stall(self) -> Stall | None:
         return self.stalled
@@ -230,7 +233,7 @@ async def test_the_time_model_is_sent_with_the_end_of_a_task_at_most_twice_a_sec
     queue: RouterQueue, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "_TIMES_INTERVAL_S", 1_000.0)
-    worker.times = TimeModel(StepTimes(fixed_s=0.25, prompt_steps=7))
+    worker.model = TimeModel(StepTimes(fixed_s=0.25, prompt_steps=7))
     for name in ("x1", "x2"):
         queue.send_task(name)
         await until(lambda name=name: name in worker.running, what="the task")  # type: ignore[misc]

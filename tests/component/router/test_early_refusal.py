@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any, cast
 
 import grpc.aio
@@ -15,6 +16,9 @@ from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import FirstTokenLate, InvalidRequest
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
+from headrace_frontend.admission.admission import AdmissionPermit
+from headrace_router.placement import Decision, KvAware
+from headrace_router.workers.table import TimeColumns
 from tests.component.router.fakes import Rig, hand_over, reply, text_of, with_settings
 
 _WAIT_S = 100.0
@@ -117,6 +121,48 @@ async def test_where_no_wait_helps_there_is_no_hint(
     assert isinstance(error, FirstTokenLate)
     assert error.retry_after_s is None
     assert error.metadata["prefill_s"] == "2.000"
+
+
+async def test_a_request_waits_for_no_slot_that_comes_too_late(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.add_decode(reply("ok"))
+    monkeypatch.setattr(AdmissionPermit, "expected_slot_wait_s", lambda *_: _WAIT_S)
+    error = await rig.error_of(ttft_target=_seconds(_SHORT_S), timeout_s=_LONG_S)
+    assert isinstance(error, FirstTokenLate)
+    assert error.metadata["slot_wait_s"] == "100.000"
+    assert text_of(await rig.ask(ttft_target=_seconds(_LONG_S), timeout_s=_LONG_S)) == "ok"
+
+
+async def test_a_request_with_a_target_is_placed_once(
+    waiting_rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig, choose, placed = waiting_rig, KvAware.choose, []
+
+    def count(*arguments: Any) -> Decision:
+        placed.append(choose(*arguments))
+        return placed[-1]
+
+    monkeypatch.setattr(KvAware, "choose", count)
+    assert text_of(await rig.ask(ttft_target=_seconds(_LONG_S), timeout_s=_LONG_S)) == "ok"
+    assert len(placed) == 1
+
+
+async def test_the_prediction_of_placement_decides_while_workers_learn(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rig.add_decode(reply("ok"))
+    choose = KvAware.choose
+    monkeypatch.setattr(KvAware, "choose", lambda *given: replace(choose(*given), first_s=_WAIT_S))
+    ttft_target = _seconds(_SHORT_S)
+    monkeypatch.setattr(TimeColumns, "age_s", 31.0)
+    assert text_of(await rig.ask(ttft_target=ttft_target, timeout_s=_LONG_S)) == "ok"
+    monkeypatch.setattr(TimeColumns, "age_s", 29.0)
+    error = await rig.error_of(ttft_target=ttft_target, timeout_s=_LONG_S)
+    assert isinstance(error, FirstTokenLate)
+    # What is not the prefill of this prompt is a wait, which may be shorter later.
+    assert error.metadata["queue_wait_s"] == "100.000"
+    assert error.retry_after_s is not None
 
 
 @pytest.mark.parametrize("field", ["ttft_target", "tpot_target"])

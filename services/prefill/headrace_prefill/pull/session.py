@@ -152,12 +152,12 @@ class PullSession:
             )
             self._on_change()
 
-    def _add_times(self, done: prefill_pb2.TaskDone) -> None:
+    def _add_times(self, done: prefill_pb2.TaskDone, decode_worker_id: str) -> None:
         """Adds what the worker has learned of its times, unless the router has got it a moment ago."""
         now_s = time.monotonic()
         if now_s >= self._times_due_s:
             self._times_due_s = now_s + _TIMES_INTERVAL_S
-            done.time_model.CopyFrom(time_model_to_proto(self._worker.times))
+            done.time_model.CopyFrom(time_model_to_proto(self._worker.times(decode_worker_id)))
 
     def _refuse(self, transfer_id: str, error: Draining | QueueFull) -> None:
         done = prefill_pb2.TaskDone(
@@ -176,7 +176,7 @@ class PullSession:
 
         try:
             done = await self._worker.run(task, on_start, on_first_token)
-            self._add_times(done)
+            self._add_times(done, task.decode_worker_id)
             self._send(prefill_pb2.PullRequest(done=done))
         finally:
             self._tasks.pop(task.transfer_id, None)

@@ -195,7 +195,7 @@ class Attempt:
             return nullcontext()
         return self._queue.expect_task(
             self._decision.worker.layout,
-            len(self._request.token_ids) - 1,
+            self._terms.missing_tokens(len(self._request.token_ids) - 1),
             self._terms.priority,
             self._terms.tenant,
         )

@@ -94,8 +94,12 @@ class RequestDispatcher:
         migration_wait_s: float,
         on_migration: Callable[[str], None],
         clocks: WorkerClocks,
+        check_placed: Callable[[RoutedRequest, Decision], None] = lambda request, decision: None,
     ) -> None:
-        """`on_migration` gets the error's reason each time that a response that has started needs another attempt."""
+        """`on_migration` gets the error's reason each time that a response that has started needs another attempt.
+
+        `check_placed` may raise an error by the first placement of a request.
+        """
         self._workers = workers
         self._queue = queue
         self._placement = placement
@@ -104,6 +108,7 @@ class RequestDispatcher:
         self._migration_wait_s = migration_wait_s
         self._on_migration = on_migration
         self._clocks = clocks
+        self._check_placed = check_placed
         self._failures = CauseLog(_LOG)
         self._lengths = AnswerLengths()
         self._attempt_context = AttemptContext(queue, ticket_key_id)
@@ -129,6 +134,8 @@ class RequestDispatcher:
                 retries=retries,
                 targets=self._targets(request.prepared, request.timeline.arrival_ns),
             )
+            if attempt is None:
+                self._check_placed(request, decision)
             worker = decision.worker.ref
             load_reservation = self._workers.reserve_load(worker, len(token_ids))
             if load_reservation is None:
@@ -185,23 +192,6 @@ class RequestDispatcher:
         attempt = timeline.attempt_started(AttemptTimeline(self._clocks))
         targets = self._targets(request, timeline.arrival_ns)
         return self._route(request, token_ids, attempt, deadline, retries, targets)
-
-    def predicted_first_s(
-        self, request: PreparedRequest, deadline: Deadline, arrival_ns: int
-    ) -> float | None:
-        """Seconds from now to the first token, where placement is decided by the times of steps. None elsewhere."""
-        if not self._workers.table(request.model).computes_prompts.any():
-            return None
-        retries = RetryState(self._budget, self._migration_wait_s)
-        wanted = self._placement_request(
-            request, request.token_ids, deadline, retries, self._targets(request, arrival_ns)
-        )
-        try:
-            return self._placement.choose(
-                wanted, self._candidates(request, request.token_ids)
-            ).first_s
-        except NoDecodeWorker:
-            return None
 
     def task_terms(
         self,
@@ -348,7 +338,7 @@ class RequestDispatcher:
             cached_tokens=cached_tokens,
             prefill=pulling,
             queue_wait_s=self._queue.wait_s(request.model, request.priority, request.tenant),
-            pairs=self._queue.pair_costs(table, pulling, request.model),
+            pairs=self._queue.pair_costs(table, pulling),
         )
 
     def _plan(

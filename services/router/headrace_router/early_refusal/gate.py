@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from headrace_common.deadlines import Deadline
 from headrace_common.durations import seconds_from_duration
 from headrace_common.telemetry import schema
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.running.request import ArrivedRequest
+from headrace_router.dispatch.attempt import RoutedRequest
 from headrace_router.dispatch.dispatcher import PolicySource, PrefixSource
 from headrace_router.early_refusal.prediction import (
     DEADLINE,
@@ -23,7 +23,7 @@ from headrace_router.early_refusal.prediction import (
     refusal,
     tightest_bound,
 )
-from headrace_router.placement import PlacementRequest, RoutePolicy, remote_wanted
+from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.workers.directory import WorkerDirectory
 
@@ -43,8 +43,6 @@ class EarlyRefusalParts:
     prefixes: PrefixSource
     policy: PolicySource
     by_deadline: bool
-    predict_s: Callable[[PreparedRequest, Deadline, int], float | None]
-    """Seconds from now to the first token, among workers of both roles. None where it is not known."""
     on_prediction: Callable[[str, float], None]
     """Gets the served model and the predicted seconds from arrival to first token."""
     on_refusal: Callable[[str, str], None]
@@ -52,46 +50,93 @@ class EarlyRefusalParts:
 
 
 class EarlyRefusal:
-    """Refuses requests by their deadline or their target. Without either it does nothing."""
+    """Refuses requests by their deadline or their target. Without either it does nothing.
+
+    Answers that have begun elsewhere are not refused, and neither are further answers to a prompt. Methods raise
+    FirstTokenLate.
+    """
 
     def __init__(self, parts: EarlyRefusalParts) -> None:
         self._parts = parts
 
-    def check(self, request: ArrivedRequest, slot_wait_s: float) -> None:
-        """Raises FirstTokenLate. `slot_wait_s` is the expected wait for a decode slot.
+    def check_arrival(self, request: ArrivedRequest, slot_wait_s: float) -> None:
+        """Refuses a request for which the wait for a decode slot and the prefill take too long.
 
-        Answers that have begun elsewhere are not refused, and neither are further answers to a prompt.
+        Without a wait, the request is placed at once, and `check_placed` decides.
         """
-        prepared = request.prepared
-        if prepared.generated or prepared.cached_on is not None:
+        bound = self._bound(request) if slot_wait_s > 0 else None
+        if bound is None:
             return
+        prediction = self._with_cached_tokens(
+            request,
+            bound,
+            lambda cached_tokens: FirstTokenPrediction(
+                request.elapsed_s, slot_wait_s, 0.0, self._prefill_s(request, cached_tokens)
+            ),
+        )
+        if is_late(prediction, bound):
+            self._predicted(request, bound, prediction)
+
+    def check_placed(self, routed: RoutedRequest, decision: Decision) -> None:
+        """Refuses a request by its first placement."""
+        prepared, arrival_ns = routed.prepared, routed.timeline.arrival_ns
+        request = ArrivedRequest(prepared, routed.deadline, arrival_ns, routed.root)
         bound = self._bound(request)
         if bound is None:
             return
-        timed_s = self._parts.predict_s(prepared, request.deadline, request.arrival_ns)
-        if timed_s is not None:
-            prediction = FirstTokenPrediction(request.elapsed_s, slot_wait_s, 0.0, timed_s)
+        table = self._parts.workers.table(prepared.model)
+        if decision.first_s is not None and table.times.age_s <= _AGE_MAX_S:
+            load = table.load(decision.worker.ref)
+            alone_s = load.times.step_s(decision.missing_tokens) if load is not None else None
+            prefill_s = min(decision.first_s, alone_s or 0.0)
+            prediction = FirstTokenPrediction(
+                request.elapsed_s, 0.0, decision.first_s - prefill_s, prefill_s
+            )
         else:
-            prediction = self._predict_by_tokens(request, slot_wait_s, bound)
-        self._parts.on_prediction(prepared.model, prediction.total_s)
+            wait_s = self._queue_wait_s(prepared) if decision.remote else 0.0
+            cached_here = len(prepared.token_ids) - 1 - decision.missing_tokens
+            sent_tokens = decision.missing_tokens if decision.remote else 0
+            prediction = self._with_cached_tokens(
+                request,
+                bound,
+                lambda cached_tokens: FirstTokenPrediction(
+                    request.elapsed_s,
+                    0.0,
+                    wait_s,
+                    self._prefill_s(request, max(cached_here, cached_tokens), sent_tokens),
+                ),
+            )
+        self._predicted(request, bound, prediction)
+
+    def _predicted(
+        self, request: ArrivedRequest, bound: FirstTokenBound, prediction: FirstTokenPrediction
+    ) -> None:
+        """Records a prediction. Raises FirstTokenLate when it is beyond the bound."""
+        model = request.prepared.model
+        self._parts.on_prediction(model, prediction.total_s)
         if request.root.is_recording():
             request.root.set_attributes(_attributes(prediction, bound))
         if is_late(prediction, bound):
-            self._parts.on_refusal(prepared.model, bound.name)
+            self._parts.on_refusal(model, bound.name)
             raise refusal(prediction, bound)
 
-    def _predict_by_tokens(
-        self, request: ArrivedRequest, slot_wait_s: float, bound: FirstTokenBound
+    def _with_cached_tokens(
+        self,
+        request: ArrivedRequest,
+        bound: FirstTokenBound,
+        predict: Callable[[int], FirstTokenPrediction],
     ) -> FirstTokenPrediction:
-        """Looks for cached tokens only where they may matter."""
-        prediction = self._predict(request, slot_wait_s, cached_tokens=0)
+        """A prediction from the number of cached tokens. They are looked up only where they may matter."""
+        prediction = predict(0)
         if is_late(prediction, bound):
             cached_tokens = self._cached_tokens(request.prepared)
             if cached_tokens:
-                prediction = self._predict(request, slot_wait_s, cached_tokens)
+                prediction = predict(cached_tokens)
         return prediction
 
     def _bound(self, request: ArrivedRequest) -> FirstTokenBound | None:
+        if request.prepared.generated or request.prepared.cached_on is not None:
+            return None
         bounds: list[FirstTokenBound] = []
         policy = self._parts.policy.policy
         own_s = request.prepared.ttft_target_s
@@ -104,39 +149,19 @@ class EarlyRefusal:
             bounds.append(FirstTokenBound(allowed_s, DEADLINE))
         return tightest_bound(tuple(bounds))
 
-    def _predict(
-        self, request: ArrivedRequest, slot_wait_s: float, cached_tokens: int
-    ) -> FirstTokenPrediction:
-        parts, prepared = self._parts, request.prepared
+    def _prefill_s(
+        self, request: ArrivedRequest, cached_tokens: int, sent_tokens: int = 0
+    ) -> float:
+        prepared = request.prepared
         missing_tokens = max(0, len(prepared.token_ids) - 1 - cached_tokens)
-        return FirstTokenPrediction(
-            elapsed_s=request.elapsed_s,
-            slot_wait_s=slot_wait_s,
-            queue_wait_s=self._queue_wait_s(request, missing_tokens),
-            prefill_s=parts.queue.prefill_s(
-                prepared.model, missing_tokens, cached_tokens, _AGE_MAX_S
-            ),
+        return self._parts.queue.prefill_s(
+            prepared.model, missing_tokens, cached_tokens, _AGE_MAX_S, sent_tokens
         )
 
-    def _queue_wait_s(self, request: ArrivedRequest, missing_tokens: int) -> float:
-        """The wait in the prefill queue. 0 for a prompt that placement would leave to its decode worker."""
-        parts, prepared = self._parts, request.prepared
-        wait_s = parts.queue.wait_s(prepared.model, prepared.priority, prepared.tenant)
-        policy = RoutePolicy.from_proto(parts.policy.policy)
+    def _queue_wait_s(self, prepared: PreparedRequest) -> float:
+        wait_s = self._parts.queue.wait_s(prepared.model, prepared.priority, prepared.tenant)
         # The error of a full queue has a hint of its own.
-        if not math.isfinite(wait_s) or missing_tokens < max(1, policy.local_prefill_max_tokens):
-            return 0.0
-        if not any(parts.queue.pulling_workers(prepared.adapter).values()):
-            return 0.0
-        placed = PlacementRequest(
-            model=prepared.model,
-            prompt_tokens=len(prepared.token_ids),
-            prefill_placement=prepared.placement,
-            policy=policy,
-            remaining_s=request.deadline.remaining_s(),
-        )
-        remote, _ = remote_wanted(placed, wait_s)
-        return wait_s if remote else 0.0
+        return wait_s if math.isfinite(wait_s) else 0.0
 
     def _cached_tokens(self, prepared: PreparedRequest) -> int:
         """The prompt tokens in the prefix cache of the worker that has the most."""

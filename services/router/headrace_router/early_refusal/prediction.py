@@ -2,8 +2,9 @@
 
     time to first token = time since arrival + wait for a decode slot + wait in the prefill queue + prefill
 
-The prefill queue counts only for a prompt that placement would send there. The time of the prefill is that of the
-missing tokens by the mean time model of the prefill workers. It is 0 while none has reported one within 30 s.
+The prefill queue counts only for a prompt that placement sends there. The time of the prefill is that of the missing
+tokens and of their hand-over, by the mean time model of the prefill workers. It is 0 while none has reported one within
+30 s. Among workers of both roles it is what placement has predicted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Estimates of prefill throughput, waiting time and computing time, from what workers report. Pure."""
+"""The state of the queue, and what its prefill workers have learned of their times. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-from headrace_common.time_model.model import StepTimes, TimeModel, mean_steps
+from headrace_common.time_model.model import TimeModel, mean_model
 from headrace_kv.layout.layout import WorkerRef
 
-_DECAY_S: Final = 30.0
 _MEAN_AGE_S: Final = 0.5
+_PRICED_TOKENS: Final = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,78 +27,58 @@ class QueueEstimate:
     wait_s: float
 
 
-class ThroughputEstimator:
-    """Mean size and duration of completed tasks. Weights decay with the age of a task."""
-
-    def __init__(self) -> None:
-        self._tokens = 0.0
-        self._duration_s = 0.0
-        self._tasks = 0.0
-        self._recorded_s = 0.0
-
-    def record_task(self, tokens: int, duration_s: float, now_s: float) -> None:
-        """A worker completed a task of `tokens` after `duration_s`."""
-        kept = math.exp(-max(0.0, now_s - self._recorded_s) / _DECAY_S) if self._tasks else 0.0
-        self._tokens = kept * self._tokens + tokens
-        self._duration_s = kept * self._duration_s + duration_s
-        self._tasks = kept * self._tasks + 1
-        self._recorded_s = now_s
-
-    @property
-    def task_duration_s(self) -> float:
-        """Mean duration of a task on a worker; 0 before the first task."""
-        return self._duration_s / self._tasks if self._tasks else 0.0
-
-    @property
-    def task_tokens(self) -> float:
-        """Mean tokens of a task; 0 before the first task."""
-        return self._tokens / self._tasks if self._tasks else 0.0
-
-    def wait_s(self, queued_tokens: float, running_tasks: int) -> float:
-        """How long a new task behind `queued_tokens` waits for the place of one of `running_tasks`.
-
-        0 before the first task has completed, or when none runs.
-        """
-        if self._tokens <= 0 or not running_tasks:
-            return 0.0
-        tokens_per_s = running_tasks * self._tokens / max(1e-9, self._duration_s)
-        return (queued_tokens + self.task_tokens) / tokens_per_s
-
-
 class PrefillTimes:
-    """What the prefill workers of one model have learned of their steps, as one worker with their mean times.
+    """What the prefill workers of one layout have learned.
 
     The mean of hundreds of workers is computed again at an interval, and not for each placement.
     """
 
     def __init__(self) -> None:
-        self._steps: dict[WorkerRef, StepTimes] = {}
+        self._models: dict[WorkerRef, TimeModel] = {}
         self._reported_s = -math.inf
         self._mean = TimeModel()
         self._mean_due_s = -math.inf
 
-    def report(self, ref: WorkerRef, steps: StepTimes, now_s: float) -> None:
-        """Replaces what a worker has learned."""
+    def report(self, ref: WorkerRef, model: TimeModel, now_s: float) -> None:
+        """Replaces what a worker has learned. Other links than those of `model` stay."""
         self._reported_s = now_s
-        if steps.knows_prompts:
-            if not self._steps:
+        if model.steps.knows_prompts:
+            if not self._models:
                 self._mean_due_s = -math.inf
-            self._steps[ref] = steps
+            known = self._models.get(ref)
+            self._models[ref] = model if known is None else model.with_links_of(known)
 
     def remove(self, ref: WorkerRef) -> None:
         """Forgets a worker."""
-        self._steps.pop(ref, None)
+        self._models.pop(ref, None)
 
     def prefill_s(
-        self, tokens: float, prior_tokens: float, now_s: float, age_max_s: float
+        self, tokens: float, prior_tokens: float, now_s: float, age_max_s: float = math.inf
     ) -> float:
-        """How long a worker computes `tokens` of a prompt after `prior_tokens` of it.
+        """How long the mean worker computes `tokens` of a prompt after `prior_tokens` of it.
 
         0 before a worker knows, and when the last report is older than `age_max_s`.
         """
         if now_s - self._reported_s > age_max_s:
             return 0.0
         if now_s >= self._mean_due_s:
-            self._mean = TimeModel(mean_steps(self._steps.values()))
+            self._mean = mean_model(self._models.values())
             self._mean_due_s = now_s + _MEAN_AGE_S
         return self._mean.step_s(tokens, prior_tokens=prior_tokens) or 0.0
+
+    def token_s(self, now_s: float) -> float:
+        """The same for a token of a usual prompt."""
+        return self.prefill_s(_PRICED_TOKENS, 0, now_s) / _PRICED_TOKENS
+
+    def handover_s(self, payload_bytes: float) -> float:
+        """How long the mean worker hands bytes over after computing. 0 without bytes, and while unknown."""
+        return (self._mean.handover_s(payload_bytes) or 0.0) if payload_bytes else 0.0
+
+    def handover_tokens(
+        self, ref: WorkerRef, payload_bytes: float, link: str, now_s: float
+    ) -> float:
+        """How many tokens are computed in the time of a worker's hand-over to decode worker `link`. 0 while unknown."""
+        model, token_s = self._models.get(ref), self.token_s(now_s)
+        if model is None or token_s <= 0:
+            return 0.0
+        return (model.handover_s(payload_bytes, link) or 0.0) / token_s

@@ -10,7 +10,7 @@ from typing import Final
 
 from headrace_common.callers.priority import Priority
 from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_router.prefill_queue.estimate import ThroughputEstimator
+from headrace_router.prefill_queue.estimate import PrefillTimes
 from headrace_router.prefill_queue.fair_turns import FairTurns, amount_ahead
 from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.prefill_queue.waiting import AffinityWaits, ClassTasks
@@ -28,16 +28,25 @@ class QueueGroup:
     """
 
     def __init__(
-        self, layout: KvLayout, prefix_wait_s: float, tenant_weight: Callable[[str], float]
+        self,
+        layout: KvLayout,
+        token_bytes: float,
+        prefix_wait_s: float,
+        tenant_weight: Callable[[str], float],
     ) -> None:
         self.layout = layout
         """The layout fingerprint that the group's workers share."""
+        self.token_bytes = token_bytes
+        """KV of one token, over all ranks."""
         self.worker_streams: dict[WorkerRef, PrefillWorkerStream] = {}
         """The workers that take tasks."""
+        self.times = PrefillTimes()
+        """What they have learned."""
         self.expected_tasks = 0
         self._running_tasks = 0
+        self._running_tokens = 0
         self._open_streams = 0
-        self._throughput = ThroughputEstimator()
+        self._unrestricted_count = 0
         self._prefix_wait_s = prefix_wait_s
         self._waiting = {priority: ClassTasks(tenant_weight) for priority in Priority}
         self._turns = FairTurns[Priority](lambda priority: priority.weight)
@@ -80,9 +89,9 @@ class QueueGroup:
             return 0.0
         # Expected tasks that find a credit count as running, the others as queued.
         overflow = overflow_tasks / self.expected_tasks if self.expected_tasks else 0.0
-        own, new_tokens = self._waiting[priority], self._throughput.task_tokens
+        own, task_tokens = self._waiting[priority], self._mean_task_tokens()
         ahead = amount_ahead(
-            own.tokens_before_end(tenant, new_tokens, overflow),
+            own.tokens_before_end(tenant, task_tokens, overflow),
             priority.weight,
             [
                 (waiting.tokens_with_expected(overflow), other.weight)
@@ -90,11 +99,20 @@ class QueueGroup:
                 if other is not priority
             ],
         )
-        throughput_s = self._throughput.wait_s(
-            ahead - new_tokens, self._running_tasks + self._with_credits.credits
-        )
+        task_s = self.times.prefill_s(task_tokens, 0, time.monotonic()) if task_tokens else 0.0
+        compute_s = task_s * ahead / (task_tokens or 1.0) / max(1, self._unrestricted_count)
         age_s = own.oldest_age_s if tenant is None else own.oldest_age_of(tenant)
-        return max(throughput_s, age_s)
+        return max(compute_s, age_s)
+
+    def _mean_task_tokens(self) -> float:
+        """Tokens to compute of the mean task that runs or waits, else of the mean expected one; 0 without any."""
+        waiting = self._waiting.values()
+        tasks = self._running_tasks + len(self)
+        if tasks:
+            tokens = self._running_tokens + sum(one.missing_tokens for one in waiting)
+            return tokens / tasks
+        expected = sum(one.tokens_with_expected(1.0) for one in waiting)
+        return expected / self.expected_tasks if self.expected_tasks else 0.0
 
     @contextmanager
     def expect_task(self, tokens: int, priority: Priority, tenant: str) -> Iterator[None]:
@@ -154,6 +172,7 @@ class QueueGroup:
         """Adds a worker, as yet without credits."""
         self.worker_streams[stream.ref] = stream
         self._open_streams += 1
+        self._count_unrestricted()
         for queued in self:
             if not queued.fits(stream.ref, stream.adapters):
                 queued.exclude((stream.ref,))
@@ -164,6 +183,7 @@ class QueueGroup:
     def retire_worker(self, stream: PrefillWorkerStream) -> tuple[QueuedTask, ...]:
         """Assigns the worker no more tasks. Removes and returns the tasks that no other worker may take."""
         self.worker_streams.pop(stream.ref, None)
+        self._count_unrestricted()
         stream.retire()
         self._with_credits.update(stream)
         for queued in self._affinity_waits.tasks_for(stream.ref):
@@ -180,6 +200,7 @@ class QueueGroup:
         """From now on, these workers get only tasks that no other worker may take."""
         for ref, stream in self.worker_streams.items():
             stream.restrict(ref in refs)
+        self._count_unrestricted()
         self._offer_credits()
 
     def close_stream(self) -> bool:
@@ -208,6 +229,10 @@ class QueueGroup:
             if stream.credits:
                 self.add_credits(stream, 0)
 
+    def _count_unrestricted(self) -> None:
+        streams = self.worker_streams.values()
+        self._unrestricted_count = sum(not stream.restricted for stream in streams)
+
     def _is_left_to_restricted(self, excluded: Collection[WorkerRef]) -> bool:
         """Whether only restricted workers may take a task that these may not get."""
         streams = self.worker_streams.items()
@@ -217,15 +242,14 @@ class QueueGroup:
         """A worker no longer has a task."""
         stream.task_ended(queued)
         self._running_tasks -= 1
+        self._running_tokens -= queued.counted_tokens
         self._with_credits.update(stream)
 
     def task_succeeded(
         self, stream: PrefillWorkerStream, queued: QueuedTask, cached_tokens: int
     ) -> None:
-        """A worker completed a task, of which it had `cached_tokens`. Its duration counts for estimates."""
+        """A worker completed a task, of which it had `cached_tokens`."""
         self.task_ended(stream, queued)
-        now_s = time.monotonic()
-        self._throughput.record_task(queued.tokens, now_s - queued.pulled_s, now_s)
         self._correct(queued, max(1, queued.tokens - cached_tokens))
 
     def task_returned(self, queued: QueuedTask) -> None:
@@ -260,6 +284,7 @@ class QueueGroup:
         self._turns.handed_out(queued.priority, queued.counted_tokens)
         self._waiting[queued.priority].handed_out(queued)
         self._running_tasks += 1
+        self._running_tokens += queued.counted_tokens
 
     def _correct(self, queued: QueuedTask, computed_tokens: int) -> None:
         """A worker has computed so many tokens of a task that was handed out."""
@@ -287,7 +312,7 @@ class QueueGroup:
             and better.has_room_within(
                 self._prefix_wait_s,
                 tasks_ahead=self._affinity_waits.count_for(ref),
-                task_duration_s=self._throughput.task_duration_s,
+                token_s=self.times.token_s(now_s),
                 now_s=now_s,
             )
         )

@@ -1,69 +1,136 @@
-"""What the queue asks of the policy for pairs of prefill and decode workers."""
+"""Which prefill and decode workers hand KV over, by the places where they run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
 
-from headrace.prefill.v1 import prefill_pb2
+import numpy as np
+
+from headrace.registry.v1 import registry_pb2
+from headrace_common.registry.place import Level, Place, place_from_proto
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.placement import PairCosts
 from headrace_router.workers.table import LoadTable
+
+_DEFAULT_FAR_WEIGHT: Final = 0.5
+_NO_POLICY: Final = registry_pb2.Policy()
 
 Pulling = Mapping[KvLayout, frozenset[WorkerRef]]
 """Prefill workers that take tasks, by layout fingerprint."""
 
 
-ComputeTime = Callable[[str], float]
-"""The time in which a prefill worker of a model computes a token, 0 while it is unknown."""
+@dataclass(frozen=True, slots=True)
+class PairRules:
+    """The part of the deployment's policy for pairs. See Policy in registry.proto."""
+
+    level: Level = Level.NONE
+    required: bool = False
+    far_weight: float = _DEFAULT_FAR_WEIGHT
+
+    @classmethod
+    def from_proto(cls, policy: registry_pb2.Policy) -> PairRules:
+        """Converts a policy. Absent fields get their defaults. A level of a later version counts as none."""
+        known = policy.pair_level in registry_pb2.PairLevel.values()
+        return cls(
+            level=Level(policy.pair_level) if known else Level.NONE,
+            required=policy.pair_rule == registry_pb2.PAIR_RULE_REQUIRE,
+            far_weight=policy.far_weight if policy.HasField("far_weight") else _DEFAULT_FAR_WEIGHT,
+        )
 
 
-class PairPolicy(Protocol):
-    """Judges pairs of workers. `compute_s` relates the time of a hand-over to computing."""
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """`result` holds for these arguments."""
+
+    table: LoadTable
+    pulling: tuple[tuple[KvLayout, frozenset[WorkerRef]], ...]
+    result: PairCosts
+
+
+class Pairing:
+    """Judges pairs of workers by their places at the policy's level. One event loop owns it.
+
+    `update` must be called with every change of the registry's members. Without a level, every pair is equal.
+    """
+
+    def __init__(self, policy: Callable[[], registry_pb2.Policy] = lambda: _NO_POLICY) -> None:
+        """`policy` returns the policy in force."""
+        self._policy = policy
+        self._read_policy: registry_pb2.Policy | None = None
+        self._rules = PairRules()
+        self._members: dict[WorkerRef, Place] = {}
+        self._places: dict[WorkerRef, Place] = {}
+        """Of the workers with a known place, at the level of the rules."""
+        self._costs: _Costs | None = None
+
+    def update(self, members: Iterable[registry_pb2.Member]) -> None:
+        """Replaces the workers by the registry's."""
+        self._members = {
+            WorkerRef(member.worker_id, member.incarnation): place_from_proto(member.place)
+            for member in members
+            if member.HasField("place")
+        }
+        self._find_places()
 
     def fits(self, decode: WorkerRef) -> Callable[[WorkerRef], bool] | None:
         """Whether a prefill worker may hand KV over to a decode worker. None when every one may."""
-        ...
+        if not self._has_level() or not self._rules.required:
+            return None
+        return lambda prefill: self._is_near(prefill, decode)
 
-    def extra_tokens(
-        self, decode: WorkerRef, tokens: int, compute_s: ComputeTime
-    ) -> Callable[[WorkerRef], float] | None:
-        """Cost of handing `tokens` over by prefill worker, in computed tokens. None when it is 0 for each."""
-        ...
+    def far_weight(self, decode: WorkerRef) -> Callable[[WorkerRef], float] | None:
+        """Cost of a token that a prefill worker hands over, relative to computing it. None without a level."""
+        if not self._has_level():
+            return None
+        weight = self._rules.far_weight
+        return lambda prefill: 0.0 if self._is_near(prefill, decode) else weight
 
-    def costs(
-        self, table: LoadTable, pulling: Pulling, model: str, compute_s: ComputeTime
-    ) -> PairCosts | None:
-        """For each decode worker of the table, the cheapest hand-over to it. None when all are equal."""
-        ...
+    def costs(self, table: LoadTable, pulling: Pulling) -> PairCosts | None:
+        """For each decode worker of the table, the cheapest hand-over to it. None without a level."""
+        if not self._has_level():
+            return None
+        items, known = tuple(pulling.items()), self._costs
+        if known is None or known.table is not table or known.pulling != items:
+            known = self._costs = _Costs(table, items, self._computed_costs(table, pulling))
+        return known.result
 
-    def task_done(
-        self, prefill: WorkerRef, decode: WorkerRef, tokens: int, done: prefill_pb2.TaskDone
-    ) -> None:
-        """A prefill worker has handed `tokens` over."""
-        ...
+    def _computed_costs(self, table: LoadTable, pulling: Pulling) -> PairCosts:
+        places = [
+            {self._places.get(ref) for ref in pulling.get(layout, ())} for layout in table.layouts
+        ]
+        sources = [places[layout] for layout in table.layout_of]
+        own = [self._places.get(worker.ref) for worker in table.workers]
+        near = np.array(
+            [
+                place is not None and place in found
+                for place, found in zip(own, sources, strict=True)
+            ],
+            np.bool_,
+        )
+        allowed = (
+            near if self._rules.required else np.array([bool(one) for one in sources], np.bool_)
+        )
+        return PairCosts(allowed, np.where(near, 0.0, self._rules.far_weight))
 
+    def _has_level(self) -> bool:
+        policy = self._policy()
+        if policy is not self._read_policy:
+            self._read_policy = policy
+            rules = PairRules.from_proto(policy)
+            if rules != self._rules:
+                self._rules = rules
+                self._find_places()
+        return self._rules.level is not Level.NONE
 
-class AnyPair:
-    """The policy without rules."""
+    def _find_places(self) -> None:
+        level = self._rules.level
+        found = ((ref, place.at(level)) for ref, place in self._members.items())
+        self._places = {ref: place for ref, place in found if place is not None}
+        self._costs = None
 
-    def fits(self, decode: WorkerRef) -> Callable[[WorkerRef], bool] | None:
-        """See PairPolicy."""
-        return None
-
-    def extra_tokens(
-        self, decode: WorkerRef, tokens: int, compute_s: ComputeTime
-    ) -> Callable[[WorkerRef], float] | None:
-        """See PairPolicy."""
-        return None
-
-    def costs(
-        self, table: LoadTable, pulling: Pulling, model: str, compute_s: ComputeTime
-    ) -> PairCosts | None:
-        """See PairPolicy."""
-        return None
-
-    def task_done(
-        self, prefill: WorkerRef, decode: WorkerRef, tokens: int, done: prefill_pb2.TaskDone
-    ) -> None:
-        """See PairPolicy."""
+    def _is_near(self, prefill: WorkerRef, decode: WorkerRef) -> bool:
+        """Unknown places are equal to none."""
+        place = self._places.get(decode)
+        return place is not None and self._places.get(prefill) == place

@@ -31,18 +31,18 @@ from headrace_common.errors import (
     from_reason,
 )
 from headrace_common.registry.adapters import Adapter
-from headrace_common.time_model.proto import step_times_from_proto
+from headrace_common.time_model.proto import time_model_from_proto
 from headrace_frontend.admission.fair_share import tenant_weight
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.placement import PairCosts
-from headrace_router.prefill_queue.estimate import PrefillTimes, QueueEstimate
+from headrace_router.prefill_queue.estimate import QueueEstimate
 from headrace_router.prefill_queue.group import QueueGroup
-from headrace_router.prefill_queue.pairs import AnyPair, PairPolicy, Pulling
+from headrace_router.prefill_queue.pairs import Pairing, Pulling
 from headrace_router.prefill_queue.task import QueuedTask, SignTask, TaskTerms, sent_tokens
 from headrace_router.prefill_queue.worker_stream import PrefillLoad, PrefillWorkerStream
-from headrace_router.workers.table import LoadTable
+from headrace_router.workers.table import LoadTable, token_bytes
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,7 +50,6 @@ WORKERS_MAX: Final = 4_096
 _RETRY_AFTER_MAX_S: Final = 60.0
 # A fraction of the time that a prefix of a thousand tokens saves.
 _PREFIX_WAIT_S: Final = 0.05
-_PRICED_TOKENS: Final = 512
 # With these a worker rejects a task that it has not started.
 _REJECTIONS: Final = (Draining.reason, QueueFull.reason)
 
@@ -62,7 +61,7 @@ class PrefillQueue:
 
     When another worker has room, a task still waits once, for at most `prefix_wait_s`, for a worker that has its
     prefix. One event loop owns the queue. `sign` makes the handoff ticket of each task that is sent. `pairs` states
-    which workers may take a task, and what a hand-over costs. `tenant_weights` returns the weights, and a tenant
+    which workers may take a task, and what their places cost. `tenant_weights` returns the weights, and a tenant
     without one weighs 1.
     """
 
@@ -72,18 +71,17 @@ class PrefillQueue:
         prefix_wait_s: float = _PREFIX_WAIT_S,
         *,
         sign: SignTask,
-        pairs: PairPolicy | None = None,
+        pairs: Pairing | None = None,
         tenant_weights: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.max_queued_tasks = max_queued_tasks
         self._prefix_wait_s = prefix_wait_s
         self._sign = sign
-        self._pairs = pairs or AnyPair()
+        self._pairs = pairs or Pairing()
         self._tenant_weights = tenant_weights
         self._groups: dict[KvLayout, QueueGroup] = {}
         self._worker_streams: dict[WorkerRef, PrefillWorkerStream] = {}
         self._pulling: dict[KvLayout, frozenset[WorkerRef]] = {}
-        self._times: dict[str, PrefillTimes] = {}
         self._numbers = itertools.count(1)
         self._restricted: frozenset[WorkerRef] = frozenset()
 
@@ -133,20 +131,29 @@ class PrefillQueue:
         }
 
     def prefill_s(
-        self, model: str, tokens: float, prior_tokens: float = 0, age_max_s: float = math.inf
+        self,
+        model: str,
+        tokens: float,
+        prior_tokens: float = 0,
+        age_max_s: float = math.inf,
+        sent_tokens: float = 0,
     ) -> float:
         """How long a prefill worker of a served model computes `tokens` of a prompt after `prior_tokens` of it.
 
-        0 before workers have learned it, and when the last report is older than `age_max_s`.
+        With `sent_tokens`, their hand-over follows. 0 before workers have learned it, and when the last report is older
+        than `age_max_s`.
         """
-        times = self._times.get(model)
-        if times is None:
-            return 0.0
-        return times.prefill_s(tokens, prior_tokens, time.monotonic(), age_max_s)
+        now_s = time.monotonic()
+        for group in self._groups_of(model):
+            prefill_s = group.times.prefill_s(tokens, prior_tokens, now_s, age_max_s)
+            if prefill_s:
+                return prefill_s + group.times.handover_s(sent_tokens * group.token_bytes)
+        return 0.0
 
     def compute_s_per_token(self, model: str) -> float:
         """The same for a token of a usual prompt."""
-        return self.prefill_s(model, _PRICED_TOKENS) / _PRICED_TOKENS
+        now_s = time.monotonic()
+        return max((group.times.token_s(now_s) for group in self._groups_of(model)), default=0.0)
 
     def pulling_workers(
         self, adapter: Adapter | None = None
@@ -162,9 +169,9 @@ class PrefillQueue:
             for layout, refs in self._pulling.items()
         }
 
-    def pair_costs(self, table: LoadTable, pulling: Pulling, model: str) -> PairCosts | None:
+    def pair_costs(self, table: LoadTable, pulling: Pulling) -> PairCosts | None:
         """For each decode worker of the table, the cheapest hand-over to it. None when all are equal."""
-        return self._pairs.costs(table, pulling, model, self.compute_s_per_token)
+        return self._pairs.costs(table, pulling)
 
     def worker_counts(self) -> dict[str, int]:
         """The number of connected prefill workers by served model."""
@@ -216,9 +223,7 @@ class PrefillQueue:
             number=next(self._numbers),
             cancel=self._cancel,
             fits_pair=self._pairs.fits(decode),
-            extra_tokens=self._pairs.extra_tokens(
-                decode, sent_tokens(task), self.compute_s_per_token
-            ),
+            extra_tokens=self._extra_tokens(decode, group, sent_tokens(task)),
         )
         group.exclude_unfit_workers(queued)
         if not group.has_eligible_worker(queued):
@@ -246,9 +251,11 @@ class PrefillQueue:
                 metadata={"maxsize": str(WORKERS_MAX)},
             )
         key = fingerprint(layout)
-        group = self._groups.setdefault(
-            key, QueueGroup(key, self._prefix_wait_s, self._tenant_weight)
-        )
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = QueueGroup(
+                key, token_bytes(layout), self._prefix_wait_s, self._tenant_weight
+            )
         stream = PrefillWorkerStream(ref, model, key, next(self._numbers), self._sign, adapters)
         stream.restrict(ref in self._restricted)
         self._worker_streams[ref] = stream
@@ -264,10 +271,9 @@ class PrefillQueue:
         worker may take them.
         """
         del self._worker_streams[stream.ref]
-        if stream.model in self._times:
-            self._times[stream.model].remove(stream.ref)
         _LOG.info("prefill worker %s pulls no more, %d tasks left", stream.ref, len(stream.tasks))
         self._retire(stream)
+        self._group_of(stream).times.remove(stream.ref)
         for transfer_id, queued in tuple(stream.tasks.items()):
             error = WorkerGone(
                 f"prefill worker {stream.ref} vanished with task {transfer_id}",
@@ -318,10 +324,8 @@ class PrefillQueue:
         if not done.reason:
             group.task_succeeded(stream, queued, done.cached_tokens)
             if done.HasField("time_model"):
-                times = self._times.setdefault(stream.model, PrefillTimes())
-                steps = step_times_from_proto(done.time_model.steps)
-                times.report(stream.ref, steps, time.monotonic())
-            self._pairs.task_done(stream.ref, queued.decode, queued.sent_tokens, done)
+                model = time_model_from_proto(done.time_model)
+                group.times.report(stream.ref, model, time.monotonic())
             queued.end(None, done)
             return
         _LOG.info("task %s failed on %s: %s", done.transfer_id, stream.ref, done.detail)
@@ -345,6 +349,20 @@ class PrefillQueue:
             if stream is not None:
                 stream.send_cancel(transfer_id)
         queued.end(WorkerGone("the task was given up", metadata={"transfer_id": transfer_id}))
+
+    def _extra_tokens(
+        self, decode: WorkerRef, group: QueueGroup, tokens: int
+    ) -> Callable[[WorkerRef], float] | None:
+        """Cost of handing `tokens` over by prefill worker, in computed tokens. None when all are equal."""
+        far_weight = self._pairs.far_weight(decode)
+        if far_weight is None:
+            return None
+        times, now_s = group.times, time.monotonic()
+        payload_bytes = tokens * group.token_bytes
+        return lambda prefill: (
+            far_weight(prefill) * tokens
+            + times.handover_tokens(prefill, payload_bytes, decode.worker_id, now_s)
+        )
 
     def _tenant_weight(self, tenant: str) -> float:
         return tenant_weight(self._tenant_weights(), tenant)

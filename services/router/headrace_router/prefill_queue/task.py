@@ -56,6 +56,10 @@ class TaskTerms:
     tenant: str = DEFAULT_TENANT
     planned: WorkerRef | None = None
 
+    def missing_tokens(self, tokens: int) -> int:
+        """Of `tokens`, those that the worker with the longest cached prefix has to compute."""
+        return max(1, tokens - max(self.cached.values(), default=0))
+
 
 class QueuedTask:
     """One task, from joining the queue to its end. Each method but the last two reports an event.
@@ -78,6 +82,7 @@ class QueuedTask:
         self.decode = WorkerRef(task.decode_worker_id, task.decode_incarnation)
         self.group_key = group_key
         self.tokens = len(task.token_ids)
+        self.missing_tokens = terms.missing_tokens(self.tokens)
         self.number = number
         self.adapter = (
             Adapter(task.adapter.name, task.adapter.digest) if task.HasField("adapter") else None

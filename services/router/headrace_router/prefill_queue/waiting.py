@@ -188,6 +188,7 @@ class WaitingTasks:
     def __init__(self) -> None:
         self.tasks: OrderedDict[int, QueuedTask] = OrderedDict()
         self.tokens = 0
+        self.missing_tokens = 0
 
     @property
     def oldest_age_s(self) -> float:
@@ -202,11 +203,13 @@ class WaitingTasks:
             # These tasks have waited longest, or nearly so.
             self.tasks.move_to_end(queued.number, last=False)
         self.tokens += queued.tokens
+        self.missing_tokens += queued.missing_tokens
 
     def remove(self, queued: QueuedTask) -> None:
         """A task waits no more."""
         del self.tasks[queued.number]
         self.tokens -= queued.tokens
+        self.missing_tokens -= queued.missing_tokens
 
 
 class TenantTasks(WaitingTasks):
@@ -276,11 +279,11 @@ class ClassTasks(WaitingTasks):
             del self._expected[tenant]
 
     def tokens_with_expected(self, expected_share: float, tenant: str | None = None) -> float:
-        """Tokens that wait, and this share of the expected ones. Those of one tenant, or of all."""
+        """Missing tokens that wait, and this share of the expected ones. Those of one tenant, or of all."""
         if tenant is None:
-            return self.tokens + expected_share * self._expected.total()
+            return self.missing_tokens + expected_share * self._expected.total()
         tasks = self._tenants.get(tenant)
-        own = tasks.tokens if tasks is not None else 0
+        own = tasks.missing_tokens if tasks is not None else 0
         return own + expected_share * self._expected[tenant]
 
     def tokens_before_end(self, tenant: str | None, tokens: float, expected_share: float) -> float:

@@ -74,6 +74,8 @@ class PrefillWorkerStream:
         self.tenants: Counter[str] = Counter()
         """The number of tasks of each tenant."""
         self._received_s = 0.0
+        # When the task before the oldest one ended.
+        self._head_start_s = 0.0
 
     def received_message(self) -> None:
         """The worker has sent something."""
@@ -141,6 +143,8 @@ class PrefillWorkerStream:
 
     def task_ended(self, queued: QueuedTask) -> None:
         """The worker no longer has this task."""
+        if queued is next(iter(self.tasks.values())):
+            self._head_start_s = time.monotonic()
         del self.tasks[queued.task.transfer_id]
         self.tenants[queued.tenant] -= 1
         if not self.tenants[queued.tenant]:
@@ -148,14 +152,18 @@ class PrefillWorkerStream:
         self.load_tokens -= queued.tokens - queued.cached_tokens(self.ref)
 
     def has_room_within(
-        self, wait_s: float, *, tasks_ahead: int, task_duration_s: float, now_s: float
+        self, wait_s: float, *, tasks_ahead: int, token_s: float, now_s: float
     ) -> bool:
         """Whether the worker is likely to end `tasks_ahead` + 1 of its tasks within `wait_s`.
 
-        Each task is expected to take `task_duration_s` from when the worker pulled it.
+        It computes them in order, each token in `token_s`.
         """
-        queued = next(itertools.islice(self.tasks.values(), tasks_ahead, None), None)
-        return queued is not None and queued.pulled_s + task_duration_s <= now_s + wait_s
+        first = tuple(itertools.islice(self.tasks.values(), tasks_ahead + 1))
+        if len(first) <= tasks_ahead:
+            return False
+        tokens = sum(queued.counted_tokens for queued in first)
+        start_s = max(self._head_start_s, first[0].pulled_s)
+        return start_s + token_s * tokens <= now_s + wait_s
 
 
 class WorkersWithCredits:

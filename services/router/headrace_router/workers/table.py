@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -81,13 +82,20 @@ class TimeColumns:
         self.errors: Numbers = np.zeros(count)
         """Median relative errors of the times of steps."""
         self._models: dict[int, TimeModel] = {}
+        self._learned_s = 0.0
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since a worker learned something."""
+        return time.monotonic() - self._learned_s
 
     def set(self, row: int, prompts: PromptWork, model: TimeModel) -> None:
         """Sets the values of one worker."""
         self.prompts[:, row] = (prompts.tokens, prompts.head_tokens, prompts.head_start_s)
-        if self._models.get(row) is model:
+        if self._models.get(row) == model:
             return
         self._models[row] = model
+        self._learned_s = time.monotonic()
         steps, handovers = model.steps, model.handovers
         self.known[row] = model.step_s(1, 1) is not None
         self.steps[:, row] = (
@@ -129,7 +137,7 @@ class LoadTable:
         self.reachable: Flags = np.zeros(count, np.bool_)
         self.draining: Flags = np.zeros(count, np.bool_)
         self.times = TimeColumns(count)
-        self.token_bytes: Numbers = np.array([_token_bytes(w.layout) for w in self.workers])
+        self.token_bytes: Numbers = np.array([token_bytes(w.layout) for w in self.workers])
         """KV of one token, over all ranks."""
         self._loads: dict[int, Load] = {}
         self._rows = {worker.ref: row for row, worker in enumerate(self.workers)}
@@ -219,7 +227,8 @@ class LoadTable:
         return found
 
 
-def _token_bytes(layout: KvLayout) -> float:
+def token_bytes(layout: KvLayout) -> float:
+    """KV of one token, over all ranks."""
     size = layout.block_tokens
     return sum(
         len(group.layers) * group.bytes_between(0, size, group.head_count) / size

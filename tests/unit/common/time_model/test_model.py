@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -13,6 +14,7 @@ from headrace_common.time_model.model import (
     StepLearner,
     StepTimes,
     TimeModel,
+    mean_model,
 )
 from headrace_common.time_model.proto import time_model_from_proto, time_model_to_proto
 
@@ -107,7 +109,10 @@ def test_hand_overs_are_known_by_link() -> None:
         payload = 1_000_000 + 50_000 * number
         learner.observe(payload, 0.001 + payload / 1e9, "near")
         learner.observe(payload, 0.005 + payload / 1e8, "far")
-    model = TimeModel(handovers=learner.times, links=learner.links)
+    near = TimeModel(handovers=learner.times, links=learner.links_to("near"))
+    assert learner.links_to("unknown") == {}
+    model = TimeModel(links=learner.links_to("far")).with_links_of(near)
+    model = replace(model, handovers=learner.times)
     assert model.handover_s(4_000_000, "near") == pytest.approx(0.005, rel=0.1)
     assert model.handover_s(4_000_000, "far") == pytest.approx(0.045, rel=0.1)
     everywhere = model.handover_s(4_000_000)
@@ -126,8 +131,21 @@ def test_links_are_bounded() -> None:
     learner = HandoverLearner()
     for number in range(100):
         learner.observe(1_000, 0.001, f"link-{number}")
-    assert len(learner.links) == 64
-    assert "link-99" in learner.links
+    known = [number for number in range(100) if learner.links_to(f"link-{number}")]
+    assert known == list(range(36, 100))
+    model = TimeModel()
+    for number in known:
+        model = TimeModel(links=learner.links_to(f"link-{number}")).with_links_of(model)
+    model = TimeModel(links={"new": HandoverTimes()}).with_links_of(model)
+    assert list(model.links) == [*(f"link-{number}" for number in range(37, 100)), "new"]
+
+
+def test_the_mean_of_workers_leaves_out_what_is_unknown() -> None:
+    assert mean_model([]) == TimeModel()
+    times = HandoverTimes(0.5, 1e-9, 4)
+    one = TimeModel(StepTimes(fixed_s=1.0, prompt_steps=6), times, {"d0": times})
+    other = TimeModel(StepTimes(fixed_s=3.0, prompt_steps=8), HandoverTimes(count=2))
+    assert mean_model([one, other]) == TimeModel(StepTimes(fixed_s=2.0, prompt_steps=7), times)
 
 
 def test_short_steps_are_not_all_learned() -> None:

@@ -52,20 +52,22 @@ async def test_an_affinity_wait_ends_when_the_worker_leaves_or_the_task_is_cance
     assert queue.estimate().queued_tokens == 0
 
 
-async def test_the_estimate_follows_from_completed_tasks() -> None:
+async def test_the_estimate_follows_from_what_workers_have_learned() -> None:
     queue, (a, b) = pulling(1, 1)
     assert queue.estimate().wait_s == 0.0
     for name in ("x", "y"):
-        add(queue, name, tokens=1_000).pulled_s -= 2.0
-    end(queue, a, "x")
-    end(queue, b, "y")
+        add(queue, name, tokens=1_000)
+    end(queue, a, "x", token_s=0.001)
+    end(queue, b, "y", token_s=0.003)
     queue.add_credits(a, 1)
     queue.add_credits(b, 1)
     for index in range(12):
-        add(queue, f"t{index}", tokens=1_000)
+        # What a worker has of a prompt, it does not compute.
+        cached = {a.ref: 1_000} if index % 2 else {}
+        add(queue, f"t{index}", tokens=2_000 if cached else 1_000, cached=cached)
     estimate = queue.estimate()
-    assert (estimate.depth, estimate.queued_tokens) == (10, 10_000)
-    # Each of two workers computes 1,000 tokens in 2 s. A new task has to wait for 11 tasks.
+    assert (estimate.depth, estimate.queued_tokens) == (10, 15_000)
+    # The mean of two workers computes 1,000 tokens in 2 s. A new task has to wait for 11 tasks.
     assert estimate.wait_s == pytest.approx(11.0, rel=0.05)
     assert queue.estimate("sim").depth == 10
     assert queue.estimate("another").depth == 0

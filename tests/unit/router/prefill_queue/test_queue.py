@@ -20,6 +20,8 @@ from headrace_common.errors import (
     WorkerGone,
 )
 from headrace_common.registry.adapters import Adapter, adapter_to_proto
+from headrace_common.time_model.model import StepTimes, TimeModel
+from headrace_common.time_model.proto import time_model_to_proto
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.prefill_queue.queue import PrefillQueue
@@ -80,9 +82,19 @@ def sent(stream: PrefillWorkerStream) -> list[str]:
 
 
 def end(
-    queue: PrefillQueue, stream: PrefillWorkerStream, name: str, reason: str = "", detail: str = ""
+    queue: PrefillQueue,
+    stream: PrefillWorkerStream,
+    name: str,
+    reason: str = "",
+    detail: str = "",
+    token_s: float = 0.0,
 ) -> None:
-    queue.task_ended(stream, prefill_pb2.TaskDone(transfer_id=name, reason=reason, detail=detail))
+    """Ends a task. With `token_s`, its worker has learned that it computes a token in so many seconds."""
+    done = prefill_pb2.TaskDone(transfer_id=name, reason=reason, detail=detail)
+    if token_s:
+        steps = StepTimes(s_per_prompt_token=token_s, prompt_steps=9)
+        done.time_model.CopyFrom(time_model_to_proto(TimeModel(steps)))
+    queue.task_ended(stream, done)
 
 
 async def test_tasks_go_out_by_deadline_then_arrival_one_per_credit() -> None:
@@ -335,17 +347,11 @@ async def test_waiting_tasks_fail_when_the_last_worker_drains() -> None:
         add(queue, "c")
 
 
-def complete_one(queue: PrefillQueue, stream: PrefillWorkerStream) -> None:
-    """Completes a task of 100 tokens, which took 10 s."""
-    queue.add_credits(stream, 1)
-    add(queue, "complete", tokens=100)
-    stream.tasks["complete"].pulled_s -= 10.0
-    end(queue, stream, "complete")
-
-
 async def test_expected_tasks_count_as_queued() -> None:
     queue, (stream,) = pulling(0)
-    complete_one(queue, stream)
+    queue.add_credits(stream, 1)
+    add(queue, "complete", tokens=100)
+    end(queue, stream, "complete", token_s=0.1)
     queue.add_credits(stream, 1)
     with ExitStack() as expected:
         waits_s = []

@@ -7,16 +7,20 @@ from itertools import count
 from random import Random
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.inference.v1 import inference_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
+from headrace_common.registry.place import Level
+from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
+from headrace_common.time_model.proto import time_model_to_proto
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_router.pairing.pairing import Pairing
 from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
+from headrace_router.prefill_queue.pairs import Pairing, PairRules
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.task import QueuedTask, TaskTerms
 from headrace_router.workers.table import Load, LoadTable, Worker
@@ -74,7 +78,7 @@ class Site:
         self.zones = {f"p{number}": zone for number, zone in enumerate(prefill_zones)}
         self.zones |= {f"d{number}": zone for number, zone in enumerate(decode_zones)}
         self.policy = Policy(policy)
-        self.pairing = Pairing(self.policy)
+        self.pairing = Pairing(lambda: self.policy.policy)
         self.pairing.update([member(name, zone) for name, zone in self.zones.items()])
         self.queue = PrefillQueue(100, sign=lambda task, ref, layout_hash: b"", pairs=self.pairing)
         self.streams = [
@@ -108,16 +112,11 @@ class Site:
         )
         pulling = self.queue.pulling_workers()
         candidates = Candidates(
-            self.table, columns, pulling, 0.0, self.queue.pair_costs(self.table, pulling, "sim")
+            self.table, columns, pulling, 0.0, self.queue.pair_costs(self.table, pulling)
         )
         wish = inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
         request = PlacementRequest("sim", _PROMPT_TOKENS, wish, RoutePolicy(), 30.0)
         return KvAware(Random(1)).choose(request, candidates)
-
-
-def token_s(model: str) -> float:
-    """The time in which a prefill worker computes a token."""
-    return 0.01
 
 
 def sent_to(queued: QueuedTask) -> str:
@@ -137,35 +136,48 @@ async def test_a_cached_prompt_outweighs_the_distance() -> None:
     assert sent_to(site.enqueue("d0", {"p0": 100})) == "p0"
 
 
-async def test_measured_lags_join_the_cost() -> None:
+async def test_the_learned_time_of_hand_overs_joins_the_cost() -> None:
     site = Site(["a", "b"], ["a", "b"], zone_policy(PREFER, far_weight=0.0), credit=9)
     first = site.enqueue("d0")
     assert sent_to(first) == "p0"
-    # 100 tokens are computed in 1 s, and their last write ends 2 s later.
-    times = prefill_pb2.TaskTimes(
-        compute_start_us=1, compute_end_us=1_000_001, last_write_us=3_000_001
+    # 100 tokens are computed in 1 s, and handed over to d0 in 2 s.
+    times = TimeModel(
+        StepTimes(s_per_prompt_token=0.01, prompt_steps=9),
+        links={"d0": HandoverTimes(fixed_s=2.0, count=3)},
     )
-    done = prefill_pb2.TaskDone(transfer_id=first.task.transfer_id, times=times)
+    done = prefill_pb2.TaskDone(transfer_id=first.task.transfer_id)
+    done.time_model.CopyFrom(time_model_to_proto(times))
     site.queue.task_ended(site.streams[0], done)
-    # Unknown times are no measurement.
-    site.pairing.task_done(ref("p0"), ref("d1"), 100, prefill_pb2.TaskDone())
-    assert sent_to(site.enqueue("d0")) == "p1"
-    # The lag of 100 tokens is worth 200 computed ones.
-    extra = site.pairing.extra_tokens(ref("d0"), 100, token_s)
-    assert extra is not None
-    assert (extra(ref("p0")), extra(ref("p1"))) == (200.0, 0.0)
-    # Both have a hand-over without a lag: p1 for d0, and p0 for d1.
-    costs = site.pairing.costs(site.table, site.queue.pulling_workers(), "sim", token_s)
-    assert costs is not None
-    assert costs.allowed.all()
-    assert list(costs.extra) == [0.0, 0.0]
+    task = site.enqueue("d0")
+    assert sent_to(task) == "p1"
+    assert task.extra_tokens is not None
+    assert task.extra_tokens(ref("p0")) == pytest.approx(200)
+    assert task.extra_tokens(ref("p1")) == 0.0
+    assert sent_to(site.enqueue("d1")) == "p0"
+
+
+def test_a_policy_becomes_rules() -> None:
+    assert PairRules.from_proto(registry_pb2.Policy()) == PairRules(Level.NONE, False, 0.5)
+    policy = registry_pb2.Policy(
+        pair_level=registry_pb2.PAIR_LEVEL_RACK, pair_rule=REQUIRE, far_weight=0.0
+    )
+    assert PairRules.from_proto(policy) == PairRules(Level.RACK, True, 0.0)
 
 
 async def test_without_a_level_nothing_changes() -> None:
     site = Site(["b", "a"], ["a"], registry_pb2.Policy(pair_rule=REQUIRE))
     assert site.pairing.fits(ref("d0")) is None
-    assert site.pairing.extra_tokens(ref("d0"), 100, token_s) is None
-    assert site.pairing.costs(site.table, site.queue.pulling_workers(), "sim", token_s) is None
+    assert site.enqueue("d0").extra_tokens is None
+    assert site.pairing.costs(site.table, site.queue.pulling_workers()) is None
+
+
+async def test_another_policy_holds_at_once() -> None:
+    site = Site(["b"], ["a", "b"], zone_policy(PREFER))
+    assert site.choose().remote
+    site.policy.policy = zone_policy(REQUIRE)
+    assert site.choose({"d0": 64}).worker.ref == ref("d1")
+    site.pairing.update([member("d1", "a"), member("p0", "b")])
+    assert not site.choose().remote
 
 
 async def test_without_a_prefill_worker_of_their_zone_prompts_are_prefilled_on_decode() -> None:
@@ -245,6 +257,6 @@ async def test_costs_follow_the_pulling_workers() -> None:
     site = Site(["a"], ["a"], zone_policy(REQUIRE))
     pulling = {fingerprint(_LAYOUT): frozenset({ref("p0")})}
     for layouts, allowed in ((pulling, True), ({}, False), (pulling, True)):
-        costs = site.pairing.costs(site.table, layouts, "sim", token_s)
+        costs = site.pairing.costs(site.table, layouts)
         assert costs is not None
         assert costs.allowed.all() == allowed

@@ -1,1 +1,0 @@
-"""Which prefill and decode workers hand KV over, by the places where they run."""
