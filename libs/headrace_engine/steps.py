@@ -1,11 +1,14 @@
-"""When an engine that should step counts as stalled, from its own history of steps."""
+"""Measures the steps of an engine, and finds out when an engine that should step is stalled."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
+
+from headrace_common.time_model.model import Step, StepLearner, StepTimes
 
 STEP_STALL_S: Final = 5.0
 """What `step_stall_s` is by default."""
@@ -18,7 +21,7 @@ _LEARNED_MIN_S: Final = 10.0
 _PAUSE_MAX_S: Final = 1.5
 
 _Kind: TypeAlias = tuple[int, bool]
-"""The power of two below the number of tokens, and whether a request has several of them."""
+"""The power of two below the number of tokens, and whether some are of prompts."""
 
 
 def _monotonic_s() -> float:
@@ -107,61 +110,78 @@ class StepHistory:
     def __init__(self) -> None:
         self._longest: dict[_Kind, _Longest] = {}
 
-    def record(self, requests: int, tokens: int, duration_s: float, now_s: float) -> None:
+    def record(self, step: Step, duration_s: float, now_s: float) -> None:
         """A step has ended. Its time counts at most as twice the bound that applied to it, about."""
-        expected_s = self.expected_s(requests, tokens)
+        expected_s = self.expected_s(step)
         if expected_s is not None:
             duration_s = min(duration_s, max(_LEARNED_MIN_S, _LEARNED_FACTOR * expected_s))
-        kind = _kind(requests, tokens)
-        self._longest.setdefault(kind, _Longest(now_s)).record(duration_s, now_s)
+        self._longest.setdefault(_kind(step), _Longest(now_s)).record(duration_s, now_s)
 
-    def expected_s(self, requests: int, tokens: int) -> float | None:
+    def expected_s(self, step: Step) -> float | None:
         """See EngineSteps."""
-        longest = self._longest.get(_kind(requests, tokens))
+        longest = self._longest.get(_kind(step))
         return None if longest is None else longest.expected_s
 
 
-def _kind(requests: int, tokens: int) -> _Kind:
-    return tokens.bit_length(), tokens > requests
+def _kind(step: Step) -> _Kind:
+    return step.tokens.bit_length(), step.prompt_tokens > 0
 
 
-class StepLog:
-    """Follows the steps of an engine, on the thread that plans them. Any thread may read `steps`."""
+class StepMeter:
+    """Measures the steps of an engine, on the thread that plans them. Any thread may read `steps` and `times`.
+
+    Each measured time serves the time model, and the bound beyond which the engine counts as stalled.
+    """
 
     def __init__(self, clock: Callable[[], float] = _monotonic_s) -> None:
         self._clock = clock
+        self._learner = StepLearner()
         self._history = StepHistory()
-        self._start_s = 0.0
+        # Steps that have not ended, with their start. With pipeline stages there are several.
+        self._planned: deque[tuple[Step, float]] = deque()
+        self._end_s = 0.0
         self.steps = EngineSteps()
+
+    @property
+    def times(self) -> StepTimes:
+        """What it has learned."""
+        return self._learner.times
 
     def request_added(self) -> None:
         """The engine has a request. From now on it should step."""
         if not self.steps.requests:
-            self._begin(1, 0)
+            self._show(1, Step())
 
-    def step_planned(self, requests: int, tokens: int) -> None:
-        """A step begins: the one before it has ended. `requests` counts all requests that have not ended."""
-        self._record()
+    def planned(self, step: Step, requests: int, *, continues: bool = False) -> None:
+        """A step is planned. `requests` counts all requests that have not ended.
+
+        `continues`: it has requests of the step before. Then it begins when that one ends, so that its time contains
+        what the engine does between both.
+        """
+        self._planned.append((step, 0.0 if continues else self._clock()))
         if requests:
-            self._begin(requests, tokens)
+            self._show(requests, step)
         else:
             self.idle()
 
+    def ended(self) -> None:
+        """The oldest planned step has ended, and its results are handled."""
+        if not self._planned:
+            return
+        step, start_s = self._planned.popleft()
+        end_s = self._clock()
+        duration_s = end_s - max(start_s, self._end_s)
+        self._end_s = end_s
+        self._learner.observe(step, duration_s)
+        self._history.record(step, duration_s, end_s)
+
     def idle(self) -> None:
         """The last request has ended."""
-        self._record()
         self.steps = EngineSteps(self.steps.count)
 
-    def _record(self) -> None:
-        last = self.steps
-        if last.requests:
-            now_s = self._clock()
-            self._history.record(last.requests, last.tokens, now_s - self._start_s, now_s)
-
-    def _begin(self, requests: int, tokens: int) -> None:
-        self._start_s = self._clock()
-        expected_s = self._history.expected_s(requests, tokens)
-        self.steps = EngineSteps(self.steps.count + 1, requests, tokens, expected_s)
+    def _show(self, requests: int, step: Step) -> None:
+        expected_s = self._history.expected_s(step)
+        self.steps = EngineSteps(self.steps.count + 1, requests, step.tokens, expected_s)
 
 
 class StepWatch:

@@ -32,6 +32,11 @@ class Step:
     running: int = 0
     context_tokens: int = 0
 
+    @property
+    def tokens(self) -> int:
+        """Those of prompts, and one for each answer."""
+        return self.prompt_tokens + self.running
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:

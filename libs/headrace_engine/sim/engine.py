@@ -339,7 +339,7 @@ class SimEngine(Engine):
 
     @property
     def step_times(self) -> StepTimes:
-        return NO_STEPS if self._scheduler is None else self._scheduler.steps.times
+        return NO_STEPS if self._scheduler is None else self._scheduler.meter.times
 
     def usage(self) -> EngineUsage:
         requests = self._requests

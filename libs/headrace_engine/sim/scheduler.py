@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -18,14 +17,13 @@ from headrace_common.errors import (
     InternalError,
     TransferTimeout,
 )
-from headrace_common.time_model.model import StepLearner
 from headrace_engine.interface import RemotePrefix
 from headrace_engine.sim.cache.pools import CachePools
 from headrace_engine.sim.model.settings import SimShape
 from headrace_engine.sim.sequence import Sequence
 from headrace_engine.sim.stepper import Chunk, SimClock, Stepper, plan_step, step_of
 from headrace_engine.step_budget import Answers, Prompt, prompt_budget
-from headrace_engine.steps import EngineSteps, StepLog
+from headrace_engine.steps import EngineSteps, StepMeter
 from headrace_kv.handoff.messages import Reservation
 
 _logger = logging.getLogger(__name__)
@@ -60,10 +58,9 @@ class Scheduler:
         self._detached: dict[str, tuple[tuple[int, ...], ...]] = {}
         self._work = asyncio.Event()
         self._closing = False
-        self._log = StepLog()
+        self.meter = StepMeter()
+        """Measures the steps."""
         self._on_steps = on_steps
-        self.steps = StepLearner()
-        """The times of the steps."""
 
     @property
     def running_count(self) -> int:
@@ -118,8 +115,8 @@ class Scheduler:
             try:
                 if not await self._step():
                     self._work.clear()
-                    self._log.idle()
-                    self._on_steps(self._log.steps)
+                    self.meter.idle()
+                    self._on_steps(self.meter.steps)
                     await self._clock.wait(self._work)
             except Exception:
                 _logger.exception("a step of the sim engine failed")
@@ -152,16 +149,15 @@ class Scheduler:
         )
         if not chunks:
             return False
-        self._log.step_planned(len(chunks), sum(chunk.end - chunk.start for chunk in chunks))
-        self._on_steps(self._log.steps)
-        # The time of an event loop may stand still until the loop goes on.
-        start_s = time.monotonic()
+        self.meter.planned(step_of(chunks), len(chunks))
+        self._on_steps(self.meter.steps)
         try:
             await self._stepper.run(chunks)
-            self.steps.observe(step_of(chunks), time.monotonic() - start_s)
         except InternalError as exc:
             for chunk in chunks:
                 self.fail(chunk.sequence, exc)
+        finally:
+            self.meter.ended()
         for chunk in chunks:
             # The others need their blocks still.
             if chunk.sequence.ended:
@@ -184,7 +180,7 @@ class Scheduler:
             min(one.bounds.tpot_s for one in bounded),
         )
         waiting = [Prompt(one.bounds, one.pending, one.computed) for one in prompts]
-        return prompt_budget(now_s, self.steps.times, due, waiting)
+        return prompt_budget(now_s, self.meter.times, due, waiting)
 
     def _admit(self) -> None:
         while len(self._running) < self._shape.max_num_seqs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 from headrace.engine.v1 import link_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.durations import seconds_from_duration
-from headrace_common.time_model.model import StepTimes
-from headrace_engine.steps import EngineSteps, StepLog
+from headrace_common.time_model.model import Step, StepTimes
+from headrace_engine.steps import EngineSteps, StepMeter
 from headrace_engine.vllm import continuation
 from headrace_engine.vllm.compat import block_counts
 from headrace_engine.vllm.layer_groups import LayerGroup
@@ -28,7 +28,6 @@ from headrace_engine.vllm.link.messages import (
     steps_to_proto,
 )
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
-from headrace_engine.vllm.scheduler.step_meter import StepMeter
 from headrace_engine.vllm.scheduler.step_planner import LONG_STEP_S
 from headrace_engine.vllm.settings import PRIORITY_KEY, STEP_KEY, ConnectorSettings
 from headrace_engine.vllm.step_plan import StepPlan
@@ -53,9 +52,8 @@ _POLLS_PER_SECOND: Final = 20
 class LoadMeter:
     """Follows requests and steps by the scheduler's hooks, on the scheduling thread. Any thread may read."""
 
-    def __init__(self, steps: StepMeter) -> None:
-        self._steps = steps
-        self._log = StepLog()
+    def __init__(self) -> None:
+        self._meter = StepMeter()
         self._known: set[str] = set()
         self._running: set[str] = set()
         self._count_blocks: Callable[[], tuple[int, int]] = lambda: (0, 0)
@@ -67,32 +65,68 @@ class LoadMeter:
     def request_added(self, request_id: str) -> None:
         """The scheduler has a new request."""
         self._known.add(request_id)
-        self._log.request_added()
+        self._meter.request_added()
 
-    def step_planned(self, scheduled: Mapping[str, int], preempted: Iterable[str]) -> None:
-        """A step has the `scheduled` requests, with their tokens. One of them may have been preempted before."""
-        self._running.difference_update(preempted)
-        self._running.update(scheduled)
-        self._log.step_planned(len(self._known), sum(scheduled.values()))
+    def step_planned(self, output: SchedulerOutput) -> None:
+        """A step is planned. One of its requests may have been preempted before."""
+        self._running.difference_update(output.preempted_req_ids or ())
+        self._running.update(output.num_scheduled_tokens)
+        continues = bool(output.scheduled_cached_reqs.req_ids)
+        self._meter.planned(step_of(output), len(self._known), continues=continues)
+
+    def step_ended(self) -> None:
+        """The results of the oldest planned step are handled."""
+        self._meter.ended()
 
     def request_finished(self, request_id: str) -> None:
         """A request has ended, in whatever state."""
         self._known.discard(request_id)
         self._running.discard(request_id)
         if not self._known:
-            self._log.idle()
+            self._meter.idle()
 
     @property
     def steps(self) -> EngineSteps:
         """The steps until now."""
-        return self._log.steps
+        return self._meter.steps
+
+    @property
+    def step_times(self) -> StepTimes:
+        """What the steps have shown."""
+        return self._meter.times
 
     def read(self) -> EngineLoad:
         """The current load."""
         used, total = self._count_blocks()
         running = len(self._running)
         waiting = max(0, len(self._known) - running)
-        return EngineLoad(running, waiting, used, total, self._steps.times)
+        return EngineLoad(running, waiting, used, total, self.step_times)
+
+
+def step_of(output: SchedulerOutput) -> Step:
+    """A request with one token beside its drafts counts as an answer."""
+    cached, new, tokens = (
+        output.scheduled_cached_reqs,
+        output.scheduled_new_reqs,
+        output.num_scheduled_tokens,
+    )
+    context_tokens = sum(cached.num_computed_tokens)
+    context_tokens += sum(request.num_computed_tokens for request in new)
+    if output.total_num_scheduled_tokens == len(tokens):
+        return Step(running=len(tokens), context_tokens=context_tokens)
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed.update((request.req_id, request.num_computed_tokens) for request in new)
+    drafts = output.scheduled_spec_decode_tokens
+    prompt_tokens, attended_tokens, running = 0, 0.0, 0
+    for request_id, added in tokens.items():
+        if added - len(drafts.get(request_id, ())) <= 1:
+            running += 1
+            continue
+        before = computed[request_id]
+        prompt_tokens += added
+        attended_tokens += added * (before + added / 2)
+        context_tokens -= before
+    return Step(prompt_tokens, attended_tokens, running, context_tokens)
 
 
 async def report_changes(
@@ -163,8 +197,7 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         super().__init__(groups, self._send_reserved, LONG_STEP_S, tiers, stages)
         self._settings = settings
         self._pool: RemotePool | None = None
-        self._steps = StepMeter()
-        self._load = LoadMeter(self._steps)
+        self._load = LoadMeter()
         self._starts = StepStarts(self._send_step_started)
         self._link = EngineLink(link_path, link_pb2.Attachment(scheduler=True), self._on_response)
         self._load_reports = asyncio.run_coroutine_threadsafe(
@@ -236,20 +269,17 @@ class ServiceConnectorScheduler(ConnectorScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
         self._starts.step_planned(scheduler_output.num_scheduled_tokens)
-        self._load.step_planned(
-            scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
-        )
         plan = super().build_connector_meta(scheduler_output)
-        self._steps.planned(scheduler_output)
+        self._load.step_planned(scheduler_output)
         return plan
 
     @property
     def step_times(self) -> StepTimes:
-        return self._steps.times
+        return self._load.step_times
 
     def take_events(self) -> list[KVCacheEvent]:
         # vLLM asks for events once the results of a step are handled.
-        self._steps.ended()
+        self._load.step_ended()
         return super().take_events()
 
     def request_finished(
