@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ _OUTLIER: Final = 3.0
 _SPREAD_START: Final = 0.2
 _SPREAD_MIN: Final = 0.02
 _SPREAD_GAIN: Final = 0.1
+_PACE_GAIN: Final = 0.2
 _ERRORS_MAX: Final = 200
 
 
@@ -37,11 +39,15 @@ class OnlineFit:
     """Minimizes relative errors. Outliers count little, and old observations less with each new one of their kind.
 
     Kinds keep what one sort of observations has shown while only others come. The fit is by coordinate descent on the
-    normal equations: what the observations leave open stays as it was.
+    normal equations: what the observations leave open stays as it was. The pace follows the last few observations of
+    all kinds: other work on the same processors slows all of them, for a while.
     """
 
-    def __init__(self, feature_count: int, kind_count: int = 1) -> None:
-        self.coefficients = [0.0] * feature_count
+    def __init__(self, feature_count: int, kind_count: int = 1, known_count: int = 1) -> None:
+        """From `known_count` observations of a kind on, predictions count for the error."""
+        self._known_count = known_count
+        self._coefficients = [0.0] * feature_count
+        self._log_pace = 0.0
         self.counts = [0] * kind_count
         """Observations of each kind."""
         zeros = [0.0] * feature_count
@@ -54,15 +60,22 @@ class OnlineFit:
 
     def predict(self, features: Sequence[float]) -> float:
         """The seconds of an observation with these features."""
-        return float(sum(map(mul, self.coefficients, features)))
+        return math.exp(self._log_pace) * self._usual(features)
+
+    @property
+    def coefficients(self) -> list[float]:
+        """The seconds of a unit of each feature, at the present pace."""
+        pace = math.exp(self._log_pace)
+        return [pace * coefficient for coefficient in self._coefficients]
 
     def observe(self, features: Sequence[float], seconds: float, kind: int = 0) -> None:
         """An observation of a kind took so long."""
         seconds = max(_SECONDS_MIN, seconds)
-        predicted = self.predict(features) if self.counts[kind] else seconds
-        if self.counts[kind]:
-            self._errors.append(abs(predicted - seconds) / seconds)
-        self._add(features, seconds, kind, self._weight(predicted, seconds))
+        usual = self._usual(features) if self.counts[kind] else seconds
+        if self.counts[kind] >= self._known_count:
+            self._errors.append(abs(self.predict(features) - seconds) / seconds)
+            self._follow_pace(seconds / max(_SECONDS_MIN, usual))
+        self._add(features, seconds, kind, self._weight(usual, seconds))
         self.counts[kind] += 1
         self._descend(_PASSES if sum(self.counts) > _FIRST_COUNT else _FIRST_PASSES)
 
@@ -72,6 +85,14 @@ class OnlineFit:
         if not errors:
             return NO_ERROR
         return FitError(errors[len(errors) // 2], errors[len(errors) * 9 // 10])
+
+    def _usual(self, features: Sequence[float]) -> float:
+        return float(sum(map(mul, self._coefficients, features)))
+
+    def _follow_pace(self, ratio: float) -> None:
+        bound = _OUTLIER * self._spread
+        residual = math.log(ratio) - self._log_pace
+        self._log_pace += _PACE_GAIN * min(bound, max(-bound, residual))
 
     def _weight(self, predicted: float, seconds: float) -> float:
         """Of relative residuals. Those far beyond the usual ones pull no more than one at the bound."""
@@ -101,7 +122,7 @@ class OnlineFit:
             self._square_sums[index], self._product_sums[index] = sums, product
 
     def _descend(self, passes: int) -> None:
-        coefficients = self.coefficients
+        coefficients = self._coefficients
         rows = [
             (index, row, row[index], product)
             for index, (row, product) in enumerate(

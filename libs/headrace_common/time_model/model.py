@@ -151,7 +151,7 @@ class StepLearner:
     """Learns from the steps of one engine, in at most about 1 % of their time. One thread owns it."""
 
     def __init__(self) -> None:
-        self._fit = OnlineFit(6, kind_count=3)
+        self._fit = OnlineFit(6, kind_count=3, known_count=_STEPS_MIN)
         self._skipped_s = 0.0
 
     def observe(self, step: Step, seconds: float) -> None:
@@ -200,14 +200,14 @@ class HandoverLearner:
     """Learns from the hand-overs of one worker. One event loop owns it."""
 
     def __init__(self) -> None:
-        self._all = OnlineFit(2)
+        self._all = _handover_fit()
         self._links: OrderedDict[str, OnlineFit] = OrderedDict()
 
     def observe(self, payload_bytes: int, seconds: float, link: str = "") -> None:
         """A hand-over has ended so long after the end of computing."""
         if payload_bytes <= 0:
             return
-        own = self._links.pop(link, None) or OnlineFit(2)
+        own = self._links.pop(link, None) or _handover_fit()
         self._links[link] = own
         if len(self._links) > _LINKS_MAX:
             self._links.popitem(last=False)
@@ -223,6 +223,10 @@ class HandoverLearner:
         """The hand-overs over one of the last links, by its name. Empty for others."""
         fit = self._links.get(link)
         return {} if fit is None else {link: _handover_times(fit)}
+
+
+def _handover_fit() -> OnlineFit:
+    return OnlineFit(2, known_count=_HANDOVERS_MIN)
 
 
 def _handover_times(fit: OnlineFit) -> HandoverTimes:

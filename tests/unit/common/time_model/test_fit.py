@@ -88,3 +88,21 @@ def test_a_time_of_zero_is_no_fault() -> None:
     fit = observed(100)
     fit.observe((1.0, 500.0), 0.0)
     assert fit.predict((1.0, 500.0)) == pytest.approx(0.0035, rel=0.1)
+
+
+def test_the_pace_follows_at_once_and_returns() -> None:
+    """Other work doubles all times for 30 observations out of 60."""
+    fit, random = observed(500, noise=0.05), Random(6)
+    for number in range(600):
+        units = random.uniform(10, 1_000)
+        seconds = (0.002 + 3e-6 * units) * random.lognormvariate(0, 0.05)
+        fit.observe((1.0, units), seconds * (2 if number % 60 < 30 else 1))
+    assert fit.error().p50 < 0.1
+    assert fit.predict((1.0, 500.0)) == pytest.approx(0.0035, rel=0.15)
+
+
+def test_early_predictions_count_for_no_error() -> None:
+    fit = OnlineFit(2, known_count=3)
+    for seconds in (9.0, 1.0, 1.0):
+        fit.observe((1.0, 0.0), seconds)
+    assert fit.error() == FitError()

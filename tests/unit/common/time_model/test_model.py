@@ -71,12 +71,20 @@ def test_a_worker_without_answers_predicts_prompts_only() -> None:
     assert model.step_s(256, 1, 10) is None
 
 
-def test_the_error_after_50_steps_is_within_15_percent() -> None:
-    random, learner = Random(5), StepLearner()
-    learned([random_step(random) for _ in range(50)], learner)
+@pytest.mark.parametrize("seed", range(5))
+def test_the_error_after_50_steps_is_within_15_percent(seed: int) -> None:
+    """Each time is up to 10 % longer or shorter than usual, and one in 50 is doubled."""
+    random, learner = Random(seed), StepLearner()
+
+    def noisy_step() -> Measured:
+        step, seconds = random_step(random)
+        factor = 2.0 if random.random() < 0.02 else 1.0
+        return step, seconds * factor * random.uniform(0.9, 1.1)
+
+    learned([noisy_step() for _ in range(50)], learner)
     errors = []
     for _ in range(200):
-        step, seconds = random_step(random)
+        step, seconds = noisy_step()
         predicted = TimeModel(steps=learner.times).step_s(
             step.prompt_tokens,
             step.running,
