@@ -14,7 +14,7 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
-from headrace_common.durations import duration_from_ns, seconds_from_duration
+from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -137,13 +137,11 @@ class PrefillWorker:
             self._held -= 1
             if fetch is not None:
                 await fetch.close()
-        # By the monotonic clock, because routers estimate their queue's wait from it.
-        duration_ns = time.monotonic_ns() - start_ns
-        end_unix_ns = start_unix_ns + duration_ns
+        end_unix_ns = start_unix_ns + time.monotonic_ns() - start_ns
         fetched = None if fetch is None else fetch.record
         ended = EndedTask(task, outcome, reports, error, start_unix_ns, end_unix_ns, fetched)
         record_task(self._telemetry, self.ref, ended, self._link_spans)
-        done = _done_to_proto(ended, duration_ns)
+        done = _done_to_proto(ended)
         if self._on_ended is not None:
             self._on_ended(task.decode_worker_id, done.reason, done.payload_bytes, reports)
         return done
@@ -306,10 +304,9 @@ def _first_token_to_proto(transfer_id: str, tokens: DecodeTokens) -> prefill_pb2
     return first
 
 
-def _done_to_proto(ended: EndedTask, duration_ns: int) -> prefill_pb2.TaskDone:
+def _done_to_proto(ended: EndedTask) -> prefill_pb2.TaskDone:
     done = prefill_pb2.TaskDone(
         transfer_id=ended.task.transfer_id,
-        duration=duration_from_ns(duration_ns),
         times=task_times(ended.outcome, ended.start_unix_ns, ended.end_unix_ns),
         last_link=last_link(ended.reports, ended.start_unix_ns),
     )

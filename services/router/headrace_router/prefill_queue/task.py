@@ -129,11 +129,6 @@ class QueuedTask:
         return self.order[0] == _AT_FRONT
 
     @property
-    def sent_tokens(self) -> int:
-        """Tokens that are handed over: those that the decode worker lacks."""
-        return sent_tokens(self.task)
-
-    @property
     def fits_all(self) -> bool:
         """Whether every worker of the layout may take the task."""
         return self.adapter is None and self._fits_pair is None
