@@ -37,6 +37,7 @@ class PrefillTimes:
         self._models: dict[WorkerRef, TimeModel] = {}
         self._reported_s = -math.inf
         self._mean = TimeModel()
+        self._token_s = 0.0
         self._mean_due_s = -math.inf
 
     def report(self, ref: WorkerRef, model: TimeModel, now_s: float) -> None:
@@ -61,14 +62,19 @@ class PrefillTimes:
         """
         if now_s - self._reported_s > age_max_s:
             return 0.0
-        if now_s >= self._mean_due_s:
-            self._mean = mean_model(self._models.values())
-            self._mean_due_s = now_s + _MEAN_AGE_S
+        self._update_mean(now_s)
         return self._mean.step_s(tokens, prior_tokens=prior_tokens) or 0.0
 
     def token_s(self, now_s: float) -> float:
         """The same for a token of a usual prompt."""
-        return self.prefill_s(_PRICED_TOKENS, 0, now_s) / _PRICED_TOKENS
+        self._update_mean(now_s)
+        return self._token_s
+
+    def _update_mean(self, now_s: float) -> None:
+        if now_s >= self._mean_due_s:
+            self._mean = mean_model(self._models.values())
+            self._token_s = (self._mean.step_s(_PRICED_TOKENS) or 0.0) / _PRICED_TOKENS
+            self._mean_due_s = now_s + _MEAN_AGE_S
 
     def handover_s(self, payload_bytes: float) -> float:
         """How long the mean worker hands bytes over after computing. 0 without bytes, and while unknown."""
