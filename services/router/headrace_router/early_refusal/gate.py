@@ -67,13 +67,7 @@ class EarlyRefusal:
         bound = self._bound(request) if slot_wait_s > 0 else None
         if bound is None:
             return
-        prediction = self._with_cached_tokens(
-            request,
-            bound,
-            lambda cached_tokens: FirstTokenPrediction(
-                request.elapsed_s, slot_wait_s, 0.0, self._prefill_s(request, cached_tokens)
-            ),
-        )
+        prediction = self._predict(request, bound, slot_wait_s=slot_wait_s)
         if is_late(prediction, bound):
             self._predicted(request, bound, prediction)
 
@@ -93,18 +87,12 @@ class EarlyRefusal:
                 request.elapsed_s, 0.0, decision.first_s - prefill_s, prefill_s
             )
         else:
-            wait_s = self._queue_wait_s(prepared) if decision.remote else 0.0
-            cached_here = len(prepared.token_ids) - 1 - decision.missing_tokens
-            sent_tokens = decision.missing_tokens if decision.remote else 0
-            prediction = self._with_cached_tokens(
+            prediction = self._predict(
                 request,
                 bound,
-                lambda cached_tokens: FirstTokenPrediction(
-                    request.elapsed_s,
-                    0.0,
-                    wait_s,
-                    self._prefill_s(request, max(cached_here, cached_tokens), sent_tokens),
-                ),
+                queue_wait_s=self._queue_wait_s(prepared) if decision.remote else 0.0,
+                cached_tokens=len(prepared.token_ids) - 1 - decision.missing_tokens,
+                sent_tokens=decision.missing_tokens if decision.remote else 0,
             )
         self._predicted(request, bound, prediction)
 
@@ -120,18 +108,31 @@ class EarlyRefusal:
             self._parts.on_refusal(model, bound.name)
             raise refusal(prediction, bound)
 
-    def _with_cached_tokens(
+    def _predict(
         self,
         request: ArrivedRequest,
         bound: FirstTokenBound,
-        predict: Callable[[int], FirstTokenPrediction],
+        *,
+        slot_wait_s: float = 0.0,
+        queue_wait_s: float = 0.0,
+        cached_tokens: int = 0,
+        sent_tokens: int = 0,
     ) -> FirstTokenPrediction:
-        """A prediction from the number of cached tokens. They are looked up only where they may matter."""
-        prediction = predict(0)
+        """`cached_tokens` are those of the decode worker. Those of others are looked up where they may matter."""
+        prepared = request.prepared
+
+        def predict(cached_tokens: int) -> FirstTokenPrediction:
+            missing_tokens = max(0, len(prepared.token_ids) - 1 - cached_tokens)
+            prefill_s = self._parts.queue.prefill_s(
+                prepared.model, missing_tokens, cached_tokens, _AGE_MAX_S, sent_tokens
+            )
+            return FirstTokenPrediction(request.elapsed_s, slot_wait_s, queue_wait_s, prefill_s)
+
+        prediction = predict(cached_tokens)
         if is_late(prediction, bound):
-            cached_tokens = self._cached_tokens(request.prepared)
-            if cached_tokens:
-                prediction = predict(cached_tokens)
+            most = self._cached_tokens(prepared)
+            if most > cached_tokens:
+                prediction = predict(most)
         return prediction
 
     def _bound(self, request: ArrivedRequest) -> FirstTokenBound | None:
@@ -148,15 +149,6 @@ class EarlyRefusal:
             allowed_s = request.elapsed_s + request.deadline.remaining_s()
             bounds.append(FirstTokenBound(allowed_s, DEADLINE))
         return tightest_bound(tuple(bounds))
-
-    def _prefill_s(
-        self, request: ArrivedRequest, cached_tokens: int, sent_tokens: int = 0
-    ) -> float:
-        prepared = request.prepared
-        missing_tokens = max(0, len(prepared.token_ids) - 1 - cached_tokens)
-        return self._parts.queue.prefill_s(
-            prepared.model, missing_tokens, cached_tokens, _AGE_MAX_S, sent_tokens
-        )
 
     def _queue_wait_s(self, prepared: PreparedRequest) -> float:
         wait_s = self._parts.queue.wait_s(prepared.model, prepared.priority, prepared.tenant)
