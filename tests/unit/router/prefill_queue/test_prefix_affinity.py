@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from tests.unit.router.prefill_queue.test_queue import (
     end,
     pulling,
     unsigned,
+    where,
 )
 
 
@@ -36,6 +39,25 @@ async def test_a_long_prefix_does_not_outweigh_a_busy_worker() -> None:
     add(queue, "x", tokens=1_000)
     queue.add_credits(idle, 3)
     assert add(queue, "y", tokens=400, cached={busy.ref: 300}).worker == idle.ref
+
+
+async def test_a_task_waits_for_its_prefix_only_where_that_worker_soon_has_room() -> None:
+    queue, (cached, other) = pulling(2, 0, prefix_wait_s=0.1)
+    add(queue, "learned", tokens=10)
+    end(queue, cached, "learned", token_s=0.001)
+    # Of two tasks, the older one takes 80 ms. The wait is for as many tasks as wait already, and one.
+    queue.add_credits(cached, 1)
+    add(queue, "v", tokens=80)
+    add(queue, "w", tokens=200)
+    queue.add_credits(other, 9)
+    waits = add(queue, "x", tokens=400, cached={cached.ref: 300})
+    too_long = add(queue, "y", tokens=400, cached={cached.ref: 300})
+    assert (where(waits), where(too_long)) == (None, other.ref)
+    waits.cancel()
+    # The second task begins when the first one ends.
+    await asyncio.sleep(60.0)
+    end(queue, cached, "v")
+    assert where(add(queue, "z", tokens=400, cached={cached.ref: 300})) == other.ref
 
 
 async def test_an_affinity_wait_ends_when_the_worker_leaves_or_the_task_is_cancelled() -> None:
