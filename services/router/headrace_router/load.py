@@ -68,10 +68,11 @@ class LoadReader(load_pb2_grpc.LoadServiceServicer):
         return load_pb2.GetLoadResponse(models=map(self._load_of, self._models))
 
     def _load_of(self, model: str) -> load_pb2.ModelLoad:
+        depths = self._queue.depths(model)
         return load_pb2.ModelLoad(
             model=model,
-            queued_prompts=self._queue.estimate(model).depth,
+            queued_prompts=sum(depths.values()),
             waiting_requests=self._admission.waiting_for_slot(model),
             answered=self._totals.of(model),
-            queued_by_class=load_pb2.ClassCounts(**self._queue.depths(model)),
+            queued_by_class=load_pb2.ClassCounts(**depths),
         )

@@ -58,10 +58,9 @@ def _gauges(
     workers: WorkerDirectory,
 ) -> tuple[_Gauge, ...]:
     def depths() -> Mapping[str, float]:
-        estimate = queue.estimate()
         return {
-            "prefill": estimate.depth,
-            "prefill tokens": estimate.queued_tokens,
+            "prefill": queue.depth,
+            "prefill tokens": queue.queued_tokens,
             "requests": admission.requests,
             "slots": admission.used_slots,
             "waiting": admission.waiting,
@@ -81,8 +80,8 @@ def _gauges(
         _Gauge(schema.METRIC_QUEUE_LIMIT, limits, schema.ATTRIBUTE_QUEUE),
         _Gauge(schema.METRIC_CLASS_QUEUE_DEPTH, queue.depths, schema.ATTRIBUTE_PRIORITY),
         _Gauge(schema.METRIC_CLASS_QUEUE_AGE, queue.oldest_ages_s, schema.ATTRIBUTE_PRIORITY),
-        _Gauge(schema.METRIC_QUEUE_AGE, lambda: queue.estimate().oldest_age_s),
-        _Gauge(schema.METRIC_QUEUE_WAIT, lambda: queue.estimate().wait_s),
+        _Gauge(schema.METRIC_QUEUE_AGE, lambda: max(queue.oldest_ages_s().values())),
+        _Gauge(schema.METRIC_QUEUE_WAIT, queue.wait_s),
         _Gauge(schema.METRIC_PREFIX_FAULTS, lambda: len(prefixes.faults)),
         _Gauge(schema.METRIC_CLOCK_OFFSET, workers.clock_offsets_s, schema.ATTRIBUTE_WORKER_ID),
     )

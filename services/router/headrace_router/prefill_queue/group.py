@@ -10,8 +10,8 @@ from typing import Final
 
 from headrace_common.callers.priority import Priority
 from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_router.prefill_queue.estimate import PrefillTimes
 from headrace_router.prefill_queue.fair_turns import FairTurns, amount_ahead
+from headrace_router.prefill_queue.prefill_times import PrefillTimes
 from headrace_router.prefill_queue.task import QueuedTask
 from headrace_router.prefill_queue.waiting import AffinityWaits, ClassTasks
 from headrace_router.prefill_queue.worker_stream import PrefillWorkerStream, WorkersWithCredits
@@ -65,11 +65,6 @@ class QueueGroup:
     def queued_tokens(self) -> int:
         """Prompt tokens of all tasks that wait."""
         return sum(waiting.tokens for waiting in self._waiting.values())
-
-    @property
-    def oldest_age_s(self) -> float:
-        """How long the oldest task has waited; 0 without tasks."""
-        return max(waiting.oldest_age_s for waiting in self._waiting.values())
 
     def depth_of(self, priority: Priority) -> int:
         """The number of tasks of a class that wait."""

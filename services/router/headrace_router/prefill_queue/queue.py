@@ -37,7 +37,6 @@ from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.placement import PairCosts
-from headrace_router.prefill_queue.estimate import QueueEstimate
 from headrace_router.prefill_queue.group import QueueGroup
 from headrace_router.prefill_queue.pairs import Pairing, Pulling
 from headrace_router.prefill_queue.task import QueuedTask, SignTask, TaskTerms, sent_tokens
@@ -90,15 +89,10 @@ class PrefillQueue:
         """The number of tasks that wait for a worker."""
         return sum(len(group) for group in self._groups.values())
 
-    def estimate(self, model: str = "") -> QueueEstimate:
-        """The queue of one served model, or of all. `wait_s` is that of the layout with the shortest wait."""
-        groups = self._groups_of(model)
-        return QueueEstimate(
-            depth=sum(map(len, groups)),
-            queued_tokens=sum(group.queued_tokens for group in groups),
-            oldest_age_s=max((group.oldest_age_s for group in groups), default=0.0),
-            wait_s=self.wait_s(model),
-        )
+    @property
+    def queued_tokens(self) -> int:
+        """The prompt tokens of these tasks."""
+        return sum(group.queued_tokens for group in self._groups.values())
 
     def wait_s(
         self,
@@ -106,9 +100,10 @@ class PrefillQueue:
         priority: Priority = Priority.NORMAL,
         tenant: str | None = None,
     ) -> float:
-        """`wait_s` of the estimate alone, for a task of a tenant and class, or behind all tasks of the class.
+        """How long a task of a tenant and class that came now would wait, or one behind all tasks of the class.
 
-        Each placement needs it.
+        Of several layouts, the shortest wait. 0 while a worker has room, infinite while the queue is full. A task waits
+        until the tokens before it are computed, and at least for the age of the oldest task.
         """
         expected_tasks = sum(group.expected_tasks for group in self._groups.values())
         if self.depth + expected_tasks >= self.max_queued_tasks:

@@ -80,18 +80,18 @@ class StatusReader:
             return self._document
 
     def _state(self, requests: Sequence[RequestDigest]) -> DeploymentState:
-        estimate, admission = self._parts.queue.estimate(), self._parts.admission
+        queue, admission = self._parts.queue, self._parts.admission
         return DeploymentState(
             unix_ns=time.time_ns(),
             router_id=self._router_id,
             version=version(),
             workers=self._workers(),
             queue={
-                "depth": estimate.depth,
-                "limit": self._parts.queue.max_queued_tasks,
-                "tokens": estimate.queued_tokens,
-                "oldest_age_s": estimate.oldest_age_s,
-                "wait_s": estimate.wait_s,
+                "depth": queue.depth,
+                "limit": queue.max_queued_tasks,
+                "tokens": queue.queued_tokens,
+                "oldest_age_s": max(queue.oldest_ages_s().values()),
+                "wait_s": queue.wait_s(),
             },
             admission={
                 "requests": admission.requests,

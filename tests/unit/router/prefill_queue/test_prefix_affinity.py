@@ -71,12 +71,12 @@ async def test_an_affinity_wait_ends_when_the_worker_leaves_or_the_task_is_cance
     queue.remove_worker(a)
     assert kept.worker == b.ref
     assert queue.depth == 0
-    assert queue.estimate().queued_tokens == 0
+    assert queue.queued_tokens == 0
 
 
 async def test_the_estimate_follows_from_what_workers_have_learned() -> None:
     queue, (a, b) = pulling(1, 1)
-    assert queue.estimate().wait_s == 0.0
+    assert queue.wait_s() == 0.0
     for name in ("x", "y"):
         add(queue, name, tokens=1_000)
     end(queue, a, "x", token_s=0.001)
@@ -87,17 +87,16 @@ async def test_the_estimate_follows_from_what_workers_have_learned() -> None:
         # What a worker has of a prompt, it does not compute.
         cached = {a.ref: 1_000} if index % 2 else {}
         add(queue, f"t{index}", tokens=2_000 if cached else 1_000, cached=cached)
-    estimate = queue.estimate()
-    assert (estimate.depth, estimate.queued_tokens) == (10, 15_000)
+    assert (queue.depth, queue.queued_tokens) == (10, 15_000)
     # The mean of two workers computes 1,000 tokens in 2 s. A new task has to wait for 11 tasks.
-    assert estimate.wait_s == pytest.approx(11.0, rel=0.05)
-    assert queue.estimate("sim").depth == 10
-    assert queue.estimate("another").depth == 0
+    assert queue.wait_s() == pytest.approx(11.0, rel=0.05)
+    assert sum(queue.depths("sim").values()) == 10
+    assert sum(queue.depths("another").values()) == 0
     oldest = next(iter(queue._groups[a.group_key]))
     oldest.queued_s -= 40
     # A longer wait shows that the workers have become slow.
-    assert queue.estimate().wait_s == pytest.approx(40.0, abs=1.0)
-    assert queue.estimate().oldest_age_s == pytest.approx(40.0, abs=1.0)
+    assert queue.wait_s() == pytest.approx(40.0, abs=1.0)
+    assert max(queue.oldest_ages_s().values()) == pytest.approx(40.0, abs=1.0)
 
 
 _NAMES = ("a", "b", "c")
@@ -173,7 +172,7 @@ class _Model:
         running = {id(task) for stream in self.streams.values() for task in stream.tasks.values()}
         waiting = [task for task in self.tasks if not task.outcome.done() and task.worker is None]
         assert self.queue.depth == len(waiting)
-        assert self.queue.estimate().queued_tokens == 100 * len(waiting)
+        assert self.queue.queued_tokens == 100 * len(waiting)
         for task in self.tasks:
             if not task.outcome.done():
                 # Every task waits, or exactly the worker that it names has it.

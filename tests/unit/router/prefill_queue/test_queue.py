@@ -224,7 +224,7 @@ async def test_unopened_tasks_of_a_lost_worker_go_to_the_front_under_the_same_tr
     for task in held:
         task.queued_s -= 40
     queue.remove_worker(lost)
-    assert queue.estimate().oldest_age_s == pytest.approx(40.0, abs=1.0)
+    assert max(queue.oldest_ages_s().values()) == pytest.approx(40.0, abs=1.0)
     assert isinstance((await held[0].outcome).error, WorkerGone)
     queue.add_credits(other, 20)
     assert sent(other) == [f"t{i}" for i in (1, 2, 4, 5, 6, 7, 8, 9)] + ["urgent"]
@@ -356,20 +356,20 @@ async def test_expected_tasks_count_as_queued() -> None:
     with ExitStack() as expected:
         waits_s = []
         for _ in range(5):
-            waits_s.append(queue.estimate("sim").wait_s)
+            waits_s.append(queue.wait_s("sim"))
             expected.enter_context(queue.expect_task(LAYOUT, 100))
         # The first has a credit. Each of the others waits for one more task of 10 s.
         assert waits_s == pytest.approx([0.0, 10.0, 20.0, 30.0, 40.0], rel=0.05)
-        assert queue.estimate().depth == 0
-    assert queue.estimate("sim").wait_s == 0.0
+        assert queue.depth == 0
+    assert queue.wait_s("sim") == 0.0
 
 
 async def test_depth_credits_and_streams_are_bounded() -> None:
     queue, (stream,) = pulling(0, limit=2)
     add(queue, "a")
-    assert queue.estimate().wait_s < math.inf
+    assert queue.wait_s() < math.inf
     add(queue, "b")
-    assert queue.estimate().wait_s == math.inf
+    assert queue.wait_s() == math.inf
     with pytest.raises(QueueFull) as full:
         add(queue, "c")
     assert full.value.retry_after_s is not None

@@ -201,7 +201,7 @@ async def test_the_expected_wait_is_that_of_the_tenant() -> None:
     queue.add_credits(worker, 1)
     assert queue.wait_s("sim", Priority.NORMAL, "search") == pytest.approx(23.0)
     assert queue.wait_s("sim", Priority.NORMAL, "other") == pytest.approx(2.0)
-    assert queue.estimate("sim").wait_s == pytest.approx(23.0)
+    assert queue.wait_s("sim") == pytest.approx(23.0)
     with queue.expect_task(LAYOUT, 10 * _TOKENS_MAX, Priority.NORMAL, "search"):
         assert queue.wait_s("sim", Priority.NORMAL, "other") == pytest.approx(2.0)
         assert queue.wait_s("sim", Priority.NORMAL, "search") == pytest.approx(33.0)

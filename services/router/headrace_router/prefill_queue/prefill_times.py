@@ -1,9 +1,8 @@
-"""The state of the queue, and what its prefill workers have learned of their times. Pure."""
+"""What the prefill workers of a queue have learned of their times. Pure."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Final
 
 from headrace_common.time_model.model import TimeModel, mean_model
@@ -11,20 +10,6 @@ from headrace_kv.layout.layout import WorkerRef
 
 _MEAN_AGE_S: Final = 0.5
 _PRICED_TOKENS: Final = 512
-
-
-@dataclass(frozen=True, slots=True)
-class QueueEstimate:
-    """The queue at one moment.
-
-    `queued_tokens` counts prompt tokens, and `oldest_age_s` is the age of the oldest task. `wait_s` is how long a task
-    that came now would wait: 0 while a worker has room, infinite while the queue is full.
-    """
-
-    depth: int
-    queued_tokens: int
-    oldest_age_s: float
-    wait_s: float
 
 
 class PrefillTimes:
