@@ -23,14 +23,16 @@ _PROMPT, _ANSWERS, _BOTH = range(3)
 class Step:
     """What one step of an engine computes.
 
-    `prompt_tokens` are computed in it, and `attended_tokens` sums over them the tokens before each. `running` answers
-    get a token each, and `context_tokens` is the sum of the tokens before these.
+    `prompt_tokens` are computed in it, and `attended_tokens` sums over them the tokens before each. The KV of
+    `sent_tokens` of them goes to another worker. `running` answers get a token each, and `context_tokens` is the sum of
+    the tokens before these.
     """
 
     prompt_tokens: int = 0
     attended_tokens: float = 0.0
     running: int = 0
     context_tokens: int = 0
+    sent_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -55,6 +57,7 @@ class StepTimes:
     answer_steps: int = 0
     error_p50: float = 0.0
     error_p90: float = 0.0
+    s_per_sent_token: float = 0.0
 
     @property
     def knows_prompts(self) -> bool:
@@ -151,7 +154,7 @@ class StepLearner:
     """Learns from the steps of one engine, in at most about 1 % of their time. One thread owns it."""
 
     def __init__(self) -> None:
-        self._fit = OnlineFit(6, kind_count=3, known_count=_STEPS_MIN)
+        self._fit = OnlineFit(7, kind_count=3, known_count=_STEPS_MIN)
         self._skipped_s = 0.0
 
     def observe(self, step: Step, seconds: float) -> None:
@@ -171,6 +174,7 @@ class StepLearner:
                 step.attended_tokens,
                 float(step.running),
                 float(step.context_tokens),
+                float(step.sent_tokens),
             ),
             seconds,
             kind,
@@ -179,7 +183,7 @@ class StepLearner:
     @property
     def times(self) -> StepTimes:
         """What it has learned. Other threads may read it."""
-        fixed, prompt, token, attended, answer, context = self._fit.coefficients
+        fixed, prompt, token, attended, answer, context, sent = self._fit.coefficients
         prompts, answers, both = self._fit.counts
         error = self._fit.error()
         return StepTimes(
@@ -193,6 +197,7 @@ class StepLearner:
             answer_steps=answers + both,
             error_p50=error.p50,
             error_p90=error.p90,
+            s_per_sent_token=sent,
         )
 
 

@@ -172,12 +172,10 @@ class Scheduler:
         if not prompts or not bounded:
             return None
         now_s = self._clock.now_s()
-        dues = [one.pace(now_s).due_s(one.generated_count) for one in bounded]
         due = Answers(
             len(answers),
             sum(one.start for one in answers),
-            min(dues),
-            min(one.bounds.tpot_s for one in bounded),
+            [one.due_token(now_s) for one in bounded],
         )
         waiting = [Prompt(one.bounds, one.pending, one.computed) for one in prompts]
         return prompt_budget(now_s, self.meter.times, due, waiting)

@@ -24,7 +24,7 @@ from headrace_engine.sim.handover import Handover
 from headrace_engine.sim.model.bit_mixer import U64Array, mix_int, mix_words
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.sampling import is_plain
-from headrace_engine.step_budget import NO_BOUNDS, AnswerPace, TokenBounds
+from headrace_engine.step_budget import NO_BOUNDS, AnswerPace, DueToken, TokenBounds
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.manager.lower_tiers import NO_BLOCKS, PoolBlocks
 from headrace_kv.prefix.events import Tier
@@ -110,11 +110,11 @@ class Sequence:
         """Tokens of the answer."""
         return len(self.tokens) - self.prompt_count
 
-    def pace(self, now_s: float) -> AnswerPace:
-        """When the tokens of an answer with a bound are due, counted from the first call."""
+    def due_token(self, now_s: float) -> DueToken:
+        """When the next token of an answer with a bound is due, counted from the first call."""
         if self._pace is None:
             self._pace = AnswerPace(self.bounds.tpot_s, now_s, self.generated_count)
-        return self._pace
+        return self._pace.due(self.generated_count, self.capacity - self.prompt_count)
 
     @property
     def capacity(self) -> int:

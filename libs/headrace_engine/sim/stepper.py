@@ -94,7 +94,7 @@ def plan_step(
 
 def step_of(chunks: Items[Chunk]) -> Step:
     """The chunks of a step, as the time model counts them."""
-    prompt_tokens, attended_tokens, running, context_tokens = 0, 0.0, 0, 0
+    prompt_tokens, attended_tokens, running, context_tokens, sent_tokens = 0, 0.0, 0, 0, 0
     for chunk in chunks:
         if chunk.is_decode:
             running += 1
@@ -103,7 +103,9 @@ def step_of(chunks: Items[Chunk]) -> Step:
             count = chunk.end - chunk.start
             prompt_tokens += count
             attended_tokens += count * (chunk.start + count / 2)
-    return Step(prompt_tokens, attended_tokens, running, context_tokens)
+            if chunk.sequence.handover is not None:
+                sent_tokens += count
+    return Step(prompt_tokens, attended_tokens, running, context_tokens, sent_tokens)
 
 
 class StepWrites:

@@ -134,6 +134,8 @@ class Decision:
     candidates: tuple[CandidateCost, ...] = ()
     missing_tokens: int = 0
     """Prompt tokens that are to be computed."""
+    cached_tokens: int = 0
+    """Those before them, which the computing worker has."""
     prefill: WorkerRef | None = None
     """The worker that should compute the prompt. None leaves it to the prefill queue."""
     first_s: float | None = None
@@ -192,7 +194,9 @@ class KvAware(Placement):
         row = self._draw(costs, table.requests, _fit(usable, faults), policy.temperature)
         reachable = bool(table.reachable[row])
         if timed is not None:
-            return _timed_decision(timed, table, missing, usable, faults, row, reachable=reachable)
+            return _timed_decision(
+                timed, table, missing, needed_tokens, usable, faults, row, reachable=reachable
+            )
         remote = wants_remote
         if paired is not None:
             remote, why = _remote_pays(
@@ -205,6 +209,7 @@ class KvAware(Placement):
             f"{'remote' if remote else 'local'} prefill: {why}; cheapest of {usable_count}: {shown[0]}",
             shown,
             missing_tokens=int(missing[row]),
+            cached_tokens=needed_tokens - int(missing[row]),
             reachable=reachable,
         )
 
@@ -351,6 +356,7 @@ def _timed(
     return timed_costs(
         table,
         missing,
+        max(0, request.prompt_tokens - 1),
         request.targets,
         usable=usable,
         computing=computing,
@@ -363,6 +369,7 @@ def _timed_decision(
     timed: TimedCosts,
     table: LoadTable,
     missing: Numbers,
+    needed_tokens: int,
     usable: Flags,
     faults: Mapping[str, Flags],
     row: int,
@@ -395,6 +402,7 @@ def _timed_decision(
         f"{'remote' if remote else 'local'} prefill by the times of steps; cheapest of {len(rows)}: {shown[0]}",
         shown,
         missing_tokens=int(missing[prefill_row]),
+        cached_tokens=needed_tokens - int(missing[prefill_row]),
         prefill=table.workers[prefill_row].ref if remote else None,
         first_s=float(timed.first_s[row]),
         reachable=reachable,

@@ -3,13 +3,15 @@
 The cost of a choice is in seconds, which this request or others lose:
 
     time to the first token
-    + what the answer takes from other work: the time by which it makes steps longer, over the whole answer
+    + 0.15 x what the request takes from other work: the time by which its answer makes steps longer, over the whole
+      answer, and what a hand-over costs both workers
     + by how much its tokens would be late in all
     + twice by how much its first token would be late
 
-An answer that joins others costs little, and one on a worker without answers costs the fixed part of every step. So
-answers gather on few workers, and the others compute prompts, as far as the bounds of the requests allow. When prompts
-would wait, they are computed wherever steps have time to spare.
+Time of others counts less than the request's own, because others need it only where they have to wait. An answer that
+joins others costs little of it, and one on a worker without answers costs the fixed part of every step. So answers
+gather on few workers, and the others compute prompts, where hand-overs cost little beside that. When prompts would
+wait, they are computed wherever steps have time to spare.
 """
 
 from __future__ import annotations
@@ -19,16 +21,19 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.inference.v1 import bounds_pb2, inference_pb2
 from headrace_common.durations import duration_from_seconds
-from headrace_router.workers.table import Flags, LoadTable, Numbers
+from headrace_router.workers.table import Flags, LoadTable, Numbers, TimeColumns
 
 _KEPT: Final = 0.97
 """Of the bound on the time per output token, as the engines keep it."""
 _FIRST_KEPT: Final = 0.85
 """Of the bound on the time to first token: predictions are not exact."""
 _LATE_WEIGHT: Final = 2.0
+_OTHERS_WEIGHT: Final = 0.15
+"""Of the time that a request takes from others. In a model of steps, 0.05 to 0.25 was best for every load."""
 _MESSAGES_S: Final = 0.02
 """Of a hand-over, beside its writes: the queue, the opening of the transfer, and its last acknowledgement."""
 _SHARE_MIN: Final = 0.05
@@ -96,6 +101,7 @@ class TimedCosts:
 def timed_costs(
     table: LoadTable,
     missing: Numbers,
+    needed_tokens: int,
     targets: TokenTargets,
     *,
     usable: Flags,
@@ -106,14 +112,14 @@ def timed_costs(
 ) -> TimedCosts | None:
     """The costs of the workers in `usable`. None where the times of one of them are not known.
 
-    `missing` has the prompt tokens that each worker lacks. `computing`: those that compute prompts for others.
-    `handing_over`: those that leave this prompt to another worker, as long as one computes prompts. None: none do.
+    `missing` has the prompt tokens that each worker lacks, of `needed_tokens`. `computing`: those that compute prompts
+    for others. `handing_over`: those that leave this prompt to another worker, as long as one computes prompts. None:
+    none do.
     """
     columns = table.times
     if not columns.known[usable].all():
         return None
-    fixed, prompt, token, answer, context = columns.steps
-    tokens, head, head_start_s = columns.prompts
+    fixed, prompt, token, attended, sent, answer, context = columns.steps
     held = table.held_tokens
     requests = table.requests
     # An answer's context is at most what is reserved for it.
@@ -123,46 +129,55 @@ def timed_costs(
     tpot_s = targets.tpot_s or 0.0
     tpot: Numbers = np.where(tpot_s > 0, tpot_s, _DEFAULT_TPOT_STEPS * (fixed + answer))
     # What answers leave of a worker's time. Those that wait for their prompts will run beside this one.
-    busy = now_step_s * (1.0 + columns.errors) / (_KEPT * tpot)
-    share = np.clip(1.0 - busy, _SHARE_MIN, 1.0)
-    elapsed_s = np.maximum(0.0, (time.monotonic() if now_s is None else now_s) - head_start_s)
-    done = np.minimum(head, elapsed_s * share / np.maximum(token, 1e-9))
-    work = np.where(tokens > 0, tokens - done, 0.0)
-    alone_s = prompt + token * (work + missing)
+    share = np.clip(1.0 - now_step_s / (_KEPT * tpot), _SHARE_MIN, 1.0)
+    alone_s = prompt + token * missing + attended * missing * (needed_tokens - missing / 2)
+    alone_s += _waiting_s(columns, share, time.monotonic() if now_s is None else now_s)
     # The answers that run now end, and then the prompts have all of the time.
     ended_s = alone_s + now_step_s * targets.answer_tokens
     compute_s = np.where(missing > 0, np.minimum(alone_s / share, ended_s), 0.0)
 
     rows: Numbers = np.arange(len(table), dtype=np.float64)
     first_s: Numbers = compute_s + step_s
+    others_s: Numbers = (step_s - now_step_s) * targets.answer_tokens
     prefill_row = rows
     if placement != inference_pb2.PREFILL_PLACEMENT_LOCAL:
-        remote_s, remote_row = _remote(table, compute_s, missing, usable & computing, rows)
-        remote_s += step_s
+        sent_s = sent * missing
+        best = _computing_rows(compute_s + sent_s, usable & computing)
+        fixed_s, byte_s = columns.handovers[:, best]
+        remote_s = (compute_s + sent_s)[best] + _MESSAGES_S + step_s
+        remote_s += fixed_s + byte_s * table.token_bytes * missing
         forced: bool | Flags = placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
         if handing_over is not None:
             forced = handing_over | forced
-        chosen = (missing > 0) & np.isfinite(remote_s) & (forced | (remote_s < first_s))
+        possible = (missing > 0) & (best != rows) & (usable & computing)[best]
+        chosen = possible & (forced | (remote_s < first_s))
         first_s = np.where(chosen, remote_s, first_s)
-        prefill_row = np.where(chosen, remote_row, prefill_row)
+        # Sending takes the time of one worker, and receiving about as much of the other one.
+        others_s = np.where(chosen, others_s + 2.0 * sent_s[best], others_s)
+        prefill_row = np.where(chosen, best, prefill_row)
     late_s = np.maximum(0.0, step_s - _KEPT * tpot) * targets.answer_tokens
-    cost_s = first_s + (step_s - now_step_s) * targets.answer_tokens + late_s
+    cost_s = first_s + _OTHERS_WEIGHT * others_s + late_s
     if targets.ttft_s is not None:
         allowed_s = _FIRST_KEPT * targets.ttft_s - targets.elapsed_s
         cost_s = cost_s + _LATE_WEIGHT * np.maximum(0.0, first_s - allowed_s)
     return TimedCosts(cost_s, prefill_row, first_s, step_s)
 
 
-def _remote(
-    table: LoadTable, compute_s: Numbers, missing: Numbers, computing: Flags, rows: Numbers
-) -> tuple[Numbers, Numbers]:
-    """For each worker, the earliest end of a hand-over from another one, and that one's row."""
-    candidates = np.where(computing, compute_s, np.inf)
-    order = np.argsort(candidates)[:2]
-    best = np.full(len(table), order[0])
+def _waiting_s(columns: TimeColumns, share: Numbers, now_s: float) -> Numbers:
+    """Time of each worker for the prompts that it has, without answers. The first one has had its turn for a while."""
+    _, _, token, attended, *_ = columns.steps
+    tokens, attended_tokens, head, head_attended, head_start_s = columns.prompts
+    done_s = np.minimum(
+        token * head + attended * head_attended, np.maximum(0.0, now_s - head_start_s) * share
+    )
+    waiting_s: Numbers = token * tokens + attended * attended_tokens - done_s
+    return waiting_s
+
+
+def _computing_rows(compute_s: Numbers, computing: Flags) -> NDArray[np.intp]:
+    """For each worker, the other one that would compute the prompt first. Its own row where there is no other."""
+    order = np.argsort(np.where(computing, compute_s, np.inf))[:2]
+    best = np.full(len(compute_s), order[0])
     if len(order) > 1:
         best[order[0]] = order[1]
-    end_s: Numbers = candidates[best]
-    fixed_s, byte_s = table.times.handovers[:, best]
-    end_s = end_s + _MESSAGES_S + fixed_s + byte_s * table.token_bytes * missing
-    return np.where(best == rows, np.inf, end_s), best.astype(np.float64)
+    return best

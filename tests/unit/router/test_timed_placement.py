@@ -102,6 +102,19 @@ def test_answers_gather_and_prompts_go_where_none_run() -> None:
     )
 
 
+def test_an_answer_goes_to_an_idle_worker_where_a_hand_over_would_cost_more() -> None:
+    sending = replace(_TIMES, steps=replace(_TIMES.steps, s_per_sent_token=0.00006))
+    decision = _choose(replace(_busy(4), times=sending), replace(_FREE, times=sending))
+    assert (decision.worker.ref, decision.remote) == (_ref("w1"), False)
+
+
+def test_the_tokens_before_those_that_wait_take_time_too() -> None:
+    long = replace(_TIMES, steps=replace(_TIMES.steps, s_per_attended_token=1e-6))
+    few = Load(total_tokens=10_000, times=long, prompts=PromptWork(tokens=400, attended=2_000_000))
+    many = replace(few, prompts=PromptWork(tokens=1_000, attended=1_000_000))
+    assert _choose(few, many).worker.ref == _ref("w1")
+
+
 def test_answers_spread_when_their_tokens_would_be_late() -> None:
     urgent = replace(_REQUEST, targets=TokenTargets(ttft_s=4.0, tpot_s=0.020, answer_tokens=50))
     assert _choose(_busy(4), _FREE, request=urgent).worker.ref == _ref("w0")
@@ -204,14 +217,14 @@ def test_a_failed_worker_is_not_chosen_for_the_prompt() -> None:
 def test_the_work_of_a_prompt_ends_in_the_order_of_arrival() -> None:
     queue = PromptQueue()
     first, second = queue.add(100, 1.0), queue.add(50, 2.0)
-    assert queue.work == PromptWork(150, 100, 1.0)
+    assert queue.work == PromptWork(150, 5_000 + 1_250, 100, 5_000, 1.0)
     queue.remove(first, 5.0)
-    assert queue.work == PromptWork(50, 50, 5.0)
+    assert queue.work == PromptWork(50, 1_250, 50, 1_250, 5.0)
     queue.remove(first, 6.0)
     queue.remove(second, 7.0)
     assert queue.work.tokens == 0
-    queue.add(10, 9.0)
-    assert queue.work.head_start_s == 9.0
+    queue.add(10, 9.0, cached_tokens=100)
+    assert queue.work == PromptWork(10, 1_050, 10, 1_050, 9.0)
 
 
 def test_the_expected_length_follows_recent_answers() -> None:

@@ -14,6 +14,7 @@ from headrace_engine.step_budget import (
     NO_BOUNDS,
     AnswerPace,
     Answers,
+    DueToken,
     Prompt,
     TokenBounds,
     prompt_budget,
@@ -80,7 +81,8 @@ class _Pacing(Scheduler):
 
     def _answers(self, now_s: float) -> Answers | None:
         """None where no running answer has a bound."""
-        due_s, tpot_s, running, context = float("inf"), float("inf"), 0, 0
+        due: list[DueToken] = []
+        running = context = 0
         for request in self.running:
             if request.is_prefill_chunk:
                 continue
@@ -93,9 +95,8 @@ class _Pacing(Scheduler):
                     continue
                 pace = AnswerPace(bound_s, now_s, request.num_output_tokens)
                 self._paces[request.request_id] = pace
-            due_s = min(due_s, pace.due_s(request.num_output_tokens))
-            tpot_s = min(tpot_s, pace.tpot_s)
-        return None if tpot_s == float("inf") else Answers(running, context, due_s, tpot_s)
+            due.append(pace.due(request.num_output_tokens, request.max_tokens))
+        return Answers(running, context, due) if due else None
 
     def _prompts(self) -> Iterator[Prompt]:
         """The prompts in the order in which vLLM computes them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from concurrent.futures import Future
 from itertools import count
 from pathlib import Path
@@ -67,12 +67,12 @@ class LoadMeter:
         self._known.add(request_id)
         self._meter.request_added()
 
-    def step_planned(self, output: SchedulerOutput) -> None:
-        """A step is planned. One of its requests may have been preempted before."""
+    def step_planned(self, output: SchedulerOutput, sending: Container[str] = ()) -> None:
+        """A step is planned. One of its requests may have been preempted before. `sending`: see step_of."""
         self._running.difference_update(output.preempted_req_ids or ())
         self._running.update(output.num_scheduled_tokens)
         continues = bool(output.scheduled_cached_reqs.req_ids)
-        self._meter.planned(step_of(output), len(self._known), continues=continues)
+        self._meter.planned(step_of(output, sending), len(self._known), continues=continues)
 
     def step_ended(self) -> None:
         """The results of the oldest planned step are handled."""
@@ -103,8 +103,8 @@ class LoadMeter:
         return EngineLoad(running, waiting, used, total, self.step_times)
 
 
-def step_of(output: SchedulerOutput) -> Step:
-    """A request with one token beside its drafts counts as an answer."""
+def step_of(output: SchedulerOutput, sending: Container[str] = ()) -> Step:
+    """A request with one token beside its drafts counts as an answer. The KV of requests in `sending` is sent."""
     cached, new, tokens = (
         output.scheduled_cached_reqs,
         output.scheduled_new_reqs,
@@ -117,7 +117,7 @@ def step_of(output: SchedulerOutput) -> Step:
     computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     computed.update((request.req_id, request.num_computed_tokens) for request in new)
     drafts = output.scheduled_spec_decode_tokens
-    prompt_tokens, attended_tokens, running = 0, 0.0, 0
+    prompt_tokens, attended_tokens, running, sent_tokens = 0, 0.0, 0, 0
     for request_id, added in tokens.items():
         if added - len(drafts.get(request_id, ())) <= 1:
             running += 1
@@ -126,7 +126,9 @@ def step_of(output: SchedulerOutput) -> Step:
         prompt_tokens += added
         attended_tokens += added * (before + added / 2)
         context_tokens -= before
-    return Step(prompt_tokens, attended_tokens, running, context_tokens)
+        if request_id in sending:
+            sent_tokens += count
+    return Step(prompt_tokens, attended_tokens, running, context_tokens, sent_tokens)
 
 
 async def report_changes(
@@ -270,7 +272,7 @@ class ServiceConnectorScheduler(ConnectorScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
         self._starts.step_planned(scheduler_output.num_scheduled_tokens)
         plan = super().build_connector_meta(scheduler_output)
-        self._load.step_planned(scheduler_output)
+        self._load.step_planned(scheduler_output, self._planner.sending)
         return plan
 
     @property

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, MutableMapping, Sequence
 from typing import Any
 
 from headrace_engine.vllm.layer_groups import LayerGroup, token_stride
@@ -191,6 +191,11 @@ class StepPlanner:
         """A request reaches the scheduler within a moment."""
         self._announced_until_s = time.monotonic() + ANNOUNCEMENT_S
         self._event.set()
+
+    @property
+    def sending(self) -> Collection[str]:
+        """The requests with KV for another worker."""
+        return self._sends.keys()
 
     def wait_for_event(self, timeout_s: float) -> None:
         """Before a step that computes nothing: returns once something is known of a transfer.

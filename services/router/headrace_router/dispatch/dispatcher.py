@@ -144,7 +144,7 @@ class RequestDispatcher:
             prompt: PlacedPrompt | None = None
             if decision.worker.computes_prompts:
                 prompt = self._workers.expect_prompt(
-                    decision.prefill or worker, decision.missing_tokens
+                    decision.prefill or worker, decision.missing_tokens, decision.cached_tokens
                 )
             try:
                 if worker in retries.avoided:

@@ -40,9 +40,9 @@ class _Registered:
 class PlacedPrompt:
     """A prompt that counts as work of the worker that computes it, until `computed`."""
 
-    def __init__(self, connection: WorkerConnection, tokens: int) -> None:
+    def __init__(self, connection: WorkerConnection, tokens: int, cached_tokens: int) -> None:
         self._connection: WorkerConnection | None = connection
-        self._number = connection.prompts.add(tokens, time.monotonic())
+        self._number = connection.prompts.add(tokens, time.monotonic(), cached_tokens)
         connection.prompts_changed()
 
     def computed(self) -> None:
@@ -212,10 +212,15 @@ class WorkerDirectory:
             return None
         return connection.reserve(tokens, routed=routed)
 
-    def expect_prompt(self, ref: WorkerRef, tokens: int) -> PlacedPrompt | None:
-        """Counts a prompt of `tokens` that a worker is to compute. None when it has left, or nothing is to compute."""
+    def expect_prompt(self, ref: WorkerRef, tokens: int, cached_tokens: int) -> PlacedPrompt | None:
+        """Counts a prompt of `tokens` that a worker is to compute after the cached ones.
+
+        None when it has left, or nothing is to compute.
+        """
         connection = self._connections.get(ref)
-        return None if connection is None or not tokens else PlacedPrompt(connection, tokens)
+        if connection is None or not tokens:
+            return None
+        return PlacedPrompt(connection, tokens, cached_tokens)
 
     async def close(self) -> None:
         """Closes every channel."""

@@ -76,11 +76,9 @@ class TimeColumns:
     def __init__(self, count: int) -> None:
         self.known: Flags = np.zeros(count, np.bool_)
         """Whether the times of steps with prompts and with answers are known."""
-        self.steps: Numbers = np.zeros((5, count))
+        self.steps: Numbers = np.zeros((7, count))
         self.handovers: Numbers = np.zeros((2, count))
-        self.prompts: Numbers = np.zeros((3, count))
-        self.errors: Numbers = np.zeros(count)
-        """Median relative errors of the times of steps."""
+        self.prompts: Numbers = np.zeros((5, count))
         self._models: dict[int, TimeModel] = {}
         self._learned_s = 0.0
 
@@ -91,7 +89,13 @@ class TimeColumns:
 
     def set(self, row: int, prompts: PromptWork, model: TimeModel) -> None:
         """Sets the values of one worker."""
-        self.prompts[:, row] = (prompts.tokens, prompts.head_tokens, prompts.head_start_s)
+        self.prompts[:, row] = (
+            prompts.tokens,
+            prompts.attended,
+            prompts.head_tokens,
+            prompts.head_attended,
+            prompts.head_start_s,
+        )
         if self._models.get(row) == model:
             return
         self._models[row] = model
@@ -102,10 +106,11 @@ class TimeColumns:
             steps.fixed_s,
             steps.prompt_s,
             steps.s_per_prompt_token,
+            steps.s_per_attended_token,
+            steps.s_per_sent_token,
             steps.s_per_answer,
             steps.s_per_context_token,
         )
-        self.errors[row] = steps.error_p50
         self.handovers[:, row] = (handovers.fixed_s, handovers.s_per_byte)
 
 

@@ -47,6 +47,11 @@ def test_prompts_and_answers_share_a_step() -> None:
     assert step == Step(100, 100 * 50, 1, 300)
 
 
+def test_prompts_of_others_are_sent() -> None:
+    step = step_of(output({"a": (0, 100), "b": (0, 60)}), sending={"b"})
+    assert (step.prompt_tokens, step.sent_tokens) == (160, 60)
+
+
 def test_drafts_make_no_prompt_of_an_answer() -> None:
     step = step_of(output(cached={"a": (300, 4)}, drafts={"a": [1, 2, 3]}))
     assert step == Step(running=1, context_tokens=300)
