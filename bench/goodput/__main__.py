@@ -1,13 +1,14 @@
 """Goodput of two workers of both roles, of one prefill and one decode worker, and of two vLLM engines, by load.
 
-    python -m bench.goodput [--rates 2,3,4,5,6] [--steps 256,512,2048] [--rounds 2] [--first-round 0] [--keep FILE]
-        [--output bench/results]
+    python -m bench.goodput [--rates 2,3,4,5,6] [--steps 256,512,2048] [--rounds 2] [--first-round 0] [--turns 1]
+        [--keep FILE] [--output bench/results]
 
 Each way has one core for each of two engines. Requests arrive at random times (Poisson), at each of --rates, whether
 or not earlier ones have ended. Lengths of prompts are drawn from the range --prompts. The same requests arrive at the
 same times at every way. Ways take turns within a round, and only one computes at a time. A request is good when it
 keeps two bounds: of its time to the first token, and of its mean time per later token. Bounds are multiples of the
-times of the longest prompt on one plain engine without load. A request that has not ended --drain seconds after the
+times of the longest prompt on one plain engine without load. With --turns above 1, requests are turns of chats: each
+prompt begins with the one before, and is longer. A request that has not ended --drain seconds after the
 last arrival has failed. The number of a round is its seed. --keep adds the rounds to those in FILE, and reports on all
 of them. In --steps, "default" leaves max_num_batched_tokens to vLLM.
 """
@@ -58,6 +59,7 @@ DEFAULT_STEPS: Final = "default"
 QUIET_REQUESTS: Final = 6
 # The smallest ids are those of special tokens.
 FIRST_TOKEN: Final = 3
+TURN_S: Final = 4.0
 
 # Yields the time of every token. Arguments: prompt, number of tokens, number of the request.
 Ask = Callable[[list[int], int, int], AsyncIterator[int]]
@@ -69,17 +71,42 @@ class Arrival:
 
     due_s: float
     prompt_tokens: int
+    answer_tokens: int
     seed: int
 
 
-def arrivals(rate: float, seconds: float, lengths: tuple[int, int], seed: int) -> list[Arrival]:
+def arrivals(
+    rate: float, seconds: float, lengths: tuple[int, int], answer_tokens: int, seed: int
+) -> list[Arrival]:
     """Poisson arrivals of `rate` requests a second. The result depends on the arguments alone."""
     numbers = random.Random(f"{seed}/{rate}")
     due_s = itertools.accumulate(numbers.expovariate(rate) for _ in itertools.count())
     return [
-        Arrival(at_s, numbers.randint(*lengths), numbers.getrandbits(48))
+        Arrival(at_s, numbers.randint(*lengths), answer_tokens, numbers.getrandbits(48))
         for at_s in itertools.takewhile(lambda at_s: at_s < seconds, due_s)
     ]
+
+
+def turns_of(
+    rate: float, seconds: float, lengths: tuple[int, int], answer_tokens: int, seed: int, turns: int
+) -> list[Arrival]:
+    """The turns of chats that begin at random times, `rate` turns a second in all. See `arrivals`.
+
+    Prompts with one seed begin with the same tokens, and those of a chat become longer evenly.
+    """
+    before_s = TURN_S * (turns - 1)
+    shortest, longest = lengths
+    chats = arrivals(rate / turns, seconds + before_s, lengths, answer_tokens, seed)
+    found = [
+        replace(
+            chat,
+            due_s=chat.due_s - before_s + TURN_S * turn,
+            prompt_tokens=shortest + (longest - shortest) * turn // (turns - 1),
+        )
+        for chat in chats
+        for turn in range(turns)
+    ]
+    return sorted((one for one in found if 0 <= one.due_s < seconds), key=lambda one: one.due_s)
 
 
 def texts_of(arriving: list[Arrival], way: int) -> list[Arrival]:
@@ -132,9 +159,8 @@ def by_us(deployment: Ours, objective: Objective | None = None) -> Ask:
 class Load:
     """Sends the requests of a block to one way."""
 
-    def __init__(self, token_ids: range, answer_tokens: int, drain_s: float) -> None:
+    def __init__(self, token_ids: range, drain_s: float) -> None:
         self._token_ids = token_ids
-        self._answer_tokens = answer_tokens
         self._drain_s = drain_s
 
     async def block(self, ask: Ask, arriving: list[Arrival]) -> list[Answer]:
@@ -159,18 +185,18 @@ class Load:
         token_ms: list[float] = []
         try:
             async with asyncio.timeout(max(0.0, (end_ns - time.time_ns()) / 1e9)):
-                async for now_ns in ask(prompt, self._answer_tokens, number):
+                async for now_ns in ask(prompt, arrival.answer_tokens, number):
                     token_ms.append((now_ns - due_ns) / 1e6)  # noqa: PERF401 - kept on a timeout
         except (HeadraceError, TimeoutError) as error:
             print(f"a request failed: {error!r}", file=sys.stderr)
             return Answer(tuple(token_ms), failed=True)
-        return Answer(tuple(token_ms), failed=len(token_ms) < self._answer_tokens)
+        return Answer(tuple(token_ms), failed=len(token_ms) < arrival.answer_tokens)
 
 
-async def without_load(load: Load, ask: Ask, longest: int) -> list[Answer]:
+async def without_load(load: Load, ask: Ask, longest: int, answer_tokens: int) -> list[Answer]:
     """The longest prompt again and again, one at a time. The first one warms the engine and does not count."""
     return [
-        (await load.block(ask, [Arrival(0.0, longest, time.time_ns())]))[0]
+        (await load.block(ask, [Arrival(0.0, longest, answer_tokens, time.time_ns())]))[0]
         for _ in range(QUIET_REQUESTS + 1)
     ][1:]
 
@@ -222,12 +248,12 @@ async def measure(
     """Requests without load, and every way in turn, at every rate, round after round."""
     shortest, longest = map(int, arguments.prompts.split(","))
     vocabulary = json.loads((Path(arguments.model) / "config.json").read_text())["vocab_size"]
-    load = Load(range(FIRST_TOKEN, vocabulary), arguments.answer, arguments.drain)
+    load, count = Load(range(FIRST_TOKEN, vocabulary), arguments.drain), arguments.answer
     rates = [float(rate) for rate in arguments.rates.split(",")]
     async with AsyncExitStack() as stack:
         asks, both = await start_ways(stack, arguments, folder)
-        alone = [await without_load(load, ask, longest) for ask in asks.values()]
-        await without_load(load, by_us(both, Objective(60_000, 10_000)), longest)
+        alone = [await without_load(load, ask, longest, count) for ask in asks.values()]
+        await without_load(load, by_us(both, Objective(60_000, 10_000)), longest, count)
         for name, objective in objectives(alone[0]).items():
             asks[f"{BOTH}{OF_BOUNDS}{factors_of(name)}"] = by_us(both, objective)
         found: dict[float, dict[str, list[Answer]]] = {
@@ -235,7 +261,10 @@ async def measure(
         }
         numbers = range(arguments.first_round, arguments.first_round + arguments.rounds)
         for number, rate in itertools.product(numbers, rates):
-            arriving = arrivals(rate, arguments.seconds, (shortest, longest), number)
+            wanted = (rate, arguments.seconds, (shortest, longest), count, number)
+            arriving = (
+                arrivals(*wanted) if arguments.turns == 1 else turns_of(*wanted, arguments.turns)
+            )
             for way in alternating(list(asks), number):
                 answers = await load.block(asks[way], texts_of(arriving, list(asks).index(way)))
                 found[rate][way] += answers
@@ -299,6 +328,7 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=48, help="tokens of an answer")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in a block")
+    parser.add_argument("--turns", type=int, default=1, help="of a chat")
     parser.add_argument("--drain", type=float, default=20.0, help="seconds after the last arrival")
     parser.add_argument("--first-round", type=int, default=0, help="its number, which is its seed")
     parser.add_argument(
@@ -320,6 +350,7 @@ def main() -> None:
         shortest, longest = arguments.prompts.split(",")
         what = (
             f"{Path(arguments.model).name}, {arguments.dtype}, prompts of {shortest} to {longest} tokens, "
+            f"{'' if arguments.turns == 1 else f'chats of {arguments.turns} turns, one each {TURN_S:g} s, '}"
             f"answers of {arguments.answer}, arrivals during {arguments.seconds:g} s a round, 2 cores."
         )
         text = _NOTES.format(
@@ -329,7 +360,8 @@ def main() -> None:
             times=times,
             remark=f"\n{arguments.remark}\n" if arguments.remark else "",
         )
-        (arguments.output / "goodput.md").write_text(text)
+        name = "goodput.md" if arguments.turns == 1 else "goodput_chats.md"
+        (arguments.output / name).write_text(text)
 
 
 if __name__ == "__main__":

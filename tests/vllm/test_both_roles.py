@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.inference.v1 import inference_pb2
+from headrace_cli.commands.policy import set_policy
+from headrace_cli.up.supervisor import ChildProcess, Spawn
+from headrace_cli.up.topology import ProcessSpec
 from headrace_common.durations import duration_from_seconds
 from tests.suite.deployment import greedy, suite
 from tests.vllm.test_services import SEEDED, assert_same, prompt_of
+from tests.waiting import until
 
 MODEL = Path("models/tiny-llama")
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
@@ -67,6 +72,40 @@ async def test_answers_are_the_same_wherever_prompts_are_computed(tmp_path: Path
         for outcome in handed_over:
             timing = outcome.last.timing
             assert {timing.prefill_worker_id, timing.decode_worker_id} == {"worker-0", "worker-1"}
+        for worker in ("worker-0", "worker-1"):
+            await it.wait_empty(worker, timeout_s=20)
+
+
+def with_two_ranks(spawn: Spawn) -> Spawn:
+    """Gives worker-1 two ranks."""
+
+    async def start(spec: ProcessSpec) -> ChildProcess:
+        if spec.name == "worker-1":
+            one, two = (f"--tensor-parallel-size={ranks}" for ranks in (1, 2))
+            assert one in spec.arguments
+            arguments = tuple(two if flag == one else flag for flag in spec.arguments)
+            spec = replace(spec, arguments=arguments)
+        return await spawn(spec)
+
+    return start
+
+
+async def test_workers_with_unlike_ranks_hand_over_in_both_directions(tmp_path: Path) -> None:
+    async with suite(tmp_path, spawning=with_two_ranks, **BOTH) as it:
+        plain = [await it.ask(request, 90) for request in requests(LOCAL)]
+        for prefill, decode in (("worker-0", "worker-1"), ("worker-1", "worker-0")):
+            roles = (f"worker_roles.{prefill}=prefill", f"worker_roles.{decode}=decode")
+            await set_policy(it.deployment.registry, roles)
+
+            async def goes_there(way: tuple[str, str] = (prefill, decode)) -> bool:
+                timing = (await it.ask(greedy(prompt_of(40, 99), 1, REMOTE), 90)).last.timing
+                return (timing.prefill_worker_id, timing.decode_worker_id) == way
+
+            await until(goes_there, 20.0, "the roles")
+            handed_over = [it.ask(request, 90) for request in requests(REMOTE, 5.0)]
+            for outcome, alone in zip(await asyncio.gather(*handed_over), plain, strict=True):
+                assert_same(outcome, alone)
+                assert outcome.last.timing.decode_worker_id == decode
         for worker in ("worker-0", "worker-1"):
             await it.wait_empty(worker, timeout_s=20)
 
