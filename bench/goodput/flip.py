@@ -72,9 +72,9 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> str:
     lines: list[str] = []
     async with AsyncExitStack() as stack:
         asks, both = await start_ways(stack, arguments, folder)
-        alone = [await without_load(load, ask, LONGEST, 48) for ask in asks.values()][0]
+        alone = [await without_load(load, ask, LONGEST, 48) for ask in asks.values()]
         await without_load(load, by_us(both, Objective(60_000, 10_000)), LONGEST, 48)
-        name, objective = list(objectives(alone).items())[BOUNDS]
+        name, objective = list(objectives(alone[0]).items())[BOUNDS]
         ways: dict[str, Ask] = {
             **asks,
             "Headrace, two workers of both roles": by_us(both, objective),
