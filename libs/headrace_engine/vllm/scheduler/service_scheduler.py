@@ -127,7 +127,7 @@ def step_of(output: SchedulerOutput, sending: Container[str] = ()) -> Step:
         attended_tokens += added * (before + added / 2)
         context_tokens -= before
         if request_id in sending:
-            sent_tokens += count
+            sent_tokens += added
     return Step(prompt_tokens, attended_tokens, running, context_tokens, sent_tokens)
 
 

@@ -26,9 +26,12 @@ from headrace_router.early_refusal.prediction import (
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.workers.directory import WorkerDirectory
+from headrace_router.workers.table import NO_TIMES
 
 # Refused requests teach workers nothing. So a time that was learned in a bad moment is forgotten.
 _AGE_MAX_S: Final = 30.0
+_ERROR_MAX: Final = 0.25
+"""Of a time to first token that placement has predicted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +84,14 @@ class EarlyRefusal:
         table = self._parts.workers.table(prepared.model)
         if decision.first_s is not None and table.times.age_s <= _AGE_MAX_S:
             load = table.load(decision.worker.ref)
-            alone_s = load.times.step_s(decision.missing_tokens) if load is not None else None
-            prefill_s = min(decision.first_s, alone_s or 0.0)
+            times = NO_TIMES if load is None else load.times
+            prefill_s = min(decision.first_s, times.step_s(decision.missing_tokens) or 0.0)
             prediction = FirstTokenPrediction(
-                request.elapsed_s, 0.0, decision.first_s - prefill_s, prefill_s
+                request.elapsed_s,
+                0.0,
+                decision.first_s - prefill_s,
+                prefill_s,
+                error_s=decision.first_s * min(_ERROR_MAX, times.steps.error_p90),
             )
         else:
             prediction = self._predict(

@@ -39,12 +39,16 @@ class FirstTokenBound:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenPrediction:
-    """The parts of a predicted time to first token. `elapsed_s` is the time since the request's arrival."""
+    """The parts of a predicted time to first token. `elapsed_s` is the time since the request's arrival.
+
+    The token may well come `error_s` earlier.
+    """
 
     elapsed_s: float
     slot_wait_s: float
     queue_wait_s: float
     prefill_s: float
+    error_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -58,8 +62,8 @@ def tightest_bound(bounds: tuple[FirstTokenBound, ...]) -> FirstTokenBound | Non
 
 
 def is_late(prediction: FirstTokenPrediction, bound: FirstTokenBound) -> bool:
-    """Whether the first token would come after the bound."""
-    return prediction.total_s > bound.allowed_s
+    """Whether the first token would come after the bound, even if it comes early."""
+    return prediction.total_s - prediction.error_s > bound.allowed_s
 
 
 def refusal(prediction: FirstTokenPrediction, bound: FirstTokenBound) -> FirstTokenLate:
