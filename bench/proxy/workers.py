@@ -210,6 +210,10 @@ class Status(worker_pb2_grpc.WorkerServiceServicer):
         """Refuses, because the benchmark ends the worker."""
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker cannot be drained")
 
+    async def ChangeAdapter(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        """Has no adapters."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker changes no adapters")
+
 
 async def serve_grpc(registry: str) -> tuple[GrpcServer, Membership]:
     """Starts the decode worker."""

@@ -30,6 +30,7 @@ from headrace_common.access.roles import Role
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError, HeadraceError, NoDecodeWorker, NotFound, WorkerGone
+from headrace_common.registry.listing import all_members
 from headrace_common.rpc.channel import open_channel
 
 _T = TypeVar("_T")
@@ -283,18 +284,9 @@ async def registry_of(router: str, registry: str = "") -> str:
 
 async def list_members(registry: str) -> list[registry_pb2.Member]:
     """The registered members, by worker id."""
-    members: list[registry_pb2.Member] = []
-    page_token = ""
     async with started_channel(registry) as channel:
-        stub = registry_pb2_grpc.RegistryServiceStub(channel)
         with rpc_errors(f"the registry on {registry}"):
-            while True:
-                request = registry_pb2.ListMembersRequest(page_token=page_token)
-                page = await stub.ListMembers(request, timeout=CALL_TIMEOUT_S)
-                members += page.members
-                page_token = page.next_page_token
-                if not page_token:
-                    return members
+            return await all_members(registry_pb2_grpc.RegistryServiceStub(channel), CALL_TIMEOUT_S)
 
 
 async def worker_status(

@@ -176,3 +176,6 @@ LEASES_PER_RENEWAL_MAX: Final = 4_096
 
 DEFAULT_KV_CACHE_GIB: Final = 1.0
 """KV memory of a rank where neither a setting nor a GPU's share decides it."""
+
+ADAPTER_CHANGE_S: Final = 300.0
+"""Most seconds to load or unload a LoRA adapter on all workers of a model."""

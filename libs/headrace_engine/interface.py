@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 from headrace_common.callers.priority import Priority
-from headrace_common.errors import InternalError, ProtocolViolation
+from headrace_common.errors import InternalError, InvalidRequest, ProtocolViolation
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.prefix_events import PrefixEventPublisher
@@ -99,8 +100,8 @@ class PrefillWork:
     sampling: Sampling | None = None
     cache_salt: str = ""
     """Only requests with an equal salt share cached blocks."""
-    adapter: str = ""
-    """The name of one of the engine's adapters, empty for the model alone. Needs a salt of its own."""
+    adapter: Adapter | None = None
+    """One of the engine's adapters, None for the model alone. Needs a salt of its own."""
     priority: Priority = Priority.NORMAL
     """Cached blocks that only lower classes have used are reused first, where the engine manages them."""
     bounds: TokenBounds = NO_BOUNDS
@@ -151,7 +152,7 @@ class DecodeWork:
     """As in PrefillWork."""
     tenant_salt: str = ""
     """Equal for all requests of a tenant, which has one constraint compiled at a time."""
-    adapter: str = ""
+    adapter: Adapter | None = None
     """As in PrefillWork."""
     priority: Priority = Priority.NORMAL
     """As in PrefillWork."""
@@ -237,7 +238,7 @@ class Engine(ABC):
     tier_loads: LoadTimes | None = None
     """Loads from the tiers below KV memory; set by `start`. Of an engine without such tiers it is None or empty."""
     adapters: tuple[Adapter, ...] = ()
-    """The LoRA adapters that it has loaded; set by `start`."""
+    """The LoRA adapters that requests may name; set by `start`. Several may have one name."""
     steps: StepWatch | None = None
     """Whether it steps. None for an engine that does not report its steps."""
 
@@ -342,6 +343,21 @@ class Engine(ABC):
     async def reset_prefix_cache(self) -> bool:
         """Evicts every cached prefix; False when requests hold blocks, so that it cannot."""
         return True
+
+    async def load_adapter(self, name: str, folder: Path, *, is_3d_lora_weight: bool) -> Adapter:
+        """Loads an adapter from a folder of this host. It is among `adapters` when this returns.
+
+        An adapter of this name stays, if it has another digest. Raises InvalidRequest for the fields of RuntimeAdapter.
+        """
+        raise InvalidRequest({"path": "this engine loads no adapters at run time"})
+
+    def require_adapter(self, adapter: Adapter | None) -> None:
+        """Raises InvalidRequest for an adapter that is not among `adapters`."""
+        if adapter is not None and adapter not in self.adapters:
+            raise InvalidRequest({"adapter": f"the engine has no adapter {adapter.name!r}"})
+
+    def unload_adapter(self, adapter: Adapter) -> None:  # noqa: B027 - most load none
+        """No new request names the adapter. It stays among `adapters` until another one needs its room."""
 
     @abstractmethod
     async def close(self) -> None:

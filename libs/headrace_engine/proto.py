@@ -46,13 +46,13 @@ def sampling_from_proto(
 
 def requested_adapter(
     request: decode_pb2.GenerateRequest | prefill_pb2.PrefillTask, adapters: Collection[Adapter]
-) -> str:
-    """The name of the adapter that a request names, one of the engine's `adapters`. Empty for none.
+) -> Adapter | None:
+    """The adapter that a request names, one of the engine's `adapters`. None for the model alone.
 
     Raises InvalidRequest.
     """
     if not request.HasField("adapter"):
-        return ""
+        return None
     violations = adapter_violations(request.adapter, "adapter")
     wanted = Adapter(request.adapter.name, request.adapter.digest)
     if not violations and wanted not in adapters:
@@ -63,7 +63,7 @@ def requested_adapter(
         violations["cache_salt"] = "must not be empty beside an adapter, as the router sets it"
     if violations:
         raise InvalidRequest(violations)
-    return wanted.name
+    return wanted
 
 
 def _structured_outputs_from_proto(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import InvalidRequest
+from headrace_common.registry.adapters import Adapter
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
 from tests.ports import free_port
@@ -29,7 +31,11 @@ async def _ask(it: Suite, seed: int, adapter: str) -> inference_pb2.Timing:
     request = greedy(prompt, COUNT, REMOTE, "")
     request.adapter = adapter
     outcome = await it.ask(request)
-    assert outcome.token_ids == it.model.expected_tokens(prompt, COUNT, adapter=adapter)
+    digest = hashlib.sha256(adapter.encode()).hexdigest()[:16]
+    expected = it.model.expected_tokens(
+        prompt, COUNT, adapter=Adapter(adapter, digest) if adapter else None
+    )
+    assert outcome.token_ids == expected
     return outcome.last.timing
 
 

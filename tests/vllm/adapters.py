@@ -91,7 +91,8 @@ def _by_name(answers: Sequence[Answer]) -> dict[str, list[list[int]]]:
 def _terms(pair: Pair, name: str) -> dict[str, Any]:
     """As the router fills them in."""
     adapters = {one.name: one for one in pair.decode.adapters}
-    return {"adapter": name, "cache_salt": adapter_salt("", adapters.get(name))}
+    adapter = adapters.get(name)
+    return {"adapter": adapter, "cache_salt": adapter_salt("", adapter)}
 
 
 async def _alone(pair: Pair, work: DecodeWork) -> Answer:

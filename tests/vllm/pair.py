@@ -18,6 +18,7 @@ import grpc.aio
 from headrace.kv.v1 import handoff_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation
+from headrace_common.registry.adapters import Adapter
 from headrace_engine.config import EngineConfig
 from headrace_engine.interface import (
     DecodeEnded,
@@ -181,7 +182,7 @@ class Pair:
         sampling: Sampling = GREEDY,
         generated: Sequence[int] = (),
         cache_salt: str = "",
-        adapter: str = "",
+        adapter: Adapter | None = None,
     ) -> Answer:
         """Prefills on one engine and decodes on the other, after the `generated` tokens."""
         answer = Answer()
@@ -270,7 +271,7 @@ class Pair:
         prompt: Sequence[int],
         reservation: Reservation,
         cache_salt: str = "",
-        adapter: str = "",
+        adapter: Adapter | None = None,
     ) -> tuple[PrefillOutcome, TransferSummary]:
         """Transfers the prompt's KV into a reservation."""
         transfer = self.reserve(reservation)

@@ -51,6 +51,9 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
             "ListModels": (_OPERATOR,),
             "Route": (_OPERATOR,),
         },
+        "headrace.inference.v1.AdapterService": dict.fromkeys(
+            ("LoadAdapter", "UnloadAdapter"), (_OPERATOR,)
+        ),
         "headrace.inference.v1.LoadService": {"GetLoad": (_OPERATOR, _PLANNER)},
         "headrace.inference.v1.TraceService": {
             "GetTrace": (_OPERATOR,),
@@ -84,6 +87,8 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
             "SubscribeKvEvents": (_ROUTER,),
             "ResetPrefixCache": (_OPERATOR,),
             "Drain": (_OPERATOR,),
+            # Operators ask a router, which changes all workers or none.
+            "ChangeAdapter": (_ROUTER,),
         },
     },
     Listener.PICKER: {

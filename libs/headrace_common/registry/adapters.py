@@ -13,6 +13,8 @@ ADAPTERS_MAX: Final = 64
 """Most adapters of one worker."""
 ADAPTER_NAME_CHARACTERS_MAX: Final = 63
 ADAPTER_DIGEST_CHARACTERS_MAX: Final = 64
+ADAPTER_PATH_BYTES_MAX: Final = 4096
+"""Most bytes of the path of an adapter that is loaded at run time."""
 _NAME: Final = re.compile(f"[!-~]{{1,{ADAPTER_NAME_CHARACTERS_MAX}}}")
 _DIGEST: Final = re.compile(f"[0-9a-f]{{1,{ADAPTER_DIGEST_CHARACTERS_MAX}}}")
 
@@ -28,6 +30,15 @@ class Adapter:
         return self.name
 
 
+@dataclass(frozen=True, slots=True)
+class RuntimeAdapter:
+    """An adapter that a worker has loaded while it ran, from a folder of its host."""
+
+    adapter: Adapter
+    path: str
+    is_3d_lora_weight: bool = False
+
+
 def is_adapter_name(text: str) -> bool:
     """Whether an adapter may have this name: 1 to 63 visible ASCII characters."""
     return _NAME.fullmatch(text) is not None
@@ -36,6 +47,21 @@ def is_adapter_name(text: str) -> bool:
 def adapter_to_proto(adapter: Adapter) -> adapter_pb2.Adapter:
     """Converts an adapter."""
     return adapter_pb2.Adapter(name=adapter.name, digest=adapter.digest)
+
+
+def runtime_adapter_to_proto(one: RuntimeAdapter) -> adapter_pb2.RuntimeAdapter:
+    """Converts an adapter of run time."""
+    return adapter_pb2.RuntimeAdapter(
+        adapter=adapter_to_proto(one.adapter),
+        path=one.path,
+        is_3d_lora_weight=one.is_3d_lora_weight,
+    )
+
+
+def runtime_adapter_from_proto(message: adapter_pb2.RuntimeAdapter) -> RuntimeAdapter:
+    """Converts an adapter of run time."""
+    adapter = Adapter(message.adapter.name, message.adapter.digest)
+    return RuntimeAdapter(adapter, message.path, message.is_3d_lora_weight)
 
 
 def adapters_from_proto(messages: Iterable[adapter_pb2.Adapter]) -> frozenset[Adapter]:
@@ -68,4 +94,22 @@ def announced_violations(messages: Sequence[adapter_pb2.Adapter], path: str) -> 
         if message.name in names:
             violations[f"{path}[{index}].name"] = "give each name once"
         names.add(message.name)
+    return violations
+
+
+def runtime_violations(
+    messages: Sequence[adapter_pb2.RuntimeAdapter],
+    announced: Iterable[adapter_pb2.Adapter],
+    path: str,
+) -> dict[str, str]:
+    """The remedy for each wrong field of the adapters of run time. All must be among the `announced`."""
+    if len(messages) > ADAPTERS_MAX:
+        return {path: f"give at most {ADAPTERS_MAX}, not {len(messages)}"}
+    known = adapters_from_proto(announced)
+    violations: dict[str, str] = {}
+    for index, message in enumerate(messages):
+        if runtime_adapter_from_proto(message).adapter not in known:
+            violations[f"{path}[{index}].adapter"] = "must be among the member's adapters"
+        if not 0 < len(message.path.encode()) <= ADAPTER_PATH_BYTES_MAX:
+            violations[f"{path}[{index}].path"] = f"give 1 to {ADAPTER_PATH_BYTES_MAX} bytes"
     return violations

@@ -15,7 +15,13 @@ from headrace.kv.v1 import layout_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
-from headrace_common.errors import HeadraceError, NotFound, QueueFull, RegistryUnavailable
+from headrace_common.errors import (
+    Draining,
+    HeadraceError,
+    NotFound,
+    QueueFull,
+    RegistryUnavailable,
+)
 from headrace_common.limits import LEASES_PER_RENEWAL_MAX
 from headrace_common.registry.link import CALL_TIMEOUT_S, RegistryLink
 from headrace_common.tasks import end_task, run_forever
@@ -115,6 +121,7 @@ class Membership:
         self._registration_order = 0
         self._prefix_hash_key = 0
         self._keeper: asyncio.Task[None] | None = None
+        self._changes = asyncio.Lock()
 
     @property
     def prefix_hash_key(self) -> int:
@@ -147,13 +154,35 @@ class Membership:
                     raise
                 await self._link.back_off(error)
         self._link.record_success()
+        self._keep()
+
+    def _keep(self) -> None:
         name = f"membership-{self._member.worker_id}"
         self._keeper = run_forever(self._stay_registered(), name)
 
+    async def replace(self, member: registry_pb2.Member, timeout_s: float) -> None:
+        """Registers a new record of the same incarnation at once, and keeps that from now on.
+
+        Raises Draining unless the member is kept registered. Raises as `start` does; the background tries again then.
+        """
+        async with self._changes:
+            if self._keeper is None:
+                raise Draining(f"{member.worker_id} is not registered any more")
+            self._member = member
+            try:
+                await end_task(self._keeper)
+                await self.start(timeout_s)
+            except BaseException:
+                # Its lease may have been replaced.
+                self._lease_id = ""
+                self._keep()
+                raise
+
     async def stop(self) -> None:
         """Deregisters the member. If the registry cannot be reached, the lease expires later."""
-        await end_task(self._keeper)
-        self._keeper = None
+        async with self._changes:
+            await end_task(self._keeper)
+            self._keeper = None
         if self._lease_id:
             request = registry_pb2.DeregisterRequest(lease_id=self._lease_id)
             self._lease_id = ""

@@ -12,6 +12,7 @@ import grpc.aio
 from headrace.registry.v1 import registry_pb2
 from headrace_common.errors import HeadraceError, WatchExpired
 from headrace_common.registry.link import CALL_TIMEOUT_S, RegistryLink
+from headrace_common.registry.listing import all_members
 from headrace_common.tasks import end_task, run_forever
 
 DEFAULT_RETRY_BUDGET: Final = 2
@@ -92,6 +93,11 @@ class RegistryView:
         except TimeoutError:
             await self.stop()
             raise self._last_error or self._link.unavailable("no snapshot in time") from None
+
+    async def list_now(self) -> Collection[registry_pb2.Member]:
+        """All members that the registry has at this moment. Raises RegistryUnavailable."""
+        with self._link.converted_errors():
+            return await all_members(self._link.stub, CALL_TIMEOUT_S)
 
     async def stop(self) -> None:
         """Stops the watch. The last view stays readable."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import random
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from headrace_common.errors import (
@@ -15,9 +17,11 @@ from headrace_common.errors import (
     Draining,
     HeadraceError,
     InternalError,
+    InvalidRequest,
     QueueFull,
     TransferFailed,
 )
+from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.interface import (
     DecodeEvent,
@@ -225,6 +229,7 @@ class SimEngine(Engine):
         on_report: Callable[[SendReport], None] | None = None,
     ) -> PrefillOutcome:
         check_prefill(work, self.max_model_len)
+        self.require_adapter(work.adapter)
         if not self._config.sends:
             raise InternalError("this engine was not started for prefill")
         handover = Handover(work.target, self._senders, self.descriptor.layout)
@@ -267,6 +272,7 @@ class SimEngine(Engine):
 
     async def decode(self, work: DecodeWork) -> AsyncGenerator[DecodeEvent, None]:
         check_decode(work, self.max_model_len)
+        self.require_adapter(work.adapter)
         sampling = self._seeded(work.sampling)
         sequence = decode_sequence(work, sampling, self.model, self.max_model_len)
         self._requests.submit(sequence, DecodeFull)
@@ -277,6 +283,15 @@ class SimEngine(Engine):
         finally:
             sequence.closed()
             self._requests.update(sequence)
+
+    async def load_adapter(self, name: str, folder: Path, *, is_3d_lora_weight: bool) -> Adapter:
+        try:
+            data = (folder / "adapter_config.json").read_bytes()
+        except OSError as error:
+            raise InvalidRequest({"path": f"{folder} is no adapter: {error.strerror}"}) from error
+        adapter = Adapter(name, hashlib.sha256(data).hexdigest()[:16])
+        self.adapters = tuple({*self.adapters, adapter})
+        return adapter
 
     def _seeded(self, sampling: Sampling) -> Sampling:
         if sampling.temperature > 0 and sampling.seed is None:

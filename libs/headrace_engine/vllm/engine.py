@@ -14,8 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace_common.errors import DuplicateTransfer, InternalError, InvalidRequest
+from headrace_common.errors import DuplicateTransfer, InternalError
 from headrace_common.process.run import interruptible
+from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import StepTimes
 from headrace_engine.config import EngineConfig
 from headrace_engine.interface import (
@@ -36,7 +37,7 @@ from headrace_engine.vllm.compat import (
     runs_on_cpu,
 )
 from headrace_engine.vllm.link.messages import EngineLoad
-from headrace_engine.vllm.service.adapters import LoadedAdapter, load_adapters
+from headrace_engine.vllm.service.adapters import EngineAdapters
 from headrace_engine.vllm.service.constraints import ConstraintCheck
 from headrace_engine.vllm.service.decode_request import DecodeRequest
 from headrace_engine.vllm.service.launch import check_config, launch
@@ -49,7 +50,6 @@ from headrace_kv.receive.observer import LayerOverlap, TransferObserver
 from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from headrace_engine.vllm.link.server import LinkServer
@@ -74,7 +74,7 @@ class VllmEngine(Engine):
         self._config = config
         self._descriptors = descriptors
         self._llm: AsyncLLM | None = None
-        self._adapters: dict[str, LoadedAdapter] = {}
+        self._adapters: EngineAdapters | None = None
         self._link: LinkServer | None = None
         self._kv_events: KvEventReader | None = None
         self._link_path = Path(config.link_path)
@@ -105,10 +105,7 @@ class VllmEngine(Engine):
         folder = check_config(self._config)
         self._link_path = self._make_link_path()
         launched = launch(self._config, folder, self._link_path)
-        self._llm, self._adapters = (
-            launched.llm,
-            {adapter.identity.name: adapter for adapter in launched.adapters},
-        )
+        self._llm, self._adapters = launched.llm, launched.adapters
         log.info("model loaded %.1f s after the start", time.monotonic() - start_s)
 
     async def attach(self) -> None:
@@ -116,7 +113,7 @@ class VllmEngine(Engine):
         from headrace_engine.vllm.link.server import LinkEvents, LinkServer
         from headrace_engine.vllm.service.kv_events import KvEventReader, events_endpoint
 
-        if self._llm is None:
+        if self._llm is None or self._adapters is None:
             raise InternalError("the engine is not launched")
         self._link = LinkServer(
             self._link_path,
@@ -137,8 +134,8 @@ class VllmEngine(Engine):
         self._rank_memories = self._link.shared_memories()
         if self._config.role == "decode" and self._config.local_broadcast:
             self.descriptor, self.broadcast = open_broadcast(self.descriptor, self._rank_memories)
-        await load_adapters(self._llm, tuple(self._adapters.values()))
-        self.adapters = tuple(adapter.identity for adapter in self._adapters.values())
+        await self._adapters.start(self._llm)
+        self.adapters = self._adapters.identities
         self.max_model_len = max_model_len(self._llm)
         self.prefix_events = PrefixEventPublisher(
             self._config.ref,
@@ -184,22 +181,24 @@ class VllmEngine(Engine):
         llm, link = self._require_started()
         transfer_id = work.target.transfer_id
         self._require_new(transfer_id)
-        request = PrefillRequest(
-            llm=llm,
-            link=link,
-            work=work,
-            rank_count=self._config.rank_count,
-            on_first_token=on_first_token,
-            lora_request=self._lora_request(work.adapter),
-        )
-        self._prefills[transfer_id] = request
-        try:
-            return await request.outcome()
-        finally:
-            del self._prefills[transfer_id]
-            for report in request.reports:
-                if on_report is not None:
-                    on_report(report)
+        assert self._adapters is not None
+        with self._adapters.used(work.adapter) as lora_request:
+            request = PrefillRequest(
+                llm=llm,
+                link=link,
+                work=work,
+                rank_count=self._config.rank_count,
+                on_first_token=on_first_token,
+                lora_request=lora_request,
+            )
+            self._prefills[transfer_id] = request
+            try:
+                return await request.outcome()
+            finally:
+                del self._prefills[transfer_id]
+                for report in request.reports:
+                    if on_report is not None:
+                        on_report(report)
 
     async def decode(self, work: DecodeWork) -> AsyncGenerator[DecodeEvent, None]:
         llm, link = self._require_started()
@@ -208,21 +207,23 @@ class VllmEngine(Engine):
             await self._constraints.check(work.sampling.structured_outputs, work.tenant_salt)
             llm, link = self._require_started()
             self._require_new(work.transfer_id)
-        request = DecodeRequest(
-            llm=llm,
-            link=link,
-            work=work,
-            sampler=self._first_token_sampler,
-            max_model_len=self.max_model_len,
-            lora_request=self._lora_request(work.adapter),
-        )
-        self._decodes[work.transfer_id] = request
-        try:
-            async for event in request.events():
-                yield event
-        finally:
-            del self._decodes[work.transfer_id]
-            await request.close()
+        assert self._adapters is not None
+        with self._adapters.used(work.adapter) as lora_request:
+            request = DecodeRequest(
+                llm=llm,
+                link=link,
+                work=work,
+                sampler=self._first_token_sampler,
+                max_model_len=self.max_model_len,
+                lora_request=lora_request,
+            )
+            self._decodes[work.transfer_id] = request
+            try:
+                async for event in request.events():
+                    yield event
+            finally:
+                del self._decodes[work.transfer_id]
+                await request.close()
 
     def arrived(self, transfer_id: str) -> None:
         self._require_started()[1].arrived(transfer_id)
@@ -291,6 +292,18 @@ class VllmEngine(Engine):
     def step_times(self) -> StepTimes:
         return self.load.step_times
 
+    async def load_adapter(self, name: str, folder: Path, *, is_3d_lora_weight: bool) -> Adapter:
+        llm, _ = self._require_started()
+        assert self._adapters is not None
+        try:
+            return await self._adapters.load(llm, name, folder, is_3d_lora_weight=is_3d_lora_weight)
+        finally:
+            self.adapters = self._adapters.identities
+
+    def unload_adapter(self, adapter: Adapter) -> None:
+        assert self._adapters is not None
+        self._adapters.unload(adapter)
+
     async def reset_prefix_cache(self) -> bool:
         return await reset_prefix_cache(self._require_started()[0])
 
@@ -315,13 +328,6 @@ class VllmEngine(Engine):
         self._rank_memories = {}
         if self._folder is not None:
             self._folder.cleanup()
-
-    def _lora_request(self, name: str) -> LoRARequest | None:
-        if not name:
-            return None
-        if name not in self._adapters:
-            raise InvalidRequest({"adapter": f"the engine has no adapter {name!r}"})
-        return self._adapters[name].request
 
     def _require_started(self) -> tuple[AsyncLLM, LinkServer]:
         if self._llm is None or self._link is None:

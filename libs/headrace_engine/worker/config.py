@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -26,7 +27,7 @@ from headrace_common.limits import (
     WRITE_QUARANTINE_S,
     write_quiet_s,
 )
-from headrace_common.registry.adapters import adapter_to_proto
+from headrace_common.registry.adapters import Adapter, adapter_to_proto
 from headrace_common.registry.place import place_of, place_to_proto
 from headrace_common.version import version
 from headrace_engine.config import CONSTRAINT_CPU_S, TRANSPORT, EngineConfig, WorkerRole
@@ -80,6 +81,16 @@ def _check_model(text: str) -> str:
 
 
 ModelName = Annotated[str, AfterValidator(_check_model)]
+
+
+def _check_folders(folders: tuple[str, ...]) -> tuple[str, ...]:
+    relative = [folder for folder in folders if not folder.startswith("/")]
+    if relative:
+        raise ValueError(f"{', '.join(relative)}: name folders from the root, such as /adapters")
+    return folders
+
+
+FolderList = Annotated[tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_folders)]
 
 
 NetworkList = Annotated[
@@ -196,6 +207,12 @@ class WorkerConfig(ServiceConfig):
         "",
         description='Further arguments of engine vllm, as on its own command line: "--quantization fp8 '
         '--kv-cache-dtype fp8". In a file also a list. Those that a setting or Headrace owns are refused by name.',
+    )
+    adapter_folders: FolderList = Field(
+        (),
+        description="Folders such as /adapters, separated by commas. Operators may load LoRA adapters from them while "
+        "the worker runs, and unload adapters. Give all workers of a model the same ones. Empty: none are loaded and "
+        "unloaded.",
     )
     place: PlaceLabels = Field(
         (),
@@ -360,6 +377,7 @@ def worker_member(
     endpoint: str,
     http_endpoint: str,
     engine: Engine,
+    adapters: Iterable[Adapter],
     start_unix_ns: int,
 ) -> registry_pb2.Member:
     """The worker's record in the registry, once its engine has started."""
@@ -376,7 +394,7 @@ def worker_member(
         max_num_seqs=config.max_num_seqs,
         start_unix_ns=start_unix_ns,
         transport=TRANSPORT,
-        adapters=map(adapter_to_proto, engine.adapters),
+        adapters=map(adapter_to_proto, adapters),
         place=place_to_proto(place_of(config.place)),
         version=version(),
     )

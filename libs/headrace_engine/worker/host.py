@@ -26,6 +26,7 @@ from headrace_common.telemetry.setup import init_telemetry
 from headrace_common.time_model.model import HandoverLearner, TimeModel
 from headrace_engine.config import WorkerRole
 from headrace_engine.interface import Engine
+from headrace_engine.worker.adapters import WorkerAdapters
 from headrace_engine.worker.config import REGISTRATION_TIMEOUT_S, WorkerConfig
 from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_kv.layout.layout import WorkerRef
@@ -46,12 +47,13 @@ _Config_co = TypeVar("_Config_co", bound=WorkerConfig, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class HostedWorker(Generic[_Config_co]):
-    """A worker, its started engine, and the hand-overs that it learns from."""
+    """A worker, its started engine, the adapters that it announces, and the hand-overs that it learns from."""
 
     config: _Config_co
     ref: WorkerRef
     engine: Engine
     start_unix_ns: int
+    adapters: WorkerAdapters
     handovers: HandoverLearner = field(default_factory=HandoverLearner)
 
     def times(self) -> TimeModel:

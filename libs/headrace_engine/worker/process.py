@@ -21,6 +21,7 @@ from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_engine.config import WorkerRole
 from headrace_engine.factory import build_engine, shared_transport
+from headrace_engine.worker.adapters import WorkerAdapters
 from headrace_engine.worker.config import (
     REGISTRATION_TIMEOUT_S,
     Config,
@@ -117,7 +118,8 @@ async def run_workers(role: WorkerRole, config: Config, build: BuildServer[Confi
                 kill_timer,
                 transport,
             )
-            workers.append(HostedWorker(own, ref, engine, start_unix_ns))
+            adapters = WorkerAdapters(ref, engine, own.adapter_folders)
+            workers.append(HostedWorker(own, ref, engine, start_unix_ns, adapters))
             await engine.start()
         host = WorkerHost(role, config)
         descriptors.connect(host.descriptors)

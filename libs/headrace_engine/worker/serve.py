@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import grpc.aio
@@ -11,6 +11,12 @@ import grpc.aio
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2, worker_pb2_grpc
 from headrace_common.deadlines import Deadline
+from headrace_common.registry.adapters import (
+    Adapter,
+    RuntimeAdapter,
+    adapter_to_proto,
+    runtime_adapter_to_proto,
+)
 from headrace_common.registry.membership import Membership
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX
 from headrace_common.rpc.server import GrpcServer
@@ -46,6 +52,7 @@ class WorkerMembership:
     ) -> None:
         self._host = host
         self._model = member.model
+        self._member = member
         self._prefix_events = prefix_events
         self._on_routers = on_routers
         self._membership = Membership(
@@ -67,6 +74,17 @@ class WorkerMembership:
         if self._prefix_events is not None:
             self._prefix_events.set_hash_key(self._membership.prefix_hash_key, self._model)
         await self._host.follow_routers(self._on_routers)
+
+    async def announce(
+        self, adapters: Sequence[Adapter], loaded_later: Sequence[RuntimeAdapter]
+    ) -> None:
+        """Registers the worker with these adapters. Raises as Membership.replace does."""
+        member = registry_pb2.Member()
+        member.CopyFrom(self._member)
+        del member.adapters[:]
+        member.adapters.extend(map(adapter_to_proto, adapters))
+        member.runtime_adapters.extend(map(runtime_adapter_to_proto, loaded_later))
+        await self._membership.replace(member, REGISTRATION_TIMEOUT_S)
 
     async def leave(self) -> None:
         """Removes the worker from the registry, so that routers stop choosing it. Idempotent."""
@@ -148,6 +166,7 @@ async def serve_worker(
             ticket_keys=worker.ticket_keys,
             signal=worker.status_signal,
             times=hosted.times,
+            change_adapter=hosted.adapters.change,
         ),
         server.server,
     )
@@ -177,6 +196,7 @@ async def _serve(
         endpoint=endpoint,
         http_endpoint=await worker.start_http(),
         engine=engine,
+        adapters=hosted.adapters.announced,
         start_unix_ns=hosted.start_unix_ns,
     )
     membership = WorkerMembership(
@@ -193,6 +213,7 @@ async def _serve(
     try:
         await membership.join()
         worker.set_prefix_hash_key(membership.prefix_hash_key)
+        await hosted.adapters.join(host.registry, member.model, membership.announce)
         server.set_serving(True)
         with host.metrics.reporting(
             ref.worker_id,

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc
@@ -35,6 +35,7 @@ from headrace_common.time_model.model import TimeModel
 from headrace_common.time_model.proto import time_model_to_proto
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.steps import Stall, StepWatch
+from headrace_engine.worker.adapters import ChangeAdapter
 from headrace_kv.layout.layout import WorkerRef
 
 _LOG = logging.getLogger(__name__)
@@ -111,10 +112,10 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
     and a burst of changes is one message. An idle worker with a `signal` waits for that instead.
 
     An RPC without its part of the worker is UNIMPLEMENTED: SubscribeKvEvents without `prefix_events`,
-    ResetPrefixCache without `reset_prefix_cache`, which is Engine's, and Drain without `on_drain`. That
-    starts a drain with the given grace in seconds, or with the worker's own for None, and returns its
-    deadline. `ticket_keys` gets the keys of routers while their stream is open; a worker without it
-    ignores them. `times` is what the worker has learned of its times.
+    ResetPrefixCache without `reset_prefix_cache`, which is Engine's, ChangeAdapter without `change_adapter`, which is
+    WorkerAdapters', and Drain without `on_drain`. That starts a drain with the given grace in seconds, or with the
+    worker's own for None, and returns its deadline. `ticket_keys` gets the keys of routers while their stream is open;
+    a worker without it ignores them. `times` is what the worker has learned.
     """
 
     def __init__(
@@ -126,9 +127,11 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
         ticket_keys: TicketKeys | None = None,
         signal: StatusSignal | None = None,
         times: Callable[[], TimeModel] = TimeModel,
+        change_adapter: ChangeAdapter | None = None,
     ) -> None:
         self._signal = signal
         self._times = times
+        self._change_adapter = change_adapter
         self._snapshot = snapshot
         self._reset_prefix_cache = reset_prefix_cache
         self._prefix_events = prefix_events
@@ -256,6 +259,20 @@ class WorkerStatusServicer(worker_pb2_grpc.WorkerServiceServicer):
                 )
             await asyncio.sleep(POLL_S)
         return worker_pb2.ResetPrefixCacheResponse()
+
+    async def ChangeAdapter(
+        self,
+        request_iterator: AsyncIterator[worker_pb2.ChangeAdapterRequest],
+        context: grpc.aio.ServicerContext[
+            worker_pb2.ChangeAdapterRequest, worker_pb2.ChangeAdapterResponse
+        ],
+    ) -> AsyncIterator[worker_pb2.ChangeAdapterResponse]:
+        """See worker.proto."""
+        if self._change_adapter is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this worker changes no adapters")
+        async with aclosing(self._change_adapter(request_iterator)) as answers:
+            async for answer in answers:
+                yield answer
 
     async def Drain(
         self,

@@ -75,8 +75,9 @@ class PrefillServer(RoleServer):
             self._worker,
             model=served_model(config, engine),
             layout=layout_to_proto(engine.descriptor.layout),
-            adapters=engine.adapters,
+            adapters=hosted.adapters.announced,
         )
+        hosted.adapters.follow(self._puller.set_adapters)
         self.on_routers = self._puller.set_routers
 
     def add_servicers(self, server: grpc.aio.Server) -> None:

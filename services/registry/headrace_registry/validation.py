@@ -34,7 +34,7 @@ from headrace_common.limits import (
     VERSION_CHARACTERS_MAX,
     limit_violations,
 )
-from headrace_common.registry.adapters import announced_violations
+from headrace_common.registry.adapters import announced_violations, runtime_violations
 from headrace_common.registry.duties import WORKERS
 from headrace_common.registry.place import place_violations
 
@@ -265,6 +265,9 @@ def _worker_violations(member: registry_pb2.Member, path: str) -> dict[str, str]
     if len(member.transport) > TRANSPORT_CHARACTERS_MAX:
         violations[f"{path}.transport"] = f"give at most {TRANSPORT_CHARACTERS_MAX} characters"
     violations.update(announced_violations(member.adapters, f"{path}.adapters"))
+    violations.update(
+        runtime_violations(member.runtime_adapters, member.adapters, f"{path}.runtime_adapters")
+    )
     if not member.HasField("layout"):
         violations[f"{path}.layout"] = "give the KV layout"
     else:

@@ -28,6 +28,7 @@ from headrace_frontend.running.runner import RequestRunner, RunnerTraits
 from headrace_frontend.salts import CacheSalts
 from headrace_frontend.tenants import Tenants, load_tenants
 from headrace_kv.layout.layout import WorkerRef
+from headrace_router.adapters.changes import AdapterChanges, ListMembers, no_registry
 from headrace_router.client_gate import ClientGate
 from headrace_router.config import RouterConfig
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
@@ -71,6 +72,7 @@ class _Basis:
     policy: PolicySource
     prefix_hash_key: Callable[[], int]
     ticket_key: SigningKey
+    adapters: AdapterChanges
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +153,15 @@ def assemble(
     prefix_hash_key: Callable[[], int],
     ticket_key: SigningKey,
     placement: Placement | None = None,
+    list_members: ListMembers = no_registry,
 ) -> Router:
     """Builds the parts, on the event loop that will own them. The default placement is KvAware.
 
     `prefix_hash_key` returns the deployment's key, or 0 while it is unknown. `ticket_key` is the router's own.
+    `list_members` asks the registry.
     """
-    basis = _Basis(config, codecs, telemetry, policy, prefix_hash_key, ticket_key)
+    adapters = AdapterChanges(list_members, lambda endpoint: open_channel(endpoint, config), codecs)
+    basis = _Basis(config, codecs, telemetry, policy, prefix_hash_key, ticket_key, adapters)
     fleet = _build_fleet(basis)
     records = _build_records(basis, fleet)
     requests = _build_requests(basis, fleet, records, placement or KvAware(Random()))
@@ -183,9 +188,12 @@ def assemble(
         services=_build_services(basis, fleet, records, requests),
         openai=_build_openai(basis, records, requests),
         picker=_build_picker(basis, fleet, records, requests),
-        status=StatusApp(status, Authorizer.from_config(config)) if config.status_listen else None,
+        status=StatusApp(status, Authorizer.from_config(config), adapters)
+        if config.status_listen
+        else None,
         followers=(
             fleet.workers.update,
+            fleet.queue.update_adapters,
             lambda _: fleet.queue.restrict(fleet.workers.decode_only),
             fleet.prefixes.update,
             fleet.pairing.update,
@@ -360,6 +368,7 @@ def _build_services(
         queue=QueueService(fleet.queue, own_prompts, requests.runner.reject_when_draining),
         load=LoadReader(basis.codecs, fleet.queue, fleet.admission, records.metrics.totals),
         traces=records.traces,
+        adapters=basis.adapters,
         callers=requests.callers,
         tenants=requests.tenants,
         gate=ClientGate(requests.tenants, records.metrics, requests.size),

@@ -91,6 +91,7 @@ async def serve_router(config: RouterConfig) -> None:
             members,
             lambda: membership.prefix_hash_key if membership is not None else 0,
             ticket_key,
+            list_members=members.list_now,
         )
         stack.push_async_callback(router.close)
         stack.push_async_callback(members.stop)

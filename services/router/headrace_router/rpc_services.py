@@ -7,11 +7,18 @@ from functools import partial
 
 import grpc.aio
 
-from headrace.inference.v1 import inference_pb2_grpc, load_pb2_grpc, trace_pb2_grpc
+from headrace.inference.v1 import (
+    adapter_service_pb2_grpc,
+    inference_pb2_grpc,
+    load_pb2_grpc,
+    trace_pb2_grpc,
+)
 from headrace.prefill.v1 import prefill_pb2_grpc
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_frontend.tenants import Tenants, tenant_or_none
+from headrace_router.adapters.changes import AdapterChanges
+from headrace_router.adapters.service import AdapterServicer
 from headrace_router.client_gate import ClientGate
 from headrace_router.config import RouterConfig
 from headrace_router.load import LoadReader
@@ -23,6 +30,7 @@ from headrace_router.tracing.store import TraceStore
 CLIENT_SERVICES = ("headrace.inference.v1.InferenceService",)
 INTERNAL_SERVICES = (
     *CLIENT_SERVICES,
+    "headrace.inference.v1.AdapterService",
     "headrace.inference.v1.LoadService",
     "headrace.inference.v1.TraceService",
     "headrace.prefill.v1.PrefillQueueService",
@@ -38,6 +46,7 @@ class RouterServices:
     queue: QueueService
     load: LoadReader
     traces: TraceStore
+    adapters: AdapterChanges
     callers: CallerBounds
     tenants: Tenants
     gate: ClientGate
@@ -63,6 +72,9 @@ class RouterServices:
     def _add_internal(self, server: grpc.aio.Server) -> None:
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(self.inference, server)
         trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceReader(self.traces), server)
+        adapter_service_pb2_grpc.add_AdapterServiceServicer_to_server(
+            AdapterServicer(self.adapters), server
+        )
         load_pb2_grpc.add_LoadServiceServicer_to_server(self.load, server)
         prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(self.queue, server)
         SpanCollector(self.traces.add_batch).add_to(server)

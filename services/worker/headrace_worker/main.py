@@ -76,8 +76,9 @@ class BothServer(DecodeServer):
             self._prefill,
             model=served_model(config, engine),
             layout=layout_to_proto(engine.descriptor.layout),
-            adapters=engine.adapters,
+            adapters=hosted.adapters.announced,
         )
+        hosted.adapters.follow(self._puller.set_adapters)
 
     def own_capacity(self, capacity: Capacity) -> Capacity:
         self._prompt_blocks = prompt_blocks(capacity)

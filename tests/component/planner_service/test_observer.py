@@ -29,7 +29,7 @@ MODEL = "sim"
 class Worker(worker_pb2_grpc.WorkerServiceServicer):
     """A worker without the RPCs that the planner may not call."""
 
-    SubscribeKvEvents = ResetPrefixCache = Drain = None  # type: ignore[assignment]
+    SubscribeKvEvents = ResetPrefixCache = Drain = ChangeAdapter = None  # type: ignore[assignment]
 
 
 class Everything(load_pb2_grpc.LoadServiceServicer, Worker):

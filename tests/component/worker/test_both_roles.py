@@ -20,6 +20,7 @@ from headrace_common.registry.view import RegistryView
 from headrace_engine.factory import build_engine
 from headrace_engine.sim.model.model import SimModel
 from headrace_engine.sim.model.settings import parse_settings
+from headrace_engine.worker.adapters import WorkerAdapters
 from headrace_engine.worker.config import engine_config, worker_configs
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import RegistryDescriptors
@@ -115,7 +116,9 @@ async def running(model: str = MODEL) -> AsyncIterator[Pair]:
             engine = build_engine(replace(settings, transport="in_memory"), descriptors)
             await engine.start()
             held.push_async_callback(engine.close)
-            hosted[own.worker_id] = HostedWorker(own, ref, engine, time.time_ns())
+            hosted[own.worker_id] = HostedWorker(
+                own, ref, engine, time.time_ns(), WorkerAdapters(ref, engine, ())
+            )
         host = WorkerHost("both", config)
         held.push_async_callback(host.close)
         descriptors.connect(host.descriptors)

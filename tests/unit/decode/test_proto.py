@@ -58,8 +58,8 @@ def test_an_adapter_is_one_of_the_workers() -> None:
     def asked(name: str, digest: str, salt: str = "0a") -> decode_pb2.GenerateRequest:
         return request(cache_salt=salt, adapter=adapter_pb2.Adapter(name=name, digest=digest))
 
-    assert work_from_proto(request(), known).adapter == ""
-    assert work_from_proto(asked("coder", "bb"), known).adapter == "coder"
+    assert work_from_proto(request(), known).adapter is None
+    assert work_from_proto(asked("coder", "bb"), known).adapter == Adapter("coder", "bb")
     for wrong, field, why in (
         (asked("coder", "aa"), "adapter", "with another digest than this worker's"),
         (asked("painter", "aa"), "adapter", "not among this worker's"),

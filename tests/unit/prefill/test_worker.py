@@ -168,7 +168,7 @@ async def test_a_task_gets_only_an_adapter_that_the_engine_has(telemetry: Teleme
     done = await worker.run(wrong)
     assert done.reason == "INVALID_FIELD"
     assert "'poet' is an adapter with another digest" in done.detail
-    assert [work.adapter for work in works] == ["poet"]
+    assert [work.adapter for work in works] == [Adapter("poet", "aa")]
 
 
 async def test_a_task_with_a_salt_that_is_none_is_rejected(telemetry: Telemetry) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace_common.errors import InvalidRequest
+from headrace_common.registry.adapters import Adapter
 from headrace_engine.interface import Sampling, TokenLogprobs
 from headrace_engine.sim.model.bit_mixer import (
     WORD_MASK,
@@ -93,19 +93,13 @@ class SimModel:
             formulas.append(tuple(PartFormula.of(cache, part, at) for part, at in numbered))
             number = last
         self.formulas = tuple(formulas)
-        self._adapter_sums = {
-            adapter.name: mix_int(zlib.crc32(adapter.digest.encode()) + 1)
-            for adapter in settings.adapters
-        }
         self._position_weights = np.empty(0, np.uint64)
         self._position_words = np.empty(0, np.uint64)
 
-    def adapter_sum(self, adapter: str) -> int:
-        """The sum before the first token of a prompt: another one for each adapter. Raises InvalidRequest."""
-        found = self._adapter_sums.get(adapter) if adapter else 0
-        if found is None:
-            raise InvalidRequest({"adapter": f"the engine has no adapter {adapter!r}"})
-        return found
+    @staticmethod
+    def adapter_sum(adapter: Adapter | None) -> int:
+        """The sum before the first token of a prompt: another one for each adapter."""
+        return 0 if adapter is None else mix_int(zlib.crc32(adapter.digest.encode()) + 1)
 
     def prefix_sums(self, token_ids: Sequence[int], start: int = 0, base: int = 0) -> U64Array:
         """Running sums over tokens from position `start`, after the sum `base`. Shape [tokens]."""
@@ -191,7 +185,11 @@ class SimModel:
         return np.cumsum(tokens, dtype=np.uint64) + states
 
     def expected_tokens(
-        self, prompt: Sequence[int], count: int, sampling: Sampling = GREEDY, adapter: str = ""
+        self,
+        prompt: Sequence[int],
+        count: int,
+        sampling: Sampling = GREEDY,
+        adapter: Adapter | None = None,
     ) -> tuple[int, ...]:
         """The answer of `count` tokens, or up to and including a stop token.
 

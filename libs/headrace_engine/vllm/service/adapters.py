@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from headrace_common.errors import ConfigError
+from headrace_common.errors import ConfigError, InvalidRequest
 from headrace_common.registry.adapters import (
     ADAPTER_NAME_CHARACTERS_MAX,
     ADAPTERS_MAX,
@@ -56,32 +60,40 @@ def read_adapters(
             )
         if names.count(name) > 1:
             raise _wrong(f"--lora-modules names adapter {name} twice: give each name once")
-    return tuple(_read(number, module, given) for number, module in enumerate(modules, 1))
+    return tuple(_read_module(number, module, given) for number, module in enumerate(modules, 1))
 
 
-def _read(number: int, module: LoRAModulePath, given: Mapping[str, Any]) -> LoadedAdapter:
+def _read_module(number: int, module: LoRAModulePath, given: Mapping[str, Any]) -> LoadedAdapter:
+    try:
+        return _read(number, module.name, Path(module.path), module.is_3d_lora_weight, given)
+    except ValueError as error:
+        raise _wrong(f"--lora-modules: {error}") from error
+
+
+def _read(
+    number: int, name: str, folder: Path, is_3d_lora_weight: bool, given: Mapping[str, Any]
+) -> LoadedAdapter:
+    """The adapter in a folder. Raises ValueError with the remedy."""
     from vllm.lora.request import LoRARequest
 
-    folder = Path(module.path)
     file = folder / "adapter_config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         weights = digest_of_adapter(folder)
         rank = int(config["r"])
     except (OSError, ValueError, KeyError, TypeError) as exc:
-        raise _wrong(
-            f"--lora-modules: {module.path} is no adapter ({exc}): name a folder with adapter_config.json and "
-            "adapter_model.safetensors"
+        raise ValueError(
+            f"{folder} is no adapter ({exc}): name a folder with adapter_config.json and adapter_model.safetensors"
         ) from exc
-    identity = [weights, *(str(given.get(name, "")) for name in _ADAPTER_ARGUMENTS)]
+    identity = [weights, *(str(given.get(argument, "")) for argument in _ADAPTER_ARGUMENTS)]
     digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:_DIGEST_CHARACTERS]
     request = LoRARequest(
-        lora_name=module.name,
+        lora_name=name,
         lora_int_id=number,
         lora_path=str(folder.resolve()),
-        is_3d_lora_weight=module.is_3d_lora_weight,
+        is_3d_lora_weight=is_3d_lora_weight,
     )
-    return LoadedAdapter(Adapter(module.name, digest), request, rank)
+    return LoadedAdapter(Adapter(name, digest), request, rank)
 
 
 def lora_arguments(
@@ -89,10 +101,9 @@ def lora_arguments(
 ) -> dict[str, Any]:
     """vLLM's arguments for these adapters, where the user has not given them: all fit at once.
 
-    vLLM reads an adapter again that it has dropped. Its files may have changed, so it must keep all. On processors, it
-    computes tokens without an adapter with those of its last slot, unless the whole batch has none
-    (lora/ops/torch_ops/lora_ops.py:74). An empty slot adds nothing, so the last one must stay empty.
-    Raises ConfigError.
+    vLLM must keep all: see EngineAdapters. On processors, it computes tokens without an adapter with those of its last
+    slot, unless the whole batch has none (lora/ops/torch_ops/lora_ops.py:74). An empty slot adds nothing, so the last
+    one must stay empty. Raises ConfigError.
     """
     if not adapters:
         return {}
@@ -128,16 +139,104 @@ def _rank_for(rank: int) -> int:
     return min(fit)
 
 
-async def load_adapters(llm: AsyncLLM, adapters: Sequence[LoadedAdapter]) -> None:
-    """Loads all adapters in all ranks. Raises ConfigError for one that vLLM rejects."""
-    for adapter in adapters:
+class EngineAdapters:
+    """The adapters that an engine has loaded. Those that are unloaded stay until another one needs their room.
+
+    vLLM reads an adapter again that it has dropped. Its files may have changed, so vLLM must never drop one by itself.
+    """
+
+    def __init__(
+        self, adapters: Sequence[LoadedAdapter], given: Mapping[str, Any], *, on_cpu: bool
+    ) -> None:
+        """`adapters` are to be loaded first. `given`: all arguments of vLLM."""
+        self._loaded = {adapter.identity: adapter for adapter in adapters}
+        self._given = dict(given)
+        self._on_cpu = on_cpu
+        self._numbers = itertools.count(len(adapters) + 1)
+        self._unloaded: list[Adapter] = []
+        """The first was unloaded first."""
+        self._uses: Counter[Adapter] = Counter()
+        self._loading = asyncio.Lock()
+
+    @property
+    def identities(self) -> tuple[Adapter, ...]:
+        """All adapters that requests may name."""
+        return tuple(self._loaded)
+
+    async def start(self, llm: AsyncLLM) -> None:
+        """Loads the first adapters in all ranks. Raises ConfigError for one that vLLM rejects."""
+        for adapter in self._loaded.values():
+            try:
+                await _add(llm, adapter)
+            except ValueError as error:
+                raise _wrong(f"--lora-modules: {error}") from error
+
+    async def load(
+        self, llm: AsyncLLM, name: str, folder: Path, *, is_3d_lora_weight: bool
+    ) -> Adapter:
+        """Loads one more in all ranks, unless it is loaded. Raises InvalidRequest for the fields of RuntimeAdapter."""
+        async with self._loading:
+            number = next(self._numbers)
+            try:
+                adapter = await asyncio.to_thread(
+                    _read, number, name, folder, is_3d_lora_weight, self._given
+                )
+                if adapter.identity not in self._loaded:
+                    await self._make_room(llm)
+                    await _add(llm, adapter)
+                    self._loaded[adapter.identity] = adapter
+            except ValueError as error:
+                raise InvalidRequest({"path": str(error)}) from error
+            if adapter.identity in self._unloaded:
+                self._unloaded.remove(adapter.identity)
+            return adapter.identity
+
+    def unload(self, adapter: Adapter) -> None:
+        """Drops the adapter once another one needs its room, and no request uses it."""
+        if adapter in self._loaded and adapter not in self._unloaded:
+            self._unloaded.append(adapter)
+
+    @contextmanager
+    def used(self, adapter: Adapter | None) -> Iterator[LoRARequest | None]:
+        """What selects an adapter in vLLM. The block keeps it. Raises InvalidRequest for an unknown one."""
+        if adapter is None:
+            yield None
+            return
+        if adapter not in self._loaded:
+            raise InvalidRequest({"adapter": f"the engine has no adapter {adapter.name!r}"})
+        self._uses[adapter] += 1
         try:
-            await llm.add_lora(adapter.request)
-        except Exception as exc:
-            message = " ".join(str(exc).split())[:300]
-            raise _wrong(
-                f"--lora-modules: vLLM rejects adapter {adapter.identity.name}: {message}"
-            ) from exc
+            yield self._loaded[adapter].request
+        finally:
+            self._uses[adapter] -= 1
+
+    async def _make_room(self, llm: AsyncLLM) -> None:
+        """Raises ValueError when no adapter can be dropped."""
+        lora = llm.vllm_config.lora_config
+        if lora is None:
+            raise ValueError("this worker's engine_args lack --enable-lora")
+        room = min(ADAPTERS_MAX, lora.max_cpu_loras or lora.max_loras)
+        if self._on_cpu:
+            # See lora_arguments.
+            room = min(room, lora.max_loras - 1)
+        while len(self._loaded) >= room:
+            unused = next((one for one in self._unloaded if not self._uses[one]), None)
+            if unused is None:
+                raise ValueError(
+                    f"this worker has {len(self._loaded)} adapters, and room for {room}: unload one, or raise "
+                    "--max-loras and --max-cpu-loras in its engine_args. On processors, one of --max-loras stays empty"
+                )
+            self._unloaded.remove(unused)
+            await llm.remove_lora(self._loaded.pop(unused).request.lora_int_id)
+
+
+async def _add(llm: AsyncLLM, adapter: LoadedAdapter) -> None:
+    """Raises ValueError for an adapter that vLLM rejects."""
+    try:
+        await llm.add_lora(adapter.request)
+    except Exception as exc:
+        message = " ".join(str(exc).split())[:300]
+        raise ValueError(f"vLLM rejects adapter {adapter.identity.name}: {message}") from exc
 
 
 def _wrong(detail: str) -> ConfigError:

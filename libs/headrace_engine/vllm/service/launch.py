@@ -29,7 +29,7 @@ from headrace_engine.vllm.link.messages import read_startup_error
 from headrace_engine.vllm.model_folder import ModelFolder, read_model_folder
 from headrace_engine.vllm.service.adapters import (
     LORA_MODULES,
-    LoadedAdapter,
+    EngineAdapters,
     lora_arguments,
     read_adapters,
 )
@@ -173,7 +173,7 @@ class Launched:
     """A running engine, and the adapters that it is to load."""
 
     llm: AsyncLLM
-    adapters: tuple[LoadedAdapter, ...] = ()
+    adapters: EngineAdapters
 
 
 def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launched:
@@ -253,7 +253,7 @@ def kv_role(config: EngineConfig) -> str:
 
 def _engine_args(
     config: EngineConfig, folder: ModelFolder, link_path: Path
-) -> tuple[AsyncEngineArgs, tuple[LoadedAdapter, ...]]:
+) -> tuple[AsyncEngineArgs, EngineAdapters]:
     from vllm.config import KVEventsConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
@@ -329,4 +329,5 @@ def _engine_args(
         },
     )
     lora = lora_arguments(adapters, given, on_cpu=runs_on_cpu())
-    return AsyncEngineArgs(**{**ours, **lora, **given}), adapters
+    loaded = EngineAdapters(adapters, given, on_cpu=runs_on_cpu())
+    return AsyncEngineArgs(**{**ours, **lora, **given}), loaded

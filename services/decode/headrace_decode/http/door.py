@@ -24,6 +24,7 @@ from headrace_decode.http.dispatcher import OwnDispatcher, OwnWorker
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.room import BlockShares
 from headrace_engine.interface import Engine
+from headrace_engine.worker.adapters import WorkerAdapters
 from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
@@ -46,10 +47,12 @@ from headrace_text.load import SIMULATED_MODEL, load_codecs
 class _OwnModel:
     """The worker's model, as request preparation and the list of models need it."""
 
-    def __init__(self, name: str, engine: Engine, host: WorkerHost) -> None:
+    def __init__(
+        self, name: str, engine: Engine, adapters: WorkerAdapters, host: WorkerHost
+    ) -> None:
         self.name = name
         self._max_model_len = engine.max_model_len
-        self._adapters = {adapter.name: adapter for adapter in engine.adapters}
+        self._adapters = adapters
         self._engine_hash = engine_hash(engine.descriptor.layout)
         self._host = host
 
@@ -57,7 +60,7 @@ class _OwnModel:
         return {self.name: self._max_model_len}
 
     def adapters(self) -> Adapters:
-        return {self.name: self._adapters}
+        return {self.name: {adapter.name: adapter for adapter in self._adapters.announced}}
 
     async def wait_for_worker(self, model: str, deadline: Deadline) -> bool:
         return False
@@ -76,11 +79,11 @@ class _OwnModel:
                 decode_worker_count=1,
             )
         ]
-        for name, adapter in sorted(self._adapters.items()):
+        for adapter in self._adapters.announced:
             count = sum(adapter in adapters_from_proto(member.adapters) for member in prefill)
             found.append(
                 inference_pb2.Model(
-                    name=name,
+                    name=adapter.name,
                     max_model_len=self._max_model_len,
                     prefill_worker_count=count,
                     decode_worker_count=1,
@@ -103,7 +106,10 @@ class HttpDoor:
         self._config = config = hosted.config
         self._host = host
         self._model = _OwnModel(
-            name=served_model(config, hosted.engine), engine=hosted.engine, host=host
+            name=served_model(config, hosted.engine),
+            engine=hosted.engine,
+            adapters=hosted.adapters,
+            host=host,
         )
         self._capacity = capacity
         self._hash_key = 0

@@ -58,6 +58,14 @@ class TaskPuller:
         self._sessions: dict[RouterKey, PullSession] = {}
         self._draining = False
 
+    def set_adapters(self, adapters: Iterable[Adapter]) -> None:
+        """New streams announce these. Routers learn a change from the registry."""
+        hello = prefill_pb2.Hello()
+        hello.CopyFrom(self._hello)
+        del hello.adapters[:]
+        hello.adapters.extend(map(adapter_to_proto, adapters))
+        self._hello = hello
+
     def set_routers(self, routers: Iterable[registry_pb2.Member]) -> None:
         """Opens streams to new routers, and ends those to routers that have left."""
         if self._draining:

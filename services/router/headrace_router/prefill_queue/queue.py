@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Final
 
 from headrace.prefill.v1 import prefill_pb2
+from headrace.registry.v1 import registry_pb2
 from headrace_common.callers.priority import Priority
 from headrace_common.errors import (
     Draining,
@@ -30,7 +31,8 @@ from headrace_common.errors import (
     WorkerGone,
     from_reason,
 )
-from headrace_common.registry.adapters import Adapter
+from headrace_common.registry.adapters import Adapter, adapters_from_proto
+from headrace_common.registry.duties import COMPUTE_PROMPTS
 from headrace_common.time_model.proto import time_model_from_proto
 from headrace_frontend.admission.fair_share import tenant_weight
 from headrace_frontend.tenants import DEFAULT_TENANT
@@ -277,6 +279,15 @@ class PrefillQueue:
             self._return_or_fail(stream, queued, error, None)
         if self._group_of(stream).close_stream():
             del self._groups[stream.group_key]
+
+    def update_adapters(self, members: Iterable[registry_pb2.Member]) -> None:
+        """From now on, connected workers get new tasks for the adapters that the registry has of them."""
+        for member in members:
+            if member.role not in COMPUTE_PROMPTS:
+                continue
+            stream = self._worker_streams.get(WorkerRef(member.worker_id, member.incarnation))
+            if stream is not None:
+                stream.adapters = adapters_from_proto(member.adapters)
 
     def restrict(self, refs: frozenset[WorkerRef]) -> None:
         """From now on, these workers get only tasks that no other worker may take."""

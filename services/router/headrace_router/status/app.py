@@ -1,4 +1,4 @@
-"""The ASGI application of `status_listen`: the page, and its JSON document for operators."""
+"""The ASGI application of `status_listen`: the page, and for operators its JSON document and changes of adapters."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ from headrace_common.http.protocol import PEER_NAMES_EXTENSION
 from headrace_common.http.server import Receive, Scope, Send
 from headrace_frontend.openai.errors import HttpError
 from headrace_frontend.openai.exchange import HttpExchange
+from headrace_router.adapters.changes import AdapterChanges
+from headrace_router.adapters.service import (
+    BODY_BYTES_MAX,
+    LOAD_PATH,
+    UNLOAD_PATH,
+    answer_http,
+)
 from headrace_router.status.reader import StatusReader
 
 _LOG = logging.getLogger(__name__)
@@ -25,14 +32,24 @@ PAGE_PATH: Final = "/"
 DOCUMENT_PATH: Final = "/status.json"
 # The document has what this RPC returns, and topology that operators may list.
 _RIGHT: Final = "/headrace.inference.v1.TraceService/GetTrace"
+_METHODS: Final = {PAGE_PATH: "GET", DOCUMENT_PATH: "GET", LOAD_PATH: "POST", UNLOAD_PATH: "POST"}
+_RIGHTS: Final = {
+    DOCUMENT_PATH: _RIGHT,
+    LOAD_PATH: "/headrace.inference.v1.AdapterService/LoadAdapter",
+    UNLOAD_PATH: "/headrace.inference.v1.AdapterService/UnloadAdapter",
+}
 _DOCUMENT_HEADERS: Final = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+_TEXT_HEADERS: Final = {**_DOCUMENT_HEADERS, "content-type": "text/plain; charset=utf-8"}
 
 
 class StatusApp:
-    """Serves the page to every caller, and the document to the role operator. The page itself has no data."""
+    """Serves the page to every caller, and the rest to the role operator. The page itself has no data."""
 
-    def __init__(self, reader: StatusReader, authorizer: Authorizer) -> None:
+    def __init__(
+        self, reader: StatusReader, authorizer: Authorizer, adapters: AdapterChanges
+    ) -> None:
         self._reader = reader
+        self._adapters = adapters
         self._authorizer = authorizer
         self._page = files(__package__).joinpath("page.html").read_bytes()
         self._page_headers = {
@@ -61,29 +78,39 @@ class StatusApp:
             )
 
     async def _serve(self, exchange: HttpExchange, names: Iterable[bytes]) -> None:
-        if exchange.path not in (PAGE_PATH, DOCUMENT_PATH):
+        path = exchange.path
+        method = _METHODS.get(path)
+        if method is None:
             raise HttpError(404, "unknown_path", f"use {PAGE_PATH} or {DOCUMENT_PATH}")
-        if exchange.method != "GET":
-            raise HttpError(405, "method", f"use GET for {exchange.path}", {"allow": "GET"})
-        if exchange.path == PAGE_PATH:
+        if exchange.method != method:
+            raise HttpError(405, "method", f"use {method} for {path}", {"allow": method})
+        if path == PAGE_PATH:
             await exchange.respond(200, self._page, self._page_headers)
             return
         self._require_operator(exchange, names)
-        await exchange.respond(200, await self._reader.read(), _DOCUMENT_HEADERS)
+        if path == DOCUMENT_PATH:
+            await exchange.respond(200, await self._reader.read(), _DOCUMENT_HEADERS)
+            return
+        async with exchange.json_body(BODY_BYTES_MAX) as body:
+            request = bytes(body)
+        answer = await answer_http(self._adapters, path, request)
+        await exchange.respond(200, answer, _TEXT_HEADERS)
 
     def _require_operator(self, exchange: HttpExchange, names: Iterable[bytes]) -> None:
         """Raises Unauthenticated or PermissionDenied."""
+        path = exchange.path
+        right = _RIGHTS[path]
         try:
-            caller = self._authorizer.caller_of_metadata(_RIGHT, exchange.headers.items())
+            caller = self._authorizer.caller_of_metadata(right, exchange.headers.items())
             if caller is None:
-                self._authorizer.caller_of_certificate(_RIGHT, {URI_NAMES: names})
+                self._authorizer.caller_of_certificate(right, {URI_NAMES: names})
         except Unauthenticated as error:
             raise Unauthenticated(
-                f"{DOCUMENT_PATH} needs the role operator: send its token as header {TOKEN_KEY}, or its client "
+                f"{path} needs the role operator: send its token as header {TOKEN_KEY}, or its client "
                 f"certificate; `headrace status` prints the address of the page with a token"
             ) from error
         except PermissionDenied as error:
-            raise PermissionDenied(f"{DOCUMENT_PATH} is for the role operator only") from error
+            raise PermissionDenied(f"{path} is for the role operator only") from error
 
 
 def content_policy(page: bytes) -> str:

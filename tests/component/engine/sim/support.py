@@ -15,6 +15,7 @@ from headrace.kv.v1 import handoff_pb2_grpc
 from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, NotFound
+from headrace_common.registry.adapters import Adapter
 from headrace_engine.config import EngineConfig
 from headrace_engine.interface import (
     DecodeEnded,
@@ -127,7 +128,7 @@ def decode_work(
     awaits_first_token: bool = False,
     from_logits: bool = False,
     cache_salt: str = "",
-    adapter: str = "",
+    adapter: Adapter | None = None,
     priority: Priority = Priority.NORMAL,
 ) -> DecodeWork:
     """A decode request; by default a local one."""
@@ -296,7 +297,7 @@ class Pair:
         generated: tuple[int, ...] = (),
         check: bool = True,
         cache_salt: str = "",
-        adapter: str = "",
+        adapter: Adapter | None = None,
     ) -> Handed:
         """Runs one request as the router and both services do. With `check`, the answer must be correct."""
         work = decode_work(

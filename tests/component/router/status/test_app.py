@@ -26,6 +26,8 @@ from headrace_common.errors import ConfigError
 from headrace_common.http.bounds import HttpBounds
 from headrace_common.http.server import HttpServer
 from headrace_common.process.settings import load_config
+from headrace_common.rpc.channel import open_channel
+from headrace_router.adapters.changes import AdapterChanges, no_registry
 from headrace_router.config import RouterConfig
 from headrace_router.status.app import StatusApp
 from headrace_router.status.reader import StatusReader
@@ -54,7 +56,11 @@ def config_of(**settings: str) -> RouterConfig:
 async def served(reader: Reader | None = None, **settings: str) -> AsyncIterator[str]:
     """Serves a page, and yields its host:port."""
     config = config_of(status_listen="127.0.0.1:0", **settings)
-    app = StatusApp(cast("StatusReader", reader or FixedReader()), Authorizer.from_config(config))
+    app = StatusApp(
+        cast("StatusReader", reader or FixedReader()),
+        Authorizer.from_config(config),
+        AdapterChanges(no_registry, open_channel, ("sim",)),
+    )
     server = HttpServer(
         app,
         config.status_listen,

@@ -59,9 +59,7 @@ def test_a_member_has_its_place() -> None:
         block_tokens=16,
         parts={"k": 4},
     )
-    engine: Any = SimpleNamespace(
-        descriptor=SimpleNamespace(layout=layout), max_model_len=1, adapters=()
-    )
+    engine: Any = SimpleNamespace(descriptor=SimpleNamespace(layout=layout), max_model_len=1)
     ref = WorkerRef("w", "1")
     for labels, place in (
         ({"place": "zone=a,host=h"}, registry_pb2.Place(zone="a", host="h")),
@@ -74,6 +72,7 @@ def test_a_member_has_its_place() -> None:
             endpoint="127.0.0.1:1",
             http_endpoint="",
             engine=engine,
+            adapters=(),
             start_unix_ns=1,
         )
         assert member.place == place

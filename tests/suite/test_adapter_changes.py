@@ -1,0 +1,267 @@
+"""LoRA adapters that operators load and unload while a deployment of processes runs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+
+from headrace.inference.v1 import adapter_service_pb2, adapter_service_pb2_grpc, inference_pb2
+from headrace_cli.client import list_members
+from headrace_common.access.roles import TOKEN_KEY, Role
+from headrace_common.access.tokens import create_token, load_local_key
+from headrace_common.errors import InvalidRequest
+from headrace_common.registry.adapters import Adapter
+from tests.freezing import freeze
+from tests.ports import free_port
+from tests.suite.deployment import Outcome, Suite, greedy, prompt_of, suite
+from tests.waiting import until
+
+COUNT = 6
+REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
+LOAD = "/v1/load_lora_adapter"
+UNLOAD = "/v1/unload_lora_adapter"
+
+
+def token_of(role: Role) -> str:
+    return create_token(load_local_key(), role, "", 60)
+
+
+@asynccontextmanager
+async def changing(
+    folder: Path, **topology: Any
+) -> AsyncIterator[tuple[Suite, httpx.AsyncClient, Path]]:
+    """A deployment, the operator's HTTP client, and the folder that workers load adapters from."""
+    adapters = folder / "adapters"
+    for name in ("poet", "coder"):
+        write_adapter(adapters / name, name)
+    page, listen = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    settings = [
+        ("router", "status_listen", page),
+        ("router", "http_listen", listen),
+        *((role, "adapter_folders", str(adapters)) for role in ("prefill", "decode", "worker")),
+    ]
+    async with (
+        suite(folder, settings=tuple(settings), **topology) as it,
+        httpx.AsyncClient(
+            base_url=f"http://{page}", headers={TOKEN_KEY: token_of(Role.OPERATOR)}, timeout=30
+        ) as client,
+    ):
+        yield it, client, adapters
+
+
+def write_adapter(folder: Path, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "adapter_config.json").write_text(text)
+
+
+async def load(
+    client: httpx.AsyncClient, name: str, path: Path, **fields: object
+) -> httpx.Response:
+    body = {"lora_name": name, "lora_path": str(path), **fields}
+    return await client.post(LOAD, json=body)
+
+
+async def announced(it: Suite, name: str) -> dict[str, str]:
+    """The digest of an adapter by worker, as the registry has it."""
+    return {
+        member.worker_id: adapter.digest
+        for member in await list_members(it.deployment.registry)
+        for adapter in member.adapters
+        if adapter.name == name
+    }
+
+
+async def ask(it: Suite, seed: int, adapter: Adapter) -> Outcome:
+    """A right answer."""
+    prompt = prompt_of(90, seed)
+    request = greedy(prompt, COUNT, REMOTE, "")
+    request.model = adapter.name
+    outcome = await it.ask(request)
+    assert outcome.token_ids == it.model.expected_tokens(prompt, COUNT, adapter=adapter)
+    return outcome
+
+
+async def wait_served(it: Suite, adapter: Adapter, counts: tuple[int, int]) -> None:
+    """Waits until the router has the change, with these numbers of prefill and decode workers."""
+
+    async def answered() -> bool:
+        models = (await it.operator.models()).models
+        found = [
+            (one.prefill_worker_count, one.decode_worker_count) for one in models if one.parent
+        ]
+        if found != [counts]:
+            return False
+        try:
+            await ask(it, 0, adapter)
+        except (InvalidRequest, AssertionError):
+            return False
+        return True
+
+    await until(answered)
+
+
+async def test_an_adapter_is_loaded_replaced_and_unloaded_without_a_restart(tmp_path: Path) -> None:
+    async with changing(tmp_path, prefill_count=2, decode_count=1, worker_count=1) as (
+        it,
+        client,
+        folder,
+    ):
+        with pytest.raises(InvalidRequest, match="'poet' is not served"):
+            await ask(it, 0, Adapter("poet", ""))
+        answer = await load(client, "poet", folder / "poet")
+        assert (answer.status_code, answer.text) == (
+            200,
+            "Success: LoRA adapter 'poet' added successfully.",
+        )
+        found = await announced(it, "poet")
+        assert set(found) == {"prefill-0", "prefill-1", "decode-0", "worker-0"}
+        (digest,) = set(found.values())
+        first = Adapter("poet", digest)
+        await wait_served(it, first, (3, 2))
+        timings = [(await ask(it, seed, first)).last.timing for seed in range(1, 5)]
+        # Prompts go to workers that have it.
+        assert all(timing.prefill_worker_id for timing in timings)
+        # Again is an error, in place is none.
+        again = await load(client, "poet", folder / "coder")
+        assert again.status_code == 400
+        assert "has already been loaded" in again.json()["error"]["message"]
+        assert await announced(it, "poet") == found
+        request = greedy(prompt_of(40, 9), 400, REMOTE, "")
+        request.model = "poet"
+        (running,) = await it.begun([request])
+        assert (await load(client, "poet", folder / "coder", load_inplace=True)).status_code == 200
+        (second,) = {Adapter("poet", one) for one in (await announced(it, "poet")).values()}
+        assert second != first
+        # A worker that starts later has it too.
+        await it.add("decode-1", "decode-0")
+        assert (await announced(it, "poet"))["decode-1"] == second.digest
+        await wait_served(it, second, (3, 3))
+        for seed in range(4):
+            await ask(it, seed, second)
+        answer = await client.post(UNLOAD, json={"lora_name": "poet"})
+        assert (answer.status_code, answer.text) == (
+            200,
+            "Success: LoRA adapter 'poet' removed successfully.",
+        )
+        assert await announced(it, "poet") == {}
+
+        async def unknown() -> bool:
+            try:
+                await ask(it, 0, second)
+            except InvalidRequest as error:
+                return "'poet' is not served" in error.detail
+            return False
+
+        await until(unknown)
+        # The request that named the first one has kept it.
+        tokens = (await running).token_ids
+        assert tokens == it.model.expected_tokens(prompt_of(40, 9), 400, adapter=first)
+        answer = await client.post(UNLOAD, json={"lora_name": "poet"})
+        assert answer.status_code == 404
+        assert "The lora adapter 'poet' cannot be found." in answer.json()["error"]["message"]
+
+
+async def test_a_failure_of_one_worker_undoes_the_others_and_names_it(tmp_path: Path) -> None:
+    async with changing(tmp_path, prefill_count=1, decode_count=1) as (it, client, folder):
+        await load(client, "poet", folder / "poet")
+        before = await announced(it, "poet")
+        other = f"--adapter-folders={tmp_path / 'other'}"
+        await it.add("decode-1", "decode-0", other, "--member-ttl-s=2")
+        await it.wait_joined(1, 2)
+        # It has no adapter of its peers, as its folders exclude them.
+        assert await announced(it, "poet") == before
+        for name, fields in (("coder", {}), ("poet", {"load_inplace": True})):
+            answer = await load(client, name, folder / "coder", **fields)
+            assert answer.status_code == 400
+            error = answer.json()["error"]
+            assert error["param"] == "lora_path"
+            assert "worker decode-1:" in error["message"]
+            assert "adapter_folders" in error["message"]
+        assert await announced(it, "coder") == {}
+        assert await announced(it, "poet") == before
+        # A worker without an answer delays the change, and its end undoes that.
+        freeze(it.child("decode-1").process.pid)
+        replacing = asyncio.create_task(load(client, "poet", folder / "coder", load_inplace=True))
+        done, _ = await asyncio.wait([replacing], timeout=1.0)
+        assert not done
+        assert await announced(it, "poet") == before
+        it.kill("decode-1")
+        answer = await replacing
+        assert answer.status_code == 503
+        assert "worker decode-1:" in answer.json()["error"]["message"]
+        assert await announced(it, "poet") == before
+
+        async def gone() -> bool:
+            members = await list_members(it.deployment.registry)
+            return all(member.worker_id != "decode-1" for member in members)
+
+        await until(gone)
+        assert (await client.post(UNLOAD, json={"lora_name": "poet"})).status_code == 200
+        assert await announced(it, "poet") == {}
+
+
+async def test_only_the_role_operator_changes_adapters_and_only_from_allowed_folders(
+    tmp_path: Path,
+) -> None:
+    async with changing(tmp_path, prefill_count=1, decode_count=1) as (it, client, folder):
+        body = {"lora_name": "poet", "lora_path": str(folder / "poet")}
+        for path in (LOAD, UNLOAD):
+            for token in ("", "x"):
+                answer = await client.post(path, json=body, headers={TOKEN_KEY: token})
+                assert answer.status_code == 401
+            for role in Role:
+                if role is not Role.OPERATOR:
+                    headers = {TOKEN_KEY: token_of(role)}
+                    answer = await client.post(path, json=body, headers=headers)
+                    assert answer.status_code == 403, role
+            assert (await client.get(path)).status_code == 405
+            assert (await client.post(path, content=b"{}")).status_code == 415
+            assert (await client.post(path, json={})).status_code == 400
+        link = folder / "link"
+        link.symlink_to(tmp_path)
+        for wrong in (tmp_path, folder / ".." / "x", link, "poet", folder / "missing"):
+            answer = await load(client, "poet", Path(wrong))
+            assert answer.status_code == 400, wrong
+            assert "worker " in answer.json()["error"]["message"]
+        assert await announced(it, "poet") == {}
+        # gRPC has the same.
+        stub = adapter_service_pb2_grpc.AdapterServiceStub(it.internal_channel)
+        request = adapter_service_pb2.LoadAdapterRequest(
+            lora_name="poet", lora_path=str(folder / "poet")
+        )
+        loaded = await stub.LoadAdapter(request, timeout=20)
+        assert list(loaded.worker_ids) == ["decode-0", "prefill-0"]
+        assert loaded.adapter.name == "poet"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.LoadAdapter(request, timeout=20)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        unload = adapter_service_pb2.UnloadAdapterRequest(lora_name="poet")
+        assert list((await stub.UnloadAdapter(unload, timeout=20)).worker_ids) == [
+            "decode-0",
+            "prefill-0",
+        ]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.UnloadAdapter(unload, timeout=20)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_workers_refuse_it_by_default(tmp_path: Path) -> None:
+    page = f"127.0.0.1:{free_port()}"
+    async with (
+        suite(tmp_path, settings=(("router", "status_listen", page),)) as it,
+        httpx.AsyncClient(
+            base_url=f"http://{page}", headers={TOKEN_KEY: token_of(Role.OPERATOR)}
+        ) as client,
+    ):
+        write_adapter(tmp_path / "poet", "poet")
+        answer = await load(client, "poet", tmp_path / "poet")
+        assert answer.status_code == 400
+        assert "setting adapter_folders is empty" in answer.json()["error"]["message"]
+        assert await announced(it, "poet") == {}
