@@ -16,6 +16,47 @@ class Texts:
     """For each prompt alone, without a chat: the tokens of each position by id, as [log probability, rank]."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterTokens:
+    """By adapter, the tokens of the answer to each prompt. The adapter "" is the model alone."""
+
+    tokens: dict[str, list[list[int]]]
+
+
+async def adapter_tokens(
+    model: str, folders: dict[str, str], prompts: list[list[int]], max_tokens: int
+) -> AdapterTokens:
+    """Greedy answers of an engine that is started for these adapters, by name."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        max_model_len=512,
+        enforce_eager=True,
+        enable_lora=True,
+        # On processors, the last one stays empty.
+        max_loras=len(folders) + 1,
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    found: dict[str, list[list[int]]] = {}
+    for number, (name, folder) in enumerate({"": "", **folders}.items()):
+        request = LoRARequest(name, number, folder) if name else None
+        found[name] = [
+            list(
+                llm.generate(
+                    {"prompt_token_ids": prompt}, sampling, lora_request=request, use_tqdm=False
+                )[0]
+                .outputs[0]
+                .token_ids
+            )
+            for prompt in prompts
+        ]
+    return AdapterTokens(found)
+
+
 async def chat_texts(model: str, prompts: Sequence[str], max_tokens: int) -> Texts:
     """Greedy answers to chats of one message, and prompt_logprobs=2 of the messages."""
     # The engine runs in this process, which is a fork.

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
+import httpx
 import pytest
 
-from headrace_common.errors import ConfigError
+from headrace.inference.v1 import inference_pb2
+from headrace_common.access.roles import TOKEN_KEY, Role
+from headrace_common.access.tokens import create_token, load_local_key
+from headrace_common.errors import ConfigError, InvalidRequest
 from headrace_engine.vllm.service.adapters import LORA_MODULES, lora_arguments, read_adapters
 from headrace_engine.vllm.service.engine_args import parse_engine_args, split_engine_args
+from tests.ports import free_port
+from tests.suite.deployment import Suite, greedy, suite
 from tests.vllm.adapters import ARGUMENTS, FOLDER, LENGTHS, NAMES
 from tests.vllm.conftest import IMPORTS_VLLM, RunJob
+from tests.vllm.pair import prompt_of
+from tests.waiting import until
 
 pytestmark = IMPORTS_VLLM
 
@@ -84,3 +93,113 @@ def test_answers_equal_plain_vllm_with_the_same_adapter(run_job: RunJob) -> None
     assert result["cached"] == dict.fromkeys(NAMES, 160)
     # Whole blocks of 32 tokens: the prompts and the answers' beginnings, with each adapter and without.
     assert result["announced"] == len(NAMES) * (1 + 5)
+
+
+COUNT = 8
+_REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
+
+
+@pytest.mark.timeout(280)
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_run_time_answer_as_vllm_that_was_started_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_job: RunJob
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    folder = Path(FOLDER).resolve()
+    prompts = [prompt_of(length) for length in LENGTHS]
+    plain = run_job(
+        "tests.vllm.plain:adapter_tokens",
+        model="tiny-llama",
+        folders={name: str(folder / name) for name in ("poet", "coder")},
+        prompts=prompts,
+        max_tokens=COUNT,
+    )["tokens"]
+    assert len({tuple(plain[name][0]) for name in NAMES}) == len(NAMES)
+    asyncio.run(_use(tmp_path, folder, prompts, plain))
+
+
+async def _use(
+    tmp_path: Path, folder: Path, prompts: list[list[int]], plain: dict[str, list[list[int]]]
+) -> None:
+    page, listen = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    worker = (
+        ("dtype", "float32"),
+        ("max_model_len", "512"),
+        # Room for two adapters: on processors, the last one stays empty.
+        ("engine_args", "--enable-lora --max-loras 3"),
+        ("adapter_folders", str(folder)),
+    )
+    settings = (
+        ("router", "status_listen", page),
+        ("router", "http_listen", listen),
+        *((role, name, value) for role in ("prefill", "decode") for name, value in worker),
+    )
+    headers = {TOKEN_KEY: create_token(load_local_key(), Role.OPERATOR, "", 600)}
+    async with (
+        suite(tmp_path, engine="vllm", model="models/tiny-llama", settings=settings) as it,
+        httpx.AsyncClient(base_url=f"http://{page}", headers=headers, timeout=60) as operator,
+        httpx.AsyncClient(base_url=f"http://{listen}", timeout=60) as client,
+    ):
+
+        async def load(name: str, path: str, **fields: object) -> httpx.Response:
+            body = {"lora_name": name, "lora_path": str(folder / path), **fields}
+            return await operator.post("/v1/load_lora_adapter", json=body)
+
+        async def unload(name: str) -> None:
+            answer = await operator.post("/v1/unload_lora_adapter", json={"lora_name": name})
+            assert answer.status_code == 200, answer.text
+
+        await _check(it, prompts, "", plain[""])
+        for name in ("poet", "coder"):
+            assert (await load(name, name)).text == (
+                f"Success: LoRA adapter '{name}' added successfully."
+            )
+            await _check(it, prompts, name, plain[name])
+        await _check(it, prompts, "", plain[""])
+        # Poet is announced while its successor is loaded, so there is no room before coder is unloaded.
+        full = await load("poet", "coder", load_inplace=True)
+        assert full.status_code == 400
+        assert "room for 2" in full.json()["error"]["message"]
+        await _check(it, prompts, "poet", plain["poet"])
+        await unload("coder")
+        assert (await load("poet", "coder", load_inplace=True)).status_code == 200
+        await _check(it, prompts, "poet", plain["coder"], before=plain["poet"])
+        broken = await load("other", "..")
+        assert "is not in one of this worker's adapter_folders" in broken.text
+        await unload("poet")
+
+        async def missing() -> bool:
+            body = {"model": "poet", "prompt": prompts[0], "max_tokens": 1}
+            answer = await client.post("/v1/completions", json=body)
+            return answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+
+        await until(missing)
+        await _check(it, prompts, "", plain[""])
+
+
+async def _check(it: Suite, prompts: list[list[int]], name: str, expected: list[list[int]]) -> None:
+    """Waits until the router has the adapter, and a prefill worker computes its prompts. Answers must be equal then."""
+
+    async def answers() -> list[list[int]]:
+        found = []
+        for prompt in prompts:
+            request = greedy(prompt, COUNT, _REMOTE, "")
+            request.model = name
+            outcome = await it.ask(request)
+            if not outcome.last.timing.prefill_worker_id:
+                return []
+            found.append(list(outcome.token_ids))
+        return found
+
+    found: list[list[int]] = []
+
+    async def equal() -> bool:
+        nonlocal found
+        try:
+            found = await answers()
+        except InvalidRequest:
+            return False
+        assert found in ([], before, expected)
+        return found == expected
+
+    await until(equal, 20.0, lambda: f"{name}: {found}, not {expected}")
