@@ -177,8 +177,17 @@ async def _use(
         await _check(it, prompts, "", plain[""])
 
 
-async def _check(it: Suite, prompts: list[list[int]], name: str, expected: list[list[int]]) -> None:
-    """Waits until the router has the adapter, and a prefill worker computes its prompts. Answers must be equal then."""
+async def _check(
+    it: Suite,
+    prompts: list[list[int]],
+    name: str,
+    expected: list[list[int]],
+    before: list[list[int]] | None = None,
+) -> None:
+    """Waits until the router has the adapter, and a prefill worker computes its prompts.
+
+    Answers must be equal to `expected`, or meanwhile to those of the adapter `before`.
+    """
 
     async def answers() -> list[list[int]]:
         found = []

@@ -28,7 +28,7 @@ ORDERS = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
 class Cache:
     """All layers in one allocation, as allocate_kv_cache makes it on a device."""
 
-    def __init__(self, order: str) -> None:
+    def __init__(self, order: str, block_tokens: int = BLOCK_TOKENS) -> None:
         import torch
         from vllm.v1.kv_cache_interface import (
             FullAttentionSpec,
@@ -39,7 +39,7 @@ class Cache:
         from vllm.v1.kv_cache_layout import KVCacheLayout
 
         spec = FullAttentionSpec(
-            block_size=BLOCK_TOKENS,
+            block_size=block_tokens,
             num_kv_heads=HEADS,
             head_size=HEAD_SIZE,
             dtype=torch.bfloat16,
@@ -65,7 +65,7 @@ class Cache:
                     name="attention",
                     kind=TOKENS,
                     head_count=HEADS,
-                    block_tokens=BLOCK_TOKENS,
+                    block_tokens=block_tokens,
                     block_format="",
                     layers=tuple(enumerate(names)),
                 )
@@ -83,17 +83,31 @@ class Cache:
 
 @pytest.mark.parametrize(("first", "second"), [*pairwise(ORDERS), (ORDERS[1], ORDERS[0])])
 def test_tokens_cross_between_any_two_orders(first: str, second: str) -> None:
+    check_crossing(Cache(first), Cache(second), [4, 1, 5], [2, 3, 0])
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_tokens_cross_between_blocks_of_different_sizes(order: str) -> None:
+    larger = Cache(order, 2 * BLOCK_TOKENS)
+    check_crossing(Cache(order), larger, [4, 1, 5], [2, 0])
+    check_crossing(larger, Cache(ORDERS[0]), [4, 1], [2, 3, 0])
+
+
+def check_crossing(
+    source: Cache, target: Cache, source_blocks: list[int], target_blocks: list[int]
+) -> None:
+    """Copies tokens between these blocks by the planner's runs. They arrive in their places, and nothing else does."""
     import torch
 
-    source, target = Cache(first), Cache(second)
     source.raw.copy_(torch.from_numpy(np.random.default_rng(1).integers(0, 100, len(source.raw))))
+    target.raw.zero_()
     memories = [
         rank_memory(cache.arena, rank=0, transport="in_memory", session="s")
         for cache in (source, target)
     ]
     planner = CopyPlanner(*memories)
     start, end = 5, 43
-    span = BlockSpan(start, end, np.array([4, 1, 5]), 0, np.array([2, 3, 0]), 0)
+    span = BlockSpan(start, end, np.array(source_blocks), 0, np.array(target_blocks), 0)
     for layer in range(LAYERS):
         runs = planner.plan(Edge(0, 0, 0, 0, HEADS), layer, span)
         for source_address, target_address, length in zip(
@@ -104,7 +118,7 @@ def test_tokens_cross_between_any_two_orders(first: str, second: str) -> None:
         ):
             ctypes.memmove(target_address, source_address, length)
     for layer in range(LAYERS):
-        sent, got = source.tokens(layer, [4, 1, 5]), target.tokens(layer, [2, 3, 0])
+        sent, got = source.tokens(layer, source_blocks), target.tokens(layer, target_blocks)
         assert torch.equal(
             got[:, start:end].view(torch.int16), sent[:, start:end].view(torch.int16)
         )

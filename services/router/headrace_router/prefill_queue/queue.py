@@ -1,4 +1,4 @@
-"""The global prefill queue: prompts wait here until a prefill worker has room.
+"""The prefill queue of one router: prompts wait here until a prefill worker has room.
 
 Workers grant credits, so the queue decides as late as possible which worker computes a prompt. It chooses the worker
 with the fewest tokens to compute, including the tasks that the worker already has.

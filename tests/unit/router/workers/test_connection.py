@@ -117,7 +117,7 @@ class _SlowWorker:
     def unary_stream(self, *arguments: object, **options: object) -> Any:
         return self._call
 
-    unary_unary = unary_stream
+    unary_unary = stream_stream = unary_stream
 
     def _call(self, request: worker_pb2.WatchStatusRequest) -> Any:
         self.requests.append(request)

@@ -32,7 +32,7 @@ class _Channel:
     def unary_stream(self, *arguments: object, **options: object) -> Any:
         return lambda request: self
 
-    unary_unary = unary_stream
+    unary_unary = stream_stream = unary_stream
 
     async def read(self) -> worker_pb2.WatchStatusResponse:
         await asyncio.sleep(0.01)
