@@ -111,6 +111,15 @@ TensorParallel = Annotated[
         help="Ranks of each worker; N:M gives prefill N and decode M.",
     ),
 ]
+Devices = Annotated[
+    str,
+    typer.Option(
+        "--devices",
+        metavar="GPU,GPU",
+        help="GPUs by number or UUID, for the ranks of prefill workers, then of decode workers, then of those of both "
+        "roles.",
+    ),
+]
 CpuThreads = Annotated[
     int, typer.Option(metavar="N", min=1, help="Compute threads of each worker on CPUs.")
 ]

@@ -24,6 +24,7 @@ from headrace_cli.options import (
     DEFAULT_ROUTER,
     CpuThreads,
     DecodeCount,
+    Devices,
     Engine,
     HttpPort,
     Logs,
@@ -47,6 +48,7 @@ from headrace_cli.up.topology import (
     Topology,
     http_port_of,
     named_model,
+    parse_devices,
     parse_ranks,
     parse_setting,
 )
@@ -86,6 +88,7 @@ def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
     store: Store = "memory",
     store_pool: StorePool = 0.0,
     tensor_parallel: TensorParallel = "1",
+    devices: Devices = "",
     cpu_threads: CpuThreads = 1,
     settings: Settings = None,
     logs: Logs = None,
@@ -122,6 +125,7 @@ def up(  # noqa: PLR0913, PLR0917 - every option is one of the user's
             http_port=http_port_of(port, http_port),
             pool_gib=store_pool,
             planner=planner,
+            devices=parse_devices(devices) if devices else (),
         )
         policy = NO_RESTARTS if no_restart else RestartPolicy()
         await run_up(topology, logs, notice_console(), policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import sys
@@ -54,11 +55,24 @@ class Topology:
     """Memory of a store where all workers share KV blocks; 0 means none."""
     planner: bool = False
     """Whether a planner decides on the numbers of workers from then on."""
+    devices: tuple[str, ...] = ()
+    """GPUs as CUDA_VISIBLE_DEVICES names them, for the ranks of all workers in turn; none leaves the environment."""
 
     def count_of(self, service: str) -> int:
         """The workers of a service at the start."""
         counts = (self.prefill_count, self.decode_count, self.worker_count)
         return dict(zip(WORKER_SERVICES, counts, strict=True))[service]
+
+    def ranks_of(self, service: str) -> int:
+        """The ranks of a worker of a service, each of which needs a device. Raises ConfigError."""
+        prefill, other = self.prefill_tensor_parallel, self.decode_tensor_parallel
+        given = {setting: value for target, setting, value in self.settings if target == service}
+        default = prefill if service == "prefill" else other
+        try:
+            ranks = int(given.get("tensor_parallel_size", default))
+            return ranks * int(given.get("pipeline_parallel_size", 1))
+        except ValueError as error:
+            raise ConfigError(f"--set {service}: the number of ranks is wrong: {error}") from error
 
     @property
     def http_listen(self) -> str:
@@ -123,10 +137,67 @@ def check_topology(topology: Topology) -> None:
             raise ConfigError(
                 f"{option} needs a process for each worker: give at most {SIM_PROCESSES} of each role, or leave it out"
             )
+    if topology.devices:
+        _check_devices(topology)
     if topology.decode_count + topology.worker_count < 1 or topology.prefill_count < 0:
         raise ConfigError(
             "at least one worker that generates is needed: give --decode 1 or more, or --workers 1 or more"
         )
+
+
+def _check_devices(topology: Topology) -> None:
+    named = ",".join(topology.devices)
+    if topology.engine != VLLM:
+        raise ConfigError(f"--devices {named} is for --engine vllm: leave it out")
+    if topology.planner:
+        raise ConfigError(
+            f"--devices {named} gives devices to the workers of the start: leave --planner out"
+        )
+    if len(set(topology.devices)) < len(topology.devices):
+        raise ConfigError(f"--devices {named} names a device twice: name each once")
+    ranks = {one: topology.ranks_of(one) for one in WORKER_SERVICES if topology.count_of(one)}
+    needed = sum(topology.count_of(one) * count for one, count in ranks.items())
+    if needed != len(topology.devices):
+        raise ConfigError(
+            f"--devices {named} names {len(topology.devices)} devices, and the ranks of all workers need {needed}: "
+            "name one for each rank"
+        )
+    if not _has_cuda():
+        raise ConfigError(
+            f"--devices {named}: this machine has no usable CUDA driver (libcuda.so.1), so workers run on its "
+            "processors: leave --devices out"
+        )
+
+
+def _has_cuda() -> bool:
+    """Whether the CUDA driver is here and finds a device."""
+    try:
+        status: int = ctypes.CDLL("libcuda.so.1").cuInit(0)
+    except OSError:
+        return False
+    return status == 0
+
+
+def _devices_of(topology: Topology, name: str) -> str:
+    """CUDA_VISIBLE_DEVICES of a worker of the start: as many devices as it has ranks."""
+    first = 0
+    for service in WORKER_SERVICES:
+        for number in range(topology.count_of(service)):
+            ranks = topology.ranks_of(service)
+            if name == f"{service}-{number}":
+                return ",".join(topology.devices[first : first + ranks])
+            first += ranks
+    raise ConfigError(f"--devices names none for {name}")
+
+
+def parse_devices(text: str) -> tuple[str, ...]:
+    """Reads "0,1". Raises ConfigError."""
+    devices = tuple(part.strip() for part in text.split(","))
+    if not all(devices):
+        raise ConfigError(
+            f"--devices {text!r} is wrong: write the numbers or UUIDs of GPUs, such as 0,1"
+        )
+    return devices
 
 
 def _is_no_folder(model: str) -> bool:
@@ -276,7 +347,11 @@ def worker_spec(
         flags.append(f"--max-model-len={VLLM_CONTEXT_TOKENS}")
     if worker_count > 1:
         flags.append(f"--workers-per-process={worker_count}")
-    return replace(_spec(topology, folder, name, service, flags), worker_count=worker_count)
+    spec = replace(_spec(topology, folder, name, service, flags), worker_count=worker_count)
+    if not topology.devices:
+        return spec
+    visible = {"CUDA_VISIBLE_DEVICES": _devices_of(topology, name)}
+    return replace(spec, environment={**spec.environment, **visible})
 
 
 def planner_spec(topology: Topology, folder: Path, registry: str, address: str) -> ProcessSpec:

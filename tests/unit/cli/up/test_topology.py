@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from headrace_cli.commands.up import topology_of
+from headrace_cli.up import topology as up_topology
 from headrace_cli.up.topology import (
     ProcessSpec,
     Topology,
@@ -15,6 +18,7 @@ from headrace_cli.up.topology import (
     check_topology,
     http_port_of,
     named_model,
+    parse_devices,
     parse_setting,
     planner_spec,
     pool_spec,
@@ -188,3 +192,51 @@ def test_a_port_that_cannot_be_had_is_refused_with_its_option() -> None:
             check_ports(Topology(port=0, http_port=port))
     with pytest.raises(ConfigError, match="no port is 65536: give a lower --http-port"):
         check_ports(Topology(port=0, http_port=65_536))
+
+
+def test_each_worker_gets_as_many_devices_as_it_has_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up_topology, "_has_cuda", lambda: True)
+    topology = Topology(
+        model="hf:owner/name",
+        prefill_count=2,
+        decode_count=1,
+        worker_count=1,
+        decode_tensor_parallel=2,
+        settings=(("worker", "pipeline_parallel_size", "2"),),
+        devices=parse_devices("0, 1,2,3,4,5,GPU-6,7"),
+    )
+    check_topology(topology)
+    specs = worker_specs(topology, FOLDER, "127.0.0.1:7001")
+    assert {spec.name: spec.environment["CUDA_VISIBLE_DEVICES"] for spec in specs} == {
+        "prefill-0": "0",
+        "prefill-1": "1",
+        "decode-0": "2,3",
+        "worker-0": "4,5,GPU-6,7",
+    }
+    without = worker_specs(replace(topology, devices=()), FOLDER, "127.0.0.1:7001")
+    assert all("CUDA_VISIBLE_DEVICES" not in spec.environment for spec in without)
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"engine": "sim"}, "--devices 0,1 is for --engine vllm"),
+        ({"planner": True}, "leave --planner out"),
+        ({"devices": ("0", "0")}, "--devices 0,0 names a device twice"),
+        ({"decode_count": 2}, "--devices 0,1 names 2 devices, and the ranks of all workers need 3"),
+        ({}, "--devices 0,1: this machine has no usable CUDA driver"),
+    ],
+)
+def test_wrong_devices_are_refused_by_the_name_of_the_option(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], remedy: str
+) -> None:
+    monkeypatch.setattr(up_topology, "_has_cuda", lambda: False)
+    given: dict[str, Any] = {"model": "hf:owner/name", "devices": ("0", "1"), **changes}
+    with pytest.raises(ConfigError) as caught:
+        check_topology(Topology(**given))
+    assert remedy in caught.value.detail
+
+
+def test_malformed_devices_are_refused() -> None:
+    with pytest.raises(ConfigError, match="such as 0,1"):
+        parse_devices("0,,1")
