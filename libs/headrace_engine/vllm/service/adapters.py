@@ -175,21 +175,42 @@ class EngineAdapters:
         self, llm: AsyncLLM, name: str, folder: Path, *, is_3d_lora_weight: bool
     ) -> Adapter:
         """Loads one more in all ranks, unless it is loaded. Raises InvalidRequest for the fields of RuntimeAdapter."""
+        loading = asyncio.create_task(self._load(llm, name, folder, is_3d_lora_weight))
+        try:
+            # vLLM cannot stop: what it has loaded must be known here.
+            return (await asyncio.shield(loading))[0]
+        except asyncio.CancelledError:
+            loading.add_done_callback(self._unload_result)
+            raise
+
+    async def _load(
+        self, llm: AsyncLLM, name: str, folder: Path, is_3d_lora_weight: bool
+    ) -> tuple[Adapter, bool]:
+        """The adapter, and whether it was not loaded before, or unloaded."""
         async with self._loading:
             number = next(self._numbers)
             try:
                 adapter = await asyncio.to_thread(
                     _read, number, name, folder, is_3d_lora_weight, self._given
                 )
-                if adapter.identity not in self._loaded:
+                identity = adapter.identity
+                new = identity not in self._loaded or identity in self._unloaded
+                if identity not in self._loaded:
                     await self._make_room(llm)
                     await _add(llm, adapter)
-                    self._loaded[adapter.identity] = adapter
+                    self._loaded[identity] = adapter
             except ValueError as error:
                 raise InvalidRequest({"path": str(error)}) from error
-            if adapter.identity in self._unloaded:
-                self._unloaded.remove(adapter.identity)
-            return adapter.identity
+            if identity in self._unloaded:
+                self._unloaded.remove(identity)
+            return identity, new
+
+    def _unload_result(self, loading: asyncio.Task[tuple[Adapter, bool]]) -> None:
+        """The caller of a task has gone."""
+        if not loading.cancelled() and loading.exception() is None:
+            adapter, new = loading.result()
+            if new:
+                self.unload(adapter)
 
     def unload(self, adapter: Adapter) -> None:
         """Drops the adapter once another one needs its room, and no request uses it."""
