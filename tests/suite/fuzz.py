@@ -142,7 +142,10 @@ def _set(message: Message, field: Any, value: Any) -> None:
     target = getattr(message, field.name)
     if isinstance(value, dict):
         for key, entry in value.items():
-            target[key] = entry
+            if isinstance(entry, Message):
+                target[key].CopyFrom(entry)
+            else:
+                target[key] = entry
     elif field.is_repeated:
         target.extend(value)
     elif field.message_type is not None:

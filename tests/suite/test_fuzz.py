@@ -22,7 +22,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import inference_pb2, load_pb2, sampling_pb2, trace_pb2
+from headrace.inference.v1 import (
+    adapter_service_pb2,
+    inference_pb2,
+    load_pb2,
+    sampling_pb2,
+    trace_pb2,
+)
 from headrace.kv.v1 import handoff_pb2, layout_pb2, prefix_pb2
 from headrace.planner.v1 import planner_pb2
 from headrace.prefill.v1 import prefill_pb2
@@ -55,6 +61,7 @@ BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
 SERVICES: dict[str, tuple[ServiceDescriptor, ...]] = {
     "router": (
         inference_pb2.DESCRIPTOR.services_by_name["InferenceService"],
+        adapter_service_pb2.DESCRIPTOR.services_by_name["AdapterService"],
         load_pb2.DESCRIPTOR.services_by_name["LoadService"],
         trace_pb2.DESCRIPTOR.services_by_name["TraceService"],
         prefill_pb2.DESCRIPTOR.services_by_name["PrefillQueueService"],

@@ -10,9 +10,7 @@ import pytest
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import (
-    InvalidRequest,
-)
+from headrace_common.errors import Draining, InvalidRequest, RegistryUnavailable
 from headrace_common.registry.descriptors import DescriptorCache
 from headrace_common.registry.membership import Membership
 from headrace_common.registry.view import RegistryView
@@ -118,3 +116,31 @@ async def test_the_cancellation_of_one_caller_does_not_affect_others(
         first.cancel()
         assert await second == kv_descriptor()
         assert first.cancelled() or first.done()
+
+
+async def test_a_member_replaces_its_record_and_keeps_it_through_an_outage(
+    registry: Registry,
+) -> None:
+    first, second, third = (worker() for _ in range(3))
+    second.version, third.version = "2", "3"
+    async with (
+        joined(registry.endpoint, first, 2.0) as membership,
+        viewing(registry.endpoint) as view,
+    ):
+
+        def version() -> str:
+            return view.members[first.worker_id].version
+
+        await membership.replace(second, 5.0)
+        await until(lambda: version() == "2")
+        # Its lease is kept: another one would end now.
+        await asyncio.sleep(2.5)
+        assert version() == "2"
+        await registry.stop()
+        with pytest.raises(RegistryUnavailable):
+            await membership.replace(third, 0.2)
+        await registry.start()
+        await until(lambda: version() == "3")
+        await membership.stop()
+        with pytest.raises(Draining, match="not registered any more"):
+            await membership.replace(second, 5.0)
