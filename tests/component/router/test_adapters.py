@@ -9,6 +9,9 @@ import pytest
 
 from headrace.inference.v1 import adapter_pb2, inference_pb2
 from headrace.prefill.v1 import prefill_pb2
+from headrace.registry.v1 import registry_pb2
+from headrace_common.registry.adapters import Adapter
+from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from tests.component.router.fakes import FakePrefill, Rig, hand_over, reply
 from tests.component.router.fakes.handoff import LAYOUT
@@ -84,3 +87,32 @@ async def test_models_are_listed_with_their_adapters(rig: Rig) -> None:
         for one in listed.models
     ]
     assert found == [("sim", "", 2, 2), ("coder", "sim", 0, 1), ("poet", "sim", 1, 1)]
+
+
+async def test_what_a_worker_announced_before_serves_the_requests_that_named_it(rig: Rig) -> None:
+    _, busy = rig.decodes
+    poet = Adapter("poet", "0a")
+    without = registry_pb2.Member()
+    without.CopyFrom(busy.member)
+    del without.adapters[:]
+    busy.member = without
+    busy.announce(OTHER_POET)
+    rig.refresh()
+    await until(lambda: rig.router.workers.adapters()["sim"]["poet"].digest == "0b")
+    workers = rig.router.workers.table("sim")
+    assert workers.serving(poet).tolist() == [False, True]
+    assert workers.serving(Adapter("coder", "0c")).tolist() == [True, False]
+    stream = rig.prefills[1]
+    member = registry_pb2.Member(
+        worker_id=stream.worker_id,
+        incarnation=stream.incarnation,
+        role=registry_pb2.Member.ROLE_PREFILL,
+        adapters=[OTHER_POET],
+    )
+    queue = rig.router.queue
+    queue.update_adapters([member])
+    assert not any(queue.pulling_workers(poet).values())
+    found = queue._worker_streams[WorkerRef(stream.worker_id, stream.incarnation)]
+    assert poet in found.usable_adapters
+    queue.update_adapters([member])
+    assert poet in found.usable_adapters

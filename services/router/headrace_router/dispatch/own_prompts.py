@@ -234,7 +234,7 @@ def _violations(
     if request.HasField("adapter"):
         adapter = request.adapter
         violations.update(adapter_violations(adapter, "adapter"))
-        if Adapter(adapter.name, adapter.digest) not in worker.adapters:
+        if not worker.serves(Adapter(adapter.name, adapter.digest)):
             violations["adapter"] = "must be one that the decode worker has announced"
         if not request.cache_salt:
             violations["cache_salt"] = "must not be empty beside an adapter"

@@ -130,7 +130,7 @@ class QueueGroup:
             queued.exclude(
                 ref
                 for ref, stream in self.worker_streams.items()
-                if not queued.fits(ref, stream.adapters)
+                if not queued.fits(ref, stream.usable_adapters)
             )
 
     def tasks_before(self, queued: QueuedTask) -> int:
@@ -169,7 +169,7 @@ class QueueGroup:
         self._open_streams += 1
         self._count_unrestricted()
         for queued in self:
-            if not queued.fits(stream.ref, stream.adapters):
+            if not queued.fits(stream.ref, stream.usable_adapters):
                 queued.exclude((stream.ref,))
             if stream.ref in queued.avoid and queued not in self._affinity_waits:
                 self._waiting[queued.priority].lanes.remove(queued)

@@ -287,7 +287,7 @@ class PrefillQueue:
                 continue
             stream = self._worker_streams.get(WorkerRef(member.worker_id, member.incarnation))
             if stream is not None:
-                stream.adapters = adapters_from_proto(member.adapters)
+                stream.replace_adapters(adapters_from_proto(member.adapters))
 
     def restrict(self, refs: frozenset[WorkerRef]) -> None:
         """From now on, these workers get only tasks that no other worker may take."""

@@ -54,6 +54,9 @@ class PrefillWorkerStream:
         self.ref = ref
         self.model = model
         self.adapters = adapters
+        """Those of new prompts."""
+        self.usable_adapters = adapters
+        """With those before the last change, which the worker keeps for prompts that were placed before."""
         self.group_key = group_key
         self.number = number
         self._sign = sign
@@ -115,6 +118,12 @@ class PrefillWorkerStream:
             )
         if not self.retired:
             self.credits += task_count
+
+    def replace_adapters(self, adapters: frozenset[Adapter]) -> None:
+        """The worker announces others, or the same ones."""
+        if adapters != self.adapters:
+            self.usable_adapters = adapters | self.adapters
+            self.adapters = adapters
 
     def restrict(self, restricted: bool) -> None:
         """Whether the worker gets only tasks that no other worker may take, from now on."""

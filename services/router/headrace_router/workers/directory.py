@@ -140,7 +140,13 @@ class WorkerDirectory:
         role = role_by_policy(member, worker_roles)
         if known is not None and known.member is member and known.worker.role == role:
             return known
-        return _Registered(member, replace(worker_from_member(member), role=role))
+        worker = replace(worker_from_member(member), role=role)
+        if known is not None:
+            before = known.worker
+            changed = before.adapters != worker.adapters
+            earlier = before.adapters if changed else before.earlier_adapters
+            worker = replace(worker, earlier_adapters=earlier)
+        return _Registered(member, worker)
 
     @property
     def decode_only(self) -> frozenset[WorkerRef]:

@@ -39,10 +39,16 @@ class Worker:
     http_endpoint: str = ""
     """Of its OpenAI HTTP API. Empty: it has none."""
     adapters: frozenset[Adapter] = frozenset()
+    earlier_adapters: frozenset[Adapter] = frozenset()
+    """Those before the last change, which the worker keeps for requests that named them before."""
     computes_prompts: bool = False
     """Whether it has both roles."""
     role: registry_pb2.WorkerRole.ValueType = registry_pb2.WORKER_ROLE_BOTH
     """What the policy leaves of both roles."""
+
+    def serves(self, adapter: Adapter) -> bool:
+        """Whether it has an adapter, which it may have ceased to announce."""
+        return adapter in self.adapters or adapter in self.earlier_adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +208,7 @@ class LoadTable:
         """True in the rows of workers that have an adapter; in all rows without one."""
         if adapter is None:
             return np.ones(len(self), np.bool_)
-        return np.array([adapter in worker.adapters for worker in self.workers], np.bool_)
+        return np.array([worker.serves(adapter) for worker in self.workers], np.bool_)
 
     def flags(self, refs: Collection[WorkerRef]) -> Flags:
         """True in the rows of these workers."""
