@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
 from headrace_common.callers.priority import Priority
-from headrace_common.errors import InternalError, InvalidRequest, ProtocolViolation
+from headrace_common.errors import InternalError, InvalidRequest
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import NO_STEPS, StepTimes
 from headrace_engine.prefix_events import PrefixEventPublisher
@@ -68,6 +68,11 @@ class RemotePrefix(Protocol):
     """Another worker that has the KV of a prompt's tokens below `end_token`."""
 
     @property
+    def transfer_id(self) -> str:
+        """The transfer that brings this KV."""
+        ...
+
+    @property
     def end_token(self) -> int:
         """One past the last token with KV there."""
         ...
@@ -108,6 +113,10 @@ class PrefillWork:
     """When its tokens are due."""
     prefix: RemotePrefix | None = None
     """Where the engine may have KV fetched from that it would compute otherwise."""
+    cached_only: bool = False
+    """Only cached KV is sent, with neither sampling nor logits. `prefill` raises NotFound if some of it is not cached.
+    Engines that only receive KV otherwise can do this too.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +232,8 @@ class Engine(ABC):
     """One model on one worker: all its ranks. Its methods are called on one event loop, except `start`.
 
     Only `prefill` is called on a prefill engine, and only the other methods on a decode engine. Where a work has a
-    RemotePrefix, `arrived`, `recompute` and `released` are called on the prefill engine, and `send_prefix` on the
-    decode engine.
+    RemotePrefix, `arrived`, `recompute` and `released` are called on the prefill engine, and `prefill` with
+    `cached_only` on the decode engine.
     """
 
     descriptor: KvDescriptor
@@ -261,7 +270,7 @@ class Engine(ABC):
         With `work.sampling`, `on_first_token` gets the one token as soon as it is computed, before the rest is sent.
         `on_report` gets the report of every rank before this returns or raises.
 
-        Raises TransferFailed, TransferTimeout, StaleIncarnation, LayoutMismatch or InternalError.
+        Raises TransferFailed, TransferTimeout, StaleIncarnation, LayoutMismatch, NotFound or InternalError.
         """
 
     @abstractmethod
@@ -308,15 +317,6 @@ class Engine(ABC):
 
         The reserved blocks may still be written into, until `released`. Ignored after `arrived` and `released`.
         """
-
-    async def send_prefix(self, target: TransferTarget) -> tuple[SendReport, ...]:
-        """Sends cached KV of the decode request `target.transfer_id` to the prefill worker `target.decode`.
-
-        Returns the report of every rank when their senders are quiet, also when cancelled. The blocks are held until
-        then (I2). Raises as `prefill` does, or one of these: NotFound without such a request. InvalidRequest for tokens
-        that are not cached. DuplicateTransfer the second time. ProtocolViolation on an engine that cannot.
-        """
-        raise ProtocolViolation("this engine sends no prefixes: set prefix_fetch_min_tokens to 0")
 
     def landed_memory(self, rank: int) -> Memory | None:
         """This process's access to the KV memory of a rank of `descriptor`, to read it. None where there is none.

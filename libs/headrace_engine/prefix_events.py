@@ -1,4 +1,4 @@
-"""Publishes the changes of one engine's prefix cache to its subscribers, and checks what may be sent of it."""
+"""Publishes the changes of one engine's prefix cache to its subscribers."""
 
 from __future__ import annotations
 
@@ -11,38 +11,11 @@ from typing import Final, Literal
 
 from headrace.worker.v1 import worker_pb2
 from headrace_common.durations import duration_from_seconds
-from headrace_common.errors import (
-    DuplicateTransfer,
-    InternalError,
-    InvalidRequest,
-    NotFound,
-    QueueFull,
-)
+from headrace_common.errors import InternalError, QueueFull
 from headrace_engine.prefix_event_log import PrefixEventLog
-from headrace_kv.handoff.messages import TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import LOAD_TIME_MAX_S, KvEvent, Tier, event_to_proto
 from headrace_kv.prefix.hashing import PrefixHasher, key_fingerprint, prefix_hasher
-
-
-def check_prefix(target: TransferTarget, cached_tokens: int | None, *, sent: bool) -> None:
-    """Raises as Engine.send_prefix does, unless the request can send this part of its cached KV.
-
-    `cached_tokens` is None without such a request. `sent`: a part of it was sent before.
-    """
-    name = target.transfer_id
-    if cached_tokens is None:
-        raise NotFound(
-            f"no request of transfer {name} holds blocks", metadata={"transfer_id": name}
-        )
-    if not 0 <= target.start_token < target.end_token <= cached_tokens:
-        remedy = f"give tokens below {cached_tokens}, which are cached"
-        raise InvalidRequest({"end_token": remedy})
-    if sent:
-        raise DuplicateTransfer(
-            f"the prefix of transfer {name} was sent before", metadata={"transfer_id": name}
-        )
-
 
 FLUSH_S: Final = 0.05
 SUBSCRIBERS_MAX: Final = 64

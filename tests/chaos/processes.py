@@ -78,7 +78,7 @@ def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
         ("prefill", "model", f"{plan.model},{own},prefill_s_per_token=0.0003"),
         ("decode", "model", f"{plan.model},{own},decode_step_s=0.004"),
         ("worker", "model", f"{plan.model},{own},prefill_s_per_token=0.0003,decode_step_s=0.004"),
-        ("prefill", "prefix_fetch_min_tokens", str(fetches)),
+        *((role, "prefix_fetch_min_tokens", str(fetches)) for role in ("prefill", "worker")),
         ("router", "worker_wait_s", str(plan.worker_wait_s)),
         ("registry", "store_timeout_s", str(plan.store_timeout_s)),
         ("registry", "store_start_timeout_s", str(plan.store_start_timeout_s)),

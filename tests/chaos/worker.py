@@ -28,12 +28,12 @@ import headrace_decode.main
 import headrace_engine.prefix_event_log
 import headrace_engine.sim.cache.lower_tiers
 import headrace_engine.sim.engine
+import headrace_engine.worker.receiving
 import headrace_kv.pool.remote
 import headrace_kv.receive.receiver
 import headrace_kv.receive.transfer
 import headrace_kv.transport.factory
 import headrace_prefill.main
-import headrace_prefill.prefix_receiver
 import headrace_prefill.pull.puller
 import headrace_worker.main
 from headrace.kv.v1 import handoff_pb2
@@ -329,18 +329,16 @@ def main() -> None:
     put(headrace_kv.pool.remote, "_MODULE", pool_process.MODULE)
     reports = Path(os.environ["HEADRACE_CHAOS_REPORTS"])
     report_on(reports, service, dice, holds, faults.watch_interval_s)
+    put(headrace_engine.worker.receiving, "HandoffServicer", lossy_handoffs(dice))
     if service == "decode":
-        put(headrace_decode.main, "HandoffServicer", lossy_handoffs(dice))
         headrace_decode.main.main()
     elif service == "worker":
         slow_down(faults, dice)
-        put(headrace_decode.main, "HandoffServicer", lossy_handoffs(dice))
         put(headrace_prefill.pull.puller, "PullSession", lossy_pulls(dice))
         headrace_worker.main.main()
     else:
         slow_down(faults, dice)
         put(headrace_prefill.pull.puller, "PullSession", lossy_pulls(dice))
-        put(headrace_prefill.prefix_receiver, "HandoffServicer", lossy_handoffs(dice))
         headrace_prefill.main.main()
 
 

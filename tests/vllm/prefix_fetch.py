@@ -14,11 +14,13 @@ from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import TransferTimeout
 from headrace_common.telemetry.setup import init_telemetry
+from headrace_common.time_model.model import StepTimes
 from headrace_engine.interface import DecodeTokens, DecodeWork, Sampling
 from headrace_engine.vllm.engine import VllmEngine
+from headrace_kv.handoff.messages import prefix_transfer
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import Receiver
-from headrace_prefill.prefix_policy import FetchPolicy
+from headrace_prefill.prefix_fetch import FetchRule
 from tests.component.prefill.fetching import DECODE, PREFILL, FetchingWorkers, serve
 from tests.freezing import freeze as freeze_processes
 from tests.freezing import thaw
@@ -72,11 +74,14 @@ class FrozenResult(Result):
     whole_blocks: int = 0
 
 
-class AlwaysFetch(FetchPolicy):
+class AlwaysFetch(FetchRule):
     """A tiny model may compute faster than a busy machine fetches."""
 
-    def prefers_fetch(self, decode: WorkerRef, token_count: int) -> bool:
+    def may_fetch(self, decode: WorkerRef, token_count: int) -> bool:
         return token_count >= self.min_tokens
+
+    def prefers_fetch(self, decode: WorkerRef, start_token: int, end_token: int) -> bool:
+        return self.may_fetch(decode, end_token - start_token)
 
 
 class Cut:
@@ -110,9 +115,16 @@ class Cut:
 
 
 async def conversation(
-    model: str, prefill_ranks: int, decode_ranks: int, engine_args: str = "", stages: int = 1
+    model: str,
+    prefill_ranks: int,
+    decode_ranks: int,
+    engine_args: str = "",
+    stages: int = 1,
+    both_roles: bool = False,
 ) -> FrozenResult:
-    """Ten turns. In one of them, decode's engine freezes while it sends. Both engines have `stages`."""
+    """Ten turns. In one of them, decode's engine freezes while it sends. Both engines have `stages`, and may have both
+    roles.
+    """
     shared: dict[str, object] = {
         "model": model,
         "engine_args": engine_args,
@@ -121,13 +133,14 @@ async def conversation(
     async with fetching_engines(
         shared | {"tensor_parallel_size": prefill_ranks},
         shared | {"tensor_parallel_size": decode_ranks},
+        both_roles=both_roles,
     ) as workers:
         return await _converse(workers)
 
 
 @asynccontextmanager
 async def fetching_engines(
-    prefill: dict[str, object], decode: dict[str, object]
+    prefill: dict[str, object], decode: dict[str, object], *, both_roles: bool = False
 ) -> AsyncIterator[VllmWorkers]:
     """Both workers. Prefill fetches all that it lacks."""
     changes = {"prefill": prefill, "decode": decode}
@@ -138,7 +151,7 @@ async def fetching_engines(
         return engines[ref].descriptor
 
     for role, ref in refs.items():
-        config = engine_config(role, ref=ref, **changes[role])
+        config = engine_config("both" if both_roles else role, ref=ref, **changes[role])
         engines[ref] = VllmEngine(config, descriptors)
     async with AsyncExitStack() as stack:
         # They are forked, which must happen before this process uses gRPC.
@@ -151,7 +164,7 @@ async def fetching_engines(
         stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)
         workers: VllmWorkers = await serve(
             *(stack, VllmWorkers, engines[PREFILL], engines[DECODE]),
-            *(telemetry, AlwaysFetch(1), LONG_S),
+            *(telemetry, AlwaysFetch(1, StepTimes), LONG_S),
             lease_s=LEASE_TTL_S,
         )
         yield workers
@@ -197,7 +210,7 @@ async def _frozen_turn(workers: VllmWorkers, prompt: list[int], result: FrozenRe
         cut = Cut(receiver, freeze)
         running = asyncio.create_task(request.prefill())
         await asyncio.wait_for(frozen.wait(), LONG_S)
-        receiver.cancel(request.name, TransferTimeout.reason, "the fetch is late")
+        receiver.cancel(prefix_transfer(request.name), TransferTimeout.reason, "the fetch is late")
         result.whole_blocks = -(-len(prompt) // BLOCK_TOKENS)
         result.held_blocks = held = receiver.quarantined_blocks
         # The prompt is computed in other blocks than those that may still be written. It may be sent already.

@@ -110,15 +110,21 @@ async def test_turns_are_fetched_with_equal_tokens_and_a_killed_source_costs_no_
 
 
 @pytest.mark.parametrize(
-    ("model", "prefill_ranks", "decode_ranks", "stages"),
+    ("model", "prefill_ranks", "decode_ranks", "stages", "both_roles"),
     [
-        ("tiny-llama-deep", 1, 1, 1),
-        ("tiny-llama", 2, 1, 1),
-        ("tiny-llama", 1, 1, 2),
+        ("tiny-llama-deep", 1, 1, 1, False),
+        ("tiny-llama", 1, 1, 1, True),
+        ("tiny-llama", 2, 1, 1, False),
+        ("tiny-llama", 1, 1, 2, False),
     ],
 )
 def test_every_turn_fetches_what_decode_has_and_a_frozen_source_costs_no_answer(
-    run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int, stages: int
+    run_job: RunJob,
+    model: str,
+    prefill_ranks: int,
+    decode_ranks: int,
+    stages: int,
+    both_roles: bool,
 ) -> None:
     found = run_job(
         "tests.vllm.prefix_fetch:conversation",
@@ -126,6 +132,7 @@ def test_every_turn_fetches_what_decode_has_and_a_frozen_source_costs_no_answer(
         prefill_ranks=prefill_ranks,
         decode_ranks=decode_ranks,
         stages=stages,
+        both_roles=both_roles,
     )
     assert found["answers"] == found["plain"]
     assert len(found["answers"]) == TURNS

@@ -33,7 +33,7 @@ from headrace_engine.interface import (
     PrefillWork,
     Sampling,
 )
-from headrace_engine.prefix_events import PrefixEventPublisher, check_prefix
+from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.sim.cache.lower_tiers import SimLowerTiers, open_lower_tiers
 from headrace_engine.sim.cache.memory import SimMemory
 from headrace_engine.sim.cache.pools import CachePools
@@ -51,7 +51,7 @@ from headrace_engine.sim.sequence import (
 from headrace_engine.sim.stepper import SimClock, Stepper
 from headrace_engine.sim.validation import check_decode, check_prefill
 from headrace_engine.steps import StepWatch
-from headrace_kv.handoff.messages import SendReport, TransferTarget
+from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import KvDescriptor, RankMemory
 from headrace_kv.pool.engine_blocks import pool_secret
 from headrace_kv.pool.remote import PoolOpener, pool_opener
@@ -230,9 +230,11 @@ class SimEngine(Engine):
     ) -> PrefillOutcome:
         check_prefill(work, self.max_model_len)
         self.require_adapter(work.adapter)
-        if not self._config.sends:
+        if not (self._config.sends or work.cached_only):
             raise InternalError("this engine was not started for prefill")
-        handover = Handover(work.target, self._senders, self.descriptor.layout)
+        if work.cached_only:
+            await self._requests.wait_loaded(work.target.deadline_s)
+        handover = Handover(work.target, self._open_senders(), self.descriptor.layout)
         first_token = None
         if work.sampling is not None and on_first_token is not None:
             first_token = FirstTokenRequest(self._seeded(work.sampling), on_first_token)
@@ -254,21 +256,6 @@ class SimEngine(Engine):
             fetched_tokens=sequence.fetched_tokens,
             tier_tokens=sequence.tier_tokens,
         )
-
-    async def send_prefix(self, target: TransferTarget) -> tuple[SendReport, ...]:
-        await self._requests.wait_loaded(target.transfer_id, target.deadline_s)
-        sequence = self._requests.find(target.transfer_id)
-        holds = sequence is not None and not sequence.ended and bool(sequence.block_ids_by_group)
-        sent = sequence is not None and sequence.outgoing is not None
-        check_prefix(target, sequence.cached if sequence and holds else None, sent=sent)
-        assert sequence is not None
-        handover = Handover(target, self._open_senders(), self.descriptor.layout)
-        sequence.prefix_sending_started(handover)
-        try:
-            await handover.run(partial(self._stepper.push_prefix, sequence, handover))
-        finally:
-            self._requests.update(sequence)
-        return handover.reports
 
     async def decode(self, work: DecodeWork) -> AsyncGenerator[DecodeEvent, None]:
         check_decode(work, self.max_model_len)
@@ -406,8 +393,8 @@ class SimEngine(Engine):
 
     def _rank_quiesced(self, report: SendReport) -> None:
         sequence = self._requests.find(report.transfer_id)
-        if sequence is not None and sequence.outgoing is not None:
-            sequence.outgoing.rank_quiesced(report)
+        if sequence is not None and sequence.handover is not None:
+            sequence.handover.rank_quiesced(report)
             self._requests.update(sequence)
 
 

@@ -15,6 +15,7 @@ from headrace_common.errors import (
     DuplicateTransfer,
     HeadraceError,
     InternalError,
+    NotFound,
     TransferTimeout,
 )
 from headrace_engine.interface import RemotePrefix
@@ -53,6 +54,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: deque[Sequence] = deque()
         self._by_id: dict[str, Sequence] = {}
+        self._by_prefix: dict[str, Sequence] = {}
         self._loads: dict[str, asyncio.Task[None]] = {}
         # Blocks that may still be written into, by the transfer.
         self._detached: dict[str, tuple[tuple[int, ...], ...]] = {}
@@ -73,8 +75,8 @@ class Scheduler:
         return len(self._waiting)
 
     def find(self, transfer_id: str) -> Sequence | None:
-        """The request of that transfer, until its blocks are freed."""
-        return self._by_id.get(transfer_id)
+        """The request of that transfer, or that fetches its prefix by it, until its blocks are freed."""
+        return self._by_id.get(transfer_id) or self._by_prefix.get(transfer_id)
 
     def submit(self, sequence: Sequence, full: type[HeadraceError]) -> None:
         """Queues a request. Raises Draining, DuplicateTransfer, or `full` when too many wait."""
@@ -88,6 +90,8 @@ class Scheduler:
         if len(self._waiting) >= max(_WAITING_MIN, _WAITING_PER_RUNNING * self._shape.max_num_seqs):
             raise full(f"{len(self._waiting)} requests are waiting already")
         self._by_id[sequence.transfer_id] = sequence
+        if sequence.prefix_id:
+            self._by_prefix[sequence.prefix_id] = sequence
         self._waiting.append(sequence)
         if self._pools.begin_fetch(sequence, partial(self._fetch_ended, sequence)):
             sequence.fetching_started()
@@ -104,6 +108,7 @@ class Scheduler:
         if not sequence.is_releasable or self._by_id.get(sequence.transfer_id) is not sequence:
             return
         del self._by_id[sequence.transfer_id]
+        self._by_prefix.pop(sequence.prefix_id, None)
         for queue in (self._waiting, self._running):
             if sequence in queue:
                 queue.remove(sequence)
@@ -187,6 +192,9 @@ class Scheduler:
                 return
             self._waiting.remove(sequence)
             self._running.append(sequence)
+            if sequence.cached_only and sequence.pending:
+                self.fail(sequence, NotFound("some of the KV is not cached"))
+                continue
             self._stepper.push_from_host(sequence)
             load_s = sequence.loaded * self._shape.settings.host_copy_s_per_token
             if load_s:
@@ -209,7 +217,7 @@ class Scheduler:
 
     def recompute(self, sequence: Sequence) -> None:
         """Lets a request begin again in other blocks. Those that it has are held until `free_detached`."""
-        self._detached[sequence.transfer_id] = sequence.blocks_detached()
+        self._detached[sequence.prefix_id] = sequence.blocks_detached()
         self._running.remove(sequence)
         self._waiting.appendleft(sequence)
         self._work.set()
@@ -219,17 +227,11 @@ class Scheduler:
         self._pools.free_blocks(self._detached.pop(transfer_id, ()))
         self._work.set()
 
-    async def wait_loaded(self, transfer_id: str, deadline_s: float) -> None:
-        """Returns when blocks from main memory may be used. Raises TransferTimeout when that takes too long."""
-        load = self._loads.get(transfer_id)
-        if load is None:
-            return
-        _, late = await asyncio.wait({load}, timeout=Deadline(deadline_s).remaining_s())
-        if late:
-            raise TransferTimeout(
-                f"the prefix of transfer {transfer_id} was not loaded in time",
-                metadata={"transfer_id": transfer_id},
-            )
+    async def wait_loaded(self, deadline_s: float) -> None:
+        """Returns when the blocks of main memory that are being copied may be used. Raises TransferTimeout before."""
+        loads = tuple(self._loads.values())
+        if loads and (await asyncio.wait(loads, timeout=Deadline(deadline_s).remaining_s()))[1]:
+            raise TransferTimeout("cached KV was not loaded in time")
 
     def _fetch_ended(self, sequence: Sequence) -> None:
         """The remote pool has given what it could."""
@@ -262,4 +264,6 @@ class Scheduler:
         """Its blocks for the tokens that are not cached."""
         start = sequence.cached
         first, *further = self._pools.blocks_between(sequence, start, end_token)
-        return Reservation(sequence.transfer_id, first, start, end_token, tuple(further))
+        return Reservation(
+            sequence.prefix_id or sequence.transfer_id, first, start, end_token, tuple(further)
+        )

@@ -63,8 +63,8 @@ class Sequence:
     that needs KV; those of `tokens` are filled. Only sequences with an equal `cache_salt` share cached
     blocks. `pushed` tokens were given to the senders. Exactly one of `handover` (prefill) and
     `generation` (decode) is set. The blocks are in use until `is_releasable`.
-    A prefill request with a `prefix` may have KV fetched: `fetched_tokens`. A decode request sends
-    cached KV by `prefix_handover`.
+    A prefill request with a `prefix` may have KV fetched, by transfer `prefix_id`: `fetched_tokens`. One
+    that is `cached_only` computes nothing.
     """
 
     transfer_id: str
@@ -79,7 +79,8 @@ class Sequence:
     generation: Generation | None = None
     first_token: FirstTokenRequest | None = None
     prefix: RemotePrefix | None = None
-    prefix_handover: Handover | None = None
+    prefix_id: str = ""
+    cached_only: bool = False
     awaits_first_token: bool = False
     block_ids_by_group: tuple[tuple[int, ...], ...] = ()
     block_tables: tuple[U64Array, ...] = ()
@@ -143,13 +144,7 @@ class Sequence:
         """Whether it has ended, and no step, sender or remote rank uses its blocks (I1, I2)."""
         if not self.ended or self._in_step or self.receiving:
             return False
-        sending = self.outgoing
-        return sending is None or sending.quiesced.is_set()
-
-    @property
-    def outgoing(self) -> Handover | None:
-        """What sends from its blocks."""
-        return self.handover or self.prefix_handover
+        return self.handover is None or self.handover.quiesced.is_set()
 
     @property
     def is_only_sent(self) -> bool:
@@ -287,10 +282,6 @@ class Sequence:
         self.receiving = False
         return detached
 
-    def prefix_sending_started(self, handover: Handover) -> None:
-        """Cached KV of this decode request is sent to its prefill worker."""
-        self.prefix_handover = handover
-
     def step_started(self) -> None:
         """A step computes a chunk of it."""
         self._in_step = True
@@ -360,8 +351,8 @@ class Sequence:
 
     def fail(self, failure: HeadraceError) -> None:
         """Stops its senders; ends a decode request with the failure."""
-        if self.outgoing is not None:
-            self.outgoing.fail(failure)
+        if self.handover is not None:
+            self.handover.fail(failure)
         if self.generation is not None and not self.ended:
             self.generation.events.put_failure(failure)
             self.ended = True
@@ -394,6 +385,8 @@ def prefill_sequence(
         handover=handover,
         first_token=first_token,
         prefix=work.prefix,
+        prefix_id="" if work.prefix is None else work.prefix.transfer_id,
+        cached_only=work.cached_only,
         pushed=work.target.start_token,
     )
 

@@ -226,14 +226,6 @@ class Stepper:
         if not sequence.pending:
             self._end_prefill(sequence, handover)
 
-    def push_prefix(self, sequence: Sequence, handover: Handover) -> None:
-        """Pushes the KV of a decode request that `handover` is for, and no more."""
-        target = handover.target
-        for layer in range(self._model.layer_count):
-            block_ids = sequence.block_ids_by_group[self._layout.group_index(layer)]
-            handover.push(layer, target.start_token, target.end_token, block_ids)
-        handover.finish()
-
     def generate_from_logits(self, sequence: Sequence, logits: bytes) -> None:
         """Generates an answer's first token. Raises KvCorrupt when no prefill can have made the logits."""
         assert sequence.generation is not None

@@ -28,7 +28,7 @@ from headrace_engine.interface import (
     PrefillOutcome,
     PrefillWork,
 )
-from headrace_engine.prefix_events import PrefixEventPublisher, check_prefix
+from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_engine.steps import StepWatch
 from headrace_engine.vllm.compat import (
     end_llm,
@@ -42,8 +42,8 @@ from headrace_engine.vllm.service.constraints import ConstraintCheck
 from headrace_engine.vllm.service.decode_request import DecodeRequest
 from headrace_engine.vllm.service.launch import check_config, launch
 from headrace_engine.vllm.service.local_broadcast import open_broadcast
-from headrace_engine.vllm.service.prefill_request import PrefillRequest, PrefixRequest
-from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
+from headrace_engine.vllm.service.prefill_request import PrefillRequest
+from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.observer import LayerOverlap, TransferObserver
@@ -85,8 +85,8 @@ class VllmEngine(Engine):
         self._rank_memories: Mapping[int, MappedMemory] = {}
         self._prefills: dict[str, PrefillRequest] = {}
         self._decodes: dict[str, DecodeRequest] = {}
-        # Prefixes that ranks may still send.
-        self._prefixes: dict[str, PrefixRequest] = {}
+        # Those that may fetch a prefix, by the transfer that brings it.
+        self._fetching: dict[str, PrefillRequest] = {}
         self.tier_loads: LoadTimes = LoadTimes()
         self.load = EngineLoad()
         self.steps: StepWatch = StepWatch(config.step_stall_s, reports_regularly=True)
@@ -192,10 +192,14 @@ class VllmEngine(Engine):
                 lora_request=lora_request,
             )
             self._prefills[transfer_id] = request
+            if work.prefix is not None:
+                self._fetching[work.prefix.transfer_id] = request
             try:
                 return await request.outcome()
             finally:
                 del self._prefills[transfer_id]
+                if work.prefix is not None:
+                    del self._fetching[work.prefix.transfer_id]
                 for report in request.reports:
                     if on_report is not None:
                         on_report(report)
@@ -255,26 +259,6 @@ class VllmEngine(Engine):
 
     def recompute(self, transfer_id: str) -> None:
         self._require_started()[1].recompute(transfer_id)
-
-    async def send_prefix(self, target: TransferTarget) -> tuple[SendReport, ...]:
-        _, link = self._require_started()
-        name = target.transfer_id
-        request = self._decodes.get(name)
-        cached = None if request is None else request.sendable_tokens
-        check_prefix(target, cached, sent=request is not None and request.prefix_sent)
-        assert request is not None
-        request.prefix_sending_started()
-        sending = PrefixRequest(
-            link,
-            target,
-            self._config.rank_count,
-            on_quiet=partial(self._prefix_quiet, name),
-        )
-        self._prefixes[name] = sending
-        return await sending.run()
-
-    def _prefix_quiet(self, transfer_id: str) -> None:
-        del self._prefixes[transfer_id]
 
     def landed_memory(self, rank: int) -> Memory | None:
         return self._rank_memories.get(rank)
@@ -342,7 +326,7 @@ class VllmEngine(Engine):
 
     def _blocks_reserved(self, reservation: Reservation) -> None:
         name = reservation.transfer_id
-        request = self._decodes.get(name) or self._prefills.get(name)
+        request = self._decodes.get(name) or self._fetching.get(name)
         if request is not None:
             request.blocks_reserved(reservation)
         elif self._link is not None and reservation.start_token < reservation.end_token:
@@ -350,7 +334,7 @@ class VllmEngine(Engine):
             self._link.released(reservation.transfer_id)
 
     def _transfer_quiet(self, report: SendReport) -> None:
-        request = self._prefills.get(report.transfer_id) or self._prefixes.get(report.transfer_id)
+        request = self._prefills.get(report.transfer_id)
         if request is not None:
             request.transfer_quiet(report)
 
@@ -379,8 +363,6 @@ class VllmEngine(Engine):
             prefill.engine_lost(error)
         for decode in self._decodes.values():
             decode.fail(error)
-        for prefix in tuple(self._prefixes.values()):
-            prefix.engine_lost(error)
         log.critical("%s; this worker cannot serve any more and terminates", error.detail)
         with suppress(ProcessLookupError):
             os.kill(os.getpid(), signal.SIGTERM)

@@ -112,9 +112,10 @@ def receive_params(transfer_id: str, awaits_first_token: bool = False) -> dict[s
 class PrefixParams:
     """For a prefill request: its decode worker has the KV of the tokens before `end_token`.
 
-    Fewer than `least_tokens` of them are not fetched.
+    Fewer than `least_tokens` of them are not fetched. Transfer `transfer_id` brings them.
     """
 
+    transfer_id: str
     end_token: int
     least_tokens: int
 
@@ -124,15 +125,24 @@ class PrefixParams:
         return missing if missing >= max(1, self.least_tokens) else 0
 
 
-def send_params(target: TransferTarget, prefix: PrefixParams | None = None) -> dict[str, Any]:
-    """kv_transfer_params of a prefill request, which may fetch a `prefix`."""
+def send_params(
+    target: TransferTarget, prefix: PrefixParams | None = None, *, cached_only: bool = False
+) -> dict[str, Any]:
+    """kv_transfer_params of a prefill request, which may fetch a `prefix`. `cached_only`: see PrefillWork."""
     values = asdict(target)
     values["decode"] = [target.decode.worker_id, target.decode.incarnation]
     values["ticket"] = target.ticket.hex()
     ours: dict[str, Any] = {"outgoing": values}
     if prefix is not None:
-        ours["prefix"] = [prefix.end_token, prefix.least_tokens]
+        ours["prefix"] = [prefix.transfer_id, prefix.end_token, prefix.least_tokens]
+    if cached_only:
+        ours["cached_only"] = True
     return {PARAMS_KEY: ours}
+
+
+def sends_cached_only(params: Mapping[str, Any] | None) -> bool:
+    """Whether a prefill request sends cached KV only. False when they were consumed."""
+    return "cached_only" in ((params or {}).get(PARAMS_KEY) or ())
 
 
 def read_prefix(params: Mapping[str, Any] | None) -> PrefixParams | None:

@@ -72,19 +72,6 @@ class PoolMove:
     shard_counts: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixSend:
-    """Cached KV of a decode request, which is sent to its prefill worker.
-
-    `loading_request`: the request that loads some of it from lower tiers. It is sent after these copies. "" when all of
-    it is there.
-    """
-
-    target: TransferTarget
-    tokens: TokenRange
-    loading_request: str = ""
-
-
 @dataclass(slots=True)
 class StepPlan:
     """Request ids are vLLM's, transfer ids ours.
@@ -105,8 +92,7 @@ class StepPlan:
     `preempted_stores`: requests with blocks that the step overwrites, and that copies may still read.
     `moves`: blocks that go to a remote pool or come from it, once the copies before are made.
     `host_sends`: blocks in main memory that transfers send, which `opened` has or had. In the order of `copies_before`.
-    `prefixes`: cached KV that is sent to prefill workers. `refused_prefixes`: transfers of such KV that no request
-    holds.
+    `refused`: transfers of cached KV, of which some is not cached.
     """
 
     opened: list[TransferTarget] = field(default_factory=list)
@@ -125,8 +111,7 @@ class StepPlan:
     preempted_stores: list[str] = field(default_factory=list)
     moves: list[PoolMove] = field(default_factory=list)
     host_sends: list[HostSend] = field(default_factory=list)
-    prefixes: list[PrefixSend] = field(default_factory=list)
-    refused_prefixes: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
 
     def free_after_send(self, request_id: str, transfer_id: str) -> None:
         """Frees the blocks of a request that has ended once its transfer is quiet."""
@@ -145,12 +130,6 @@ class StepPlan:
     def plan_host_sends(self, sends: list[HostSend]) -> None:
         """Adds blocks in main memory that transfers send from there."""
         self.host_sends = sends
-
-    def send_prefix(
-        self, target: TransferTarget, tokens: TokenRange, loading_request: str = ""
-    ) -> None:
-        """Sends cached KV of a request that waits for the rest of its KV. See PrefixSend."""
-        self.prefixes.append(PrefixSend(target, tokens, loading_request))
 
     def send_computed(self, target: TransferTarget, tokens: TokenRange) -> None:
         """Opens a transfer of tokens that an earlier step has computed."""

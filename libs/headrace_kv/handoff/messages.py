@@ -33,6 +33,11 @@ class TransferTarget:
     ticket: bytes = b""
 
 
+def prefix_transfer(transfer_id: str) -> str:
+    """The transfer that brings a prefill worker what decode has of the prompt of another transfer."""
+    return f"{transfer_id}.prefix"
+
+
 @dataclass(frozen=True, slots=True)
 class Reservation:
     """Decode's blocks for one transfer, the same on every decode rank.

@@ -159,11 +159,13 @@ class Receiver:
         *,
         logits_bytes: int = 0,
         signer: TicketKey | None = None,
+        sender: tuple[WorkerRef, bytes] | None = None,
     ) -> IncomingTransfer:
         """Lets prefill ranks write into the blocks until the transfer is complete or the deadline has passed.
 
         `on_free` is called when nothing may write into them any more, however the transfer ended. `observer` belongs to
         this transfer alone. `logits_bytes` bytes of logits are part of the transfer. `signer`: see HandoffTickets.
+        `sender` may fill the transfer with this very ticket, whatever it permits.
 
         Raises DuplicateTransfer, Draining, or InternalError for blocks that do not hold the tokens.
         """
@@ -179,7 +181,13 @@ class Receiver:
             )
         self._require_valid(reservation)
         transfer = IncomingTransfer(
-            reservation, self._layout, deadline, on_free, logits_bytes=logits_bytes, signer=signer
+            reservation,
+            self._layout,
+            deadline,
+            on_free,
+            logits_bytes=logits_bytes,
+            signer=signer,
+            sender=sender,
         )
         self._transfers.add(transfer, self._features)
         if observer is not None:

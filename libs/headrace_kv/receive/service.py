@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -59,15 +59,19 @@ class _Outbox:
 class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
     """Serves handoff streams into a receiver.
 
-    A rank gets its Welcome within the context of `admit`, when its transport may connect. `sender` is the role of the
-    workers that may send: on a decode worker prefill, and on a prefill worker decode.
+    A rank gets its Welcome within the context of `admit`, when its transport may connect. `senders` are the roles of
+    the workers that may send: on a decode worker prefill, on a prefill worker decode, and on one of both roles both.
     """
 
     def __init__(
-        self, receiver: Receiver, admit: AdmitPeer | None = None, *, sender: Role = Role.PREFILL
+        self,
+        receiver: Receiver,
+        admit: AdmitPeer | None = None,
+        *,
+        senders: Collection[Role] = (Role.PREFILL,),
     ) -> None:
         self._receiver = receiver
-        self._sender = sender
+        self._senders = frozenset(senders)
         self._admit = admit or (lambda addresses: contextlib.nullcontext())
 
     async def Handoff(  # type: ignore[override]
@@ -105,10 +109,10 @@ class HandoffServicer(handoff_pb2_grpc.HandoffServiceServicer):
 
     def _require_sender(self) -> None:
         """Raises PermissionDenied for a caller of another role. In the table of roles, both workers have one row."""
-        if self._sender not in current_caller().roles:
+        if self._senders.isdisjoint(current_caller().roles):
+            roles = " or ".join(sorted(self._senders))
             raise PermissionDenied(
-                f"only the role {self._sender} may send KV to this worker",
-                metadata={"role": self._sender},
+                f"only the role {roles} may send KV to this worker", metadata={"role": roles}
             )
 
     async def _read(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,16 +89,18 @@ class IncomingTransfer:
         *,
         logits_bytes: int = 0,
         signer: TicketKey | None = None,
+        sender: tuple[WorkerRef, bytes] | None = None,
     ) -> None:
+        """`sender`: see Receiver.reserve."""
         self.signer = signer
         """See HandoffTickets."""
-        self._ticket = b""
         self._reservation = reservation
         self._layout = layout
         self._deadline = deadline
         self._on_free = on_free
         self._ledger: Ledger | None = None
-        self._prefill: WorkerRef | None = None
+        self._prefill: WorkerRef | None
+        self._prefill, self._ticket = sender or (None, b"")
         self._error: HeadraceError | None = None
         self._failed_s = 0.0
         self._timer: TimerHandle | None = None
@@ -244,8 +247,8 @@ class IncomingTransfer:
         return peer in self._writers
 
     def has_accepted(self, prefill: WorkerRef, ticket: bytes) -> bool:
-        """Whether a rank of this worker writes, or has written, with this very ticket."""
-        return self._prefill == prefill and self._ticket == ticket
+        """Whether a rank of this worker writes, or has written, or was to write, with this very ticket."""
+        return self._prefill == prefill and hmac.compare_digest(self._ticket, ticket)
 
     def add_writer(self, peer: PrefillPeer, ticket: bytes) -> None:
         """Lets a rank with a valid ticket write. Raises ProtocolViolation when it has no part in the transfer."""

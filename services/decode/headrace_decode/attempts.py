@@ -192,6 +192,19 @@ class Attempts:
         finally:
             record_attempt(self._telemetry, running.span, attempt, error)
 
+    def admit_sending(self, transfer_id: str, token_count: int) -> None:
+        """Raises unless cached KV of an attempt may be sent now: once, and while blocks for so many tokens are free.
+
+        They are not reserved, so that no attempt is refused for it. Raises DecodeFull or DuplicateTransfer.
+        """
+        self._seen.check(transfer_id)
+        self._admission.check(
+            prompt_tokens=token_count,
+            max_tokens=0,
+            quarantined_blocks=self._receiver.quarantined_blocks,
+        )
+        self._seen.remember(transfer_id)
+
     def _attempt_closed(self, transfer_id: str) -> None:
         self._live.pop(transfer_id, None)
         self._admission.release(transfer_id)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import TYPE_CHECKING
 
 import grpc.aio
 
 from headrace.decode.v1 import decode_pb2_grpc
-from headrace.kv.v1 import handoff_pb2_grpc, prefix_pb2_grpc
+from headrace.kv.v1 import prefix_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
+from headrace_common.access.roles import Role
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError
 from headrace_common.extras import require_extra
@@ -26,14 +26,10 @@ from headrace_decode.service import DecodeService
 from headrace_engine.interface import Engine
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
+from headrace_engine.worker.receiving import KvReceiving
 from headrace_engine.worker.serve import RoleServer
 from headrace_engine.worker.status import StatusSignal
-from headrace_engine.worker.transfer_peers import TransferPeers
-from headrace_kv.handoff.tickets import RouterTickets
-from headrace_kv.receive.receiver import Receiver, ReceiverLimits
-from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.verification import DigestChecks
-from headrace_kv.transport.networks import parse_networks
 
 if TYPE_CHECKING:
     from headrace_decode.http.door import HttpDoor
@@ -72,6 +68,8 @@ class DecodeServer(RoleServer):
         "headrace.kv.v1.PrefixService",
     )
     reserves_blocks = True
+    senders: tuple[Role, ...] = (Role.PREFILL,)
+    """See HandoffServicer."""
 
     def __init__(
         self,
@@ -84,28 +82,17 @@ class DecodeServer(RoleServer):
         self.ticket_keys = keys = TicketKeys()
         self.status_signal: StatusSignal = StatusSignal()
         signal = self.status_signal
-        count_refusal = partial(host.metrics.ticket_refused, ref.worker_id)
         self.message_bytes_max = message_bytes_max(engine.max_model_len)
         self._drain_grace_s = config.drain_grace_s
         self._checks = checks = _digest_checks(config, engine)
-        self._peers = TransferPeers(
-            engine.admit_transfer_peers,
-            parse_networks(config.transfer_peer_networks),
-            # By then the rank's write lease has ended.
-            linger_s=2.0 * config.lease_ttl_s,
-        )
-        tickets = RouterTickets(keys, ref, engine.descriptor.layout, count_refusal)
-        self.incoming = self._receiver = receiver = Receiver(
-            ref=ref,
-            layout=engine.descriptor.layout,
-            tickets=tickets,
-            lease_ttl_s=config.lease_ttl_s,
-            on_released=engine.released,
-            quarantine_s=config.quarantine_s,
-            # Prompts are queued after their reservation. A prompt without one must not be computed for a while.
-            limits=ReceiverLimits(open_wait_s=0.0),
+        self.receiving = KvReceiving(
+            host,
+            hosted,
+            keys,
+            senders=self.senders,
             features=tuple(filter(None, (engine.broadcast, checks))),
         )
+        self.incoming = receiver = self.receiving.receiver
         self.capacity = capacity = self.own_capacity(_capacity(config, engine))
         self._service = DecodeService(
             ref=ref,
@@ -117,7 +104,7 @@ class DecodeServer(RoleServer):
             ticket_keys=keys,
         )
         self._prefixes = PrefixServicer(
-            engine, self._service.attempts, tickets, host.prefill_endpoint
+            engine, self._service.attempts, self.receiving.tickets, host.prefill_endpoint
         )
         self._door = self._new_door(host, hosted, capacity)
         self.on_routers = self.routers_changed
@@ -150,9 +137,7 @@ class DecodeServer(RoleServer):
 
     def add_servicers(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self._service, server)
-        handoff_pb2_grpc.add_HandoffServiceServicer_to_server(
-            HandoffServicer(self._receiver, self._peers.admitted), server
-        )
+        self.receiving.add_servicer(server)
         prefix_pb2_grpc.add_PrefixServiceServicer_to_server(self._prefixes, server)
 
     def status(self) -> worker_pb2.WatchStatusResponse:
@@ -168,10 +153,10 @@ class DecodeServer(RoleServer):
         if self._door is not None:
             await self._door.drain(deadline)
         # Quarantined blocks end with the process. Only ranks that are about to quiesce are waited for.
-        await self._receiver.drain(min(QUIESCE_WAIT_S, self._drain_grace_s))
+        await self.receiving.receiver.drain(min(QUIESCE_WAIT_S, self._drain_grace_s))
 
     async def close(self) -> None:
-        await self._peers.close()
+        await self.receiving.close()
         if self._door is not None:
             await self._door.stop()
         if self._checks is not None:

@@ -10,16 +10,14 @@ import grpc.aio
 from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
 from headrace_common.access.roles import require_own_name
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import InvalidRequest, NotFound, QueueFull
+from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
 from headrace_decode.attempts import Attempts
-from headrace_engine.interface import Engine
-from headrace_kv.handoff.messages import TransferTarget
+from headrace_engine.interface import Engine, PrefillWork
+from headrace_kv.handoff.messages import TransferTarget, prefix_transfer
 from headrace_kv.handoff.tickets import HandoffTickets
 from headrace_kv.layout.layout import WorkerRef
 
-_SENDS_MAX: Final = 64
-"""Prefixes that are sent at once. A prefill worker that is refused computes."""
 _TIMEOUT_S: Final = 10.0
 """For callers without a deadline."""
 
@@ -27,7 +25,7 @@ Context = grpc.aio.ServicerContext[prefix_pb2.SendPrefixRequest, prefix_pb2.Send
 
 
 class PrefixServicer(prefix_pb2_grpc.PrefixServiceServicer):
-    """Sends prefixes of live attempts to the prefill workers with their tickets.
+    """Sends prefixes of live attempts to the prefill workers with their tickets, as prefill workers send theirs.
 
     `endpoint_of` finds the internal address of a registered prefill worker, or raises StaleIncarnation. The address is
     not the caller's to choose: this worker presents its own credential there.
@@ -44,29 +42,25 @@ class PrefixServicer(prefix_pb2_grpc.PrefixServiceServicer):
         self._attempts = attempts
         self._tickets = tickets
         self._endpoint_of = endpoint_of
-        self._sending = 0
 
     async def SendPrefix(
         self, request: prefix_pb2.SendPrefixRequest, context: Context
     ) -> prefix_pb2.SendPrefixResponse:
         """See prefix.proto."""
-        deadline = Deadline.from_context(context, _TIMEOUT_S)
-        target = self._checked_target(request, deadline)
-        if self._sending >= _SENDS_MAX:
-            raise QueueFull(f"{_SENDS_MAX} prefixes are being sent already: compute this one")
-        self._sending += 1
-        try:
-            reports = await self._engine.send_prefix(target)
-        finally:
-            self._sending -= 1
+        work = self._checked_work(request, Deadline.from_context(context, _TIMEOUT_S))
+        # It shares the blocks of its request, but for those that this one still loads from lower tiers.
+        events = self._engine.prefix_events
+        shares = events is None or len(events.tiers) == 1
+        self._attempts.admit_sending(work.target.transfer_id, 1 if shares else request.end_token)
+        outcome = await self._engine.prefill(work)
         return prefix_pb2.SendPrefixResponse(
-            payload_bytes=sum(report.payload_bytes for report in reports)
+            payload_bytes=sum(report.payload_bytes for report in outcome.reports)
         )
 
-    def _checked_target(
+    def _checked_work(
         self, request: prefix_pb2.SendPrefixRequest, deadline: Deadline
-    ) -> TransferTarget:
-        """The transfer that the caller asks for. Only a valid ticket shows whether the request exists."""
+    ) -> PrefillWork:
+        """The hand-over that the caller asks for. Only a valid ticket shows whether the request exists."""
         prefill, name = WorkerRef(request.worker_id, request.incarnation), request.transfer_id
         if not 0 < len(name) <= TRANSFER_ID_CHARACTERS_MAX:
             raise InvalidRequest(
@@ -80,12 +74,23 @@ class PrefixServicer(prefix_pb2_grpc.PrefixServiceServicer):
             raise NotFound(
                 f"no request of transfer {name} waits for KV", metadata={"transfer_id": name}
             )
-        return TransferTarget(
-            transfer_id=name,
-            decode=prefill,
-            handoff_endpoint=self._endpoint_of(prefill),
-            start_token=request.start_token,
-            end_token=request.end_token,
-            deadline_s=deadline.monotonic_s,
-            ticket=request.ticket,
+        cached_tokens = attempt.reservation.start_token
+        if not request.start_token < request.end_token <= cached_tokens:
+            remedy = f"give a token above start_token, and at most {cached_tokens}"
+            raise InvalidRequest({"end_token": remedy})
+        return PrefillWork(
+            token_ids=attempt.work.token_ids[: request.end_token],
+            target=TransferTarget(
+                transfer_id=prefix_transfer(name),
+                decode=prefill,
+                handoff_endpoint=self._endpoint_of(prefill),
+                start_token=request.start_token,
+                end_token=request.end_token,
+                deadline_s=deadline.monotonic_s,
+                ticket=request.ticket,
+            ),
+            cache_salt=attempt.work.cache_salt,
+            adapter=attempt.work.adapter,
+            priority=attempt.work.priority,
+            cached_only=True,
         )

@@ -13,19 +13,24 @@ from headrace_common.config import (
 from headrace_engine.worker.config import WorkerConfig
 
 
-class PrefillConfig(WorkerConfig):
-    """A prefill worker: computes prompts and sends their KV cache."""
+class FetchingConfig(WorkerConfig):
+    """A worker that computes prompts, and may fetch what other workers have of them."""
 
-    role = Role.PREFILL
-
-    max_num_seqs: PositiveCount = Field(4, description="Most prompts that are computed at once.")
     prefix_fetch_min_tokens: NonNegativeCount = Field(
         0,
         description="Fewest tokens of a prompt that are fetched from its decode worker, which has them from an earlier "
-        "turn, instead of being computed. Only where fetching was faster. 0 fetches none. Decode workers then reach "
-        "this worker's ports of KV transfers. For models without states.",
+        "turn, instead of being computed. Only where the learned times do not say that this is slower. 0 fetches none. "
+        "Decode workers then reach this worker's ports of KV transfers. For models without states.",
     )
     prefix_fetch_timeout_s: PositiveSeconds = Field(
         2.0,
         description="Most seconds that a prompt waits for such tokens. What has not come is computed.",
     )
+
+
+class PrefillConfig(FetchingConfig):
+    """A prefill worker: computes prompts and sends their KV cache."""
+
+    role = Role.PREFILL
+
+    max_num_seqs: PositiveCount = Field(4, description="Most prompts that are computed at once.")

@@ -7,25 +7,28 @@ from typing import Final
 
 import grpc.aio
 
-from headrace.kv.v1 import handoff_pb2_grpc
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
+from headrace_common.access.roles import Role
 from headrace_common.deadlines import Deadline
 from headrace_common.limits import message_bytes_max
 from headrace_common.process.run import run_service
 from headrace_common.process.settings import load_config
+from headrace_common.tickets import TicketKeys
 from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
+from headrace_engine.worker.receiving import KvReceiving
 from headrace_engine.worker.serve import RoleServer
 from headrace_engine.worker.status import StatusSignal
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_prefill.config import PrefillConfig
-from headrace_prefill.prefix_receiver import PrefixReceiver
+from headrace_prefill.prefix_fetch import PrefixFetcher, open_fetcher
 from headrace_prefill.pull.puller import TaskPuller
 from headrace_prefill.worker import PrefillWorker
 
 PROG: Final = "headrace-prefill"
+_QUIESCE_WAIT_S: Final = 1.0
 
 
 def main() -> None:
@@ -53,10 +56,13 @@ class PrefillServer(RoleServer):
         config, ref, engine = hosted.config, hosted.ref, hosted.engine
         self.status_signal = StatusSignal()
         telemetry = host.telemetry.for_worker(ref.worker_id)
-        self._prefixes: PrefixReceiver | None = None
+        self._receiving: KvReceiving | None = None
+        self._prefixes: PrefixFetcher | None = None
         if config.prefix_fetch_min_tokens:
-            self._prefixes = PrefixReceiver(host, hosted)
-            self.incoming = self._prefixes.receiver
+            # No ticket permits to fill the blocks of a prefill worker, but the one of its own task.
+            self._receiving = KvReceiving(host, hosted, TicketKeys(), senders=(Role.DECODE,))
+            self.incoming = receiver = self._receiving.receiver
+            self._prefixes = open_fetcher(host, hosted, receiver)
             self.descriptor = engine.descriptor
             self.services = ("headrace.kv.v1.HandoffService",)
             self.message_bytes_max = message_bytes_max(0)
@@ -67,7 +73,7 @@ class PrefillServer(RoleServer):
             slot_count=config.max_num_seqs,
             on_ended=partial(host.metrics.transfer_ended, ref.worker_id),
             on_received=self.status_signal.notify,
-            prefixes=None if self._prefixes is None else self._prefixes.fetcher,
+            prefixes=self._prefixes,
             handovers=hosted.handovers,
         )
         self._puller = TaskPuller(
@@ -81,9 +87,8 @@ class PrefillServer(RoleServer):
         self.on_routers = self._puller.set_routers
 
     def add_servicers(self, server: grpc.aio.Server) -> None:
-        if self._prefixes is not None:
-            servicer = self._prefixes.servicer
-            handoff_pb2_grpc.add_HandoffServiceServicer_to_server(servicer, server)
+        if self._receiving is not None:
+            self._receiving.add_servicer(server)
 
     def status(self) -> worker_pb2.WatchStatusResponse:
         return self._worker.status()
@@ -94,10 +99,12 @@ class PrefillServer(RoleServer):
     async def finish_drain(self, deadline: Deadline) -> None:
         await self._puller.drain(deadline)
         await self._puller.close()
-        if self._prefixes is not None:
-            await self._prefixes.drain()
+        if self._receiving is not None:
+            await self._receiving.receiver.drain(_QUIESCE_WAIT_S)
 
     async def close(self) -> None:
         await self._puller.close()
+        if self._receiving is not None:
+            await self._receiving.close()
         if self._prefixes is not None:
             await self._prefixes.close()

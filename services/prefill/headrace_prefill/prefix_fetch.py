@@ -14,15 +14,17 @@ import grpc.aio
 
 from headrace.kv.v1 import prefix_pb2, prefix_pb2_grpc
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import Cancelled, HeadraceError, NotFound, QueueFull
+from headrace_common.errors import Cancelled, ConfigError, DecodeFull, HeadraceError, NotFound
+from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import end_task
+from headrace_common.time_model.model import HandoverLearner, StepTimes, TimeModel
 from headrace_engine.interface import Engine
-from headrace_kv.handoff.messages import Reservation, TransferTarget
-from headrace_kv.layout.layout import WorkerRef
+from headrace_engine.worker.host import HostedWorker, WorkerHost
+from headrace_kv.handoff.messages import Reservation, TransferTarget, prefix_transfer
+from headrace_kv.layout.layout import STATE, WorkerRef
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver
-from headrace_prefill.prefix_policy import FetchPolicy
-from headrace_prefill.prefix_tickets import PrefixTickets
+from headrace_prefill.config import FetchingConfig
 
 _LOG = logging.getLogger(__name__)
 
@@ -31,7 +33,9 @@ _CHANNELS_MAX: Final = 256
 _ANSWER_WAIT_S: Final = 0.5
 _END_WAIT_S: Final = 5.0
 # The link has no part in these.
-_HARMLESS: Final = (Cancelled, NotFound, QueueFull)
+_HARMLESS: Final = (Cancelled, NotFound, DecodeFull)
+_LINKS_MAX: Final = 1_024
+_PAUSE_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +49,69 @@ class FetchRecord:
     end_unix_ns: int
 
 
+class FetchRule:
+    """A prefix of `min_tokens` or more is fetched, unless the learned times say that computing it is faster.
+
+    After that, and after a failure, nothing is fetched from the decode worker for 30 s. Then it is measured again.
+    """
+
+    def __init__(
+        self,
+        min_tokens: int,
+        step_times: Callable[[], StepTimes],
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.min_tokens = min_tokens
+        self._step_times = step_times
+        self._clock_s = clock_s
+        self._fetches = HandoverLearner()
+        self._token_bytes = 0.0
+        self._retry_s: dict[WorkerRef, float] = {}
+
+    def may_fetch(self, decode: WorkerRef, token_count: int) -> bool:
+        """Whether so many tokens of this decode worker may be worth it."""
+        paused = self._clock_s() < self._retry_s.get(decode, 0.0)
+        return token_count >= self.min_tokens and not paused
+
+    def prefers_fetch(self, decode: WorkerRef, start_token: int, end_token: int) -> bool:
+        """Whether to fetch these tokens from this decode worker. Unknown times decide nothing."""
+        count = end_token - start_token
+        if not self.may_fetch(decode, count):
+            return False
+        if self._retry_s.pop(decode, None) is not None:
+            return True
+        times = TimeModel(
+            self._step_times(), self._fetches.times, self._fetches.links_to(decode.worker_id)
+        )
+        compute_s = times.step_s(count, prior_tokens=start_token)
+        fetch_s = times.handover_s(count * self._token_bytes, decode.worker_id)
+        if compute_s is None or fetch_s is None or fetch_s < compute_s:
+            return True
+        self.failed(decode)
+        return False
+
+    def fetched(
+        self, decode: WorkerRef, token_count: int, payload_bytes: int, seconds: float
+    ) -> None:
+        """Tokens have come from a decode worker, so long after the decision."""
+        self._token_bytes = payload_bytes / max(1, token_count)
+        self._fetches.observe(payload_bytes, seconds, decode.worker_id)
+
+    def failed(self, decode: WorkerRef) -> None:
+        """A fetch from a decode worker has failed, or would take too long."""
+        self._retry_s[decode] = self._clock_s() + _PAUSE_S
+        if len(self._retry_s) > _LINKS_MAX:
+            del self._retry_s[next(iter(self._retry_s))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchContext:
-    """What the fetches of one prefill worker share. A fetch that takes longer than `timeout_s` has failed."""
+    """What the fetches of one worker share. A fetch that takes longer than `timeout_s` has failed."""
 
     ref: WorkerRef
     engine: Engine
     receiver: Receiver
-    tickets: PrefixTickets
-    policy: FetchPolicy
+    rule: FetchRule
     timeout_s: float
     on_ended: Callable[[FetchRecord], None]
 
@@ -71,14 +129,9 @@ class PrefixFetcher:
 
     def offer(self, target: TransferTarget) -> PrefixFetch | None:
         """The fetch of what decode has of a task's tokens. None when it has too little, or fetching is not worth it."""
-        policy = self._context.policy
-        if not target.ticket or not policy.prefers_fetch(target.decode, target.start_token):
+        if not target.ticket or not self._context.rule.may_fetch(target.decode, target.start_token):
             return None
         return PrefixFetch(self._context, target, self._channel)
-
-    def computed(self, token_count: int, seconds: float) -> None:
-        """A task's tokens were computed."""
-        self._context.policy.computed(token_count, seconds)
 
     async def close(self) -> None:
         """Closes every channel."""
@@ -105,7 +158,7 @@ class PrefixFetcher:
 
 
 class PrefixFetch:
-    """The fetch for one task: a PrefixSource for the engine. Any failure of it costs time only."""
+    """The fetch for one task: a RemotePrefix for the engine. Any failure of it costs time only."""
 
     def __init__(
         self,
@@ -114,6 +167,8 @@ class PrefixFetch:
         channel_of: Callable[[str], grpc.aio.Channel],
     ) -> None:
         self.record: FetchRecord | None = None
+        self.transfer_id = prefix_transfer(target.transfer_id)
+        """See RemotePrefix."""
         self._context = context
         self._target = target
         self._channel_of = channel_of
@@ -122,26 +177,26 @@ class PrefixFetch:
 
     @property
     def end_token(self) -> int:
-        """See PrefixSource."""
+        """See RemotePrefix."""
         return self._target.start_token
 
     @property
     def least_tokens(self) -> int:
-        """See PrefixSource."""
-        return self._context.policy.min_tokens
+        """See RemotePrefix."""
+        return self._context.rule.min_tokens
 
     def start(self, reservation: Reservation) -> bool:
-        """See PrefixSource."""
+        """See RemotePrefix."""
         context, target = self._context, self._target
-        token_count = reservation.end_token - reservation.start_token
-        if self._closed or not context.policy.prefers_fetch(target.decode, token_count):
+        start, end = reservation.start_token, reservation.end_token
+        if self._closed or not context.rule.prefers_fetch(target.decode, start, end):
             return False
         deadline = Deadline(min(target.deadline_s, time.monotonic() + context.timeout_s))
-        context.tickets.expect(target.transfer_id, target.decode, target.ticket)
+        # A router has signed it for the other direction of this very hand-over. Decode verifies that.
+        sender = (target.decode, target.ticket)
         try:
-            transfer = context.receiver.reserve(reservation, deadline)
+            transfer = context.receiver.reserve(reservation, deadline, sender=sender)
         except HeadraceError as error:
-            context.tickets.forget(target.transfer_id)
             _LOG.warning("the prefix of %s is computed: %s", target.transfer_id, error.detail)
             return False
         self._running = asyncio.create_task(
@@ -154,14 +209,14 @@ class PrefixFetch:
         self._closed = True
         if self._running is None or self._running.done():
             return
-        name = self._target.transfer_id
+        name = self.transfer_id
         self._context.receiver.cancel(name, Cancelled.reason, "the prefill task has ended")
         _, late = await asyncio.wait({self._running}, timeout=_END_WAIT_S)
         if late:
-            _LOG.error("the fetch of the prefix of %s did not end in time", name)
+            _LOG.error("transfer %s did not end in time", name)
 
     async def _run(self, transfer: IncomingTransfer) -> None:
-        context, name = self._context, self._target.transfer_id
+        context, name = self._context, self.transfer_id
         start_unix_ns, start_s = time.time_ns(), time.monotonic()
         asking = asyncio.create_task(self._ask(transfer))
         error: HeadraceError | None = None
@@ -175,11 +230,11 @@ class PrefixFetch:
         else:
             token_count = transfer.reservation.end_token - transfer.reservation.start_token
             context.engine.arrived(name)
-            context.policy.fetched(self._target.decode, token_count, time.monotonic() - start_s)
+            fetch_s = time.monotonic() - start_s
+            context.rule.fetched(self._target.decode, token_count, payload_bytes, fetch_s)
             await asyncio.wait({asking}, timeout=_ANSWER_WAIT_S)
         finally:
             await end_task(asking)
-            context.tickets.forget(name)
         self._ended(transfer.reservation, payload_bytes, error, start_unix_ns)
 
     async def _wait_arrival(
@@ -220,7 +275,7 @@ class PrefixFetch:
         name, decode = self._target.transfer_id, self._target.decode
         _LOG.warning("the prefix of %s is computed: %s", name, failure.detail)
         if not isinstance(failure, _HARMLESS):
-            self._context.policy.failed(decode)
+            self._context.rule.failed(decode)
 
     def _ended(
         self,
@@ -237,3 +292,34 @@ class PrefixFetch:
             end_unix_ns=time.time_ns(),
         )
         self._context.on_ended(self.record)
+
+
+def open_fetcher(
+    host: WorkerHost, hosted: HostedWorker[FetchingConfig], receiver: Receiver
+) -> PrefixFetcher | None:
+    """What fetches prefixes into a worker's `receiver`, if its settings say so.
+
+    Raises ConfigError for a model that has states, because a prefix of it is of no use without its state.
+    """
+    config, ref, engine = hosted.config, hosted.ref, hosted.engine
+    if not config.prefix_fetch_min_tokens:
+        return None
+    if any(group.kind == STATE for group in engine.descriptor.layout.groups):
+        raise ConfigError(
+            f"prefix_fetch_min_tokens is {config.prefix_fetch_min_tokens}, but the model keeps states, without "
+            "which a prefix is of no use: set it to 0",
+            metadata={"field": "prefix_fetch_min_tokens"},
+        )
+
+    def count(record: FetchRecord) -> None:
+        host.metrics.prefix_fetched(ref.worker_id, record.reason, record.token_count)
+
+    context = FetchContext(
+        ref=ref,
+        engine=engine,
+        receiver=receiver,
+        rule=FetchRule(config.prefix_fetch_min_tokens, lambda: engine.step_times),
+        timeout_s=config.prefix_fetch_timeout_s,
+        on_ended=count,
+    )
+    return PrefixFetcher(context, lambda endpoint: open_channel(endpoint, config))

@@ -234,10 +234,6 @@ class PrefillWorker:
                 1e-9 * max(0, landed_ns - outcome.compute_end_unix_ns),
                 work.target.decode.worker_id,
             )
-        if self._prefixes is not None:
-            here = len(work.token_ids) - outcome.cached_tokens - outcome.fetched_tokens
-            compute_ns = outcome.compute_end_unix_ns - outcome.compute_start_unix_ns
-            self._prefixes.computed(here, 1e-9 * compute_ns)
 
     def _deadline(self, task: prefill_pb2.PrefillTask) -> Deadline:
         if not task.HasField("remaining"):

@@ -8,6 +8,7 @@ from typing import Final
 
 from headrace.registry.v1 import registry_pb2
 from headrace.worker.v1 import worker_pb2
+from headrace_common.access.roles import Role
 from headrace_common.deadlines import Deadline
 from headrace_common.extras import require_extra
 from headrace_common.process.run import run_service
@@ -18,6 +19,7 @@ from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_engine.worker.process import run_workers
 from headrace_kv.layout.proto import layout_to_proto
+from headrace_prefill.prefix_fetch import open_fetcher
 from headrace_prefill.pull.puller import TaskPuller
 from headrace_prefill.worker import PrefillWorker
 from headrace_worker.config import BothConfig
@@ -59,8 +61,11 @@ class BothServer(DecodeServer):
 
     def __init__(self, host: WorkerHost, hosted: HostedWorker[BothConfig]) -> None:
         """Raises ConfigError when the settings do not fit the engine."""
-        super().__init__(host, hosted)
         config, ref, engine = hosted.config, hosted.ref, hosted.engine
+        if config.prefix_fetch_min_tokens:
+            self.senders = (Role.PREFILL, Role.DECODE)
+        super().__init__(host, hosted)
+        self._fetcher = open_fetcher(host, hosted, self.receiving.receiver)
         self._prefill = BoundedPrefillWorker(
             ref=ref,
             engine=engine,
@@ -68,6 +73,7 @@ class BothServer(DecodeServer):
             slot_count=config.max_prompts,
             on_ended=partial(host.metrics.transfer_ended, ref.worker_id),
             on_received=self.status_signal.notify,
+            prefixes=self._fetcher,
             handovers=hosted.handovers,
         )
         self._prefill.set_prompt_room(PromptRoom(self.capacity, self._prompt_blocks))
@@ -106,3 +112,5 @@ class BothServer(DecodeServer):
     async def close(self) -> None:
         await self._puller.close()
         await super().close()
+        if self._fetcher is not None:
+            await self._fetcher.close()

@@ -35,6 +35,7 @@ FEATURES = (
     "planner.enabled=true",
 )
 FETCH = "prefill.settings.prefix_fetch_min_tokens=64"
+BOTH_FETCH = "worker.settings.prefix_fetch_min_tokens=64"
 RDMA = "prefill.rdma.enabled=true"
 BOTH_RDMA = "worker.rdma.enabled=true"
 
@@ -112,14 +113,17 @@ def callers_of(row: Row, component: str, flags: tuple[str, ...]) -> set[str]:
         other = CALLERS[
             f"workers that {'generate' if component == 'prefill' else 'compute prompts'}"
         ]
+        if component == "worker" and BOTH_FETCH in flags:
+            other = other | {"decode"}
         optional = component == "prefill" and FETCH not in flags
         return set() if optional else other
     found: set[str] = set()
     main, _, conditional = text.partition(", and with `prefix_fetch_min_tokens` ")
-    if conditional and FETCH in flags:
+    if conditional and (FETCH if component == "prefill" else BOTH_FETCH) in flags:
         main = f"{main}, {conditional}"
-    main, _, both = main.partition(", and at workers of both roles over RDMA ")
-    if both and component == "worker" and BOTH_RDMA in flags:
+    over_rdma = ", and at workers of both roles over RDMA or with `prefix_fetch_min_tokens` "
+    main, _, both = main.partition(over_rdma)
+    if both and component == "worker" and {BOTH_RDMA, BOTH_FETCH} & {*flags}:
         main = f"{main}, {both}"
     if " over RDMA or with `prefix_fetch_min_tokens`, else nothing" in main:
         main = main.partition(" over RDMA")[0] if {FETCH, RDMA} & {*flags} else ""
@@ -181,7 +185,9 @@ def test_every_row_of_the_table_is_covered() -> None:
     assert {row.port for row in rows()} == PORTS.keys()
 
 
-@pytest.mark.parametrize("flags", [FEATURES, (*FEATURES, FETCH), ("router.http=false",)])
+@pytest.mark.parametrize(
+    "flags", [FEATURES, (*FEATURES, FETCH), (*FEATURES, BOTH_FETCH), ("router.http=false",)]
+)
 def test_the_policies_equal_the_table(flags: tuple[str, ...]) -> None:
     wanted, found = documented(flags), permitted(flags)
     if flags[0] not in FEATURES:

@@ -21,6 +21,7 @@ from headrace_common.errors import StaleIncarnation
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
+from headrace_common.tickets import TicketKeys
 from headrace_decode.admission.admission import BlockAdmission, Capacity
 from headrace_decode.prefix_service import PrefixServicer
 from headrace_decode.service import DecodeService
@@ -28,13 +29,12 @@ from headrace_engine.interface import Engine
 from headrace_engine.sim.engine import SimEngine
 from headrace_engine.sim.stepper import SimClock
 from headrace_kv.handoff.leases import Timers
+from headrace_kv.handoff.tickets import RouterTickets
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.receive.receiver import Receiver, ReceiverLimits
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.transport.base import KvTransport
-from headrace_prefill.prefix_fetch import FetchContext, FetchRecord, PrefixFetcher
-from headrace_prefill.prefix_policy import FetchPolicy
-from headrace_prefill.prefix_tickets import PrefixTickets
+from headrace_prefill.prefix_fetch import FetchContext, FetchRecord, FetchRule, PrefixFetcher
 from headrace_prefill.worker import PrefillWorker
 from tests.component.engine.sim.support import engine_config
 from tests.linked_call import LinkedCall
@@ -71,7 +71,7 @@ class FetchingWorkers(Generic[EngineT]):
     decode: EngineT
     worker: PrefillWorker
     fetcher: PrefixFetcher
-    policy: FetchPolicy
+    rule: FetchRule
     router: RouterKey
     prefill_receiver: Receiver
     decode_endpoint: str
@@ -191,9 +191,12 @@ async def fetching_workers(
     timeout_s: float = 60.0,
     telemetry: Telemetry | None = None,
     prefill_timers: Timers | None = None,
+    both_roles: bool = False,
     **both: Any,
 ) -> AsyncIterator[Workers]:
-    """Both workers with empty caches. At the end, all blocks must be free and unharmed."""
+    """Both workers with empty caches. Their engines may have both roles. At the end, all blocks must be free and
+    unharmed.
+    """
     common = {"num_gpu_blocks_override": BLOCKS, **both}
     found: dict[WorkerRef, SimEngine] = {}
 
@@ -201,13 +204,16 @@ async def fetching_workers(
         return found[ref].descriptor
 
     decode_side = found[DECODE] = SimEngine(
-        engine_config("decode", **(common | (decode or {}))),
+        engine_config("both" if both_roles else "decode", ref=DECODE, **(common | (decode or {}))),
         descriptors,
         transports=decode_transports,
         clock=decode_clock,
     )
     prefill_side = found[PREFILL] = SimEngine(
-        engine_config("prefill", **(common | (prefill or {}))), descriptors
+        engine_config(
+            "both" if both_roles else "prefill", ref=PREFILL, **(common | (prefill or {}))
+        ),
+        descriptors,
     )
     async with AsyncExitStack() as stack:
         for engine in (decode_side, prefill_side):
@@ -218,7 +224,8 @@ async def fetching_workers(
             spans = init_telemetry("prefill", PREFILL.worker_id, ServiceConfig())
             stack.push_async_callback(asyncio.to_thread, spans.shutdown)
         workers = await serve(
-            *(stack, Workers, prefill_side, decode_side, spans, FetchPolicy(min_tokens), timeout_s),
+            *(stack, Workers, prefill_side, decode_side, spans),
+            *(FetchRule(min_tokens, lambda: prefill_side.step_times), timeout_s),
             prefill_timers=prefill_timers,
         )
         free = workers.free_blocks()
@@ -236,7 +243,7 @@ async def serve(
     prefill: Engine,
     decode: Engine,
     telemetry: Telemetry,
-    policy: FetchPolicy,
+    rule: FetchRule,
     timeout_s: float,
     lease_s: float = LEASE_S,
     prefill_timers: Timers | None = None,
@@ -245,7 +252,9 @@ async def serve(
     router = RouterKey()
     refusals: list[str] = []
     records: list[FetchRecord] = []
-    tickets = PrefixTickets(refusals.append)
+    # A prefill worker has no keys of routers.
+    layout = prefill.descriptor.layout
+    tickets = RouterTickets(TicketKeys(), PREFILL, layout, refusals.append)
     receivers = {
         engine: Receiver(
             ref=ref,
@@ -278,8 +287,7 @@ async def serve(
         ref=PREFILL,
         engine=prefill,
         receiver=receivers[prefill],
-        tickets=tickets,
-        policy=policy,
+        rule=rule,
         timeout_s=timeout_s,
         on_ended=records.append,
     )
@@ -302,7 +310,7 @@ async def serve(
         (decode_server, decode, Role.PREFILL),
         (prefill_server, prefill, Role.DECODE),
     ):
-        servicer = HandoffServicer(receivers[engine], sender=sender)
+        servicer = HandoffServicer(receivers[engine], senders=(sender,))
         handoff_pb2_grpc.add_HandoffServiceServicer_to_server(servicer, server.server)
         endpoint = await server.start()
         endpoints[DECODE if engine is decode else PREFILL] = endpoint
@@ -318,6 +326,6 @@ async def serve(
         prefixes=fetcher,
     )
     return kind(
-        *(prefill, decode, worker, fetcher, policy, router, receivers[prefill]),
+        *(prefill, decode, worker, fetcher, rule, router, receivers[prefill]),
         *(endpoints[DECODE], partial(prefill_server.stop, None), records, refusals, known),
     )

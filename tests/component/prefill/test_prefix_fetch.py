@@ -55,6 +55,7 @@ _RELEASE_S = 30.0
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "equal": {},
+    "both roles": {"both_roles": True},
     "decode has more ranks": {"decode": {"tensor_parallel_size": 2}},
     "prefill has more ranks": {"prefill": {"tensor_parallel_size": 2}},
     "decode copies to its other ranks": {

@@ -7,8 +7,10 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from unittest import mock
 
 import pytest
+from pydantic import SecretStr
 
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
@@ -23,13 +25,16 @@ from headrace_engine.sim.model.settings import parse_settings
 from headrace_engine.worker.adapters import WorkerAdapters
 from headrace_engine.worker.config import engine_config, worker_configs
 from headrace_engine.worker.host import HostedWorker, WorkerHost
+from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_engine.worker.process import RegistryDescriptors
 from headrace_engine.worker.serve import serve_worker
 from headrace_kv.layout.layout import WorkerRef
+from headrace_registry.config import RegistryConfig
 from headrace_worker.config import BothConfig
 from headrace_worker.main import BothServer
 from tests.channels import operator_channel
 from tests.component.registry.harness import joined, running_registry, viewing
+from tests.component.router.fakes import rig as rig_module
 from tests.component.router.fakes.rig import Rig
 from tests.suite.deployment import greedy, prompt_of
 from tests.waiting import until
@@ -37,6 +42,7 @@ from tests.waiting import until
 MODEL = "sim:vocabulary=32000"
 CLOSED_FORM = SimModel(parse_settings(MODEL))
 NAMES = {"worker-0", "worker-1"}
+TURNS_MAX = 20
 ANY = inference_pb2.PREFILL_PLACEMENT_UNSPECIFIED
 LOCAL = inference_pb2.PREFILL_PLACEMENT_LOCAL
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
@@ -83,10 +89,17 @@ class Pair:
 
 
 @asynccontextmanager
-async def running(model: str = MODEL) -> AsyncIterator[Pair]:
-    """Both workers serve, and the router has both as prefill and as decode workers."""
+async def running(model: str = MODEL, **more: object) -> AsyncIterator[Pair]:
+    """Both workers serve, and the router has both as prefill and as decode workers. It sees their prefix caches."""
     async with AsyncExitStack() as held:
-        registry = await held.enter_async_context(running_registry())
+        secret = RegistryConfig.model_validate(
+            {"insecure": True, "prefix_hash_key": SecretStr("of this test, long enough")}
+        )
+        key = secret.read_prefix_hash_key()
+        held.enter_context(mock.patch.object(rig_module, "PREFIX_KEY", key))
+        registry = await held.enter_async_context(
+            running_registry(prefix_hash_key=secret.prefix_hash_key)
+        )
         rig = await Rig().start()
         held.push_async_callback(rig.close)
         router = registry_pb2.Member(
@@ -106,6 +119,7 @@ async def running(model: str = MODEL) -> AsyncIterator[Pair]:
                 "model": model,
                 "workers_per_process": 2,
                 "insecure": True,
+                **more,
             }
         )
         descriptors = RegistryDescriptors()
@@ -161,6 +175,30 @@ async def test_answers_are_the_same_wherever_prompts_are_computed() -> None:
         found = await asyncio.gather(*map(pair.check, asked))
         assert {decode for _, decode in found} == NAMES
         await pair.wait_idle()
+
+
+async def test_a_worker_fetches_what_the_other_one_has_of_a_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fetches: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        WorkerMetrics,
+        "prefix_fetched",
+        lambda metrics, worker_id, reason, token_count: fetches.append((reason, token_count)),
+    )
+    async with running(prefix_fetch_min_tokens=8, prefix_fetch_timeout_s=20) as pair:
+        prompt: list[int] = []
+        for turn in range(TURNS_MAX):
+            prompt += prompt_of(40, turn)
+            assert set(await pair.check(greedy(prompt, 64, REMOTE))) == NAMES
+            prompt += CLOSED_FORM.expected_tokens(prompt, 64)
+            await pair.wait_idle()
+            # Until the router has the events of the last turn, another worker may generate.
+            if fetches:
+                break
+        ((reason, count),) = fetches
+        # Blocks have 32 tokens.
+        assert (reason, count >= 32) == ("", True)
 
 
 async def test_a_worker_reports_its_own_requests_and_not_the_prompts_of_others() -> None:

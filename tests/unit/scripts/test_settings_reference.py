@@ -31,7 +31,8 @@ def test_every_setting_has_a_row(service: Service) -> None:
 def test_shared_settings_are_described_once() -> None:
     by_program = {service.program: service for service in SERVICES}
     worker, decode = by_program["headrace-worker"], by_program["headrace-decode"]
-    assert worker.described.keys() == {"max_prompts"}
+    fetching = {"prefix_fetch_min_tokens", "prefix_fetch_timeout_s"}
+    assert worker.described.keys() == {"max_prompts", *fetching}
     assert worker.settings.model_fields.keys() == decode.described.keys() | worker.described.keys()
     rows = section("headrace-worker", render())
     assert "all settings of [headrace-decode](#headrace-decode)" in rows

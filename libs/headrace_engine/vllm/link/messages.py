@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from headrace.engine.v1 import link_pb2
-from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import HeadraceError, from_reason
 from headrace_common.time_model.model import NO_STEPS, StepTimes
@@ -19,10 +18,8 @@ from headrace_kv.handoff.messages import (
     LinkSent,
     Reservation,
     SendReport,
-    TransferTarget,
     reservation_fields,
 )
-from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.prefix.events import Tier
 
@@ -129,27 +126,9 @@ def tier_load_from_proto(message: link_pb2.TierLoaded) -> TierLoad:
     return TierLoad(Tier(message.tier), message.block_count, load_s, message.failed)
 
 
-def prefix_target_to_proto(target: TransferTarget) -> link_pb2.SendPrefix:
-    return link_pb2.SendPrefix(
-        **_values(target, _TARGET_FIELDS),
-        worker_id=target.decode.worker_id,
-        incarnation=target.decode.incarnation,
-        remaining=duration_from_seconds(Deadline(target.deadline_s).remaining_s()),
-    )
-
-
-def prefix_target_from_proto(message: link_pb2.SendPrefix) -> TransferTarget:
-    return TransferTarget(
-        **_values(message, _TARGET_FIELDS),
-        decode=WorkerRef(message.worker_id, message.incarnation),
-        deadline_s=Deadline.after(seconds_from_duration(message.remaining)).monotonic_s,
-    )
-
-
 # Fields that have the same name and type on both sides.
 _LOAD_FIELDS = ("running_requests", "waiting_requests", "used_blocks", "total_blocks")
 _REPORT_FIELDS = ("transfer_id", "rank", "reason", "detail", "control_bytes", "host", "memory")
-_TARGET_FIELDS = ("transfer_id", "handoff_endpoint", "start_token", "end_token", "ticket")
 _LINK_FIELDS = tuple(field.name for field in fields(LinkSent))
 
 

@@ -28,7 +28,6 @@ from headrace_engine.steps import EngineSteps
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
     load_from_proto,
-    prefix_target_to_proto,
     report_from_proto,
     steps_from_proto,
     tier_load_from_proto,
@@ -36,7 +35,6 @@ from headrace_engine.vllm.link.messages import (
 from headrace_kv.handoff.messages import (
     Reservation,
     SendReport,
-    TransferTarget,
     reservation_from_proto,
 )
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, WorkerRef
@@ -198,16 +196,6 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         """Reports to the scheduler that what a prompt fetches does not arrive in time."""
         late = link_pb2.Recompute(transfer_id=transfer_id)
         self._send(self._scheduler, link_pb2.AttachResponse(recompute=late))
-
-    def send_prefix(self, target: TransferTarget) -> None:
-        """Has cached KV of a request sent. Every rank reports the end."""
-        wanted = prefix_target_to_proto(target)
-        self._send(self._scheduler, link_pb2.AttachResponse(send_prefix=wanted))
-
-    def prefix_sent(self, transfer_id: str) -> None:
-        """Reports to the scheduler that every rank has reported the end of a `send_prefix`."""
-        sent = link_pb2.PrefixSent(transfer_id=transfer_id)
-        self._send(self._scheduler, link_pb2.AttachResponse(prefix_sent=sent))
 
     def arriving(self, transfer_id: str, deadline: Deadline) -> None:
         """Reports to the scheduler that all but the last layers of a transfer have arrived."""

@@ -142,7 +142,6 @@ class ConnectorWorker:
                 self._send_load,
                 self._pool,
                 self._executor.send_from_host,
-                self._executor.prefix_loaded,
                 order.mark,
             )
         overlap = self._settings.overlap_layers
@@ -234,7 +233,7 @@ class ConnectorWorker:
         """Before the forward pass of a step."""
         if self._layer_wait is not None:
             self._layer_wait.begin_step(plan.overlapped)
-        if plan.prefixes and self._start_sending_later is not None:
+        if plan.opened and self._start_sending_later is not None:
             self._send_from_now_on(self._start_sending_later)
         # Opens the transfers that the tiers send blocks of.
         self._executor.begin_step(plan)

@@ -14,7 +14,6 @@ from headrace_common.errors import Cancelled, HeadraceError, NotFound, TransferF
 from headrace_engine.vllm.step_plan import (
     HostSend,
     OverlappedLoad,
-    PrefixSend,
     StepPlan,
     TokenRange,
 )
@@ -164,8 +163,7 @@ class LayerKind:
 
 
 class StepExecutor:
-    """The rank's compute thread calls it. Any thread may call `stop`, `send_from_host`, `prefix_loaded` and
-    `transfer_quiet`.
+    """The rank's compute thread calls it. Any thread may call `stop`, `send_from_host` and `transfer_quiet`.
 
     `on_report` gets one report per transfer that was opened or stopped, once it has no write under way.
     """
@@ -248,16 +246,13 @@ class StepExecutor:
         """Before the forward pass."""
         self._plan = plan
         self._final = set(plan.final)
-        for transfer_id in plan.refused_prefixes:
-            self._refuse(
-                transfer_id, NotFound.reason, "no request holds this KV and waits for more"
-            )
+        for transfer_id in plan.refused:
+            self._refuse(transfer_id, NotFound.reason, "some of the KV is not cached")
         if self._sender is None:
-            for one in plan.prefixes:
-                detail = "the rank cannot send"
-                self._refuse(one.target.transfer_id, TransferFailed.reason, detail)
+            for target in plan.opened:
+                self._refuse(target.transfer_id, TransferFailed.reason, "the rank cannot send")
             return
-        for target in (*plan.opened, *(one.target for one in plan.prefixes)):
+        for target in plan.opened:
             # Under the lock, so that a stop finds the transfer either unknown or open.
             with self._changed:
                 if target.transfer_id not in self._known_ids:
@@ -267,25 +262,6 @@ class StepExecutor:
         ready_ns = time.monotonic_ns()
         for tokens in plan.ready:
             self._push_tokens(tokens, ready_ns)
-        for one in plan.prefixes:
-            if not one.loading_request:
-                self._send_prefix(self._sender, one, ready_ns)
-
-    def prefix_loaded(self, prefix: PrefixSend, whole: bool) -> None:
-        """The copies have ended that a prefix of an earlier plan waits for. Some have failed unless `whole`."""
-        name = prefix.target.transfer_id
-        if self._sender is None or name not in self._active:
-            return
-        if whole:
-            self._send_prefix(self._sender, prefix, time.monotonic_ns())
-        else:
-            detail = "some of the KV could not be loaded from a lower tier"
-            self._sender.stop(name, TransferFailed.reason, detail)
-
-    def _send_prefix(self, sender: Sender, prefix: PrefixSend, ready_ns: int) -> None:
-        self._push_tokens(prefix.tokens, ready_ns)
-        if prefix.target.transfer_id in self._active:
-            sender.finish(prefix.target.transfer_id)
 
     def _push_tokens(self, tokens: TokenRange, ready_ns: int) -> None:
         for layer, kind in self._layers.items():

@@ -140,7 +140,6 @@ class ConnectorScheduler(ABC):
             request.num_tokens,
             num_external_tokens - loaded,
             partial(continuation.add_first_token, request),
-            loaded,
         )
         # A request that also waits for a prefix may have to leave its blocks.
         if loaded and loaded == num_external_tokens:

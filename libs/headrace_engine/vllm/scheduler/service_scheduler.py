@@ -23,7 +23,6 @@ from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
     load_to_proto,
-    prefix_target_from_proto,
     reservation_to_proto,
     steps_to_proto,
 )
@@ -221,8 +220,6 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         self._link.send(link_pb2.AttachRequest(step_started=started))
 
     def _on_response(self, response: link_pb2.AttachResponse) -> None:
-        if self._on_prefix(response):
-            return
         if response.HasField("arrived"):
             self._planner.transfer_settled(response.arrived.transfer_id, whole=True)
         elif response.HasField("arriving"):
@@ -235,22 +232,12 @@ class ServiceConnectorScheduler(ConnectorScheduler):
             self._planner.first_token_received(first.transfer_id, first.token_id)
         elif response.HasField("released"):
             self._planner.transfer_settled(response.released.transfer_id, whole=False)
+        elif response.HasField("recompute"):
+            self._planner.transfer_late(response.recompute.transfer_id)
         elif response.HasField("request_coming"):
             self._planner.request_announced()
         elif response.HasField("open_pool"):
             self._open_pool(response.open_pool)
-
-    def _on_prefix(self, response: link_pb2.AttachResponse) -> bool:
-        """Handles a message about a prefix that prefill fetches from decode. False for other messages."""
-        if response.HasField("recompute"):
-            self._planner.transfer_late(response.recompute.transfer_id)
-        elif response.HasField("send_prefix"):
-            self._planner.prefix_requested(prefix_target_from_proto(response.send_prefix))
-        elif response.HasField("prefix_sent"):
-            self._planner.prefix_sent(response.prefix_sent.transfer_id)
-        else:
-            return False
-        return True
 
     def _open_pool(self, opened: link_pb2.OpenPool) -> None:
         secret, layout = pool_secret(opened.prefix_hash_key), layout_from_proto(opened.layout)

@@ -12,9 +12,7 @@ from typing import Any
 from headrace_engine.vllm.layer_groups import LayerGroup, token_stride
 from headrace_engine.vllm.scheduler.transfers import (
     BlockHolds,
-    CachedPrefix,
     OverlappedRequests,
-    PrefixSends,
     Receive,
     ScheduledRequest,
     Send,
@@ -25,6 +23,7 @@ from headrace_engine.vllm.settings import (
     consume_params,
     read_params,
     read_prefix,
+    sends_cached_only,
 )
 from headrace_engine.vllm.step_plan import StepPlan, TokenRange
 from headrace_kv.handoff.messages import Reservation, TransferTarget
@@ -38,7 +37,7 @@ ANNOUNCEMENT_S = 0.2
 
 
 class StepPlanner:
-    """The scheduling thread calls it. Any thread may call the `transfer_...`, `prefix_...`, `first_token_...` and
+    """The scheduling thread calls it. Any thread may call the `transfer_...`, `first_token_...` and
     `request_announced` methods.
 
     `overlapped`: requests that run before the last layers of their KV have arrived. `on_reserved` gets the blocks of
@@ -62,12 +61,10 @@ class StepPlanner:
         self._late: deque[str] = deque()
         self._finished_sends: dict[str, str] = {}
         self._opening: list[TransferTarget] = []
-        self._step = 0
         self._event = threading.Event()
         self._announced_until_s = -math.inf
         self.overlapped = OverlappedRequests()
         self.holds = BlockHolds()
-        self._prefix_sends = PrefixSends(self.holds, has_windows=self._has_windows)
 
     def missing_tokens(
         self, params: MutableMapping[str, Any] | None, known_tokens: int, cached_tokens: int
@@ -87,31 +84,23 @@ class StepPlanner:
         known_tokens: int,
         missing_tokens: int,
         add_token: Callable[[int], None],
-        loading_tokens: int = 0,
     ) -> None:
-        """The request has blocks, by group of vLLM, for its `known_tokens`. `add_token` appends another token to it.
-
-        The last `loading_tokens` before the missing ones are on their way from lower tiers.
-        """
-        prefix = read_prefix(params)
+        """The request has blocks, by group of vLLM, for its `known_tokens`. `add_token` appends another token to it."""
+        prefix, cached_only = read_prefix(params), sends_cached_only(params)
         parsed = consume_params(params)
         if isinstance(parsed, TransferTarget):
-            self._sends[request_id] = Send(parsed, planned_tokens=parsed.start_token)
+            self._sends[request_id] = Send(parsed, parsed.start_token, cached_only)
             if prefix is not None and missing_tokens:
-                end = prefix.end_token
-                reservation = self._reservation(parsed.transfer_id, block_ids, end, missing_tokens)
-                self._receives[parsed.transfer_id] = Receive(request_id, reservation)
+                name, end = prefix.transfer_id, prefix.end_token
+                reservation = self._reservation(name, block_ids, end, missing_tokens)
+                self._receives[name] = Receive(request_id, reservation)
                 self._on_reserved(reservation)
         elif parsed is not None:
             end = _end_token(parsed, known_tokens)
             reservation = self._reservation(parsed.transfer_id, block_ids, end, missing_tokens)
             if missing_tokens:
-                self._receives[parsed.transfer_id] = Receive(
-                    request_id,
-                    reservation,
-                    add_token if parsed.awaits_first_token else None,
-                    self._cached(block_ids, reservation.start_token, loading_tokens),
-                )
+                awaited = add_token if parsed.awaits_first_token else None
+                self._receives[parsed.transfer_id] = Receive(request_id, reservation, awaited)
             self._on_reserved(reservation)
 
     def _reservation(
@@ -127,16 +116,6 @@ class StepPlanner:
             for group in self._groups
         )
         return Reservation(transfer_id, first, start, end_token, tuple(further))
-
-    def _cached(
-        self, block_ids: Sequence[Sequence[int]], end_token: int, loading_tokens: int
-    ) -> CachedPrefix | None:
-        if end_token <= 0 or self._has_states:
-            return None
-        cached = tuple(
-            group.blocks_between(block_ids[group.index], 0, end_token) for group in self._groups
-        )
-        return CachedPrefix(cached, end_token, self._step, end_token - loading_tokens)
 
     def send_before_running(self, request_id: str, send: Callable[[str, int], int]) -> None:
         """Opens a request's transfer with the next step, if `send` has something to send then.
@@ -165,16 +144,6 @@ class StepPlanner:
     def transfer_late(self, transfer_id: str) -> None:
         """The request of a transfer computes in other blocks. These are held until the transfer has settled."""
         self._late.append(transfer_id)
-        self._event.set()
-
-    def prefix_requested(self, target: TransferTarget) -> None:
-        """A prefill worker wants what a request that waits for its KV has cached."""
-        self._prefix_sends.request(target)
-        self._event.set()
-
-    def prefix_sent(self, transfer_id: str) -> None:
-        """The ranks are quiet for a prefix."""
-        self._prefix_sends.sent(transfer_id)
         self._event.set()
 
     def transfer_overlap_ready(self, transfer_id: str, deadline_s: float) -> None:
@@ -223,11 +192,9 @@ class StepPlanner:
             if send is not None:
                 self._plan_send(plan, send, request)
         self._plan_receives(plan)
-        self._prefix_sends.plan_step(plan, self._receives, self._step, computes=bool(scheduled))
         plan.overlapped.extend(
             self.overlapped.plan_step(request.request_id for request in scheduled)
         )
-        self._step += 1
         return plan
 
     def _plan_receives(self, plan: StepPlan) -> None:
@@ -286,6 +253,9 @@ class StepPlanner:
         send.update_blocks(request)
         if not send.runs:
             send.run(request.computed_tokens)
+        if send.cached_only:
+            self._plan_cached(plan, send, request)
+            return
         if not send.opened:
             send.open()
             plan.opened.append(send.target)
@@ -300,6 +270,22 @@ class StepPlanner:
         self._plan_tokens(plan, send, known_tokens)
         if send.target.with_logits and known_tokens >= send.target.end_token:
             plan.final.append(send.target.transfer_id)
+
+    def _plan_cached(self, plan: StepPlan, send: Send, request: ScheduledRequest) -> None:
+        """Sends tokens that earlier steps have computed, without the layer hooks, which graphs of decode leave out.
+
+        Another request has held these blocks since a step before. The request computes the token after them only.
+        """
+        target = send.target
+        if send.opened:
+            return
+        send.open()
+        if self._has_states or request.computed_tokens < target.end_token:
+            plan.refused.append(target.transfer_id)
+            return
+        blocks = tuple(tuple(send.block_ids[group.index]) for group in self._groups)
+        tokens = TokenRange(target.transfer_id, target.start_token, target.end_token, blocks)
+        plan.send_computed(target, tokens)
 
     def _overruns(self, end_token: int, computed_tokens: int, known_tokens: int) -> bool:
         """Whether the step may overwrite what a transfer to `end_token` sends or has yet to send.

@@ -8,12 +8,12 @@ must not share its blocks.
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from headrace_engine.vllm.step_plan import OverlappedLoad, StepPlan, TokenRange
+from headrace_engine.vllm.step_plan import OverlappedLoad
 from headrace_kv.handoff.messages import Reservation, TransferTarget
 
 if TYPE_CHECKING:
@@ -145,33 +145,17 @@ class ScheduledRequest:
     replaces_blocks: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CachedPrefix:
-    """The KV of a request's tokens below `end_token`, which was cached. `block_ids` are by group of the layout.
-
-    `step` is the number of the step in which the request got these blocks. The tokens from `loaded_token` on are on
-    their way from lower tiers.
-    """
-
-    block_ids: tuple[tuple[int, ...], ...]
-    end_token: int
-    step: int
-    loaded_token: int
-
-
 @dataclass(slots=True)
 class Receive:
     """An incoming transfer that a request waits for.
 
     `add_token` appends the first token to a request that awaits it. It is None where no first token is awaited.
     `overlap_deadline_s`: the transfer's deadline once only its last layers are missing, 0 before that.
-    `cached`: what the request has before the reserved tokens, and may send.
     """
 
     request_id: str
     reservation: Reservation
     add_token: Callable[[int], None] | None = None
-    cached: CachedPrefix | None = None
     whole: bool = False
     overlap_deadline_s: float = 0.0
     cancelled: bool = False
@@ -198,13 +182,9 @@ class Receive:
             self.add_token(token_id)
             self.add_token = None
 
-    def prefix_sent(self) -> None:
-        """What was cached is sent. It is sent once."""
-        self.cached = None
-
     def cancel(self) -> None:
         """The request has ended: it only waits until no sender writes into its blocks."""
-        self.add_token = self.cached = None
+        self.add_token = None
         self.cancelled, self.overlap_deadline_s = True, 0.0
 
 
@@ -213,11 +193,12 @@ class Send:
     """An outgoing transfer. `planned_tokens`: one past the last token that was handed to the ranks.
 
     Of the tokens that its request did not compute, `fetched_tokens` came by another transfer. It may open before its
-    request runs.
+    request runs. `cached_only`: all of its tokens are cached, see PrefillWork.
     """
 
     target: TransferTarget
     planned_tokens: int
+    cached_only: bool = False
     opened: bool = False
     cached_tokens: int = 0
     fetched_tokens: int = 0
@@ -255,7 +236,7 @@ class Send:
 
 
 class BlockHolds:
-    """Blocks that a transfer reads or may still write, under a name. The scheduling thread calls all methods.
+    """Blocks that a transfer may still write, under its name. The scheduling thread calls all methods.
 
     A held block has one reference more, as if another request shared it. So vLLM neither reuses nor evicts it, whatever
     becomes of its request.
@@ -286,76 +267,3 @@ class BlockHolds:
         if held and self._pool is not None:
             # A request's last block is evicted first, as vLLM does it.
             self._pool.free_blocks(self._pool.blocks[one] for one in reversed(held))
-
-
-class PrefixSends:
-    """Sends for requests that wait for their KV. The blocks are held until the ranks are quiet (I2).
-
-    What a request loads from lower tiers, the ranks send after its copies.
-    The scheduling thread calls `plan_step`. Any thread may call the other methods.
-    """
-
-    def __init__(self, holds: BlockHolds, *, has_windows: bool) -> None:
-        """`has_windows`: the blocks before a window are gone, so a prefix is sent whole or not at all."""
-        self._holds = holds
-        self._has_windows = has_windows
-        # Targets, and transfers that have ended, in the order of their messages.
-        self._events: deque[TransferTarget | str] = deque()
-        self._postponed: dict[str, TransferTarget] = {}
-
-    def request(self, target: TransferTarget) -> None:
-        """A prefill worker wants the KV of some cached tokens. Once for each transfer."""
-        self._events.append(target)
-
-    def sent(self, transfer_id: str) -> None:
-        """All ranks are quiet."""
-        self._events.append(transfer_id)
-
-    def plan_step(
-        self, plan: StepPlan, receives: Mapping[str, Receive], step: int, *, computes: bool
-    ) -> None:
-        """Adds what begins with this step. `computes`: it has a forward pass."""
-        postponed, self._postponed = self._postponed, {}
-        for target in postponed.values():
-            self._plan(plan, target, receives.get(target.transfer_id), step, computes)
-        while self._events:
-            event = self._events.popleft()
-            if isinstance(event, str):
-                self._postponed.pop(event, None)
-                self._holds.release(_hold_of(event))
-            else:
-                self._plan(plan, event, receives.get(event.transfer_id), step, computes)
-
-    def _plan(
-        self,
-        plan: StepPlan,
-        target: TransferTarget,
-        receive: Receive | None,
-        step: int,
-        computes: bool,
-    ) -> None:
-        cached = None if receive is None else receive.cached
-        if receive is None or cached is None or not self._covers(cached, target):
-            plan.refused_prefixes.append(target.transfer_id)
-        elif computes and cached.step == step:
-            # vLLM takes blocks for cached that this step is to fill.
-            self._postponed[target.transfer_id] = target
-        else:
-            receive.prefix_sent()
-            held = [one for block_ids in cached.block_ids for one in block_ids]
-            self._holds.hold(_hold_of(target.transfer_id), held)
-            tokens = TokenRange(
-                target.transfer_id, target.start_token, target.end_token, cached.block_ids
-            )
-            loads = target.end_token > cached.loaded_token
-            plan.send_prefix(target, tokens, receive.request_id if loads else "")
-
-    def _covers(self, cached: CachedPrefix, target: TransferTarget) -> bool:
-        if self._has_windows and target.end_token != cached.end_token:
-            return False
-        return 0 <= target.start_token < target.end_token <= cached.end_token
-
-
-def _hold_of(transfer_id: str) -> str:
-    """Not the transfer's own name: that it has settled does not end the sending."""
-    return f"prefix of {transfer_id}"

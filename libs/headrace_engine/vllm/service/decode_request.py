@@ -63,8 +63,6 @@ class DecodeRequest:
         self._logits: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._reservation: Reservation | None = None
         self._reservation_yielded = False
-        self.prefix_sent = False
-        """Whether a part of its cached KV was sent."""
         self._transfer_failed = False
         self._load_failed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._step_start_ns = 0
@@ -93,15 +91,6 @@ class DecodeRequest:
         """The scheduler has allocated blocks."""
         self._reservation = reservation
         self._changed.set()
-
-    @property
-    def sendable_tokens(self) -> int | None:
-        """The first tokens, with cached KV that may be sent. None while it has no reservation."""
-        return None if self._reservation is None else self._reservation.start_token
-
-    def prefix_sending_started(self) -> None:
-        """A part of its cached KV is sent."""
-        self.prefix_sent = True
 
     def step_started(self, monotonic_ns: int) -> None:
         """The scheduler has planned the first step with the request."""

@@ -1,4 +1,4 @@
-"""A prefill in vLLM, and the sending of what a decode request has cached."""
+"""A prefill in vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     HeadraceError,
     InternalError,
-    TransferFailed,
     TransferTimeout,
     from_reason,
 )
@@ -26,7 +25,7 @@ from headrace_engine.vllm.service.sampling import (
     tokens_of,
 )
 from headrace_engine.vllm.settings import PrefillTimes, PrefixParams, send_params
-from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
+from headrace_kv.handoff.messages import Reservation, SendReport
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -38,96 +37,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 QUIET_TIMEOUT_S: Final = 30.0
-
-
-class PrefixRequest:
-    """Call `run` once. The link calls `transfer_quiet` and `engine_lost`.
-
-    `on_quiet` is called once, when no rank reads the blocks any more, also after `run` has given up.
-    """
-
-    def __init__(
-        self,
-        link: LinkServer,
-        target: TransferTarget,
-        rank_count: int,
-        on_quiet: Callable[[], None],
-    ) -> None:
-        self._link = link
-        self._target = target
-        self._rank_count = rank_count
-        self._on_quiet = on_quiet
-        self._reports: dict[int, SendReport] = {}
-        self._failure: HeadraceError | None = None
-        self._stopped = False
-        self._quiet = asyncio.Event()
-
-    def transfer_quiet(self, report: SendReport) -> None:
-        """A rank reads no block any more. The others stop when it has failed."""
-        self._reports[report.rank] = report
-        if report.reason:
-            name = report.transfer_id
-            detail = f"rank {report.rank}: {report.detail}"
-            metadata = {"transfer_id": name, "rank": str(report.rank)}
-            self._fail(
-                from_reason(report.reason, detail, metadata=metadata, default=TransferFailed)
-            )
-        if len(self._reports) == self._rank_count and not self._quiet.is_set():
-            self._link.prefix_sent(self._target.transfer_id)
-            self._end()
-
-    def engine_lost(self, error: HeadraceError) -> None:
-        """The engine's processes have ended, so none of them reads any more."""
-        self._failure = self._failure or error
-        if not self._quiet.is_set():
-            self._end()
-
-    async def run(self) -> tuple[SendReport, ...]:
-        """See Engine.send_prefix."""
-        self._link.send_prefix(self._target)
-        try:
-            async with asyncio.timeout(Deadline(self._target.deadline_s).remaining_s()):
-                await self._quiet.wait()
-        except TimeoutError:
-            name = self._target.transfer_id
-            self._fail(
-                TransferTimeout(
-                    f"the prefix of transfer {name} was not sent in time",
-                    metadata={"transfer_id": name},
-                )
-            )
-        finally:
-            if not self._quiet.is_set():
-                self._stop()
-                await asyncio.shield(asyncio.create_task(self._wait_quiet()))
-        if self._failure is not None:
-            raise self._failure
-        return tuple(report for _, report in sorted(self._reports.items()))
-
-    def _fail(self, failure: HeadraceError) -> None:
-        """The first failure counts."""
-        self._failure = self._failure or failure
-        if len(self._reports) < self._rank_count:
-            self._stop()
-
-    def _stop(self) -> None:
-        if not self._stopped:
-            self._stopped = True
-            self._link.stop(self._target.transfer_id)
-
-    def _end(self) -> None:
-        self._quiet.set()
-        self._on_quiet()
-
-    async def _wait_quiet(self) -> None:
-        try:
-            async with asyncio.timeout(QUIET_TIMEOUT_S):
-                await self._quiet.wait()
-        except TimeoutError:
-            missing = self._rank_count - len(self._reports)
-            what = f"{missing} of {self._rank_count} ranks still send the prefix of"
-            log.error("%s %s", what, self._target.transfer_id)
-            self._fail(InternalError(f"{what} {self._target.transfer_id}"))
 
 
 GREEDY_ONE_TOKEN = Sampling(temperature=0.0, max_tokens=1)
@@ -229,12 +138,23 @@ class PrefillRequest:
                 await asyncio.shield(asyncio.create_task(self._stop(compute)))
 
     async def _compute(self) -> PrefillTimes:
+        name, prefix = self._work.target.transfer_id, self._prefix_params()
+        times = await self._run(name, prefix)
+        if times is None and prefix is not None:
+            # An engine that also decodes ends a request without its KV.
+            times = await self._run(f"{name} alone", None)
+        if times is None:
+            raise InternalError("vLLM ended the prefill without its times")
+        return times
+
+    async def _run(self, request_id: str, prefix: PrefixParams | None) -> PrefillTimes | None:
+        """None when vLLM has ended the request without computing it."""
         target = self._work.target
         sampling = GREEDY_ONE_TOKEN
         if self._work.sampling is not None:
             sampling = replace(self._work.sampling, max_tokens=1)
         logits_for = target.transfer_id if target.with_logits else ""
-        ours = send_params(target, self._prefix_params())
+        ours = send_params(target, prefix, cached_only=self._work.cached_only)
         params = sampling_params(
             sampling,
             ours,
@@ -242,13 +162,17 @@ class PrefillRequest:
             priority=self._work.priority,
             bounds=self._work.bounds,
         )
-        prompt = token_prompt(self._work.token_ids, self._work.cache_salt)
+        token_ids = self._work.token_ids
+        if self._work.cached_only:
+            # vLLM computes one token at least.
+            token_ids = (*token_ids, token_ids[-1])
+        prompt = token_prompt(token_ids, self._work.cache_salt)
         last = None
         # A step that waits for another prompt's prefix would delay it.
         self._link.request_coming()
         try:
             async for output in self._llm.generate(
-                prompt, params, target.transfer_id, lora_request=self._lora_request
+                prompt, params, request_id, lora_request=self._lora_request
             ):
                 last = output
                 if self._on_first_token is not None and output.outputs[0].token_ids:
@@ -259,14 +183,13 @@ class PrefillRequest:
             raise rejected(exc, sampling, "token_ids") from exc
         except Exception as exc:
             raise InternalError(f"vLLM failed: {type(exc).__name__}: {exc}") from exc
-        times = PrefillTimes.from_params(last.kv_transfer_params if last is not None else None)
-        if times is None:
-            raise InternalError("vLLM ended the prefill without its times")
-        return times
+        return PrefillTimes.from_params(last.kv_transfer_params if last is not None else None)
 
     def _prefix_params(self) -> PrefixParams | None:
         prefix = self._work.prefix
-        return None if prefix is None else PrefixParams(prefix.end_token, prefix.least_tokens)
+        if prefix is None:
+            return None
+        return PrefixParams(prefix.transfer_id, prefix.end_token, prefix.least_tokens)
 
     async def _stop(self, compute: asyncio.Task[PrefillTimes]) -> None:
         """Ends the computation and waits until every rank is quiet (I2)."""

@@ -6,14 +6,14 @@ import logging
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Final
 
 from headrace_common.errors import HeadraceError
 from headrace_common.tasks import lower_priority
-from headrace_engine.vllm.step_plan import HostSend, PoolMove, PrefixSend, StepPlan
+from headrace_engine.vllm.step_plan import HostSend, PoolMove, StepPlan
 from headrace_kv.manager.load_times import TierLoad
 from headrace_kv.manager.lower_tiers import TierCopy
 from headrace_kv.pool.engine_blocks import PoolKeys, RankBlocks
@@ -76,7 +76,6 @@ class TierExecutor:
 
     It calls `on_load` after each load, also after one that failed. It calls `send` with blocks of main memory that a
     transfer may read from then on.
-    It calls `on_prefix_loaded` with each prefix that waits for copies, and whether all of them were made.
     Copies are made when the device has done what was queued before their step: it has passed what `mark` returns.
     """
 
@@ -86,14 +85,12 @@ class TierExecutor:
         on_load: Callable[[TierLoad], None],
         pool: PoolExecutor | None = None,
         send: Callable[[HostSend], None] = lambda send: None,
-        on_prefix_loaded: Callable[[PrefixSend, bool], None] = lambda prefix, whole: None,
         mark: Callable[[], Mark] = lambda: PASSED,
     ) -> None:
         self._copier = copier
         self._on_load = on_load
         self._pool = pool
         self._send = send
-        self._on_prefix_loaded = on_prefix_loaded
         self._mark = mark
         # The forward pass goes first where processors are scarce.
         self._thread = ThreadPoolExecutor(1, "kv-tiers", initializer=lower_priority)
@@ -114,10 +111,6 @@ class TierExecutor:
             self._copies.setdefault(one.request_id, []).append(copying)
         for send in sends:
             self._thread.submit(self._send, send)
-        for prefix in plan.prefixes:
-            if prefix.loading_request:
-                copies = tuple(self._copies.get(prefix.loading_request, ()))
-                self._thread.submit(self._end_loading, prefix, copies)
         if self._pool is not None:
             for move in plan.moves:
                 self._thread.submit(self._begin_move, self._pool, move)
@@ -187,10 +180,6 @@ class TierExecutor:
             load_s = time.monotonic() - start_s
             self._on_load(TierLoad(copy.source, len(copy.source_ids), load_s, failed))
         return not failed
-
-    def _end_loading(self, prefix: PrefixSend, copies: Sequence[Future[bool]]) -> None:
-        """Runs after these copies, on the same thread."""
-        self._on_prefix_loaded(prefix, all(copying.result() for copying in copies))
 
     def _has_ended(self, request_id: str) -> bool:
         return all(copying.done() for copying in self._copies.get(request_id, ()))

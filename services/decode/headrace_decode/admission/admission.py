@@ -81,11 +81,16 @@ class BlockAdmission:
 
         InvalidRequest: the prompt can never fit. DecodeFull: it does not fit now.
         """
-        needed = self._needed_blocks(prompt_tokens, max_tokens)
-        self._check_room(needed, quarantined_blocks)
+        needed = self.check(prompt_tokens, max_tokens, quarantined_blocks)
         self._admitted[transfer_id] = needed
         self._total_blocks += needed
         self._on_admitted()
+
+    def check(self, prompt_tokens: int, max_tokens: int, quarantined_blocks: int) -> int:
+        """The blocks that a request needs. Raises as `admit` does."""
+        needed = self._needed_blocks(prompt_tokens, max_tokens)
+        self._check_room(needed, quarantined_blocks)
+        return needed
 
     def release(self, transfer_id: str) -> None:
         """The attempt has ended: frees its blocks. Idempotent."""

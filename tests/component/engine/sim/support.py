@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import grpc.aio
 
@@ -16,7 +16,7 @@ from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, NotFound
 from headrace_common.registry.adapters import Adapter
-from headrace_engine.config import EngineConfig
+from headrace_engine.config import EngineConfig, WorkerRole
 from headrace_engine.interface import (
     DecodeEnded,
     DecodeEvent,
@@ -55,7 +55,7 @@ EVERYTHING = (
 )
 
 
-def engine_config(role: Literal["prefill", "decode"], **changes: Any) -> EngineConfig:
+def engine_config(role: WorkerRole, **changes: Any) -> EngineConfig:
     """A small engine: blocks of 8 tokens, in-memory transport."""
     values: dict[str, Any] = {
         "engine": "sim",

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,6 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError, QueueFull, StaleIncarnation
 from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import (
-    prefix_target_from_proto,
-    prefix_target_to_proto,
     read_startup_error,
     report_to_proto,
     reservation_to_proto,
@@ -27,7 +24,7 @@ from headrace_engine.vllm.link.messages import (
     write_startup_error,
 )
 from headrace_engine.vllm.link.server import LinkEvents, LinkServer
-from headrace_kv.handoff.messages import Reservation, SendReport, TransferTarget
+from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
 from headrace_kv.manager.load_times import TierLoad
@@ -50,15 +47,6 @@ SENT = link_sent(strategy="direct+gather_scatter")
 REPORT = SendReport("x1", 1, "QUEUE_FULL", "too many", (SENT,), 240, "10.0.0.1", "device")
 LOADED = TierLoad(Tier.DISK, 3, 0.25, failed=True)
 RESERVATION = Reservation("x1", (4, 2), 32, 70, ((3,), (7, 8)))
-TARGET = TransferTarget(
-    transfer_id="x1",
-    decode=WorkerRef("p0", "1"),
-    handoff_endpoint="127.0.0.1:9",
-    start_token=32,
-    end_token=96,
-    deadline_s=time.monotonic() + 1000.0,
-    ticket=bytes(range(256)),
-)
 
 
 def memory(rank: int) -> RankMemory:
@@ -203,25 +191,13 @@ async def test_messages_arrive_at_the_connectors_and_at_the_service(tmp_path: Pa
         ends.server.request_coming()
         ends.server.stop("x3")
         ends.server.recompute("x4")
-        ends.server.send_prefix(TARGET)
-        ends.server.prefix_sent("x5")
         expected = {
-            "scheduler": [
-                *("arrived", "released", "request_coming"),
-                *("recompute", "send_prefix", "prefix_sent"),
-            ],
+            "scheduler": ["arrived", "released", "request_coming", "recompute"],
             "rank 0": ["stop"],
             "rank 1": ["stop"],
         }
         await until(lambda: ends.received == expected, what=lambda: f"{ends.received}")
         assert ends.lost == []
-
-
-def test_the_target_of_a_prefix_is_equal_after_conversion() -> None:
-    found = prefix_target_from_proto(prefix_target_to_proto(TARGET))
-    assert replace(found, deadline_s=TARGET.deadline_s) == TARGET
-    # Both processes share the clock.
-    assert found.deadline_s == pytest.approx(TARGET.deadline_s, abs=60.0)
 
 
 async def test_ranks_find_descriptors_through_the_service(tmp_path: Path) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 
 from headrace_common.errors import TransferFailed
 from headrace_engine.vllm.rank import step_executor
 from headrace_engine.vllm.rank.step_executor import LayerKind, StepExecutor
-from headrace_engine.vllm.step_plan import HostSend, PrefixSend, StepPlan, TokenRange
+from headrace_engine.vllm.step_plan import HostSend, StepPlan, TokenRange
 from headrace_kv.handoff.messages import SendReport, TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from tests.blocking_clock import BlockingClock
@@ -186,65 +185,11 @@ def test_a_transfer_that_is_not_open_reads_no_main_memory(full: bool) -> None:
     assert executor.take_ended_host_sends() == [7]
 
 
-PREFIX = PrefixSend(TARGET, TokenRange("x1", 0, 96, ((1, 2, 3), ())))
-
-
-LOADING_PREFIX = replace(PREFIX, loading_request="r")
-
-
-def test_a_prefix_that_is_being_loaded_is_opened_at_once_and_pushed_when_it_is_there() -> None:
-    executor, sender, reports = started(layers=(TOKENS, STATE, TOKENS))
-    executor.begin_step(StepPlan(prefixes=[LOADING_PREFIX]))
-    executor.end_step()
-    assert sender.events == ["open x1"]
-    executor.prefix_loaded(LOADING_PREFIX, True)
-    assert sender.events == ["open x1", "push x1 0", "push x1 2", "finish x1"]
-    assert reports == []
-
-
-def test_a_prefix_with_a_failed_load_is_stopped() -> None:
-    executor, sender, reports = started()
-    executor.begin_step(StepPlan(prefixes=[LOADING_PREFIX]))
-    executor.prefix_loaded(LOADING_PREFIX, False)
-    assert sender.events == ["open x1", "stop x1"]
-    assert [stop[:2] for stop in sender.stops] == [("x1", TransferFailed.reason)]
-    assert reports == []
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_a_prefix_that_is_quiet_before_its_load_ends_is_neither_pushed_nor_stopped(
-    whole: bool,
-) -> None:
-    """As after its deadline."""
-    executor, sender, reports = started()
-    executor.begin_step(StepPlan(prefixes=[LOADING_PREFIX]))
-    executor.stop("x1")
-    quiet(executor, reason="CANCELLED")
-    executor.prefix_loaded(LOADING_PREFIX, whole)
-    assert sender.events == ["open x1", "stop x1"]
-    assert len(reports) == 1
-    other = StepExecutor(3, reports.append)
-    other.prefix_loaded(LOADING_PREFIX, whole)
-    assert len(reports) == 1
-
-
-def test_a_prefix_that_was_stopped_or_cannot_be_opened_is_not_pushed() -> None:
-    executor, sender, reports = started()
-    executor.stop("x1")
-    executor.begin_step(StepPlan(prefixes=[PREFIX]))
-    assert sender.events == []
-    assert [report.reason for report in reports] == ["CANCELLED"]
-    executor, sender, reports = started(full=True)
-    executor.begin_step(StepPlan(prefixes=[PREFIX]))
-    assert sender.events == []
-    assert [report.reason for report in reports] == ["QUEUE_FULL"]
-
-
 def test_a_refused_prefix_is_reported_once() -> None:
     executor, sender, reports = started()
-    executor.begin_step(StepPlan(refused_prefixes=["x1"]))
+    executor.begin_step(StepPlan(refused=["x1"]))
     executor.stop("x1")
-    executor.begin_step(StepPlan(refused_prefixes=["x1"]))
+    executor.begin_step(StepPlan(refused=["x1"]))
     assert [(report.transfer_id, report.reason) for report in reports] == [("x1", "NOT_FOUND")]
     assert sender.events == []
 
@@ -252,5 +197,5 @@ def test_a_refused_prefix_is_reported_once() -> None:
 def test_a_rank_that_cannot_send_refuses_prefixes() -> None:
     reports: list[SendReport] = []
     executor = StepExecutor(3, reports.append)
-    executor.begin_step(StepPlan(prefixes=[PREFIX]))
+    executor.begin_step(StepPlan(opened=[TARGET]))
     assert [(report.rank, report.reason) for report in reports] == [(3, TransferFailed.reason)]

@@ -13,7 +13,6 @@ from headrace_common.errors import TransferFailed
 from headrace_engine.vllm.step_plan import (
     HostSend,
     PoolMove,
-    PrefixSend,
     RequestCopy,
     StepPlan,
     TokenRange,
@@ -236,30 +235,6 @@ def test_main_memory_is_sent_between_the_copies_that_it_was_planned_between(
     executor.begin_step(StepPlan(host_sends=sends[:1]))
     asyncio.run(until(lambda: len(order) == 6))
     assert order == [sends[0], STORE, sends[1], LOAD, sends[2], sends[0]]
-    executor.close()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_prefix_is_sent_after_the_load_of_its_request(copier: Copier, fails: bool) -> None:
-    sent: list[tuple[PrefixSend, bool]] = []
-    executor = TierExecutor(
-        copier,  # type: ignore[arg-type]
-        lambda load: None,
-        on_prefix_loaded=lambda prefix, whole: sent.append((prefix, whole)),
-    )
-    tokens = TokenRange("x1", 0, 4, ((1,),))
-    ready, loading = PrefixSend(TARGET, tokens), PrefixSend(TARGET, tokens, "r")
-    executor.begin_step(copying(LOAD, loads={"r": True}))
-    executor.begin_step(StepPlan(prefixes=[ready, loading]))
-    other = RequestCopy("other", STORE)
-    executor.begin_step(StepPlan(copies=[other]))
-    assert sent == []
-    copier.fails = fails
-    copier.turn.release()
-    asyncio.run(until(lambda: bool(sent)))
-    assert sent == [(loading, not fails)]
-    assert copier.made == [LOAD]
-    copier.turn.release()
     executor.close()
 
 
