@@ -13,8 +13,9 @@ import pytest
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, TransferFailed
+from headrace_common.tickets import SigningKey, TicketKeys, sign_handoff
 from headrace_kv.handoff.messages import Reservation
-from headrace_kv.handoff.tickets import NoTickets
+from headrace_kv.handoff.tickets import NoTickets, RouterTickets
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_kv.plan.shard_map import Key, edges
@@ -36,6 +37,7 @@ from tests.virtually import virtually
 
 REF = WorkerRef("decode-0", "1")
 LATE_WRITE_S = 3.0
+TICKET = sign_handoff(SigningKey(), handoff_pb2.HandoffClaims(transfer_id="x0"))
 
 
 class HeldFeature(ReceiverFeature, TransferObserver):
@@ -253,3 +255,42 @@ async def test_features_start_no_work_for_a_failed_transfer(active: bool) -> Non
     finally:
         broadcast.close()
         checks.close()
+
+
+def open_reserved(ticket: bytes, worker_id: str) -> tuple[str, list[str]]:
+    """What a rank of a worker gets that opens a transfer reserved for prefill-0. And the refused parts.
+
+    The receiver has no keys of routers, as a prefill worker.
+    """
+    refused: list[str] = []
+    layout = make_layout(1, 1, heads=1)
+    receiver = Receiver(
+        ref=REF,
+        layout=layout,
+        tickets=RouterTickets(TicketKeys(), REF, layout, refused.append),
+        on_released=lambda transfer_id: None,
+        timers=VirtualTimers(),
+    )
+    reservation = Reservation("x1", (1,), 0, 4)
+    sender = (WorkerRef("prefill-0", "1"), TICKET)
+    receiver.reserve(reservation, Deadline.after(60.0), sender=sender)
+    hello = handoff_pb2.Hello(
+        worker_id=worker_id,
+        incarnation="1",
+        decode_worker_id=REF.worker_id,
+        decode_incarnation=REF.incarnation,
+        layout=layout_to_proto(layout),
+    )
+    sent: list[handoff_pb2.HandoffResponse] = []
+    peer = receiver.connect(hello, sent.append, lambda error: None)
+    opened = handoff_pb2.Open(transfer_id="x1", ticket=ticket)
+    receiver.handle(peer, handoff_pb2.HandoffRequest(open=opened))
+    (answer,) = sent
+    return str(answer.WhichOneof("message")), refused
+
+
+async def test_a_transfer_that_is_reserved_for_a_sender_accepts_its_very_ticket_only() -> None:
+    assert open_reserved(TICKET, "prefill-0") == ("reservation", [])
+    assert open_reserved(TICKET, "prefill-1") == ("cancel", ["transfer_id"])
+    assert open_reserved(TICKET[:-1], "prefill-0") == ("cancel", ["signature"])
+    assert open_reserved(b"", "prefill-0") == ("cancel", ["missing"])
