@@ -77,7 +77,8 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
             "SetPolicy": (_OPERATOR,),
         },
         "headrace.decode.v1.DecodeService": {"Link": (_ROUTER,), "SetFirstToken": (_ROUTER,)},
-        # A decode worker serves prefill workers only, and a prefill worker decode workers only: HandoffServicer.
+        # A decode worker serves prefill workers only, and a prefill worker decode workers only. One of
+        # both roles serves both, where it fetches prefixes: HandoffServicer.
         "headrace.kv.v1.HandoffService": {"Handoff": (_PREFILL, _DECODE)},
         "headrace.kv.v1.PrefixService": {"SendPrefix": (_PREFILL,)},
         # Stock vLLM has no credentials: docs/stock-vllm.md.

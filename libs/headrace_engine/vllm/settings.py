@@ -165,8 +165,9 @@ def read_params(params: Mapping[str, Any] | None) -> ReceiveParams | TransferTar
 
 
 def waits_for_kv(params: Mapping[str, Any] | None) -> bool:
-    """Whether a transfer is to bring the request's KV, and has no blocks yet."""
-    return "incoming" in ((params or {}).get(PARAMS_KEY) or ())
+    """Whether the request has no blocks yet, and computes one token only: a transfer brings its KV, or it is cached."""
+    ours = (params or {}).get(PARAMS_KEY) or {}
+    return "incoming" in ours or "cached_only" in ours
 
 
 def consume_params(

@@ -323,7 +323,8 @@ def _engine_args(
             "kv_connector": "HeadraceConnector",
             "kv_connector_module_path": "headrace_engine.vllm.connector",
             "kv_role": kv_role(config),
-            # When a prefix does not come, its prompt is computed. Decode fails, and the router tries again.
+            # When KV does not come, a prompt is computed. A request that generates fails, and the router tries again.
+            # An engine for both ends both, and PrefillRequest runs the prompt again.
             "kv_load_failure_policy": "fail" if config.receives else "recompute",
             "kv_connector_extra_config": settings.to_extra_config(),
         },

@@ -18,6 +18,7 @@ from headrace_engine.vllm.settings import (
     receive_params,
     send_params,
     sends_cached_only,
+    waits_for_kv,
 )
 from headrace_engine.vllm.step_plan import StepPlan, TokenRange
 from headrace_kv.handoff.messages import Reservation
@@ -166,6 +167,9 @@ def test_params_of_a_prefix_are_equal_after_conversion() -> None:
     assert read_prefix(send_params(target)) is None
     assert sends_cached_only(send_params(target, cached_only=True))
     assert not sends_cached_only(send_params(target, prefix))
+    # The scheduler must not hold it back behind prompts.
+    assert waits_for_kv(send_params(target, cached_only=True))
+    assert not waits_for_kv(send_params(target, prefix))
     assert read_prefix(receive_params("x1")) is read_prefix({}) is read_prefix(None) is None
 
 
