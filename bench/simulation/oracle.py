@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from headrace_planner.goal_decision import Corrections, Demand, Forecast, decide_by_goals
+from headrace_planner.goal_decision import Demand, Forecast, decide_by_goals
 from headrace_planner.observation import Interval, WorkerCounts
 from headrace_planner.planner import apply_reasons, within_budget
 from headrace_planner.settings import WorkerProfile
@@ -49,7 +49,7 @@ class OracleDecisions:
             duration_s,
             cached_share=0.0,
         )
-        reasons = decide_by_goals(self._scaling.planner, self._profile, demand, Corrections())
+        reasons = decide_by_goals(self._scaling.planner, self._profile, demand)
         return apply_reasons(WorkerCounts(0, 0), reasons)
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Final
 
-from headrace_planner.observation import Interval, PlannedRole, Reason, RequestStatistics
-from headrace_planner.settings import DecodePoint, PlannerSettings, WorkerProfile
+from headrace_planner.observation import Interval, PlannedRole, Reason
+from headrace_planner.settings import PlannerSettings, WorkerProfile
 
 _WORKERS_MAX = 100_000
 
@@ -192,14 +192,6 @@ class Demand:
         return self.prompt_tokens.value * (1.0 - self.cached_share)
 
 
-@dataclass(frozen=True, slots=True)
-class Corrections:
-    """Observed latency over that of the profile. 1 means as in the profile."""
-
-    ttft: float = 1.0
-    itl: float = 1.0
-
-
 def predict_demand(settings: PlannerSettings, history: Sequence[Interval]) -> Demand | None:
     """The requests of the next interval, or None when no request was observed.
 
@@ -222,36 +214,19 @@ def predict_demand(settings: PlannerSettings, history: Sequence[Interval]) -> De
     )
 
 
-def corrections(
-    settings: PlannerSettings, profile: WorkerProfile, interval: Interval
-) -> Corrections:
-    """What the last interval shows beside the profile, within `correction_max` in both directions."""
-    requests = interval.requests
-    if requests is None or requests.request_count == 0:
-        return Corrections()
-    usages = [worker.kv_usage for sample in interval.samples for worker in sample.decode]
-    usage = sum(usages) / len(usages) if usages else 0.0
-    itl_s = profile.expected_itl_s(usage, requests.prompt_tokens + requests.answer_tokens / 2)
-    ttft_s = profile.ttft_s(_new_tokens(requests))
-    most = settings.correction_max
-    return Corrections(
-        _bounded(requests.ttft_s / ttft_s, most), _bounded(requests.itl_s / itl_s, most)
-    )
-
-
 def decide_by_goals(
-    settings: PlannerSettings, profile: WorkerProfile, demand: Demand, correction: Corrections
+    settings: PlannerSettings, profile: WorkerProfile, demand: Demand
 ) -> tuple[Reason, Reason]:
     """The fewest workers of each role for the demand, before floors and budget."""
     rate = demand.requests.value / demand.duration_s
     return (
-        _prefill_rule(settings, profile, demand, rate, min(1.0, correction.ttft)),
-        _decode_rule(settings, profile, demand, rate, correction.itl),
+        _prefill_rule(settings, profile, demand, rate),
+        _decode_rule(settings, profile, demand, rate),
     )
 
 
 def pool_by_goals(
-    settings: PlannerSettings, profile: WorkerProfile, demand: Demand, correction: Corrections
+    settings: PlannerSettings, profile: WorkerProfile, demand: Demand
 ) -> tuple[Reason]:
     """The fewest workers of both roles for the demand, before floor and budget.
 
@@ -259,9 +234,8 @@ def pool_by_goals(
     because placement can use a pool so. Between these, all workers share: a prompt takes longer by what answers take.
     """
     rate = demand.requests.value / demand.duration_s
-    # Observed times between tokens contain the prompts' share of the steps.
-    answers = _answers(settings, profile, demand, rate, min(1.0, correction.itl))
-    apart = _prefill_rule(settings, profile, demand, rate, min(1.0, correction.ttft))
+    answers = _answers(settings, profile, demand, rate)
+    apart = _prefill_rule(settings, profile, demand, rate)
     length, service_s = apart.inputs["prompt_tokens"], apart.inputs["service_s"]
     prompts = rate * service_s
     goal_s = settings.goals.ttft_s
@@ -308,44 +282,38 @@ def pool_by_goals(
 
 @dataclass(frozen=True, slots=True)
 class _Answers:
-    """The answers under way, and the workers that they need as a fraction. `point` is the load of each."""
+    """The answers under way, and the workers that they need as a fraction. `each` are those of a worker."""
 
     tokens_per_s: float
     mean: float
     peak: float
-    point: DecodePoint
-    goal_s: float
+    each: float
+    step_s: float
 
     @property
     def workers(self) -> float:
-        return self.peak / (self.point.tokens_per_s * self.point.itl_s)
+        return self.peak / self.each
 
 
 def _answers(
-    settings: PlannerSettings,
-    profile: WorkerProfile,
-    demand: Demand,
-    rate: float,
-    correction: float,
+    settings: PlannerSettings, profile: WorkerProfile, demand: Demand, rate: float
 ) -> _Answers:
-    goal_s = settings.goals.itl_s / correction
-    point = profile.best_decode(goal_s, demand.context_tokens)
+    each = profile.answers_within(settings.goals.itl_s, demand.context_tokens)
+    step_s = profile.step_s(each, demand.context_tokens)
     tokens_per_s = rate * demand.answer_tokens.value
-    mean = tokens_per_s * point.itl_s
+    mean = tokens_per_s * step_s
     peak = mean + NormalDist().inv_cdf(settings.goals.share) * math.sqrt(mean)
-    return _Answers(tokens_per_s, mean, peak, point, goal_s)
+    return _Answers(tokens_per_s, mean, peak, each, step_s)
 
 
 def _prefill_rule(
-    settings: PlannerSettings,
-    profile: WorkerProfile,
-    demand: Demand,
-    rate: float,
-    correction: float,
+    settings: PlannerSettings, profile: WorkerProfile, demand: Demand, rate: float
 ) -> Reason:
     length = max(1.0, demand.new_prompt_tokens)
-    service_s = profile.ttft_s(length) * correction
-    wait_max_s = settings.goals.ttft_s - service_s
+    service_s = profile.prompt_s(length)
+    # A hand-over and a step with the answer follow.
+    first_s = service_s + profile.handover_s(length) + profile.step_s(1, demand.prompt_tokens.value)
+    wait_max_s = settings.goals.ttft_s - first_s
     is_in_reach = wait_max_s > 0.0
     # Where no number of workers reaches the goal, the wait is bounded by the time of service.
     count = fewest_workers(
@@ -364,7 +332,10 @@ def _prefill_rule(
             f"{wait_max_s * 1e3:.0f} ms."
         )
     else:
-        sentence += f", more than the goal of {settings.goals.ttft_s * 1e3:.0f} ms: no number of workers reaches it."
+        sentence += (
+            f", and the first token {first_s * 1e3:.0f} ms, more than the goal of {settings.goals.ttft_s * 1e3:.0f} "
+            "ms: no number of workers reaches it."
+        )
     return Reason(
         PlannedRole.PREFILL,
         "time to first token",
@@ -373,7 +344,7 @@ def _prefill_rule(
             "requests_per_s": rate,
             "prompt_tokens": length,
             "service_s": service_s,
-            "correction": correction,
+            "first_token_s": first_s,
             "goal_s": settings.goals.ttft_s,
         },
         sentence,
@@ -381,21 +352,17 @@ def _prefill_rule(
 
 
 def _decode_rule(
-    settings: PlannerSettings,
-    profile: WorkerProfile,
-    demand: Demand,
-    rate: float,
-    correction: float,
+    settings: PlannerSettings, profile: WorkerProfile, demand: Demand, rate: float
 ) -> Reason:
-    answers = _answers(settings, profile, demand, rate, correction)
-    point, goal_s = answers.point, answers.goal_s
+    answers = _answers(settings, profile, demand, rate)
+    goal_s = settings.goals.itl_s
     count = math.ceil(answers.workers)
     sentence = (
         f"{answers.tokens_per_s:.0f} tokens per second are {answers.mean:.1f} answers at the same time, and "
         f"{settings.goals.share:.1%} of the time at most {answers.peak:.1f}. They need {count} decode workers, of "
-        f"which each makes {point.tokens_per_s:.0f} tokens per second with {point.itl_s * 1e3:.1f} ms between tokens."
+        f"which each has {answers.each:.1f} answers with {answers.step_s * 1e3:.1f} ms between tokens."
     )
-    if point.itl_s > goal_s:
+    if answers.step_s > goal_s * (1 + 1e-9):
         sentence += f" No load of a worker reaches the goal of {goal_s * 1e3:.1f} ms."
     return Reason(
         PlannedRole.DECODE,
@@ -406,18 +373,9 @@ def _decode_rule(
             "answers": answers.mean,
             "answers_peak": answers.peak,
             "context_tokens": demand.context_tokens,
-            "correction": correction,
-            "worker_tokens_per_s": point.tokens_per_s,
-            "worker_itl_s": point.itl_s,
+            "worker_answers": answers.each,
+            "worker_itl_s": answers.step_s,
             "goal_s": goal_s,
         },
         sentence,
     )
-
-
-def _new_tokens(requests: RequestStatistics) -> float:
-    return max(1.0, requests.prompt_tokens * (1.0 - requests.cached_share))
-
-
-def _bounded(factor: float, most: float) -> float:
-    return min(most, max(1.0 / most, factor))

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from headrace_common.config import NonNegativeCount, NonNegativeSeconds, PositiveSeconds
 from headrace_common.errors import ConfigError
+from headrace_planner.settings import WorkerProfile
 
 WAITING_REQUEST_LOAD: Final = 0.02
 """Share of a decode worker's KV memory that a waiting request counts for (Dynamo's planner has the same weight)."""
@@ -150,12 +151,16 @@ class RequestStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What was observed between two decisions. `requests` is None when no request ended."""
+    """What was observed between two decisions. `requests` is None when no request ended.
+
+    `profile` is what the workers have learned of their times by then, None while they have not.
+    """
 
     start_unix_s: float
     duration_s: float
     samples: tuple[LoadSample, ...]
     requests: RequestStatistics | None = None
+    profile: WorkerProfile | None = None
 
     @property
     def counts(self) -> WorkerCounts:
@@ -245,6 +250,7 @@ class _Interval(_Line):
     duration_s: PositiveSeconds
     samples: Annotated[tuple[_Sample, ...], Field(min_length=1, max_length=_SAMPLES_MAX)]
     requests: _Requests | None = None
+    profile: WorkerProfile | None = None
 
 
 def read_intervals(lines: Iterable[str]) -> Iterator[Interval]:
@@ -270,8 +276,8 @@ def read_intervals(lines: Iterable[str]) -> Iterator[Interval]:
 def interval_line(interval: Interval) -> str:
     """The line of a recording for this interval, without the end of the line."""
     content = asdict(interval)
-    if interval.requests is None:
-        del content["requests"]
+    content["profile"] = interval.profile and interval.profile.model_dump(exclude_defaults=True)
+    content = {name: value for name, value in content.items() if value is not None}
     return json.dumps(content, allow_nan=False)
 
 
@@ -295,4 +301,4 @@ def _interval(parsed: _Interval) -> Interval:
         for sample in parsed.samples
     )
     requests = RequestStatistics(**dict(parsed.requests)) if parsed.requests is not None else None
-    return Interval(parsed.start_unix_s, parsed.duration_s, samples, requests)
+    return Interval(parsed.start_unix_s, parsed.duration_s, samples, requests, parsed.profile)

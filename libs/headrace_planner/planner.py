@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace_planner.goal_decision import (
-    corrections,
     decide_by_goals,
     pool_by_goals,
     predict_demand,
@@ -23,7 +22,7 @@ from headrace_planner.observation import (
     ScalingDecision,
     WorkerCounts,
 )
-from headrace_planner.settings import BudgetSettings, LoadSettings, PlannerSettings, WorkerProfile
+from headrace_planner.settings import BudgetSettings, LoadSettings, PlannerSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,15 +273,12 @@ class PlannerState:
 
 
 def plan(
-    settings: PlannerSettings,
-    profile: WorkerProfile | None,
-    interval: Interval,
-    state: PlannerState,
+    settings: PlannerSettings, interval: Interval, state: PlannerState
 ) -> tuple[ScalingDecision, PlannerState]:
     """The decision at the end of an interval, which has at least one sample.
 
-    Without a profile, only the load decides. While workers join or leave, the numbers stay as they are, because the
-    samples show two deployments. They stay as well where workers of both roles run beside others.
+    Without a profile of the workers, only the load decides. While workers join or leave, the numbers stay as they are,
+    because the samples show two deployments. They stay as well where workers of both roles run beside others.
     """
     observed = record_interval(settings, interval, state)
     current = interval.counts
@@ -291,7 +287,7 @@ def plan(
     if current.both and not current.is_pool:
         return ScalingDecision(current, current, (_mixed(current),)), observed
     by_load, load = decide_by_load(settings.load, interval, state.load)
-    floors = _floors(settings, profile, observed.history)
+    floors = _floors(settings, observed.history)
     wanted, by_goals = _raise_to(apply_reasons(current, by_load), floors)
     kept, by_need = keep_needed(settings, current, wanted, state.needed)
     target, by_budget = within_budget(settings.budget, kept)
@@ -319,15 +315,13 @@ def record_interval(
     return PlannerState(history, state.load, state.needed)
 
 
-def _floors(
-    settings: PlannerSettings, profile: WorkerProfile | None, history: Sequence[Interval]
-) -> tuple[Reason, ...]:
+def _floors(settings: PlannerSettings, history: Sequence[Interval]) -> tuple[Reason, ...]:
+    profile = history[-1].profile
     demand = predict_demand(settings, history) if profile is not None else None
     if profile is None or demand is None:
         return ()
-    correction = corrections(settings, profile, history[-1])
     decide = pool_by_goals if history[-1].counts.is_pool else decide_by_goals
-    return decide(settings, profile, demand, correction)
+    return decide(settings, profile, demand)
 
 
 def _raise_to(

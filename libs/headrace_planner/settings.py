@@ -1,15 +1,12 @@
-"""The planner's settings and profiles of workers, and the files that have them.
-
-A profile has the time to first token by prompt length, and the time between tokens by KV usage and context length.
-"""
+"""The planner's settings and profiles of workers, and the files that have them."""
 
 from __future__ import annotations
 
 import json
+import math
 import tomllib
-from bisect import bisect_left
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Collection
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Self, TypeVar
 
@@ -23,9 +20,14 @@ from headrace_common.config import (
     require_order,
 )
 from headrace_common.errors import ConfigError
+from headrace_common.time_model.model import (
+    NO_HANDOVERS,
+    HandoverTimes,
+    StepTimes,
+    TimeModel,
+    mean_model,
+)
 
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_POINTS_MAX = 10_000
 _MEASURED_CHARACTERS_MAX = 4_000
 
 
@@ -33,144 +35,92 @@ class _Point(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class PrefillPoint(_Point):
-    """The time to first token of one prompt on an idle prefill worker."""
-
-    prompt_tokens: _Positive
-    ttft_s: PositiveSeconds
-
-
-class DecodePoint(_Point):
-    """A decode worker at one KV usage and mean context length."""
-
-    kv_usage: Annotated[float, Field(ge=0, le=1)]
-    context_tokens: _Positive
-    itl_s: PositiveSeconds
-    tokens_per_s: _Positive
-
-    @property
-    def requests(self) -> float:
-        """The requests that make tokens at the same time."""
-        return self.tokens_per_s * self.itl_s
-
-
-class TransferTime(_Point):
-    """The time to hand the KV cache of a prompt over, apart from computing it."""
-
-    fixed_s: NonNegativeSeconds = 0.0
-    s_per_token: NonNegativeSeconds = 0.0
-
-
 class WorkerProfile(_Point):
-    """Measured points of one prefill worker and one decode worker.
+    """What is known of the workers of a model: the parts of the times of their steps and hand-overs, and their size.
 
-    The simulator also needs the size of a worker: the tokens that its KV memory holds and the most requests of a decode
-    worker. Both are 0 where they are unknown. `measured` says what was measured.
+    Sizes are 0 where they are unknown: the tokens that the KV memory of a worker holds, the bytes of one of them, and
+    the most requests of a worker that generates. `measured` says where the values are from.
     """
 
-    prefill: Annotated[tuple[PrefillPoint, ...], Field(min_length=1, max_length=_POINTS_MAX)]
-    decode: Annotated[tuple[DecodePoint, ...], Field(min_length=1, max_length=_POINTS_MAX)]
+    steps: StepTimes
+    handovers: HandoverTimes = NO_HANDOVERS
     kv_tokens: NonNegativeCount = 0
+    kv_bytes_per_token: NonNegativeCount = 0
     max_num_seqs: NonNegativeCount = 0
-    transfer: TransferTime = TransferTime()
+    max_num_batched_tokens: PositiveCount = Field(
+        default=8_192, description="Most prompt tokens of a step."
+    )
     host_load_s_per_token: NonNegativeSeconds = 0.0
     measured: Annotated[str, Field(max_length=_MEASURED_CHARACTERS_MAX)] = ""
 
     @model_validator(mode="after")
-    def _check_lengths(self) -> Self:
-        lengths = [point.prompt_tokens for point in self.prefill]
-        if sorted(set(lengths)) != lengths:
-            raise ValueError("write the points of prefill in increasing order of prompt_tokens")
+    def _check_times(self) -> Self:
+        for times in (self.steps, self.handovers):
+            wrong = [one for one, value in asdict(times).items() if not 0 <= value < math.inf]
+            if wrong:
+                raise ValueError(f"{wrong[0]} must be a number from 0")
+        if not (self.steps.knows_prompts and self.steps.knows_answers):
+            raise ValueError(
+                "the times of at least 5 steps with prompts and with answers are needed"
+            )
         return self
 
-    def ttft_s(self, prompt_tokens: float) -> float:
-        """Time to first token on an idle prefill worker, linear between the points.
-
-        Below the first point it is that of the first, and beyond the last it grows with the length.
-        """
-        lengths = [point.prompt_tokens for point in self.prefill]
-        times = [point.ttft_s for point in self.prefill]
-        if prompt_tokens >= lengths[-1]:
-            return times[-1] * prompt_tokens / lengths[-1]
-        return _between(lengths, times, prompt_tokens)
-
-    def expected_itl_s(self, kv_usage: float, context_tokens: float) -> float:
-        """Time between tokens at this usage, from the points with the nearest context length."""
-        points = self._points_near(context_tokens)
-        usages = [point.kv_usage for point in points]
-        return _between(usages, [point.itl_s for point in points], kv_usage)
-
-    def step_s(self, requests: float, context_tokens: float) -> float:
-        """Time of a decode step of so many requests with this mean context.
-
-        It is linear between the numbers of requests and between the context lengths that were measured. It goes on in
-        a line beyond the most requests, and is that of the nearest context beyond the others.
-        """
-        contexts = sorted({point.context_tokens for point in self.decode})
-        times = [self._step_at(requests, context) for context in contexts]
-        return _between(contexts, times, context_tokens)
-
-    def _step_at(self, requests: float, context_tokens: float) -> float:
-        """The same at a context length that was measured."""
-        points = sorted(
-            (point for point in self.decode if point.context_tokens == context_tokens),
-            key=lambda point: point.requests,
-        )
-        last = points[-1]
-        if requests > last.requests and len(points) > 1:
-            before = points[-2]
-            slope = (last.itl_s - before.itl_s) / max(1e-9, last.requests - before.requests)
-            return last.itl_s + max(0.0, slope) * (requests - last.requests)
-        return _between(
-            [point.requests for point in points], [point.itl_s for point in points], requests
+    def prompt_s(self, prompt_tokens: float, prior_tokens: float = 0) -> float:
+        """Time of an idle worker to compute these tokens of a prompt, after `prior_tokens` of it."""
+        steps = self.steps
+        step_count = math.ceil(prompt_tokens / self.max_num_batched_tokens)
+        attended = prompt_tokens * (prior_tokens + prompt_tokens / 2)
+        return (
+            step_count * (steps.fixed_s + steps.prompt_s)
+            + steps.s_per_prompt_token * prompt_tokens
+            + steps.s_per_attended_token * attended
         )
 
-    def best_decode(self, itl_s: float, context_tokens: float) -> DecodePoint:
-        """The load with the most tokens per second that reaches `itl_s`, on the lines between measured points.
+    def handover_s(self, tokens: float) -> float:
+        """Time from the end of computing these tokens until another worker has their KV."""
+        times = self.handovers
+        return times.fixed_s + times.s_per_byte * self.kv_bytes_per_token * tokens
 
-        It has the nearest context length. When no point reaches `itl_s`, the fastest one is returned.
-        """
-        points = self._points_near(context_tokens)
-        reaching = [point for point in points if point.itl_s <= itl_s]
-        if not reaching:
-            return min(points, key=lambda point: point.itl_s)
-        between = [
-            _point_with(itl_s, before, after)
-            for before, after in pairwise(points)
-            if before.itl_s < itl_s < after.itl_s
-        ]
-        return max((*reaching, *between), key=lambda point: point.tokens_per_s)
+    def step_s(self, answers: float, context_tokens: float) -> float:
+        """Time of a step of so many answers with this mean context, without prompts."""
+        steps = self.steps
+        each_s = steps.s_per_answer + steps.s_per_context_token * context_tokens
+        return steps.fixed_s + each_s * answers
 
-    def _points_near(self, context_tokens: float) -> list[DecodePoint]:
-        """The points of the context length next to this one, by usage."""
-        nearest = min(
-            (point.context_tokens for point in self.decode),
-            key=lambda length: (abs(length - context_tokens), length),
-        )
-        points = [point for point in self.decode if point.context_tokens == nearest]
-        return sorted(points, key=lambda point: point.kv_usage)
+    def answers_within(self, itl_s: float, context_tokens: float) -> float:
+        """The most answers of a worker with steps of at most `itl_s`; at least 1."""
+        one_s = self.step_s(1, context_tokens)
+        more_s = max(1e-9, one_s - self.steps.fixed_s)
+        most = 1 + (itl_s - one_s) / more_s
+        if self.max_num_seqs:
+            most = min(most, self.max_num_seqs)
+        if self.kv_tokens:
+            most = min(most, self.kv_tokens / max(1.0, context_tokens))
+        return max(1.0, most)
 
 
-def _point_with(itl_s: float, before: DecodePoint, after: DecodePoint) -> DecodePoint:
-    """The point with this time between tokens on the line between two points."""
-    share = (itl_s - before.itl_s) / (after.itl_s - before.itl_s)
-    return DecodePoint(
-        kv_usage=before.kv_usage + share * (after.kv_usage - before.kv_usage),
-        context_tokens=before.context_tokens,
-        itl_s=itl_s,
-        tokens_per_s=before.tokens_per_s + share * (after.tokens_per_s - before.tokens_per_s),
+def learned_profile(
+    prompts: Collection[TimeModel], answers: Collection[TimeModel], *, max_num_seqs: int = 0
+) -> WorkerProfile | None:
+    """The mean of what workers have learned: those that compute prompts, and those that generate.
+
+    None while no worker knows the times of one of them.
+    """
+    computing = mean_model([one for one in prompts if one.steps.knows_prompts])
+    generating = mean_model([one for one in answers if one.steps.knows_answers]).steps
+    prompt = computing.steps
+    if not prompt.knows_prompts or not generating.knows_answers:
+        return None
+    # A worker that computes prompts only does not know which part of a step every step has.
+    steps = replace(
+        generating,
+        prompt_s=max(0.0, prompt.fixed_s + prompt.prompt_s - generating.fixed_s),
+        s_per_prompt_token=prompt.s_per_prompt_token,
+        s_per_attended_token=prompt.s_per_attended_token,
+        s_per_sent_token=prompt.s_per_sent_token,
+        prompt_steps=prompt.prompt_steps,
     )
-
-
-def _between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Linear interpolation. Outside of the points it is the value of the nearest one."""
-    index = bisect_left(xs, x)
-    if index == 0:
-        return ys[0]
-    if index == len(xs):
-        return ys[-1]
-    share = (x - xs[index - 1]) / (xs[index] - xs[index - 1])
-    return ys[index - 1] + share * (ys[index] - ys[index - 1])
+    return WorkerProfile(steps=steps, handovers=computing.handovers, max_num_seqs=max_num_seqs)
 
 
 _Share = Annotated[float, Field(gt=0, le=1)]
@@ -280,10 +230,6 @@ class PlannerSettings(_Settings):
     shrink_intervals: NonNegativeCount = Field(
         default=5,
         description="Decisions in which no rule may have needed a worker before it is removed.",
-    )
-    correction_max: Annotated[float, Field(ge=1, le=100)] = Field(
-        default=4.0,
-        description="Bound on the factor by which observed latency may correct the profile.",
     )
     backtest_share: _Share = Field(
         default=0.5, description="Share of the history on which predictors are compared."

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
 
 from headrace_kv.layout.layout import WorkerRef
 from headrace_planner.observation import (
@@ -22,53 +21,72 @@ from headrace_planner.observation import (
 from headrace_planner.planner import PlannerState, plan
 from headrace_planner.settings import PlannerSettings, WorkerProfile
 from headrace_router.workers.table import Worker
-from headrace_simulator.cost import CostModel
 from headrace_simulator.job import RequestOutcome
-from headrace_simulator.router import LAYOUT, MODEL, SimulatedRouter
+from headrace_simulator.router import MODEL, SimulatedRouter
 from headrace_simulator.settings import ScalingSettings, SimulationSettings, Way
 from headrace_simulator.trace import BLOCK_TOKENS
-from headrace_simulator.workers import SimulatedDecodeWorker, SimulatedPrefillWorker, WorkerCache
-
-_BOTH: Final = (PlannedRole.PREFILL, PlannedRole.DECODE)
+from headrace_simulator.workers import SimulatedWorker, Surroundings, WorkerCache
 
 
 class Fleet:
     """Owns all workers. A worker costs from the order of its start until it has drained."""
 
     def __init__(
-        self, settings: SimulationSettings, cost: CostModel, router: SimulatedRouter
+        self,
+        settings: SimulationSettings,
+        profile: WorkerProfile,
+        router: SimulatedRouter,
+        prompt_tokens_max: int,
     ) -> None:
-        self.prefill: dict[WorkerRef, SimulatedPrefillWorker] = {}
-        self.decode: dict[WorkerRef, SimulatedDecodeWorker] = {}
+        """No prompt has more than `prompt_tokens_max` tokens."""
+        self._workers: dict[PlannedRole, dict[WorkerRef, SimulatedWorker]] = {
+            role: {} for role in PlannedRole
+        }
         self._settings = settings
-        self._cost = cost
+        self._profile = profile
         self._router = router
+        self._around = Surroundings(
+            profile,
+            router.queue,
+            router.jobs,
+            settings.ttft_s,
+            settings.itl_s,
+            prompt_tokens_max,
+            router.update_load,
+            self._gone,
+        )
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
-        self._starting: dict[PlannedRole, int] = dict.fromkeys(_BOTH, 0)
-        self._draining: dict[WorkerRef, SimulatedPrefillWorker | SimulatedDecodeWorker] = {}
+        self._starting = 0
+        self._draining: dict[WorkerRef, SimulatedWorker] = {}
         self._timers: set[asyncio.TimerHandle] = set()
         self._begun_s: dict[WorkerRef, tuple[PlannedRole, float]] = {}
-        self._spent_s: dict[PlannedRole, float] = dict.fromkeys(_BOTH, 0.0)
-        for role, count in zip(
-            _BOTH, (settings.prefill_workers, settings.decode_workers), strict=True
-        ):
-            for _ in range(count):
+        self._spent_s: dict[PlannedRole, float] = dict.fromkeys(PlannedRole, 0.0)
+        for role in PlannedRole:
+            for _ in range(settings.workers.of(role)):
                 self._join(role, self._order(role))
 
     @property
     def serving(self) -> WorkerCounts:
         """Workers that take requests."""
-        return WorkerCounts(len(self.prefill), len(self.decode))
+        return WorkerCounts(*(len(self._workers[role]) for role in PlannedRole))
+
+    @property
+    def generating(self) -> Sequence[SimulatedWorker]:
+        """Those that generate."""
+        return [
+            *self._workers[PlannedRole.DECODE].values(),
+            *self._workers[PlannedRole.BOTH].values(),
+        ]
 
     @property
     def is_starting(self) -> bool:
         """Whether workers start."""
-        return any(self._starting.values())
+        return self._starting > 0
 
     def set_target(self, target: WorkerCounts) -> None:
         """Starts or drains workers, so that these counts serve in the end. None may be starting."""
-        for role in _BOTH:
+        for role in PlannedRole:
             difference = target.of(role) - self.serving.of(role)
             for _ in range(max(0, difference)):
                 self._start(role)
@@ -85,10 +103,8 @@ class Fleet:
         """Stops all workers."""
         for timer in self._timers:
             timer.cancel()
-        draining = [
-            one for one in self._draining.values() if isinstance(one, SimulatedPrefillWorker)
-        ]
-        await asyncio.gather(*(one.close() for one in (*self.prefill.values(), *draining)))
+        serving = (one for workers in self._workers.values() for one in workers.values())
+        await asyncio.gather(*(one.close() for one in (*serving, *self._draining.values())))
 
     def _order(self, role: PlannedRole) -> WorkerRef:
         number = next(self._numbers)
@@ -98,11 +114,11 @@ class Fleet:
 
     def _start(self, role: PlannedRole) -> None:
         ref = self._order(role)
-        self._starting[role] += 1
+        self._starting += 1
 
         def joined() -> None:
             self._timers.discard(timer)
-            self._starting[role] -= 1
+            self._starting -= 1
             self._join(role, ref)
 
         timer = self._loop.call_later(self._settings.scaling.worker_start_s, joined)
@@ -110,53 +126,39 @@ class Fleet:
 
     def _join(self, role: PlannedRole, ref: WorkerRef) -> None:
         self._router.index.add_worker(ref)
-        blocks = self._cost.kv_tokens // BLOCK_TOKENS
+        blocks = self._profile.kv_tokens // BLOCK_TOKENS
         tiers = self._settings.way is Way.KV_AWARE_TIERS
         host_blocks = self._settings.host_tokens // BLOCK_TOKENS if tiers else 0
         cache = WorkerCache(ref, blocks, host_blocks, partial(self._router.index.apply, ref))
-        if role is PlannedRole.PREFILL:
-            worker = SimulatedPrefillWorker(
-                ref, self._router.queue, cache, self._cost, self._router.jobs, self._prefill_gone
-            )
-            self.prefill[ref] = worker
-            worker.start(MODEL, LAYOUT)
-            return
-        self.decode[ref] = SimulatedDecodeWorker(
-            self._decode_member(ref), cache, self._cost, self._router.update_load, self._decode_gone
-        )
-        self._router.set_workers(self.decode.values())
-
-    def _decode_member(self, ref: WorkerRef) -> Worker:
-        return Worker(
+        member = Worker(
             ref=ref,
             endpoint="",
             model=MODEL,
             max_model_len=self._settings.max_model_len,
-            max_num_seqs=self._cost.max_num_seqs,
-            layout=LAYOUT,
+            max_num_seqs=self._profile.max_num_seqs,
+            layout=self._router.layout,
+            computes_prompts=role is PlannedRole.BOTH,
         )
+        self._workers[role][ref] = SimulatedWorker(member, role, cache, self._around)
+        self._update_router()
+
+    def _update_router(self) -> None:
+        draining = (one for one in self._draining.values() if one.role is not PlannedRole.PREFILL)
+        self._router.set_workers([*self.generating, *draining])
 
     def _drain_one(self, role: PlannedRole) -> None:
-        """Drains the worker of a role that will be the first to be idle: of decode the one with the fewest requests."""
-        if role is PlannedRole.PREFILL:
-            ref, worker = next(reversed(self.prefill.items()))
-            self._draining[ref] = self.prefill.pop(ref)
-            worker.drain()
-            return
-        ref = min(self.decode, key=lambda one: self.decode[one].request_count)
-        decode = self._draining[ref] = self.decode.pop(ref)
-        self._router.set_workers(self.decode.values())
-        decode.drain()
+        """Drains the worker of a role with the fewest requests, and of equals the last one."""
+        workers = self._workers[role]
+        ref = min(reversed(workers), key=lambda one: workers[one].request_count)
+        worker = self._draining[ref] = workers.pop(ref)
+        worker.drain()
+        self._update_router()
 
-    def _prefill_gone(self, worker: SimulatedPrefillWorker) -> None:
-        self._gone(worker.ref)
-
-    def _decode_gone(self, worker: SimulatedDecodeWorker) -> None:
-        self._gone(worker.worker.ref)
-
-    def _gone(self, ref: WorkerRef) -> None:
+    def _gone(self, worker: SimulatedWorker) -> None:
+        ref = worker.worker.ref
         del self._draining[ref]
         self._router.index.remove_worker(ref)
+        self._update_router()
         role, begun_s = self._begun_s.pop(ref)
         self._spent_s[role] += self._loop.time() - begun_s
 
@@ -183,7 +185,8 @@ class PlannerDecisions:
         self._state = PlannerState()
 
     def __call__(self, interval: Interval) -> WorkerCounts:
-        decision, self._state = plan(self._settings, self._profile, interval, self._state)
+        learned = replace(interval, profile=self._profile)
+        decision, self._state = plan(self._settings, learned, self._state)
         return decision.target
 
 
@@ -234,17 +237,18 @@ class Autoscaler:
         self.changes.append(Change(time_s, before, target))
 
     def _sample(self) -> LoadSample:
-        decode = self._fleet.decode.values()
-        waiting = self._router.waiting_requests
-        each, more = divmod(waiting, max(1, len(decode)))
+        counts, generating = self._fleet.serving, self._fleet.generating
+        each, more = divmod(self._router.waiting_requests, max(1, len(generating)))
+        waiting_prompts = sum(one.waiting_prompts for one in generating if counts.both)
         return LoadSample(
-            len(self._fleet.prefill),
-            self._router.queue.depth,
+            counts.prefill,
+            self._router.queue.depth + waiting_prompts,
             tuple(
                 DecodeLoad(worker.kv_usage, each + (number < more), worker.slot_usage)
-                for number, worker in enumerate(decode)
+                for number, worker in enumerate(generating)
             ),
             ClassCounts(**self._router.queue.depths()),
+            both_workers=counts.both,
         )
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from headrace_common.callers.priority import Priority
-from headrace_kv.layout.layout import WorkerRef
 from headrace_simulator.trace import TraceRequest
 
 
@@ -55,8 +54,6 @@ class Job:
         self.first_token_s = 0.0
         self.end_s = 0.0
         self.cached_tokens = 0
-        self.compute_s = 0.0
-        self.decode_worker: WorkerRef | None = None
         self.finished: asyncio.Future[None] = loop.create_future()
 
     @property
@@ -64,13 +61,9 @@ class Job:
         """Unique, since a simulated request has one attempt."""
         return f"t{self.request.number}"
 
-    def placed(self, ref: WorkerRef) -> None:
-        """A decode worker has reserved blocks."""
-        self.decode_worker = ref
-
-    def prefilled(self, cached_tokens: int, compute_s: float) -> None:
+    def prefilled(self, cached_tokens: int) -> None:
         """A worker has computed the prompt, without the cached tokens."""
-        self.cached_tokens, self.compute_s = cached_tokens, compute_s
+        self.cached_tokens = cached_tokens
 
     def made_first_token(self, now_s: float) -> None:
         """The first token of the answer was generated."""
@@ -118,6 +111,7 @@ class ChangeRow:
     time_s: float
     prefill_workers: int
     decode_workers: int
+    both_workers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +150,14 @@ class SimulationResult:
     cached_share: float
     prefill_worker_hours: float
     decode_worker_hours: float
+    both_worker_hours: float
     changes: Sequence[ChangeRow]
     classes: Sequence[ClassResult] = ()
 
     @property
     def worker_hours(self) -> float:
         """Hours of all workers together."""
-        return self.prefill_worker_hours + self.decode_worker_hours
+        return self.prefill_worker_hours + self.decode_worker_hours + self.both_worker_hours
 
     @property
     def changes_per_hour(self) -> float:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from headrace_common.errors import ConfigError, HeadraceError
 from headrace_planner.observation import PlannedRole
 from headrace_planner.settings import WorkerProfile
-from headrace_simulator.cost import CostModel
 from headrace_simulator.fleet import Autoscaler, Decide, Fleet, PlannerDecisions
 from headrace_simulator.job import (
     ChangeRow,
@@ -54,15 +53,15 @@ class _Replay:
         trace: Sequence[TraceRequest],
         decide: Decide | None,
     ) -> None:
-        cost = CostModel(profile)
         self._settings = settings
         self._trace = trace
         if decide is None and settings.scaling.scaling is Scaling.PLANNER:
             decide = PlannerDecisions(settings.scaling.planner, profile)
         self._decide = decide
         self._loop = asyncio.get_running_loop()
-        self._router = SimulatedRouter(settings, cost)
-        self._fleet = Fleet(settings, cost, self._router)
+        self._router = SimulatedRouter(settings, profile)
+        longest = max(request.prompt_tokens for request in trace)
+        self._fleet = Fleet(settings, profile, self._router, longest)
         self._outcomes: list[RequestOutcome] = []
         self._autoscaler: Autoscaler | None = None
 
@@ -123,8 +122,11 @@ class _Replay:
             cached_share=sum(one.cached_tokens for one in complete) / max(1, prompt_tokens),
             prefill_worker_hours=self._fleet.worker_s(PlannedRole.PREFILL) / 3_600.0,
             decode_worker_hours=self._fleet.worker_s(PlannedRole.DECODE) / 3_600.0,
+            both_worker_hours=self._fleet.worker_s(PlannedRole.BOTH) / 3_600.0,
             changes=[
-                ChangeRow(change.time_s, change.after.prefill, change.after.decode)
+                ChangeRow(
+                    change.time_s, change.after.prefill, change.after.decode, change.after.both
+                )
                 for change in changes
             ],
             classes=classes_of(outcomes, ttft_s, itl_s, duration_s),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Final
 
@@ -18,6 +20,7 @@ from headrace_frontend.admission.admission import Admission, AdmissionLimits
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.prefix.hashing import prefix_hasher
+from headrace_planner.settings import WorkerProfile
 from headrace_router.placement import (
     Candidates,
     Decision,
@@ -31,28 +34,32 @@ from headrace_router.prefill_queue.task import TaskTerms
 from headrace_router.prefix_cache.cached_prompts import CachedPrompts
 from headrace_router.prefix_cache.index import PrefixIndex
 from headrace_router.prefix_cache.tier_prices import TierPrices
+from headrace_router.timed_placement import AnswerLengths, TokenTargets
 from headrace_router.workers.table import LoadTable
-from headrace_simulator.cost import CostModel
 from headrace_simulator.job import Job
 from headrace_simulator.settings import SimulationSettings, Way
 from headrace_simulator.trace import BLOCK_TOKENS, TraceRequest
-from headrace_simulator.workers import SimulatedDecodeWorker, computed
+from headrace_simulator.workers import SimulatedWorker
 
 MODEL: Final = "simulated"
-LAYOUT: Final = KvLayout.attention(
-    model=MODEL,
-    dtype="bfloat16",
-    layer_count=1,
-    kv_head_count=1,
-    block_tokens=BLOCK_TOKENS,
-    parts={"kv": 2},
-)
 _HASH_KEY: Final = 1
 _TENANT: Final = ""
 _REQUESTS_MAX: Final = 1_000_000
 # No request has a deadline in a simulation.
 _REMAINING_S: Final = 1e9
 _AWARE: Final = (Way.KV_AWARE, Way.KV_AWARE_TIERS)
+
+
+def layout_of(profile: WorkerProfile) -> KvLayout:
+    """A layout with as many bytes for a token as the profile states."""
+    return KvLayout.attention(
+        model=MODEL,
+        dtype="bfloat16",
+        layer_count=1,
+        kv_head_count=1,
+        block_tokens=BLOCK_TOKENS,
+        parts={"kv": max(1, profile.kv_bytes_per_token)},
+    )
 
 
 class RoundRobin(Placement):
@@ -80,17 +87,21 @@ class RoundRobin(Placement):
 class SimulatedRouter:
     """Serves one model. `jobs` has the jobs that are under way, by transfer id."""
 
-    def __init__(self, settings: SimulationSettings, cost: CostModel) -> None:
+    def __init__(self, settings: SimulationSettings, profile: WorkerProfile) -> None:
         self.queue = PrefillQueue(_REQUESTS_MAX, sign=lambda task, ref, layout_hash: b"")
         self.jobs: dict[str, Job] = {}
-        self._cost = cost
+        self._loop = asyncio.get_running_loop()
+        self.layout = layout_of(profile)
+        self._profile = profile
+        self._settings = settings
+        self._lengths = AnswerLengths()
         self._is_aware = settings.way in _AWARE
         aware = KvAware(Random(settings.seed))
         self._placement = RoundRobin(aware) if settings.way is Way.ROUND_ROBIN else aware
         self._policy = RoutePolicy(local_prefill_max_tokens=settings.local_prefill_max_tokens)
         self._cached = CachedPrompts(lambda: _HASH_KEY, TierPrices(self.queue.compute_s_per_token))
         self._hasher = prefix_hasher(_HASH_KEY, MODEL, BLOCK_TOKENS)
-        self._workers: dict[WorkerRef, SimulatedDecodeWorker] = {}
+        self._workers: dict[WorkerRef, SimulatedWorker] = {}
         self._table = LoadTable(())
         limits = AdmissionLimits(_REQUESTS_MAX, _REQUESTS_MAX, wait_s=_REMAINING_S)
         self._admission = Admission(limits, dict)
@@ -115,21 +126,23 @@ class SimulatedRouter:
         words = request.token_words()
         return Job(request, words, self._hasher.hashes(words))
 
-    def set_workers(self, workers: Iterable[SimulatedDecodeWorker]) -> None:
-        """Replaces the decode workers."""
+    def set_workers(self, workers: Iterable[SimulatedWorker]) -> None:
+        """Replaces the workers that generate, those that drain included."""
         self._workers = {one.worker.ref: one for one in workers}
         self._table = LoadTable(one.worker for one in self._workers.values())
         for ref, one in self._workers.items():
             self._table.set(ref, one.load())
-        slots = sum(one.worker.max_num_seqs for one in self._workers.values())
-        self._admission.resize_slots(MODEL, slots)
+        self._admission.resize_slots(MODEL, self._table.slots(routers=1).total)
         self._load_changed()
 
-    def update_load(self, worker: SimulatedDecodeWorker) -> None:
-        """The load of a decode worker has changed."""
+    def update_load(self, worker: SimulatedWorker) -> None:
+        """The load of a worker that generates has changed."""
+        self._update_table(worker)
+        self._load_changed()
+
+    def _update_table(self, worker: SimulatedWorker) -> None:
         if worker.worker.ref in self._table:
             self._table.set(worker.worker.ref, worker.load())
-        self._load_changed()
 
     def _load_changed(self) -> None:
         for change in self._load_changes.values():
@@ -149,15 +162,39 @@ class SimulatedRouter:
 
     async def _serve(self, job: Job) -> None:
         decision, worker, cached_tokens = await self._reserve(job)
+        holder = worker if decision.prefill is None else self._workers.get(decision.prefill)
         try:
-            await self._prefill(job, decision, worker, cached_tokens)
+            with self._counted(holder, decision):
+                await self._prefill(job, decision, worker, cached_tokens)
         except HeadraceError:
             worker.release(job)
             raise
-        worker.run(job)
+        if decision.remote:
+            await asyncio.sleep(self._handover_s(job.prompt_tokens - 1 - cached_tokens))
+        worker.generate(job)
         await job.finished
+        self._lengths.ended(MODEL, job.answer_tokens)
 
-    async def _reserve(self, job: Job) -> tuple[Decision, SimulatedDecodeWorker, int]:
+    def _handover_s(self, tokens: int) -> float:
+        return self._profile.handover_s(tokens) if tokens else 0.0
+
+    @contextmanager
+    def _counted(self, worker: SimulatedWorker | None, decision: Decision) -> Iterator[None]:
+        """The prompt counts as work of the worker that should compute it."""
+        if worker is None:
+            yield
+            return
+        number = worker.prompts.add(
+            decision.missing_tokens, self._loop.time(), decision.cached_tokens
+        )
+        self._update_table(worker)
+        try:
+            yield
+        finally:
+            worker.prompts.remove(number, self._loop.time())
+            self._update_table(worker)
+
+    async def _reserve(self, job: Job) -> tuple[Decision, SimulatedWorker, int]:
         """The decision, its worker, and the prompt tokens that the worker has cached. Waits for room."""
         self._without_blocks += 1
         try:
@@ -169,7 +206,7 @@ class SimulatedRouter:
         finally:
             self._without_blocks -= 1
 
-    def _try_workers(self, job: Job) -> tuple[Decision, SimulatedDecodeWorker, int] | None:
+    def _try_workers(self, job: Job) -> tuple[Decision, SimulatedWorker, int] | None:
         refused: frozenset[WorkerRef] = frozenset()
         while True:
             try:
@@ -184,7 +221,6 @@ class SimulatedRouter:
             except DecodeFull:
                 refused |= {decision.worker.ref}
                 continue
-            job.placed(decision.worker.ref)
             return decision, worker, cached_tokens
 
     def _placement_request(self, job: Job, refused: frozenset[WorkerRef]) -> PlacementRequest:
@@ -195,6 +231,12 @@ class SimulatedRouter:
             policy=self._policy,
             remaining_s=_REMAINING_S,
             failed=refused,
+            targets=TokenTargets(
+                self._settings.ttft_s,
+                self._settings.itl_s,
+                elapsed_s=self._loop.time() - job.arrival_s,
+                answer_tokens=self._lengths.expected(MODEL, job.answer_tokens),
+            ),
         )
 
     def _candidates(self, job: Job) -> Candidates:
@@ -209,37 +251,37 @@ class SimulatedRouter:
         )
 
     async def _prefill(
-        self, job: Job, decision: Decision, worker: SimulatedDecodeWorker, cached_tokens: int
+        self, job: Job, decision: Decision, worker: SimulatedWorker, cached_tokens: int
     ) -> None:
-        """Has the prompt computed, and its KV cache handed over."""
-        prompt_tokens = job.prompt_tokens - 1
+        """Has the prompt computed."""
         if not decision.remote:
-            local_tokens, compute_s = computed(job, worker.cache, self._cost)
-            job.prefilled(local_tokens, compute_s)
-            worker.pause(compute_s)
+            computed: asyncio.Future[None] = self._loop.create_future()
+            worker.compute(job, partial(computed.set_result, None))
+            await computed
             return
         task = prefill_pb2.PrefillTask(
             transfer_id=job.transfer_id,
-            token_ids=[0] * prompt_tokens,
+            token_ids=[0] * (job.prompt_tokens - 1),
             start_token=cached_tokens,
+            decode_worker_id=worker.worker.ref.worker_id,
+            decode_incarnation=worker.worker.ref.incarnation,
         )
         terms = TaskTerms(
             deadline_s=job.arrival_s + _REMAINING_S,
+            avoid=frozenset({worker.worker.ref}),
             cached=self._prefixes(job),
             returns_max=1_000,
             priority=job.priority,
+            planned=decision.prefill,
         )
-        queued = self.queue.enqueue(task, layout=LAYOUT, terms=terms)
+        queued = self.queue.enqueue(task, layout=self.layout, terms=terms)
         outcome = await queued.outcome
         if outcome.error is not None:
             raise outcome.error
-        await asyncio.sleep(
-            self._cost.exposed_transfer_s(prompt_tokens - cached_tokens, job.compute_s)
-        )
 
     def _prefixes(self, job: Job) -> Mapping[WorkerRef, int]:
         """The prompt tokens that each prefill worker has cached."""
         if not self._is_aware:
             return {}
-        refs = self.queue.pulling_workers().get(fingerprint(LAYOUT), frozenset())
+        refs = self.queue.pulling_workers().get(fingerprint(self.layout), frozenset())
         return self._cached.cached_refs(MODEL, job.token_words, "", refs)

@@ -13,6 +13,7 @@ from headrace_common.config import (
     PositiveCount,
     PositiveSeconds,
 )
+from headrace_planner.observation import WorkerCounts
 from headrace_planner.settings import PlannerSettings, WorkerProfile
 
 RUNS_MAX: Final = 64
@@ -54,10 +55,14 @@ class ScalingSettings(_Settings):
 
 
 class SimulationSettings(_Settings):
-    """One replay. `ttft_s` and `itl_s` are the goals of each request."""
+    """One replay. `ttft_s` and `itl_s` are the goals of each request, and what placement and workers are to keep.
+
+    With `both_workers`, all workers have both roles, and the numbers of the others do not count.
+    """
 
     prefill_workers: Annotated[int, Field(ge=0, le=_WORKERS_MAX)] = 1
     decode_workers: Annotated[int, Field(ge=1, le=_WORKERS_MAX)] = 1
+    both_workers: Annotated[int, Field(ge=0, le=_WORKERS_MAX)] = 0
     way: Way = Way.KV_AWARE
     host_tokens: NonNegativeCount = Field(
         default=0, description="Tokens that main memory of a worker holds, with tiers."
@@ -70,6 +75,13 @@ class SimulationSettings(_Settings):
     itl_s: PositiveSeconds = 0.05
     seed: NonNegativeCount = 0
     scaling: ScalingSettings = ScalingSettings()
+
+    @property
+    def workers(self) -> WorkerCounts:
+        """The first workers."""
+        if self.both_workers:
+            return WorkerCounts(0, 0, self.both_workers)
+        return WorkerCounts(self.prefill_workers, self.decode_workers)
 
 
 class SimulationSpec(_Settings):

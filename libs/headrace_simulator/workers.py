@@ -1,32 +1,35 @@
-"""Simulated workers: real admission and queue, computing that takes time only, and a prefix cache.
+"""Simulated workers: real admission, queue and step budget, steps that take time only, and a prefix cache.
 
 Changes of its prefix cache become events of a real PrefixEventLog, as those of an engine do.
-
-Between two changes of a decode worker's requests, the steps have one duration. So the work of the simulation grows with
-the requests and not with the tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import Draining
-from headrace_common.time_model.model import Step, StepLearner
+from headrace_common.time_model.model import TimeModel
 from headrace_common.time_model.proto import step_times_to_proto
 from headrace_decode.admission.admission import BlockAdmission, Capacity
 from headrace_engine.prefix_event_log import PrefixEventLog
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_engine.step_budget import TokenBounds
+from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import KvEvent, Tier
+from headrace_planner.observation import PlannedRole
+from headrace_planner.settings import WorkerProfile
 from headrace_router.prefill_queue.queue import PrefillQueue
+from headrace_router.workers.prompt_work import PromptQueue
 from headrace_router.workers.table import Load, Worker
-from headrace_simulator.cost import CostModel
+from headrace_simulator.engine import EnginePrompt, SimulatedEngine
 from headrace_simulator.job import Job
 from headrace_simulator.trace import BLOCK_TOKENS
+from headrace_worker.prompt_room import prompt_blocks
 
 
 class WorkerCache:
@@ -114,151 +117,61 @@ class WorkerCache:
 
 # One prompt is computed, and the next one waits at the worker.
 _CREDITS: Final = 2
-
-
-class SimulatedPrefillWorker:
-    """`jobs` has the jobs by transfer id. `on_gone` is called when the worker has drained."""
-
-    def __init__(
-        self,
-        ref: WorkerRef,
-        queue: PrefillQueue,
-        cache: WorkerCache,
-        cost: CostModel,
-        jobs: Mapping[str, Job],
-        on_gone: Callable[[SimulatedPrefillWorker], None],
-    ) -> None:
-        self.ref = ref
-        self._queue = queue
-        self._cache = cache
-        self._cost = cost
-        self._jobs = jobs
-        self._on_gone = on_gone
-        self._learner = StepLearner()
-        self._computing = False
-        self._draining = False
-
-    def start(self, model: str, layout: KvLayout) -> None:
-        """Joins the queue."""
-        self._stream = self._queue.add_worker(self.ref, model, layout)
-        self._task = asyncio.get_running_loop().create_task(self._run())
-        self._queue.add_credits(self._stream, _CREDITS)
-
-    def drain(self) -> None:
-        """Returns the prompts that it has not begun, completes the one that it computes, and leaves."""
-        self._draining = True
-        while self._stream.outbox.depth:
-            self._reject(self._stream.outbox.get_nowait())
-        self._leave_if_drained()
-
-    async def close(self) -> None:
-        """Stops at once."""
-        self._task.cancel()
-        await asyncio.wait([self._task])
-
-    async def _run(self) -> None:
-        while True:
-            message = await self._stream.outbox.get()
-            if not message.HasField("task"):
-                continue
-            if self._draining:
-                self._reject(message)
-                continue
-            self._computing = True
-            await self._compute(message.task.transfer_id)
-            self._computing = False
-            if self._leave_if_drained():
-                return
-
-    async def _compute(self, transfer_id: str) -> None:
-        job = self._jobs[transfer_id]
-        self._queue.task_started(self._stream, transfer_id)
-        cached_tokens, compute_s = computed(job, self._cache, self._cost)
-        await asyncio.sleep(compute_s)
-        self._cache.use(job.hashes)
-        job.prefilled(cached_tokens, compute_s)
-        done = prefill_pb2.TaskDone(transfer_id=transfer_id, cached_tokens=cached_tokens)
-        missing_tokens = max(1, job.prompt_tokens - cached_tokens)
-        attended_tokens = missing_tokens * (cached_tokens + missing_tokens / 2)
-        self._learner.observe(Step(missing_tokens, attended_tokens), compute_s)
-        done.time_model.steps.CopyFrom(step_times_to_proto(self._learner.times))
-        self._queue.task_ended(self._stream, done)
-        if not self._draining:
-            self._queue.add_credits(self._stream, 1)
-
-    def _reject(self, message: prefill_pb2.PullResponse) -> None:
-        if message.HasField("task"):
-            done = prefill_pb2.TaskDone(
-                transfer_id=message.task.transfer_id, reason=Draining.reason, detail="it drains"
-            )
-            self._queue.task_ended(self._stream, done)
-
-    def _leave_if_drained(self) -> bool:
-        if self._computing or not self._draining:
-            return False
-        self._queue.remove_worker(self._stream)
-        self._task.cancel()
-        self._on_gone(self)
-        return True
-
-
-def computed(job: Job, cache: WorkerCache, cost: CostModel) -> tuple[int, float]:
-    """The prompt tokens that a worker has cached, and the time to compute the others.
-
-    Blocks in main memory are loaded if that is faster than to compute them. The last token is always computed.
-    """
-    whole = job.prompt_tokens - 1
-    device, reached = (min(whole, blocks * BLOCK_TOKENS) for blocks in cache.depths(job.hashes))
-    compute_s = cost.prefill_s(job.prompt_tokens, device)
-    if reached > device:
-        loaded_s = cost.prefill_s(job.prompt_tokens, reached) + cost.host_load_s(reached - device)
-        if loaded_s < compute_s:
-            return reached, loaded_s
-    return device, compute_s
-
-
 ADMISSION_BLOCK_TOKENS: Final = 16
-# The context grows with every step, and so does the duration of the next.
-_STEPS_MAX: Final = 256.0
-_FIRST, _LAST = 0, 1
 
 
-class SimulatedDecodeWorker:
-    """`on_change` is called when its load has changed, and `on_gone` when it has drained."""
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What all workers have in common. `jobs` has the jobs by transfer id.
+
+    `on_change` is called when the load of a worker has changed, and `on_gone` when it has drained.
+    """
+
+    profile: WorkerProfile
+    queue: PrefillQueue
+    jobs: Mapping[str, Job]
+    ttft_s: float
+    tpot_s: float
+    prompt_tokens_max: int
+    on_change: Callable[[SimulatedWorker], None]
+    on_gone: Callable[[SimulatedWorker], None]
+
+
+class SimulatedWorker:
+    """One engine. Its role decides whether it computes prompts of the queue, generates, or both."""
 
     def __init__(
-        self,
-        worker: Worker,
-        cache: WorkerCache,
-        cost: CostModel,
-        on_change: Callable[[SimulatedDecodeWorker], None],
-        on_gone: Callable[[SimulatedDecodeWorker], None],
+        self, worker: Worker, role: PlannedRole, cache: WorkerCache, around: Surroundings
     ) -> None:
         self.worker = worker
+        self.role = role
         self.cache = cache
-        self._cost = cost
-        self._on_change = on_change
-        self._on_gone = on_gone
+        self.prompts = PromptQueue()
+        """The prompts that the router has placed on it."""
+        self._around = around
         self._loop = asyncio.get_running_loop()
-        self._usable_blocks = max(1, cost.kv_tokens // ADMISSION_BLOCK_TOKENS)
+        profile = around.profile
+        self._times = TimeModel(profile.steps, profile.handovers)
+        self._engine = SimulatedEngine(profile, around.tpot_s, self._answered)
         capacity = Capacity(
-            usable_blocks=self._usable_blocks,
+            usable_blocks=max(1, profile.kv_tokens // ADMISSION_BLOCK_TOKENS),
             block_tokens=ADMISSION_BLOCK_TOKENS,
             max_model_len=worker.max_model_len,
             max_num_seqs=worker.max_num_seqs,
         )
+        if role is PlannedRole.BOTH:
+            longest = replace(capacity, max_model_len=around.prompt_tokens_max)
+            capacity = capacity.without(prompt_blocks(longest))
+        self._usable_blocks = capacity.usable_blocks
         self._admission = BlockAdmission(capacity, self._loop.time)
-        self._draining = False
         self._answer_tokens = 0
-        # Steps since the start, when they were counted, and their duration since then.
-        self._steps = 0.0
-        self._counted_s = self._loop.time()
-        self._step_s = 0.0
-        self._running = 0
-        # The sum over running requests of the prompt less the steps at the start: context = this + running x steps.
-        self._context_base = 0.0
-        self._marks: list[tuple[float, int, int, Job]] = []
-        self._timer: asyncio.TimerHandle | None = None
+        self._pulled = 0
+        self._draining = False
+        self._pulling: asyncio.Task[None] | None = None
+        if role is not PlannedRole.DECODE:
+            self._stream = around.queue.add_worker(worker.ref, worker.model, worker.layout)
+            self._pulling = self._loop.create_task(self._pull())
+            around.queue.add_credits(self._stream, _CREDITS)
 
     @property
     def kv_usage(self) -> float:
@@ -272,8 +185,13 @@ class SimulatedDecodeWorker:
 
     @property
     def request_count(self) -> int:
-        """Requests that hold blocks."""
-        return self._admission.request_count
+        """Requests that hold blocks, and prompts of others."""
+        return self._admission.request_count + self._pulled
+
+    @property
+    def waiting_prompts(self) -> int:
+        """Prompts that wait for others on the same worker."""
+        return self._engine.waiting_prompts
 
     def load(self) -> Load:
         """Its load as a router's table has it."""
@@ -282,6 +200,8 @@ class SimulatedDecodeWorker:
             held_tokens=self._admission.reserved_blocks * ADMISSION_BLOCK_TOKENS,
             total_tokens=self._usable_blocks * ADMISSION_BLOCK_TOKENS,
             draining=self._draining,
+            prompts=self.prompts.work,
+            times=self._times,
         )
 
     def reserve(self, job: Job) -> int:
@@ -295,86 +215,100 @@ class SimulatedDecodeWorker:
         self._answer_tokens += job.answer_tokens
         device, _ = self.cache.depths(job.hashes)
         self._resize_cache()
-        self._on_change(self)
+        self._around.on_change(self)
         return min(job.prompt_tokens - 1, device * BLOCK_TOKENS)
 
-    def run(self, job: Job) -> None:
-        """The KV cache of the prompt is complete: generates the answer."""
-        self._count_steps()
-        self.cache.use(job.hashes)
-        self._running += 1
-        self._context_base += job.prompt_tokens - self._steps
-        number = job.request.number
-        heapq.heappush(self._marks, (self._steps + 1, number, _FIRST, job))
-        heapq.heappush(self._marks, (self._steps + job.answer_tokens, number, _LAST, job))
-        self._schedule()
+    def compute(self, job: Job, computed: Callable[[], None]) -> None:
+        """Computes the prompt except its last token. Blocks in main memory are loaded where that is faster."""
+        profile, whole = self._around.profile, job.prompt_tokens - 1
+        cached, reached = (min(whole, one * BLOCK_TOKENS) for one in self.cache.depths(job.hashes))
+        load_s = (reached - cached) * profile.host_load_s_per_token
+        saved_s = profile.prompt_s(whole - cached, cached) - profile.prompt_s(
+            whole - reached, reached
+        )
+        if reached == cached or load_s >= saved_s:
+            reached, load_s = cached, 0.0
 
-    def pause(self, seconds: float) -> None:
-        """Computes a prompt itself: its answers wait."""
-        self._count_steps()
-        self._counted_s = max(self._counted_s, self._loop.time()) + seconds
-        self._schedule()
+        def ended() -> None:
+            self.cache.use(job.hashes)
+            job.prefilled(reached)
+            computed()
+
+        bounds = TokenBounds(
+            job.arrival_s + self._around.ttft_s, self._around.ttft_s, self._around.tpot_s
+        )
+        prompt = EnginePrompt(whole - reached, reached, bounds, ended)
+        if load_s:
+            self._loop.call_later(load_s, self._engine.add_prompt, prompt)
+        else:
+            self._engine.add_prompt(prompt)
+
+    def generate(self, job: Job) -> None:
+        """The KV cache of the prompt is complete: generates the answer."""
+        self.cache.use(job.hashes)
+        self._engine.add_answer(job)
 
     def release(self, job: Job) -> None:
         """Frees the blocks of a request."""
         self._admission.release(job.transfer_id)
         self._answer_tokens -= job.answer_tokens
         self._resize_cache()
-        self._on_change(self)
+        self._around.on_change(self)
         self._leave_if_drained()
 
     def drain(self) -> None:
-        """Takes no more requests, and leaves after the last."""
+        """Takes no more requests and prompts, and leaves after the last."""
         self._draining = True
-        self._on_change(self)
+        self._around.on_change(self)
         self._leave_if_drained()
 
-    def _leave_if_drained(self) -> None:
-        if self._draining and not self._admission.request_count:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._on_gone(self)
+    async def close(self) -> None:
+        """Stops at once."""
+        self._engine.close()
+        if self._pulling is not None:
+            self._pulling.cancel()
+            await asyncio.wait([self._pulling])
+
+    def _answered(self, job: Job) -> None:
+        self.release(job)
 
     def _resize_cache(self) -> None:
         tokens = self._usable_blocks * ADMISSION_BLOCK_TOKENS - self._answer_tokens
         self.cache.resize(tokens // BLOCK_TOKENS)
 
-    def _count_steps(self) -> None:
-        """Adds the steps since the last count. During a pause, the count lies in the future."""
-        now_s = self._loop.time()
-        if now_s <= self._counted_s:
-            return
-        if self._running and self._step_s > 0:
-            self._steps += (now_s - self._counted_s) / self._step_s
-        self._counted_s = now_s
-
-    def _schedule(self) -> None:
-        """The duration of the next steps, and the next time at which something happens."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if not self._running:
-            return
-        mean_context = self._context_base / self._running + self._steps
-        self._step_s = self._cost.step_s(self._running, max(1.0, mean_context))
-        steps = min(_STEPS_MAX, max(0.0, self._marks[0][0] - self._steps))
-        self._timer = self._loop.call_at(self._counted_s + steps * self._step_s, self._pass_marks)
-
-    def _pass_marks(self) -> None:
-        self._timer = None
-        self._count_steps()
-        now_s = self._loop.time()
-        ended: list[Job] = []
-        # Rounding leaves a part of a step.
-        while self._marks and self._marks[0][0] <= self._steps + 1e-6:
-            steps, _, kind, job = heapq.heappop(self._marks)
-            if kind == _FIRST:
-                job.made_first_token(now_s)
+    async def _pull(self) -> None:
+        while True:
+            message = await self._stream.outbox.get()
+            if not message.HasField("task"):
                 continue
-            self._running -= 1
-            self._context_base -= job.prompt_tokens - (steps - job.answer_tokens)
-            job.made_last_token(now_s)
-            ended.append(job)
-        self._schedule()
-        for job in ended:
-            self.release(job)
+            transfer_id = message.task.transfer_id
+            if self._draining:
+                self._end_task(transfer_id, Draining("it drains"))
+            else:
+                self._around.queue.task_started(self._stream, transfer_id)
+                self._pulled += 1
+                self.compute(self._around.jobs[transfer_id], partial(self._computed, transfer_id))
+
+    def _computed(self, transfer_id: str) -> None:
+        self._end_task(transfer_id)
+        self._pulled -= 1
+        if not self._draining:
+            self._around.queue.add_credits(self._stream, 1)
+        self._leave_if_drained()
+
+    def _end_task(self, transfer_id: str, error: Draining | None = None) -> None:
+        done = prefill_pb2.TaskDone(transfer_id=transfer_id)
+        if error is not None:
+            done.reason, done.detail = error.reason, error.detail
+        else:
+            done.cached_tokens = self._around.jobs[transfer_id].cached_tokens
+            done.time_model.steps.CopyFrom(step_times_to_proto(self._around.profile.steps))
+        self._around.queue.task_ended(self._stream, done)
+
+    def _leave_if_drained(self) -> None:
+        if not self._draining or self.request_count:
+            return
+        if self._pulling is not None:
+            self._around.queue.remove_worker(self._stream)
+            self._pulling.cancel()
+        self._around.on_gone(self)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, NamedTuple
@@ -179,16 +179,16 @@ def replay(
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option(help="JSON file with a worker's profile. Without it, only the load decides."),
+        typer.Option(help="JSON file with a worker's profile, in place of the recorded times."),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Shows what the planner would decide for each interval of a recording. It changes nothing."""
     with failures_as_exit():
         chosen = read_settings(settings)
-        measured = read_profile(profile)
+        given = read_profile(profile)
         with recording.open(encoding="utf-8") as lines:
-            decisions = _decisions(chosen, measured, read_intervals(lines))
+            decisions = _decisions(chosen, given, read_intervals(lines))
             if as_json:
                 for interval, decision in decisions:
                     print_json(decision_object(interval, decision), one_line=True)
@@ -201,7 +201,8 @@ def _decisions(
 ) -> Iterator[tuple[Interval, ScalingDecision]]:
     state = PlannerState()
     for interval in intervals:
-        decision, state = plan(settings, profile, interval, state)
+        known = interval if profile is None else replace(interval, profile=profile)
+        decision, state = plan(settings, known, state)
         yield interval, decision
 
 

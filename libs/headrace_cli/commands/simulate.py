@@ -23,6 +23,7 @@ from headrace_cli.output import (
 )
 from headrace_common.errors import ConfigError, DeadlineExceeded, InternalError
 from headrace_common.extras import require_extra
+from headrace_planner.observation import PlannedRole
 from headrace_planner.settings import read_profile, read_settings
 from headrace_simulator.settings import (
     Scaling,
@@ -80,6 +81,12 @@ def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
     decode: Annotated[
         int, typer.Option(min=1, help="Decode workers, at first with --planner.")
     ] = 1,
+    workers: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Workers of both roles, at first with --planner, in place of the others."
+        ),
+    ] = 0,
     planner: Annotated[
         bool, typer.Option("--planner", help="Let the planner change the numbers of workers.")
     ] = False,
@@ -125,6 +132,7 @@ def simulate(  # noqa: PLR0913, PLR0917 - typer makes an option of each
             SimulationSettings(
                 prefill_workers=prefill,
                 decode_workers=decode,
+                both_workers=workers,
                 way=one,
                 host_tokens=host_tokens,
                 ttft_s=ttft if ttft is not None else plan.goals.ttft_s,
@@ -186,7 +194,7 @@ def _show(runs: Sequence[Mapping[str, Any]]) -> None:
             f"{run['attainment']:.1%}",
             f"{run['goodput']:.3g}",
             f"{run['cached_share']:.1%}",
-            f"{run['prefill_worker_hours'] + run['decode_worker_hours']:.2f}",
+            f"{sum(run[f'{role}_worker_hours'] for role in PlannedRole):.2f}",
             str(len(run["changes"])),
         )
         for run in runs

@@ -146,7 +146,8 @@ def _mean(zero: Times, several: Sequence[Times]) -> Times:
         return zero
     names = [field.name for field in fields(zero)]
     columns = zip(*map(attrgetter(*names), several), strict=True)
-    means = (sum(column) / len(several) for column in columns)
+    # Counts stay whole numbers.
+    means = (type(column[0])(sum(column) / len(several)) for column in columns)
     return replace(zero, **dict(zip(names, means, strict=True)))
 
 

@@ -155,6 +155,16 @@ class KvLayout:
         return self.groups[0].block_tokens or 1
 
     @property
+    def token_bytes(self) -> float:
+        """KV of one token, over all ranks, without states and windows."""
+        size = self.block_tokens
+        return sum(
+            len(group.layers) * group.bytes_between(0, size, group.head_count) / size
+            for group in self.groups
+            if group.kind == TOKENS
+        )
+
+    @property
     def kv_head_count(self) -> int:
         """Heads of the first group."""
         return self.groups[0].head_count

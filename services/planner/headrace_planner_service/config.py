@@ -107,9 +107,6 @@ class PlannerConfig(ServiceConfig):
     settings_file: str = Field(
         "", description="TOML file of thresholds, goals and budget; empty means their defaults."
     )
-    profile_file: str = Field(
-        "", description="JSON file of a worker's profile; empty means that only the load decides."
-    )
     recording_file: str = Field(
         "",
         description="File to which each interval is appended, for `headrace planner replay`; empty means none.",

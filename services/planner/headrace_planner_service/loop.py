@@ -12,6 +12,7 @@ from pathlib import Path
 from headrace_common.errors import HeadraceError
 from headrace_common.logs import CauseLog
 from headrace_planner.observation import Interval, LoadSample, interval_line
+from headrace_planner.settings import WorkerProfile
 from headrace_planner_service.config import PlannerConfig
 from headrace_planner_service.observer import Observer, Reading, Totals, request_statistics
 from headrace_planner_service.steering import DecisionEntry, Steering
@@ -27,10 +28,12 @@ class _Collected:
     start_unix_s: float
     started_s: float
     samples: list[LoadSample] = field(default_factory=list)
+    profile: WorkerProfile | None = None
     fault: str = ""
 
-    def add(self, sample: LoadSample) -> None:
-        self.samples.append(sample)
+    def add(self, reading: Reading) -> None:
+        self.samples.append(reading.sample)
+        self.profile = reading.profile
 
     def miss(self, fault: str) -> None:
         self.fault = fault
@@ -100,7 +103,7 @@ class PlanningLoop:
         self._latest = reading.totals
         if self._before is None:
             self._before = reading.totals
-        collected.add(reading.sample)
+        collected.add(reading)
 
     def _decide(self, collected: _Collected, duration_s: float) -> DecisionEntry:
         if 2 * len(collected.samples) < self._sample_count or self._before is None:
@@ -109,7 +112,13 @@ class PlanningLoop:
             )
         requests = request_statistics(self._before, self._latest)
         self._before = self._latest
-        interval = Interval(collected.start_unix_s, duration_s, tuple(collected.samples), requests)
+        interval = Interval(
+            collected.start_unix_s,
+            duration_s,
+            tuple(collected.samples),
+            requests,
+            collected.profile,
+        )
         self._record(interval)
         return self._steering.end_interval(interval)
 

@@ -23,7 +23,7 @@ from headrace_common.rpc.server import GrpcServer
 from headrace_common.tasks import end_task, run_forever
 from headrace_common.telemetry.metrics.listener import metrics_served
 from headrace_common.telemetry.setup import init_telemetry
-from headrace_planner.settings import read_profile, read_settings
+from headrace_planner.settings import read_settings
 from headrace_planner_service.config import PlannerConfig
 from headrace_planner_service.kubernetes_connector import KubernetesConnector, open_scaler
 from headrace_planner_service.loop import PlanningLoop
@@ -53,8 +53,7 @@ async def serve() -> None:
     config = load_config(PlannerConfig, None, prog=PROG, env_prefix="HEADRACE_PLANNER_")
     setup_logging(config.log_level, "planner", config.planner_id, config.log_format)
     rules = Rules(
-        read_settings(_path(config.settings_file)),
-        read_profile(_path(config.profile_file)),
+        read_settings(Path(config.settings_file) if config.settings_file else None),
         config.mode != "advise",
         # In Kubernetes, the connector ends each change in time.
         math.inf if config.mode == "kubernetes" else config.change_timeout_s,
@@ -105,7 +104,3 @@ async def _drain(
     for task in tasks:
         await end_task(task)
     board.close()
-
-
-def _path(text: str) -> Path | None:
-    return Path(text) if text else None

@@ -18,7 +18,9 @@ from headrace_common.process.pacing import heartbeat_interval_s, must_change
 from headrace_common.registry.duties import WORKERS
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.tasks import end_task, run_forever
+from headrace_common.time_model.proto import time_model_from_proto
 from headrace_planner.observation import ClassCounts, DecodeLoad, LoadSample, RequestStatistics
+from headrace_planner.settings import WorkerProfile, learned_profile
 
 _US = 1e-6
 _SUMS = tuple(field.name for field in load_pb2.RequestTotals.DESCRIPTOR.fields)
@@ -88,6 +90,17 @@ def request_statistics(before: Totals, after: Totals) -> RequestStatistics | Non
         itl_s=_US * sums["streaming_us"] / gaps if gaps > 0 else 0.0,
         duration_s=_US * sums["duration_us"] / count,
         cached_share=min(1.0, sums["cached_prompt_tokens"] / max(1, prompt_tokens)),
+    )
+
+
+def _profile(
+    prefill: Iterable[worker_pb2.WatchStatusResponse], decode: Sequence[DecodeReading]
+) -> WorkerProfile | None:
+    computing = [*prefill, *(one.status for one in decode if one.has_both)]
+    return learned_profile(
+        [time_model_from_proto(one.times) for one in computing],
+        [time_model_from_proto(one.status.times) for one in decode],
+        max_num_seqs=min(one.max_num_seqs for one in decode),
     )
 
 
@@ -206,10 +219,11 @@ _CALL_TIMEOUT_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The load at one moment, and the sums over answered requests."""
+    """The load at one moment, the sums over answered requests, and what the workers have learned of their times."""
 
     sample: LoadSample
     totals: Totals
+    profile: WorkerProfile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +298,8 @@ class Observer:
             # The numbers would be those of two pools without workers.
             raise WorkerGone(f"no worker of both roles of {self._model} serves")
         totals = {key: load.answered for key, load in loads.items()}
-        return Reading(load_sample(loads.values(), prefill, decode), totals)
+        sample = load_sample(loads.values(), prefill, decode)
+        return Reading(sample, totals, _profile(prefill, decode))
 
     async def close(self) -> None:
         """Ends every stream and closes every channel."""

@@ -13,7 +13,7 @@ from headrace_common.telemetry import schema
 from headrace_common.telemetry.setup import Telemetry
 from headrace_planner.observation import Interval, ScalingDecision, WorkerCounts
 from headrace_planner.planner import PlannerState, plan, record_interval
-from headrace_planner.settings import PlannerSettings, WorkerProfile
+from headrace_planner.settings import PlannerSettings
 
 
 class Outcome(StrEnum):
@@ -219,7 +219,6 @@ class Rules:
     """What decisions are made by. `publishes`: whether another process carries them out."""
 
     settings: PlannerSettings
-    profile: WorkerProfile | None
     publishes: bool
     change_timeout_s: float
 
@@ -262,9 +261,7 @@ class Steering:
                 Outcome.CHANGING,
                 f"Target {self.board.target.id} is carried out.",
             )
-        decision, self._state = plan(
-            self._rules.settings, self._rules.profile, interval, self._state
-        )
+        decision, self._state = plan(self._rules.settings, interval, self._state)
         if interval.is_changing:
             return self._add(interval, decision, Outcome.CHANGING, "Workers join or leave.")
         if not decision.is_change:

@@ -39,6 +39,8 @@ class Everything(load_pb2_grpc.LoadServiceServicer, Worker):
         self.status = STATES(
             incarnation="1", state=STATES.STATE_SERVING, running_requests=3, total_blocks=8
         )
+        steps = self.status.times.steps
+        steps.s_per_prompt_token, steps.prompt_steps, steps.answer_steps = 1e-4, 9, 9
         self.watches = 0
         self.intervals_s: list[float] = []
         self.silent = asyncio.Event()
@@ -129,6 +131,8 @@ async def test_a_reading_has_the_load_of_one_model(
     assert (reading.sample.prefill_workers, reading.sample.queued_prompts) == (1, 2)
     assert [worker.load for worker in reading.sample.decode] == [0.75]
     assert [totals.request_count for totals in reading.totals.values()] == [7]
+    assert reading.profile is not None
+    assert (reading.profile.prompt_s(1_000), reading.profile.max_num_seqs) == (0.1, 4)
     # Nothing may be decided from a registry that lists no decode worker.
     observer.update(members[:2])
     with pytest.raises(WorkerGone, match="no decode worker of sim"):

@@ -54,7 +54,7 @@ async def planner(request: pytest.FixtureRequest) -> AsyncIterator[Served]:
             "kubernetes_decode": "statefulset/d",
         }
     )
-    rules = Rules(PlannerSettings(), None, config.mode != "advise", 60.0)
+    rules = Rules(PlannerSettings(), config.mode != "advise", 60.0)
     steering = Steering(rules, TargetBoard("p"), DecisionLog(100), lambda: 0.0)
     observer = cast("Observer", None)
     loop = PlanningLoop(config, observer, steering, lambda entry: None, lambda: None)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from headrace_common.time_model.model import StepTimes
 from headrace_planner.observation import DecodeLoad, Interval, LoadSample, RequestStatistics
-from headrace_planner.settings import DecodePoint, PrefillPoint, WorkerProfile
+from headrace_planner.settings import WorkerProfile
 
 PROFILE = WorkerProfile(
-    prefill=(
-        PrefillPoint(prompt_tokens=1000, ttft_s=0.1),
-        PrefillPoint(prompt_tokens=2000, ttft_s=0.3),
-    ),
-    decode=(
-        DecodePoint(kv_usage=0.2, context_tokens=1000, itl_s=0.01, tokens_per_s=400),
-        DecodePoint(kv_usage=0.8, context_tokens=1000, itl_s=0.04, tokens_per_s=1000),
-        DecodePoint(kv_usage=0.5, context_tokens=4000, itl_s=0.08, tokens_per_s=300),
-    ),
+    steps=StepTimes(
+        fixed_s=0.01,
+        s_per_prompt_token=9e-5,
+        s_per_answer=7.5e-4,
+        prompt_steps=100,
+        answer_steps=100,
+    )
 )
+"""A prompt of 1,000 tokens takes 100 ms, and a step of 40 answers 40 ms."""
 
 
 def sample(
@@ -30,8 +30,12 @@ def pool_sample(*, queued: int = 0, loads: tuple[float, ...] = (0.7, 0.7)) -> Lo
     return LoadSample(0, queued, decode, both_workers=len(loads))
 
 
-def interval(*samples: LoadSample, requests: RequestStatistics | None = None) -> Interval:
-    return Interval(0.0, 30.0, samples or (sample(),), requests)
+def interval(
+    *samples: LoadSample,
+    requests: RequestStatistics | None = None,
+    profile: WorkerProfile | None = None,
+) -> Interval:
+    return Interval(0.0, 30.0, samples or (sample(),), requests, profile)
 
 
 def requests(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from headrace_common.time_model.model import NO_STEPS, HandoverTimes, TimeModel
 from headrace_planner.goal_decision import (
-    Corrections,
     decide_by_goals,
     fewest_workers,
     late_share,
@@ -19,34 +21,31 @@ from headrace_planner.goal_decision import (
     predict_demand,
 )
 from headrace_planner.observation import PlannedRole, Reason, RequestStatistics
-from headrace_planner.settings import GoalSettings, PlannerSettings, PrefillPoint, WorkerProfile
+from headrace_planner.settings import (
+    GoalSettings,
+    PlannerSettings,
+    WorkerProfile,
+    learned_profile,
+)
 from tests.unit.planner.samples import PROFILE, interval, requests
 
 SETTINGS = PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=0.05))
+EACH = 1 + (0.05 - 0.01075) / 7.5e-4
+"""Answers of a worker whose steps take the goal of 50 ms."""
 MEANS = PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=0.05, share=0.5))
 
-AS_PROFILED = Corrections()
 
-
-def needed(
-    observed: RequestStatistics,
-    correction: Corrections = AS_PROFILED,
-    settings: PlannerSettings = MEANS,
-) -> tuple[int, int]:
+def needed(observed: RequestStatistics, settings: PlannerSettings = MEANS) -> tuple[int, int]:
     demand = predict_demand(settings, [interval(requests=observed)])
     assert demand is not None
-    prefill, decode = decide_by_goals(settings, PROFILE, demand, correction)
+    prefill, decode = decide_by_goals(settings, PROFILE, demand)
     return prefill.count, decode.count
 
 
-def pool(
-    observed: RequestStatistics,
-    correction: Corrections = AS_PROFILED,
-    settings: PlannerSettings = MEANS,
-) -> Reason:
+def pool(observed: RequestStatistics, settings: PlannerSettings = MEANS) -> Reason:
     demand = predict_demand(settings, [interval(requests=observed)])
     assert demand is not None
-    (reason,) = pool_by_goals(settings, PROFILE, demand, correction)
+    (reason,) = pool_by_goals(settings, PROFILE, demand)
     assert reason.role is PlannedRole.BOTH
     return reason
 
@@ -58,11 +57,11 @@ def test_a_pool_needs_at_most_the_workers_of_two_pools_and_at_least_their_shares
             reason = pool(observed)
             shares = reason.inputs["prompt_workers"] + reason.inputs["answer_workers"]
             assert shares <= reason.count <= sum(needed(observed))
-    # 1 request per second of 0.1 s, and 100 tokens per second of a worker's 1,000: one worker does both.
+    # 1 request per second of 0.1 s, and 5 answers of the 53.3 that a worker has in steps of 50 ms: one does both.
     few = pool(requests(30))
     assert (few.count, needed(requests(30))) == (1, (1, 1))
     assert few.inputs["prompt_workers"] == pytest.approx(0.1)
-    assert few.inputs["answer_workers"] == pytest.approx(0.1)
+    assert few.inputs["answer_workers"] == pytest.approx(5 / EACH)
     assert "1 workers do both" in few.sentence
 
 
@@ -71,12 +70,6 @@ def test_a_pool_without_requests_needs_none_and_a_goal_out_of_reach_is_named() -
     late = pool(requests(30), settings=PlannerSettings(goals=GoalSettings(ttft_s=0.05)))
     assert "no number of workers reaches it" in late.sentence
     assert late.count == 1
-
-
-def test_slow_tokens_of_a_pool_need_no_more_workers() -> None:
-    observed = requests(600)
-    assert pool(observed, Corrections(itl=3.0)).count == pool(observed).count
-    assert pool(observed, Corrections(ttft=0.5)).count <= pool(observed).count
 
 
 def test_one_worker_has_the_wait_of_an_m_m_1_queue() -> None:
@@ -121,16 +114,16 @@ def test_few_arrivals_wait_longer_and_with_one_worker_less_more_do(
 def test_prefill_workers_keep_the_wait_within_the_goal() -> None:
     # 20 requests per second of 0.1 s each need more than 2 workers, which have utilization 1.
     count, _ = needed(requests(600))
-    assert count == fewest_workers(20.0, 0.1, 0.1) == 3
-    # Of three workers, 4/9 x exp(-1) = 16 % of the prompts wait longer than 0.1 s.
+    assert count == fewest_workers(20.0, 0.1, 0.2 - 0.1 - 0.01075) == 3
+    # Of three workers, 4/9 x exp(-0.89) = 18 % of the prompts wait longer than 0.089 s.
     assert needed(requests(600), settings=SETTINGS)[0] == 4
 
 
 def test_decode_workers_have_room_for_the_answers_of_most_moments() -> None:
-    # 2,000 tokens per second with 40 ms are 80 answers, and 40 fit a worker. 80 + 1.28 x sqrt(80) = 91.5.
+    # 2,000 tokens per second with 50 ms are 100 answers, and 53.3 fit a worker. 100 + 1.28 x sqrt(100) = 112.8.
     assert needed(requests(600))[1] == 2
     assert needed(requests(600), settings=SETTINGS)[1] == 3
-    # 10 answers and 1.28 x sqrt(10) more fit one worker.
+    # 12.5 answers and 1.28 x sqrt(12.5) more fit one worker.
     assert needed(requests(75), settings=SETTINGS)[1] == 1
 
 
@@ -142,27 +135,34 @@ def test_cached_tokens_are_not_computed() -> None:
 def test_a_goal_out_of_reach_is_named() -> None:
     demand = predict_demand(SETTINGS, [interval(requests=requests(30, prompt_tokens=2000))])
     assert demand is not None
-    prefill, _ = decide_by_goals(SETTINGS, PROFILE, demand, Corrections())
+    prefill, _ = decide_by_goals(SETTINGS, PROFILE, demand)
     assert "no number of workers" in prefill.sentence
     assert prefill.count >= 1
 
 
-def test_decode_workers_have_the_throughput_that_the_goal_allows() -> None:
-    # 20 x 100 tokens per second: 1,000 of a worker at 40 ms, 400 of one at 10 ms.
-    assert needed(requests(600))[1] == 2
-    # The goal of 50 ms is 20 ms of the profile when everything takes 2.5 times as long: 600 tokens per second.
-    assert needed(requests(600), Corrections(itl=2.5))[1] == 4
-    # No point is faster than 10 ms.
-    assert needed(requests(600), Corrections(itl=5.5))[1] == 5
-
-
-def test_long_contexts_use_their_own_points() -> None:
-    settings = PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=0.1))
-    observed = requests(30, prompt_tokens=3950, answer_tokens=100)
-    demand = predict_demand(settings, [interval(requests=observed)])
+def test_decode_workers_have_the_answers_that_the_goal_allows() -> None:
+    # 2,000 tokens per second with 20 ms are 40 answers, and 13.3 fit a worker.
+    assert needed(requests(570), settings=goals(0.02))[1] == 3
+    assert needed(requests(630), settings=goals(0.02))[1] == 4
+    # No step is shorter than 10.75 ms.
+    assert needed(requests(600), settings=goals(0.005))[1] == math.ceil(2_000 * 0.01075)
+    demand = predict_demand(MEANS, [interval(requests=requests(600))])
     assert demand is not None
-    _, decode = decide_by_goals(settings, PROFILE, demand, Corrections())
-    assert decode.inputs["worker_tokens_per_s"] == 300
+    _, decode = decide_by_goals(goals(0.005), PROFILE, demand)
+    assert "No load of a worker reaches the goal of 5.0 ms" in decode.sentence
+
+
+def goals(itl_s: float) -> PlannerSettings:
+    return PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=itl_s, share=0.5))
+
+
+def test_long_contexts_leave_room_for_fewer_answers() -> None:
+    profile = WorkerProfile(steps=replace(PROFILE.steps, s_per_context_token=1e-6))
+    assert profile.answers_within(0.1, 1_000) == pytest.approx(0.09 / 0.00175)
+    assert profile.answers_within(0.1, 4_000) == pytest.approx(0.09 / 0.00475)
+    sized = profile.model_copy(update={"kv_tokens": 20_000, "max_num_seqs": 12})
+    assert sized.answers_within(0.1, 4_000) == 5
+    assert sized.answers_within(0.1, 1_000) == 12
 
 
 def test_without_requests_there_is_no_demand() -> None:
@@ -176,17 +176,50 @@ def test_idle_intervals_lower_the_rate_and_keep_the_lengths() -> None:
     assert demand.prompt_tokens.value == 1000.0
 
 
-def test_a_profile_is_interpolated_and_extended() -> None:
-    assert PROFILE.ttft_s(10) == 0.1
-    assert PROFILE.ttft_s(1500) == pytest.approx(0.2)
-    assert PROFILE.ttft_s(4000) == pytest.approx(0.6)
-    assert PROFILE.expected_itl_s(0.5, 900) == pytest.approx(0.025)
-    assert PROFILE.expected_itl_s(1.0, 900) == 0.04
+def test_a_profile_has_the_time_of_a_prompt_and_its_hand_over() -> None:
+    profile = WorkerProfile(
+        steps=replace(PROFILE.steps, prompt_s=0.01, s_per_attended_token=1e-7),
+        handovers=HandoverTimes(fixed_s=0.005, s_per_byte=1e-9, count=9),
+        kv_bytes_per_token=1_000,
+        max_num_batched_tokens=2_000,
+    )
+    assert profile.prompt_s(1_000) == pytest.approx(0.02 + 0.09 + 0.05)
+    assert profile.prompt_s(1_000, prior_tokens=2_000) == pytest.approx(0.02 + 0.09 + 0.25)
+    assert profile.prompt_s(3_000) == pytest.approx(2 * 0.02 + 0.27 + 0.45)
+    assert profile.handover_s(1_000) == pytest.approx(0.006)
+    assert profile.step_s(4, 1_000) == pytest.approx(0.013)
 
 
-def test_points_out_of_order_are_refused() -> None:
-    points = PROFILE.prefill[::-1]
-    with pytest.raises(ValidationError, match="increasing order"):
-        WorkerProfile(prefill=points, decode=PROFILE.decode)
-    with pytest.raises(ValidationError, match="increasing order"):
-        WorkerProfile(prefill=(PrefillPoint(prompt_tokens=5, ttft_s=1),) * 2, decode=PROFILE.decode)
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"fixed_s": -0.1}, "fixed_s must be a number from 0"),
+        ({"s_per_answer": math.inf}, "s_per_answer must be a number from 0"),
+        ({"answer_steps": 4}, "at least 5 steps"),
+    ],
+)
+def test_impossible_and_unknown_times_are_refused(changed: dict[str, float], words: str) -> None:
+    steps = {**asdict(PROFILE.steps), **changed}
+    with pytest.raises(ValidationError, match=words):
+        WorkerProfile.model_validate({"steps": steps})
+
+
+def model(**parts: Any) -> TimeModel:
+    return TimeModel(replace(NO_STEPS, **parts), HandoverTimes(fixed_s=0.01, count=3))
+
+
+def test_a_profile_is_the_mean_of_what_workers_have_learned() -> None:
+    # Both workers of a pool of prefill know the sum of the fixed parts only.
+    prefill = [
+        model(fixed_s=0.03, s_per_prompt_token=each, prompt_steps=9) for each in (1e-4, 3e-4)
+    ]
+    decode = [model(fixed_s=0.01, s_per_answer=2e-3, answer_steps=7)]
+    found = learned_profile([*prefill, TimeModel()], [*decode, TimeModel()], max_num_seqs=8)
+    assert found is not None
+    assert found.steps.prompt_s == pytest.approx(0.02)
+    assert found.prompt_s(1_000) == pytest.approx(0.03 + 0.2)
+    assert found.step_s(2, 500) == pytest.approx(0.014)
+    assert found.handovers.fixed_s == pytest.approx(0.01)
+    assert found.max_num_seqs == 8
+    assert learned_profile(prefill, [TimeModel()]) is None
+    assert learned_profile([], decode) is None

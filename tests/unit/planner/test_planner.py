@@ -19,15 +19,18 @@ SETTINGS = PlannerSettings()
 
 def test_a_predicted_ramp_adds_several_workers_at_once() -> None:
     settings = PlannerSettings(budget=BudgetSettings(devices_max=40))
-    ramp = [interval(sample(prefill=2), requests=requests(120 * step)) for step in range(1, 13)]
+    ramp = [
+        interval(sample(prefill=2), requests=requests(120 * step), profile=PROFILE)
+        for step in range(1, 13)
+    ]
     state = PlannerState(tuple(ramp[:-1]))
-    decision, _ = plan(settings, PROFILE, ramp[-1], state)
+    decision, _ = plan(settings, ramp[-1], state)
     # 48 requests per second came last, and 52 are next. Each takes a worker 0.1 s.
     assert decision.target.prefill == 6
 
 
 def test_without_a_profile_only_the_load_decides() -> None:
-    decision, _ = plan(SETTINGS, None, interval(requests=requests(10_000)), PlannerState())
+    decision, _ = plan(SETTINGS, interval(requests=requests(10_000)), PlannerState())
     assert decision.target.prefill == 1
     assert decision.target.decode == 2
 
@@ -36,7 +39,7 @@ def test_the_history_is_bounded() -> None:
     settings = PlannerSettings(history_intervals_max=3)
     state = PlannerState()
     for _ in range(5):
-        _, state = plan(settings, None, interval(), state)
+        _, state = plan(settings, interval(), state)
     assert len(state.history) == 3
 
 
@@ -76,26 +79,26 @@ def test_floors_and_budget_hold_always(settings: BudgetSettings, prefill: int, d
 def test_a_pool_is_decided_by_load_goals_and_budget() -> None:
     queue = pool_sample(queued=9, loads=(0.2, 0.2))
     settings = PlannerSettings(budget=BudgetSettings(devices_max=6, both_worker_devices=2))
-    decision, _ = plan(settings, None, interval(queue), PlannerState())
+    decision, _ = plan(settings, interval(queue), PlannerState())
     assert decision.target == WorkerCounts(0, 0, 3)
     full = interval(pool_sample(queued=9, loads=(0.2,) * 3))
-    decision, _ = plan(settings, None, full, PlannerState())
+    decision, _ = plan(settings, full, PlannerState())
     assert decision.target == WorkerCounts(0, 0, 3)
     assert [reason.rule for reason in decision.reasons][-1] == "budget"
-    busy = interval(pool_sample(loads=(0.7, 0.7)), requests=requests(3_000))
-    decision, _ = plan(PlannerSettings(), PROFILE, busy, PlannerState())
+    busy = interval(pool_sample(), requests=requests(3_000), profile=PROFILE)
+    decision, _ = plan(PlannerSettings(), busy, PlannerState())
     assert decision.target.both > 2
     assert (decision.target.prefill, decision.target.decode) == (0, 0)
     assert "prompts and answers" in [reason.rule for reason in decision.reasons]
     idle = interval(pool_sample(loads=(0.0, 0.0)))
     floor = PlannerSettings(budget=BudgetSettings(both_workers_min=2), shrink_intervals=1)
-    decision, _ = plan(floor, None, idle, PlannerState())
+    decision, _ = plan(floor, idle, PlannerState())
     assert decision.target == WorkerCounts(0, 0, 2)
 
 
 def test_nothing_is_decided_while_workers_of_both_roles_run_beside_others() -> None:
     mixed = replace(pool_sample(queued=50, loads=(0.9, 0.9)), prefill_workers=1)
-    decision, _ = plan(PlannerSettings(), PROFILE, interval(mixed), PlannerState())
+    decision, _ = plan(PlannerSettings(), interval(mixed, profile=PROFILE), PlannerState())
     assert not decision.is_change
     assert "run beside workers of one role" in decision.reasons[0].sentence
     assert str(decision.current) == "1 P, 0 D, 2 W"

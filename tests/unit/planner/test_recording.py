@@ -14,6 +14,7 @@ from headrace_planner.observation import (
     interval_line,
     read_intervals,
 )
+from tests.unit.planner.samples import PROFILE, interval, requests
 
 LINE = {
     "start_unix_s": 10,
@@ -70,3 +71,11 @@ def test_a_written_interval_is_read_again(requests: dict[str, float] | None) -> 
     assert interval.samples[0].decode[1].load == pytest.approx(0.75 + 4 * 0.02)
     assert interval.samples[0].queued_by_class == ClassCounts(high=1, low=2)
     assert list(read_intervals([interval_line(interval)])) == [interval]
+
+
+def test_a_recording_has_what_the_workers_had_learned() -> None:
+    learned = interval(requests=requests(), profile=PROFILE)
+    (read,) = read_intervals([interval_line(learned)])
+    assert read == learned
+    (read,) = read_intervals([interval_line(interval())])
+    assert read.profile is None

@@ -38,8 +38,9 @@ def test_no_role_grows_and_shrinks_within_the_intervals(counts: list[int]) -> No
         seen = interval(
             sample(prefill=current.prefill, loads=(0.1,) * current.decode),
             requests=requests(count) if count else None,
+            profile=PROFILE,
         )
-        decision, state = plan(SETTINGS, PROFILE, seen, state)
+        decision, state = plan(SETTINGS, seen, state)
         crowded = any(one.rule == "budget" for one in decision.reasons)
         for role in PlannedRole:
             if decision.target.of(role) > current.of(role):
@@ -54,6 +55,6 @@ def test_no_role_grows_and_shrinks_within_the_intervals(counts: list[int]) -> No
 def test_without_intervals_a_worker_leaves_at_once() -> None:
     settings = PlannerSettings(shrink_intervals=0)
     idle = interval(sample(prefill=2, loads=(0.1, 0.1)))
-    decision, state = plan(settings, None, idle, PlannerState())
+    decision, state = plan(settings, idle, PlannerState())
     assert decision.target == WorkerCounts(1, 1)
     assert state.needed == ()

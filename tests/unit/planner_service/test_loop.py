@@ -57,7 +57,7 @@ class Bench:
                 "recording_file": str(recording) if recording else "",
             }
         )
-        rules = Rules(PlannerSettings(), None, publishes=False, change_timeout_s=1.0)
+        rules = Rules(PlannerSettings(), publishes=False, change_timeout_s=1.0)
         self.steering = Steering(rules, TargetBoard("p"), DecisionLog(10), lambda: 0.0)
         self.decided: list[DecisionEntry] = []
         self.missed = 0

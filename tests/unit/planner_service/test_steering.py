@@ -37,7 +37,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         settings = PlannerSettings(load=LoadSettings(trend_intervals=0))
-        rules = Rules(settings, None, self.publishes, TIMEOUT_S)
+        rules = Rules(settings, self.publishes, TIMEOUT_S)
         self.decisions = DecisionLog(4)
         self.steering = Steering(rules, self.board, self.decisions, lambda: self.now_s)
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from headrace_common.callers.priority import Priority
-from headrace_planner.settings import DecodePoint, PrefillPoint, TransferTime, WorkerProfile
+from headrace_common.time_model.model import HandoverTimes, StepTimes
+from headrace_planner.settings import WorkerProfile
 from headrace_simulator.trace import TraceRequest
 
 PROFILE = WorkerProfile(
-    prefill=(
-        PrefillPoint(prompt_tokens=1, ttft_s=0.001),
-        PrefillPoint(prompt_tokens=10_000, ttft_s=10.0),
-    ),
-    decode=(
-        DecodePoint(kv_usage=0.03, context_tokens=1000, itl_s=0.02, tokens_per_s=1 / 0.02),
-        DecodePoint(kv_usage=0.5, context_tokens=1000, itl_s=0.05, tokens_per_s=16 / 0.05),
+    steps=StepTimes(
+        fixed_s=0.018,
+        s_per_prompt_token=0.001,
+        s_per_answer=0.002,
+        prompt_steps=100,
+        answer_steps=100,
     ),
     kv_tokens=32_000,
+    kv_bytes_per_token=1_000,
     max_num_seqs=16,
 )
-"""A prompt token takes 1 ms, a decode step 20 ms and 2 ms more for each request after the first."""
+"""A prompt token takes 1 ms, and a step with an answer 20 ms and 2 ms more for each further answer."""
 
-SLOW_LINK = PROFILE.model_copy(update={"transfer": TransferTime(fixed_s=0.5, s_per_token=0.002)})
+SLOW_LINK = PROFILE.model_copy(
+    update={"handovers": HandoverTimes(fixed_s=0.5, s_per_byte=2e-6, count=9)}
+)
 
 
 def request(

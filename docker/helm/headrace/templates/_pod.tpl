@@ -171,7 +171,7 @@ metadata:
     {{- end }}
   annotations:
     # A pod starts again when its settings change. Credentials are read again without that.
-    checksum/settings: {{ printf "%s%s%s" (include "headrace.settingsFile" .) ($own.rules) ($own.profile) | sha256sum }}
+    checksum/settings: {{ printf "%s%s" (include "headrace.settingsFile" .) ($own.rules) | sha256sum }}
     {{- with $own.podAnnotations }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

@@ -77,9 +77,6 @@ kubernetes_decode: "statefulset/{{ include "headrace.componentName" (dict "root"
 {{- if $values.planner.rules }}
 settings_file: /etc/headrace/rules.toml
 {{- end }}
-{{- if $values.planner.profile }}
-profile_file: /etc/headrace/profile.json
-{{- end }}
 internal_advertise: "{{ include "headrace.host" . }}:7058"
 {{- end }}
 {{- end -}}

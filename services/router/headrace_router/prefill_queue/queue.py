@@ -43,7 +43,7 @@ from headrace_router.prefill_queue.group import QueueGroup
 from headrace_router.prefill_queue.pairs import Pairing, Pulling
 from headrace_router.prefill_queue.task import QueuedTask, SignTask, TaskTerms, sent_tokens
 from headrace_router.prefill_queue.worker_stream import PrefillLoad, PrefillWorkerStream
-from headrace_router.workers.table import LoadTable, token_bytes
+from headrace_router.workers.table import LoadTable
 
 _LOG = logging.getLogger(__name__)
 
@@ -251,7 +251,7 @@ class PrefillQueue:
         group = self._groups.get(key)
         if group is None:
             group = self._groups[key] = QueueGroup(
-                key, token_bytes(layout), self._prefix_wait_s, self._tenant_weight
+                key, layout.token_bytes, self._prefix_wait_s, self._tenant_weight
             )
         stream = PrefillWorkerStream(ref, model, key, next(self._numbers), self._sign, adapters)
         stream.restrict(ref in self._restricted)

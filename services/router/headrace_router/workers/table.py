@@ -16,7 +16,7 @@ from headrace.registry.v1 import registry_pb2
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import TimeModel
 from headrace_kv.layout.compatibility import fingerprint
-from headrace_kv.layout.layout import TOKENS, KvLayout, WorkerRef
+from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.layout.proto import engine_hash
 from headrace_router.workers.prompt_work import NO_WORK, PromptWork
 from headrace_router.workers.slots import DecodeSlots
@@ -148,7 +148,7 @@ class LoadTable:
         self.reachable: Flags = np.zeros(count, np.bool_)
         self.draining: Flags = np.zeros(count, np.bool_)
         self.times = TimeColumns(count)
-        self.token_bytes: Numbers = np.array([token_bytes(w.layout) for w in self.workers])
+        self.token_bytes: Numbers = np.array([w.layout.token_bytes for w in self.workers])
         """KV of one token, over all ranks."""
         self._loads: dict[int, Load] = {}
         self._rows = {worker.ref: row for row, worker in enumerate(self.workers)}
@@ -236,16 +236,6 @@ class LoadTable:
         by_layout = np.array([layout in prefill_layouts for layout in self.layouts], np.bool_)
         found: Flags = by_layout[self.layout_of]
         return found
-
-
-def token_bytes(layout: KvLayout) -> float:
-    """KV of one token, over all ranks."""
-    size = layout.block_tokens
-    return sum(
-        len(group.layers) * group.bytes_between(0, size, group.head_count) / size
-        for group in layout.groups
-        if group.kind == TOKENS
-    )
 
 
 def _adapters_by_name(workers: Iterable[Worker]) -> Mapping[str, Adapter]:

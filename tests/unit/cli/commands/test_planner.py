@@ -58,6 +58,8 @@ def test_each_interval_has_a_decision(recording: Path, tmp_path: Path) -> None:
     assert first["reasons"] == []
     assert second["target"] == {"prefill": 2, "decode": 1, "both": 0}
     assert third["target"]["prefill"] == 3
+    recorded = replay(recording, "--json").stdout.splitlines()[2]
+    assert json.loads(recorded)["target"]["prefill"] == 2
     assert [reason["rule"] for reason in third["reasons"]][-2:] == [
         "time to first token",
         "time between tokens",
@@ -78,7 +80,7 @@ def test_settings_bound_the_decision(recording: Path, tmp_path: Path) -> None:
         ("--settings", "[load]\nprefill_up_queue = 0.1\ndecode_up_load = -1", "decode_up_load"),
         ("--settings", "[load]\nprefill_up_queue = 0.1", "must be below prefill_up_queue"),
         ("--settings", "[load", "no valid TOML"),
-        ("--profile", '{"prefill": [], "decode": [{"kv_usage": 3}]}', "decode.0.kv_usage"),
+        ("--profile", '{"steps": {"fixed_s": "slow"}}', "steps.fixed_s"),
         ("--profile", "{", "no valid JSON"),
     ],
 )
@@ -98,4 +100,4 @@ def test_the_examples_of_the_page_are_valid() -> None:
     recorded, profile = blocks("json")
     (interval,) = read_intervals([" ".join(recorded.split())])
     assert interval.requests is not None
-    assert WorkerProfile.model_validate_json(profile).prefill
+    assert WorkerProfile.model_validate_json(profile).steps.knows_prompts

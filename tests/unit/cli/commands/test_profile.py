@@ -1,171 +1,106 @@
-"""What `headrace profile` sends and computes, with a worker of known speed, and which deployments it measures."""
+"""`headrace profile`: the mean of what the workers of a model have learned, and their size."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace.worker.v1 import worker_pb2
+from headrace.worker.v1 import time_model_pb2, worker_pb2
 from headrace_cli.app import app
 from headrace_cli.commands import profile
-from headrace_cli.commands.profile import ProfileGrid, Profiler, WorkerSize
-from headrace_common.errors import ConfigError, InternalError
-from headrace_simulator.virtual_time import run_virtually
-
-SIZE = WorkerSize("sim", 4_096, 8, 8_192)
-GRID = ProfileGrid((100, 400), (64, 1_000), (1, 2, 4), 2, 16, 60.0, 0)
-
-
-class Worker:
-    """A prompt token takes 1 ms, one prompt at a time. A step takes 10 ms and 2 ms for each answer."""
-
-    def __init__(self, *, answers_end_early: bool = False) -> None:
-        self.prompts: list[tuple[int, ...]] = []
-        self.lines: list[str] = []
-        self._prefill = asyncio.Lock()
-        self._running = 0
-        self._answers_end_early = answers_end_early
-
-    async def generate(
-        self, request: inference_pb2.GenerateRequest, timeout_s: float
-    ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        assert request.sampling.ignore_eos
-        assert timeout_s == GRID.timeout_s
-        self.prompts.append(tuple(request.tokens.ids))
-        async with self._prefill:
-            await asyncio.sleep(0.001 * len(request.tokens.ids))
-        self._running += 1
-        try:
-            count = 3 if self._answers_end_early else request.sampling.max_tokens
-            for _ in range(count):
-                await asyncio.sleep(0.01 + 0.002 * self._running)
-                yield inference_pb2.GenerateResponse(token_ids=[7])
-        finally:
-            self._running -= 1
-
-    def profiler(self, grid: ProfileGrid = GRID, size: WorkerSize = SIZE) -> Profiler:
-        return Profiler(self.generate, size, grid, self.lines.append)
-
-
-def test_prefill_is_the_time_to_the_first_token_by_length() -> None:
-    async def work() -> None:
-        points = await Worker().profiler().prefill_points()
-        assert [point.prompt_tokens for point in points] == [100, 400]
-        assert points[0].ttft_s == pytest.approx(0.1 + 0.012)
-        assert points[1].ttft_s == pytest.approx(0.4 + 0.012)
-
-    run_virtually(work)
-
-
-def test_decode_is_the_rate_while_all_answers_are_under_way() -> None:
-    async def work() -> None:
-        points = await Worker().profiler(replace(GRID, contexts=(64,))).decode_points()
-        assert [round(point.itl_s * point.tokens_per_s) for point in points] == [1, 2, 4]
-        for point, concurrency in zip(points, (1, 2, 4), strict=True):
-            assert point.itl_s == pytest.approx(0.01 + 0.002 * concurrency, rel=0.1)
-            assert point.context_tokens == 64 + 8
-            assert point.kv_usage == pytest.approx(concurrency * 72 / SIZE.kv_tokens)
-
-    run_virtually(work)
-
-
-def test_answers_that_do_not_fit_together_are_left_out() -> None:
-    async def work() -> None:
-        worker = Worker()
-        points = await worker.profiler(size=replace(SIZE, kv_tokens=2_600)).decode_points()
-        assert [
-            (point.context_tokens, round(point.itl_s * point.tokens_per_s)) for point in points
-        ] == [
-            *((72, concurrency) for concurrency in (1, 2, 4)),
-            *((1008, concurrency) for concurrency in (1, 2)),
-        ]
-        assert "4 answers after 1000 tokens: they do not fit together, left out" in worker.lines
-
-    run_virtually(work)
-
-
-def test_answers_that_end_too_early_make_no_point() -> None:
-    async def work() -> None:
-        assert await Worker(answers_end_early=True).profiler().decode_points() == ()
-
-    run_virtually(work)
-
-
-def test_lengths_beyond_the_context_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="prompts of 5000 tokens do not fit into the context of 4096"
-    ):
-        replace(GRID, contexts=(5_000,)).check(SIZE)
-
+from headrace_cli.commands.profile import profile_of
+from headrace_common.errors import ConfigError
+from headrace_kv.layout.layout import KvLayout
+from headrace_kv.layout.proto import layout_to_proto
+from headrace_planner.settings import WorkerProfile
 
 _Role = registry_pb2.Member.Role
-PREFILL, DECODE = _Role.ROLE_PREFILL, _Role.ROLE_DECODE
+PREFILL, DECODE, BOTH = _Role.ROLE_PREFILL, _Role.ROLE_DECODE, _Role.ROLE_BOTH
+LAYOUT = KvLayout.attention(
+    model="small",
+    dtype="bfloat16",
+    layer_count=2,
+    kv_head_count=4,
+    block_tokens=16,
+    parts={"k": 64, "v": 64},
+)
 
 
 def member(role: _Role.ValueType, model: str = "small") -> registry_pb2.Member:
-    found = registry_pb2.Member(
-        worker_id=f"{model}-{role}", role=role, model=model, max_model_len=2_048, max_num_seqs=8
+    return registry_pb2.Member(
+        worker_id=f"{model}-{role}",
+        role=role,
+        model=model,
+        max_num_seqs=8,
+        layout=layout_to_proto(LAYOUT),
+        endpoint=f"{model}-{role}:1",
     )
-    found.layout.groups.add(block_tokens=16)
-    return found
 
 
-def deployment(
-    monkeypatch: pytest.MonkeyPatch, *members: registry_pb2.Member, total_blocks: int = 100
-) -> None:
+def status(
+    *, prompts: int = 0, answers: int = 0, fixed_s: float = 0.01
+) -> worker_pb2.WatchStatusResponse:
+    steps = time_model_pb2.StepTimes(
+        fixed_s=fixed_s,
+        s_per_prompt_token=1e-4 if prompts else 0.0,
+        s_per_answer=1e-3 if answers else 0.0,
+        prompt_steps=prompts,
+        answer_steps=answers,
+    )
+    return worker_pb2.WatchStatusResponse(
+        total_blocks=100, times=time_model_pb2.TimeModel(steps=steps)
+    )
+
+
+def test_two_pools_and_workers_of_both_roles_have_a_profile() -> None:
+    pools = [member(PREFILL), member(DECODE)]
+    apart = profile_of(pools, [status(prompts=9, fixed_s=0.03), status(answers=7)])
+    assert apart.prompt_s(1_000) == pytest.approx(0.13)
+    assert apart.step_s(2, 100) == pytest.approx(0.012)
+    assert (apart.kv_tokens, apart.max_num_seqs) == (1_600, 8)
+    assert apart.kv_bytes_per_token == round(LAYOUT.token_bytes) > 0
+    both = profile_of(
+        [member(BOTH)] * 2, [status(prompts=9, answers=9, fixed_s=each) for each in (0.01, 0.03)]
+    )
+    assert both.steps.fixed_s == pytest.approx(0.02)
+    assert "the mean of 2 workers, from 9 steps with prompts" in both.measured
+
+
+def test_workers_that_have_learned_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="send at least 5 prompts"):
+        profile_of([member(PREFILL), member(DECODE)], [status(prompts=9), status(answers=4)])
+
+
+def deployment(monkeypatch: pytest.MonkeyPatch, *members: registry_pb2.Member) -> None:
+    async def registry_of(router: str, registry: str = "") -> str:
+        return "registry"
+
     async def list_members(registry: str) -> list[registry_pb2.Member]:
         return list(members)
 
     async def worker_status(endpoint: str) -> worker_pb2.WatchStatusResponse:
-        return worker_pb2.WatchStatusResponse(total_blocks=total_blocks)
+        return status(prompts=9, answers=9)
 
+    monkeypatch.setattr(profile, "registry_of", registry_of)
     monkeypatch.setattr(profile, "list_members", list_members)
     monkeypatch.setattr(profile, "worker_status", worker_status)
 
 
-async def test_the_size_is_that_of_the_decode_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    deployment(monkeypatch, member(PREFILL), member(DECODE), member(DECODE, "other"))
-    assert await profile.worker_size("registry", "small") == WorkerSize("small", 2_048, 8, 1_600)
-
-
-@pytest.mark.parametrize(
-    "members",
-    [
-        (member(DECODE),),
-        (member(PREFILL), member(DECODE), member(DECODE)),
-        (member(PREFILL), member(DECODE), member(PREFILL, "other"), member(DECODE, "other")),
-    ],
-)
-async def test_one_worker_of_each_role_is_measured(
-    monkeypatch: pytest.MonkeyPatch, members: tuple[registry_pb2.Member, ...]
+def test_the_workers_of_one_model_are_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    deployment(monkeypatch, *members)
-    with pytest.raises(ConfigError, match="a profile is that of one each"):
-        await profile.worker_size("registry", "")
-
-
-async def test_workers_of_both_roles_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = [member(_Role.ROLE_BOTH), member(_Role.ROLE_BOTH)]
-    deployment(monkeypatch, *both, member(PREFILL, "other"), member(DECODE, "other"))
-    with pytest.raises(ConfigError, match=r"2 workers of both roles serve, .* --prefill 1"):
-        await profile.worker_size("registry", "")
-    assert (await profile.worker_size("registry", "other")).model == "other"
-
-
-async def test_a_worker_without_a_size_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    deployment(monkeypatch, member(PREFILL), member(DECODE), total_blocks=0)
-    with pytest.raises(InternalError, match="small-3 does not report"):
-        await profile.worker_size("registry", "")
-
-
-def test_the_folder_of_the_output_must_exist(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["profile", "--output", str(tmp_path / "none" / "p.json")])
+    deployment(monkeypatch, member(_Role.ROLE_ROUTER, ""), member(BOTH), member(BOTH, "other"))
+    output = tmp_path / "profile.json"
+    result = CliRunner().invoke(app, ["profile", "--output", str(output)])
     assert result.exit_code == 2
-    assert "its folder does not exist" in result.output
+    assert "workers serve other, small: name one with --model" in " ".join(result.output.split())
+    result = CliRunner().invoke(app, ["profile", "--output", str(output), "--model", "small"])
+    assert result.exit_code == 0, result.output
+    assert "model small" in WorkerProfile.model_validate_json(output.read_text()).measured
+    missing = tmp_path / "none" / "profile.json"
+    result = CliRunner().invoke(app, ["profile", "--output", str(missing), "--model", "small"])
+    assert result.exit_code == 2
+    assert "cannot be written" in result.output

@@ -84,6 +84,15 @@ def test_the_planner_changes_the_workers(profile: Path) -> None:
     assert max(change["prefill_workers"] for change in run["changes"]) > 1
 
 
+def test_workers_of_both_roles_take_the_place_of_the_others(profile: Path) -> None:
+    given = ("--trace", TRACE, "--profile", profile, "--seconds", 120, "--workers", 2)
+    result = simulate(*given, "--placement", "KV-aware", "--json")
+    assert result.exit_code == 0, result.output
+    (run,) = json.loads(result.stdout)["runs"]
+    assert run["both_worker_hours"] == pytest.approx(2 * run["duration_s"] / 3600)
+    assert run["prefill_worker_hours"] == run["decode_worker_hours"] == 0
+
+
 def test_a_profile_without_sizes_is_refused(profile: Path) -> None:
     profile.write_text(PROFILE.model_copy(update={"kv_tokens": 0}).model_dump_json())
     result = simulate("--trace", TRACE, "--profile", profile, "--seconds", 10)

@@ -1,0 +1,204 @@
+"""A simulated engine: steps that compute prompts and generate, with the real step budget, in virtual time.
+
+Steps without prompts have one duration between two changes of the answers. So they pass together, and the work of the
+simulation grows with the requests and not with the tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from headrace_common.time_model.model import TimeModel
+from headrace_engine.step_budget import AnswerPace, Answers, Prompt, TokenBounds, prompt_budget
+from headrace_planner.settings import WorkerProfile
+from headrace_simulator.job import Job
+
+# The context grows with every step, and so does the duration of the next.
+_STEPS_MAX: Final = 256
+_FIRST, _LAST = 0, 1
+
+
+@dataclass(slots=True, eq=False)
+class EnginePrompt:
+    """A prompt in computation. `computed` is called at the end of its last step."""
+
+    missing_tokens: int
+    prior_tokens: int
+    bounds: TokenBounds
+    computed: Callable[[], None]
+    begun: bool = False
+
+    def advance(self, tokens: int) -> None:
+        """A step has computed more of it."""
+        self.begun = True
+        self.prior_tokens += tokens
+        self.missing_tokens -= tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Steps of one duration that run since `begun_s`. Only a single one computes prompts."""
+
+    begun_s: float
+    step_s: float
+    count: int
+    parts: list[tuple[EnginePrompt, int]]
+    timer: asyncio.TimerHandle
+
+
+class SimulatedEngine:
+    """Prompts are computed in the order of their arrival. `on_ended` is called with each complete answer.
+
+    Requests join at the end of a step. `tpot_s` bounds the mean time per output token of each answer.
+    """
+
+    def __init__(
+        self, profile: WorkerProfile, tpot_s: float, on_ended: Callable[[Job], None]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._times = TimeModel(profile.steps)
+        self._tokens_max = profile.max_num_batched_tokens
+        self._tpot_s = tpot_s
+        self._on_ended = on_ended
+        self._prompts: deque[EnginePrompt] = deque()
+        self._joining: list[Job] = []
+        self._running = 0
+        self._paces: dict[Job, tuple[AnswerPace, int]] = {}
+        """Of each answer, and the steps before its first token."""
+        self._step_count = 0
+        # The sum over running answers of the prompt less the steps at the start: context = this + running x steps.
+        self._context_base = 0
+        # What happens after so many steps, by number of the request.
+        self._marks: list[tuple[int, int, int, Job]] = []
+        self._steps: _Steps | None = None
+        self._ending = False
+
+    @property
+    def waiting_prompts(self) -> int:
+        """Prompts of which nothing is computed, except the next one."""
+        return sum(not prompt.begun for prompt in list(self._prompts)[1:])
+
+    def add_prompt(self, prompt: EnginePrompt) -> None:
+        """Computes a prompt."""
+        if not prompt.missing_tokens:
+            prompt.computed()
+            return
+        self._prompts.append(prompt)
+        self._joined()
+
+    def add_answer(self, job: Job) -> None:
+        """Generates an answer. Its prompt is complete."""
+        self._joining.append(job)
+        self._joined()
+
+    def close(self) -> None:
+        """Stops at once."""
+        if self._steps is not None:
+            self._steps.timer.cancel()
+
+    def _joined(self) -> None:
+        """Ends the steps that run together after the present one, or begins one."""
+        if self._ending:
+            return
+        steps = self._steps
+        if steps is None:
+            self._begin()
+            return
+        done = int((self._loop.time() - steps.begun_s) / steps.step_s)
+        if done + 1 < steps.count:
+            steps.timer.cancel()
+            end_s = steps.begun_s + (done + 1) * steps.step_s
+            timer = self._loop.call_at(end_s, self._end)
+            self._steps = replace(steps, count=done + 1, timer=timer)
+
+    def _begin(self) -> None:
+        for job in self._joining:
+            self._running += 1
+            self._context_base += job.prompt_tokens - self._step_count
+            number = job.request.number
+            heapq.heappush(self._marks, (self._step_count + 1, number, _FIRST, job))
+            last = self._step_count + job.answer_tokens
+            heapq.heappush(self._marks, (last, number, _LAST, job))
+        self._joining.clear()
+        self._steps = None
+        if not self._running and not self._prompts:
+            return
+        now_s = self._loop.time()
+        parts = list(self._parts(self._budget(now_s))) if self._prompts else []
+        step_s = self._step_s(parts)
+        count = 1
+        if not self._prompts:
+            count = min(_STEPS_MAX, self._marks[0][0] - self._step_count)
+        timer = self._loop.call_at(now_s + count * step_s, self._end)
+        self._steps = _Steps(now_s, step_s, count, parts, timer)
+
+    def _end(self) -> None:
+        steps = self._steps
+        assert steps is not None
+        self._step_count += steps.count
+        self._ending = True
+        for prompt, tokens in steps.parts:
+            prompt.advance(tokens)
+            if not prompt.missing_tokens:
+                self._prompts.remove(prompt)
+                prompt.computed()
+        self._pass_marks()
+        self._ending = False
+        self._begin()
+
+    def _pass_marks(self) -> None:
+        now_s = self._loop.time()
+        while self._marks and self._marks[0][0] <= self._step_count:
+            step_count, _, kind, job = heapq.heappop(self._marks)
+            if kind == _FIRST:
+                job.made_first_token(now_s)
+                pace = AnswerPace(self._tpot_s, now_s, 1)
+                self._paces[job] = pace, self._step_count - 1
+                continue
+            self._running -= 1
+            self._context_base -= job.prompt_tokens - (step_count - job.answer_tokens)
+            del self._paces[job]
+            job.made_last_token(now_s)
+            self._on_ended(job)
+
+    @property
+    def _context_tokens(self) -> int:
+        return self._context_base + self._running * self._step_count
+
+    def _budget(self, now_s: float) -> int:
+        """Prompt tokens of the next step."""
+        most = max(1, self._tokens_max - self._running)
+        if not self._paces:
+            return most
+        due = [
+            pace.due(self._step_count - before, job.answer_tokens)
+            for job, (pace, before) in self._paces.items()
+        ]
+        answers = Answers(self._running, self._context_tokens, due)
+        prompts = (
+            Prompt(one.bounds, one.missing_tokens, one.prior_tokens) for one in self._prompts
+        )
+        paced = prompt_budget(now_s, self._times.steps, answers, prompts)
+        return most if paced is None else min(most, paced)
+
+    def _parts(self, budget: int) -> Iterator[tuple[EnginePrompt, int]]:
+        for prompt in self._prompts:
+            if budget <= 0:
+                return
+            tokens = min(budget, prompt.missing_tokens)
+            budget -= tokens
+            yield prompt, tokens
+
+    def _step_s(self, parts: list[tuple[EnginePrompt, int]]) -> float:
+        tokens = sum(count for _, count in parts)
+        attended = sum(count * (prompt.prior_tokens + count / 2) for prompt, count in parts)
+        # As of one prompt with as many pairs of tokens.
+        prior = attended / tokens - tokens / 2 if tokens else 0.0
+        step_s = self._times.step_s(tokens, self._running, self._context_tokens, prior)
+        assert step_s is not None, "a profile knows the times of steps"
+        return max(1e-6, step_s)
