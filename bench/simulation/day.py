@@ -1,13 +1,15 @@
-"""Replays a day: the planner beside every fixed split of the budget, and beside an oracle that knows the next steps.
+"""Replays a day: two pools with the planner, workers of both roles with the planner, fixed splits of the budget, and an
+oracle that knows the next steps.
 
-    python -m bench.simulation.day --keep day.json --runs planner oracle
+    python -m bench.simulation.day --keep day.json --runs planner fluid oracle
     python -m bench.simulation.day --keep day.json --runs --output bench/results
 
 The day is that of `python -m bench.simulation.make_trace day`. It has a ramp in the morning, a burst, and a change from
 long prompts to long answers.
 All runs replay the same requests in the simulator, with the profile of one worker. A request
 reaches its goals when both its time to first token and its mean time between tokens are within the goals. Fixed workers
-run all day.
+run all day. `fluid` has workers of both roles. After a name, "@" gives the planner's setting `share`: that of the
+requests that should reach a goal.
 --keep adds the runs to those of earlier calls in FILE; a run with the same name replaces the earlier one.
 """
 
@@ -16,13 +18,14 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bench.simulation.make_trace import DAY_S, day_entries
 from bench.simulation.oracle import OracleDecisions
+from headrace_planner.observation import WorkerCounts
 from headrace_planner.settings import (
     BudgetSettings,
     GoalSettings,
@@ -40,17 +43,20 @@ TTFT_S, ITL_S = 5.0, 0.1
 INTERVAL_S, WORKER_START_S = 30.0, 60.0
 HOUR_S = 3_600.0
 # The targets of this comparison.
-POINTS_MIN, HOURS_MAX, ORACLE_MIN = 0.05, 0.8, 0.9
+POINTS_MIN, HOURS_MAX, ORACLE_MIN, FLUID_MIN = 0.05, 0.8, 0.9, 0.981
+DEFAULT_SHARE = GoalSettings().share
 
 
-def day_settings(scaling: Scaling, prefill: int, decode: int) -> SimulationSettings:
+def day_settings(scaling: Scaling, workers: WorkerCounts, share: float) -> SimulationSettings:
     """One run of the day. Without a fixed split, the planner's minimums are the first workers."""
     planner = PlannerSettings(
-        goals=GoalSettings(ttft_s=TTFT_S, itl_s=ITL_S), budget=BudgetSettings(devices_max=BUDGET)
+        goals=GoalSettings(ttft_s=TTFT_S, itl_s=ITL_S, share=share),
+        budget=BudgetSettings(devices_max=BUDGET),
     )
     return SimulationSettings(
-        prefill_workers=prefill,
-        decode_workers=decode,
+        prefill_workers=workers.prefill,
+        decode_workers=max(1, workers.decode),
+        both_workers=workers.both,
         way=Way.LOAD_ONLY,
         ttft_s=TTFT_S,
         itl_s=ITL_S,
@@ -64,16 +70,21 @@ def day_settings(scaling: Scaling, prefill: int, decode: int) -> SimulationSetti
 
 
 def run(name: str, profile: WorkerProfile, trace: Sequence[TraceRequest]) -> dict[str, Any]:
-    """One run: "planner", "oracle", or a split such as "4:12"."""
+    """One run: "planner", "fluid@0.99", "oracle", or a split such as "4:2" or "6"."""
     decide = None
-    if name == "planner":
-        settings = day_settings(Scaling.PLANNER, 1, 1)
-    elif name == "oracle":
-        settings = day_settings(Scaling.FIXED, 1, 1)
+    kind, _, text = name.partition("@")
+    share = float(text or DEFAULT_SHARE)
+    if kind == "planner":
+        settings = day_settings(Scaling.PLANNER, WorkerCounts(1, 1), share)
+    elif kind == "fluid":
+        settings = day_settings(Scaling.PLANNER, WorkerCounts(0, 0, 1), share)
+    elif kind == "oracle":
+        settings = day_settings(Scaling.FIXED, WorkerCounts(1, 1), share)
         decide = OracleDecisions(settings.scaling, profile, trace)
+    elif kind.isdigit():
+        settings = day_settings(Scaling.FIXED, WorkerCounts(0, 0, int(kind)), share)
     else:
-        prefill, decode = map(int, name.split(":"))
-        settings = day_settings(Scaling.FIXED, prefill, decode)
+        settings = day_settings(Scaling.FIXED, WorkerCounts(*map(int, kind.split(":"))), share)
     start_s = time.perf_counter()
     result = simulate(settings, profile, trace, decide)
     took_s = time.perf_counter() - start_s
@@ -95,7 +106,7 @@ def most_changes_per_hour(changes: Sequence[Mapping[str, Any]]) -> int:
 def reversals(changes: Sequence[Mapping[str, Any]], within_s: float) -> int:
     """How often a role grew and shrank again, or the reverse, within this time."""
     count = 0
-    for role in ("prefill_workers", "decode_workers"):
+    for role in ("prefill_workers", "decode_workers", "both_workers"):
         last: tuple[float, int] | None = None
         known = 1
         for change in changes:
@@ -129,10 +140,12 @@ def render(runs: Mapping[str, Mapping[str, Any]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     order = sorted(fixed, key=lambda name: int(name.split(":")[0]))
-    for name in (*(one for one in ("planner", "oracle") if one in runs), *order):
+    for name in (*(one for one in sorted(runs, reverse=True) if one not in fixed), *order):
         one = runs[name]
         ttft = one["ttft"]["percentiles"]
-        label = f"{name} P:D" + (", best" if name == best else "") if name in fixed else name
+        label = (
+            f"{name} P:D" + (", best" if name == best else "") if name in fixed else _label(name)
+        )
         lines.append(
             f"| {label} | {one['attainment']:.1%} | {one['ttft_attainment']:.1%} | {one['itl_attainment']:.1%} "
             f"| {ttft['p50']:.2f}, {ttft['p99']:.1f} | {one['worker_hours']:.1f} | {len(one['changes'])} "
@@ -141,6 +154,17 @@ def render(runs: Mapping[str, Mapping[str, Any]]) -> str:
     if "planner" in runs and "oracle" in runs:
         lines += ["", *_verdicts(runs, best)]
     return "\n".join([*lines, ""])
+
+
+def _label(name: str) -> str:
+    kind, _, share = name.partition("@")
+    text = {
+        "planner": "two pools, planner",
+        "fluid": "both roles, planner",
+        "oracle": "two pools, oracle",
+    }
+    label = text.get(kind, f"{kind} of both roles")
+    return f"{label}, share {share}" if share else label
 
 
 def _verdicts(runs: Mapping[str, Mapping[str, Any]], best: str) -> list[str]:
@@ -162,15 +186,44 @@ def _verdicts(runs: Mapping[str, Mapping[str, Any]], best: str) -> list[str]:
         ),
         f"| at most {HOURS_MAX:g} of its worker-hours | {hours:.2f} | {met(hours <= HOURS_MAX)} |",
         f"| at least {ORACLE_MIN:g} of the oracle's attainment | {share:.3f} | {met(share >= ORACLE_MIN)} |",
+        *_fluid_verdict(runs, met),
         "",
-        f"The planner reversed a change of a role within {10 * INTERVAL_S:g} s {back} times.",
+        f"The planner of two pools reversed a change of a role within {10 * INTERVAL_S:g} s {back} times.",
     ]
+
+
+def _fluid_verdict(
+    runs: Mapping[str, Mapping[str, Any]], met: Callable[[bool], str]
+) -> Iterator[str]:
+    """Of the best run with workers of both roles, as far as its worker-hours are at most those of two pools."""
+    hours = runs["planner"]["worker_hours"]
+    fluid = [
+        one
+        for name, one in runs.items()
+        if name.startswith("fluid") and one["worker_hours"] <= hours
+    ]
+    if fluid:
+        best = max(fluid, key=lambda one: float(one["attainment"]))
+        enough = best["attainment"] >= max(FLUID_MIN, runs["planner"]["attainment"])
+        yield (
+            f"| workers of both roles: at least {FLUID_MIN:.1%} and two pools, with at most their worker-hours "
+            f"| {best['attainment']:.1%} with {best['worker_hours']:.1f} h | {met(enough)} |"
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", nargs="*", choices=("planner", "oracle", "fixed"), default=[])
-    parser.add_argument("--splits", nargs="*", help="of fixed workers, such as 4:12; default: all")
+    parser.add_argument(
+        "--runs",
+        nargs="*",
+        default=[],
+        help="planner, fluid, oracle or fixed; planner@0.99, fluid@0.99",
+    )
+    parser.add_argument(
+        "--splits",
+        nargs="*",
+        help="of fixed workers, such as 4:2, or 6 of both roles; default: all",
+    )
     parser.add_argument("--profile", type=Path, default=PROFILE)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the rates")
@@ -180,7 +233,10 @@ def main() -> None:
     options = parser.parse_args()
     profile = read_profile(options.profile)
     assert profile is not None
-    splits = options.splits or [f"{one}:{BUDGET - one}" for one in range(1, BUDGET)]
+    splits = options.splits or [
+        *(f"{one}:{BUDGET - one}" for one in range(1, BUDGET)),
+        str(BUDGET),
+    ]
     names = [one for one in options.runs if one != "fixed"]
     names += splits if "fixed" in options.runs else []
     entries = map(json.dumps, day_entries(options.seed, options.scale))

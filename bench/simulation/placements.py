@@ -123,7 +123,9 @@ def main() -> None:
         os.execve(sys.executable, arguments, {**os.environ, _HASH_SEED: "0"})
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", type=Path, default=FOLDER / "conversation.jsonl")
-    parser.add_argument("--profile", type=Path, default=FOLDER / "example-profile.json")
+    parser.add_argument(
+        "--profile", type=Path, default=FOLDER / "example-conversation-profile.json"
+    )
     parser.add_argument("--prefill", type=int, default=4)
     parser.add_argument("--decode", type=int, default=4)
     parser.add_argument("--ttft", type=float, default=5.0)
