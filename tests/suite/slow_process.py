@@ -159,6 +159,6 @@ if __name__ == "__main__":
     _wrap(WriteWindow, "start", _with_late_writes)
     _wrap(StagedTransport, "submit", _landing_late)
     _wrap(Stepper, "_push", _with_slow_layer)
-    _wrap(Stepper, "_compute", _with_stops)
+    _wrap(Stepper, "compute", _with_stops)
     _wrap(StepPlanner, "plan_step", _with_stopped_steps)
     importlib.import_module(f"{os.environ[_PROGRAM]}.__main__").main()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from random import Random
 
 from headrace_common.errors import HeadraceError
@@ -13,7 +13,7 @@ from headrace_engine.interface import DecodeTokens, DecodeWork, PrefillWork, Sam
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_engine.vllm.link.messages import EngineLoad
 from headrace_kv.handoff.messages import Reservation
-from tests.vllm.pair import Pair, reset, running_pair
+from tests.vllm.pair import ENGINE_ARGS, Pair, counts, reset, running_pair
 from tests.waiting import until
 
 BLOCK_COUNT = 20
@@ -187,7 +187,7 @@ STATES: dict[str, dict[str, Step]] = {
 }
 
 
-async def measure(model: str, stages: int) -> AbortResult:
+async def measure(model: str, stages: int, engine_args: str = ENGINE_ARGS) -> AbortResult:
     """Aborts a request in every state."""
     changes: dict[str, object] = {
         "model": model,
@@ -195,6 +195,7 @@ async def measure(model: str, stages: int) -> AbortResult:
         "num_gpu_blocks_override": BLOCK_COUNT,
         "max_model_len": CONTEXT_TOKENS,
         "max_num_seqs": 4,
+        "engine_args": engine_args,
     }
     async with running_pair(
         prefill=changes | {"max_num_batched_tokens": 16},
@@ -204,7 +205,7 @@ async def measure(model: str, stages: int) -> AbortResult:
         async with rig.decoding(40, remote=True, hand_over=True):
             pass
         start = await settled(pair.decode)
-        result = AbortResult(asdict(start))
+        result = AbortResult(start)
         assert await settled(pair.prefill) == start
         for role, engine, outcomes in (
             ("decode", pair.decode, result.decode),
@@ -216,12 +217,12 @@ async def measure(model: str, stages: int) -> AbortResult:
                     continue
                 rig.seen = EngineLoad()
                 await abort(rig)
-                outcomes[state] = Outcome(asdict(rig.seen), asdict(await settled(engine)))
+                outcomes[state] = Outcome(counts(rig.seen), await settled(engine))
                 await reset(engine)
         return result
 
 
-async def settled(engine: VllmEngine) -> EngineLoad:
+async def settled(engine: VllmEngine) -> dict[str, int]:
     """The load after a second, in which late blocks must be freed."""
     await asyncio.sleep(1)
-    return engine.load
+    return counts(engine.load)

@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing import RawValue
 from random import Random
 from typing import Any
@@ -22,7 +22,7 @@ from headrace_engine.vllm.rank import connector_worker
 from headrace_kv.handoff.messages import LayerRange, Reservation
 from headrace_kv.receive.observer import OverlapSettings
 from tests.vllm.hybrids import mend_rotation
-from tests.vllm.pair import BLOCK_TOKENS, GREEDY, Answer, Pair, reset, running_pair
+from tests.vllm.pair import BLOCK_TOKENS, GREEDY, Answer, Pair, counts, reset, running_pair
 from tests.waiting import until
 
 OVERLAP = OverlapSettings(layer_count=2, wait_s=1.0)
@@ -295,7 +295,7 @@ async def end_early(
         "after": after.token_ids,
         "cached_after": after.end.cached_tokens,
         "again": again.token_ids,
-        "load": asdict(pair.decode.load),
+        "load": counts(pair.decode.load),
     }
 
 

@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from headrace_engine.interface import (
     TokenLogprobs,
 )
 from headrace_engine.vllm.engine import VllmEngine
+from headrace_engine.vllm.link.messages import EngineLoad
 from headrace_kv.handoff.messages import Reservation, TransferTarget
 from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import KvDescriptor, WorkerRef
@@ -40,6 +41,9 @@ from headrace_kv.receive.verification import DigestChecks
 from tests.waiting import until
 
 MODEL = Path(os.environ.get("HEADRACE_TEST_MODEL", "models/tiny-llama-deep"))
+ENGINE_ARGS = os.environ.get("HEADRACE_TEST_ENGINE_ARGS", "")
+"""Of engines for which a test gives none. With --async-scheduling, the tests run in that mode."""
+STEPS_AHEAD = "--async-scheduling"
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 512
 TIMEOUT_S = 60.0
@@ -93,6 +97,7 @@ def engine_config(role: str, **changes: object) -> EngineConfig:
         "block_size": BLOCK_TOKENS,
         "max_num_seqs": 8,
         "max_num_batched_tokens": CHUNK_TOKENS,
+        "engine_args": ENGINE_ARGS,
     }
     return EngineConfig(**(values | changes))  # type: ignore[arg-type]
 
@@ -279,6 +284,11 @@ class Pair:
         work = PrefillWork(tuple(prompt[:-1]), target, cache_salt=cache_salt, adapter=adapter)
         outcome, summary = await asyncio.gather(self.prefill.prefill(work), transfer.wait())
         return outcome, summary
+
+
+def counts(load: EngineLoad) -> dict[str, int]:
+    """Requests and blocks, without the times of steps."""
+    return {name: value for name, value in asdict(load).items() if name != "step_times"}
 
 
 async def reset(engine: VllmEngine) -> None:

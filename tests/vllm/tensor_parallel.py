@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace_engine.interface import Sampling
 from tests.vllm.hybrids import mend_rotation
-from tests.vllm.pair import Answer, Pair, reset, running_pair
+from tests.vllm.pair import ENGINE_ARGS, Answer, Pair, reset, running_pair
 
 SAMPLING = Sampling(temperature=0.0, max_tokens=12)
 LENGTHS = (40, 161, 700)
@@ -78,6 +78,7 @@ async def measure(
     local_broadcast: bool = True,
     prefill_stages: int = 1,
     decode_stages: int = 1,
+    engine_args: str = ENGINE_ARGS,
 ) -> CellResult:
     """Starts a pair of the model's engines and generates on both. Decode checks the digests of all that it receives.
 
@@ -93,6 +94,7 @@ async def measure(
             "pipeline_parallel_size": stages,
             "max_num_batched_tokens": CHUNK_TOKENS,
             "local_broadcast": local_broadcast,
+            "engine_args": engine_args,
             # Digests and local broadcast need 32 MiB on each rank, and the smallest has two layers of one head.
             "num_gpu_blocks_override": 2304,
         }

@@ -7,13 +7,18 @@ import pytest
 from headrace_engine.vllm.link.messages import EngineLoad
 from tests.vllm.aborts import BLOCK_COUNT, STATES
 from tests.vllm.conftest import RunJob
+from tests.vllm.pair import STEPS_AHEAD
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize("stages", [1, 2])
-def test_aborts_in_every_state_free_all_blocks(run_job: RunJob, stages: int) -> None:
-    result = run_job("tests.vllm.aborts:measure", model="tiny-llama", stages=stages)
+@pytest.mark.parametrize(("stages", "engine_args"), [(1, ""), (2, ""), (1, STEPS_AHEAD)])
+def test_aborts_in_every_state_free_all_blocks(
+    run_job: RunJob, stages: int, engine_args: str
+) -> None:
+    result = run_job(
+        "tests.vllm.aborts:measure", model="tiny-llama", stages=stages, engine_args=engine_args
+    )
     start = EngineLoad(**result["start"])
     assert start == EngineLoad(0, 0, 0, BLOCK_COUNT - 1)
     seen: dict[str, EngineLoad] = {}

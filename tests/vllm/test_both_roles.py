@@ -16,6 +16,7 @@ from headrace_cli.up.supervisor import ChildProcess, Spawn
 from headrace_cli.up.topology import ProcessSpec
 from headrace_common.durations import duration_from_seconds
 from tests.suite.deployment import greedy, suite
+from tests.vllm.pair import STEPS_AHEAD
 from tests.vllm.test_services import SEEDED, assert_same, prompt_of
 from tests.waiting import until
 
@@ -61,8 +62,12 @@ def requests(
         yield request
 
 
-async def test_answers_are_the_same_wherever_prompts_are_computed(tmp_path: Path) -> None:
-    async with suite(tmp_path, **BOTH) as it:
+@pytest.mark.parametrize("engine_args", ["", STEPS_AHEAD])
+async def test_answers_are_the_same_wherever_prompts_are_computed(
+    tmp_path: Path, engine_args: str
+) -> None:
+    settings = (*BOTH["settings"], ("worker", "engine_args", engine_args))
+    async with suite(tmp_path, **BOTH | {"settings": settings}) as it:
         alone = [await it.ask(request, 90) for request in requests(LOCAL)]
         handed_over = [await it.ask(request, 90) for request in requests(REMOTE)]
         ways = [requests(REMOTE, 0.02), requests(ANY, 0.02), requests(ANY, 5.0)]

@@ -139,7 +139,7 @@ FIELDS = {
     "vllm.v1.request.Request": (
         "request_id kv_transfer_params num_prompt_tokens num_computed_tokens num_tokens "
         "prompt_token_ids prompt_embeds lora_request mm_features status sampling_params "
-        "structured_output_request prefill_stats"
+        "structured_output_request prefill_stats num_output_placeholders"
     ),
     "vllm.v1.worker.gpu_input_batch.CachedRequestState": (
         "sampling_params output_token_ids generator"
@@ -161,18 +161,18 @@ FIELDS = {
     f"{CACHES}.MambaSpec": "dtypes mamba_type shapes tp_replicated",
     f"{CACHES}.UniformTypeKVCacheSpecs": "kv_cache_specs",
     f"{CACHES}.KVCacheSpecKind": "FULL_ATTENTION MLA_ATTENTION MAMBA",
-    # With stages: the steps that vLLM plans before it handles the results of the first.
+    # The steps that vLLM plans before it handles the results of the first.
     "vllm.config.VllmConfig": (
         "model_config parallel_config scheduler_config kv_transfer_config max_concurrent_batches"
     ),
     "vllm.distributed.parallel_state.GroupCoordinator": "cpu_group rank_in_group world_size",
-    # With stages, vLLM keeps back the blocks of a cancelled request that a step still writes to.
+    # With several steps under way, vLLM keeps back the blocks of a request that one still writes to.
     "vllm.v1.core.sched.scheduler.Scheduler": "defer_block_free",
     "vllm.config.ModelConfig": (
         "max_model_len model hf_config hf_text_config logprobs_mode use_fp64_gumbel"
     ),
     "vllm.config.ParallelConfig": "tensor_parallel_size data_parallel_size pipeline_parallel_size",
-    "vllm.config.SchedulerConfig": "async_scheduling",
+    "vllm.config.SchedulerConfig": "async_scheduling scheduler_cls",
     "vllm.config.KVEventsConfig": "enable_kv_cache_events publisher endpoint",
     "vllm.config.KVTransferConfig": (
         "kv_connector kv_connector_module_path kv_role engine_id kv_load_failure_policy "

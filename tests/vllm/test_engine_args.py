@@ -11,6 +11,7 @@ from headrace_engine.vllm.service.engine_args import (
     KV_ARGUMENTS,
     REFUSED,
     SETTINGS,
+    check_combinations,
     parse_engine_args,
     split_engine_args,
 )
@@ -46,6 +47,26 @@ def test_drafts_come_from_no_model() -> None:
     assert speculation("ngram") == {"method": "ngram", "num_speculative_tokens": 3}
     with pytest.raises(ConfigError, match="'eagle', which drafts with a model"):
         speculation("eagle")
+
+
+@pytest.mark.parametrize(
+    ("text", "stages", "words"),
+    [
+        ("--async-scheduling --speculative-config.method ngram", 1, "leave out async_scheduling"),
+        ("--async-scheduling", 2, "leave out async_scheduling"),
+        ("--speculative-config.method ngram", 2, "speculative_config"),
+        ("--no-async-scheduling --speculative-config.method ngram", 1, ""),
+        ("--no-async-scheduling", 2, ""),
+        ("--async-scheduling", 1, ""),
+    ],
+)
+def test_steps_ahead_exclude_drafts_and_stages(text: str, stages: int, words: str) -> None:
+    given = parse_engine_args(split_engine_args(text, "decode"), "decode")
+    if not words:
+        check_combinations(given, stages)
+        return
+    with pytest.raises(ConfigError, match=words):
+        check_combinations(given, stages)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from headrace_common.telemetry import schema
 from tests.freezing import freeze, thaw
 from tests.suite.deployment import Outcome, Suite, suite
 from tests.vllm.conftest import RunJob
-from tests.vllm.pair import BLOCK_TOKENS, prompt_of
+from tests.vllm.pair import BLOCK_TOKENS, STEPS_AHEAD, prompt_of
 from tests.vllm.prefix_fetch import FROZEN_TURN, TURNS
 
 MODEL = Path("models/tiny-llama")
@@ -110,12 +110,13 @@ async def test_turns_are_fetched_with_equal_tokens_and_a_killed_source_costs_no_
 
 
 @pytest.mark.parametrize(
-    ("model", "prefill_ranks", "decode_ranks", "stages", "both_roles"),
+    ("model", "prefill_ranks", "decode_ranks", "stages", "both_roles", "engine_args"),
     [
-        ("tiny-llama-deep", 1, 1, 1, False),
-        ("tiny-llama", 1, 1, 1, True),
-        ("tiny-llama", 2, 1, 1, False),
-        ("tiny-llama", 1, 1, 2, False),
+        ("tiny-llama-deep", 1, 1, 1, False, ""),
+        ("tiny-llama-deep", 1, 1, 1, False, STEPS_AHEAD),
+        ("tiny-llama", 1, 1, 1, True, ""),
+        ("tiny-llama", 2, 1, 1, False, ""),
+        ("tiny-llama", 1, 1, 2, False, ""),
     ],
 )
 def test_every_turn_fetches_what_decode_has_and_a_frozen_source_costs_no_answer(
@@ -125,6 +126,7 @@ def test_every_turn_fetches_what_decode_has_and_a_frozen_source_costs_no_answer(
     decode_ranks: int,
     stages: int,
     both_roles: bool,
+    engine_args: str,
 ) -> None:
     found = run_job(
         "tests.vllm.prefix_fetch:conversation",
@@ -133,6 +135,7 @@ def test_every_turn_fetches_what_decode_has_and_a_frozen_source_costs_no_answer(
         decode_ranks=decode_ranks,
         stages=stages,
         both_roles=both_roles,
+        engine_args=engine_args,
     )
     assert found["answers"] == found["plain"]
     assert len(found["answers"]) == TURNS

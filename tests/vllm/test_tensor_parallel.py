@@ -9,6 +9,7 @@ import pytest
 
 from headrace_kv.plan.shard_map import shards
 from tests.vllm.conftest import RunJob
+from tests.vllm.pair import STEPS_AHEAD
 from tests.vllm.tensor_parallel import CHUNK_TOKENS, SAMPLING, CellResult, Transferred, prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
@@ -61,7 +62,7 @@ PAIRS = [
 
 
 def result_of(
-    run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int, **changes: int
+    run_job: RunJob, model: str, prefill_ranks: int, decode_ranks: int, **changes: int | str
 ) -> CellResult:
     result = run_job(
         "tests.vllm.tensor_parallel:measure",
@@ -81,6 +82,12 @@ def test_tokens_equal_plain_vllm_and_only_effective_writes_are_made(
 ) -> None:
     result = result_of(run_job, model, prefill_ranks, decode_ranks)
     check(result, model, prefill_ranks, decode_ranks, writes)
+
+
+def test_steps_are_planned_ahead_of_ranks_that_compute(run_job: RunJob) -> None:
+    """Ranks are processes of their own: one step computes while vLLM handles the results of another."""
+    result = result_of(run_job, GROUPED, 2, 1, engine_args=STEPS_AHEAD)
+    check(result, GROUPED, 2, 1, 2)
 
 
 def check(

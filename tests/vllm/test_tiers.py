@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.vllm.conftest import RunJob
+from tests.vllm.pair import STEPS_AHEAD
 from tests.vllm.tiers import PROMPT_COUNT, PROMPT_TOKENS
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
@@ -14,11 +15,13 @@ HALF = 160
 
 
 @pytest.mark.parametrize(
-    ("model", "tensor_parallel_size", "stages", "host_blocks", "disk_blocks"),
+    ("model", "tensor_parallel_size", "stages", "host_blocks", "disk_blocks", "engine_args"),
     [
-        pytest.param("tiny-llama-deep", 1, 1, 20, 100, marks=pytest.mark.core),
-        ("tiny-llama", 2, 1, 120, 0),
-        ("tiny-llama", 1, 2, 120, 0),
+        pytest.param("tiny-llama-deep", 1, 1, 20, 100, "", marks=pytest.mark.core),
+        ("tiny-llama-deep", 1, 1, 20, 100, STEPS_AHEAD),
+        ("tiny-llama", 2, 1, 120, 0, ""),
+        ("tiny-llama", 2, 1, 120, 0, STEPS_AHEAD),
+        ("tiny-llama", 1, 2, 120, 0, ""),
     ],
 )
 def test_evicted_prompts_return_with_equal_answers(
@@ -28,6 +31,7 @@ def test_evicted_prompts_return_with_equal_answers(
     stages: int,
     host_blocks: int,
     disk_blocks: int,
+    engine_args: str,
 ) -> None:
     found = run_job(
         "tests.vllm.tiers:conversations",
@@ -36,6 +40,7 @@ def test_evicted_prompts_return_with_equal_answers(
         stages=stages,
         host_blocks=host_blocks,
         disk_blocks=disk_blocks,
+        engine_args=engine_args,
     )
     assert found["again"] == found["split"] == found["first"]
     assert found["cached"] == [WHOLE] * PROMPT_COUNT

@@ -12,7 +12,7 @@ from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.manager.lower_tiers import TierSettings
 from headrace_kv.prefix.events import Tier, load_time_from_proto
-from tests.vllm.pair import GREEDY, Answer, Pair, prompt_of, running_pair
+from tests.vllm.pair import ENGINE_ARGS, GREEDY, Answer, Pair, prompt_of, running_pair
 from tests.vllm.tier_storm import storm
 from tests.waiting import until
 
@@ -53,7 +53,12 @@ class Result:
 
 
 async def conversations(
-    model: str, tensor_parallel_size: int, stages: int, host_blocks: int, disk_blocks: int
+    model: str,
+    tensor_parallel_size: int,
+    stages: int,
+    host_blocks: int,
+    disk_blocks: int,
+    engine_args: str = ENGINE_ARGS,
 ) -> Result:
     """Answers prompts in turn, so that each is evicted before it comes again. Then a storm."""
     with tempfile.TemporaryDirectory() as folder:
@@ -65,6 +70,7 @@ async def conversations(
             "num_gpu_blocks_override": KV_MEMORY_BLOCKS,
             "max_model_len": 512,
             "tiers": tiers,
+            "engine_args": engine_args,
         }
         decode = changes | {"tiers": replace(tiers, disk_folder=folder)}
         async with running_pair(prefill=changes, decode=decode) as pair:

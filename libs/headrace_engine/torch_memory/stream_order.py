@@ -9,8 +9,8 @@ The device computes in a stream of its own, while peers read and write. Prefill 
 are queued, and the layer is read once the mark is passed. Decode fences between the acknowledgement of the last write
 and the first kernel that reads. Nothing else is needed:
 - A write into staged memory is acknowledged after its copy has ended.
-- Kernels that used a block have ended when vLLM reuses it. Without asynchronous scheduling, blocks are reused only
-  after the step's results have arrived.
+- Kernels that used a block have ended when vLLM reuses it: vLLM keeps a block until the results of the last step that
+  was planned with its request have arrived, also with asynchronous scheduling.
 """
 
 from __future__ import annotations

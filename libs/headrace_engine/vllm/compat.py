@@ -230,8 +230,17 @@ def engine_id(vllm_config: VllmConfig) -> str:
 
 
 def schedules_ahead(vllm_config: VllmConfig) -> bool:
-    """Whether steps are planned before the results of the step before are known."""
+    """Whether each step is planned while the one before it is computed (asynchronous scheduling)."""
     return bool(vllm_config.scheduler_config.async_scheduling)
+
+
+def steps_under_way(vllm_config: VllmConfig) -> int:
+    """How many steps are planned before the results of the first are handled.
+
+    As many as there are pipeline stages, or two with asynchronous scheduling.
+    """
+    found: int = vllm_config.max_concurrent_batches
+    return found
 
 
 def replica_count(vllm_config: VllmConfig) -> int:

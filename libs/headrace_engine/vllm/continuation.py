@@ -149,11 +149,18 @@ def _prepare(state: CachedRequestState, sampler: Any, vocabulary: int) -> None:
         state.output_token_ids.extend(generated)
     if state.generator is None:
         return
-    if state.generator.device.type == "cpu" and not isinstance(state.generator, RandomStream):
+    if state.generator.device.type == "cpu" and not _follows(
+        state.generator, state.output_token_ids
+    ):
         seed = state.sampling_params.seed
         state.generator = RandomStream(seed, state.output_token_ids, sampler, vocabulary)
     elif continues:
         advance(state.generator, len(generated), sampler, vocabulary)
+
+
+def _follows(generator: torch.Generator, output: list[int]) -> bool:
+    """Whether it is the random stream of this list. With steps planned ahead, a resumed request gets another list."""
+    return isinstance(generator, RandomStream) and generator.output is output
 
 
 def _generated(sampling_params: Any) -> Sequence[int]:
@@ -180,14 +187,15 @@ class RandomStream(torch.Generator):
 
     def __init__(self, seed: int, output: list[int], sampler: Any, vocabulary: int) -> None:
         self._seed = seed
-        self._output = output
+        self.output = output
+        """The list that it follows."""
         self._sampler = sampler
         self._vocabulary = vocabulary
         self._rewind()
 
     def get_offset(self) -> int:
         """A number that `set_offset` accepts. vLLM uses it only to undo a draw."""
-        return len(self._output)
+        return len(self.output)
 
     def set_offset(self, offset: int) -> None:
         """Undoes all draws since the last token of the output, whatever the offset."""
@@ -195,4 +203,4 @@ class RandomStream(torch.Generator):
 
     def _rewind(self) -> None:
         self.manual_seed(self._seed)
-        advance(self, len(self._output), self._sampler, self._vocabulary)
+        advance(self, len(self.output), self._sampler, self._vocabulary)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headrace_common.errors import HeadraceError
 from headrace_engine.vllm import continuation, stages
-from headrace_engine.vllm.compat import extra_config
+from headrace_engine.vllm.compat import extra_config, steps_under_way
 from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.link.messages import write_startup_error
 from headrace_engine.vllm.rank.connector_worker import ConnectorWorker
@@ -80,7 +80,7 @@ class ServiceDeployment:
                 sends_from_host=self.settings.sends_from_host,
             ),
             self.settings,
-            stages.stage_count(vllm_config),
+            steps_under_way(vllm_config),
         )
 
     def open_worker(
@@ -106,7 +106,11 @@ class StandaloneDeployment:
         self, vllm_config: VllmConfig, groups: tuple[LayerGroup, ...]
     ) -> ConnectorScheduler:
         return StandaloneConnectorScheduler(
-            groups, self.settings, self.standalone, stages.rank_count(vllm_config)
+            groups,
+            self.settings,
+            self.standalone,
+            stages.rank_count(vllm_config),
+            steps_under_way(vllm_config),
         )
 
     def open_worker(

@@ -43,14 +43,16 @@ def sort_new_blocks(kv_cache_manager: KVCacheManager) -> None:
 
 
 class StepsUnderWay:
-    """With pipeline stages, vLLM plans as many steps as there are stages before it handles the results of the first.
+    """With pipeline stages or asynchronous scheduling, vLLM plans several steps before it handles the results of the
+    first.
 
     It handles results after it has planned the next step. So a planned step must not wait while one before it may have
     results.
     """
 
-    def __init__(self, stages: int) -> None:
-        self._have_results = deque[bool](maxlen=stages - 1)
+    def __init__(self, most: int) -> None:
+        """`most`: how many steps are planned before the results of the first are handled."""
+        self._have_results = deque[bool](maxlen=most - 1)
 
     @property
     def may_have_results(self) -> bool:
@@ -58,7 +60,7 @@ class StepsUnderWay:
         return any(self._have_results)
 
     def add(self, *, has_results: bool) -> None:
-        """A step is planned. The results of the oldest of `stages` steps are handled."""
+        """A step is planned. The results of the oldest of `most` steps are handled."""
         self._have_results.append(has_results)
 
 
@@ -71,15 +73,15 @@ class ConnectorScheduler(ABC):
         on_reserved: Callable[[Reservation], None],
         idle_step_s: float,
         tiers: TierPlanner,
-        stages: int = 1,
+        steps_max: int = 1,
     ) -> None:
-        """`idle_step_s`: the longest that a step without tokens waits for an event. `stages`: pipeline stages."""
+        """`idle_step_s`: the longest that a step without tokens waits for an event. `steps_max`: see StepsUnderWay."""
         self._tiers = tiers
         self._planner = StepPlanner(groups, on_reserved)
         # One group of vLLM may count as two.
         self._group_ids = tuple(sorted({group.index for group in groups}))
         self._idle_step_s = idle_step_s
-        self._steps_under_way = StepsUnderWay(stages)
+        self._steps_under_way = StepsUnderWay(steps_max)
         self._flush_requested = False
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
@@ -158,7 +160,9 @@ class ConnectorScheduler(ABC):
         preempted_ids = scheduler_output.preempted_req_ids or ()
         plan = self._planner.plan_step(scheduled, preempted_ids)
         self._plan_tiers(plan, scheduled, preempted_ids)
-        self._steps_under_way.add(has_results=computes or plan != StepPlan())
+        # The end of a load is a result of a step that plans nothing.
+        has_results = computes or plan != StepPlan() or self._tiers.is_loading
+        self._steps_under_way.add(has_results=has_results)
         return plan
 
     def _plan_tiers(

@@ -128,7 +128,9 @@ def _is_prompt(request: Request) -> bool:
 
 
 def _next_tokens(request: Request) -> int:
-    return max(1, int(request.num_tokens_with_spec - request.num_computed_tokens))
+    # Steps under way have computed tokens that are not known yet.
+    known = request.num_tokens_with_spec + request.num_output_placeholders
+    return max(1, int(known - request.num_computed_tokens))
 
 
 def _prompt_of(request: Request) -> Prompt:

@@ -193,9 +193,9 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         link_path: Path,
         tiers: TierPlanner,
         settings: ConnectorSettings,
-        stages: int = 1,
+        steps_max: int = 1,
     ) -> None:
-        super().__init__(groups, self._send_reserved, LONG_STEP_S, tiers, stages)
+        super().__init__(groups, self._send_reserved, LONG_STEP_S, tiers, steps_max)
         self._settings = settings
         self._pool: RemotePool | None = None
         self._load = LoadMeter()

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class _Overlapped:
     """`started`: it was in a step. `finished`: the request has ended.
 
-    `lost`: its transfer has failed. `loss_planned`: a step's plan has reported that to the ranks.
+    `received`: vLLM has handled that it may run. `settled`: no sender writes any more. `lost`: its transfer has failed.
+    `loss_planned`: a step's plan has reported that to the ranks.
     """
 
     request_id: str
@@ -33,6 +34,8 @@ class _Overlapped:
     deadline_s: float
     started: bool = False
     finished: bool = False
+    received: bool = False
+    settled: bool = False
     lost: bool = False
     loss_planned: bool = False
 
@@ -41,6 +44,12 @@ class _Overlapped:
 
     def mark_finished(self) -> None:
         self.finished = True
+
+    def mark_received(self) -> None:
+        self.received = True
+
+    def mark_settled(self) -> None:
+        self.settled = True
 
     def mark_lost(self) -> None:
         self.lost = True
@@ -91,6 +100,10 @@ class OverlappedRequests:
             # The next step that contains the request reports its blocks as invalid.
             one.mark_lost()
             return None
+        if one.finished and not one.received:
+            # vLLM is about to handle that it was received, and frees its blocks then.
+            one.mark_settled()
+            return None
         del self._by_transfer[transfer_id]
         return one.request_id if one.finished else None
 
@@ -106,12 +119,20 @@ class OverlappedRequests:
         return False
 
     def withheld(self, received: Iterable[str]) -> set[str]:
-        """The requests among `received` that ended during the step that reported them as received.
+        """The requests among `received` that ended before vLLM handled that ranks reported them as received.
 
         vLLM would free their blocks. They stay until their transfer has settled, as in `request_finished`.
         """
-        finished = {one.request_id for one in self._by_transfer.values() if one.finished}
-        return finished.intersection(received)
+        reported, withheld = set(received), set[str]()
+        for transfer_id, one in list(self._by_transfer.items()):
+            if one.request_id not in reported:
+                continue
+            one.mark_received()
+            if one.settled:
+                del self._by_transfer[transfer_id]
+            elif one.finished:
+                withheld.add(one.request_id)
+        return withheld
 
     def plan_step(self, scheduled_request_ids: Iterable[str]) -> list[OverlappedLoad]:
         """The transfers that the step may have to wait for."""
@@ -119,13 +140,11 @@ class OverlappedRequests:
             return []
         scheduled = set(scheduled_request_ids)
         loads: list[OverlappedLoad] = []
-        for transfer_id, one in list(self._by_transfer.items()):
+        for transfer_id, one in self._by_transfer.items():
             if one.request_id in scheduled:
                 one.mark_started()
-            if one.loss_planned and not one.finished:
-                # vLLM computes the request here instead, and no sender writes to its blocks any more.
-                del self._by_transfer[transfer_id]
-            elif one.started and not one.finished:
+            # A loss is reported once. vLLM then ends the request, perhaps after it has planned another step with it.
+            if one.started and not one.finished and not one.loss_planned:
                 loads.append(one.plan_load(transfer_id))
         return loads
 

@@ -47,7 +47,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "kv_offloading_backend": _CONNECTOR,
     "ec_transfer_config": _CONNECTOR,
     "kv_events_config": "routers need the events of each worker's prefix cache",
-    "async_scheduling": "a step that is under way may write to blocks that prefill gives to a transfer",
     "enable_chunked_prefill": "prompts are computed in chunks: set max_num_batched_tokens",
     "skip_tokenizer_init": _TOKENIZER,
     "tokenizer": _TOKENIZER,
@@ -106,6 +105,8 @@ _UNSET: Final = object()
 SPECULATION: Final = "speculative_config"
 """Refused, unless a decode worker's drafts come from the request's own tokens, without a model."""
 DRAFTS_WITHOUT_A_MODEL: Final = ("ngram",)
+ASYNC_SCHEDULING: Final = "async_scheduling"
+"""Unless it is given, vLLM decides by the platform."""
 
 
 def split_engine_args(text: str, role: str = "") -> tuple[str, ...]:
@@ -155,6 +156,27 @@ def _check_speculation(config: Mapping[str, Any] | None) -> None:
         raise _wrong(
             f"engine_args: speculative_config has method {config.get('method')!r}, which drafts with a model, and a KV "
             f"transfer carries the target model's cache only: choose {', '.join(DRAFTS_WITHOUT_A_MODEL)}"
+        )
+
+
+def check_combinations(given: Mapping[str, Any], stages: int) -> None:
+    """Raises ConfigError for parsed arguments that exclude each other, or pipeline stages."""
+    if SPECULATION in given and stages > 1:
+        raise _wrong(
+            "engine_args: with speculative_config, vLLM asks for drafts while other stages compute, and this is not "
+            "tested: leave it out, or set pipeline_parallel_size to 1"
+        )
+    if not given.get(ASYNC_SCHEDULING):
+        return
+    if SPECULATION in given:
+        raise _wrong(
+            "engine_args: vLLM does not plan steps ahead with drafts by n-grams: leave out async_scheduling, or "
+            "speculative_config"
+        )
+    if stages > 1:
+        raise _wrong(
+            "engine_args: vLLM plans no further steps ahead with pipeline stages: leave out async_scheduling, or set "
+            "pipeline_parallel_size to 1"
         )
 
 

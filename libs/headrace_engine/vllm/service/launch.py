@@ -22,6 +22,7 @@ from headrace_engine.vllm.compat import (
     import_vllm,
     require_vllm,
     runs_on_cpu,
+    schedules_ahead,
     set_vllm_environment,
     start_llm,
 )
@@ -34,7 +35,7 @@ from headrace_engine.vllm.service.adapters import (
     read_adapters,
 )
 from headrace_engine.vllm.service.engine_args import (
-    SPECULATION,
+    check_combinations,
     fingerprint_with,
     parse_engine_args,
     split_engine_args,
@@ -42,6 +43,7 @@ from headrace_engine.vllm.service.engine_args import (
 from headrace_engine.vllm.settings import ConnectorSettings
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -117,7 +119,9 @@ _LEAST_FREE_SHARE = 0.02
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DTYPES_OF_AMX = ("auto", "bfloat16")
 FIT_TO_MEMORY = -1
-PACED_SCHEDULER = "headrace_engine.vllm.scheduler.paced_scheduler.PacedScheduler"
+_SCHEDULERS = "headrace_engine.vllm.scheduler.paced_scheduler"
+PACED_SCHEDULER = f"{_SCHEDULERS}.PacedScheduler"
+PACED_ASYNC_SCHEDULER = f"{_SCHEDULERS}.PacedAsyncScheduler"
 LOGITS_TAP = "headrace_engine.vllm.rank.logits_tap:LogitsTap"
 MAMBA2_MODEL_TYPES = frozenset({"falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h", "zamba2"})
 
@@ -201,6 +205,7 @@ def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launc
     try:
         args, adapters = _engine_args(config, folder, link_path)
         vllm_config = args.create_engine_config()
+        _choose_scheduler(vllm_config, args.async_scheduling, paced=config.receives)
         with engine_children(keeps_memory=runs_on_cpu()):
             return Launched(start_llm(vllm_config), adapters)
     except (RuntimeError, ValueError) as exc:
@@ -212,6 +217,22 @@ def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launc
             f"vLLM cannot serve {folder.path}: {message}; its log above has the cause",
             metadata={"field": "model", "model": config.model},
         ) from exc
+
+
+def _choose_scheduler(
+    vllm_config: VllmConfig, async_scheduling: bool | None, *, paced: bool
+) -> None:
+    """Unless the user has chosen, vLLM decides by the platform whether steps are planned ahead.
+
+    A `paced` scheduler needs answers with bounds, and changes nothing without them.
+    """
+    scheduler = vllm_config.scheduler_config
+    if async_scheduling:
+        # For CPUs, vLLM turns it off whatever the user has chosen, although it works there.
+        scheduler.async_scheduling = True
+    if paced:
+        ahead = schedules_ahead(vllm_config)
+        scheduler.scheduler_cls = PACED_ASYNC_SCHEDULER if ahead else PACED_SCHEDULER
 
 
 def _caches_prefixes(folder: ModelFolder) -> bool:
@@ -241,14 +262,12 @@ def _device_args(config: EngineConfig, folder: ModelFolder, *, on_cpu: bool) -> 
 
 
 def kv_role(config: EngineConfig) -> str:
-    """The role that vLLM gets. To vLLM, a prefill worker with stages consumes KV too.
+    """The role that vLLM gets. To vLLM, a prefill worker consumes KV too.
 
-    With stages, steps may be under way that still write to the blocks of a cancelled request. For consumers, vLLM keeps
-    such blocks back (I1), and a prefill worker receives prefixes into free blocks.
+    With several steps under way, one may still write to the blocks of a request that has ended. For consumers, vLLM
+    keeps such blocks back (I1), and a prefill worker receives prefixes into free blocks.
     """
-    if not config.sends:
-        return "kv_consumer"
-    return "kv_both" if config.receives or config.pipeline_parallel_size > 1 else "kv_producer"
+    return "kv_both" if config.sends else "kv_consumer"
 
 
 def _engine_args(
@@ -260,12 +279,7 @@ def _engine_args(
     from headrace_engine.vllm.service.kv_events import events_endpoint
 
     given = parse_engine_args(split_engine_args(config.engine_args, config.role), config.role)
-    if SPECULATION in given and config.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "engine_args: with speculative_config, vLLM asks for drafts while other stages compute, and this is not "
-            "tested: leave it out, or set pipeline_parallel_size to 1",
-            metadata={"field": "engine_args"},
-        )
+    check_combinations(given, config.pipeline_parallel_size)
     adapters = read_adapters(given.pop(LORA_MODULES, ()), given)
     settings = ConnectorSettings(
         role=config.role,
@@ -306,8 +320,6 @@ def _engine_args(
         long_prefill_token_threshold=1 if config.role == "prefill" else 0,
         long_prefill_token_threshold_adaptive=config.role == "prefill",
         **_device_args(config, folder, on_cpu=runs_on_cpu()),
-        # A step that is under way may write to blocks that a transfer gets.
-        async_scheduling=False,
         # vLLM needs the tokenizer for structured outputs only.
         skip_tokenizer_init=not folder.has_tokenizer,
         generation_config="vllm",
@@ -316,8 +328,6 @@ def _engine_args(
         structured_outputs_config={"backend": "guidance"},
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        # It needs answers with bounds, and changes nothing without them.
-        scheduler_cls=PACED_SCHEDULER if config.receives else None,
         logits_processors=[LOGITS_TAP] if config.sends and runs_on_cpu() else None,
         kv_transfer_config={
             "kv_connector": "HeadraceConnector",

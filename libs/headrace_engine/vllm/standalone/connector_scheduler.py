@@ -242,10 +242,10 @@ class StandaloneConnectorScheduler(ConnectorScheduler):
         connector: ConnectorSettings,
         settings: StandaloneSettings,
         rank_count: int,
+        steps_max: int = 1,
     ) -> None:
-        super().__init__(
-            groups, self._blocks_reserved, SHORT_STEP_S, TierPlanner(LowerTiers({}), 1)
-        )
+        tiers = TierPlanner(LowerTiers({}), 1)
+        super().__init__(groups, self._blocks_reserved, SHORT_STEP_S, tiers, steps_max)
         events = TransferEvents(
             self._transfer_whole, self._transfer_failed, self._planner.transfer_overlap_ready
         )

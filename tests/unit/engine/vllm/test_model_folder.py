@@ -141,25 +141,13 @@ def test_settings_that_cannot_work_are_rejected(
 
 
 @pytest.mark.parametrize(
-    ("role", "stages", "expected"),
-    [
-        ("prefill", 1, "kv_producer"),
-        ("prefill", 2, "kv_both"),
-        ("decode", 1, "kv_consumer"),
-        ("decode", 2, "kv_consumer"),
-    ],
+    ("role", "expected"), [("prefill", "kv_both"), ("decode", "kv_consumer"), ("both", "kv_both")]
 )
 def test_vllm_keeps_back_blocks_that_a_step_may_write_wherever_kv_is_received(
-    role: Literal["prefill", "decode"], stages: int, expected: str
+    role: Literal["prefill", "decode", "both"], expected: str
 ) -> None:
-    """Only for a consumer, vLLM does so, and only with stages several steps are under way."""
-    config = EngineConfig(
-        engine="vllm",
-        model="m",
-        role=role,
-        ref=WorkerRef("w", "1"),
-        pipeline_parallel_size=stages,
-    )
+    """Only for a consumer, vLLM does so, and prefill receives prefixes."""
+    config = EngineConfig(engine="vllm", model="m", role=role, ref=WorkerRef("w", "1"))
     assert launch.kv_role(config) == expected
 
 

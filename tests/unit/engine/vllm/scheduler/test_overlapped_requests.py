@@ -65,6 +65,7 @@ def test_a_cancelled_one_does_not_run() -> None:
 def test_its_blocks_stay_until_no_sender_writes(whole: bool) -> None:
     planner, evicted = overlap_ready()
     planner.plan_step([], ())
+    assert planner.overlapped.withheld({"r"}) == set()
     planner.plan_step([step("r", 129, 1)], ())
     assert planner.overlapped.request_finished("r")
     # They are out of the prefix cache, so other requests can be scheduled.
@@ -102,16 +103,32 @@ def test_one_that_is_lost_before_it_runs_fails_in_its_first_step() -> None:
     assert not planner.overlapped
 
 
-def test_one_that_vllm_computes_itself_stays_overlapped_until_no_sender_writes() -> None:
-    planner, _ = overlap_ready()
+def test_one_that_is_aborted_and_settles_before_vllm_handles_it_is_freed_by_vllm() -> None:
+    """With several steps under way, another step is planned before the results of the one that received it."""
+    planner, evicted = overlap_ready()
+    assert planner.plan_step([], ()).received == ["r"]
+    assert planner.overlapped.request_finished("r")
+    planner.transfer_settled("x1", whole=True)
+    # Freed by the ranks' report too, they would be freed twice.
+    assert planner.plan_step([], ()).finished_sends == {}
+    assert planner.overlapped.withheld({"r"}) == set()
+    assert evicted == [set(BLOCKS)]
+    assert not planner.overlapped
+
+
+def test_a_loss_is_reported_once_and_its_blocks_leave_the_prefix_cache() -> None:
+    planner, evicted = overlap_ready()
     planner.plan_step([], ())
     run = [step("r", 129, 1)]
-    # A rank has abandoned it, and vLLM has scheduled it again. The steps report its blocks as invalid.
+    # Before vLLM handles that a rank has abandoned it, it may plan another step with it.
     for _ in range(3):
         assert planner.plan_step(run, ()).overlapped == [OverlappedLoad("x1", BLOCKS, END_S)]
     planner.transfer_settled("x1", whole=False)
     assert planner.plan_step(run, ()).overlapped == [OverlappedLoad("x1", BLOCKS, END_S, lost=True)]
     assert planner.plan_step(run, ()).overlapped == []
+    assert planner.overlapped.prefix_cache_incomplete
+    assert not planner.overlapped.request_finished("r")
+    assert evicted == [set(BLOCKS)]
     assert not planner.overlapped
 
 

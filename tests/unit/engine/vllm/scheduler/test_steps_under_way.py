@@ -18,8 +18,9 @@ from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION, never
 class Scheduler(ConnectorScheduler):
     """One request waits for its KV."""
 
-    def __init__(self, stages: int, waits: list[float]) -> None:
-        super().__init__(ATTENTION, lambda one: None, 1.0, TierPlanner(LowerTiers({}), 1), stages)
+    def __init__(self, steps_max: int, waits: list[float]) -> None:
+        tiers = TierPlanner(LowerTiers({}), 1)
+        super().__init__(ATTENTION, lambda one: None, 1.0, tiers, steps_max)
         self._waits = waits
         params = receive_params("x1")
         self._planner.blocks_allocated("r", params, (tuple(range(4)),), 100, 99, never)
@@ -67,14 +68,25 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3])
+@pytest.mark.parametrize("steps_max", [1, 2, 3])
 def test_an_idle_step_does_not_wait_while_a_step_before_it_computes(
-    waits: list[float], stages: int
+    waits: list[float], steps_max: int
 ) -> None:
-    scheduler = Scheduler(stages, waits)
+    scheduler = Scheduler(steps_max, waits)
     assert not scheduler.waits(tokens=1)
-    # vLLM handles a step's results once it has planned as many steps as there are stages.
-    assert [scheduler.waits() for _ in range(stages + 1)] == [*[False] * (stages - 1), True, True]
+    # vLLM handles a step's results once it has planned as many steps as there are stages, or two.
+    idle = [scheduler.waits() for _ in range(steps_max + 1)]
+    assert idle == [*[False] * (steps_max - 1), True, True]
+
+
+@pytest.mark.parametrize("steps_max", [1, 2])
+def test_an_idle_step_does_not_wait_while_the_one_before_it_may_end_a_load(
+    waits: list[float], steps_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = Scheduler(steps_max, waits)
+    monkeypatch.setattr(TierPlanner, "is_loading", True)
+    # Nothing is under way at first.
+    assert [scheduler.waits() for _ in range(3)] == [True, *[steps_max == 1] * 2]
 
 
 def test_a_request_that_reads_no_cache_finds_nothing_in_lower_tiers() -> None:

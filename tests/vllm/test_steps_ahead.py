@@ -1,0 +1,164 @@
+"""Asynchronous scheduling: vLLM plans each step while the one before it is computed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+
+from headrace_engine.config import EngineConfig
+from headrace_engine.vllm.service import launch
+from headrace_kv.layout.layout import WorkerRef
+from tests.vllm.conftest import IMPORTS_VLLM, RunJob
+from tests.vllm.pair import STEPS_AHEAD
+from tests.vllm.steps_ahead import LENGTHS, RUNS
+
+pytestmark = [*IMPORTS_VLLM, pytest.mark.timeout(280)]
+
+BLOCK_TOKENS = 32
+STOP = 7
+
+
+@pytest.mark.core
+def test_answers_are_the_same_when_steps_are_planned_ahead(run_job: RunJob) -> None:
+    plain, ahead = (
+        run_job("tests.vllm.steps_ahead:answers", model="tiny-llama", engine_args=engine_args)
+        for engine_args in ("", STEPS_AHEAD)
+    )
+    assert plain["scheduler"] == ["Scheduler", "PacedScheduler"]
+    assert ahead["scheduler"] == ["AsyncScheduler", "PacedAsyncScheduler"]
+    assert plain["answers"].keys() == RUNS.keys()
+    assert ahead["answers"] == plain["answers"]
+    assert len(plain["answers"]["alone"]) == len(LENGTHS)
+    assert plain["answers"]["handed over"] == plain["answers"]["alone"]
+    assert plain["left_blocks"] == ahead["left_blocks"] == [0, 0]
+
+
+def config_of(role: str, *, ahead: bool | None) -> Any:
+    """vLLM's configuration as a worker of the role makes it, with a connector that transfers nothing."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    ours = EngineConfig(
+        engine="vllm", model="models/tiny-llama", role=role, ref=WorkerRef("w", "1")
+    )  # type: ignore[arg-type]
+    config = AsyncEngineArgs(
+        model=ours.model,
+        block_size=BLOCK_TOKENS,
+        max_model_len=256,
+        skip_tokenizer_init=True,
+        async_scheduling=ahead,
+        kv_transfer_config={  # type: ignore[arg-type]
+            "kv_connector": "IdleConnector",
+            "kv_connector_module_path": "tests.vllm.idle_connector",
+            "kv_role": launch.kv_role(ours),
+        },
+    ).create_engine_config()
+    launch._choose_scheduler(config, ahead, paced=ours.receives)
+    return config
+
+
+def scheduler_of(config: Any) -> Any:
+    """vLLM's scheduler without an engine."""
+    import torch
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    spec = FullAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=1, dtype=torch.float32
+    )
+    caches = KVCacheConfig(9, [], [KVCacheGroupSpec(["layer"], spec)])
+    config.cache_config.num_gpu_blocks = caches.num_blocks
+    kind = config.scheduler_config.get_scheduler_cls()
+    return kind(config, caches, StructuredOutputManager(config), BLOCK_TOKENS)
+
+
+def result_of(step: Any, token: int) -> Any:
+    """The result of a step: this token for each of its requests."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    names = list(step.num_scheduled_tokens)
+    numbers = {name: number for number, name in enumerate(names)}
+    return ModelRunnerOutput(names, numbers, [[token] for _ in names])
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("end", ["stop", "abort"])
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+def test_blocks_are_free_when_no_step_under_way_writes_them(
+    role: Literal["prefill", "decode", "both"], end: str
+) -> None:
+    """I1: a transfer may get free blocks at once, and its writes are in no order with the steps."""
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.request import Request, RequestStatus
+
+    scheduler = scheduler_of(config_of(role, ahead=True))
+    pool = scheduler.kv_cache_manager.block_pool
+    sampling = SamplingParams(max_tokens=20, stop_token_ids=[STOP])
+    free = pool.get_num_free_blocks()
+    scheduler.add_request(Request("r", list(range(10, 50)), sampling, None))
+    first = scheduler.schedule()
+    ahead = scheduler.schedule()
+    assert list(first.num_scheduled_tokens) == list(ahead.num_scheduled_tokens) == ["r"]
+    if end == "abort":
+        scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    scheduler.update_from_output(first, result_of(first, STOP))
+    # It has ended, and the step ahead still computes it.
+    assert "r" not in scheduler.requests
+    assert pool.get_num_free_blocks() == free - 2
+    scheduler.update_from_output(ahead, result_of(ahead, STOP))
+    assert pool.get_num_free_blocks() == free
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("role", "ahead", "expected"),
+    [
+        # By default, vLLM plans no steps ahead on processors.
+        ("decode", None, "PacedScheduler"),
+        ("decode", False, "PacedScheduler"),
+        ("decode", True, "PacedAsyncScheduler"),
+        ("both", True, "PacedAsyncScheduler"),
+        ("prefill", None, "Scheduler"),
+        ("prefill", True, "AsyncScheduler"),
+    ],
+)
+def test_the_user_decides_or_vllm_by_the_platform(
+    role: str, ahead: bool | None, expected: str
+) -> None:
+    from headrace_engine.vllm.compat import schedules_ahead, steps_under_way
+
+    config = config_of(role, ahead=ahead)
+    assert config.scheduler_config.get_scheduler_cls().__name__ == expected
+    assert schedules_ahead(config) == bool(ahead)
+    assert steps_under_way(config) == (2 if ahead else 1)
+
+
+def test_a_resumed_request_goes_on_with_the_numbers_after_its_last_token() -> None:
+    """With asynchronous scheduling, vLLM gives it another list of its output."""
+    import torch
+
+    from headrace_engine.vllm import continuation
+
+    class Sampler:
+        def forward(self, logits: torch.Tensor, generators: Any, *_: Any) -> None:
+            logits.exponential_(generator=generators[0])
+
+    def state(output: list[int], generator: torch.Generator) -> Any:
+        params = SimpleNamespace(seed=5, extra_args=None)
+        return SimpleNamespace(sampling_params=params, output_token_ids=output, generator=generator)
+
+    plain = torch.Generator()
+    plain.manual_seed(5)
+    request = state([], plain)
+    continuation._prepare(request, Sampler(), 16)
+    # Four tokens were sampled, and the last one was dropped when the request was preempted.
+    for token in range(4):
+        torch.zeros((1, 16)).exponential_(generator=request.generator)
+        request.output_token_ids.append(token)
+    resumed = state([0, 1, 2], request.generator)
+    continuation._prepare(resumed, Sampler(), 16)
+    other = state([0, 1, 2], torch.Generator())
+    continuation._prepare(other, Sampler(), 16)
+    draws = [torch.zeros((1, 16)).exponential_(generator=one.generator) for one in (resumed, other)]
+    assert torch.equal(*draws)
