@@ -212,7 +212,7 @@ async def measure(model: str, stages: int, engine_args: str = ENGINE_ARGS) -> Ab
             ("prefill", pair.prefill, result.prefill),
         ):
             for state, abort in STATES[role].items():
-                if stages > 1 and abort is prefill_preempted:
+                if (stages > 1 or engine_args) and abort is prefill_preempted:
                     # vLLM resets nothing while steps are under way.
                     continue
                 rig.seen = EngineLoad()

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 
-class IdleConnector(KVConnectorBase_V1, SupportsHMA):
+class IdleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Has no KV for any request, and keeps no blocks."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:

@@ -204,13 +204,12 @@ async def answers(port: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A server to start, without a connector when `transfer` is None. `ahead`: it plans steps ahead."""
+    """A server to start, without a connector when `transfer` is None."""
 
     name: str
     transfer: dict[str, Any] | None = None
     pair_port: int = 0
     rank_count: int = 1
-    ahead: bool = False
 
 
 @asynccontextmanager
@@ -238,13 +237,12 @@ async def serving(folder: Path, *wanted: Wanted) -> AsyncIterator[list[Server]]:
 
 
 def _command(port: int, wanted: Wanted) -> list[str]:
-    module = "tests.vllm.serve_ahead" if wanted.ahead else "vllm.entrypoints.openai.api_server"
-    command = [sys.executable, "-m", module]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(MODEL), "--served-model-name", "tiny", "--dtype", "float32"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     command += ["--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", "128"]
     command += ["--max-num-seqs", "8", "--max-num-batched-tokens", "256", "--max-model-len", "1024"]
-    command += ["--enable-prompt-tokens-details"]
+    command += ["--no-async-scheduling", "--enable-prompt-tokens-details"]
     command += ["--tensor-parallel-size", str(wanted.rank_count)]
     if wanted.transfer is not None:
         command += ["--kv-transfer-config", json.dumps(wanted.transfer)]

@@ -18,6 +18,7 @@ pytestmark = [*IMPORTS_VLLM, pytest.mark.timeout(280)]
 
 BLOCK_TOKENS = 32
 STOP = 7
+Role = Literal["prefill", "decode", "both"]
 
 
 @pytest.mark.core
@@ -35,20 +36,21 @@ def test_answers_are_the_same_when_steps_are_planned_ahead(run_job: RunJob) -> N
     assert plain["left_blocks"] == ahead["left_blocks"] == [0, 0]
 
 
-def config_of(role: str, *, ahead: bool | None) -> Any:
+def config_of(role: Role, *, ahead: bool | None) -> Any:
     """vLLM's configuration as a worker of the role makes it, with a connector that transfers nothing."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     ours = EngineConfig(
         engine="vllm", model="models/tiny-llama", role=role, ref=WorkerRef("w", "1")
-    )  # type: ignore[arg-type]
+    )
     config = AsyncEngineArgs(
         model=ours.model,
         block_size=BLOCK_TOKENS,
         max_model_len=256,
         skip_tokenizer_init=True,
+        enable_prefix_caching=False,
         async_scheduling=ahead,
-        kv_transfer_config={  # type: ignore[arg-type]
+        kv_transfer_config={
             "kv_connector": "IdleConnector",
             "kv_connector_module_path": "tests.vllm.idle_connector",
             "kv_role": launch.kv_role(ours),
@@ -85,9 +87,7 @@ def result_of(step: Any, token: int) -> Any:
 @pytest.mark.core
 @pytest.mark.parametrize("end", ["stop", "abort"])
 @pytest.mark.parametrize("role", ["prefill", "decode", "both"])
-def test_blocks_are_free_when_no_step_under_way_writes_them(
-    role: Literal["prefill", "decode", "both"], end: str
-) -> None:
+def test_blocks_are_free_when_no_step_under_way_writes_them(role: Role, end: str) -> None:
     """I1: a transfer may get free blocks at once, and its writes are in no order with the steps."""
     from vllm.sampling_params import SamplingParams
     from vllm.v1.request import Request, RequestStatus
@@ -124,7 +124,7 @@ def test_blocks_are_free_when_no_step_under_way_writes_them(
     ],
 )
 def test_the_user_decides_or_vllm_by_the_platform(
-    role: str, ahead: bool | None, expected: str
+    role: Role, ahead: bool | None, expected: str
 ) -> None:
     from headrace_engine.vllm.compat import schedules_ahead, steps_under_way
 

@@ -18,12 +18,10 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-async def test_two_ranks_send_to_one_server_that_only_receives(tmp_path: Path, ahead: bool) -> None:
+async def test_two_ranks_send_to_one_server_that_only_receives(tmp_path: Path) -> None:
     port = free_port()
-    transfer = connector("kv_producer", port)
-    prefill = Wanted("prefill", transfer, port, rank_count=2, ahead=ahead)
-    decode = Wanted("decode", connector("kv_consumer", 0), ahead=ahead)
+    prefill = Wanted("prefill", connector("kv_producer", port), port, rank_count=2)
+    decode = Wanted("decode", connector("kv_consumer", 0))
     async with serving(tmp_path, prefill, decode) as (first, second):
         async with pairing(tmp_path, first, second) as proxy_port:
             for length in (33, 300, 700):

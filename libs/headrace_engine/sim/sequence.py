@@ -101,7 +101,7 @@ class Sequence:
     first_step_ns: int = 0
     fetching: bool = False
     _loading: bool = False
-    _in_step: bool = False
+    _steps: int = 0
     _block_hashes: list[int] = field(default_factory=list)
     _prompt: list[int] = field(default_factory=list)
     _pace: AnswerPace | None = None
@@ -142,7 +142,7 @@ class Sequence:
     @property
     def is_releasable(self) -> bool:
         """Whether it has ended, and no step, sender or remote rank uses its blocks (I1, I2)."""
-        if not self.ended or self._in_step or self.receiving:
+        if not self.ended or self._steps or self.receiving:
             return False
         return self.handover is None or self.handover.quiesced.is_set()
 
@@ -283,8 +283,8 @@ class Sequence:
         return detached
 
     def step_started(self) -> None:
-        """A step computes a chunk of it."""
-        self._in_step = True
+        """A step is planned that computes a chunk of it."""
+        self._steps += 1
         if not self.chunk_count:
             self.compute_start_unix_ns = time.time_ns()
             self.first_step_ns = time.monotonic_ns()
@@ -295,8 +295,8 @@ class Sequence:
         self.chunk_count += 1
 
     def step_ended(self) -> None:
-        """No step works on it."""
-        self._in_step = False
+        """A step with a chunk of it has ended."""
+        self._steps -= 1
 
     def kv_pushed(self, end_token: int) -> None:
         """The KV of its tokens below `end_token` was given to the senders, in every layer."""

@@ -64,19 +64,25 @@ def plan_step(
     token_budget: int,
     block_tokens: int,
     prompt_tokens_max: Callable[[Items[Chunk], Items[Sequence]], int | None] = lambda *_: None,
+    under_way: Items[Chunk] = (),
 ) -> list[Chunk]:
     """One token of each sequence that generates; prompts share the rest of the budget.
 
     `sequences` are in order of preference. Prompts get equal shares of whole blocks, but for a
     prompt's last chunk. At least one block is computed, unless `prompt_tokens_max` allows none. That gets the chunks
-    of the answers, and the prompts.
+    of the answers, and the prompts. `under_way`: a step whose results are not known.
     """
     chunks: list[Chunk] = []
     prompts: list[Sequence] = []
+    starts = {chunk.sequence.transfer_id: chunk.end for chunk in under_way}
     for sequence in sequences:
-        pending = sequence.pending
+        start = starts.setdefault(sequence.transfer_id, sequence.computed)
+        pending = len(sequence.tokens) - start
+        if sequence.generation is not None and start > sequence.computed and not pending:
+            # The step under way gives it a token, perhaps its last one.
+            pending = 1 if start < sequence.capacity else 0
         if pending == 1 and sequence.generation is not None:
-            chunks.append(Chunk(sequence, sequence.computed, sequence.computed + 1))
+            chunks.append(Chunk(sequence, start, start + 1))
         elif pending:
             prompts.append(sequence)
     budget = max(block_tokens, token_budget - len(chunks))
@@ -86,9 +92,10 @@ def plan_step(
     while prompts and budget >= block_tokens:
         sequence = prompts.pop(0)
         share = max(budget // (len(prompts) + 1) // block_tokens, 1) * block_tokens
-        end = min(len(sequence.tokens), sequence.computed + share)
-        chunks.append(Chunk(sequence, sequence.computed, end))
-        budget -= end - sequence.computed
+        start = starts[sequence.transfer_id]
+        end = min(len(sequence.tokens), start + share)
+        chunks.append(Chunk(sequence, start, end))
+        budget -= end - start
     return chunks
 
 
@@ -183,17 +190,20 @@ class Stepper:
         self._layout = memory.layout()
         self._clock = clock
 
-    async def run(self, chunks: Items[Chunk]) -> None:
-        """Computes the chunks."""
+    def begin(self, chunks: Items[Chunk]) -> None:
+        """A step is planned."""
         for chunk in chunks:
             chunk.sequence.step_started()
-        try:
-            await self._compute(chunks)
-            for chunk in chunks:
-                self._advance(chunk)
-        finally:
-            for chunk in chunks:
-                chunk.sequence.step_ended()
+
+    def advance(self, chunks: Items[Chunk]) -> None:
+        """Handles the results of a computed step."""
+        for chunk in chunks:
+            self._advance(chunk)
+
+    def end(self, chunks: Items[Chunk]) -> None:
+        """A step works on its requests no more."""
+        for chunk in chunks:
+            chunk.sequence.step_ended()
 
     def push_from_host(self, sequence: Sequence) -> None:
         """Pushes cached blocks of main memory from there, with those of KV memory before them. Waits for no load."""
@@ -233,7 +243,8 @@ class Stepper:
         choice = self._choose(sequence, sequence.generation.sampling, digest)
         sequence.token_generated(choice.token_id, choice.logprobs, self._model)
 
-    async def _compute(self, chunks: Items[Chunk]) -> None:
+    async def compute(self, chunks: Items[Chunk]) -> None:
+        """Computes a step that has begun."""
         layers = self._model.layer_count
         layer_s = step_layer_s(chunks, self._settings)
         writes = StepWrites(chunks, self._layout.groups) if self._settings.verify else None
@@ -272,6 +283,9 @@ class Stepper:
 
     def _advance(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
+        if chunk.end > len(sequence.tokens):
+            # It ended without the token that this step was planned for.
+            return
         sequence.chunk_computed(chunk.end)
         self._pools.register(sequence, chunk.start, chunk.end)
         if sequence.handover is not None:
