@@ -35,13 +35,16 @@ def tokens_of(answer: Answer) -> Tokens:
     return Tokens(answer.token_ids, [list(entry.alternatives) for entry in answer.logprobs])
 
 
-async def measure(model: str, dtype: str, enforce_eager: bool, gpu_direct: bool) -> PairResult:
+async def measure(
+    model: str, dtype: str, enforce_eager: bool, gpu_direct: bool, engine_args: str = ""
+) -> PairResult:
     """Starts a pair of engines and generates on one and on both."""
     changes: dict[str, object] = {
         "model": model,
         "dtype": dtype,
         "enforce_eager": enforce_eager,
         "gpu_direct": gpu_direct,
+        "engine_args": engine_args,
         "kv_cache_gib": 1.0,
         "max_num_batched_tokens": 256,
     }

@@ -33,15 +33,15 @@ class Mode:
     scheduler: list[str] = field(default_factory=list)
 
 
-async def answers(model: str, engine_args: str) -> Mode:
+async def answers(model: str, prefill_args: str, decode_args: str) -> Mode:
     """All runs, one after the other."""
     changes: dict[str, object] = {
         "model": model,
-        "engine_args": engine_args,
         "num_gpu_blocks_override": BLOCK_COUNT,
         "max_model_len": CONTEXT_TOKENS,
     }
-    async with running_pair(prefill=changes, decode=changes) as pair:
+    prefill, decode = ({**changes, "engine_args": one} for one in (prefill_args, decode_args))
+    async with running_pair(prefill=prefill, decode=decode) as pair:
         mode = Mode()
         for name, run in RUNS.items():
             mode.answers[name] = [answer.token_ids for answer in await run(pair)]

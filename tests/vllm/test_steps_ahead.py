@@ -18,13 +18,14 @@ pytestmark = [*IMPORTS_VLLM, pytest.mark.timeout(280)]
 
 BLOCK_TOKENS = 32
 STOP = 7
+JOB = "tests.vllm.steps_ahead:answers"
 Role = Literal["prefill", "decode", "both"]
 
 
 @pytest.mark.core
 def test_answers_are_the_same_when_steps_are_planned_ahead(run_job: RunJob) -> None:
     plain, ahead = (
-        run_job("tests.vllm.steps_ahead:answers", model="tiny-llama", engine_args=engine_args)
+        run_job(JOB, model="tiny-llama", prefill_args=engine_args, decode_args=engine_args)
         for engine_args in ("", STEPS_AHEAD)
     )
     assert plain["scheduler"] == ["Scheduler", "PacedScheduler"]
@@ -34,6 +35,14 @@ def test_answers_are_the_same_when_steps_are_planned_ahead(run_job: RunJob) -> N
     assert len(plain["answers"]["alone"]) == len(LENGTHS)
     assert plain["answers"]["handed over"] == plain["answers"]["alone"]
     assert plain["left_blocks"] == ahead["left_blocks"] == [0, 0]
+
+
+@pytest.mark.parametrize("by_prefill", [True, False])
+def test_engines_of_both_modes_exchange_kv(run_job: RunJob, by_prefill: bool) -> None:
+    prefill_args, decode_args = (STEPS_AHEAD, "") if by_prefill else ("", STEPS_AHEAD)
+    found = run_job(JOB, model="tiny-llama", prefill_args=prefill_args, decode_args=decode_args)
+    assert found["answers"]["handed over"] == found["answers"]["alone"]
+    assert found["left_blocks"] == [0, 0]
 
 
 def config_of(role: Role, *, ahead: bool | None) -> Any:

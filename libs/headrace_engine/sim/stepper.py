@@ -70,7 +70,7 @@ def plan_step(
 
     `sequences` are in order of preference. Prompts get equal shares of whole blocks, but for a
     prompt's last chunk. At least one block is computed, unless `prompt_tokens_max` allows none. That gets the chunks
-    of the answers, and the prompts. `under_way`: a step whose results are not known.
+    of the answers, and the prompts. `under_way`: a step before its results are known.
     """
     chunks: list[Chunk] = []
     prompts: list[Sequence] = []
