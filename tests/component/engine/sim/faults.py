@@ -49,11 +49,11 @@ def corrupt_arrived(engine: SimEngine, corrupt: CorruptByte) -> None:
 def fail_chunk(engine: SimEngine, number: int) -> None:
     """Makes every step fail that computes chunk `number` of a prompt, from 0."""
     stepper = engine._stepper
-    compute = stepper._compute
+    compute = stepper.compute
 
-    async def fail_or_compute(chunks: Sequence[Chunk]) -> None:
+    async def fail_orcompute(chunks: Sequence[Chunk]) -> None:
         if any(not one.is_decode and one.sequence.chunk_count == number for one in chunks):
             raise InternalError(f"chunk {number} fails: a fault was injected")
         await compute(chunks)
 
-    vars(stepper)["_compute"] = fail_or_compute
+    vars(stepper)["compute"] = fail_orcompute
