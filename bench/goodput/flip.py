@@ -3,8 +3,8 @@
     python -m bench.goodput.flip [--rate 2.5] [--phase 15] [--flips 3] [--seed 0] [--output bench/results]
 
 Long prompts have 1,024 to 1,536 tokens and answers of 16. Long answers have 192 tokens and prompts of 128 to 256. A
-request is good when its first token comes within 5 times, and its mean time per later token within 4 times that of the
-longest prompt on one plain engine without load.
+request is good when it keeps two bounds: 5 times the time to the first token, and 4 times the mean time per later token,
+of the longest prompt on one plain engine without load.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> str:
 
 _NOTES: Final = """# Goodput while the load flips
 
-{arguments} Made by `python -m bench.goodput.flip`, whose text has the loads. Shares of good requests by the time of
+{arguments} Made by `python -m bench.goodput.flip`, which has the loads. Shares of good requests by the time of
 their arrival in a phase.
 
 {table}

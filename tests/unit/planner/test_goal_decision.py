@@ -31,7 +31,7 @@ from tests.unit.planner.samples import PROFILE, interval, requests
 
 SETTINGS = PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=0.05))
 EACH = 1 + (0.05 - 0.01075) / 7.5e-4
-"""Answers of a worker whose steps take the goal of 50 ms."""
+"""Answers of a worker with steps that take the goal of 50 ms."""
 MEANS = PlannerSettings(goals=GoalSettings(ttft_s=0.2, itl_s=0.05, share=0.5))
 
 
