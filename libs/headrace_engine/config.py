@@ -10,7 +10,6 @@ from headrace_common.limits import write_quiet_s
 from headrace_engine.steps import STEP_STALL_S
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.lower_tiers import TierSettings
-from headrace_kv.receive.observer import OverlapSettings
 from headrace_kv.transport.networks import Networks
 
 TRANSPORT: Final = "mooncake"
@@ -38,8 +37,7 @@ class EngineConfig:
     engine's own. `seed`: of requests without one. `local_broadcast`: whether decode ranks of one
     host copy equal KV to each other, where the engine supports it. `link_path`: socket between
     service and engine processes, for engines with processes; empty picks one. `credentials`:
-    what handoff streams present. `overlap_layers`: how many layers may be missing when a
-    decode request begins. `admitted`: networks from which hosts may connect to the KV transport at first; None
+    what handoff streams present. `admitted`: networks from which hosts may connect to the KV transport at first; None
     means every host. `write_quiet_s`: how long bytes of a lost sender may still land.
     For GPUs: `gpu_direct` gives RDMA adapters access to their memory, and
     `enforce_eager` disables graphs. `gpu_memory_utilization`: share of a GPU's memory for weights, activations and KV
@@ -73,7 +71,6 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     rdma_devices: tuple[str, ...] = ()
     engine_args: str = ""
-    overlap_layers: OverlapSettings = field(default_factory=OverlapSettings)
     admitted: Networks | None = None
     write_quiet_s: float = write_quiet_s()
     tiers: TierSettings = field(default_factory=TierSettings)

@@ -31,11 +31,6 @@ def build_engine(
     Raises ConfigError when there is no such engine, or it is not installed.
     """
     if config.engine == "sim":
-        if config.overlap_layers.layer_count:
-            raise ConfigError(
-                "engine sim needs complete KV caches: set overlap_layers to 0",
-                metadata={"field": "overlap_layers"},
-            )
         if config.engine_args:
             raise ConfigError(
                 "engine sim takes no engine_args: leave them out, or start with engine vllm",

@@ -20,7 +20,6 @@ from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.manager.load_times import LoadTimes
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
-from headrace_kv.receive.observer import TransferObserver
 from headrace_kv.transport.memory import Memory
 from headrace_kv.transport.networks import Networks
 
@@ -278,8 +277,7 @@ class Engine(ABC):
         """Yields the Reservation of a request with `remote_kv` once blocks are held, then tokens, then DecodeEnded.
 
         With a reservation that is not empty, no token is yielded before the KV cache is complete. The exception is a
-        token that is chosen from `first_logits`; the end can follow it directly. The engine waits for `arrived`, unless
-        its `arrival_listener` was called for the last layer before.
+        token that is chosen from `first_logits`; the end can follow it directly. The engine waits for `arrived`.
 
         Closing the iterator aborts the request. The reservation's blocks stay held until `arrived` or `released` is
         called (I1). An empty reservation (start_token == end_token) needs neither. A request that awaits its first
@@ -289,13 +287,6 @@ class Engine(ABC):
     @abstractmethod
     def arrived(self, transfer_id: str) -> None:
         """The KV cache is complete: the request may run."""
-
-    def arrival_listener(self) -> TransferObserver | None:
-        """An observer of one transfer's layers, for an engine that may start before the last ones have arrived.
-
-        `arrived` and `released` are called too.
-        """
-        return None
 
     @abstractmethod
     def first_token(self, transfer_id: str, token_id: int) -> None:

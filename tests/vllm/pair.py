@@ -267,7 +267,6 @@ class Pair:
         return self.receiver.reserve(
             reservation,
             Deadline.after(TIMEOUT_S),
-            observer=self.decode.arrival_listener(),
             logits_bytes=logits_bytes,
         )
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import ConfigError
-from headrace_engine.vllm.layer_groups import LayerGroup, check_overlap_layers
+from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.tiers.planner import plan_tiers
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
 from headrace_kv.manager.lower_tiers import TierSettings
-from headrace_kv.receive.observer import OverlapSettings
 from tests.vllm.conftest import IMPORTS_VLLM
 
 pytestmark = IMPORTS_VLLM
@@ -208,7 +207,5 @@ def test_what_windows_cannot_be_used_with_is_refused() -> None:
     with pytest.raises(ConfigError, match="SlidingWindowSpec"):
         groups_of((["m.0.attn"], window(extra_retained_tokens=2)))
     groups = groups_of((["m.0.attn"], window()))
-    with pytest.raises(ConfigError, match="overlap_layers"):
-        check_overlap_layers(groups, OverlapSettings(1, 0.5))
     with pytest.raises(ConfigError, match="kv_host_gib"):
-        plan_tiers(TierSettings(host_gib=1), OverlapSettings(), groups)
+        plan_tiers(TierSettings(host_gib=1), groups)

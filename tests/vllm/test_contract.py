@@ -32,7 +32,6 @@ HOOKS = {
     "bind_kv_cache_manager": ("kv_cache_manager",),
     "build_connector_meta": ("scheduler_output",),
     "build_connector_worker_meta": (),
-    "get_block_ids_with_load_errors": (),
     "get_loaded_kv_cache_group_ids": ("request",),
     "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
     "get_required_kvcache_layout": ("vllm_config",),
@@ -80,7 +79,6 @@ CALLS = {
     "vllm.v1.core.block_pool.BlockPool.free_blocks": "ordered_blocks",
     "vllm.v1.core.kv_cache_manager.KVCacheBlocks.get_block_ids": "",
     "vllm.v1.core.kv_cache_utils.maybe_convert_block_hash": "hash_bytes",
-    "vllm.v1.core.kv_cache_manager.KVCacheManager.evict_blocks": "block_ids",
     "vllm.v1.request.Request.append_output_token_ids": "token_ids",
     "vllm.sampling_params.SamplingParams.verify": (
         "model_config speculative_config structured_outputs_config tokenizer"

@@ -13,6 +13,7 @@ _NO_LISTENER: Final = (
 
 _CONSTANT: Final = "it is gone: remove it"
 _VALUE: Final = "it is gone: remove it; the value is"
+_OVERLAP: Final = "it is gone: remove it; a request starts when all of its KV has arrived"
 _VLLM: Final = "it is gone: give it to vLLM in engine_args, as"
 
 REMOVED: Final = {
@@ -53,7 +54,8 @@ REMOVED: Final = {
     "place_rack": "it is gone: set place to rack=NAME",
     "place_host": "it is gone: set place to host=NAME",
     "digest_mismatch_limit": f"{_VALUE} 3",
-    "overlap_wait_s": f"{_VALUE} 0.5 s",
+    "overlap_layers": _OVERLAP,
+    "overlap_wait_s": _OVERLAP,
     "task_timeout_s": f"{_VALUE} 600 s",
     "link_gbit_per_s": "it is gone: remove it; traces compare a transfer with the best one to the same host",
     "trace_layers": "it is gone: remove it; headrace trace shows the times of every layer of a link",

@@ -218,11 +218,6 @@ def kv_role(vllm_config: VllmConfig) -> str:
     return found
 
 
-def recomputes_failed_loads(vllm_config: VllmConfig) -> bool:
-    """Whether vLLM computes a request in the same blocks when its KV did not arrive. Otherwise the request fails."""
-    return bool(vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute")
-
-
 def engine_id(vllm_config: VllmConfig) -> str:
     """The engine's id: the same in all of its processes."""
     found: str = vllm_config.kv_transfer_config.engine_id

@@ -26,7 +26,6 @@ from headrace_engine.vllm.compat import (
     uses_latent_attention,
 )
 from headrace_engine.vllm.deployment import deployment_of
-from headrace_engine.vllm.layer_groups import check_overlap_layers
 from headrace_engine.vllm.rank.connector_worker import ConnectorWorker
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
 from headrace_engine.vllm.stages import stage_layers_max
@@ -79,7 +78,6 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         self._deployment = deployment_of(vllm_config)
         self._connector_scheduler: ConnectorScheduler | None = None
         self._connector_worker: ConnectorWorker | None = None
-        settings = self._deployment.settings
         try:
             groups = read_groups(
                 kv_cache_config,
@@ -88,7 +86,6 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
                 state_group_count=state_group_count(vllm_config),
                 stage_layers_max=stage_layers_max(vllm_config),
             )
-            check_overlap_layers(groups, settings.overlap_layers)
             if role == KVConnectorRole.SCHEDULER:
                 self._connector_scheduler = self._deployment.open_scheduler(vllm_config, groups)
             else:
@@ -100,7 +97,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """True where the layer hooks must run: a replayed whole graph calls none of them."""
-        return extra_config.get("role") != "decode" or bool(extra_config.get("overlap_layers"))
+        return extra_config.get("role") != "decode"
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -135,7 +132,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         """Loads nothing: prefill writes into the cache."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        self._worker().wait_for_layer_load(layer_name)
+        """Does not wait: a request runs once all of its KV has arrived."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
@@ -150,9 +147,6 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         return KVConnectorTransferResults(
             finished_sending=sent, finished_recving=received, failed_recving=failed
         )
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker().get_block_ids_with_load_errors()
 
     def build_connector_worker_meta(self) -> EndedMoves | None:
         moves, host_sends = self._worker().take_moves(), self._worker().take_ended_host_sends()

@@ -74,7 +74,6 @@ class ServiceDeployment:
             Path(self.settings.link_path),
             plan_tiers(
                 self.settings.tiers,
-                self.settings.overlap_layers,
                 groups,
                 stages.rank_count(vllm_config),
                 sends_from_host=self.settings.sends_from_host,

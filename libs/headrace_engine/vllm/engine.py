@@ -46,7 +46,6 @@ from headrace_engine.vllm.service.prefill_request import PrefillRequest
 from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.prefix.events import Tier
-from headrace_kv.receive.observer import LayerOverlap, TransferObserver
 from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:
@@ -231,17 +230,6 @@ class VllmEngine(Engine):
 
     def arrived(self, transfer_id: str) -> None:
         self._require_started()[1].arrived(transfer_id)
-
-    def arrival_listener(self) -> TransferObserver | None:
-        overlap_layers = self._config.overlap_layers.layer_count
-        if not overlap_layers:
-            return None
-        return LayerOverlap(
-            self._require_started()[1],
-            overlap_layers=overlap_layers,
-            layer_count=self.descriptor.layout.layer_count,
-            rank_count=self._config.rank_count,
-        )
 
     def first_token(self, transfer_id: str, token_id: int) -> None:
         self._require_started()[1].first_token(transfer_id, token_id)

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from math import lcm, prod
 from typing import Final
 
-from headrace_common.errors import ConfigError
 from headrace_kv.layout.layout import STATE, TOKENS, GroupKind
-from headrace_kv.receive.observer import OverlapSettings
 
 GATED_DELTA_NET: Final = "gdn_attn"
 MAMBA2: Final = "mamba2"
@@ -206,17 +204,3 @@ def token_stride(groups: Iterable[LayerGroup]) -> int:
     """The smallest number of tokens that fills whole blocks of every group with tokens. 0 without such groups."""
     sizes = [group.block_tokens for group in groups if group.kind == TOKENS]
     return lcm(*sizes) if sizes else 0
-
-
-def check_overlap_layers(groups: Sequence[LayerGroup], overlap: OverlapSettings) -> None:
-    """Raises ConfigError for a model with requests that cannot run before their last layers have arrived."""
-    if not overlap.layer_count:
-        return
-    if len(groups) != 1 or not groups[0].keeps_all_tokens:
-        names = ", ".join(group.name for group in groups)
-        raise ConfigError(
-            f"overlap_layers is {overlap.layer_count}, but the model has several kinds of cache ({names}), and vLLM "
-            "has no hook that waits for each of them: set overlap_layers to 0",
-            metadata={"field": "overlap_layers", "groups": names},
-        )
-    overlap.check(len(groups[0].layers))

@@ -12,7 +12,6 @@ from headrace_kv.handoff.messages import TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.lower_tiers import TierSettings
 from headrace_kv.pool.remote import PoolOpener, pool_opener
-from headrace_kv.receive.observer import OverlapSettings
 from headrace_kv.transport.networks import parse_networks
 
 PARAMS_KEY = "headrace"
@@ -27,7 +26,7 @@ PRIORITY_KEY = "headrace_priority"
 """In SamplingParams.extra_args: the request's class, if it is not normal."""
 BOUNDS_KEY = "headrace_bounds"
 """In SamplingParams.extra_args: the fields of TokenBounds, if the request has bounds."""
-_NESTED = ("credentials", "overlap_layers", "tiers")
+_NESTED = ("credentials", "tiers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +46,6 @@ class ConnectorSettings:
     """Whether RDMA adapters may read and write KV memory on a device, where they can."""
     rdma_devices: tuple[str, ...] = ()
     """RDMA adapters that carry KV. Empty means all."""
-    overlap_layers: OverlapSettings = field(default_factory=OverlapSettings)
     admitted: tuple[str, ...] | None = None
     """Networks from which hosts may connect to the transport at first. None means every host."""
     write_quiet_s: float = write_quiet_s()
@@ -72,12 +70,7 @@ class ConnectorSettings:
 
     def to_extra_config(self) -> dict[str, Any]:
         """For vLLM's kv_connector_extra_config."""
-        overlap = self.overlap_layers
-        return {
-            **asdict(self),
-            "overlap_layers": overlap.layer_count,
-            "overlap_wait_s": overlap.wait_s,
-        }
+        return asdict(self)
 
     @classmethod
     def from_extra_config(cls, values: Mapping[str, Any]) -> ConnectorSettings:
@@ -90,7 +83,6 @@ class ConnectorSettings:
         return cls(
             **given,
             credentials=Credentials.from_dict(values.get("credentials", {})),
-            overlap_layers=OverlapSettings(values["overlap_layers"], values["overlap_wait_s"]),
             tiers=TierSettings(**values.get("tiers", {})),
         )
 

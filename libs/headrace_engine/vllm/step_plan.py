@@ -23,19 +23,6 @@ class TokenRange:
 
 
 @dataclass(frozen=True, slots=True)
-class OverlappedLoad:
-    """A transfer with a request that may run in the step although its last layers may be missing.
-
-    `block_ids` are those of the layout's only group. `lost`: no further layer will arrive.
-    """
-
-    transfer_id: str
-    block_ids: tuple[int, ...]
-    deadline_s: float
-    lost: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class RequestCopy:
     """A copy between tiers, planned for a request of vLLM."""
 
@@ -82,9 +69,8 @@ class StepPlan:
     `preempted`: transfers with blocks that the step overwrites.
     `overrun`: transfers with states that the step advances beyond their last token.
     `finished_sends`: transfer by request that has ended. Its blocks are freed once the transfer is quiet.
-    `received`: requests that may run, because their incoming transfer is whole or overlapped.
+    `received`: requests that may run, because their incoming transfer is whole.
     `failed`: requests of failed incoming transfers.
-    `overlapped`: transfers that the step's forward pass may have to wait for.
     `copies`: copies between tiers, which begin in this order beside the forward pass.
     `loads`: requests that may run when their copies have ended; True if they also wait for a transfer.
     `finished_stores`: requests that have ended. Their blocks are freed once their copies have ended; True if also once
@@ -104,7 +90,6 @@ class StepPlan:
     finished_sends: dict[str, str] = field(default_factory=dict)
     received: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
-    overlapped: list[OverlappedLoad] = field(default_factory=list)
     copies: list[RequestCopy] = field(default_factory=list)
     loads: dict[str, bool] = field(default_factory=dict)
     finished_stores: dict[str, bool] = field(default_factory=dict)

@@ -36,7 +36,6 @@ from headrace_engine.steps import STEP_STALL_S
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_kv.manager.lower_tiers import TierSettings
-from headrace_kv.receive.observer import OverlapSettings
 from headrace_kv.transport.networks import parse_networks
 from headrace_text.model_hub import parse_hub_model
 
@@ -239,11 +238,6 @@ class WorkerConfig(ServiceConfig):
     )
 
     @property
-    def overlap_settings(self) -> OverlapSettings:
-        """How many layers may be missing when a request begins. Only decode workers configure it."""
-        return OverlapSettings()
-
-    @property
     def constraint_bound_s(self) -> float:
         """Most processor time for the constraint of an answer. Only decode workers configure it."""
         return CONSTRAINT_CPU_S
@@ -352,7 +346,6 @@ def engine_config(config: WorkerConfig, *, role: WorkerRole, ref: WorkerRef) -> 
         rdma_devices=config.rdma_devices,
         engine_args=config.engine_args,
         credentials=Credentials.from_config(config),
-        overlap_layers=config.overlap_settings,
         constraint_cpu_s=config.constraint_bound_s,
         # A decode worker adds the hosts of prefill workers when these open handoff streams.
         admitted=parse_networks(config.transfer_peer_networks),

@@ -190,7 +190,7 @@ class LocalCopyJobs(TransferObserver):
 
     def on_progress(self, transfer: TransferView) -> None:
         """Submits the due copies. Raises as LocalBroadcast.submit does."""
-        if not transfer.active or self._copying:
+        if self._copying:
             return
         copies = self._ledger.take_due(JOB_BYTES)
         if not copies:

@@ -11,13 +11,12 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Protocol, TypeVar
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import ConfigError, HeadraceError, InternalError
+from headrace_common.errors import HeadraceError, InternalError
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.plan.shard_map import Key
@@ -118,13 +117,6 @@ class TransferView(Protocol):
     def active(self) -> bool:
         """Whether it may still complete."""
 
-    @property
-    def error(self) -> HeadraceError | None:
-        """Why it failed."""
-
-    def arrived_layers(self, destination_rank: int) -> int:
-        """How many layers, counted from the first, are whole on one decode rank."""
-
 
 class ResumeTransfer(Protocol):
     """Continues a transfer after background work of an observer has ended."""
@@ -159,9 +151,9 @@ class TransferObserver:
         """The ledger has counted a range, duplicates excepted. Raises the error that fails the transfer."""
 
     def on_progress(self, transfer: TransferView) -> None:
-        """Something has landed, background work has ended, or the transfer has ended.
+        """Something of the active transfer has landed, or its background work has ended: more of it may start.
 
-        An active transfer may start background work here. Raises the error that fails the transfer.
+        Raises the error that fails the transfer.
         """
 
     def on_failed(self) -> None:
@@ -199,72 +191,3 @@ def call_when_done(future: Future[_T], callback: Callable[[Future[_T]], None]) -
             loop.call_soon_threadsafe(callback, done)
 
     future.add_done_callback(on_done)
-
-
-@dataclass(frozen=True, slots=True)
-class OverlapSettings:
-    """`layer_count`: how many layers, the last ones, may be missing when a request starts; 0 turns the overlap off.
-
-    `wait_s`: the longest that one forward pass waits for them.
-    """
-
-    layer_count: int = 0
-    wait_s: float = 0.5
-
-    def check(self, model_layer_count: int) -> None:
-        """Raises ConfigError unless the first of `model_layer_count` layers must have arrived."""
-        if self.layer_count >= model_layer_count:
-            raise ConfigError(
-                f"overlap_layers is {self.layer_count}, but the model has {model_layer_count} layers: "
-                f"choose {model_layer_count - 1} or less",
-                metadata={"field": "overlap_layers"},
-            )
-
-
-class LayerArrivalListener(Protocol):
-    """Callbacks for layer arrival. They must not block."""
-
-    def arriving(self, transfer_id: str, deadline: Deadline) -> None:
-        """On every rank, all but the last layers have arrived: the request may start."""
-
-    def layers_arrived(
-        self, transfer_id: str, rank: int, layer_count: int, *, failed: bool
-    ) -> None:
-        """The first `layer_count` layers are whole on a rank. After a failure no more arrive."""
-
-
-class LayerOverlap(TransferObserver):
-    """Observes one transfer. Calls nothing when it completes or fails before its request could start early."""
-
-    def __init__(
-        self,
-        listener: LayerArrivalListener,
-        *,
-        overlap_layers: int,
-        layer_count: int,
-        rank_count: int,
-    ) -> None:
-        self._listener = listener
-        self._required_layers = layer_count - overlap_layers
-        self._reported = dict.fromkeys(range(rank_count), 0)
-        self._started = False
-
-    def on_progress(self, transfer: TransferView) -> None:
-        failed = transfer.error is not None
-        if not self._started and not (transfer.active and self._may_start(transfer)):
-            return
-        for rank, reported in self._reported.items():
-            layer_count = reported if failed else transfer.arrived_layers(rank)
-            if failed or layer_count > reported:
-                self._reported[rank] = layer_count
-                self._listener.layers_arrived(
-                    transfer.transfer_id, rank, layer_count, failed=failed
-                )
-        if not self._started:
-            self._started = True
-            self._listener.arriving(transfer.transfer_id, transfer.deadline)
-
-    def _may_start(self, transfer: TransferView) -> bool:
-        return all(
-            transfer.arrived_layers(rank) >= self._required_layers for rank in self._reported
-        )

@@ -34,7 +34,7 @@ from headrace_kv.handoff.messages import Reservation
 from headrace_kv.handoff.tickets import HandoffTickets
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_kv.receive.handshake import validate_handshake
-from headrace_kv.receive.observer import ReceiverFeature, TransferObserver, TransferState
+from headrace_kv.receive.observer import ReceiverFeature, TransferState
 from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer, TransferSummary
 from headrace_kv.receive.transfer_table import IncomingTransfers, PendingOpens
 
@@ -155,7 +155,6 @@ class Receiver:
         reservation: Reservation,
         deadline: Deadline,
         on_free: Callable[[IncomingTransfer], None] | None = None,
-        observer: TransferObserver | None = None,
         *,
         logits_bytes: int = 0,
         signer: TicketKey | None = None,
@@ -163,9 +162,9 @@ class Receiver:
     ) -> IncomingTransfer:
         """Lets prefill ranks write into the blocks until the transfer is complete or the deadline has passed.
 
-        `on_free` is called when nothing may write into them any more, however the transfer ended. `observer` belongs to
-        this transfer alone. `logits_bytes` bytes of logits are part of the transfer. `signer`: see HandoffTickets.
-        `sender` may fill the transfer with this very ticket, whatever it permits.
+        `on_free` is called when nothing may write into them any more, however the transfer ended. `logits_bytes`
+        bytes of logits are part of the transfer. `signer`: see HandoffTickets. `sender` may fill the transfer with this
+        very ticket, whatever it permits.
 
         Raises DuplicateTransfer, Draining, or InternalError for blocks that do not hold the tokens.
         """
@@ -190,8 +189,6 @@ class Receiver:
             sender=sender,
         )
         self._transfers.add(transfer, self._features)
-        if observer is not None:
-            transfer.add_observer(observer)
         for peer, ticket in self._pending_opens.remove(transfer_id):
             self._add_writer(transfer, peer, ticket)
         return transfer

@@ -7,7 +7,6 @@ import hmac
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 
 from headrace.kv.v1 import handoff_pb2
 from headrace_common.deadlines import Deadline
@@ -190,20 +189,6 @@ class IncomingTransfer:
         """Whether nothing is missing any more (I3)."""
         return self.landed and not any(observer.pending_keys for observer in self._observers)
 
-    def arrived_layers(self, destination_rank: int) -> int:
-        """How many layers, counted from the first, are whole on one decode rank. 0 before the first Open."""
-        if self._ledger is None:
-            return 0
-        pending = (observer.pending_keys for observer in self._observers)
-        return min(
-            (
-                layer
-                for _, rank, layer in chain(self._ledger.missing_keys, *pending)
-                if rank == destination_rank
-            ),
-            default=self._layout.layer_count,
-        )
-
     async def wait(self) -> TransferSummary:
         """Returns when the transfer is complete. Its own deadline bounds the wait.
 
@@ -365,9 +350,10 @@ class IncomingTransfer:
         self._states.enter(TransferState.DRAINING)
 
     def report_progress(self) -> None:
-        """Calls every observer's `on_progress`, and raises what it raises."""
-        for observer in self._observers:
-            observer.on_progress(self)
+        """Calls every observer's `on_progress` of an active transfer, and raises what it raises."""
+        if self.active:
+            for observer in self._observers:
+                observer.on_progress(self)
 
     def free(self) -> None:
         """Nothing writes into the blocks any more."""

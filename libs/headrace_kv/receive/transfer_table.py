@@ -79,7 +79,6 @@ class IncomingTransfers:
             return
         _log.info("transfer %s failed: %s", transfer.transfer_id, error.detail)
         transfer.fail(error, self._now_s())
-        transfer.report_progress()
         for peer in transfer.writers:
             peer.refuse(transfer.transfer_id, error.reason, error.detail)
         self._release_if_quiesced(transfer)

@@ -177,7 +177,7 @@ class DigestJobs(TransferObserver):
 
     def on_progress(self, transfer: TransferView) -> None:
         """Submits the ranges that wait. Raises as DigestChecks.submit does."""
-        if not transfer.active or self._checking or not self._waiting:
+        if self._checking or not self._waiting:
             return
         ranges = tuple(self._waiting)
         future = self._checks.submit(transfer.reservation, ranges, transfer.digest_seed)

@@ -192,7 +192,6 @@ class DecodeAttempt:
                 first,
                 transfer_deadline(self._deadline),
                 on_transfer_free,
-                self._engine.arrival_listener(),
                 logits_bytes=self._engine.logits_bytes if self.work.from_logits else 0,
                 signer=self._signer,
             )

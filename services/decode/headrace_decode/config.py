@@ -8,7 +8,6 @@ from pydantic import Field, model_validator
 
 from headrace_common.access.roles import Role
 from headrace_common.config import (
-    NonNegativeCount,
     OptionalHostPort,
     PositiveSeconds,
     require_order,
@@ -19,7 +18,6 @@ from headrace_engine.config import CONSTRAINT_CPU_S
 from headrace_engine.worker.config import WorkerConfig, served_name
 from headrace_frontend.config import FrontendConfig
 from headrace_kv.handoff.checksum import DigestMode
-from headrace_kv.receive.observer import OverlapSettings
 
 
 class DecodeConfig(WorkerConfig, FrontendConfig):
@@ -36,11 +34,6 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
         description='Whether received bytes are compared with the sender\'s digest: "off", "sampled" (a sixteenth of '
         'all layers) or "on". Needs KV memory of processors.',
     )
-    overlap_layers: NonNegativeCount = Field(
-        0,
-        description="Number of last layers that may be missing when a request's first step begins. The step, with all "
-        "its requests, then waits for each of them. Engine vllm, models with one kind of cache.",
-    )
     constraint_cpu_s: PositiveSeconds = Field(
         CONSTRAINT_CPU_S,
         description="Seconds of processor time for compiling the constraint of an answer, such as a JSON Schema. A "
@@ -53,11 +46,6 @@ class DecodeConfig(WorkerConfig, FrontendConfig):
     @property
     def constraint_bound_s(self) -> float:
         return self.constraint_cpu_s
-
-    @property
-    def overlap_settings(self) -> OverlapSettings:
-        wait_s = min(OverlapSettings().wait_s, self.lease_ttl_s / 2)
-        return OverlapSettings(self.overlap_layers, wait_s)
 
     @property
     def model_names(self) -> Collection[str]:

@@ -17,7 +17,6 @@ from headrace_engine.interface import (
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.plan.shard_map import place_regions
-from headrace_kv.receive.observer import TransferObserver
 
 REF = WorkerRef("decode-0", "00112233445566ff")
 LAYOUT = KvLayout.attention(
@@ -42,7 +41,6 @@ class ScriptedEngine(Engine):
         self.first_logits_given: list[tuple[str, bytes]] = []
         self.released_ids: list[str] = []
         self.closed = 0
-        self.listener: TransferObserver | None = None
 
     def play(self, *events: DecodeEvent | Exception) -> None:
         """Appends to the script."""
@@ -80,9 +78,6 @@ class ScriptedEngine(Engine):
 
     def arrived(self, transfer_id: str) -> None:
         self.arrived_ids.append(transfer_id)
-
-    def arrival_listener(self) -> TransferObserver | None:
-        return self.listener
 
     def first_token(self, transfer_id: str, token_id: int) -> None:
         self.first_tokens.append((transfer_id, token_id))

@@ -15,7 +15,7 @@ import grpc.aio
 
 from headrace.engine.v1 import link_pb2, link_pb2_grpc
 from headrace_common.deadlines import Deadline
-from headrace_common.durations import duration_from_seconds, seconds_from_duration
+from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import (
     HeadraceError,
     InternalError,
@@ -196,22 +196,6 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         """Reports to the scheduler that what a prompt fetches does not arrive in time."""
         late = link_pb2.Recompute(transfer_id=transfer_id)
         self._send(self._scheduler, link_pb2.AttachResponse(recompute=late))
-
-    def arriving(self, transfer_id: str, deadline: Deadline) -> None:
-        """Reports to the scheduler that all but the last layers of a transfer have arrived."""
-        arriving = link_pb2.Arriving(
-            transfer_id=transfer_id, remaining=duration_from_seconds(deadline.remaining_s())
-        )
-        self._send(self._scheduler, link_pb2.AttachResponse(arriving=arriving))
-
-    def layers_arrived(
-        self, transfer_id: str, rank: int, layer_count: int, *, failed: bool
-    ) -> None:
-        """Reports to a rank how many layers of a transfer have arrived."""
-        arrived = link_pb2.LayersArrived(
-            transfer_id=transfer_id, layer_count=layer_count, failed=failed
-        )
-        self._send(self._ranks.get(rank), link_pb2.AttachResponse(layers_arrived=arrived))
 
     def first_token(self, transfer_id: str, token_id: int) -> None:
         """Sends the scheduler the first token of a request that awaits it."""

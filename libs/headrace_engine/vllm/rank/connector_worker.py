@@ -37,7 +37,7 @@ from headrace_engine.vllm.rank.memory import (
     layout_of,
     rank_memory,
 )
-from headrace_engine.vllm.rank.step_executor import LayerKind, LayerWait, StepExecutor
+from headrace_engine.vllm.rank.step_executor import LayerKind, StepExecutor
 from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.stages import gather_from_stages, stage_of_this_rank
 from headrace_engine.vllm.step_plan import StepPlan
@@ -90,7 +90,6 @@ class ConnectorWorker:
         self._start_sending_later: Callable[[], None] | None = None
         self._link: EngineLink | None = None
         self._executor = StepExecutor(self._rank, self._send_report)
-        self._layer_wait: LayerWait | None = None
         self._tiers: TierExecutor | None = None
         self._copier: TierCopier | None = None
         self._pool: PoolExecutor | None = None
@@ -144,9 +143,6 @@ class ConnectorWorker:
                 self._executor.send_from_host,
                 order.mark,
             )
-        overlap = self._settings.overlap_layers
-        if overlap.layer_count:
-            self._layer_wait = LayerWait(len(self._layer_numbers), overlap.wait_s, order.fence)
         on_host = next(iter(kv_caches.values())).device.type == "cpu"
         attachment = link_pb2.Attachment(
             rank=self._rank,
@@ -231,8 +227,6 @@ class ConnectorWorker:
 
     def bind_connector_metadata(self, plan: StepPlan) -> None:
         """Before the forward pass of a step."""
-        if self._layer_wait is not None:
-            self._layer_wait.begin_step(plan.overlapped)
         if plan.opened and self._start_sending_later is not None:
             self._send_from_now_on(self._start_sending_later)
         # Opens the transfers that the tiers send blocks of.
@@ -247,11 +241,6 @@ class ConnectorWorker:
         except HeadraceError as error:
             log.error("rank %d sends no prefixes: %s", self._rank, error.detail)
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Before the attention of a layer reads its KV: waits until that has arrived or is abandoned."""
-        if self._layer_wait is not None:
-            self._layer_wait.before_attention(self._layer_numbers[layer_name])
-
     def save_kv_layer(self, layer_name: str) -> None:
         """The forward pass has written this step's KV of a layer."""
         self._executor.layer_written(self._layer_numbers[layer_name])
@@ -262,8 +251,6 @@ class ConnectorWorker:
 
     def get_transfer_results(self) -> tuple[set[str], set[str], set[str]]:
         """After the forward pass. See StepExecutor.end_step."""
-        if self._layer_wait is not None:
-            self._layer_wait.end_step()
         sent, received, failed = self._executor.end_step()
         if self._tiers is None:
             return sent, received, failed
@@ -276,10 +263,6 @@ class ConnectorWorker:
     def take_ended_host_sends(self) -> list[int]:
         """After the forward pass: sends from main memory that have ended."""
         return self._executor.take_ended_host_sends()
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks that the forward pass has read although they were not whole."""
-        return self._layer_wait.take_invalid_blocks() if self._layer_wait is not None else set()
 
     def shutdown(self) -> None:
         """Ends sending, then the transport."""
@@ -310,11 +293,6 @@ class ConnectorWorker:
     def _on_response(self, response: link_pb2.AttachResponse) -> None:
         if response.HasField("stop"):
             self._executor.stop(response.stop.transfer_id)
-        elif response.HasField("layers_arrived") and self._layer_wait is not None:
-            arrived = response.layers_arrived
-            self._layer_wait.layers_arrived(
-                arrived.transfer_id, arrived.layer_count, failed=arrived.failed
-            )
         elif response.HasField("admit_networks"):
             self._admissions.submit(self._admit, response.admit_networks)
         elif response.HasField("open_pool"):

@@ -85,7 +85,6 @@ class ConnectorScheduler(ABC):
         self._flush_requested = False
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
-        self._planner.overlapped.bind_eviction(kv_cache_manager.evict_blocks)
         self._planner.holds.bind(kv_cache_manager)
         sort_new_blocks(kv_cache_manager)
 
@@ -109,9 +108,6 @@ class ConnectorScheduler(ABC):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        if num_computed_tokens and self._planner.overlapped.prefix_cache_incomplete:
-            # The blocks that it shares may be those that another request still waits for.
-            return None, False
         if not self._may_schedule(request):
             return None, False
         if request.skip_reading_prefix_cache:
@@ -192,7 +188,6 @@ class ConnectorScheduler(ABC):
         received = connector_output.finished_recving
         if received:
             self._tiers.loads_ended(received, connector_output.failed_recving or ())
-            received -= self._planner.overlapped.withheld(received)
 
     def take_events(self) -> list[KVCacheEvent]:
         """What the tiers below KV memory have stored and evicted. Blocks are named as in the events of KV memory."""

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from headrace.engine.v1 import link_pb2
 from headrace_common.callers.priority import Priority
-from headrace_common.durations import seconds_from_duration
 from headrace_common.time_model.model import Step, StepTimes
 from headrace_engine.steps import EngineSteps, StepMeter
 from headrace_engine.vllm import continuation
@@ -222,11 +221,6 @@ class ServiceConnectorScheduler(ConnectorScheduler):
     def _on_response(self, response: link_pb2.AttachResponse) -> None:
         if response.HasField("arrived"):
             self._planner.transfer_settled(response.arrived.transfer_id, whole=True)
-        elif response.HasField("arriving"):
-            arriving = response.arriving
-            self._planner.transfer_overlap_ready(
-                arriving.transfer_id, time.monotonic() + seconds_from_duration(arriving.remaining)
-            )
         elif response.HasField("first_token"):
             first = response.first_token
             self._planner.first_token_received(first.transfer_id, first.token_id)
@@ -277,11 +271,10 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         self._load.request_finished(request.request_id)
         self._report_failure(request)
         self._starts.request_finished(request.request_id)
-        overlapped = self._planner.overlapped.request_finished(request.request_id)
         times = self._planner.request_finished(request.request_id)
         copies = self._tiers.request_finished(request.request_id, sends=times is not None)
         if times is None:
-            return overlapped or copies, None
+            return copies, None
         return True, times.to_params()
 
     def _report_failure(self, request: Request) -> None:

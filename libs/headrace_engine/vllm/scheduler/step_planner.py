@@ -12,7 +12,6 @@ from typing import Any
 from headrace_engine.vllm.layer_groups import LayerGroup, token_stride
 from headrace_engine.vllm.scheduler.transfers import (
     BlockHolds,
-    OverlappedRequests,
     Receive,
     ScheduledRequest,
     Send,
@@ -40,9 +39,8 @@ class StepPlanner:
     """The scheduling thread calls it. Any thread may call the `transfer_...`, `first_token_...` and
     `request_announced` methods.
 
-    `overlapped`: requests that run before the last layers of their KV have arrived. `on_reserved` gets the blocks of
-    every incoming transfer, or an empty Reservation when nothing is missing. `holds`: blocks that transfers need longer
-    than requests.
+    `on_reserved` gets the blocks of every incoming transfer, or an empty Reservation when nothing is missing. `holds`:
+    blocks that transfers need longer than requests.
     """
 
     def __init__(
@@ -56,14 +54,12 @@ class StepPlanner:
         self._sends: dict[str, Send] = {}
         self._receives: dict[str, Receive] = {}
         self._settled: deque[tuple[str, bool]] = deque()
-        self._overlap_ready: deque[tuple[str, float]] = deque()
         self._first_tokens: deque[tuple[str, int]] = deque()
         self._late: deque[str] = deque()
         self._finished_sends: dict[str, str] = {}
         self._opening: list[TransferTarget] = []
         self._event = threading.Event()
         self._announced_until_s = -math.inf
-        self.overlapped = OverlappedRequests()
         self.holds = BlockHolds()
 
     def missing_tokens(
@@ -146,11 +142,6 @@ class StepPlanner:
         self._late.append(transfer_id)
         self._event.set()
 
-    def transfer_overlap_ready(self, transfer_id: str, deadline_s: float) -> None:
-        """All but the last layers of an incoming transfer have arrived, on all ranks."""
-        self._overlap_ready.append((transfer_id, deadline_s))
-        self._event.set()
-
     def first_token_received(self, transfer_id: str, token_id: int) -> None:
         """The first token of a request that awaits it."""
         self._first_tokens.append((transfer_id, token_id))
@@ -171,7 +162,7 @@ class StepPlanner:
 
         Returns at once when no transfer is awaited, and none holds blocks.
         """
-        if self._receives or self.overlapped or self.holds:
+        if self._receives or self.holds:
             is_announced = time.monotonic() < self._announced_until_s
             self._event.wait(min(timeout_s, SHORT_STEP_S) if is_announced else timeout_s)
 
@@ -192,9 +183,6 @@ class StepPlanner:
             if send is not None:
                 self._plan_send(plan, send, request)
         self._plan_receives(plan)
-        plan.overlapped.extend(
-            self.overlapped.plan_step(request.request_id for request in scheduled)
-        )
         return plan
 
     def _plan_receives(self, plan: StepPlan) -> None:
@@ -204,9 +192,6 @@ class StepPlanner:
             receive = self._receives.get(transfer_id)
             if receive is None:
                 self.holds.release(transfer_id)
-                freed = self.overlapped.transfer_settled(transfer_id, whole)
-                if freed is not None:
-                    plan.free_after_send(freed, transfer_id)
             elif whole:
                 receive.arrive()
                 self._plan_received(plan, transfer_id, receive)
@@ -220,12 +205,6 @@ class StepPlanner:
                 reserved = receive.reservation.block_ids_by_group
                 self.holds.hold(transfer_id, [one for block_ids in reserved for one in block_ids])
                 plan.failed.append(receive.request_id)
-        while self._overlap_ready:
-            transfer_id, deadline_s = self._overlap_ready.popleft()
-            receive = self._receives.get(transfer_id)
-            if receive is not None:
-                receive.start_overlap(deadline_s)
-                self._plan_received(plan, transfer_id, receive)
         while self._first_tokens:
             transfer_id, token_id = self._first_tokens.popleft()
             receive = self._receives.get(transfer_id)
@@ -241,13 +220,6 @@ class StepPlanner:
         send = self._sends.get(receive.request_id)
         if send is not None:
             send.prefix_fetched(receive.token_count)
-        if not receive.whole:
-            self.overlapped.add(
-                transfer_id,
-                receive.request_id,
-                receive.reservation.block_ids,
-                receive.overlap_deadline_s,
-            )
 
     def _plan_send(self, plan: StepPlan, send: Send, request: ScheduledRequest) -> None:
         send.update_blocks(request)

@@ -145,12 +145,6 @@ def check_config(config: EngineConfig) -> ModelFolder:
             f"({config.max_num_seqs}): raise it, or lower max_num_seqs",
             metadata={"field": "max_num_batched_tokens"},
         )
-    if config.overlap_layers.layer_count and config.pipeline_parallel_size > 1:
-        raise ConfigError(
-            "overlap_layers lets a request begin before its last layers have arrived, and a later pipeline stage has "
-            "no first layers: set overlap_layers to 0, or pipeline_parallel_size to 1",
-            metadata={"field": "overlap_layers"},
-        )
     _require_room(config)
     split_engine_args(config.engine_args, config.role)
     return read_model_folder(config.model, config.max_model_len)
@@ -293,7 +287,6 @@ def _engine_args(
         gpu_direct=config.gpu_direct,
         rdma_devices=config.rdma_devices,
         admitted=None if config.admitted is None else tuple(map(str, config.admitted)),
-        overlap_layers=config.overlap_layers,
         write_quiet_s=config.write_quiet_s,
         # Senders read a device's memory through the device, and main memory not at all.
         tiers=replace(config.tiers, sends_from_host=config.tiers.sends_from_host and runs_on_cpu()),

@@ -8,12 +8,11 @@ import logging
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.kv.v1 import handoff_pb2_grpc, pair_pb2_grpc
-from headrace_common.deadlines import Deadline
 from headrace_common.errors import ConfigError, HeadraceError, InternalError
 from headrace_common.identity import new_incarnation
 from headrace_common.registry.adapters import ADAPTERS_MAX
@@ -39,7 +38,6 @@ from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.handoff.tickets import NoTickets
 from headrace_kv.layout.layout import STATE, KvDescriptor, KvLayout, WorkerRef
 from headrace_kv.manager.lower_tiers import LowerTiers
-from headrace_kv.receive.observer import LayerOverlap, TransferObserver
 from headrace_kv.receive.receiver import Receiver, TransferSummary
 from headrace_kv.receive.service import HandoffServicer
 
@@ -61,12 +59,10 @@ class TransferEvents:
     """Callbacks for incoming transfers. The node's loop calls them; they must not block.
 
     `whole`: the KV cache has arrived. `failed`: it will not arrive, and no sender writes it any more.
-    `overlap_ready(transfer_id, deadline_s)`: only its last layers are missing.
     """
 
     whole: Callable[[str, TransferSummary], None]
     failed: Callable[[str], None]
-    overlap_ready: Callable[[str, float], None]
 
 
 class StandaloneNode:
@@ -147,29 +143,8 @@ class StandaloneNode:
             receiver=self._receiver,
             on_whole=self._events.whole,
             on_rejected=self._events.failed,
-            arrival_listener=partial(self._arrival_listener, descriptor.layout.layer_count),
         )
         return endpoint
-
-    def _arrival_listener(self, layer_count: int) -> TransferObserver | None:
-        overlap_layers = self._connector.overlap_layers.layer_count
-        if not overlap_layers:
-            return None
-        return LayerOverlap(
-            self,
-            overlap_layers=overlap_layers,
-            layer_count=layer_count,
-            rank_count=self._rank_count,
-        )
-
-    def arriving(self, transfer_id: str, deadline: Deadline) -> None:
-        """See LayerArrivalListener, as for `layers_arrived`."""
-        self._events.overlap_ready(transfer_id, deadline.monotonic_s)
-
-    def layers_arrived(
-        self, transfer_id: str, rank: int, layer_count: int, *, failed: bool
-    ) -> None:
-        self._link.layers_arrived(transfer_id, rank, layer_count, failed=failed)
 
     def _make_fetch_service(self, descriptor: KvDescriptor) -> FetchService:
         return FetchService(
@@ -246,9 +221,7 @@ class StandaloneConnectorScheduler(ConnectorScheduler):
     ) -> None:
         tiers = TierPlanner(LowerTiers({}), 1)
         super().__init__(groups, self._blocks_reserved, SHORT_STEP_S, tiers, steps_max)
-        events = TransferEvents(
-            self._transfer_whole, self._transfer_failed, self._planner.transfer_overlap_ready
-        )
+        events = TransferEvents(self._transfer_whole, self._transfer_failed)
         self._node = StandaloneNode(connector, settings, rank_count, events)
         self._pairs = PairScheduler(
             ref=self._node.ref,
@@ -285,7 +258,6 @@ class StandaloneConnectorScheduler(ConnectorScheduler):
     def request_finished(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        overlapped = self._planner.overlapped.request_finished(request.request_id)
         times = self._planner.request_finished(request.request_id)
         held, params = self._pairs.request_finished(
             prompt_of(request),
@@ -293,7 +265,7 @@ class StandaloneConnectorScheduler(ConnectorScheduler):
             opened=times is not None,
             complete=is_complete(request),
         )
-        return overlapped or held or times is not None, params
+        return held or times is not None, params
 
     def shutdown(self) -> None:
         self._node.close()

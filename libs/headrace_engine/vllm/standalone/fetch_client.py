@@ -23,7 +23,6 @@ from headrace_common.rpc.status import error_from_rpc
 from headrace_engine.vllm.settings import PARAMS_KEY
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.layout import WorkerRef
-from headrace_kv.receive.observer import TransferObserver
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver, TransferSummary
 
 PORT_MAX = 65_535
@@ -158,8 +157,6 @@ class FetchPlan:
 class FetchClient:
     """Calls `on_whole` once for each transfer when its KV cache has arrived, and `on_rejected` for a transfer that the
     receiver does not accept. The receiver itself reports all other failures.
-
-    `arrival_listener` makes a callback for the layers of one transfer, or None where no overlap is configured.
     """
 
     def __init__(
@@ -170,14 +167,12 @@ class FetchClient:
         receiver: Receiver,
         on_whole: Callable[[str, TransferSummary], None],
         on_rejected: Callable[[str], None],
-        arrival_listener: Callable[[], TransferObserver | None] = lambda: None,
     ) -> None:
         self._ref = ref
         self._endpoint = endpoint
         self._receiver = receiver
         self._on_whole = on_whole
         self._on_rejected = on_rejected
-        self._arrival_listener = arrival_listener
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start_fetch(self, plan: FetchPlan) -> None:
@@ -187,9 +182,7 @@ class FetchClient:
             self._spawn(self._decline(plan))
             return
         try:
-            transfer = self._receiver.reserve(
-                reservation, plan.params.deadline, observer=self._arrival_listener()
-            )
+            transfer = self._receiver.reserve(reservation, plan.params.deadline)
         except HeadraceError as exc:
             log.error("transfer %s was rejected: %s", reservation.transfer_id, exc.detail)
             self._on_rejected(reservation.transfer_id)

@@ -22,14 +22,12 @@ from headrace_engine.vllm.compat import (
     extra_config,
     kv_role,
     model_of,
-    recomputes_failed_loads,
     replica_count,
     schedules_ahead,
 )
 from headrace_engine.vllm.model_folder import digest_of, read_model_folder
 from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.stages import stage_count
-from headrace_kv.receive.observer import OverlapSettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,7 +46,7 @@ class StandaloneSettings:
 
     `listen` and `advertise`: the pair address, and the one under which others reach it.
     `transfer_timeout_s`: deadline of requests that have none. `kv_hold_timeout_s`: how long a computed prompt waits for
-    its Fetch. `lease_ttl_s`, `quarantine_s`: see Receiver. `overlap_layers`, `overlap_wait_s`: see OverlapSettings.
+    its Fetch. `lease_ttl_s`, `quarantine_s`: see Receiver.
     `gpu_direct`: whether RDMA adapters may read and write the memory of a GPU.
     `fingerprint`: the model's identity, for servers that load one model from different places.
     """
@@ -62,8 +60,6 @@ class StandaloneSettings:
     quarantine_s: float = WRITE_QUARANTINE_S
     fingerprint: str = ""
     gpu_direct: bool = True
-    overlap_layers: int = 0
-    overlap_wait_s: float = OverlapSettings().wait_s
 
     @classmethod
     def read(cls, values: Mapping[str, Any], role: Role) -> StandaloneSettings:
@@ -71,10 +67,7 @@ class StandaloneSettings:
         known = {field.name for field in fields(cls)}
         problems = {name: "is not a setting of Headrace" for name in values if name not in known}
         taken = {name: value for name, value in values.items() if name in known}
-        for name in (
-            *("transfer_timeout_s", "kv_hold_timeout_s", "lease_ttl_s"),
-            *("quarantine_s", "overlap_wait_s"),
-        ):
+        for name in ("transfer_timeout_s", "kv_hold_timeout_s", "lease_ttl_s", "quarantine_s"):
             value = taken.get(name, 1.0)
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 problems[name] = "must be seconds above 0"
@@ -82,9 +75,6 @@ class StandaloneSettings:
             problems["gpu_direct"] = "must be true or false"
         if taken.get("transport", "mooncake") != "mooncake":
             problems["transport"] = "must be mooncake: no other transport reaches vLLM's processes"
-        layers = taken.get("overlap_layers", 0)
-        if isinstance(layers, bool) or not isinstance(layers, int) or layers < 0:
-            problems["overlap_layers"] = "must be a number of layers, 0 or above"
         taken.setdefault("listen", DECODE_LISTEN if role == "decode" else PREFILL_LISTEN)
         try:
             _server_of(taken["listen"], taken.get("advertise", ""))
@@ -96,18 +86,7 @@ class StandaloneSettings:
         if problems:
             listed = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
             raise ConfigError(f"kv_connector_extra_config: {listed}", metadata=problems)
-        settings = cls(**taken)
-        settings.check_waits()
-        return settings
-
-    def check_waits(self) -> None:
-        """Raises ConfigError when a step may wait for longer than a sender keeps its lease."""
-        if self.overlap_layers and self.overlap_wait_s >= self.lease_ttl_s:
-            problem = {"overlap_wait_s": "must be below lease_ttl_s"}
-            raise ConfigError(
-                "kv_connector_extra_config: overlap_wait_s must be below lease_ttl_s",
-                metadata=problem,
-            )
+        return cls(**taken)
 
     @property
     def server(self) -> ServiceConfig:
@@ -129,12 +108,6 @@ def standalone_settings(vllm_config: VllmConfig) -> tuple[ConnectorSettings, Sta
     _require_supported(vllm_config)
     role = ROLES[kv_role(vllm_config)]
     standalone = StandaloneSettings.read(extra_config(vllm_config), role)
-    if standalone.overlap_layers and recomputes_failed_loads(vllm_config):
-        raise ConfigError(
-            "overlap_layers needs kv_load_failure_policy fail: with another one, vLLM computes into blocks that "
-            "prefill still writes to",
-            metadata={"field": "overlap_layers"},
-        )
     identity = f"{engine_id(vllm_config)}/{standalone.listen}"
     name = hashlib.sha256(identity.encode()).hexdigest()[:INCARNATION_HEX_LENGTH]
     connector = ConnectorSettings(
@@ -144,7 +117,6 @@ def standalone_settings(vllm_config: VllmConfig) -> tuple[ConnectorSettings, Sta
         host=standalone.host,
         transport=standalone.transport,
         fingerprint=standalone.fingerprint or _fingerprint(vllm_config),
-        overlap_layers=OverlapSettings(standalone.overlap_layers, standalone.overlap_wait_s),
         link_path=str(_private_folder(f"headrace-{os.getuid()}-{name}") / "link"),
         gpu_direct=standalone.gpu_direct,
     )

@@ -14,7 +14,6 @@ from headrace_engine.vllm.tiers.pool_planner import PoolPlanner, PoolUse
 from headrace_kv.manager.block_pool import CachedBlock
 from headrace_kv.manager.lower_tiers import LowerTiers, TierChange, TierHit, TierPlan, TierSettings
 from headrace_kv.prefix.events import Tier
-from headrace_kv.receive.observer import OverlapSettings
 
 _NO_HIT = TierHit(())
 
@@ -300,7 +299,6 @@ class TierPlanner:
 
 def plan_tiers(
     settings: TierSettings,
-    overlap: OverlapSettings,
     groups: Sequence[LayerGroup],
     rank_count: int = 1,
     *,
@@ -315,12 +313,6 @@ def plan_tiers(
             f"the model has several kinds of cache ({names}), and only full attention can be kept below KV memory: "
             "set kv_host_gib to 0",
             metadata={"field": "kv_host_gib", "groups": names},
-        )
-    if overlap.layer_count:
-        raise ConfigError(
-            "a request may run before its last layers have arrived (overlap_layers), and such blocks must not be "
-            "kept: set overlap_layers or kv_host_gib to 0",
-            metadata={"field": "overlap_layers"},
         )
     (group,) = groups
     tiers = LowerTiers(settings.block_counts(group.block_bytes), settings.min_uses)

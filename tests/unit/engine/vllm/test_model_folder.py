@@ -16,7 +16,6 @@ from headrace_engine.vllm.model_folder import read_model_folder
 from headrace_engine.vllm.service import launch
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.lower_tiers import TierSettings
-from headrace_kv.receive.observer import OverlapSettings
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -107,10 +106,6 @@ def test_wrong_folders_are_rejected_in_one_line(tmp_path: Path) -> None:
         ({"dtype": "int4"}, "dtype"),
         ({"max_num_batched_tokens": 4}, "max_num_batched_tokens"),
         ({"num_gpu_blocks_override": 1}, "num_gpu_blocks_override"),
-        (
-            {"overlap_layers": OverlapSettings(1), "pipeline_parallel_size": 2},
-            "set overlap_layers to 0",
-        ),
         ({"num_gpu_blocks_override": 5, "block_size": 32, "max_model_len": 129}, "max_model_len"),
     ],
 )
@@ -131,7 +126,6 @@ def test_settings_that_cannot_work_are_rejected(
         {},
         {"block_size": 32},
         {"max_model_len": 2048},
-        {"overlap_layers": OverlapSettings(1)},
         {"tiers": TierSettings(1.0), "pipeline_parallel_size": 2},
         {"pipeline_parallel_size": 2},
     ):

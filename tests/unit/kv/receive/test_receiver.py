@@ -154,7 +154,7 @@ def test_blocks_are_not_released_while_the_feature_may_write() -> None:
     stage = Stage(feature)
     stage.cancel()
     assert feature.failed
-    assert feature.progress == [False]
+    assert feature.progress == []
     stage.quiesce()
     stage.advance(100.0)
     assert stage.released == []

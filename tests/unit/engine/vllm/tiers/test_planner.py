@@ -13,7 +13,6 @@ from headrace_engine.vllm.tiers.pool_planner import PoolUse
 from headrace_kv.layout.layout import STATE, TOKENS, GroupKind
 from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierSettings
 from headrace_kv.prefix.events import Tier
-from headrace_kv.receive.observer import OverlapSettings
 
 BLOCK = 4
 
@@ -138,7 +137,7 @@ def test_a_preempted_request_stores_its_blocks_again() -> None:
 
 
 def test_without_tiers_no_request_is_known() -> None:
-    tiers = plan_tiers(TierSettings(), OverlapSettings(3), [group(STATE)])
+    tiers = plan_tiers(TierSettings(), [group(STATE)])
     answered(tiers, "a", hashes(1), [5])
     assert tiers.find("a", 0, 4) == 0
     assert plan_of(tiers) == StepPlan()
@@ -149,18 +148,17 @@ def group(kind: GroupKind = TOKENS, page_bytes: int = 1 << 20) -> LayerGroup:
 
 
 @pytest.mark.parametrize(
-    ("overlap", "groups", "words"),
+    ("groups", "words"),
     [
-        (0, [group(), group(STATE)], "only full attention"),
-        (1, [group()], "set overlap_layers or kv_host_gib to 0"),
-        (0, [group(page_bytes=1 << 30)], "kv_host_gib is 1, but one block has 2 GiB"),
+        ([group(), group(STATE)], "only full attention"),
+        ([group(page_bytes=1 << 30)], "kv_host_gib is 1, but one block has 2 GiB"),
     ],
 )
 def test_models_and_settings_that_do_not_fit_are_refused(
-    overlap: int, groups: list[LayerGroup], words: str
+    groups: list[LayerGroup], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        plan_tiers(TierSettings(host_gib=1), OverlapSettings(overlap), groups)
+        plan_tiers(TierSettings(host_gib=1), groups)
 
 
 def stored(names: list[bytes], host: int = 8, ranks: int = 1) -> TierPlanner:
