@@ -11,7 +11,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from headrace_common.errors import InvalidRequest
 from headrace_common.telemetry import schema
-from headrace_router.tracing.batches import SpanBatch, read_span
+from headrace_router.tracing.batches import SpanBatch
 from headrace_router.tracing.store import DROPPED_SPAN
 from tests.collector import Collector, collecting
 from tests.component.router.fakes import Rig, hand_over, reply
@@ -83,8 +83,7 @@ async def test_dropped_spans_are_counted_by_bound(collected: tuple[Rig, Collecto
     rig, collector = collected
     trace_id = b"t" * 16
     rig.router.traces.start_trace(trace_id.hex(), "r1", 1)
-    content = Span(trace_id=trace_id, span_id=b"no id").SerializeToString()
-    spans = [read_span(content) for _ in range(3)]
+    spans = [Span(trace_id=trace_id, span_id=b"no id")] * 3
     rig.router.traces.add_batch(SpanBatch("decode", "d0", spans))
     await asyncio.to_thread(rig.telemetry.metrics.force_flush)
     bound = {schema.ATTRIBUTE_TRACE_BOUND: DROPPED_SPAN}

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
-from google.protobuf.message import DecodeError
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
 from opentelemetry.sdk.trace import ReadableSpan
@@ -14,7 +13,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from headrace.inference.v1 import trace_pb2
 from headrace_common.durations import duration_from_ns, timestamp_from_unix_ns
 from headrace_common.telemetry import schema
-from headrace_router.tracing.batches import RawSpan, attributes_as_text
+from headrace_router.tracing.batches import attributes_as_text
 from headrace_router.tracing.request_record import AttemptFacts, MadeSpan, RoutedRecord
 from headrace_router.tracing.worker_clocks import ClockDifference
 
@@ -25,33 +24,15 @@ SPAN_OVERHEAD_BYTES: Final = 512
 SPAN_ID_BYTES: Final = 8
 # Of a StoredSpan.
 _BYTES: Final = 3
-NAMES_WITH_FACTS: Final = frozenset((schema.SPAN_REQUEST, schema.SPAN_DECODE, schema.SPAN_PREFILL))
-"""The spans that decide whether a trace is complete."""
 
 _ROUTER: Final = "router"
-_WORKER_SPANS: Final = ((schema.SPAN_DECODE, "decode"), (schema.SPAN_PREFILL, "prefill"))
+_WORKER_SPANS: Final = {schema.SPAN_DECODE: "decode", schema.SPAN_PREFILL: "prefill"}
 
 StoredSpan: TypeAlias = tuple[str, str, bytes, int]
 """The service and the worker id of the process that made a span, the span, and the bytes that count for it.
 
 The span is in OTLP's encoding: a message would keep its whole export in memory.
 """
-
-
-class SpanFacts(NamedTuple):
-    """What a trace needs of a span with a name of NAMES_WITH_FACTS when it is added."""
-
-    name: str
-    parent_id: bytes
-    request_id: str = ""
-
-    @classmethod
-    def of_raw(cls, span: RawSpan) -> SpanFacts:
-        """The facts of a worker's span. Decode workers with clients of their own have root spans."""
-        found = span.parse() if span.name == schema.SPAN_REQUEST else None
-        attributes = attributes_as_text(found.attributes) if found is not None else {}
-        request_id = attributes.get(schema.ATTRIBUTE_REQUEST_ID, "")
-        return cls(span.name, span.parent_id, request_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +56,15 @@ class _Completeness:
         """The names and the parents of the workers' spans that have arrived."""
         self._missing: set[tuple[str, bytes]] = set()
 
-    def add(self, span: SpanFacts) -> None:
+    def add(self, span: otlp_pb2.Span) -> None:
         if span.name == schema.SPAN_REQUEST:
-            self._roots.add(span.request_id)
+            # Decode workers with clients of their own have root spans.
+            attributes = attributes_as_text(span.attributes)
+            self._roots.add(attributes.get(schema.ATTRIBUTE_REQUEST_ID, ""))
             return
-        reported = (span.name, span.parent_id)
+        if span.name not in _WORKER_SPANS:
+            return
+        reported = (span.name, span.parent_span_id)
         self.reported.add(reported)
         self._missing.discard(reported)
 
@@ -109,10 +94,7 @@ class TraceContents(NamedTuple):
         for made in self._made():
             yield _Placed(_encoded(made.span), made.service, made.worker_id, None)
         for service, worker_id, content, _ in self.sent:
-            try:
-                span = otlp_pb2.Span.FromString(content)
-            except DecodeError:
-                continue
+            span = otlp_pb2.Span.FromString(content)
             yield _Placed(span, service, worker_id, self.differences.get(worker_id))
 
     def _made(self) -> Iterator[MadeSpan]:
@@ -120,7 +102,7 @@ class TraceContents(NamedTuple):
             for span in request.spans():
                 yield MadeSpan(_ROUTER, "", span)
             for number, facts in enumerate(request.attempts):
-                for name, service in _WORKER_SPANS:
+                for name, service in _WORKER_SPANS.items():
                     if facts.context and (name, attempt_id(facts)) not in self.reported:
                         yield from request.worker_spans(number, service)
 
@@ -177,11 +159,9 @@ class TraceRecord:
         del self._names[oldest]
         return oldest
 
-    def add(
-        self, span_id: bytes, facts: SpanFacts | None, stored: StoredSpan, bytes_max: int
-    ) -> bool:
+    def add(self, span: otlp_pb2.Span, stored: StoredSpan, bytes_max: int) -> bool:
         """Adds a span, or replaces the span with its id. False when the trace has no room for it."""
-        previous = self._spans.get(span_id)
+        previous = self._spans.get(span.span_id)
         trace_bytes = self.stored_bytes + stored[_BYTES]
         if previous is not None:
             trace_bytes -= previous[_BYTES]
@@ -189,11 +169,11 @@ class TraceRecord:
             return False
         if trace_bytes > bytes_max:
             return False
-        self._spans[span_id] = stored
+        self._spans[span.span_id] = stored
         self.stored_bytes = trace_bytes
         # A process may send a span again, unchanged.
-        if previous is None and facts is not None:
-            self._completeness.add(facts)
+        if previous is None:
+            self._completeness.add(span)
         return True
 
     def add_request(self, request: RoutedRecord, bytes_max: int) -> bool:

@@ -17,7 +17,7 @@ from headrace_router.tracing.batches import SpanBatch, span_batches
 from headrace_router.tracing.store import TraceStore
 
 OTLP_SERVICE_NAME = "opentelemetry.proto.collector.trace.v1.TraceService"
-# An export has at most 512 spans. Nothing is parsed at once but a resource, which takes 34 ms at worst.
+# An export has at most 512 spans, which protobuf parses in half a millisecond. The worst message takes 50 ms.
 EXPORT_BYTES_MAX: Final = 2 * 1024 * 1024
 
 
@@ -43,11 +43,12 @@ class SpanCollector:
                 {"request": f"has {len(export)} bytes; send at most {EXPORT_BYTES_MAX}"}
             )
         try:
-            for batch in span_batches(export):
-                self._receive(batch)
-                await asyncio.sleep(0)
+            message = trace_service_pb2.ExportTraceServiceRequest.FromString(export)
         except DecodeError as error:
             raise InvalidRequest({"request": f"cannot be parsed ({error})"}) from error
+        for batch in span_batches(message):
+            self._receive(batch)
+            await asyncio.sleep(0)
 
     async def _export(
         self, data: bytes, context: grpc.aio.ServicerContext[Any, Any]

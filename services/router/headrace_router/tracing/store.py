@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+from opentelemetry.proto.trace.v1 import trace_pb2 as otlp_pb2
+
 from headrace.inference.v1 import trace_pb2
 from headrace_common.errors import InvalidRequest, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
 from headrace_router.tracing.batches import SpanBatch
 from headrace_router.tracing.record import (
-    NAMES_WITH_FACTS,
     SPAN_ID_BYTES,
-    SpanFacts,
     StoredSpan,
     TraceRecord,
     stored_bytes,
@@ -108,15 +108,14 @@ class TraceStore:
             # Routers receive the spans of each other's requests, so most spans may be of unknown traces.
             if trace_id not in self._records:
                 continue
-            content = span.content
+            content = span.SerializeToString()
             size = len(content)
             if size > SPAN_BYTES_MAX or len(span.span_id) != SPAN_ID_BYTES:
                 dropped[DROPPED_SPAN] = dropped.get(DROPPED_SPAN, 0) + 1
                 continue
-            facts = SpanFacts.of_raw(span) if span.name in NAMES_WITH_FACTS else None
             stored: StoredSpan = (service, worker_id, content, stored_bytes(size))
             with self._lock:
-                self._add(trace_id, span.span_id, facts, stored, dropped)
+                self._add(trace_id, span, stored, dropped)
         if dropped:
             self._report(dropped)
 
@@ -191,8 +190,7 @@ class TraceStore:
     def _add(
         self,
         trace_id: str,
-        span_id: bytes,
-        facts: SpanFacts | None,
+        span: otlp_pb2.Span,
         stored: StoredSpan,
         dropped: dict[str, int],
     ) -> None:
@@ -200,7 +198,7 @@ class TraceStore:
         if record is None:
             return
         before = record.stored_bytes
-        if not record.add(span_id, facts, stored, self._limits.trace_bytes):
+        if not record.add(span, stored, self._limits.trace_bytes):
             dropped[DROPPED_TRACE] = dropped.get(DROPPED_TRACE, 0) + 1
             return
         self._stored_bytes += record.stored_bytes - before
