@@ -52,7 +52,7 @@ class EngineConfig:
     role: WorkerRole
     ref: WorkerRef
     host: str = "127.0.0.1"
-    transport: Literal["mooncake", "in_memory"] = TRANSPORT
+    transport: str = TRANSPORT
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     max_model_len: int = 0

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from tests.in_memory_transport import KIND
 from tests.rdma.conformance import CASES, large_runs, mixed_lengths, small_runs
 from tests.rdma.failures import unregistered_destination
 from tests.rdma.harness import Harness
@@ -34,7 +35,7 @@ def opened(transport: str, device: str, *, processes: bool) -> Iterator[TensorHa
     made.close()
 
 
-@pytest.fixture(scope="module", params=["in_memory", "mooncake"])
+@pytest.fixture(scope="module", params=[KIND, "mooncake"])
 def in_process(device: str, request: pytest.FixtureRequest) -> Iterator[TensorHarness]:
     yield from opened(request.param, device, processes=False)
 
@@ -47,7 +48,7 @@ def across_processes(device: str, request: pytest.FixtureRequest) -> Iterator[Te
 @pytest.fixture(scope="module")
 def in_reach() -> Iterator[TensorHarness]:
     pytest.importorskip("torch")
-    yield from opened("in_memory", "direct", processes=False)
+    yield from opened(KIND, "direct", processes=False)
 
 
 @pytest.mark.vllm
@@ -65,7 +66,7 @@ def test_memory_in_reach_meets_staged_memory(pair: tuple[str, str]) -> None:
     from headrace_kv.plan.copy_plan import Runs
     from tests.gpu.tensors import TensorMemory, open_staged
 
-    ends = [(open_staged(PeerSettings("in_memory", memory=m)), TensorMemory(8192, m)) for m in pair]
+    ends = [(open_staged(PeerSettings(KIND, memory=m)), TensorMemory(8192, m)) for m in pair]
     for transport, memory in ends:
         transport.register(memory.address, memory.nbytes)
     (sender, source), (receiver, target) = ends

@@ -10,6 +10,7 @@ from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
 from tests.component.kv.harness import BLOCK_TOKENS, LentTransport, heads_of, make_layout, running
+from tests.in_memory_transport import KIND
 from tests.waiting import until
 
 
@@ -21,7 +22,7 @@ class TensorTransport(LentTransport):
         from headrace_engine.torch_memory.device_memory import TorchMemory
 
         memory = TorchMemory(torch.device("cpu"))
-        self._lender = open_transport("in_memory", "127.0.0.1", memory=memory)
+        self._lender = open_transport(KIND, "127.0.0.1", memory=memory)
         self.name = self._lender.name
         self.quiet_after_failure_s = self._lender.quiet_after_failure_s
         tensor = torch.zeros(1 << 20, dtype=torch.uint8)

@@ -14,6 +14,7 @@ from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.handoff.messages import LayerRange, TransferTarget
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
+from tests.in_memory_transport import KIND, InMemoryTransport
 
 if TYPE_CHECKING:
     from headrace_engine.torch_memory.device_memory import TorchMemory
@@ -60,7 +61,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Opened:
         **settings: Any,
     ) -> KvTransport:
         seen.calls.append((kind, protocol, memory.staged))
-        transport = open_transport("in_memory", host, memory=memory)
+        transport = open_transport(KIND, host, memory=memory)
         seen.transports.append(transport)
         return transport
 
@@ -114,8 +115,6 @@ def test_without_an_adapter_the_memory_is_staged(
 def test_memory_that_the_adapter_rejects_is_staged(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headrace_kv.transport.in_memory import InMemoryTransport
-
     usual = InMemoryTransport.register
     closed: list[InMemoryTransport] = []
 
@@ -161,7 +160,7 @@ def test_a_cpu_needs_neither_ordered_sender_nor_fence() -> None:
     torch = pytest.importorskip("torch")
     from headrace_engine.torch_memory.device_memory import open_tensor_transport, order_sender
 
-    transport, stream_order = open_tensor_transport(torch.zeros(64), "in_memory", "127.0.0.1")
+    transport, stream_order = open_tensor_transport(torch.zeros(64), KIND, "127.0.0.1")
     assert order_sender(Recorder([]), stream_order) is None
     assert stream_order.mark().query()
     stream_order.fence()

@@ -37,7 +37,7 @@ class ConnectorSettings:
     worker_id: str
     incarnation: str
     host: str
-    transport: Literal["mooncake", "in_memory"]
+    transport: str
     fingerprint: str
     link_path: str
     credentials: Credentials = field(default_factory=Credentials)

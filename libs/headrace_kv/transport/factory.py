@@ -12,7 +12,6 @@ from headrace_common.errors import ConfigError
 from headrace_common.limits import write_quiet_s
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport, WriteResult
-from headrace_kv.transport.in_memory import InMemoryTransport
 from headrace_kv.transport.memory import HOST_MEMORY, Memory
 from headrace_kv.transport.mooncake.transport import open_mooncake
 from headrace_kv.transport.networks import Address, Network, Networks, merge_networks
@@ -115,7 +114,7 @@ class _Share(KvTransport):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class TransportPlace:
     """Where a transport moves KV: see open_transport."""
 
     host: str
@@ -125,11 +124,10 @@ class _Place:
     quiet_s: float
 
 
-_OPENERS: Final[dict[str, Callable[[_Place], KvTransport]]] = {
+OPENERS: Final[dict[str, Callable[[TransportPlace], KvTransport]]] = {
     "mooncake": lambda place: open_mooncake(
         place.host, place.protocol, place.memory, place.rdma_devices
     ),
-    "in_memory": lambda place: InMemoryTransport(),
 }
 """By kind: a transport that writes runs as they are. A new transport adds a line."""
 
@@ -151,23 +149,23 @@ def open_transport(
 ) -> KvTransport:
     """A transport that peers reach at `host`, from `admitted` until its `admit` is called.
 
-    `kind` is "mooncake" or "in_memory".
+    `kind` is "mooncake", or another one of OPENERS.
     `protocol` is Mooncake's "auto", "rdma" or "tcp". `memory` is the memory that holds the KV.
     `rdma_devices` are the adapters that Mooncake may use over RDMA; empty means all.
     `quiet_s` is how long bytes of a lost sender may still land.
 
     Raises ConfigError for another kind, or when the transport cannot start on this machine.
     """
-    transport = _open(kind, _Place(host, protocol, memory, tuple(rdma_devices), quiet_s))
+    transport = _open(kind, TransportPlace(host, protocol, memory, tuple(rdma_devices), quiet_s))
     # No transport has ports before its session is used.
     transport.admit(admitted)
     return transport
 
 
-def _open(kind: str, place: _Place) -> KvTransport:
-    opener = _OPENERS.get(kind)
+def _open(kind: str, place: TransportPlace) -> KvTransport:
+    opener = OPENERS.get(kind)
     if opener is None:
-        raise ConfigError(f'there is no transport "{kind}": choose {" or ".join(_OPENERS)}')
+        raise ConfigError(f'there is no transport "{kind}": choose {" or ".join(OPENERS)}')
     memory, inner = place.memory, opener(place)
     # Over RDMA, host memory is written run by run: an entry costs about as much as the copy that staging would save,
     # and every rank would pin a landing area.

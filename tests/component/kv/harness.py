@@ -32,7 +32,7 @@ from headrace_kv.send.context import SenderContext
 from headrace_kv.send.sender import RankSender, SenderLimits
 from headrace_kv.transport.base import KvTransport, WriteResult
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.in_memory import FaultPlan, InMemoryTransport, MemoryFabric
+from tests.in_memory_transport import FaultPlan, InMemoryTransport, MemoryFabric
 from tests.router_key import RouterKey
 from tests.waiting import PATIENCE_S, until
 

@@ -34,7 +34,6 @@ from headrace_kv.handoff.leases import Timers
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport, WriteResult
-from headrace_kv.transport.in_memory import InMemoryTransport
 from tests.component.prefill.fetching import (
     DECODE,
     INSECURE,
@@ -45,6 +44,7 @@ from tests.component.prefill.fetching import (
     Workers,
     fetching_workers,
 )
+from tests.in_memory_transport import InMemoryTransport
 from tests.model.virtual_time import VirtualTimers
 from tests.waiting import until
 

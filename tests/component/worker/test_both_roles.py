@@ -36,6 +36,7 @@ from tests.channels import operator_channel
 from tests.component.registry.harness import joined, running_registry, viewing
 from tests.component.router.fakes import rig as rig_module
 from tests.component.router.fakes.rig import Rig
+from tests.in_memory_transport import KIND
 from tests.suite.deployment import greedy, prompt_of
 from tests.waiting import until
 
@@ -127,7 +128,7 @@ async def running(model: str = MODEL, **more: object) -> AsyncIterator[Pair]:
         for own in worker_configs(config):
             ref = WorkerRef(own.worker_id, new_incarnation())
             settings = engine_config(own, role="both", ref=ref)
-            engine = build_engine(replace(settings, transport="in_memory"), descriptors)
+            engine = build_engine(replace(settings, transport=KIND), descriptors)
             await engine.start()
             held.push_async_callback(engine.close)
             hosted[own.worker_id] = HostedWorker(

@@ -40,6 +40,7 @@ from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.receive.transfer import IncomingTransfer, TransferSummary
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.transport.base import KvTransport
+from tests.in_memory_transport import KIND
 from tests.sim_clock import ManualClock
 from tests.waiting import PATIENCE_S, until
 
@@ -62,7 +63,7 @@ def engine_config(role: WorkerRole, **changes: Any) -> EngineConfig:
         "model": "sim:context=512",
         "role": role,
         "ref": WorkerRef(f"{role}-1", "0123456789abcdef"),
-        "transport": "in_memory",
+        "transport": KIND,
         "max_num_seqs": 8,
         "block_size": 8,
         "num_gpu_blocks_override": 64,

@@ -23,7 +23,6 @@ from headrace_kv.plan.shard_map import expected_keys
 from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.transfer import IncomingTransfer
 from headrace_kv.transport.base import KvTransport
-from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from tests.component.engine.sim.faults import fail_chunk
 from tests.component.engine.sim.support import (
     EVERYTHING,
@@ -37,6 +36,7 @@ from tests.component.engine.sim.support import (
     planned_bytes,
     until_running,
 )
+from tests.in_memory_transport import Fault, FaultKind, FaultPlan, InMemoryTransport
 from tests.sim_clock import ManualClock
 from tests.waiting import until
 

@@ -17,7 +17,6 @@ from headrace_kv.manager.lower_tiers import TierSettings
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.prefix.events import Tier
 from headrace_kv.transport.base import KvTransport, WriteResult
-from headrace_kv.transport.in_memory import InMemoryTransport
 from tests.component.engine.kv_event_workers import random_prompt
 from tests.component.engine.sim.support import (
     GREEDY,
@@ -30,6 +29,7 @@ from tests.component.engine.sim.support import (
     pair,
     tokens_of,
 )
+from tests.in_memory_transport import InMemoryTransport
 from tests.sim_clock import ManualClock
 from tests.waiting import until
 

@@ -11,8 +11,8 @@ from headrace_common.errors import Cancelled
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.receive.observer import TransferState
 from headrace_kv.transport.base import KvTransport, WriteResult
-from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from tests.component.engine.sim.support import close, decode_work, pair
+from tests.in_memory_transport import Fault, FaultKind, FaultPlan, InMemoryTransport
 from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
 
 PROMPT = list(range(100, 150))

@@ -24,7 +24,6 @@ from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import ReceiverLimits
 from headrace_kv.receive.transfer import PrefillPeer
 from headrace_kv.send.sender import SenderLimits
-from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan
 from tests.component.kv.harness import (
     BLOCK_TOKENS,
     LEASE_S,
@@ -33,6 +32,7 @@ from tests.component.kv.harness import (
     make_layout,
     running,
 )
+from tests.in_memory_transport import Fault, FaultKind, FaultPlan
 from tests.model.virtual_time import VirtualTimers
 from tests.waiting import let_a_wrong_step_show, until
 

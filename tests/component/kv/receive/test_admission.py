@@ -20,9 +20,9 @@ from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.service import HandoffServicer
 from headrace_kv.send.context import SenderContext
 from headrace_kv.send.stream import HandoffStream
-from headrace_kv.transport.in_memory import InMemoryTransport
 from headrace_kv.transport.networks import Address, parse_networks
 from tests.component.kv.harness import Arena, make_layout
+from tests.in_memory_transport import InMemoryTransport
 from tests.waiting import let_a_wrong_step_show, until
 
 REF = WorkerRef("decode-0", "d" * 16)

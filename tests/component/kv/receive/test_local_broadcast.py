@@ -36,13 +36,6 @@ from headrace_kv.receive.local_broadcast import (
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.transfer import IncomingTransfer
 from headrace_kv.transport.base import KvTransport
-from headrace_kv.transport.in_memory import (
-    Fault,
-    FaultKind,
-    FaultPlan,
-    InMemoryTransport,
-    MemoryFabric,
-)
 from tests.component.kv.harness import (
     BLOCK_TOKENS,
     BLOCKS,
@@ -53,6 +46,13 @@ from tests.component.kv.harness import (
     Rig,
     make_layout,
     running,
+)
+from tests.in_memory_transport import (
+    Fault,
+    FaultKind,
+    FaultPlan,
+    InMemoryTransport,
+    MemoryFabric,
 )
 from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
 

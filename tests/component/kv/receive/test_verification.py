@@ -16,7 +16,6 @@ from headrace_kv.receive.ledger import LayerLanded
 from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.verification import DigestChecks
 from headrace_kv.send.loop import WriteDigests
-from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan
 from tests.component.kv.harness import (
     BLOCK_TOKENS,
     BLOCKS,
@@ -26,6 +25,7 @@ from tests.component.kv.harness import (
     make_layout,
     running,
 )
+from tests.in_memory_transport import Fault, FaultKind, FaultPlan
 from tests.waiting import until
 
 

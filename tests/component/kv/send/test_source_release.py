@@ -12,7 +12,6 @@ import pytest
 from headrace_common.identity import new_transfer_id
 from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.receiver import ReceiverLimits
-from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan
 from tests.component.kv.harness import (
     LAYERS,
     LentMooncake,
@@ -21,6 +20,7 @@ from tests.component.kv.harness import (
     memory_transports,
     running,
 )
+from tests.in_memory_transport import Fault, FaultKind, FaultPlan
 from tests.waiting import until
 
 FREE_WITHIN_S = 1.0

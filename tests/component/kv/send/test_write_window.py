@@ -11,8 +11,8 @@ from headrace_common.errors import Cancelled, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.receive.receiver import IncomingTransfer
 from headrace_kv.transport.base import KvTransport, WriteResult
-from headrace_kv.transport.in_memory import InMemoryTransport, MemoryFabric
 from tests.component.kv.harness import Rig, running
+from tests.in_memory_transport import InMemoryTransport, MemoryFabric
 from tests.waiting import let_a_wrong_step_show, until
 
 

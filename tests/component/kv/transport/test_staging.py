@@ -14,12 +14,12 @@ from headrace_common.errors import TransferFailed
 from headrace_common.limits import write_quiet_s
 from headrace_kv.plan.copy_plan import Int64Array, Runs
 from headrace_kv.transport.base import WriteResult, session_of
-from headrace_kv.transport.in_memory import Fault, FaultKind, FaultPlan, InMemoryTransport
 from headrace_kv.transport.memory import HostMemory
 from headrace_kv.transport.staging.scatter_client import ScatterClient
 from headrace_kv.transport.staging.scatter_server import LandingLimits
 from headrace_kv.transport.staging.strategy import Thresholds
 from headrace_kv.transport.staging.transport import StagedTransport, StagingLimits
+from tests.in_memory_transport import Fault, FaultKind, FaultPlan, InMemoryTransport
 from tests.rdma.harness import one_run
 from tests.rdma.peers import Bytes
 

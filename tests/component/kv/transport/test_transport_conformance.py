@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.in_memory_transport import KIND
 from tests.rdma.conformance import CASES
 from tests.rdma.harness import Harness
 from tests.rdma.peers import PeerSettings
 
-TRANSPORTS = ["in_memory", "mooncake"]
+TRANSPORTS = [KIND, "mooncake"]
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)

@@ -34,7 +34,7 @@ from headrace_kv.plan.shard_map import HEAD_OUTER, heads_held, place_regions
 from headrace_kv.receive.ledger import LayerLanded, Ledger, LocalLedger
 from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalJob, copy_in_process
 from headrace_kv.send.layer_write import WritePlan
-from headrace_kv.transport.in_memory import InMemoryTransport, MemoryFabric
+from tests.in_memory_transport import InMemoryTransport, MemoryFabric
 
 SPARE_BLOCKS = 2
 

@@ -17,7 +17,7 @@ from headrace_kv.send.layer_write import LayerWrite
 from headrace_kv.send.peer import SenderPeer
 from headrace_kv.send.stream import HandoffStream
 from headrace_kv.send.transfer import OutgoingTransfer
-from headrace_kv.transport.in_memory import InMemoryTransport
+from tests.in_memory_transport import InMemoryTransport
 
 BLOCK_TOKENS = 4
 LAYOUT = KvLayout.attention(

@@ -14,7 +14,7 @@ from headrace_kv.plan.shard_map import Edge
 from headrace_kv.send.layer_write import LayerWrite, LinkRecord, WritePlan
 from headrace_kv.send.peer import WindowWait
 from headrace_kv.transport.base import Strategy, WriteResult
-from headrace_kv.transport.in_memory import InMemoryTransport
+from tests.in_memory_transport import InMemoryTransport
 from tests.unit.kv.send.support import (
     BLOCK_TOKENS,
     HUNDRED_BYTES,

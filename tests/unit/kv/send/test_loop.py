@@ -21,7 +21,7 @@ from headrace_kv.send.loop import SendLoop
 from headrace_kv.send.mailbox import SenderInbox
 from headrace_kv.send.stream import HandoffStream
 from headrace_kv.transport.base import WriteResult
-from headrace_kv.transport.in_memory import InMemoryTransport
+from tests.in_memory_transport import InMemoryTransport
 from tests.unit.kv.send.support import BLOCK_TOKENS, LAYOUT, make_range, no_descriptor
 
 DECODE = WorkerRef("decode-0", "1")

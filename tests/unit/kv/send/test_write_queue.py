@@ -9,7 +9,7 @@ from headrace_common.errors import TransferFailed
 from headrace_kv.send.transfer import OutgoingTransfer
 from headrace_kv.send.write_scheduler import RoundRobinQueue, WriteWindow
 from headrace_kv.transport.base import WriteResult
-from headrace_kv.transport.in_memory import InMemoryTransport
+from tests.in_memory_transport import InMemoryTransport
 from tests.unit.kv.send.support import make_range, make_transfer, make_write
 
 

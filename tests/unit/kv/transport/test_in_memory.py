@@ -15,17 +15,17 @@ import pytest
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
-from headrace_kv.transport import in_memory
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.in_memory import (
+from headrace_kv.transport.mooncake import transport as mooncake
+from tests import in_memory_transport as in_memory
+from tests.blocking_clock import BlockingClock
+from tests.in_memory_transport import (
     Fault,
     FaultKind,
     FaultPlan,
     InMemoryTransport,
     MemoryFabric,
 )
-from headrace_kv.transport.mooncake import transport as mooncake
-from tests.blocking_clock import BlockingClock
 
 
 @pytest.fixture

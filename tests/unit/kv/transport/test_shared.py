@@ -10,8 +10,8 @@ import pytest
 from headrace_common.errors import QueueFull
 from headrace_kv.plan.runs import Runs
 from headrace_kv.transport.factory import SharedTransport
-from headrace_kv.transport.in_memory import InMemoryTransport
 from headrace_kv.transport.networks import Networks, parse_networks
+from tests.in_memory_transport import InMemoryTransport
 
 FIRST, SECOND = parse_networks(["10.0.0.1"]), parse_networks(["10.0.0.2"])
 

@@ -8,10 +8,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.plan.copy_plan import Runs
 from headrace_kv.transport.base import KvTransport, WriteResult, session_of
+from headrace_kv.transport.factory import OPENERS
+
+KIND: Final = "in_memory"
+"""For open_transport."""
 
 
 class FaultKind(Enum):
@@ -90,7 +95,7 @@ shared_fabric = MemoryFabric()
 class InMemoryTransport(KvTransport):
     """A transport between arenas of one process."""
 
-    name = "in_memory"
+    name = KIND
 
     def __init__(
         self,
@@ -183,3 +188,6 @@ class InMemoryTransport(KvTransport):
             strict=True,
         ):
             ctypes.memmove(destination, source, length)
+
+
+OPENERS[KIND] = lambda place: InMemoryTransport()
