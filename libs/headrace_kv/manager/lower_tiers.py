@@ -8,7 +8,6 @@ too, need their holders until their copies have ended.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -25,7 +24,7 @@ _GIB: Final = 1 << 30
 class TierSettings:
     """The tiers of one rank: GiB in main memory, GiB on disk, and the folder of the file.
 
-    A block is stored when it was offered `min_uses` times. Blocks reach the disk from main memory only.
+    Blocks reach the disk from main memory only.
 
     `pool_address`: host:port of the master of a remote pool; empty means none. A request waits `pool_timeout_s` for
     blocks of it at most. With `publishes`, blocks that are stored in main memory are stored there too.
@@ -36,7 +35,6 @@ class TierSettings:
     host_gib: float = 0.0
     disk_gib: float = 0.0
     disk_folder: str = "/var/tmp"
-    min_uses: int = 1
     pool_address: str = ""
     pool_timeout_s: float = 1.0
     publishes: bool = False
@@ -69,9 +67,6 @@ class TierSettings:
                     metadata={"field": setting},
                 )
         return counts
-
-
-_COUNTED_PREFIXES_PER_BLOCK = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +129,11 @@ class LowerTiers:
     """The tiers below KV memory, from the fastest to the slowest.
 
     A block that a tier evicts moves to the next tier, and out of the last one. Each tier evicts blocks of low requests
-    first: see IdleBlocks. A prefix is stored when it was offered `uses_min` times: 1 stores each, 2 those that have
-    been used again. Prefixes that a tier holds are not stored twice.
+    first: see IdleBlocks. Prefixes that a tier holds are not stored twice.
     """
 
-    def __init__(self, block_counts: Mapping[Tier, int], uses_min: int = 1) -> None:
+    def __init__(self, block_counts: Mapping[Tier, int]) -> None:
         self._tiers = tuple(_Tier(tier, count) for tier, count in sorted(block_counts.items()))
-        self._uses_min = uses_min
-        self._uses: OrderedDict[int, int] = OrderedDict()
-        self._counted_max = _COUNTED_PREFIXES_PER_BLOCK * sum(block_counts.values())
 
     def __contains__(self, prefix: int) -> bool:
         return any(prefix in tier for tier in self._tiers)
@@ -159,10 +150,8 @@ class LowerTiers:
     def store(self, offered: Iterable[CachedBlock]) -> TierPlan:
         """Offers blocks of KV memory, parents first. The copies read these blocks."""
         plan = TierPlan()
-        if not self._tiers:
-            return plan
-        wanted = [one for one in offered if self._is_used_enough(one.prefix)]
-        self._store(0, Tier.DEVICE, wanted, plan)
+        if self._tiers:
+            self._store(0, Tier.DEVICE, offered, plan)
         return plan
 
     def hold(self, prefixes: Iterable[int], priority: Priority = Priority.NORMAL) -> TierHit:
@@ -260,11 +249,10 @@ class LowerTiers:
             prefixes = [one.prefix for one in tier.evict_idle()]
             if prefixes:
                 plan.changes.append(TierChange(tier.name, False, tuple(prefixes)))
-        self._uses.clear()
         return plan
 
     def _store(
-        self, index: int, source: Tier, offered: Sequence[CachedBlock], plan: TierPlan
+        self, index: int, source: Tier, offered: Iterable[CachedBlock], plan: TierPlan
     ) -> None:
         tier = self._tiers[index]
         fresh: list[CachedBlock] = []
@@ -296,17 +284,6 @@ class LowerTiers:
         if index + 1 < len(self._tiers):
             self._store(index + 1, name, evicted, plan)
         plan.changes.append(TierChange(name, False, tuple(one.prefix for one in evicted)))
-
-    def _is_used_enough(self, prefix: int) -> bool:
-        if self._uses_min <= 1 or prefix in self:
-            return True
-        uses = self._uses.pop(prefix, 0) + 1
-        if uses >= self._uses_min:
-            return True
-        self._uses[prefix] = uses
-        if len(self._uses) > self._counted_max:
-            self._uses.popitem(last=False)
-        return False
 
 
 class _Tier:

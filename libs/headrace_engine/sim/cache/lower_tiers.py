@@ -391,4 +391,4 @@ def open_lower_tiers(
         )
         for memory in descriptor.ranks
     ]
-    return SimLowerTiers(LowerTiers(counts, settings.min_uses), copiers, settings, load_s_per_block)
+    return SimLowerTiers(LowerTiers(counts), copiers, settings, load_s_per_block)

@@ -315,6 +315,6 @@ def plan_tiers(
             metadata={"field": "kv_host_gib", "groups": names},
         )
     (group,) = groups
-    tiers = LowerTiers(settings.block_counts(group.block_bytes), settings.min_uses)
+    tiers = LowerTiers(settings.block_counts(group.block_bytes))
     use = PoolUse(rank_count, settings.publishes, settings.pool_timeout_s)
     return TierPlanner(tiers, group.block_tokens, use, sends_from_host=sends_from_host)

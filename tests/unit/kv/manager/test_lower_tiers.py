@@ -64,18 +64,6 @@ def test_a_tier_takes_the_first_blocks_of_a_prompt_that_does_not_fit() -> None:
     assert len(tiers.hold([1, 2, 3])) == 2
 
 
-def test_only_prefixes_that_are_used_again_are_stored() -> None:
-    tiers, memories = LowerTiers({Tier.HOST: 4}, uses_min=2), Memories()
-    assert stored(tiers, memories, 1, 2).copies == []
-    stored(tiers, memories, 1, 3)
-    assert 1 in tiers
-    assert 2 not in tiers
-    # Counts are bounded: 16 other prefixes push the count of 2 out.
-    stored(tiers, memories, *range(100, 116))
-    stored(tiers, memories, 2)
-    assert 2 not in tiers
-
-
 def test_lost_blocks_are_forgotten_even_while_they_are_held() -> None:
     tiers, memories = LowerTiers({Tier.HOST: 2}), Memories()
     (copy,) = stored(tiers, memories, 1, 2).copies
@@ -133,10 +121,10 @@ def test_a_block_that_a_higher_request_uses_gets_its_class() -> None:
 class TiersMachine(RuleBasedStateMachine):
     """Random stores, holds, loads and losses. Each block contains the prefix that it was stored for."""
 
-    @initialize(host=st.integers(1, 6), disk=st.integers(0, 6), uses_min=st.integers(1, 2))
-    def start(self, host: int, disk: int, uses_min: int) -> None:
+    @initialize(host=st.integers(1, 6), disk=st.integers(0, 6))
+    def start(self, host: int, disk: int) -> None:
         counts = {Tier.HOST: host} | ({Tier.DISK: disk} if disk else {})
-        self.tiers = LowerTiers(counts, uses_min)
+        self.tiers = LowerTiers(counts)
         self.memories = Memories()
         self.held: list[tuple[list[int], TierHit]] = []
         self.fetches: list[PoolBlocks] = []
