@@ -18,7 +18,7 @@ from headrace_registry.feed import ALL, ChangeFeed, PolicyRecord, WatchFilter
 from headrace_registry.store.base import Registration, Store, descriptor_missing
 from headrace_registry.store.etcd_connection import EtcdConnection
 from headrace_registry.store.etcd_endpoint import EtcdAccess
-from headrace_registry.store.etcd_leases import BatchedRenewals, MemberLeases, VanishedMembers
+from headrace_registry.store.etcd_leases import BatchedRenewals, MemberLeases
 from headrace_registry.store.etcd_table import (
     CorruptRecord,
     CorruptRecords,
@@ -58,9 +58,6 @@ class EtcdStore(Store):
         self._leases = MemberLeases()
         self._descriptors: dict[str, layout_pb2.KvDescriptor] = {}
         self._corrupt = CorruptRecords()
-        self._vanished = VanishedMembers(
-            lambda leases: self._call(lambda table: table.live_leases(leases))
-        )
         self._renewals = BatchedRenewals(
             lambda leases: self._call(lambda table: table.renew_all(leases))
         )
@@ -90,7 +87,6 @@ class EtcdStore(Store):
     async def close(self) -> None:
         await end_task(self._follower)
         await self._renewals.close()
-        await self._vanished.close()
         self._connection.close()
 
     async def register(self, member: registry_pb2.Member, ttl_s: int) -> Registration:
@@ -222,7 +218,6 @@ class EtcdStore(Store):
             elif kind == "policy":
                 policy = self._policy_record(record, content)
         if self._continues(listing):
-            self._vanished.check(removed)
             self._feed.apply_listing(listing.revision, members, policy)
         else:
             self._report_loss(listing, removed)
@@ -262,13 +257,11 @@ class EtcdStore(Store):
             content = try_read(record)
             self._record_state(record, content)
             if kind == "members":
-                lease = self._leases.pop(name)
+                self._leases.pop(name)
                 members[name] = None
                 if isinstance(content, registry_pb2.Member):
                     self._leases.put(name, record.lease)
                     members[name] = content
-                elif record.value is None:
-                    self._vanished.check({name: lease})
             elif kind == "descriptors":
                 self._descriptors.pop(name, None)
                 if isinstance(content, layout_pb2.KvDescriptor):

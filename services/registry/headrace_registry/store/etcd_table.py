@@ -229,10 +229,6 @@ class EtcdTable:
             raise
         return any(key.startswith(members) for key in keys)
 
-    def live_leases(self, leases: Iterable[int]) -> frozenset[int]:
-        """Those of the leases that exist."""
-        return frozenset(lease for lease in leases if self._client.get_lease_info(lease).TTL > 0)
-
     def renew_all(self, leases: Collection[int]) -> Mapping[int, float]:
         """Renews leases on one stream. Returns the seconds to live of those that exist."""
         messages = load_etcd3().etcdrpc

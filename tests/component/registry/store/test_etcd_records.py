@@ -131,24 +131,6 @@ async def test_a_registry_answers_others_beside_a_corrupt_record(
         await stub.GetPolicy(registry_pb2.GetPolicyRequest(), timeout=PATIENCE_S)
 
 
-async def test_a_member_that_vanishes_before_its_lease_ends_is_logged(
-    shared_etcd: EtcdServer, etcd_prefix: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = shared_etcd.store(etcd_prefix)
-    await store.start()
-    for name in ("stays", "leaves", "expires", "vanishes"):
-        lease_id = (await store.register(worker(name), 1 if name == "expires" else 60)).lease_id
-        if name == "leaves":
-            await store.deregister(lease_id)
-    await until(lambda: "expires" not in store.members, PATIENCE_S, "the expiry")
-    await store._connection.call(lambda client: client.delete(f"{etcd_prefix}members/vanishes"))
-    await until(lambda: "before their leases ended" in caplog.text, PATIENCE_S, "the message")
-    assert "of 1 members" in caplog.text
-    assert "such as vanishes" in caplog.text
-    assert set(store.members) == {"stays"}
-    await store.close()
-
-
 async def test_lost_data_is_logged(etcd: EtcdServer, caplog: pytest.LogCaptureFixture) -> None:
     store = etcd.store()
     await store.start()
