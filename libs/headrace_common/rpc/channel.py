@@ -1,6 +1,6 @@
 """Channels to other services, with keepalive, large messages, role tokens, current certificates and no HTTP proxy.
 
-gRPC's call credentials need TLS. Its asynchronous interceptors wrap every message of a stream. A token channel only
+gRPC's call credentials need TLS. Its asynchronous interceptors wrap every message of a stream. A ServiceChannel only
 changes the start of a call.
 
 A channel of gRPC presents the certificate of its creation, also when it connects again years later. A renewed one makes
@@ -13,6 +13,7 @@ import asyncio
 import math
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import grpc
@@ -28,56 +29,9 @@ if TYPE_CHECKING:
     from headrace_common.config import ServiceConfig
 
 
-_MultiCallable: TypeAlias = Callable[..., Any]
 _Metadata: TypeAlias = "Sequence[tuple[str, str | bytes]]"
 TokenSource: TypeAlias = Callable[[], str]
 """Returns the current token. It may raise ConfigError."""
-
-
-class TokenChannel(grpc.aio.Channel):
-    """A channel that adds the token that `token` returns to each call."""
-
-    def __init__(self, channel: grpc.aio.Channel, token: TokenSource) -> None:
-        self._channel = channel
-        self._token = token
-
-    async def __aenter__(self) -> TokenChannel:
-        await self._channel.__aenter__()
-        return self
-
-    async def __aexit__(self, *error: Any) -> None:
-        await self._channel.__aexit__(*error)
-
-    async def close(self, grace: float | None = None) -> None:
-        await self._channel.close(grace)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        return self._channel.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        await self._channel.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        await self._channel.channel_ready()
-
-    def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        return self._with_token(self._channel.unary_unary(*arguments, **options))
-
-    def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        return self._with_token(self._channel.unary_stream(*arguments, **options))
-
-    def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        return self._with_token(self._channel.stream_unary(*arguments, **options))
-
-    def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        return self._with_token(self._channel.stream_stream(*arguments, **options))
-
-    def _with_token(self, start_call: _MultiCallable) -> _MultiCallable:
-        def start(*arguments: Any, metadata: _Metadata | None = None, **options: Any) -> Any:
-            token = (TOKEN_KEY, self._token())
-            return start_call(*arguments, metadata=(*(metadata or ()), token), **options)
-
-        return start
 
 
 class _CallDetails(NamedTuple):
@@ -92,7 +46,7 @@ class _CallDetails(NamedTuple):
 
 
 class TokenInterceptor(grpc.UnaryUnaryClientInterceptor):
-    """Does the same for the unary calls of a blocking channel."""
+    """Adds the token to the unary calls of a blocking channel."""
 
     def __init__(self, token: TokenSource) -> None:
         self._token = token
@@ -112,14 +66,19 @@ class TokenInterceptor(grpc.UnaryUnaryClientInterceptor):
         return continuation(details, request)
 
 
-class RenewedChannel(grpc.aio.Channel):
-    """`identity` returns the certificate in force, and `connect` makes a channel that presents one."""
+class ServiceChannel(grpc.aio.Channel):
+    """`identity` returns the certificate in force, and `connect` makes a channel that presents one; None is plaintext.
+
+    `token` returns the token of a call, "" for none.
+    """
 
     def __init__(
         self,
-        identity: Callable[[], TlsIdentity],
-        connect: Callable[[TlsIdentity], grpc.aio.Channel],
+        identity: Callable[[], TlsIdentity | None],
+        connect: Callable[[TlsIdentity | None], grpc.aio.Channel],
+        token: TokenSource = lambda: "",
     ) -> None:
+        self._token = token
         self._identity = identity
         self._connect = connect
         self._used = identity()
@@ -127,7 +86,7 @@ class RenewedChannel(grpc.aio.Channel):
         self._replaced: dict[_CountedChannel, asyncio.Task[None]] = {}
         self._closed = False
 
-    async def __aenter__(self) -> RenewedChannel:
+    async def __aenter__(self) -> ServiceChannel:
         return self
 
     async def __aexit__(self, *error: Any) -> None:
@@ -169,13 +128,17 @@ class RenewedChannel(grpc.aio.Channel):
         counted = self._current
         start_call = getattr(counted.channel, kind)(*arguments, **options)
 
-        def start(*call_arguments: Any, **call_options: Any) -> Any:
+        def start(
+            *call_arguments: Any, metadata: _Metadata | None = None, **call_options: Any
+        ) -> Any:
             nonlocal counted, start_call
             current = self._renewed()
             if current is not counted:
                 counted = current
                 start_call = getattr(current.channel, kind)(*arguments, **options)
-            return counted.count(start_call(*call_arguments, **call_options))
+            if token := self._token():
+                metadata = (*(metadata or ()), (TOKEN_KEY, token))
+            return counted.count(start_call(*call_arguments, metadata=metadata, **call_options))
 
         return start
 
@@ -290,16 +253,17 @@ def open_channel(endpoint: str, identity: Identity = None) -> grpc.aio.Channel:
     credentials = _credentials_of(identity)
     options = _channel_options()
     tls = _identity_of(credentials)
+    token = partial(credentials.token_for, endpoint)
+    has_token = bool(token())
     if tls is None:
-        channel = grpc.aio.insecure_channel(endpoint, options=options)
-    else:
-        channel = RenewedChannel(
-            tls.current,
-            lambda own: grpc.aio.secure_channel(endpoint, _presenting(own), options=options),
-        )
-    if not credentials.token_for(endpoint):
-        return channel
-    return TokenChannel(channel, lambda: credentials.token_for(endpoint))
+        plain = grpc.aio.insecure_channel(endpoint, options=options)
+        return ServiceChannel(lambda: None, lambda _: plain, token) if has_token else plain
+
+    def connect(own: TlsIdentity | None) -> grpc.aio.Channel:
+        assert own is not None, "the identity of a TLS channel"
+        return grpc.aio.secure_channel(endpoint, _presenting(own), options=options)
+
+    return ServiceChannel(tls.current, connect, token)
 
 
 def open_blocking_channel(endpoint: str, identity: Identity = None) -> grpc.Channel:

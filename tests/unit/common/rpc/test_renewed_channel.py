@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headrace_common.access.tls import TlsIdentity
-from headrace_common.rpc.channel import RenewedChannel
+from headrace_common.rpc.channel import ServiceChannel
 
 
 class Call:
@@ -34,8 +34,8 @@ class Channel:
         self._certificate = identity.certificate
         self.closed = asyncio.Event()
 
-    def unary_unary(self, method: str) -> Callable[[], Call]:
-        return lambda: Call(self._certificate)
+    def unary_unary(self, method: str) -> Callable[..., Call]:
+        return lambda **options: Call(self._certificate)
 
     async def close(self, grace: float | None = None) -> None:
         self.closed.set()
@@ -47,13 +47,14 @@ class Renewed:
     def __init__(self) -> None:
         self.opened: list[Channel] = []
         self.present(b"old")
-        self.channel = RenewedChannel(lambda: self._identity, self._connect)
+        self.channel = ServiceChannel(lambda: self._identity, self._connect)
         self.start = self.channel.unary_unary("/service/Method")
 
     def present(self, certificate: bytes) -> None:
         self._identity = TlsIdentity(certificate, b"key", b"authority")
 
-    def _connect(self, identity: TlsIdentity) -> Any:
+    def _connect(self, identity: TlsIdentity | None) -> Any:
+        assert identity is not None
         self.opened.append(Channel(identity))
         return self.opened[-1]
 
