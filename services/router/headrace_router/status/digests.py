@@ -5,14 +5,13 @@ A complete trace is read once, however many pages are open.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from headrace.inference.v1 import trace_pb2
 from headrace_common.errors import NotFound
-from headrace_common.trace_view.model import TraceView
+from headrace_common.trace_view.model import Link, TraceView
 from headrace_common.trace_view.reading import read_trace
 from headrace_common.trace_view.verdict import verdict
 from headrace_router.tracing.store import TraceStore
@@ -22,36 +21,15 @@ REQUESTS_MAX: Final = 50
 SPANS_READ_MAX: Final = 20_000
 """Spans that one call of `read` converts, at most. Older traces come with the next call."""
 _LINKS_PER_REQUEST_MAX: Final = 64
-_TEXT_CHARACTERS_MAX: Final = 200
-
-
-@dataclass(frozen=True, slots=True)
-class LinkUse:
-    """What one request wrote on one link."""
-
-    name: str
-    source: str
-    destination: str
-    transport: str
-    payload_bytes: int
-    busy_ns: int
+TEXT_CHARACTERS_MAX: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
 class RequestDigest:
-    """One request in short. `parts` has names and nanoseconds, in the order of the request."""
+    """A request without its steps, and its links without their writes."""
 
-    trace_id: str
-    request_id: str
-    start_unix_ns: int
-    complete: bool
-    ttft_ns: int
-    total_ns: int
-    prompt_tokens: int
-    parts: tuple[tuple[str, int], ...]
-    links: tuple[LinkUse, ...]
-    error: str
-    verdict: str = ""
+    view: TraceView
+    verdict: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +55,7 @@ class TraceDigests:
 
     def __init__(self, store: TraceStore) -> None:
         self._store = store
-        self._known: OrderedDict[str, RequestDigest] = OrderedDict()
+        self._known: dict[str, RequestDigest] = {}
 
     def read(self) -> Sequence[RequestDigest]:
         """The newest requests, newest first. Takes milliseconds for each new trace: call it in a thread."""
@@ -86,8 +64,11 @@ class TraceDigests:
         spans_read = 0
         for summary in summaries:
             digest = self._known.get(summary.trace_id)
-            fresh = digest is not None and digest.complete
-            if not (fresh and digest is not None and digest.request_id == summary.request_id):
+            if (
+                digest is None
+                or not digest.view.complete
+                or digest.view.request_id != summary.request_id
+            ):
                 if spans_read >= SPANS_READ_MAX:
                     continue
                 trace = self._read_one(summary.trace_id)
@@ -96,7 +77,7 @@ class TraceDigests:
                 spans_read += len(trace.spans)
                 digest = digest_of(read_trace(trace))
             found.append(digest)
-        self._known = OrderedDict((digest.trace_id, digest) for digest in found)
+        self._known = {digest.view.trace_id: digest for digest in found}
         return found
 
     def _read_one(self, trace_id: str) -> trace_pb2.Trace | None:
@@ -109,39 +90,17 @@ class TraceDigests:
 
 def digest_of(view: TraceView) -> RequestDigest:
     """A trace in short."""
-    uses = [
-        LinkUse(
-            name=link.name,
-            source=link.source,
-            destination=link.destination,
-            transport=link.transport,
-            payload_bytes=link.payload_bytes,
-            busy_ns=link.moving_ns,
-        )
-        for link in view.links
-    ]
-    uses.sort(key=lambda use: -use.busy_ns)
-    return RequestDigest(
-        trace_id=view.trace_id,
-        request_id=view.request_id,
-        start_unix_ns=view.start_unix_ns,
-        complete=view.complete,
-        ttft_ns=view.ttft_ns if view.answered else 0,
-        total_ns=view.total_ns,
-        prompt_tokens=view.prompt_tokens,
-        parts=tuple((part.name, part.duration_ns) for part in view.parts),
-        links=tuple(uses[:_LINKS_PER_REQUEST_MAX]),
-        error=view.error[:_TEXT_CHARACTERS_MAX],
-        verdict=verdict(view)[:_TEXT_CHARACTERS_MAX],
-    )
+    links = sorted(view.links, key=lambda link: -link.moving_ns)[:_LINKS_PER_REQUEST_MAX]
+    short = tuple(replace(link, writes=()) for link in links)
+    return RequestDigest(replace(view, steps=(), links=short), verdict(view)[:TEXT_CHARACTERS_MAX])
 
 
 def sum_links(digests: Iterable[RequestDigest]) -> list[LinkSum]:
     """The links that the complete ones of these requests used, slowest first. Those of an unknown speed are last."""
-    uses: dict[tuple[str, str], list[LinkUse]] = {}
-    for digest in filter(lambda one: one.complete, digests):
-        for use in digest.links:
-            uses.setdefault((use.name, use.transport), []).append(use)
+    uses: dict[tuple[str, str], list[Link]] = {}
+    for digest in digests:
+        for link in digest.view.links if digest.view.complete else ():
+            uses.setdefault((link.name, link.transport), []).append(link)
     links = [
         LinkSum(
             name=name,
@@ -149,8 +108,8 @@ def sum_links(digests: Iterable[RequestDigest]) -> list[LinkSum]:
             destination=found[0].destination,
             transport=transport,
             requests=len(found),
-            payload_bytes=sum(use.payload_bytes for use in found),
-            busy_ns=sum(use.busy_ns for use in found),
+            payload_bytes=sum(link.payload_bytes for link in found),
+            busy_ns=sum(link.moving_ns for link in found),
         )
         for (name, transport), found in uses.items()
     ]

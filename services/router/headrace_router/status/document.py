@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
-from headrace_router.status.digests import LinkSum, RequestDigest
+from headrace_router.status.digests import TEXT_CHARACTERS_MAX, LinkSum, RequestDigest
 
 WORKERS_MAX: Final = 1_000
 """Workers that the document lists. The totals count all of them."""
@@ -144,16 +144,17 @@ def _link(link: LinkSum, median_gb_s: float) -> dict[str, Any]:
 
 
 def _request(digest: RequestDigest) -> dict[str, Any]:
+    view = digest.view
     return {
-        "trace_id": digest.trace_id,
-        "request_id": digest.request_id[:NAME_CHARACTERS_MAX],
-        "unix_ms": digest.start_unix_ns // 1_000_000,
-        "complete": digest.complete,
-        "ttft_ms": _ms(digest.ttft_ns),
-        "total_ms": _ms(digest.total_ns),
-        "prompt_tokens": digest.prompt_tokens,
-        "parts": [[name, _ms(duration_ns)] for name, duration_ns in digest.parts],
-        "error": digest.error,
+        "trace_id": view.trace_id,
+        "request_id": view.request_id[:NAME_CHARACTERS_MAX],
+        "unix_ms": view.start_unix_ns // 1_000_000,
+        "complete": view.complete,
+        "ttft_ms": _ms(view.ttft_ns if view.answered else 0),
+        "total_ms": _ms(view.total_ns),
+        "prompt_tokens": view.prompt_tokens,
+        "parts": [[part.name, _ms(part.duration_ns)] for part in view.parts],
+        "error": view.error[:TEXT_CHARACTERS_MAX],
         "verdict": digest.verdict,
     }
 

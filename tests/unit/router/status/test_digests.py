@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from headrace_router.status.digests import LinkUse, RequestDigest, TraceDigests, sum_links
+from headrace_common.trace_view.model import Link, TraceView
+from headrace_router.status.digests import RequestDigest, TraceDigests, sum_links
 from headrace_router.tracing.store import TraceLimits, TraceStore
 from tests.unit.router.tracing.records import ended
 
@@ -17,12 +18,13 @@ class CountingStore(TraceStore):
         return super().get(name)
 
 
-def digest(name: str, uses: tuple[LinkUse, ...], complete: bool = True) -> RequestDigest:
-    return RequestDigest(name, name, 0, complete, 1, 1, 1, (), uses, "")
+def digest(name: str, uses: tuple[Link, ...], complete: bool = True) -> RequestDigest:
+    view = TraceView(name, name, 0, complete, ttft_ns=1, total_ns=1, parts=(), links=uses, steps=())
+    return RequestDigest(view, "")
 
 
-def use(name: str, size: int, busy_ns: int) -> LinkUse:
-    return LinkUse(name, "p", "d", "tcp", size, busy_ns)
+def use(source: str, size: int, busy_ns: int) -> Link:
+    return Link(source, 0, "d", 0, "tcp", "", size, busy_ns)
 
 
 def test_links_are_summed_over_complete_requests_slowest_first() -> None:
@@ -33,7 +35,7 @@ def test_links_are_summed_over_complete_requests_slowest_first() -> None:
             digest("3", (use("slow", 10**9, 1),), complete=False),
         ]
     )
-    assert [(link.name, link.requests, link.gb_s) for link in links] == [
+    assert [(link.source, link.requests, link.gb_s) for link in links] == [
         ("slow", 2, 0.2),
         ("fast", 1, 4.0),
         ("unknown", 1, 0.0),
@@ -47,11 +49,11 @@ def test_a_complete_trace_is_read_once_and_a_new_one_comes_first() -> None:
     for number in (1, 2):
         store.start_trace(f"{number:032x}", f"request-{number}", 10 * number)
         store.end_request(ended(trace_id=number, request_id=f"request-{number}"))
-    assert [one.request_id for one in digests.read()] == ["request-2", "request-1"]
-    assert [one.total_ns for one in digests.read()] == [70, 70]
+    assert [one.view.request_id for one in digests.read()] == ["request-2", "request-1"]
+    assert [one.view.total_ns for one in digests.read()] == [70, 70]
     assert store.reads == 2
     store.start_trace(f"{3:032x}", "request-3", 30)
     for _ in range(2):
-        assert [one.complete for one in digests.read()] == [False, True, True]
+        assert [one.view.complete for one in digests.read()] == [False, True, True]
     # It is read again until it is complete.
     assert store.reads == 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+from headrace_common.trace_view.model import PartTime, TraceView
 from headrace_router.status.digests import LinkSum, RequestDigest
 from headrace_router.status.document import (
     READY,
@@ -34,13 +35,16 @@ def link(number: int) -> LinkSum:
 
 
 def digest(number: int) -> RequestDigest:
-    parts = tuple((f"part {n}", 1_000_000 * n) for n in range(13))
-    return RequestDigest(
-        *(f"{number:032x}", "i" * 500, 1_700_000_000 * 10**9, True, 78_000_000, 90_000_000, 9),
+    parts = tuple(PartTime(f"part {n}", 1_000_000 * n) for n in range(13))
+    view = TraceView(
+        *(f"{number:032x}", "i" * 500, 1_700_000_000 * 10**9, True),
+        ttft_ns=78_000_000,
+        total_ns=90_000_000,
         parts=parts,
         links=(),
-        error="",
+        steps=(),
     )
+    return RequestDigest(view, "")
 
 
 def state(workers: list[WorkerRow], links: int = 3, requests: int = 1) -> DeploymentState:
