@@ -49,66 +49,36 @@ ANSWER_FIELDS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class HttpRequest:
-    """A request with its complete body."""
-
-    method: str
-    target: str
-    headers: tuple[tuple[str, str], ...]
-    body: bytes
-
-    @property
-    def path(self) -> str:
-        """The target without its query."""
-        return self.target.partition("?")[0]
-
-    def with_json(self, body: Mapping[str, Any]) -> HttpRequest:
-        """The same request with another body."""
-        headers = tuple(pair for pair in self.headers if pair[0].lower() != "content-length")
-        return HttpRequest(self.method, self.target, headers, json.dumps(body).encode())
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """The requests to both servers for one request of a client."""
-
-    prefill: HttpRequest
-    decode: HttpRequest
-
-
-def without_transfer_params(request: HttpRequest) -> HttpRequest:
-    """The request without kv_transfer_params: clients must not choose where servers connect to."""
-    body = _json_object(request)
-    if body is None or "kv_transfer_params" not in body:
-        return request
-    return request.with_json({k: v for k, v in body.items() if k != "kv_transfer_params"})
-
-
 def split(
-    request: HttpRequest, *, transfer_id: str, pair_address: tuple[str, int], remaining_s: float
-) -> Pair | None:
-    """Both requests for one prompt with one answer.
+    path: str,
+    body: Mapping[str, Any],
+    *,
+    transfer_id: str,
+    pair_address: tuple[str, int],
+    remaining_s: float,
+) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The bodies for prefill and for decode, of a request for one prompt with one answer.
 
     None for any other request, which the decode server handles alone.
     """
-    body = _json_object(request)
-    if body is None or request.path not in PAIRED_PATHS or not _is_single(body):
+    if path not in PAIRED_PATHS or not _is_single(body):
         return None
     common = {"transfer_id": transfer_id, "remaining_s": remaining_s}
     host, port = pair_address
     source = {"remote_host": host, "remote_port": port}
     prefill = {name: value for name, value in body.items() if name not in ANSWER_FIELDS}
     prefill |= {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True} | common}
-    decode = body | {"kv_transfer_params": {"do_remote_prefill": True} | common | source}
-    return Pair(request.with_json(prefill), request.with_json(decode))
+    return prefill, {
+        **body,
+        "kv_transfer_params": {"do_remote_prefill": True} | common | source,
+    }
 
 
-def _json_object(request: HttpRequest) -> dict[str, Any] | None:
-    if request.method != "POST":
+def _json_object(method: str, content: bytes) -> dict[str, Any] | None:
+    if method != "POST":
         return None
     try:
-        body = json.loads(request.body)
+        body = json.loads(content)
     except ValueError:
         return None
     return body if isinstance(body, dict) else None
@@ -202,22 +172,25 @@ class PairProxy:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         if (length := request.content_length or 0) > BODY_BYTES_MAX:
             raise web.HTTPRequestEntityTooLarge(max_size=BODY_BYTES_MAX, actual_size=length)
-        asked = without_transfer_params(
-            HttpRequest(
-                request.method, request.path_qs, _forwarded(request.headers), await request.read()
-            )
-        )
+        content = await request.read()
+        body = _json_object(request.method, content) or {}
+        if "kv_transfer_params" in body:
+            # Clients must not choose where servers connect to.
+            del body["kv_transfer_params"]
+            content = json.dumps(body).encode()
         transfer_id = new_transfer_id()
         pair = split(
-            asked,
+            request.path,
+            body,
             transfer_id=transfer_id,
             pair_address=self._pair_address,
             remaining_s=self._options.transfer_timeout_s,
         )
         if pair is not None:
+            of_prefill, of_decode = (json.dumps(one).encode() for one in pair)
             # Decode has received the whole cache before it responds, so prefill is not needed any more.
-            prefill = asyncio.create_task(self._run_prefill(pair.prefill))
-            decode = asyncio.create_task(self._start(self._decode, pair.decode))
+            prefill = asyncio.create_task(self._run_prefill(request, of_prefill))
+            decode = asyncio.create_task(self._start(self._decode, request, of_decode))
             try:
                 await asyncio.wait({decode, prefill}, return_when=asyncio.FIRST_COMPLETED)
                 failure = prefill.exception() if prefill.done() else None
@@ -228,15 +201,17 @@ class PairProxy:
                 for task in (decode, prefill):
                     task.cancel()
                 await asyncio.gather(decode, prefill, return_exceptions=True)
-        return await _forward(request, *await self._start(self._decode, asked))
+        return await _forward(request, *await self._start(self._decode, request, content))
 
-    async def _start(self, url: str, request: HttpRequest) -> tuple[aiohttp.ClientResponse, bytes]:
-        """Sends a request. Returns the response and its first bytes. Raises ClientError."""
+    async def _start(
+        self, url: str, request: web.Request, content: bytes
+    ) -> tuple[aiohttp.ClientResponse, bytes]:
+        """Sends a request with this body. Returns the response and its first bytes. Raises ClientError."""
         response = await self._session.request(
             request.method,
-            f"{url}{request.target}",
-            data=request.body,
-            headers=request.headers,
+            f"{url}{request.path_qs}",
+            data=content,
+            headers=_forwarded(request.headers, without="content-length"),
             allow_redirects=False,
         )
         try:
@@ -245,19 +220,19 @@ class PairProxy:
             response.close()
             raise
 
-    async def _run_prefill(self, request: HttpRequest) -> None:
+    async def _run_prefill(self, request: web.Request, content: bytes) -> None:
         """Raises ClientError or WorkerGone when it fails, TransferTimeout when it takes too long."""
         try:
             async with asyncio.timeout(self._options.transfer_timeout_s):
-                response, first = await self._start(self._prefill, request)
+                response, first = await self._start(self._prefill, request, content)
                 async with response:
                     body = first + await response.read()
         except TimeoutError:
             limit_s = f"{self._options.transfer_timeout_s:g}"
             raise TransferTimeout(f"{self._prefill} took more than {limit_s} s") from None
         if response.status != HTTPStatus.OK:
-            content = body[:300].decode(errors="replace")
-            raise WorkerGone(f"{self._prefill} responded with {response.status} {content}")
+            start = body[:300].decode(errors="replace")
+            raise WorkerGone(f"{self._prefill} responded with {response.status} {start}")
 
 
 async def _forward(
@@ -282,8 +257,9 @@ async def _forward(
     return reply
 
 
-def _forwarded(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple(pair for pair in headers.items() if pair[0].lower() not in _HOP_HEADERS)
+def _forwarded(headers: Mapping[str, str], *, without: str = "") -> tuple[tuple[str, str], ...]:
+    left_out = {*_HOP_HEADERS, without}
+    return tuple(pair for pair in headers.items() if pair[0].lower() not in left_out)
 
 
 def _error_response(error: HeadraceError) -> web.Response:

@@ -13,7 +13,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from headrace_cli.pair import HttpRequest, PairOptions, serving, split, without_transfer_params
+from headrace_cli.pair import PairOptions, serving, split
 from headrace_common.errors import ConfigError
 from tests.waiting import until
 
@@ -225,36 +225,42 @@ async def test_a_stream_that_breaks_is_cut_off() -> None:
             await it.post({"prompt": "hello"})
 
 
-def request_of(body: object, path: str = PATH, method: str = "POST") -> HttpRequest:
-    return HttpRequest(method, path, (), json.dumps(body).encode())
-
-
 @pytest.mark.parametrize(
-    "request_",
+    "body",
     [
-        request_of({"prompt": "x"}, "/v1/embeddings"),
-        request_of({"prompt": "x"}, PATH, "GET"),
-        request_of({"prompt": ["a", "b"]}),
-        request_of({"prompt": [[1, 2], [3, 4]]}),
-        request_of({"prompt": [1]}),
-        request_of({"prompt": ""}),
-        request_of({"prompt": "x", "n": 2}),
-        request_of({"prompt": "x", "best_of": 3}),
-        request_of({"messages": [], "use_beam_search": True}),
-        request_of([1, 2]),
-        HttpRequest("POST", PATH, (), b"{"),
+        {"prompt": ["a", "b"]},
+        {"prompt": [[1, 2], [3, 4]]},
+        {"prompt": [1]},
+        {"prompt": ""},
+        {"prompt": "x", "n": 2},
+        {"prompt": "x", "best_of": 3},
+        {"messages": [], "use_beam_search": True},
+        {},
     ],
 )
-def test_requests_that_are_not_split(request_: HttpRequest) -> None:
-    pair = split(request_, transfer_id="x", pair_address=("h", 1), remaining_s=1.0)
-    assert pair is None
+def test_requests_that_are_not_split(body: dict[str, Any]) -> None:
+    assert split(PATH, body, transfer_id="x", pair_address=("h", 1), remaining_s=1.0) is None
 
 
-def test_transfer_parameters_of_clients_are_removed() -> None:
-    cleaned = without_transfer_params(
-        request_of({"prompt": "x", "kv_transfer_params": {"remote_host": "evil"}})
-    )
-    assert json.loads(cleaned.body) == {"prompt": "x"}
+async def test_only_posted_objects_are_split_and_only_on_two_paths() -> None:
+    async with proxied(responds, responds) as it:
+        for path, method, body in (
+            ("/v1/embeddings", "POST", {"prompt": "x"}),
+            (PATH, "PUT", {"prompt": "x"}),
+            (PATH, "POST", [1, 2]),
+        ):
+            content = json.dumps(body).encode()
+            head = f"{method} {path} HTTP/1.1\r\nHost: h\r\nConnection: close\r\nContent-Length: {len(content)}"
+            assert (await it.send(head.encode() + b"\r\n\r\n" + content))[0] == 200
+            assert it.decode.bodies[-1] == body
+        assert not it.prefill.bodies
+
+
+async def test_transfer_parameters_of_clients_are_removed() -> None:
+    async with proxied(responds, responds) as it:
+        evil = {"prompt": "x", "kv_transfer_params": {"remote_host": "evil"}}
+        await it.post(evil, "/v1/embeddings")
+        assert it.decode.bodies == [{"prompt": "x"}]
 
 
 @pytest.mark.parametrize(
