@@ -9,30 +9,15 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Final
 
 from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, rechecked
 from headrace_common.callers.turns import FairTurns
-from headrace_common.client_config import ClientAccessConfig
 from headrace_common.errors import QueueFull, Unauthenticated
 
 REFUSED_CALLS: Final = "calls in flight"
 REFUSED_BODY: Final = "late request"
 REFUSED_KEY: Final = "removed key"
-
-
-@dataclass(frozen=True, slots=True)
-class CallerLimits:
-    """`calls_max` bounds a caller's calls in flight. The API key of an open call is looked up again every `check_s`."""
-
-    calls_max: int = 2_048
-    check_s: float = CREDENTIAL_CHECK_S
-
-    @classmethod
-    def from_config(cls, config: ClientAccessConfig) -> CallerLimits:
-        """The limits of the settings."""
-        return cls(config.calls_per_caller_max)
 
 
 _CALLER: Final = ContextVar[str]("caller", default="")
@@ -45,14 +30,20 @@ def _ignore_refusal(reason: str, count: int) -> None:
 class CallerBounds:
     """One event loop owns it. Every client listener of a process shares it.
 
-    `count_refused` gets a reason, such as `REFUSED_CALLS`, and a number of calls.
+    `calls_max` bounds a caller's calls in flight. `count_refused` gets a reason, such as `REFUSED_CALLS`, and a number
+    of calls. The API key of an open call is looked up again every `check_s`.
     """
 
     def __init__(
-        self, limits: CallerLimits, count_refused: Callable[[str, int], None] = _ignore_refusal
+        self,
+        calls_max: int = 2_048,
+        count_refused: Callable[[str, int], None] = _ignore_refusal,
+        *,
+        check_s: float = CREDENTIAL_CHECK_S,
     ) -> None:
         self.count_refused = count_refused
-        self._limits = limits
+        self._calls_max = calls_max
+        self._check_s = check_s
         self._calls: Counter[str] = Counter()
         # Calls of one caller take turns too. Work for all of them in one iteration would delay the first answer until
         # the last request is routed.
@@ -65,12 +56,12 @@ class CallerBounds:
     @contextmanager
     def call(self, caller: str) -> Iterator[None]:
         """Counts a call while the block runs. Raises QueueFull for one that exceeds the caller's calls in flight."""
-        if self._calls[caller] >= self._limits.calls_max:
+        if self._calls[caller] >= self._calls_max:
             self.count_refused(REFUSED_CALLS, 1)
             raise QueueFull(
-                f"{self._limits.calls_max} calls of this caller are in flight; wait for one to end, or raise "
+                f"{self._calls_max} calls of this caller are in flight; wait for one to end, or raise "
                 "max_concurrent_requests",
-                metadata={"queue": "calls", "maxsize": str(self._limits.calls_max)},
+                metadata={"queue": "calls", "maxsize": str(self._calls_max)},
             )
         _CALLER.set(caller)
         self._calls[caller] += 1
@@ -95,7 +86,7 @@ class CallerBounds:
         if not tenant:
             yield
             return
-        async with rechecked(check, self._limits.check_s):
+        async with rechecked(check, self._check_s):
             yield
 
     async def wait_turn(self) -> None:

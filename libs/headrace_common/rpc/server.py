@@ -18,7 +18,7 @@ import grpc.aio
 from headrace_common.access.authorizer import CREDENTIAL_CHECK_S, Authorizer
 from headrace_common.access.credentials import Credentials
 from headrace_common.access.table import Listener
-from headrace_common.callers.bounds import CallerBounds, CallerLimits
+from headrace_common.callers.bounds import CallerBounds
 from headrace_common.client_config import ClientAccessConfig, ClientFacingConfig
 from headrace_common.config import ServiceConfig
 from headrace_common.deadlines import Deadline
@@ -147,7 +147,7 @@ class GrpcServer:
         clients: ClientServices,
         common: Sequence[grpc.aio.ServerInterceptor],
     ) -> RpcListener:
-        callers = clients.callers or CallerBounds(CallerLimits())
+        callers = clients.callers or CallerBounds()
         in_turns = CallerInterceptor(callers, clients.tenant_of)
         return RpcListener(
             Address(Listener.CLIENT, config.listen, config.advertise),

@@ -11,7 +11,7 @@ from headrace.kv.v1 import handoff_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_common.access.authorizer import Authorizer
-from headrace_common.callers.bounds import CallerBounds, CallerLimits
+from headrace_common.callers.bounds import CallerBounds
 from headrace_common.errors import Draining
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.rpc.channel import open_channel
@@ -283,7 +283,7 @@ def _build_requests(
     )
     salts = CacheSalts(by_tenant=config.separates_tenants, prefix_hash_key=basis.prefix_hash_key)
     preparer = RequestPreparer(basis.codecs, workers, salts.salt_of)
-    callers = CallerBounds(CallerLimits.from_config(config), metrics.count_refused)
+    callers = CallerBounds(config.calls_per_caller_max, metrics.count_refused)
     runner = RequestRunner(
         callers=callers,
         admission=fleet.admission,

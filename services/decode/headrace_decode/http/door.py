@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 from headrace.inference.v1 import inference_pb2
-from headrace_common.callers.bounds import CallerBounds, CallerLimits
+from headrace_common.callers.bounds import CallerBounds
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
 from headrace_common.http.bounds import HttpBounds
@@ -113,7 +113,7 @@ class HttpDoor:
         )
         self._capacity = capacity
         self._hash_key = 0
-        self._callers = CallerBounds(CallerLimits.from_config(config), host.metrics.count_refused)
+        self._callers = CallerBounds(config.calls_per_caller_max, host.metrics.count_refused)
         self.prefills = RouterPrefills(hosted.ref, lambda endpoint: open_channel(endpoint, config))
         self._worker = OwnWorker(
             ref=hosted.ref,

@@ -17,7 +17,6 @@ from headrace_common.callers.bounds import (
     REFUSED_BODY,
     REFUSED_KEY,
     CallerBounds,
-    CallerLimits,
 )
 from headrace_common.callers.hosts import host_of_peer
 from headrace_common.client_config import ClientFacingConfig
@@ -89,7 +88,7 @@ async def _served(refused: Counter[str]) -> AsyncIterator[_Served]:
         tenant = str(dict(metadata).get("x-tenant", ""))
         return "" if tenant in removed else tenant
 
-    servicer, bounds = _Servicer(), CallerBounds(CallerLimits(_CALLS_MAX, _CHECK_S), count)
+    servicer, bounds = _Servicer(), CallerBounds(_CALLS_MAX, count, check_s=_CHECK_S)
     clients = ClientServices((_SERVICE,), callers=bounds, tenant_of=tenant_of)
     server = GrpcServer(ClientFacingConfig(), (), clients)
     assert server.client_server is not None

@@ -7,16 +7,16 @@ from contextlib import ExitStack
 
 import pytest
 
-from headrace_common.callers.bounds import REFUSED_CALLS, CallerBounds, CallerLimits
+from headrace_common.callers.bounds import REFUSED_CALLS, CallerBounds
 from headrace_common.callers.hosts import CALLERS_MAX, RateByCaller
 from headrace_common.errors import QueueFull
 
-LIMITS = CallerLimits(calls_max=4, check_s=60.0)
+CALLS_MAX = 4
 
 
 def test_the_calls_of_one_caller_are_bounded_and_another_is_served() -> None:
     refused: Counter[str] = Counter()
-    bounds = CallerBounds(LIMITS, lambda why, count: refused.update({why: count}))
+    bounds = CallerBounds(CALLS_MAX, lambda why, count: refused.update({why: count}))
     with ExitStack() as held:
         for _ in range(4):
             held.enter_context(bounds.call("tenant:a"))

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 from opentelemetry import trace
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
-from headrace_common.callers.bounds import CallerBounds, CallerLimits
+from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
 from headrace_frontend.answers import Outlets, ResponseWriter, request_id_of
 from headrace_frontend.openai.answers import ModelParsers
@@ -144,7 +144,7 @@ class LocalApp:
             preparer=preparer,
             size=RequestSizeCheck(lambda: {"sim": CONTEXT}),
             count_failures=contextlib.nullcontext,
-            callers=CallerBounds(CallerLimits(1_024, 0.05)),
+            callers=CallerBounds(1_024, check_s=0.05),
             rejects_unknown_fields=rejects_unknown_fields,
         )
         self._app = OpenAiApp(

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from headrace_common import reloading
-from headrace_common.callers.bounds import CallerBounds, CallerLimits
+from headrace_common.callers.bounds import CallerBounds
 from headrace_frontend.openai import exchange
 from headrace_frontend.openai.app import OpenAiApp
 from headrace_frontend.openai.metrics_page import MetricsPage
@@ -89,7 +89,7 @@ async def _status(app: OpenAiApp, body: bytes) -> int:
 
 
 def _bounds() -> CallerBounds:
-    return CallerBounds(CallerLimits(4, 0.05))
+    return CallerBounds(4, check_s=0.05)
 
 
 async def test_a_body_is_parsed_in_the_turn_of_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
