@@ -3,8 +3,8 @@
     python -m bench.goodput.flip [--rate 2.5] [--phase 15] [--flips 3] [--seed 0] [--output bench/results]
 
 Long prompts have 1,024 to 1,536 tokens and answers of 16. Long answers have 192 tokens and prompts of 128 to 256. A
-good request keeps two bounds: 5 times the time to the first token, and 4 times the mean time per later token, of the
-longest prompt on one plain engine without load.
+good request keeps two bounds: 5 times the time to the first token, and 4 times the mean time per later token. Both are
+those of the longest prompt on one plain engine without load.
 """
 
 from __future__ import annotations
