@@ -94,8 +94,8 @@ async def measure(arguments: argparse.Namespace, folder: Path) -> str:
 
 _NOTES: Final = """# Goodput while the load flips
 
-{arguments} Made by `python -m bench.goodput.flip`, which has the loads. Shares of good requests by the time of
-their arrival in a phase.
+{arguments} Made by
+`python -m bench.goodput.flip`, which has the loads. Shares of good requests by the time of their arrival in a phase.
 
 {table}
 """
