@@ -33,7 +33,7 @@ _FIRST_KEPT: Final = 0.85
 """Of the bound on the time to first token: predictions are not exact."""
 _LATE_WEIGHT: Final = 2.0
 _OTHERS_WEIGHT: Final = 0.15
-"""Of the time that a request takes from others. In a model of steps, 0.05 to 0.25 was best for every load."""
+"""Of the time that a request takes from others. In a model of steps, 0.05 to 0.25 suited most loads."""
 _MESSAGES_S: Final = 0.02
 """Of a hand-over, beside its writes: the queue, the opening of the transfer, and its last acknowledgement."""
 _SHARE_MIN: Final = 0.05
