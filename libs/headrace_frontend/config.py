@@ -9,7 +9,14 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from headrace_common.client_config import ClientAccessConfig
-from headrace_common.config import NonNegativeSeconds, OptionalHostPort, PositiveCount, split_list
+from headrace_common.config import (
+    NonNegativeCount,
+    NonNegativeSeconds,
+    OptionalHostPort,
+    PositiveCount,
+    PositiveSeconds,
+    split_list,
+)
 from headrace_common.ports import is_loopback
 from headrace_frontend.salts import PrefixCacheScope
 from headrace_text.parsing.registry import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -79,6 +86,16 @@ class FrontendConfig(ClientAccessConfig):
         default=False,
         description="Whether the HTTP API rejects requests with a field that it does not have. Otherwise it ignores "
         "the field, and names it in the response's header x-headrace-ignored-fields.",
+    )
+
+    conversations_mib: NonNegativeCount = Field(
+        default=256,
+        description="MiB of main memory for conversations that clients continue by the id of an answer "
+        "(previous_response_id, resume). Each tenant has an equal part. 0: none is kept, and clients send whole "
+        "conversations.",
+    )
+    conversations_keep_s: PositiveSeconds = Field(
+        default=3_600.0, description="Seconds for which a conversation is kept after its last use."
     )
 
     @property

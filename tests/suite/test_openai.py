@@ -17,6 +17,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageFunctionToolCall
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace_common.errors import NotFound
 from tests.ports import free_port
 from tests.suite.deployment import Suite, greedy, prompt_of, suite
 
@@ -115,6 +116,53 @@ async def test_the_official_client_gets_the_same_text_as_grpc(tmp_path: Path) ->
         (fingerprint,) = fingerprints | {completion.system_fingerprint}
         assert fingerprint
         assert fingerprint.startswith("fp_")
+
+
+async def test_a_conversation_continues_on_another_router_and_over_grpc(tmp_path: Path) -> None:
+    async with served(tmp_path) as (it, client):
+        other = await it.add("router-1", "router", f"--http-listen=127.0.0.1:{free_port()}")
+        options: Any = {"model": "sim", "max_output_tokens": 8, "temperature": 0}
+        first = await client.responses.create(input="hello", **options)
+        async with it.through(other) as far:
+            await far.wait_joined(1, 1)
+            sampling = sampling_pb2.SamplingParams(max_tokens=8, temperature=0)
+
+            async def turn(text: str, resume: str, own: str) -> str:
+                chat = inference_pb2.Chat(
+                    messages=[inference_pb2.ChatMessage(role="user", content=text)]
+                )
+                request = inference_pb2.GenerateRequest(
+                    chat=chat, sampling=sampling, resume=resume, request_id=own, store=True
+                )
+                return (await far.ask(request)).text
+
+            second = await turn("and now?", first.id, "second")
+            with pytest.raises(NotFound, match="send all of its messages"):
+                await turn("and now?", "lost", "third")
+        third = await client.responses.create(
+            input="go on", previous_response_id="second", **options
+        )
+        history: Any = [
+            {"role": "user", "content": "hello"},
+            {"role": "assistant", "content": first.output_text},
+            {"role": "user", "content": "and now?"},
+        ]
+        assert second == await whole_text(client, history)
+        history += [
+            {"role": "assistant", "content": second},
+            {"role": "user", "content": "go on"},
+        ]
+        assert third.output_text == await whole_text(client, history)
+        with pytest.raises(openai.NotFoundError) as raised:
+            await client.responses.create(input="x", previous_response_id="lost", **options)
+        assert raised.value.code == "previous_response_not_found"
+
+
+async def whole_text(client: openai.AsyncOpenAI, messages: Any) -> str | None:
+    chat = await client.chat.completions.create(
+        model="sim", messages=messages, max_completion_tokens=8, temperature=0
+    )
+    return chat.choices[0].message.content
 
 
 @pytest.mark.core

@@ -10,13 +10,19 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from opentelemetry import context as otel_context
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import HeadraceError, InternalError, InvalidRequest, Unauthenticated
+from headrace_common.errors import (
+    HeadraceError,
+    InternalError,
+    InvalidRequest,
+    NotFound,
+    Unauthenticated,
+)
 from headrace_common.http.server import Receive, Scope, Send
 from headrace_common.rpc.callers import caller_name
 from headrace_common.rpc.trace_context import SERVED, ServedCall, context_of_carrier
@@ -26,8 +32,12 @@ from headrace_frontend.openai.answers import AnswerRules, rules_of
 from headrace_frontend.openai.block_apis.anthropic_answers import MESSAGES_ERRORS, MessagesFormat
 from headrace_frontend.openai.block_apis.anthropic_bodies import CountTokensBody, MessagesBody
 from headrace_frontend.openai.block_apis.responses_answers import RESPONSES_ERRORS, ResponsesFormat
-from headrace_frontend.openai.block_apis.responses_bodies import ResponsesBody
+from headrace_frontend.openai.block_apis.responses_bodies import (
+    ResponsesBody,
+    messages_of_output,
+)
 from headrace_frontend.openai.conversion import (
+    chat_message,
     chat_request,
     completion_requests,
     openai_violations,
@@ -240,15 +250,29 @@ class OpenAiApp:
             ResponsesBody,
             lambda body: checked_body(ChatCompletionBody, body.chat),
         )
-        echoed, namespaced = body.echoed, body.namespaced
+        store = self._parts.conversations
+        stores = store.keeps and body.store is not False
+        echoed, namespaced = body.echoed | {"store": stores}, body.namespaced
+        try:
+            turn = await store.resume(tenant, body.previous_response_id or "")
+        except NotFound as error:
+            raise HttpError(404, "previous_response_not_found", error.detail) from error
+
+        def new_format(head: ResponseHead, model: str, rules: AnswerRules) -> AnswerFormat:
+            def save(output: Sequence[Mapping[str, Any]]) -> None:
+                if stores:
+                    turn.save(head.id, map(chat_message, messages_of_output(output)))
+
+            codec = self._parts.codecs[model]
+            return ResponsesFormat(head, rules, echoed, codec, namespaced, save)
+
         await self._answer_chat(
             exchange,
             tenant,
             chat,
             "resp_",
-            lambda head, model, rules: ResponsesFormat(
-                head, rules, echoed, self._parts.codecs[model], namespaced
-            ),
+            new_format,
+            complete=lambda chat: turn.complete(chat, body.instructions or ""),
         )
 
     async def _answer_chat(
@@ -258,12 +282,17 @@ class OpenAiApp:
         body: ChatCompletionBody,
         id_prefix: str,
         new_format: Callable[[ResponseHead, str, AnswerRules], AnswerFormat],
+        complete: Callable[[inference_pb2.Chat], None] = lambda chat: None,
     ) -> None:
-        """Answers a chat. `new_format` gets the head, the model and the rules of the answer."""
+        """Answers a chat. `new_format` gets the head, the model and the rules of the answer.
+
+        `complete` adds messages that the body does not have.
+        """
         request_id = _request_id(exchange, body)
         head, model = self._head(body, id_prefix + request_id)
         rules = rules_of(body, self._parts.parsers[model])
         request = chat_request(body, request_id)
+        complete(request.chat)
         if rules.divides:
             # The tags around calls and reasoning may be special tokens. vLLM sets it for calls, too.
             request.sampling.skip_special_tokens = False

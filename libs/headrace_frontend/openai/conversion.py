@@ -220,13 +220,14 @@ def _chat(
     messages: list[MessageBody], tools: list[ToolBody] | None, variables: Mapping[str, Any]
 ) -> inference_pb2.Chat:
     return inference_pb2.Chat(
-        messages=map(_message, messages),
+        messages=map(chat_message, messages),
         tools=map(_tool, tools or ()),
         template_kwargs=_json(variables) if variables else "",
     )
 
 
-def _message(body: MessageBody) -> inference_pb2.ChatMessage:
+def chat_message(body: MessageBody) -> inference_pb2.ChatMessage:
+    """One message."""
     return inference_pb2.ChatMessage(
         role=body.role,
         content=body.text,

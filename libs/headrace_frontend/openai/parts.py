@@ -12,6 +12,7 @@ from headrace.inference.v1 import inference_pb2
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.registry.adapters import Adapter
 from headrace_common.version import version
+from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.request.model_names import ModelChoice
 from headrace_frontend.request.preparation import RequestPreparer
@@ -57,4 +58,5 @@ class OpenAiParts:
     count_failures: Callable[[], AbstractContextManager[None]]
     """Counts a request that the block fails or cancels."""
     callers: CallerBounds
+    conversations: ConversationStore
     rejects_unknown_fields: bool = False

@@ -246,6 +246,13 @@ def _answer_violations(request: inference_pb2.GenerateRequest) -> Iterator[tuple
         yield "best_of", f"must be at least n, {request.n}, not {request.best_of}"
     if request.generated.ids and max(request.n, request.best_of) > 1:
         yield "generated", "must be empty for several answers; send n=1 for each of them"
+    # Generate has replaced it by the messages.
+    if request.resume:
+        yield "resume", "needs chat, and Generate of a router; send all messages"
+    if request.store and not request.HasField("chat"):
+        yield "store", "needs chat; set chat, or leave it out"
+    elif request.store and (request.generated.ids or max(request.n, request.best_of) > 1):
+        yield "store", "excludes generated and several answers; leave it out"
 
 
 def _prompt_field(request: inference_pb2.GenerateRequest) -> str:

@@ -184,10 +184,15 @@ class RequestRunner(Generic[AttemptT]):
         )
 
     @asynccontextmanager
-    async def admitted(self, tenant: str, deadline: Deadline) -> AsyncIterator[None]:
-        """A place over the block, for work that is not a request, such as tokenizing. Raises as `admit` does."""
+    async def admitted(
+        self, tenant: str, deadline: Deadline, requested: int = 0
+    ) -> AsyncIterator[None]:
+        """A place over the block, for work that is not a request, such as tokenizing. Raises as `admit` does.
+
+        `requested` is the class that it names.
+        """
         with self._counter.count_failures():
-            permit = await self.admit(tenant, deadline, self.priority_of(0, tenant))
+            permit = await self.admit(tenant, deadline, self.priority_of(requested, tenant))
             with self._admission.holding(permit):
                 yield
 

@@ -18,6 +18,7 @@ from headrace_common.rpc.channel import open_channel
 from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import SigningKey, sign_handoff
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
+from headrace_frontend.conversations import ConversationStore, new_conversation_store
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import OpenAiApp
 from headrace_frontend.openai.metrics_page import MetricsPage
@@ -31,6 +32,7 @@ from headrace_kv.layout.layout import WorkerRef
 from headrace_router.adapters.changes import AdapterChanges, ListMembers, no_registry
 from headrace_router.client_gate import ClientGate
 from headrace_router.config import RouterConfig
+from headrace_router.conversations import OtherRouters
 from headrace_router.dispatch.dispatcher import PolicySource, RequestDispatcher
 from headrace_router.dispatch.own_prompts import OwnPrompts
 from headrace_router.early_refusal.gate import EarlyRefusal, EarlyRefusalParts
@@ -73,6 +75,7 @@ class _Basis:
     prefix_hash_key: Callable[[], int]
     ticket_key: SigningKey
     adapters: AdapterChanges
+    other_routers: OtherRouters
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +113,7 @@ class _Requests:
     dispatcher: RequestDispatcher
     runner: RequestRunner[AttemptTimeline]
     models: ModelCatalog
+    conversations: ConversationStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +165,8 @@ def assemble(
     `list_members` asks the registry.
     """
     adapters = AdapterChanges(list_members, lambda endpoint: open_channel(endpoint, config), codecs)
-    basis = _Basis(config, codecs, telemetry, policy, prefix_hash_key, ticket_key, adapters)
+    others = OtherRouters(lambda endpoint: open_channel(endpoint, config))
+    basis = _Basis(config, codecs, telemetry, policy, prefix_hash_key, ticket_key, adapters, others)
     fleet = _build_fleet(basis)
     records = _build_records(basis, fleet)
     requests = _build_requests(basis, fleet, records, placement or KvAware(Random()))
@@ -199,6 +204,7 @@ def assemble(
             fleet.pairing.update,
             PairReporter().update,
             status.update,
+            others.update,
         ),
     )
 
@@ -304,8 +310,9 @@ def _build_requests(
         live = workers.max_model_len()
         return {name: live.get(name) or one.max_model_len for name, one in basis.codecs.items()}
 
+    tenants = load_tenants(config.api_keys_file)
     return _Requests(
-        tenants=load_tenants(config.api_keys_file),
+        tenants=tenants,
         callers=callers,
         size=RequestSizeCheck(max_model_len),
         bytes_max=request_bytes_max(one.max_model_len for one in basis.codecs.values()),
@@ -313,6 +320,7 @@ def _build_requests(
         dispatcher=dispatcher,
         runner=runner,
         models=ModelCatalog(basis.codecs, workers, fleet.queue),
+        conversations=new_conversation_store(config, tenants, basis.other_routers.find),
     )
 
 
@@ -343,10 +351,10 @@ def _build_services(
         prefixes=fleet.prefixes,
         tenants=requests.tenants,
         runner=requests.runner,
-        admission=fleet.admission,
         preparer=requests.preparer,
         dispatcher=requests.dispatcher,
         tracer=records.tracer,
+        conversations=requests.conversations,
         default_deadline_s=deadline_s,
         endpoints={
             "registry_endpoint": basis.config.registry,
@@ -369,6 +377,7 @@ def _build_services(
         load=LoadReader(basis.codecs, fleet.queue, fleet.admission, records.metrics.totals),
         traces=records.traces,
         adapters=basis.adapters,
+        conversations=requests.conversations,
         callers=requests.callers,
         tenants=requests.tenants,
         gate=ClientGate(requests.tenants, records.metrics, requests.size),
@@ -388,6 +397,7 @@ def _build_openai(basis: _Basis, records: _Records, requests: _Requests) -> Open
         size=requests.size,
         count_failures=records.metrics.count_failures,
         callers=requests.callers,
+        conversations=requests.conversations,
         rejects_unknown_fields=config.reject_unknown_fields,
     )
     readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")

@@ -9,6 +9,7 @@ import grpc.aio
 
 from headrace.inference.v1 import (
     adapter_service_pb2_grpc,
+    conversation_pb2_grpc,
     inference_pb2_grpc,
     load_pb2_grpc,
     trace_pb2_grpc,
@@ -16,11 +17,13 @@ from headrace.inference.v1 import (
 from headrace.prefill.v1 import prefill_pb2_grpc
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.rpc.server import ClientServices, GrpcServer
+from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.tenants import Tenants, tenant_or_none
 from headrace_router.adapters.changes import AdapterChanges
 from headrace_router.adapters.service import AdapterServicer
 from headrace_router.client_gate import ClientGate
 from headrace_router.config import RouterConfig
+from headrace_router.conversations import ConversationServicer
 from headrace_router.load import LoadReader
 from headrace_router.prefill_queue.service import QueueService
 from headrace_router.service import InferenceService
@@ -31,6 +34,7 @@ CLIENT_SERVICES = ("headrace.inference.v1.InferenceService",)
 INTERNAL_SERVICES = (
     *CLIENT_SERVICES,
     "headrace.inference.v1.AdapterService",
+    "headrace.inference.v1.ConversationService",
     "headrace.inference.v1.LoadService",
     "headrace.inference.v1.TraceService",
     "headrace.prefill.v1.PrefillQueueService",
@@ -47,6 +51,7 @@ class RouterServices:
     load: LoadReader
     traces: TraceStore
     adapters: AdapterChanges
+    conversations: ConversationStore
     callers: CallerBounds
     tenants: Tenants
     gate: ClientGate
@@ -74,6 +79,9 @@ class RouterServices:
         trace_pb2_grpc.add_TraceServiceServicer_to_server(TraceReader(self.traces), server)
         adapter_service_pb2_grpc.add_AdapterServiceServicer_to_server(
             AdapterServicer(self.adapters), server
+        )
+        conversation_pb2_grpc.add_ConversationServiceServicer_to_server(
+            ConversationServicer(self.conversations), server
         )
         load_pb2_grpc.add_LoadServiceServicer_to_server(self.load, server)
         prefill_pb2_grpc.add_PrefillQueueServiceServicer_to_server(self.queue, server)

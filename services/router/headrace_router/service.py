@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc.aio
@@ -10,13 +11,14 @@ import grpc.aio
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Unauthenticated
-from headrace_frontend.admission.admission import Admission
 from headrace_frontend.answers import request_id_of
+from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.running.runner import RequestRunner
 from headrace_frontend.running.timeline import RequestTimeline
 from headrace_frontend.tenants import DEFAULT_TENANT, Tenants
 from headrace_kv.layout.layout import WorkerRef
+from headrace_router.conversations import stored
 from headrace_router.dispatch.dispatcher import RequestDispatcher
 from headrace_router.models import ModelCatalog
 from headrace_router.placement import CandidateCost
@@ -39,10 +41,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         prefixes: PrefixCacheDirectory,
         tenants: Tenants,
         runner: RequestRunner[AttemptTimeline],
-        admission: Admission,
         preparer: RequestPreparer,
         dispatcher: RequestDispatcher,
         tracer: StoringTracer,
+        conversations: ConversationStore,
         default_deadline_s: float,
         endpoints: Mapping[str, str],
     ) -> None:
@@ -52,10 +54,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._prefixes = prefixes
         self._tenants = tenants
         self._runner = runner
-        self._admission = admission
         self._preparer = preparer
         self._dispatcher = dispatcher
         self._tracer = tracer
+        self._conversations = conversations
         self._default_deadline_s = default_deadline_s
 
     async def Generate(  # type: ignore[override]
@@ -64,12 +66,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         """Streams one response. A cancelled call ends all work for the request."""
-        await self._runner.run(
-            request,
-            self._tenant_of(context),
-            _deadline_of(context, self._default_deadline_s),
-            context.write,
-        )
+        tenant = self._tenant_of(context)
+        deadline = _deadline_of(context, self._default_deadline_s)
+        write = await stored(self._conversations, request, tenant, context.write)
+        await self._runner.run(request, tenant, deadline, write)
 
     async def Route(
         self,
@@ -84,18 +84,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         deadline = _deadline_of(context, self._default_deadline_s)
         tenant = self._explained_tenant(context)
         priority = self._runner.priority_of(request.request.priority, tenant)
-        permit = await self._runner.admit(tenant, deadline, priority)
         request_id = request_id_of(request.request)
         timeline = RequestTimeline[AttemptTimeline]()
-        with (
-            self._tracer.request_span(request_id, timeline, stored=False) as root,
-            self._admission.holding(permit),
-        ):
-            prepared = await self._preparer.prepare(
-                request.request, request_id, root, None, permit.tenant
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(
+                self._runner.admitted(tenant, deadline, request.request.priority)
             )
+            root = stack.enter_context(
+                self._tracer.request_span(request_id, timeline, stored=False)
+            )
+            prepared = await self._preparer.prepare(request.request, request_id, root, None, tenant)
             await self._runner.wait_turn()
-            prepared = prepared.of_caller(permit.tenant, priority)
+            prepared = prepared.of_caller(tenant, priority)
             timeline.tokenized(prepared.tokenized_ns)
             decision = self._dispatcher.route(prepared, timeline, deadline)
         worker = decision.worker.ref

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_frontend.openai.answers import AnswerRules
@@ -20,11 +20,17 @@ from headrace_text.codec import TextCodec
 
 _Usage = dict[str, Any]
 _NONE: Final[Mapping[str, tuple[str, str]]] = {}
+_SaveOutput: TypeAlias = Callable[[Sequence[Mapping[str, Any]]], None]
+
+
+def _save_nothing(output: Sequence[Mapping[str, Any]]) -> None:
+    pass
 
 
 class ResponsesFormat(BlockFormat):
     """The answers of /v1/responses. `echoed` has the fields of the request that each answer repeats. `namespaced` has
-    the namespace and the name of functions, by the name that the model calls.
+    the namespace and the name of functions, by the name that the model calls. `save` gets the output before the client
+    has all of it.
     """
 
     def __init__(
@@ -34,12 +40,14 @@ class ResponsesFormat(BlockFormat):
         echoed: Mapping[str, Any],
         codec: TextCodec,
         namespaced: Mapping[str, tuple[str, str]] = _NONE,
+        save: _SaveOutput = _save_nothing,
     ) -> None:
         super().__init__(head, rules)
         self._rules = rules
         self._echoed = echoed
         self._codec = codec
         self._namespaced = namespaced
+        self._save = save
         self._sequence = 0
         self._sent = CollectedChoice()
         """What was streamed, where the tokens of its reasoning are counted."""
@@ -91,13 +99,17 @@ class ResponsesFormat(BlockFormat):
 
     def last_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
         usage = {**usage_object(usages, prompts), **self._details(self._sent)}
-        response = self._response(self._status, usage)
-        return self._event(f"response.{self._status}", response=response)
+        return self._event(f"response.{self._status}", response=self._ended(usage))
 
     def whole(self, choices: Sequence[CollectedChoice], prompts: int) -> bytes:
         self._collect(choices[0])
         usage = {**usage_object([choices[0].usage], prompts), **self._details(choices[0])}
-        return json.dumps(self._response(self._status, usage)).encode()
+        return json.dumps(self._ended(usage)).encode()
+
+    def _ended(self, usage: _Usage) -> dict[str, Any]:
+        response = self._response(self._status, usage)
+        self._save(response["output"])
+        return response
 
     def _details(self, choice: CollectedChoice) -> dict[str, Any]:
         return reasoning_details(self._codec, self._rules, [choice])

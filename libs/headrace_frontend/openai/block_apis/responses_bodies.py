@@ -8,13 +8,13 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from headrace_common.limits import CHAT_MESSAGES_MAX, CHAT_TOOLS_MAX
-from headrace_frontend.openai.messages import Body
+from headrace_frontend.openai.messages import Body, MessageBody
 
 _PARTS_MAX: Final = 1_024
 _TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _ITEMS: Final = ("message", "function_call", "function_call_output", "reasoning")
-_NO_STATE: Final = (
-    "is not supported, as no response is stored here; send the whole conversation as input"
+_UNSUPPORTED: Final = (
+    "is not supported; send previous_response_id, or the whole conversation as input"
 )
 
 
@@ -126,29 +126,27 @@ class ResponsesBody(_Part):
         Annotated[list[ResponsesTool], Field(fail_fast=True, max_length=CHAT_TOOLS_MAX)] | None
     ) = None
     top_p: float | None = None
-    # These need stored responses, or prompts.
+    previous_response_id: str | None = None
+    # These need state of other kinds.
     background: bool | None = None
     conversation: Any = None
-    previous_response_id: str | None = None
     prompt: Any = None
 
     @model_validator(mode="after")
     def _check(self) -> ResponsesBody:
-        for name in ("previous_response_id", "conversation", "background", "prompt"):
+        for name in ("conversation", "background", "prompt"):
             if getattr(self, name):
-                raise ValueError(f"{name}: {_NO_STATE}")
-        if self.store:
-            raise ValueError("store: true is not supported, as no response is stored; send false")
+                raise ValueError(f"{name}: {_UNSUPPORTED}")
         return self
 
     @property
     def chat(self) -> dict[str, Any]:
-        """The body of the same chat for /v1/chat/completions."""
+        """The body of the same chat for /v1/chat/completions, without the instructions."""
         tools = [_tool(namespace, tool) for namespace, tool in self._functions]
         fields: dict[str, Any] = {
             "model": self.model,
             "stream": self.stream is True,
-            "messages": _messages(self.instructions, self.input),
+            "messages": _messages(self.input),
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -186,9 +184,8 @@ class ResponsesBody(_Part):
             "max_output_tokens": self.max_output_tokens,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": self.previous_response_id,
             "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
-            "store": False,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {"format": _plain(self.text and self.text.format) or {"type": "text"}},
             "tool_choice": _plain(self.tool_choice) or "auto",
@@ -204,13 +201,17 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _messages(instructions: str | None, items: str | Iterable[ItemBody]) -> list[dict[str, Any]]:
-    """The messages of a chat. Templates take instructions from its first message only."""
-    messages: list[dict[str, Any]] = []
-    if instructions:
-        messages.append({"role": "system", "content": instructions})
+def messages_of_output(items: Iterable[Mapping[str, Any]]) -> list[MessageBody]:
+    """The messages of a response's output, as when a client sends it back."""
+    messages = _messages(map(ItemBody.model_validate, items))
+    return [MessageBody.model_validate(message) for message in messages]
+
+
+def _messages(items: str | Iterable[ItemBody]) -> list[dict[str, Any]]:
+    """The messages of a chat."""
     if isinstance(items, str):
-        return [*messages, {"role": "user", "content": items}]
+        return [{"role": "user", "content": items}]
+    messages: list[dict[str, Any]] = []
     for item in items:
         _add(item, messages)
     return messages

@@ -28,6 +28,7 @@ from headrace_engine.worker.adapters import WorkerAdapters
 from headrace_engine.worker.config import served_model
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_frontend.admission.admission import Admission, AdmissionLimits
+from headrace_frontend.conversations import new_conversation_store
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import OpenAiApp
 from headrace_frontend.openai.metrics_page import MetricsPage
@@ -164,16 +165,18 @@ class HttpDoor:
             # `Attempts` refuses requests once routers have noticed the drain.
             traits=RunnerTraits(self._worker.attempts.refusal, runs_while_draining=True),
         )
+        tenants = load_tenants(config.api_keys_file)
         parts = OpenAiParts(
             codecs=codecs,
             parsers={name: ModelParsers(*names) for name, names in config.parsers.items()},
             models=model,
-            tenants=load_tenants(config.api_keys_file),
+            tenants=tenants,
             runner=self._runner,
             preparer=self._preparer,
             size=RequestSizeCheck(model.max_model_len),
             count_failures=nullcontext,
             callers=self._callers,
+            conversations=new_conversation_store(config, tenants),
             rejects_unknown_fields=config.reject_unknown_fields,
         )
         metrics = MetricsPage(

@@ -16,6 +16,7 @@ from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
 from headrace_frontend.answers import Outlets, ResponseWriter, request_id_of
+from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import OpenAiApp
 from headrace_frontend.openai.metrics_page import MetricsPage
@@ -145,6 +146,7 @@ class LocalApp:
             size=RequestSizeCheck(lambda: {"sim": CONTEXT}),
             count_failures=contextlib.nullcontext,
             callers=CallerBounds(1_024, check_s=0.05),
+            conversations=ConversationStore(2**20, 60.0, lambda: 1),
             rejects_unknown_fields=rejects_unknown_fields,
         )
         self._app = OpenAiApp(

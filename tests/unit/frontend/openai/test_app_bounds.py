@@ -12,6 +12,7 @@ import pytest
 
 from headrace_common import reloading
 from headrace_common.callers.bounds import CallerBounds
+from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai import exchange
 from headrace_frontend.openai.app import OpenAiApp
 from headrace_frontend.openai.metrics_page import MetricsPage
@@ -38,6 +39,7 @@ def _app(
         size=RequestSizeCheck(lambda: {"sim": _CONTEXT}),
         count_failures=contextlib.nullcontext,
         callers=callers,
+        conversations=ConversationStore(0, 1.0, lambda: 1),
     )
     page = metrics or MetricsPage(Tenants(None), str, "")
     return OpenAiApp(parts, page, deadline_s=1.0, body_bytes_max=2 * _LARGE)

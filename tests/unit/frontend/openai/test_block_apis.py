@@ -188,7 +188,7 @@ def test_a_request_of_codex_is_a_chat() -> None:
     body = parse_body(ResponsesBody, json.dumps(CODEX).encode())
     chat = body.chat
     assert chat["messages"] == [
-        {"role": "system", "content": "You are a coding agent.\n\nBe brief."},
+        {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "List files."},
         TURN | {"content": "", "tool_calls": [TURN["tool_calls"][0] | {"id": "call_1"}]},
         {"role": "tool", "tool_call_id": "call_1", "content": "a.py"},
@@ -227,8 +227,8 @@ def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
 @pytest.mark.parametrize(
     "kind, body, field",
     [
-        (ResponsesBody, {"previous_response_id": "resp_1"}, "previous_response_id"),
-        (ResponsesBody, {"store": True}, "store"),
+        (ResponsesBody, {"background": True}, "background"),
+        (ResponsesBody, {"conversation": "conv_1"}, "conversation"),
         (ResponsesBody, {"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         (MessagesBody, {"max_tokens": 0}, "max_tokens"),
         (
