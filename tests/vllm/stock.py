@@ -210,6 +210,13 @@ class Wanted:
     transfer: dict[str, Any] | None = None
     pair_port: int = 0
     rank_count: int = 1
+    ahead: bool = False
+    """Whether it plans each step while the one before it is computed."""
+
+
+_DEBUG = {"VLLM_LOGGING_LEVEL": "DEBUG"}
+# vLLM logs it where steps are planned ahead.
+_AHEAD = "Batch queue is enabled with size 2"
 
 
 @asynccontextmanager
@@ -225,11 +232,12 @@ async def serving(folder: Path, *wanted: Wanted) -> AsyncIterator[list[Server]]:
                     *_command(server.port, one),
                     stdout=log,
                     stderr=log,
-                    env=environment_of_tests(),
+                    env=environment_of_tests() | (_DEBUG if one.ahead else {}),
                     start_new_session=True,
                 )
-        for server in servers:
+        for server, one in zip(servers, wanted, strict=True):
             await _wait_ready(server)
+            assert (_AHEAD in server.log.read_text(errors="replace")) == one.ahead
         yield servers
     finally:
         for server in servers:
@@ -237,12 +245,13 @@ async def serving(folder: Path, *wanted: Wanted) -> AsyncIterator[list[Server]]:
 
 
 def _command(port: int, wanted: Wanted) -> list[str]:
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    module = "tests.vllm.ahead_server" if wanted.ahead else "vllm.entrypoints.openai.api_server"
+    command = [sys.executable, "-m", module]
     command += ["--model", str(MODEL), "--served-model-name", "tiny", "--dtype", "float32"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager"]
     command += ["--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", "128"]
     command += ["--max-num-seqs", "8", "--max-num-batched-tokens", "256", "--max-model-len", "1024"]
-    command += ["--no-async-scheduling", "--enable-prompt-tokens-details"]
+    command += ["--enable-prompt-tokens-details"]
     command += ["--tensor-parallel-size", str(wanted.rank_count)]
     if wanted.transfer is not None:
         command += ["--kv-transfer-config", json.dumps(wanted.transfer)]

@@ -135,7 +135,10 @@ async def stock(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stock
         connector("kv_both", ports[0], **QUICK),
         with_host_tier(connector("kv_both", ports[1], **QUICK)),
     )
-    wanted = (Wanted("first", configs[0], ports[0]), Wanted("second", configs[1], ports[1]))
+    wanted = (
+        Wanted("first", configs[0], ports[0], ahead=True),
+        Wanted("second", configs[1], ports[1], ahead=True),
+    )
     async with (
         serving(folder, *wanted) as (first, second),
         pairing(folder, first, second) as proxy_port,

@@ -23,7 +23,6 @@ from headrace_engine.vllm.compat import (
     kv_role,
     model_of,
     replica_count,
-    schedules_ahead,
 )
 from headrace_engine.vllm.model_folder import digest_of, read_model_folder
 from headrace_engine.vllm.settings import ConnectorSettings
@@ -125,10 +124,6 @@ def standalone_settings(vllm_config: VllmConfig) -> tuple[ConnectorSettings, Sta
 
 def _require_supported(vllm_config: VllmConfig) -> None:
     problems: dict[str, str] = {}
-    if schedules_ahead(vllm_config):
-        problems["async_scheduling"] = (
-            "start the server with --no-async-scheduling: a step's plan needs the step before it"
-        )
     if replica_count(vllm_config) > 1:
         problems["data_parallel_size"] = (
             "must be 1: start a server for each replica, because only one of them holds a prompt"
