@@ -385,7 +385,7 @@ def _timed_decision(
             worker_id=table.workers[one].ref.worker_id,
             cost=1e3 * float(timed.cost_s[one]),
             weight=0.0,
-            cached_tokens=0,
+            cached_tokens=needed_tokens - int(missing[one]),
             missing_tokens=int(missing[one]),
             held_tokens=int(table.held_tokens[one]),
             requests=int(table.requests[one]),

@@ -131,6 +131,8 @@ def test_a_cached_prompt_stays_with_its_cache() -> None:
     decision = _choose(_busy(2), _busy(2), cached=(0, 1_000))
     assert (decision.worker.ref, decision.remote) == (_ref("w1"), False)
     assert decision.missing_tokens == 0
+    cached = {one.worker_id: one.cached_tokens for one in decision.candidates}
+    assert cached["w0"] == 0 < cached["w1"]
 
 
 @pytest.mark.parametrize(
