@@ -30,8 +30,9 @@ async def nowhere(tenant: str, response_id: str) -> bytes | None:
 
 @dataclass(slots=True, eq=False)
 class _Conversation:
-    """`messages` is a serialized Chat. Each answer in it ends at one length."""
+    """`messages` is a serialized Chat. Each answer in it ends at one length. Branches have the `name` of the whole."""
 
+    name: str
     messages: bytearray
     ends: dict[str, int] = field(default_factory=dict)
     used_s: float = 0.0
@@ -64,6 +65,10 @@ class _TenantConversations:
         """The one that was not used for longest is the first."""
         self.stored_bytes = 0
 
+    def name_of(self, response_id: str) -> str:
+        conversation = self._by_id.get(response_id)
+        return response_id if conversation is None else conversation.name
+
     def find(self, response_id: str, now_s: float) -> bytes | None:
         conversation = self._by_id.get(response_id)
         if conversation is None:
@@ -78,7 +83,8 @@ class _TenantConversations:
         conversation = self._by_id.get(previous_id)
         if conversation is None or conversation.messages != earlier:
             # The first turn, another branch, or a conversation of another process.
-            conversation = _Conversation(bytearray(earlier))
+            name = self.name_of(previous_id or response_id)
+            conversation = _Conversation(name, bytearray(earlier))
         else:
             self.stored_bytes -= conversation.stored_bytes
         conversation.add(response_id, added)
@@ -163,7 +169,9 @@ class ConversationStore:
                 f"the conversation of response {shown_id} is not kept any more; send all of its messages",
                 metadata={"response_id": shown_id},
             )
-        return ContinuedChat(self, tenant, response_id, found)
+        kept = self._tenants.get(tenant)
+        name = response_id if kept is None else kept.name_of(response_id)
+        return ContinuedChat(self, tenant, name, response_id, found)
 
     def find_here(self, tenant: str, response_id: str) -> bytes | None:
         """The messages up to an answer and with it, a serialized Chat, if this process has them."""
@@ -209,6 +217,8 @@ class ContinuedChat:
 
     _store: ConversationStore
     _tenant: str
+    name: str = ""
+    """The id of the conversation's first answer that is known. Empty for a new one."""
     _previous_id: str = ""
     _earlier: bytes = b""
     _new: bytes = b""

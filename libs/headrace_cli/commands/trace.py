@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -30,12 +32,14 @@ from headrace_cli.trace_export import otlp_object
 from headrace_cli.waterfall import draw_comparison, draw_layers, draw_trace
 from headrace_common.errors import ConfigError, NotFound
 from headrace_common.limits import PAGE_SIZE_MAX
+from headrace_common.trace_view.conversation import Turn, turns_of
 from headrace_common.trace_view.model import TraceView
 from headrace_common.trace_view.reading import read_trace
 from headrace_common.trace_view.verdict import verdict
 
 PIPED_WIDTH: Final = 80
 COMPARE: Final = "compare"
+CONVERSATION: Final = "conversation"
 LAST: Final = "last"
 SLOWEST: Final = "slowest"
 FAILED: Final = "failed"
@@ -57,7 +61,8 @@ def trace(
         list[str] | None,
         typer.Argument(
             metavar="[WHICH]...",
-            help=f"{LAST} (default), {SLOWEST}, {FAILED}, a trace id or request id, or {COMPARE} A B.",
+            help=f"{LAST} (default), {SLOWEST}, {FAILED}, a trace id or request id, {COMPARE} A B, or "
+            f"{CONVERSATION} ID: its turns.",
         ),
     ] = None,
     router: Router = DEFAULT_ROUTER,
@@ -90,6 +95,8 @@ def trace(
         async with open_router_internally(found) as client:
             if list_count:
                 show_list(await client.traces(list_count), as_json=as_json)
+            elif names[0] == CONVERSATION and len(names) > 1:
+                show_turns(await conversation_turns(client, names[1]), as_json=as_json)
             elif len(names) > 1:
                 await _compare(client, names, spans_wait)
             else:
@@ -105,8 +112,10 @@ def trace(
 
 
 def chosen_names(words: list[str]) -> list[str]:
-    """One trace, or two to compare. Raises ConfigError."""
+    """One trace, two to compare, or CONVERSATION and its id. Raises ConfigError."""
     if words[0] != COMPARE and len(words) == 1:
+        return words
+    if words[0] == CONVERSATION and len(words) == 2:
         return words
     if words[0] == COMPARE and len(words) == 3:
         return words[1:]
@@ -132,12 +141,7 @@ async def chosen_trace(client: RouterOperator, name: str, wait_s: float) -> trac
         return await client.trace("" if name == LAST else name, wait_s)
     best: trace_pb2.Trace | None = None
     longest_ns = -1
-    for summary in await client.traces(SEARCHED_MAX):
-        try:
-            trace = await client.trace(summary.trace_id, 0.0)
-        except NotFound:
-            # The router has dropped it meanwhile.
-            continue
+    async for trace in _newest(client):
         view = read_trace(trace)
         if name == FAILED and is_failed(view):
             return trace
@@ -147,6 +151,40 @@ async def chosen_trace(client: RouterOperator, name: str, wait_s: float) -> trac
         what = "failed" if name == FAILED else "has a first token"
         raise NotFound(f"none of the stored requests {what}", metadata={"id": name})
     return best
+
+
+async def _newest(client: RouterOperator) -> AsyncIterator[trace_pb2.Trace]:
+    for summary in await client.traces(SEARCHED_MAX):
+        # The router may have dropped it meanwhile.
+        with suppress(NotFound):
+            yield await client.trace(summary.trace_id, 0.0)
+
+
+async def conversation_turns(client: RouterOperator, conversation_id: str) -> list[Turn]:
+    """The turns of a conversation that are stored, oldest first. Raises NotFound."""
+    turns = turns_of([trace async for trace in _newest(client)], conversation_id)
+    if not turns:
+        raise NotFound(
+            f"none of the last {SEARCHED_MAX} requests belongs to conversation {conversation_id}",
+            metadata={"id": conversation_id},
+        )
+    return turns
+
+
+def show_turns(turns: Iterable[Turn], *, as_json: bool) -> None:
+    """Prints one row for each turn."""
+    if as_json:
+        print_json({"turns": list(map(asdict, turns))})
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in ("request", "prompt", "cached", "sent", "computed", "answer", "workers", "why"):
+        table.add_column(title, overflow="fold")
+    for turn in turns:
+        counts = [turn.prompt_tokens, turn.cached_tokens, turn.transferred_tokens]
+        counts += [turn.computed_tokens, turn.answer_tokens]
+        workers = " > ".join(filter(None, (turn.prefill_worker, turn.decode_worker)))
+        table.add_row(turn.request_id, *map(str, counts), workers, turn.reason)
+    answer_console().print(table)
 
 
 def is_failed(view: TraceView) -> bool:

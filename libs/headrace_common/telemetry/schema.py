@@ -68,6 +68,8 @@ ATTRIBUTE_REQUEST_ID: Final = "headrace.request_id"
 ATTRIBUTE_TRANSFER_ID: Final = "headrace.transfer_id"
 # Tokens of the prompt.
 ATTRIBUTE_PROMPT_TOKENS: Final = "gen_ai.usage.input_tokens"
+# Name of the conversation, where the client gives one or continues a stored answer.
+ATTRIBUTE_CONVERSATION_ID: Final = "gen_ai.conversation.id"
 # Tokens generated.
 ATTRIBUTE_COMPLETION_TOKENS: Final = "gen_ai.usage.output_tokens"
 # Tokens of the answer that earlier workers generated.
@@ -95,7 +97,7 @@ ATTRIBUTE_PREFILL_WORKER_ID: Final = "headrace.prefill.worker_id"
 ATTRIBUTE_DECODE_WORKER_ID: Final = "headrace.decode.worker_id"
 # Incarnation of the process that made the span.
 ATTRIBUTE_INCARNATION: Final = "headrace.incarnation"
-# Prompt tokens found in a worker's prefix cache.
+# Prompt tokens found in a worker's prefix cache, of a request in the decode worker's.
 ATTRIBUTE_CACHED_TOKENS: Final = "headrace.cached_tokens"
 # Those of the cached tokens with KV from main memory. Absent for none.
 ATTRIBUTE_HOST_TOKENS: Final = "headrace.tier.host_tokens"

@@ -258,6 +258,11 @@ class OpenAiApp:
         except NotFound as error:
             raise HttpError(404, "previous_response_not_found", error.detail) from error
 
+        def complete(request: inference_pb2.GenerateRequest) -> None:
+            turn.complete(request.chat, body.instructions or "")
+            known = turn.name or (f"resp_{request.request_id}" if stores else "")
+            request.conversation_id = request.conversation_id or known
+
         def new_format(head: ResponseHead, model: str, rules: AnswerRules) -> AnswerFormat:
             def save(output: Sequence[Mapping[str, Any]]) -> None:
                 if stores:
@@ -272,7 +277,7 @@ class OpenAiApp:
             chat,
             "resp_",
             new_format,
-            complete=lambda chat: turn.complete(chat, body.instructions or ""),
+            complete=complete,
         )
 
     async def _answer_chat(
@@ -282,7 +287,7 @@ class OpenAiApp:
         body: ChatCompletionBody,
         id_prefix: str,
         new_format: Callable[[ResponseHead, str, AnswerRules], AnswerFormat],
-        complete: Callable[[inference_pb2.Chat], None] = lambda chat: None,
+        complete: Callable[[inference_pb2.GenerateRequest], None] = lambda request: None,
     ) -> None:
         """Answers a chat. `new_format` gets the head, the model and the rules of the answer.
 
@@ -292,7 +297,7 @@ class OpenAiApp:
         head, model = self._head(body, id_prefix + request_id)
         rules = rules_of(body, self._parts.parsers[model])
         request = chat_request(body, request_id)
-        complete(request.chat)
+        complete(request)
         if rules.divides:
             # The tags around calls and reasoning may be special tokens. vLLM sets it for calls, too.
             request.sampling.skip_special_tokens = False

@@ -25,6 +25,7 @@ from headrace_frontend.openai.requests import (
 from headrace_frontend.request.sampling import SEED_MAX
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
 
+_NO_ID_CHARACTER = re.compile(r"[^!-~]")
 _SAME_NAMES = (
     "temperature",
     "top_p",
@@ -82,6 +83,9 @@ def chat_request(body: ChatCompletionBody, request_id: str) -> inference_pb2.Gen
         tpot_target=_target(body.tpot_target_s),
         priority=_PRIORITIES[body.priority],
         cache_salt=body.cache_salt,
+        conversation_id=_NO_ID_CHARACTER.sub("_", body.prompt_cache_key)[
+            :REQUEST_ID_CHARACTERS_MAX
+        ],
     )
 
 
@@ -109,6 +113,9 @@ def completion_requests(
             tpot_target=_target(body.tpot_target_s),
             priority=_PRIORITIES[body.priority],
             cache_salt=body.cache_salt,
+            conversation_id=_NO_ID_CHARACTER.sub("_", body.prompt_cache_key)[
+                :REQUEST_ID_CHARACTERS_MAX
+            ],
             **prompt,
         )
         for index, prompt in enumerate(_prompts(body.prompt))

@@ -146,7 +146,7 @@ class GenerationBody(Body):
     without_effect = frozenset(
         {
             *("user", "metadata", "store", "service_tier", "safety_identifier", "session_id"),
-            *("prompt_cache_retention", "prompt_cache_key", "prompt_cache_options"),
+            *("prompt_cache_retention", "prompt_cache_options"),
         }
     )
     neutral = {  # noqa: RUF012
@@ -197,6 +197,7 @@ class GenerationBody(Body):
     response_format: ResponseFormatBody | None = None
     priority: Annotated[Literal[-1, 0, 1], BeforeValidator(_whole)] = 0
     cache_salt: str = ""
+    prompt_cache_key: str = ""
     request_id: str = ""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False

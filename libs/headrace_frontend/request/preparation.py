@@ -160,6 +160,8 @@ class RequestPreparer:
         root.set_attribute(schema.ATTRIBUTE_GEN_AI_OPERATION, operation)
         root.set_attribute(schema.ATTRIBUTE_GEN_AI_REQUEST_MODEL, prepared.served_name)
         root.set_attribute(schema.ATTRIBUTE_PROMPT_TOKENS, len(prepared.token_ids))
+        if request.conversation_id:
+            root.set_attribute(schema.ATTRIBUTE_CONVERSATION_ID, request.conversation_id)
         return prepared
 
     async def _run(

@@ -203,10 +203,7 @@ def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]
             violations["chat.tool_choice.mode"] = (
                 "excludes sampling.structured_outputs; leave out one of them"
             )
-    if len(request.request_id) > REQUEST_ID_CHARACTERS_MAX:
-        violations["request_id"] = f"must have at most {REQUEST_ID_CHARACTERS_MAX} characters"
-    elif not _REQUEST_ID.fullmatch(request.request_id):
-        violations["request_id"] = "must hold visible ASCII characters only, without spaces"
+    violations.update(_id_violations(request))
     violations.update(_answer_violations(request))
     violations.update(_placement_violations(request))
     if request.first_token not in _FIRST_TOKEN_POLICIES:
@@ -215,6 +212,15 @@ def request_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]
         violations["cache_salt"] = f"must have at most {CLIENT_SALT_CHARACTERS_MAX} characters"
     violations.update(_target_violations(request))
     return violations
+
+
+def _id_violations(request: inference_pb2.GenerateRequest) -> Iterator[tuple[str, str]]:
+    given = {"request_id": request.request_id, "conversation_id": request.conversation_id}
+    for name, text in given.items():
+        if len(text) > REQUEST_ID_CHARACTERS_MAX:
+            yield name, f"must have at most {REQUEST_ID_CHARACTERS_MAX} characters"
+        elif not _REQUEST_ID.fullmatch(text):
+            yield name, "must hold visible ASCII characters only, without spaces"
 
 
 def _placement_violations(request: inference_pb2.GenerateRequest) -> dict[str, str]:

@@ -77,6 +77,8 @@ async def finish_response(
     if response.started:
         root.set_attribute(schema.ATTRIBUTE_FIRST_TOKEN, _MAKER_NAMES[response.first_token_by])
     root.set_attribute(schema.ATTRIBUTE_COMPLETION_TOKENS, response.completion_tokens)
+    root.set_attribute(schema.ATTRIBUTE_CACHED_TOKENS, outcome.cached_tokens)
+    root.set_attribute(schema.ATTRIBUTE_TRANSFERRED_TOKENS, outcome.transferred_tokens)
     root.set_attribute(schema.ATTRIBUTE_FINISH_REASON, [finish_reason_name(response.finish_reason)])
 
 

@@ -94,9 +94,10 @@ async def stored(
     turn = await store.resume(tenant, request.resume)
     request.resume = ""
     turn.complete(request.chat)
+    request.request_id = request_id_of(request)
+    request.conversation_id = request.conversation_id or turn.name or request.request_id
     if not request.store:
         return write
-    request.request_id = request_id_of(request)
     texts: list[str] = []
 
     async def write_and_store(message: inference_pb2.GenerateResponse) -> None:

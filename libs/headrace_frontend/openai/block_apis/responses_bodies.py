@@ -116,6 +116,7 @@ class ResponsesBody(_Part):
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**32)] | None = None
     metadata: dict[str, str] | None = None
     parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
     reasoning: ReasoningBody | None = None
     store: bool | None = None
     stream: bool | None = None
@@ -150,6 +151,7 @@ class ResponsesBody(_Part):
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "prompt_cache_key": self.prompt_cache_key,
             "tools": tools or None,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "response_format": _response_format(

@@ -73,7 +73,9 @@ INVALID: Final[tuple[Any, ...]] = (
 )
 # They say nothing about the answer: docs/openai.md lists them.
 # add_generation_prompt is false where continue_final_message is true.
-WITHOUT_EFFECT: Final = ChatCompletionBody.without_effect | {"model", "add_generation_prompt"}
+WITHOUT_EFFECT: Final = ChatCompletionBody.without_effect | {
+    *("model", "add_generation_prompt", "prompt_cache_key")
+}
 DEFAULTS: Final = {
     "n": 1,
     "temperature": 1,
