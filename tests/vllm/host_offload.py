@@ -6,6 +6,7 @@ vLLM refuses to make its own worker here: "CPU Offloading is currently only supp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,14 +34,12 @@ class HostWorker(OffloadingWorker):  # type: ignore[misc]
         self._host: list[Pages] = [pages.numpy() for pages in host]
         self._done: list[TransferResult] = []
 
-    def submit_store(
-        self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: BlockIDsLoadStoreSpec
-    ) -> bool:
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         """From the cache."""
         return self._copy(job_id, self._device, src_spec, self._host, dst_spec)
 
     def submit_load(
-        self, job_id: int, src_spec: BlockIDsLoadStoreSpec, dst_spec: BlockIDsLoadStoreSpec
+        self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
     ) -> bool:
         """Into the cache."""
         return self._copy(job_id, self._host, src_spec, self._device, dst_spec)

@@ -374,8 +374,8 @@ def block_interior(vllm_config: VllmConfig) -> Callable[[Tensor, int], str]:
         if not runs_on_cpu():
             # A head's K and V of a token lie together, and the strides locate tokens.
             return TOKEN_OUTER
-        from vllm.utils.torch_utils import is_quantized_kv_cache
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+        from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
         isa = _get_attn_isa(model_dtype, block_size, tensor.shape[3] // 2, cache_dtype)
         # The tensor of quantized KV has bytes of no particular type.

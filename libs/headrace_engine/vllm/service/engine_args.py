@@ -7,11 +7,17 @@ import difflib
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from importlib import import_module
 from typing import Any, Final, NoReturn
 
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.service.adapters import LORA_MODULES
 
+LORA_PARSER_MODULES: Final = (
+    "vllm.entrypoints.common.cli_args",
+    "vllm.entrypoints.launchers.cli_args",
+)
+"""Where vLLM has LoRAParserAction: from 0.33 on, and before."""
 SETTINGS: Final[Mapping[str, str]] = {
     "model": "model",
     "served_model_name": "served_model",
@@ -227,7 +233,6 @@ def _wrong(detail: str) -> ConfigError:
 def _vllm_parser(names: Sequence[str]) -> argparse.ArgumentParser:
     """vLLM's parser, which raises ConfigError where it would end the process."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import LoRAParserAction
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):
@@ -237,5 +242,16 @@ def _vllm_parser(names: Sequence[str]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = AsyncEngineArgs.add_cli_args(
         Parser(add_help=False, allow_abbrev=False)
     )
-    parser.add_argument("--lora-modules", nargs="+", action=LoRAParserAction)
+    parser.add_argument("--lora-modules", nargs="+", action=_lora_parser_action())
     return parser
+
+
+def _lora_parser_action() -> type[argparse.Action]:
+    """vLLM's action of --lora-modules."""
+    new, old = LORA_PARSER_MODULES
+    try:
+        module = import_module(new)
+    except ModuleNotFoundError:
+        module = import_module(old)
+    found: type[argparse.Action] = module.LoRAParserAction
+    return found
