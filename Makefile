@@ -15,7 +15,6 @@ TINY_ADAPTERS := models/tiny-llama-adapters
 HYBRID_MODELS := $(addprefix models/tiny-,deepseek-v2 deepseek-v3 deepseek-wide gemma3 gpt-oss lfm2 llama4 mamba2 mamba2-groups qwen3-next qwen3-next-deep)
 BASELINE := protos/baseline.binpb
 PYTEST := $(BIN)/python -m pytest
-GPU_PYTHON ?= $(BIN)/python
 
 # `headrace demo` reads it from the environment, where neither make nor a shell expands it again.
 ifdef PROMPT
@@ -97,8 +96,8 @@ test-clients: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## chat clien
 chaos: setup ## 10,000 requests while services with mutual TLS die, freeze and restart (SEED=... replays, REQUESTS=..., ARGS="--credentials tokens"; RDMA=1: 200 over RDMA verbs)
 	@$(BIN)/python $(if $(RDMA),scripts/rdma_vm.py --only chaos,-m tests.chaos) --requests $(REQUESTS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-test-gpu: setup ## the KV data plane in a CUDA device's memory (GPU_PYTHON: one whose torch knows CUDA)
-	@$(GPU_PYTHON) -m pytest -m gpu $(ARGS)
+test-gpu: ## services, engines and the KV data plane on a CUDA device, then a bench and a record (GPU_PYTHON: an interpreter that has the packages; BENCH="--model ...")
+	@GPU_PYTHON='$(GPU_PYTHON)' BENCH='$(BENCH)' scripts/test_gpu.sh $(ARGS)
 
 test-kube: setup ## the Helm chart and the planner on a real Kubernetes API server, which the first run builds (5 minutes)
 	@scripts/build_kube_apiserver.sh
@@ -167,6 +166,6 @@ test-images: setup ## the images of router, registry, planner and simulated work
 	PYTHONPATH=scripts $(BIN)/python -m tests.images
 
 clean: ## remove everything that set-up and tests wrote, the models too
-	rm -rf .venv .cache libs/headrace models node_modules tests/clients/node/node_modules build dist
+	rm -rf .venv .venv-cuda .cache libs/headrace models node_modules tests/clients/node/node_modules build dist
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find libs services scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,20 +2,24 @@
 # Makes this checkout ready to run: Debian libraries, .venv, Python packages, stubs, console scripts.
 #   scripts/setup.sh runtime    what `make demo` and `make up` need
 #   scripts/setup.sh dev        that, and what `make lint`, `make docs` and `make test` need
+#   scripts/setup.sh cuda       what `make test-gpu` needs, with CUDA builds of vLLM and Mooncake, in .venv-cuda
 # Does again only what changed; several may run at once. Exit 2: something only you can do is missing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 level=${1:-runtime}
+venv=.venv
 case $level in
     runtime) requirement_sets=(worker router registry model build) ;;
     dev) requirement_sets=(worker router registry planner model build dev docs) ;;
-    *) echo "usage: scripts/setup.sh [runtime|dev]" >&2; exit 2 ;;
+    cuda) requirement_sets=(router registry planner model build dev worker-cuda) venv=.venv-cuda ;;
+    *) echo "usage: scripts/setup.sh [runtime|dev|cuda]" >&2; exit 2 ;;
 esac
 requirement_files=("${requirement_sets[@]/#/requirements/}")
 requirement_files=("${requirement_files[@]/%/.txt}")
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore PIP_NO_INPUT=1
-free_kib_needed=$((6 * 1024 * 1024))
+free_gib_needed=6
+[[ $level != cuda ]] || free_gib_needed=16
 log=.cache/setup.log
 
 # Programs that fail on a full disk may not say so.
@@ -66,6 +70,11 @@ PYTHON
     else
         echo libibverbs1 libcurl4 libnuma1 libstdc++6
     fi
+    if [[ $level == cuda ]]; then
+        # Mooncake for CUDA loads libmlx5, and Triton compiles.
+        ldconfig -p | grep -q libmlx5.so.1 || echo ibverbs-providers
+        command -v g++ >/dev/null || echo gcc g++ libc6-dev
+    fi
     if [[ $level == dev ]]; then
         command -v etcd >/dev/null || echo etcd-server
         command -v etcdctl >/dev/null || echo etcd-client
@@ -115,7 +124,7 @@ follow_pip() {
         (((SECONDS - started_s) % 5 == 0)) || continue
         fetched=$(sed -nE 's/^(Collecting|Requirement already satisfied:) ([^ ]+).*/\2/p' "$log" | sort -u | wc -l)
         if grep -q '^Installing collected' "$log"; then
-            say "Python packages: unpacking into .venv ($((SECONDS - started_s)) s)"
+            say "Python packages: unpacking into $venv ($((SECONDS - started_s)) s)"
         else
             say "Python packages: $fetched of $total fetched ($((SECONDS - started_s)) s)"
         fi
@@ -125,24 +134,36 @@ follow_pip() {
 # Files with the hashes in requirements/, and no others. A package without a wheel is built with the setuptools of
 # build.txt. pip's isolated builds would fetch one without a hash.
 install_locked() {
-    .venv/bin/python -m pip install --require-hashes --no-deps --no-build-isolation --no-compile --progress-bar off "$@"
+    "$venv/bin/python" -m pip install --require-hashes --no-deps --no-build-isolation --no-compile --progress-bar off "$@"
+}
+
+# The versions of worker-cuda.txt differ from the others in a few tools. pip refuses two versions in one call.
+install_files() {
+    local file
+    if [[ $level != cuda ]]; then
+        install_locked "${requirement_files[@]/#/--requirement=}"
+        return
+    fi
+    for file in "${requirement_files[@]}"; do
+        install_locked --requirement="$file" || return
+    done
 }
 
 install_python_packages() {
     local total
     total=$(grep -hoE '^[a-z0-9][^ ]*==' "${requirement_files[@]}" | sort -u | wc -l)
-    if (($(df --output=avail -k . | tail -n 1) < free_kib_needed)); then
-        refuse "the Python packages need 6 GB of free disk here"
+    if (($(df --output=avail -k . | tail -n 1) < free_gib_needed * 1024 * 1024)); then
+        refuse "the Python packages need $free_gib_needed GB of free disk here"
     fi
-    say "installing $total Python packages into .venv (a few minutes the first time)"
+    say "installing $total Python packages into $venv (a few minutes the first time)"
     { install_locked --requirement=requirements/build.txt >"$log" 2>&1 &&
-        install_locked "${requirement_files[@]/#/--requirement=}" >"$log" 2>&1; } </dev/null &
+        install_files >"$log" 2>&1; } </dev/null &
     local pip_pid=$!
     follow_pip "$pip_pid" "$total"
     if wait "$pip_pid"; then
         say "compiling them on $(nproc) cores"
         # pip would do it on one. Packages carry files for other Pythons, which do not compile here.
-        .venv/bin/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true
+        "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null 2>&1 || true
         return
     fi
     tail -n 15 "$log" >&2
@@ -157,10 +178,10 @@ install_python_packages() {
 }
 
 prepare_environment() {
-    local wanted stamp=.venv/.headrace-$level
-    if [[ ! -x .venv/bin/python ]]; then
-        say "creating .venv with $python"
-        "$python" -m venv .venv
+    local wanted stamp=$venv/.headrace-$level
+    if [[ ! -x $venv/bin/python ]]; then
+        say "creating $venv with $python"
+        "$python" -m venv "$venv"
     fi
     wanted=$({ pwd; cat requirements/*.txt; } | sha256sum)
     [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
@@ -170,10 +191,10 @@ prepare_environment() {
 }
 
 link_project() {
-    local wanted stamp=.venv/.headrace-link
+    local wanted stamp=$venv/.headrace-link
     wanted=$({ pwd; cat pyproject.toml scripts/link_project.py; } | sha256sum)
     [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
-    .venv/bin/python scripts/link_project.py
+    "$venv/bin/python" scripts/link_project.py
     printf '%s\n' "$wanted" >"$stamp"
 }
 
@@ -200,7 +221,7 @@ flock -n 9 || { say "waiting for another set-up of this checkout"; flock 9; }
 started_s=$SECONDS
 prepare_machine
 prepare_environment
-scripts/generate_stubs.sh .venv/bin/python
+scripts/generate_stubs.sh "$venv/bin/python"
 link_project
 if [[ $level == dev ]]; then
     install_node_packages

@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from headrace_common.access.tokens import FOLDER_VARIABLE
 
-pytest_plugins = ["tests.second_run"]
+pytest_plugins = ["tests.devices", "tests.second_run"]
 
 DEPLOYMENT_FOLDERS = {"suite", "security", "clients"}
 

@@ -1,20 +1,14 @@
-"""Devices for the tests of this folder: tensors of the CPU, and of a GPU where there is one."""
+"""The device of the tests of this folder."""
 
 from __future__ import annotations
 
 import pytest
 
-DEVICES = [
-    pytest.param("cpu", marks=pytest.mark.vllm),
-    pytest.param("cuda:0", marks=[pytest.mark.vllm, pytest.mark.gpu]),
-]
+from tests.devices import DEVICES, require
 
 
 @pytest.fixture(scope="session", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     """A device by its name in torch, which is imported only where a test needs it."""
-    torch = pytest.importorskip("torch")
-    if request.param != "cpu" and not torch.cuda.is_available():
-        built = torch.version.cuda
-        pytest.skip("there is no CUDA device" if built else "this torch is built without CUDA")
+    require(request.param)
     return str(request.param)

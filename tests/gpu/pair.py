@@ -9,6 +9,7 @@ from headrace_engine.interface import Sampling
 from tests.vllm.pair import Answer, reset, running_pair
 
 LENGTHS = (2, 33, 300, 700)
+SHARE = 0.3
 # With log probabilities, which distinguish a near tie from a wrong byte.
 SAMPLING = Sampling(temperature=0.0, max_tokens=16, logprobs=5)
 
@@ -23,9 +24,14 @@ class Tokens:
 
 @dataclass(slots=True)
 class PairResult:
-    """By prompt: the answers of one engine, of the pair, and of the pair with the first token from prefill."""
+    """By prompt: the answers of one engine, of the pair, and of the pair with the first token from prefill.
+
+    `schedulers` and `graphs`: vLLM's choices, for prefill and decode.
+    """
 
     session: str
+    schedulers: list[str]
+    graphs: list[str]
     plain: list[Tokens] = field(default_factory=list)
     split: list[Tokens] = field(default_factory=list)
     after_first: list[Tokens] = field(default_factory=list)
@@ -36,21 +42,37 @@ def tokens_of(answer: Answer) -> Tokens:
 
 
 async def measure(
-    model: str, dtype: str, enforce_eager: bool, gpu_direct: bool, engine_args: str = ""
+    model: str,
+    dtype: str,
+    enforce_eager: bool,
+    gpu_direct: bool,
+    engine_args: str = "",
+    kv_cache_gib: float = 1.0,
+    **more: object,
 ) -> PairResult:
-    """Starts a pair of engines and generates on one and on both."""
+    """Starts a pair of engines and generates on one and on both.
+
+    Without `kv_cache_gib`, each engine uses a share of the device. They start one after the other. `more`: of both.
+    """
     changes: dict[str, object] = {
         "model": model,
         "dtype": dtype,
         "enforce_eager": enforce_eager,
         "gpu_direct": gpu_direct,
         "engine_args": engine_args,
-        "kv_cache_gib": 1.0,
+        "kv_cache_gib": kv_cache_gib,
+        "gpu_memory_utilization": SHARE,
         "max_num_batched_tokens": 256,
+        **more,
     }
     random = Random(7)
     async with running_pair(prefill=changes, decode=changes) as pair:
-        result = PairResult(pair.decode.descriptor.ranks[0].session)
+        configs = [one._llm.vllm_config for one in (pair.prefill, pair.decode) if one._llm]
+        result = PairResult(
+            pair.decode.descriptor.ranks[0].session,
+            [one.scheduler_config.get_scheduler_cls().__name__ for one in configs],
+            [one.compilation_config.cudagraph_mode.name for one in configs],
+        )
         for length in LENGTHS:
             prompt = [random.randrange(3, 500) for _ in range(length)]
             result.plain.append(tokens_of(await pair.plain(prompt, SAMPLING)))

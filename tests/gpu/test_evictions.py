@@ -1,4 +1,4 @@
-"""KV that has left KV memory on a CUDA device returns from main memory and disk. Slow: engines load and compile."""
+"""KV that has left KV memory on a device returns from main memory and disk. Slow: engines load and compile."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.test_pair import differ, require_device, tokens
+from tests.devices import CPU, CUDA
+from tests.gpu.test_pair import differ, require_engines, tokens
 from tests.vllm.jobs import run_job
 from tests.vllm.tiers import KV_MEMORY_BLOCKS, PROMPT_COUNT, PROMPT_TOKENS
 
@@ -15,25 +16,23 @@ WHOLE = PROMPT_TOKENS - 1
 
 pytestmark = [
     pytest.mark.vllm,
-    pytest.mark.gpu,
     pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore"),
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _require_device() -> None:
-    require_device(Path(MODEL))
-
-
 @pytest.mark.parametrize(
-    ("dtype", "eager", "host_blocks", "disk_blocks"),
-    [("float32", True, 20, 100), ("bfloat16", False, 120, 0)],
-    ids=["disk", "graphs"],
+    ("device", "dtype", "eager", "host_blocks", "disk_blocks"),
+    [
+        (CPU, "float32", True, 20, 100),
+        pytest.param(CUDA, "float32", True, 20, 100, id="disk", marks=pytest.mark.gpu),
+        pytest.param(CUDA, "bfloat16", False, 120, 0, id="graphs", marks=pytest.mark.gpu),
+    ],
 )
 def test_evicted_prompts_return_with_equal_answers(
-    dtype: str, eager: bool, host_blocks: int, disk_blocks: int
+    device: str, dtype: str, eager: bool, host_blocks: int, disk_blocks: int
 ) -> None:
+    require_engines(device, Path(MODEL))
     found = run_job(
         "tests.gpu.evictions:measure",
         model=MODEL,

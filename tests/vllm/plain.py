@@ -24,7 +24,7 @@ class AdapterTokens:
 
 
 async def adapter_tokens(
-    model: str, folders: dict[str, str], prompts: list[list[int]], max_tokens: int
+    model: str, dtype: str, folders: dict[str, str], prompts: list[list[int]], max_tokens: int
 ) -> AdapterTokens:
     """Greedy answers of an engine that is started for these adapters, by name."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -33,7 +33,7 @@ async def adapter_tokens(
 
     llm = LLM(
         model=model,
-        dtype="float32",
+        dtype=dtype,
         max_model_len=512,
         enforce_eager=True,
         enable_lora=True,

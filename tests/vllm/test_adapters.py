@@ -14,6 +14,7 @@ from headrace_common.access.tokens import create_token, load_local_key
 from headrace_common.errors import ConfigError, InvalidRequest
 from headrace_engine.vllm.service.adapters import LORA_MODULES, lora_arguments, read_adapters
 from headrace_engine.vllm.service.engine_args import parse_engine_args, split_engine_args
+from tests.devices import CPU, DEVICES, require, shared
 from tests.ports import free_port
 from tests.suite.deployment import Suite, greedy, suite
 from tests.vllm.adapters import ARGUMENTS, FOLDER, LENGTHS, NAMES
@@ -101,38 +102,51 @@ _REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 
 @pytest.mark.timeout(280)
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("device", DEVICES)
 def test_adapters_of_run_time_answer_as_vllm_that_was_started_with_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_job: RunJob
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_job: RunJob
 ) -> None:
+    require(device)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     folder = Path(FOLDER).resolve()
     prompts = [prompt_of(length) for length in LENGTHS]
     plain = run_job(
         "tests.vllm.plain:adapter_tokens",
         model="tiny-llama",
+        dtype=dtype_of(device),
         folders={name: str(folder / name) for name in ("poet", "coder")},
         prompts=prompts,
         max_tokens=COUNT,
     )["tokens"]
     assert len({tuple(plain[name][0]) for name in NAMES}) == len(NAMES)
-    asyncio.run(_use(tmp_path, folder, prompts, plain))
+    asyncio.run(_use(tmp_path, device, folder, prompts, plain))
+
+
+def dtype_of(device: str) -> str:
+    """A type that vLLM's kernels for adapters have."""
+    return "float32" if device == CPU else "bfloat16"
 
 
 async def _use(
-    tmp_path: Path, folder: Path, prompts: list[list[int]], plain: dict[str, list[list[int]]]
+    tmp_path: Path,
+    device: str,
+    folder: Path,
+    prompts: list[list[int]],
+    plain: dict[str, list[list[int]]],
 ) -> None:
     page, listen = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
-    worker = (
-        ("dtype", "float32"),
-        ("max_model_len", "512"),
-        # Room for two adapters: on processors, the last one stays empty.
-        ("engine_args", "--enable-lora --max-loras 3"),
-        ("adapter_folders", str(folder)),
-    )
+    # Room for two adapters: on processors, the last one stays empty.
+    room = 3 if device == CPU else 2
     settings = (
         ("router", "status_listen", page),
         ("router", "http_listen", listen),
-        *((role, name, value) for role in ("prefill", "decode") for name, value in worker),
+        *shared(
+            device,
+            dtype=dtype_of(device),
+            max_model_len=512,
+            engine_args=f"--enforce-eager --enable-lora --max-loras {room}",
+            adapter_folders=folder,
+        ),
     )
     headers = {TOKEN_KEY: create_token(load_local_key(), Role.OPERATOR, "", 600)}
     async with (

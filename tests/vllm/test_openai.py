@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
+from tests.devices import DEVICES, require, shared
 from tests.ports import free_port
 from tests.suite.deployment import Suite, suite
 from tests.vllm.conftest import RunJob
@@ -23,19 +24,20 @@ PROMPTS = (
 )
 TOKENS = 24
 pytestmark = [
-    pytest.mark.vllm,
     pytest.mark.core,
     pytest.mark.timeout(280),
     pytest.mark.filterwarnings("ignore"),
 ]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 def test_text_over_http_equals_that_of_grpc_and_of_vllm_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_job: RunJob
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_job: RunJob
 ) -> None:
+    require(device)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     plain = run_job("tests.vllm.plain:chat_texts", model=MODEL, prompts=PROMPTS, max_tokens=TOKENS)
-    served, scored = asyncio.run(use(tmp_path))
+    served, scored = asyncio.run(use(tmp_path, device))
     for ours, vllms in zip(scored, plain["prompt_logprobs"], strict=True):
         assert_same_scores(ours, vllms)
     assert served == [(text, text, text) for text in plain["texts"]]
@@ -53,7 +55,6 @@ def assert_same_scores(ours: list[Any], vllms: list[Any]) -> None:
             assert one[token]["rank"] == rank
 
 
-WORKER = (("dtype", "float32"), ("max_model_len", "512"))
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -68,7 +69,7 @@ WEATHER: Any = {
 }
 
 
-async def use(folder: Path) -> tuple[list[tuple[str, str, str]], list[list[Any]]]:
+async def use(folder: Path, device: str) -> tuple[list[tuple[str, str, str]], list[list[Any]]]:
     """The text over HTTP, streamed over HTTP, and over gRPC, for each prompt. Then the `prompt_logprobs` of each.
 
     Also asks for forms and tokens.
@@ -76,7 +77,7 @@ async def use(folder: Path) -> tuple[list[tuple[str, str, str]], list[list[Any]]
     listen = f"127.0.0.1:{free_port()}"
     settings = (
         ("router", "http_listen", listen),
-        *((role, name, value) for role in ("prefill", "decode") for name, value in WORKER),
+        *shared(device, dtype="float32", max_model_len=512, engine_args="--enforce-eager"),
     )
     async with (
         suite(

@@ -12,6 +12,7 @@ import pytest
 from headrace.inference.v1 import first_token_pb2, inference_pb2
 from headrace_common.latency.parts import Part, sum_from_proto
 from headrace_common.telemetry import schema
+from tests.devices import CPU, DEVICES, require, shared
 from tests.freezing import freeze
 from tests.suite.deployment import Outcome, greedy, suite
 from tests.waiting import until
@@ -19,11 +20,7 @@ from tests.waiting import until
 MODEL = Path("models/tiny-llama")
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 LOCAL = inference_pb2.PREFILL_PLACEMENT_LOCAL
-VLLM: dict[str, Any] = {
-    "engine": "vllm",
-    "model": str(MODEL),
-    "settings": (("prefill", "dtype", "float32"), ("decode", "dtype", "float32")),
-}
+VLLM: dict[str, Any] = {"engine": "vllm", "model": str(MODEL)}
 SEEDED: dict[str, Any] = {
     "temperature": 0.8,
     "seed": 5,
@@ -32,10 +29,15 @@ SEEDED: dict[str, Any] = {
 }
 REQUESTS = 10
 pytestmark = [
-    pytest.mark.vllm,
     pytest.mark.timeout(280),
     pytest.mark.skipif(not MODEL.is_dir(), reason="the model is not there: make model"),
 ]
+
+
+def on(device: str) -> dict[str, Any]:
+    """Options of a deployment on a device. Skips the test without it."""
+    require(device)
+    return {**VLLM, "settings": shared(device, dtype="float32", engine_args="--enforce-eager")}
 
 
 @pytest.fixture(autouse=True)
@@ -60,14 +62,17 @@ def assert_same(one: Outcome, other: Outcome) -> None:
     assert one.last.usage.completion_tokens == other.last.usage.completion_tokens
 
 
-async def test_ten_requests_in_flight_outlive_their_prefill_worker(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+async def test_ten_requests_in_flight_outlive_their_prefill_worker(
+    device: str, tmp_path: Path
+) -> None:
     def requests(
         placement: inference_pb2.PrefillPlacement.ValueType,
     ) -> Iterator[inference_pb2.GenerateRequest]:
         for number in range(REQUESTS):
             yield greedy(prompt_of(200 + 10 * number, number), 8, placement, logprobs=1)
 
-    async with suite(tmp_path, **VLLM) as it:
+    async with suite(tmp_path, **on(device)) as it:
 
         async def all_are_in_flight() -> bool:
             return (await it.status("decode-0")).active_transfers == REQUESTS
@@ -85,12 +90,15 @@ async def test_ten_requests_in_flight_outlive_their_prefill_worker(tmp_path: Pat
         await it.wait_empty("decode-0", timeout_s=40)
 
 
-async def test_streams_of_a_killed_decode_worker_continue_on_the_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+async def test_streams_of_a_killed_decode_worker_continue_on_the_other(
+    device: str, tmp_path: Path
+) -> None:
     requests = [
         greedy(prompt_of(60 + n, n), 120, LOCAL, logprobs=1, **(SEEDED if n % 2 else {}))
         for n in range(4)
     ]
-    async with suite(tmp_path, **VLLM, prefill_count=0, decode_count=2) as it:
+    async with suite(tmp_path, **on(device), prefill_count=0, decode_count=2) as it:
         undisturbed = [await it.ask(request, 90) for request in requests]
         running = await it.begun(requests, timeout_s=90, started_tokens=8)
         victim, survivor = await it.busier("decode-0", "decode-1")
@@ -102,6 +110,7 @@ async def test_streams_of_a_killed_decode_worker_continue_on_the_other(tmp_path:
         await it.wait_empty(survivor, timeout_s=20)
 
 
+@pytest.mark.vllm
 async def test_the_sums_of_requests_between_uneven_ranks_are_complete(tmp_path: Path) -> None:
     """20 requests from one rank to two, with the first token made three ways."""
     policies = (
@@ -110,7 +119,7 @@ async def test_the_sums_of_requests_between_uneven_ranks_are_complete(tmp_path: 
         first_token_pb2.FIRST_TOKEN_POLICY_LOGITS,
     )
     has_second = 0
-    async with suite(tmp_path, **VLLM, decode_tensor_parallel=2) as it:
+    async with suite(tmp_path, **on(CPU), decode_tensor_parallel=2) as it:
         for number in range(20):
             request = greedy(prompt_of(200 + 20 * number, number), 4, REMOTE)
             request.first_token = policies[number % len(policies)]
