@@ -27,7 +27,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from bench.handover.__main__ import trace_times
 from bench.support.vllm_child import engine, loaded
 from bench.support.vllm_ways import (
     CONTEXT_TOKENS,
@@ -36,6 +35,7 @@ from bench.support.vllm_ways import (
     engine_arguments,
     ours,
     prompt_of,
+    trace_times,
 )
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import StaleIncarnation

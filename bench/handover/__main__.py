@@ -54,10 +54,8 @@ from bench.support.vllm_ways import (
     peer,
     pieces_of,
     prompt_of,
+    trace_times,
 )
-from headrace.inference.v1 import trace_pb2
-from headrace_common.telemetry import schema
-from headrace_common.trace_view.reading import read_trace
 
 BY_US: Final = {"decode": DECODE, "prefill": PREFILL, "logits": LOGITS}
 NAMES: Final = {
@@ -197,27 +195,6 @@ def peer_id(port: int) -> str:
     """The engine id of the peer's prefill engine."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/query", timeout=10) as answer:
         return str(json.load(answer)["0"]["engine_id"])
-
-
-def trace_times(trace: trace_pb2.Trace) -> tuple[float, ...]:
-    """Milliseconds of hand-over, transfer, exposed transfer, its lateness and prefill, from the spans of a request."""
-    took_ns = {span.name: span.duration.ToNanoseconds() for span in trace.spans}
-    ends = {
-        span.name: span.start_time.ToNanoseconds() + span.duration.ToNanoseconds()
-        for span in trace.spans
-    }
-    view = read_trace(trace)
-    written_ns = view.start_unix_ns + max(
-        write.ready_ns for link in view.links for write in link.writes
-    )
-    computed_ns = ends[schema.SPAN_PREFILL_COMPUTE]
-    return (
-        (ends[schema.SPAN_DECODE_FIRST_TOKEN] - computed_ns) / 1e6,
-        sum(link.moving_ns for link in view.links) / 1e6,
-        (ends[schema.SPAN_DECODE_KV_WAIT] - written_ns) / 1e6,
-        (ends[schema.SPAN_DECODE_KV_WAIT] - computed_ns) / 1e6,
-        took_ns[schema.SPAN_PREFILL_COMPUTE] / 1e6,
-    )
 
 
 async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[Sample]]:

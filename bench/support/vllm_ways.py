@@ -18,7 +18,7 @@ import psutil
 from rich.console import Console
 
 from bench.support.vllm_child import TIMES_VARIABLE, Child, Piece, engine
-from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2, trace_pb2
 from headrace_cli.client import (
     RouterClient,
     RouterOperator,
@@ -30,6 +30,8 @@ from headrace_cli.up.deployment import Deployment, Signals, deployed
 from headrace_cli.up.topology import WORKER_SERVICES, Topology
 from headrace_common.durations import duration_from_seconds
 from headrace_common.process.free_port import free_port
+from headrace_common.telemetry import schema
+from headrace_common.trace_view.reading import read_trace
 
 DECODE: Final = first_token_pb2.FIRST_TOKEN_POLICY_DECODE
 PREFILL: Final = first_token_pb2.FIRST_TOKEN_POLICY_PREFILL
@@ -213,6 +215,27 @@ class Times:
             if said["unix_ns"] >= unix_ns:
                 found[said["event"]] = said["unix_ns"]
         return found
+
+
+def trace_times(trace: trace_pb2.Trace) -> tuple[float, ...]:
+    """Milliseconds of hand-over, transfer, exposed transfer, its lateness and prefill, from the spans of a request."""
+    took_ns = {span.name: span.duration.ToNanoseconds() for span in trace.spans}
+    ends = {
+        span.name: span.start_time.ToNanoseconds() + span.duration.ToNanoseconds()
+        for span in trace.spans
+    }
+    view = read_trace(trace)
+    written_ns = view.start_unix_ns + max(
+        write.ready_ns for link in view.links for write in link.writes
+    )
+    computed_ns = ends[schema.SPAN_PREFILL_COMPUTE]
+    return (
+        (ends[schema.SPAN_DECODE_FIRST_TOKEN] - computed_ns) / 1e6,
+        sum(link.moving_ns for link in view.links) / 1e6,
+        (ends[schema.SPAN_DECODE_KV_WAIT] - written_ns) / 1e6,
+        (ends[schema.SPAN_DECODE_KV_WAIT] - computed_ns) / 1e6,
+        took_ns[schema.SPAN_PREFILL_COMPUTE] / 1e6,
+    )
 
 
 @dataclass(frozen=True, slots=True)
