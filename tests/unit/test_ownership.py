@@ -45,6 +45,8 @@ FOREIGN = {
     ("libs/headrace_engine/vllm/stages.py", "synchronize.__wrapped__"): "the patch of vLLM's GPUModelRunner",
     ("libs/headrace_engine/vllm/stages.py", "GPUModelRunner.sync_and_gather_intermediate_tensors"): "the same",
     ("libs/headrace_engine/vllm/stages.py", "runner.intermediate_tensors"): "vLLM's GPUModelRunner",
+    ("libs/headrace_engine/vllm/data_parallel.py", "CpuCommunicator.all_gatherv"): "what vLLM's class lacks",
+    ("libs/headrace_engine/vllm/data_parallel.py", "CpuCommunicator.reduce_scatterv"): "the same",
     ("libs/headrace_engine/vllm/service/sampling.py", "params._bad_words_token_ids"): "vLLM sets it from texts only",
     ("libs/headrace_text/chat_encoder.py", "self._plain.encode_special_tokens"): "tokenizers has no other switch",
     # The objects are typer's descriptions of commands, before it builds them.

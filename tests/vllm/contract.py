@@ -6,6 +6,7 @@ BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 OUTPUT = "vllm.v1.core.sched.output"
 CACHES = "vllm.v1.kv_cache_interface"
 EVENTS = "vllm.distributed.kv_events"
+COMMUNICATOR = "vllm.distributed.device_communicators.cpu_communicator.CpuCommunicator"
 
 # Hooks that vLLM calls on our connector, with the parameters that ours take in their order.
 HOOKS = {
@@ -150,14 +151,23 @@ FIELDS = {
     "vllm.config.ModelConfig": (
         "max_model_len model hf_config hf_text_config logprobs_mode use_fp64_gumbel"
     ),
-    "vllm.config.ParallelConfig": "tensor_parallel_size data_parallel_size pipeline_parallel_size",
+    "vllm.config.ParallelConfig": (
+        "tensor_parallel_size data_parallel_size pipeline_parallel_size data_parallel_rank "
+        "data_parallel_master_ip data_parallel_rpc_port"
+    ),
+    # Data-parallel ranks.
+    "vllm.v1.engine.core_client.MPClient": "resources",
+    "vllm.v1.engine.core_client.BackgroundResources": "engine_manager coordinator",
+    "vllm.v1.engine.utils.CoreEngineProcManager": "processes",
+    "vllm.v1.engine.coordinator.DPCoordinator": "proc",
+    COMMUNICATOR: "cpu_group rank_in_group world_size",
     "vllm.config.SchedulerConfig": "async_scheduling scheduler_cls",
     "vllm.config.KVEventsConfig": "enable_kv_cache_events publisher endpoint",
     "vllm.config.KVTransferConfig": (
         "kv_connector kv_connector_module_path kv_role engine_id kv_load_failure_policy "
         "kv_connector_extra_config"
     ),
-    "vllm.v1.engine.async_llm.AsyncLLM": "vllm_config output_handler",
+    "vllm.v1.engine.async_llm.AsyncLLM": "vllm_config output_handler engine_core",
     "vllm.engine.arg_utils.AsyncEngineArgs": (
         "model dtype seed max_model_len tensor_parallel_size pipeline_parallel_size block_size "
         "num_gpu_blocks_override max_num_seqs max_num_batched_tokens enable_prefix_caching "
@@ -179,7 +189,7 @@ FIELDS = {
     "vllm.v1.structured_output.request.StructuredOutputRequest": "_grammar grammar",
     "vllm.v1.structured_output.StructuredOutputManager": "tokenizer",
     "vllm.exceptions.VLLMClientError": "",
-    "vllm.config.model.ModelConfig": "use_mla",
+    "vllm.config.model.ModelConfig": "use_mla is_moe",
     "vllm.v1.kv_cache_layout.KVCacheLayout": "LBHNC",
     "vllm.outputs.RequestOutput": (
         "outputs finished kv_transfer_params num_cached_tokens prompt_logprobs"

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from tests.vllm.conftest import IMPORTS_VLLM
 from tests.vllm.contract import (
     BASE,
     CALLS,
+    COMMUNICATOR,
     ENVIRONMENT,
     EVENTS,
     FIELDS,
@@ -170,6 +172,23 @@ def test_kv_events_are_encoded_as_maps_with_their_type() -> None:
         1.0,
         [{"type": "AllBlocksCleared"}],
     ]
+
+
+@pytest.mark.parametrize("name", ["all_gatherv", "reduce_scatterv"])
+def test_the_communicator_of_processors_lacks_what_we_supply(name: str) -> None:
+    ours = lookup(f"headrace_engine.vllm.data_parallel.{name}")
+    theirs = getattr(lookup(COMMUNICATOR), name)
+    assert "raise NotImplementedError" in inspect.getsource(theirs) or theirs is ours
+    names = [parameter.name for parameter in parameters_of(theirs)]
+    assert names == [parameter.name for parameter in parameters_of(ours)][1:]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_ranks_publish_kv_events_where_we_read_them(rank: int) -> None:
+    endpoint = lookup("headrace_engine.vllm.service.kv_events.events_endpoint")
+    offset = lookup(f"{EVENTS}.ZmqEventPublisher.offset_endpoint_port")
+    path = Path("folder", "link")
+    assert offset(endpoint(path), rank) == endpoint(path, rank)
 
 
 @pytest.mark.parametrize("variable", ENVIRONMENT)

@@ -239,7 +239,7 @@ def steps_under_way(vllm_config: VllmConfig) -> int:
 
 
 def replica_count(vllm_config: VllmConfig) -> int:
-    """Data-parallel engines behind one server."""
+    """Data-parallel engines, behind one server or each with its own."""
     found: int = vllm_config.parallel_config.data_parallel_size
     return found
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headrace_common.errors import HeadraceError
 from headrace_engine.vllm import continuation, stages
-from headrace_engine.vllm.compat import extra_config, steps_under_way
+from headrace_engine.vllm.compat import extra_config, replica_count, steps_under_way
 from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.link.messages import write_startup_error
 from headrace_engine.vllm.rank.connector_worker import ConnectorWorker
@@ -80,6 +80,7 @@ class ServiceDeployment:
             ),
             self.settings,
             steps_under_way(vllm_config),
+            in_lockstep=replica_count(vllm_config) > 1,
         )
 
     def open_worker(

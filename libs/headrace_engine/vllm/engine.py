@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headrace_common.errors import DuplicateTransfer, InternalError
+from headrace_common.errors import DuplicateTransfer, HeadraceError, InternalError
 from headrace_common.process.run import interruptible
 from headrace_common.registry.adapters import Adapter
 from headrace_common.time_model.model import StepTimes
@@ -36,6 +36,7 @@ from headrace_engine.vllm.compat import (
     reset_prefix_cache,
     runs_on_cpu,
 )
+from headrace_engine.vllm.data_parallel import GroupPlace, coordinator_sentinel, kill_engine
 from headrace_engine.vllm.link.messages import EngineLoad
 from headrace_engine.vllm.service.adapters import EngineAdapters
 from headrace_engine.vllm.service.constraints import ConstraintCheck
@@ -43,6 +44,7 @@ from headrace_engine.vllm.service.decode_request import DecodeRequest
 from headrace_engine.vllm.service.launch import check_config, launch
 from headrace_engine.vllm.service.local_broadcast import open_broadcast
 from headrace_engine.vllm.service.prefill_request import PrefillRequest
+from headrace_engine.vllm.service.rank_group import RankGroup
 from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
 from headrace_kv.prefix.events import Tier
@@ -66,7 +68,7 @@ ATTACH_TIMEOUT_S = 60.0
 class VllmEngine(Engine):
     """vLLM in processes of its own, which the link connects to this one.
 
-    When one of them ends before `close`, this process gets SIGTERM: it has nothing to serve with.
+    When one of them ends before `close`, this process gets SIGTERM: it has nothing to serve with. Then `close` raises.
     """
 
     def __init__(self, config: EngineConfig, descriptors: DescriptorSource) -> None:
@@ -74,6 +76,9 @@ class VllmEngine(Engine):
         self._descriptors = descriptors
         self._llm: AsyncLLM | None = None
         self._adapters: EngineAdapters | None = None
+        self._place: GroupPlace | None = None
+        self._group: RankGroup | None = None
+        self._failure: HeadraceError | None = None
         self._link: LinkServer | None = None
         self._kv_events: KvEventReader | None = None
         self._link_path = Path(config.link_path)
@@ -104,7 +109,7 @@ class VllmEngine(Engine):
         folder = check_config(self._config)
         self._link_path = self._make_link_path()
         launched = launch(self._config, folder, self._link_path)
-        self._llm, self._adapters = launched.llm, launched.adapters
+        self._llm, self._adapters, self._place = launched.llm, launched.adapters, launched.place
         log.info("model loaded %.1f s after the start", time.monotonic() - start_s)
 
     async def attach(self) -> None:
@@ -148,9 +153,17 @@ class VllmEngine(Engine):
         if self._config.tiers.pooled:
             layout = self.descriptor.layout
             self.prefix_events.on_hash_key(partial(self._link.open_pool, layout=layout))
-        self._kv_events = KvEventReader(events_endpoint(self._link_path), self.prefix_events)
+        endpoint = events_endpoint(self._link_path, self._place.rank if self._place else 0)
+        self._kv_events = KvEventReader(endpoint, self.prefix_events)
         self._kv_events.start()
         await self._prepare_logits()
+        if self._place is not None:
+            await self._join_group(self._place, self._llm)
+
+    async def _join_group(self, place: GroupPlace, llm: AsyncLLM) -> None:
+        """Without a rank or vLLM's coordinator, a step of this engine might never end."""
+        self._group = RankGroup(place, partial(kill_engine, llm), coordinator_sentinel(llm))
+        await self._group.join()
 
     async def _prepare_logits(self) -> None:
         """For CPUs only: on other devices vLLM samples with other kernels and other random numbers."""
@@ -195,6 +208,9 @@ class VllmEngine(Engine):
                 self._fetching[work.prefix.transfer_id] = request
             try:
                 return await request.outcome()
+            except InternalError as error:
+                await self._raise_loss(error)
+                raise
             finally:
                 del self._prefills[transfer_id]
                 if work.prefix is not None:
@@ -224,9 +240,18 @@ class VllmEngine(Engine):
             try:
                 async for event in request.events():
                     yield event
+            except InternalError as error:
+                await self._raise_loss(error)
+                raise
             finally:
                 del self._decodes[work.transfer_id]
                 await request.close()
+
+    async def _raise_loss(self, error: InternalError) -> None:
+        """Raises WorkerGone when another data-parallel rank has ended: that ends this engine, and is no bug of it."""
+        loss = None if self._group is None else await self._group.loss()
+        if loss is not None:
+            raise loss from error
 
     def arrived(self, transfer_id: str) -> None:
         self._require_started()[1].arrived(transfer_id)
@@ -282,6 +307,11 @@ class VllmEngine(Engine):
     async def close(self) -> None:
         if self._link is not None:
             self._link.begin_close()
+        if self._group is not None:
+            if self._failure is not None:
+                self._failure = await self._group.loss() or self._failure
+            await self._group.leave(waits=self._failure is None)
+            self._group = None
         if self._kv_events is not None:
             await self._kv_events.close()
             self._kv_events = None
@@ -300,6 +330,9 @@ class VllmEngine(Engine):
         self._rank_memories = {}
         if self._folder is not None:
             self._folder.cleanup()
+        if self._failure is not None:
+            # The status of the process shows that it is to be started again.
+            raise self._failure
 
     def _require_started(self) -> tuple[AsyncLLM, LinkServer]:
         if self._llm is None or self._link is None:
@@ -347,6 +380,7 @@ class VllmEngine(Engine):
 
     def _engine_lost(self, why: str) -> None:
         error = InternalError(f"vLLM has ended: {why}")
+        self._failure = self._failure or error
         for prefill in self._prefills.values():
             prefill.engine_lost(error)
         for decode in self._decodes.values():

@@ -74,13 +74,20 @@ class ConnectorScheduler(ABC):
         idle_step_s: float,
         tiers: TierPlanner,
         steps_max: int = 1,
+        *,
+        in_lockstep: bool = False,
     ) -> None:
-        """`idle_step_s`: the longest that a step without tokens waits for an event. `steps_max`: see StepsUnderWay."""
+        """`idle_step_s`: the longest that a step without tokens waits for an event. `steps_max`: see StepsUnderWay.
+
+        `in_lockstep`: other data-parallel ranks wait in each of their steps for this one's, so no step waits for an
+        event.
+        """
         self._tiers = tiers
         self._planner = StepPlanner(groups, on_reserved)
         # One group of vLLM may count as two.
         self._group_ids = tuple(sorted({group.index for group in groups}))
         self._idle_step_s = idle_step_s
+        self._in_lockstep = in_lockstep
         self._steps_under_way = StepsUnderWay(steps_max)
         self._flush_requested = False
 
@@ -148,7 +155,8 @@ class ConnectorScheduler(ABC):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepPlan:
         self._flush_requested = False
         computes = scheduler_output.total_num_scheduled_tokens > 0
-        if not computes and not self._steps_under_way.may_have_results:
+        waits = not (computes or self._in_lockstep or self._steps_under_way.may_have_results)
+        if waits:
             # The engine learns of the end of a load with a step's results.
             idle_s = SHORT_STEP_S if self._tiers.is_loading else self._idle_step_s
             self._planner.wait_for_event(idle_s)

@@ -193,8 +193,12 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         tiers: TierPlanner,
         settings: ConnectorSettings,
         steps_max: int = 1,
+        *,
+        in_lockstep: bool = False,
     ) -> None:
-        super().__init__(groups, self._send_reserved, LONG_STEP_S, tiers, steps_max)
+        super().__init__(
+            groups, self._send_reserved, LONG_STEP_S, tiers, steps_max, in_lockstep=in_lockstep
+        )
         self._settings = settings
         self._pool: RemotePool | None = None
         self._load = LoadMeter()

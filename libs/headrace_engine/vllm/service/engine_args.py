@@ -36,7 +36,7 @@ SETTINGS: Final[Mapping[str, str]] = {
 
 _CONNECTOR = "Headrace's connector is the engine's only one"
 _TOKENIZER = "the router tokenizes, with the tokenizer of the folder in its models"
-_ONE_ENGINE = "a worker is one engine: start more workers"
+_ONE_RANK = "a worker is one data-parallel rank: give data_parallel_size and data_parallel_rank"
 _RANKS = "a KV transfer has ranks and stages of one host: set tensor_parallel_size or pipeline_parallel_size"
 _DRAFT = "a KV transfer carries the target model's cache only: on decode, give --speculative-config with method ngram"
 _LORA = "routers select adapters by name: give --enable-lora and --lora-modules"
@@ -70,14 +70,12 @@ REFUSED: Final[Mapping[str, str]] = {
     "nnodes": _RANKS,
     "node_rank": _RANKS,
     "distributed_executor_backend": "the engine's processes are forked, with the connector's link",
-    "data_parallel_size": _ONE_ENGINE,
-    "data_parallel_rank": _ONE_ENGINE,
-    "data_parallel_start_rank": _ONE_ENGINE,
-    "data_parallel_size_local": _ONE_ENGINE,
-    "data_parallel_backend": _ONE_ENGINE,
-    "data_parallel_hybrid_lb": _ONE_ENGINE,
-    "data_parallel_external_lb": _ONE_ENGINE,
-    "enable_elastic_ep": _ONE_ENGINE,
+    "data_parallel_start_rank": _ONE_RANK,
+    "data_parallel_size_local": _ONE_RANK,
+    "data_parallel_backend": _ONE_RANK,
+    "data_parallel_hybrid_lb": _ONE_RANK,
+    "data_parallel_multi_port_external_lb": _ONE_RANK,
+    "enable_elastic_ep": _ONE_RANK,
     "speculative_config": _DRAFT,
     "spec_method": _DRAFT,
     "spec_model": _DRAFT,
@@ -172,6 +170,7 @@ def check_combinations(given: Mapping[str, Any], stages: int) -> None:
             "engine_args: with speculative_config, vLLM asks for drafts while other stages compute, and this is not "
             "tested: leave it out, or set pipeline_parallel_size to 1"
         )
+    _check_ranks(given)
     if not given.get(ASYNC_SCHEDULING):
         return
     if SPECULATION in given:
@@ -183,6 +182,24 @@ def check_combinations(given: Mapping[str, Any], stages: int) -> None:
         raise _wrong(
             "engine_args: vLLM plans no further steps ahead with pipeline stages: leave out async_scheduling, or set "
             "pipeline_parallel_size to 1"
+        )
+
+
+def _check_ranks(given: Mapping[str, Any]) -> None:
+    """Each worker is one data-parallel rank: routers balance the load, and vLLM calls that external."""
+    size, rank = given.get("data_parallel_size", 1), given.get("data_parallel_rank")
+    if size > 1 and rank is None:
+        raise _wrong(
+            f"engine_args: data_parallel_size is {size} without data_parallel_rank: start {size} workers, with the "
+            f"ranks 0 to {size - 1}"
+        )
+    if rank is not None and not 0 <= rank < size:
+        raise _wrong(
+            f"engine_args: data_parallel_rank is {rank} and data_parallel_size {size}: give a rank below the size"
+        )
+    if size == 1 and given.get("data_parallel_external_lb"):
+        raise _wrong(
+            "engine_args: data_parallel_external_lb is for data-parallel ranks: leave it out"
         )
 
 

@@ -29,9 +29,10 @@ _TIERS: Final = {_DEVICE_MEDIUM: Tier.DEVICE, "CPU": Tier.HOST, "REMOTE": Tier.R
 _ATTENTION_KINDS: Final = (None, "full_attention", "mla_attention")
 
 
-def events_endpoint(link_path: Path) -> str:
-    """The socket on which vLLM publishes its events, beside the link's."""
-    return f"ipc://{link_path}.events"
+def events_endpoint(link_path: Path, data_parallel_rank: int = 0) -> str:
+    """The socket on which vLLM publishes its events, beside the link's. Of rank 0 as vLLM is configured on any rank."""
+    # With ranks, vLLM accepts no other names of files, and adds the rank to them.
+    return f"ipc://{link_path}.inproc" + (f"_dp{data_parallel_rank}" if data_parallel_rank else "")
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from headrace_engine.vllm.compat import (
     set_vllm_environment,
     start_llm,
 )
+from headrace_engine.vllm.data_parallel import GroupPlace, group_place
 from headrace_engine.vllm.link.messages import read_startup_error
 from headrace_engine.vllm.model_folder import ModelFolder, read_model_folder
 from headrace_engine.vllm.service.adapters import (
@@ -168,10 +169,11 @@ def _require_room(config: EngineConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A running engine, and the adapters that it is to load."""
+    """A running engine, the adapters that it is to load, and its place among data-parallel ranks."""
 
     llm: AsyncLLM
     adapters: EngineAdapters
+    place: GroupPlace | None
 
 
 def launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launched:
@@ -200,8 +202,13 @@ def _launch(config: EngineConfig, folder: ModelFolder, link_path: Path) -> Launc
         args, adapters = _engine_args(config, folder, link_path)
         vllm_config = args.create_engine_config()
         _choose_scheduler(vllm_config, args.async_scheduling, paced=config.receives)
+        place = group_place(vllm_config)
+        if place is not None:
+            log.info(
+                "waiting for the data-parallel ranks; this is %d of %d", place.rank, place.size
+            )
         with engine_children(keeps_memory=runs_on_cpu()):
-            return Launched(start_llm(vllm_config), adapters)
+            return Launched(start_llm(vllm_config), adapters, place)
     except (RuntimeError, ValueError) as exc:
         startup_error = read_startup_error(link_path)
         if startup_error is not None:

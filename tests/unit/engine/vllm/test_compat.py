@@ -159,6 +159,7 @@ def test_only_these_modules_import_vllm() -> None:
         "connector.py",
         "continuation.py",
         "compat.py",
+        "data_parallel.py",
         "rank/logits_tap.py",
         "scheduler/paced_scheduler.py",
         "service/adapters.py",

@@ -18,9 +18,11 @@ from tests.unit.engine.vllm.scheduler.test_step_planner import ATTENTION, never
 class Scheduler(ConnectorScheduler):
     """One request waits for its KV."""
 
-    def __init__(self, steps_max: int, waits: list[float]) -> None:
+    def __init__(self, steps_max: int, waits: list[float], *, in_lockstep: bool = False) -> None:
         tiers = TierPlanner(LowerTiers({}), 1)
-        super().__init__(ATTENTION, lambda one: None, 1.0, tiers, steps_max)
+        super().__init__(
+            ATTENTION, lambda one: None, 1.0, tiers, steps_max, in_lockstep=in_lockstep
+        )
         self._waits = waits
         params = receive_params("x1")
         self._planner.blocks_allocated("r", params, (tuple(range(4)),), 100, 99, never)
@@ -87,6 +89,17 @@ def test_an_idle_step_does_not_wait_while_the_one_before_it_may_end_a_load(
     monkeypatch.setattr(TierPlanner, "is_loading", True)
     # Nothing is under way at first.
     assert [scheduler.waits() for _ in range(3)] == [True, *[steps_max == 1] * 2]
+
+
+@pytest.mark.parametrize("steps_max", [1, 2])
+@pytest.mark.parametrize("is_loading", [False, True])
+def test_a_data_parallel_rank_does_not_wait(
+    waits: list[float], steps_max: int, is_loading: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks may have requests that run, and this rank's next step is also theirs."""
+    scheduler = Scheduler(steps_max, waits, in_lockstep=True)
+    monkeypatch.setattr(TierPlanner, "is_loading", is_loading)
+    assert not any(scheduler.waits(tokens) for tokens in (0, 1, 0, 0, 0))
 
 
 def test_a_request_that_reads_no_cache_finds_nothing_in_lower_tiers() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from headrace_common.errors import ConfigError
@@ -11,6 +13,7 @@ from headrace_engine.vllm.service.engine_args import (
     ARGUMENTS_MAX,
     REFUSED,
     SETTINGS,
+    check_combinations,
     fingerprint_with,
     split_engine_args,
 )
@@ -64,6 +67,29 @@ def test_all_refused_arguments_are_named_together() -> None:
 def test_broken_texts_are_refused(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         split_engine_args(text)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"data_parallel_size": 2}, "start 2 workers, with the ranks 0 to 1"),
+        ({"data_parallel_rank": 1}, "give a rank below the size"),
+        ({"data_parallel_size": 2, "data_parallel_rank": 2}, "give a rank below the size"),
+        ({"data_parallel_external_lb": True}, "leave it out"),
+    ],
+)
+def test_a_worker_is_one_data_parallel_rank(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        check_combinations(given, 1)
+
+
+def test_data_parallel_ranks_and_experts_are_passed_through() -> None:
+    text = "--data-parallel-size 4 --data-parallel-rank 3 --data-parallel-address h --enable-expert-parallel"
+    assert split_engine_args(text, "prefill") == tuple(text.split())
+    ranks = {"data_parallel_size": 4, "data_parallel_rank": 3, "enable_expert_parallel": True}
+    check_combinations(ranks, 1)
+    # Each rank's cache is as that of a worker of its own.
+    assert fingerprint_with("m:1", ranks) == "m:1"
 
 
 def test_only_arguments_about_kv_change_the_models_identity() -> None:

@@ -1,0 +1,98 @@
+"""What data-parallel ranks need of vLLM. Only models with experts have such ranks: all compute the experts together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from headrace_common.errors import ConfigError
+from headrace_engine.vllm.compat import replica_count, runs_on_cpu
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+
+class GroupPlace(NamedTuple):
+    """A rank's place in its group. RankGroup connects to `port` of rank 0's `address`."""
+
+    rank: int
+    size: int
+    address: str
+    port: int
+
+
+def group_place(vllm_config: VllmConfig) -> GroupPlace | None:
+    """None without data-parallel ranks. Prepares vLLM for them otherwise. Raises ConfigError."""
+    if replica_count(vllm_config) == 1:
+        return None
+    if not vllm_config.model_config.is_moe:
+        raise ConfigError(
+            "engine_args: the model has no experts, so data-parallel ranks would share nothing: leave out "
+            "data_parallel_size, and start more workers",
+            metadata={"field": "engine_args"},
+        )
+    if runs_on_cpu():
+        supply_collectives()
+    ranks = vllm_config.parallel_config
+    return GroupPlace(
+        ranks.data_parallel_rank,
+        ranks.data_parallel_size,
+        ranks.data_parallel_master_ip,
+        # The engine's process inherits vLLM's socket, so that the port itself stays in use.
+        ranks.data_parallel_rpc_port + 1,
+    )
+
+
+def kill_engine(llm: AsyncLLM) -> None:
+    """Kills the engine's process, which may wait for another rank. The processes that it has started end with it."""
+    for process in llm.engine_core.resources.engine_manager.processes:
+        process.kill()
+
+
+def coordinator_sentinel(llm: AsyncLLM) -> int | None:
+    """Readable once vLLM's coordinator has ended, which wakes idle ranks. None elsewhere than on rank 0."""
+    coordinator = llm.engine_core.resources.coordinator
+    if coordinator is None:
+        return None
+    sentinel: int = coordinator.proc.sentinel
+    return sentinel
+
+
+def supply_collectives() -> None:
+    """Adds what vLLM's communicator for processors lacks. Processes that are forked afterwards have it too."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    CpuCommunicator.all_gatherv = all_gatherv
+    CpuCommunicator.reduce_scatterv = reduce_scatterv
+
+
+def all_gatherv(
+    communicator: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None
+) -> Any:
+    """The rows of all ranks in their order, also of each tensor of a list. `sizes`: rows of each rank, None where
+    all have as many. vLLM's `dim` is always 0.
+    """
+    import torch
+
+    if isinstance(input_, list | tuple):
+        return [all_gatherv(communicator, one, dim, sizes) for one in input_]
+    counts = sizes or [len(input_)] * communicator.world_size
+    padded = input_.new_zeros((max(counts), *input_.shape[1:]))
+    padded[: len(input_)] = input_
+    parts = [torch.empty_like(padded) for _ in counts]
+    torch.distributed.all_gather(parts, padded, group=communicator.cpu_group)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def reduce_scatterv(
+    communicator: Any, input_: Tensor, dim: int = -1, sizes: list[int] | None = None
+) -> Tensor:
+    """This rank's rows of the sum of all ranks' tensors. `sizes` and `dim`: as of all_gatherv."""
+    import torch
+
+    total = input_.clone(memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(total, group=communicator.cpu_group)
+    counts = sizes or [len(total) // communicator.world_size] * communicator.world_size
+    start = sum(counts[: communicator.rank_in_group])
+    return total[start : start + counts[communicator.rank_in_group]].clone()
