@@ -4,35 +4,38 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import threading
 from array import array
-from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from tokenizers import Tokenizer
 
 from headrace_common.errors import ConfigError, InvalidRequest
 from headrace_text.chat_template import ChatTemplate, template_values
 from headrace_text.codec import ChatMessage, ToolCall, TooManyTokens
-from headrace_text.control_tokens import ControlTokens, EscapedChat, control_texts, texts_in
+from headrace_text.control_tokens import (
+    NOTHING_ESCAPED,
+    ControlTokens,
+    EscapedChat,
+    control_texts,
+    texts_in,
+)
+from headrace_text.literal_finder import LiteralFinder
+from headrace_text.piece_cache import PieceCache
 
-CACHE_BYTES_MAX: Final = 16 * 1024 * 1024
-# Shorter pieces are encoded again, together: looking them up one by one costs as much.
-_PIECE_CHARACTERS_MIN: Final = 256
-# What Python's objects of one entry take beside its content.
-_ENTRY_BYTES: Final = 400
+# A shorter run is joined with what follows, and at the end of a text it is not cached.
+_RUN_CHARACTERS_MIN: Final = 256
+
+EncodeRun: TypeAlias = Callable[[str, EscapedChat, int | None], list[int]]
 
 
-class PieceCache:
-    """Encodes the texts of chats as a tokenizer does, with a cache of at most `bytes_max` bytes. Thread-safe.
+class RunEncoder:
+    """Encodes the texts of chats as a tokenizer does. It caches runs of a text, so a turn costs what is new in it.
 
-    A text is cut before control tokens. A tokenizer finds them first and encodes the texts between them by themselves,
-    so the tokens of the pieces are those of the whole. Entries of different scopes are different entries: how long a
-    text takes to encode does not show what other tenants have sent.
+    A text is cut into runs before control tokens. A tokenizer finds them first and encodes the texts between them by
+    themselves, so the tokens of the runs are those of the whole.
     """
 
     def __init__(
@@ -40,91 +43,60 @@ class PieceCache:
         tokenizer: Any,
         added_tokens: Sequence[Mapping[str, Any]],
         control_texts: Collection[str],
-        *,
-        bytes_max: int = CACHE_BYTES_MAX,
+        encode_escaped: EncodeRun,
+        cache: PieceCache,
     ) -> None:
-        """`added_tokens` are those of tokenizer.json."""
+        """`added_tokens` are those of tokenizer.json. `encode_escaped` encodes runs with placeholders."""
         self._tokenizer = tokenizer
-        self._bytes_max = bytes_max
-        cuts = cut_texts(added_tokens, control_texts)
-        self._cut = re.compile("|".join(map(re.escape, cuts))) if cuts else None
-        self._lock = threading.Lock()
-        self._entries: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
-        self._bytes = 0
+        self._cuts = LiteralFinder(cut_texts(added_tokens, control_texts))
+        self._encode_escaped = encode_escaped
+        self._cache = cache
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all entries."""
-        return self._bytes
+    def encode(
+        self, text: str, scope: str, tokens_max: int | None, escaped: EscapedChat = NOTHING_ESCAPED
+    ) -> array[int]:
+        """The tokens of a text without special tokens around it. Raises TooManyTokens above `tokens_max`.
 
-    @property
-    def entry_count(self) -> int:
-        """The number of cached pieces."""
-        return len(self._entries)
-
-    def encode(self, text: str, scope: str, tokens_max: int | None) -> list[int]:
-        """The tokens of a text without special tokens around it. Raises TooManyTokens above `tokens_max`."""
+        `escaped` has the originals of placeholders in the text. `scope`: see PieceCache.
+        """
         runs = list(self._runs(text))
-        found = [self._get(scope, run) for run in runs]
-        missing = [run for run, tokens in zip(runs, found, strict=True) if tokens is None]
-        # `encode_batch_fast` releases the global interpreter lock.
-        encodings = iter(
-            self._tokenizer.encode_batch_fast(missing, add_special_tokens=False) if missing else ()
+        keys = [(run, *escaped.originals_in(run)) for run in runs]
+        parts: list[array[int] | None] = [self._cache.get(scope, key) for key in keys]
+        missing = [index for index, part in enumerate(parts) if part is None]
+        plain = [index for index in missing if not escaped.is_in(runs[index])]
+        encodings = dict(
+            zip(plain, self._encode_all([runs[index] for index in plain]), strict=True)
         )
-        parts: list[Any] = [next(encodings) if tokens is None else tokens for tokens in found]
-        count = sum(map(len, parts))
-        if tokens_max is not None and count > tokens_max:
-            raise TooManyTokens(count)
-        ids: list[int] = []
-        for run, tokens, part in zip(runs, found, parts, strict=True):
-            if tokens is None:
-                own = part.ids
-                self._add(scope, run, own)
-                ids += own
-            else:
-                ids += tokens
+        # The lists of tokens are made under the global interpreter lock.
+        _check_count(sum(map(len, filter(None, (*parts, *encodings.values())))), tokens_max)
+        for index in missing:
+            run, known = runs[index], encodings.get(index)
+            ids = self._encode_escaped(run, escaped, tokens_max) if known is None else known.ids
+            parts[index] = tokens = array("I", ids)
+            if len(run) >= _RUN_CHARACTERS_MIN:
+                self._cache.add(scope, keys[index], tokens)
+        ids = array("I", b"".join(parts))
+        _check_count(len(ids), tokens_max)
         return ids
 
+    def _encode_all(self, runs: list[str]) -> list[Any]:
+        # `encode_batch_fast` releases the global interpreter lock.
+        return self._tokenizer.encode_batch_fast(runs, add_special_tokens=False) if runs else []
+
     def _runs(self, text: str) -> Iterator[str]:
-        """The long pieces, and what is between them."""
-        start = run_start = 0
-        for end in (*self._cuts(text), len(text)):
-            if end - start >= _PIECE_CHARACTERS_MIN:
-                if run_start < start:
-                    yield text[run_start:start]
-                yield text[start:end]
-                run_start = end
-            start = end
-        if run_start < len(text):
-            yield text[run_start:]
+        """The runs depend only on the text before their end, so those of an earlier turn come again."""
+        start = 0
+        for cut, _ in self._cuts.spans(text):
+            if cut - start >= _RUN_CHARACTERS_MIN:
+                yield text[start:cut]
+                start = cut
+        if start < len(text):
+            yield text[start:]
 
-    def _cuts(self, text: str) -> list[int]:
-        return [found.start() for found in self._cut.finditer(text)] if self._cut else []
 
-    def _get(self, scope: str, run: str) -> array[int] | None:
-        if len(run) < _PIECE_CHARACTERS_MIN:
-            return None
-        with self._lock:
-            tokens = self._entries.get((scope, run))
-            if tokens is not None:
-                self._entries.move_to_end((scope, run))
-            return tokens
-
-    def _add(self, scope: str, run: str, ids: list[int]) -> None:
-        if len(run) < _PIECE_CHARACTERS_MIN:
-            return
-        tokens = array("I", ids)
-        size = _entry_bytes(scope, run, tokens)
-        if size > self._bytes_max:
-            return
-        with self._lock:
-            if (scope, run) in self._entries:
-                return
-            self._entries[scope, run] = tokens
-            self._bytes += size
-            while self._bytes > self._bytes_max:
-                (old_scope, old_run), old = self._entries.popitem(last=False)
-                self._bytes -= _entry_bytes(old_scope, old_run, old)
+def _check_count(count: int, tokens_max: int | None) -> None:
+    if tokens_max is not None and count > tokens_max:
+        raise TooManyTokens(count)
 
 
 def cut_texts(
@@ -155,11 +127,6 @@ def _reaches_into(other: str, text: str) -> bool:
         other[start:].startswith(text) or text.startswith(other[start:])
         for start in range(1, len(other))
     )
-
-
-def _entry_bytes(scope: str, run: str, tokens: array[int]) -> int:
-    characters = len(run) if run.isascii() else 4 * len(run)
-    return characters + len(scope) + len(tokens) * tokens.itemsize + _ENTRY_BYTES
 
 
 # A text with more characters for each token of the bound is counted in pieces first. English has four to five.
@@ -247,7 +214,7 @@ class ChatEncoder:
         )
         self._control_tokens = ControlTokens(texts)
         self._control_ids = frozenset(map(tokenizer.token_to_id, texts))
-        self._pieces = PieceCache(tokenizer, added, texts)
+        self._runs = RunEncoder(tokenizer, added, texts, self._encode_escaped, PieceCache())
         # With this switch a tokenizer treats special tokens as text. Here these are the control tokens.
         tokens = [{**token, "special": token["content"] in texts} for token in added]
         self._plain = make_tokenizer(folder, {**description, "added_tokens": tokens})
@@ -264,7 +231,7 @@ class ChatEncoder:
         *,
         continue_final_message: bool,
         add_generation_prompt: bool,
-    ) -> list[int]:
+    ) -> array[int]:
         """Tokens of a conversation. `values` are as of `template_values`. Raises InvalidRequest and TooManyTokens.
 
         `cache_scope`: see PieceCache.
@@ -280,16 +247,13 @@ class ChatEncoder:
             add_generation_prompt=add_generation_prompt,
         )
         # The template contains the special tokens: adding them here would double them.
-        if escaped.originals:
-            return self._encode_escaped(text, escaped, tokens_max)
-        return self._pieces.encode(text, cache_scope, tokens_max)
+        return self._runs.encode(text, cache_scope, tokens_max, escaped)
 
     def _encode_escaped(self, text: str, escaped: EscapedChat, tokens_max: int | None) -> list[int]:
         """Encodes the texts between two control tokens of the template by themselves, as tokenizers do."""
         encoding = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
         least_count = len(encoding) - escaped.placeholder_characters(text)
-        if tokens_max is not None and least_count > tokens_max:
-            raise TooManyTokens(least_count)
+        _check_count(least_count, tokens_max)
         ids: list[int] = []
         position = 0
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
@@ -298,8 +262,6 @@ class ChatEncoder:
                 ids.append(token_id)
                 position = end
         ids += self._encode_content(text[position:], escaped)
-        if tokens_max is not None and len(ids) > tokens_max:
-            raise TooManyTokens(len(ids))
         return ids
 
     def _encode_content(self, text: str, escaped: EscapedChat) -> list[int]:

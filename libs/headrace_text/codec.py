@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,7 +88,7 @@ class TextCodec(ABC):
         template_kwargs: Mapping[str, Any] | None = None,
         cache_scope: str = "",
         add_generation_prompt: bool = True,
-    ) -> list[int]:
+    ) -> array[int]:
         """Tokens of a conversation, formatted by the model's chat template.
 
         `tools` are OpenAI's objects. `template_kwargs` are further variables of the template, by names that are not in

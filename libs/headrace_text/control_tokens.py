@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, Final
 
-from tokenizers import AddedToken, Tokenizer, models
+from tokenizers import Tokenizer
 
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import CONTROL_TEXTS_MAX
+from headrace_text.literal_finder import LiteralFinder
 
-_UNKNOWN = "?"
 _KWARGS = "chat.template_kwargs"
 # Keys of a message with a value that no client chooses freely.
 _FIXED_KEYS = frozenset({"role"})
@@ -29,13 +30,29 @@ class EscapedChat:
     """
 
     values: Mapping[str, Any]
-    signs: tuple[str, str]
+    signs: tuple[str, ...]
+    """Empty where nothing is replaced."""
     originals: tuple[str, ...]
     """The replaced texts."""
+
+    def is_in(self, text: str) -> bool:
+        """Whether `text` has a placeholder, or a part of one."""
+        return any(form in text for form in self._sign_forms)
+
+    def originals_in(self, text: str) -> tuple[str, ...]:
+        """The replaced texts whose placeholders `text` has, in order."""
+        if not self.originals:
+            return ()
+        return tuple(self.originals[int(found[1])] for found in self._placeholders.finditer(text))
 
     def placeholder_characters(self, text: str) -> int:
         """The length of all placeholders in `text` together."""
         return sum(len(found[0]) for found in self._placeholders.finditer(text))
+
+    @property
+    def _sign_forms(self) -> list[str]:
+        """The signs, and how JSON of ASCII has them."""
+        return [form for sign in self.signs for form in (sign, f"\\u{ord(sign):04x}")]
 
     @property
     def _placeholders(self) -> re.Pattern[str]:
@@ -45,7 +62,7 @@ class EscapedChat:
     def restore(self, text: str) -> str:
         """The text with the originals. Raises InvalidRequest when the template has cut a placeholder."""
         restored = self._placeholders.sub(lambda match: self.originals[int(match[1])], text)
-        if any(form in restored for sign in self.signs for form in (sign, f"\\u{ord(sign):04x}")):
+        if any(form in restored for form in self._sign_forms):
             raise InvalidRequest(
                 {
                     "chat.messages": "the chat template splits the text of a control token in the chat; remove it"
@@ -54,13 +71,14 @@ class EscapedChat:
         return restored
 
 
+NOTHING_ESCAPED: Final = EscapedChat({}, (), ())
+
+
 class ControlTokens:
     """Finds the texts of a model's control tokens."""
 
     def __init__(self, texts: Collection[str]) -> None:
-        # This tokenizer only finds texts. It does so without the global interpreter lock, in linear time.
-        self._finder = Tokenizer(models.WordLevel({_UNKNOWN: 0}, unk_token=_UNKNOWN))
-        self._finder.add_tokens([AddedToken(text, normalized=False) for text in sorted(texts)])
+        self._finder = LiteralFinder(texts)
         self._beginnings = frozenset(text[:end] for text in texts for end in range(1, len(text)))
         self._longest = max(map(len, self._beginnings), default=0)
 
@@ -71,9 +89,9 @@ class ControlTokens:
         Raises InvalidRequest when there are more than CONTROL_TEXTS_MAX.
         """
         paths, texts = zip(*texts_in(values), strict=True)
-        found = list(self._find(texts))
+        found = list(map(self._find, texts))
         if not any(found):
-            return EscapedChat(values, ("", ""), ())
+            return EscapedChat(values, (), ())
         _check_count(paths, found)
         signs = _unused_characters(texts)
         originals: list[str] = []
@@ -89,19 +107,9 @@ class ControlTokens:
             escaped.append("".join(pieces))
         return EscapedChat(_with_texts(values, iter(escaped)), signs, tuple(originals))
 
-    def _find(self, texts: Sequence[str]) -> Iterator[list[tuple[int, int]]]:
-        encodings = self._finder.encode_batch(texts, add_special_tokens=False)
-        for text, encoding in zip(texts, encodings, strict=True):
-            # Each control text is one token, and so is the text between two of them.
-            if len(encoding) > 2 * CONTROL_TEXTS_MAX + 1:
-                yield [(0, 0)] * (CONTROL_TEXTS_MAX + 1)
-                continue
-            spans = [
-                span
-                for token_id, span in zip(encoding.ids, encoding.offsets, strict=True)
-                if token_id
-            ]
-            yield spans + self._beginning_at_end(text, spans[-1][1] if spans else 0)
+    def _find(self, text: str) -> list[tuple[int, int]]:
+        spans = list(islice(self._finder.spans(text), CONTROL_TEXTS_MAX + 1))
+        return spans + self._beginning_at_end(text, spans[-1][1] if spans else 0)
 
     def _beginning_at_end(self, text: str, start: int) -> list[tuple[int, int]]:
         end = len(text.rstrip())
@@ -205,7 +213,7 @@ def _check_count(paths: Sequence[str], found: Sequence[Sequence[tuple[int, int]]
 
 def _unused_characters(texts: Sequence[str]) -> tuple[str, str]:
     """Two characters for private use that no text has."""
-    unused = _PRIVATE_CHARACTERS.difference(*texts)
+    unused = _PRIVATE_CHARACTERS.difference(*(text for text in texts if not text.isascii()))
     if len(unused) < 2:
         raise InvalidRequest(
             {

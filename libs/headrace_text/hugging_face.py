@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -131,7 +132,7 @@ class HuggingFaceCodec(TextCodec):
         template_kwargs: Mapping[str, Any] | None = None,
         cache_scope: str = "",
         add_generation_prompt: bool = True,
-    ) -> list[int]:
+    ) -> array[int]:
         if self._chat is None:
             raise InvalidRequest({"chat": "the model has no chat template; send text instead"})
         values = template_values(messages, tools, template_kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,14 +71,14 @@ class ByteCodec(TextCodec):
         template_kwargs: Mapping[str, Any] | None = None,
         cache_scope: str = "",
         add_generation_prompt: bool = True,
-    ) -> list[int]:
+    ) -> array[int]:
         lines = [f"{name}: {value}" for name, value in sorted((template_kwargs or {}).items())]
         lines += [f"tool: {json.dumps(tool, ensure_ascii=False)}" for tool in tools]
         lines += map(_line, messages)
         text = "\n".join(lines)
         if add_generation_prompt and not continue_final_message:
             text = f"{text}\nassistant: "
-        return self.encode(text, tokens_max)
+        return array("I", self.encode(text, tokens_max))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         content = b"".join(

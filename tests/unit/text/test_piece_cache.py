@@ -1,8 +1,9 @@
-"""The cache of pieces of chats: the tokens are those of the whole text, and it is bounded."""
+"""The cache of runs of chats: the tokens are those of the whole text, and it is bounded and fair."""
 
 from __future__ import annotations
 
-from functools import cache
+import functools
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from headrace_text.chat_encoder import PieceCache, cut_texts
+from headrace_text.chat_encoder import RunEncoder, cut_texts
 from headrace_text.codec import ChatMessage, TooManyTokens
+from headrace_text.control_tokens import EscapedChat
 from headrace_text.hugging_face import HuggingFaceCodec
+from headrace_text.piece_cache import PieceCache
 
 _CONTROL = ("<|im_start|>", "<|im_end|>", "<s>")
 _LONG = "the market of the old town, 7 o'clock: " * 8
@@ -36,13 +39,22 @@ def _sentence_piece() -> Tokenizer:
     return tokenizer
 
 
-@cache
+@functools.cache
 def _tokenizer(kind: str) -> Tokenizer:
     if kind == "sentence_piece":
         return _sentence_piece()
     tokenizer = Tokenizer.from_file(f"models/{kind}/tokenizer.json")
     tokenizer.add_special_tokens([AddedToken("<s>", rstrip=True, normalized=False)])
     return tokenizer
+
+
+def _encode_none(run: str, escaped: EscapedChat, tokens_max: int | None) -> list[int]:
+    raise AssertionError(run)
+
+
+def _encoder(cache: PieceCache, tokenizer: Any = None) -> RunEncoder:
+    added = [_token(text) for text in _CONTROL]
+    return RunEncoder(tokenizer or _tokenizer("tiny-llama"), added, _CONTROL, _encode_none, cache)
 
 
 @pytest.mark.parametrize("kind", ["tiny-llama", "SmolLM2-135M-Instruct", "sentence_piece"])
@@ -57,14 +69,14 @@ def _tokenizer(kind: str) -> Tokenizer:
 def test_pieces_have_the_tokens_of_the_whole(kind: str, parts: list[str]) -> None:
     tokenizer, text = _tokenizer(kind), "".join(parts)
     added = [_token(content, rstrip=content == "<s>") for content in _CONTROL]
-    pieces = PieceCache(tokenizer, added, _CONTROL)
+    encoder = RunEncoder(tokenizer, added, _CONTROL, _encode_none, PieceCache())
     whole = tokenizer.encode(text, add_special_tokens=False).ids
     # The second time from the cache.
     for _ in range(2):
-        assert pieces.encode(text, "a", None) == whole
+        assert encoder.encode(text, "a", None).tolist() == whole
 
 
-def test_a_repeated_piece_is_encoded_once_for_each_scope() -> None:
+def test_a_repeated_run_is_encoded_once_for_each_scope() -> None:
     encoded: list[str] = []
 
     class Counting:
@@ -74,36 +86,73 @@ def test_a_repeated_piece_is_encoded_once_for_each_scope() -> None:
                 texts, add_special_tokens=add_special_tokens
             )
 
-    pieces = PieceCache(Counting(), [_token(text) for text in _CONTROL], _CONTROL)
+    cache = PieceCache()
+    encoder = _encoder(cache, Counting())
     system = f"<|im_start|>{_LONG}"
     for user in ("one", "two"):
-        pieces.encode(f"{system}<|im_end|>{user}", "a", None)
+        encoder.encode(f"{system}<|im_end|>{user}", "a", None)
     assert encoded == [system, "<|im_end|>one", "<|im_end|>two"]
     # A text of another tenant takes as long as one that was never sent.
-    pieces.encode(system, "b", None)
+    encoder.encode(system, "b", None)
     assert encoded[-1] == system
-    assert pieces.entry_count == 2
+    assert cache.entry_count == 2
+
+
+def test_short_pieces_are_joined_in_the_same_way_in_every_turn() -> None:
+    cache = PieceCache()
+    encoder = _encoder(cache)
+    history = "".join(f"<|im_start|>{number}: yes<|im_end|>" for number in range(200))
+    encoder.encode(history, "a", None)
+    count = cache.entry_count
+    assert count > 10
+    encoder.encode(f"{history}<|im_start|>and no", "a", None)
+    # Only the last run is new.
+    assert cache.entry_count <= count + 1
 
 
 def test_the_cache_is_bounded_in_bytes_and_drops_the_oldest() -> None:
-    added = [_token(text) for text in _CONTROL]
-    pieces = PieceCache(_tokenizer("tiny-llama"), added, _CONTROL, bytes_max=8_000)
+    cache = PieceCache(bytes_max=8_000)
+    encoder = _encoder(cache)
     for number in range(50):
-        pieces.encode(f"{number}{_LONG}", "a", None)
-        pieces.encode(f"0{_LONG}", "a", None)
-        assert 0 < pieces.stored_bytes <= 8_000
-    assert 1 < pieces.entry_count < 10
+        encoder.encode(f"{number}{_LONG}", "a", None)
+        encoder.encode(f"0{_LONG}", "a", None)
+        assert 0 < cache.stored_bytes <= 8_000
+    assert 1 < cache.entry_count < 10
     # One text of more bytes than all entries may have.
-    pieces.encode(_LONG * 40, "a", None)
-    assert pieces.entry_count > 1
+    encoder.encode(_LONG * 40, "a", None)
+    assert cache.entry_count > 1
+
+
+def test_a_scope_with_less_than_its_share_loses_nothing() -> None:
+    tokens = array("I", range(100))
+    cache = PieceCache(bytes_max=40_000)
+    for number in range(12):
+        cache.add("small", (f"small {number}",), tokens)
+    for number in range(1_000):
+        cache.add("large", (f"large {number}",), tokens)
+    assert all(cache.get("small", (f"small {number}",)) == tokens for number in range(12))
+    assert cache.get("large", ("small 0",)) is None
+    assert cache.stored_bytes <= 40_000
+
+
+def test_memory_is_flat_over_many_conversations() -> None:
+    cache = PieceCache(bytes_max=1_000_000)
+    full = 0
+    for number in range(2_000):
+        for turn in range(5):
+            text = f"{number} {turn} {_LONG}"
+            cache.add(f"tenant {number % 7}", (text,), array("I", range(turn * 50)))
+        assert cache.stored_bytes <= 1_000_000
+        full += cache.stored_bytes > 990_000
+    assert full > 1_500
 
 
 def test_too_many_tokens_are_counted_with_and_without_the_cache() -> None:
-    pieces = PieceCache(_tokenizer("tiny-llama"), [_token(text) for text in _CONTROL], _CONTROL)
-    count = len(pieces.encode(_LONG, "a", None))
-    assert len(pieces.encode(_LONG, "a", count)) == count
+    encoder = _encoder(PieceCache())
+    count = len(encoder.encode(_LONG, "a", None))
+    assert len(encoder.encode(_LONG, "a", count)) == count
     with pytest.raises(TooManyTokens) as raised:
-        pieces.encode(_LONG, "a", count - 1)
+        encoder.encode(_LONG, "a", count - 1)
     assert raised.value.count == count
 
 

@@ -73,7 +73,7 @@ def test_control_texts_in_a_content_are_tokenized_as_plain_text(
         for part in parts
         for token in reference(part, split_special_tokens=part not in _CONTROL_TOKENS)["input_ids"]
     ]
-    assert tokens == expected
+    assert tokens.tolist() == expected
 
 
 @pytest.mark.parametrize("text", _TEXTS)
