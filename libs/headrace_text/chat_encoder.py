@@ -61,23 +61,27 @@ class RunEncoder:
         """
         runs = list(self._runs(text))
         keys = [(run, *escaped.originals_in(run)) for run in runs]
-        parts: list[array[int] | None] = [self._cache.get(scope, key) for key in keys]
-        missing = [index for index, part in enumerate(parts) if part is None]
+        parts = {
+            index: tokens
+            for index, key in enumerate(keys)
+            if (tokens := self._cache.get(scope, key)) is not None
+        }
+        missing = [index for index in range(len(runs)) if index not in parts]
         plain = [index for index in missing if not escaped.is_in(runs[index])]
         encodings = dict(
             zip(plain, self._encode_all([runs[index] for index in plain]), strict=True)
         )
         # The lists of tokens are made under the global interpreter lock.
-        _check_count(sum(map(len, filter(None, (*parts, *encodings.values())))), tokens_max)
+        _check_count(sum(map(len, (*parts.values(), *encodings.values()))), tokens_max)
         for index in missing:
             run, known = runs[index], encodings.get(index)
             ids = self._encode_escaped(run, escaped, tokens_max) if known is None else known.ids
-            parts[index] = tokens = array("I", ids)
+            parts[index] = array("I", ids)
             if len(run) >= _RUN_CHARACTERS_MIN:
-                self._cache.add(scope, keys[index], tokens)
-        ids = array("I", b"".join(parts))
-        _check_count(len(ids), tokens_max)
-        return ids
+                self._cache.add(scope, keys[index], parts[index])
+        words = array("I", b"".join(parts[index] for index in range(len(runs))))
+        _check_count(len(words), tokens_max)
+        return words
 
     def _encode_all(self, runs: list[str]) -> list[Any]:
         # `encode_batch_fast` releases the global interpreter lock.

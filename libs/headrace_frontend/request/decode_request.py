@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+
 from headrace.decode.v1 import decode_pb2
 from headrace_common.registry.adapters import adapter_to_proto
+from headrace_common.rpc.token_ids import token_ids_message
 from headrace_frontend.request.validation import PreparedRequest
 
 
@@ -23,7 +26,7 @@ def decode_request(
         request_id=request.request_id,
         transfer_id=transfer_id,
         incarnation=incarnation,
-        token_ids=request.token_ids + generated,
+        token_ids=token_ids_message(request.token_ids + array("I", generated)).ids,
         generated_token_count=len(generated),
         sampling=request.sampling,
         stop_token_ids=request.stop_token_ids,

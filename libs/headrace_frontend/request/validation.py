@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
@@ -55,7 +56,8 @@ class PreparedRequest:
     request_id: str
     model: str
     codec: TextCodec
-    token_ids: tuple[int, ...]
+    token_ids: array[int]
+    """Of type "I". It must not be changed."""
     sampling: sampling_pb2.SamplingParams
     stop_token_ids: tuple[int, ...]
     stop_strings: tuple[str, ...]
@@ -125,7 +127,7 @@ def prepare(
     model = choice.model
     codec = codecs[model]
     context = max_model_len.get(model) or codec.max_model_len
-    token_ids: Sequence[int] = ()
+    token_ids = array("I")
     if not any(path.partition(".")[0] in (*_PROMPT_FIELDS, "prompt") for path in violations):
         prompt_violations = _byte_violations(request, codec, context, bytes_per_token)
         if not prompt_violations:
@@ -147,7 +149,7 @@ def prepare(
         request_id=request_id,
         model=model,
         codec=codec,
-        token_ids=tuple(token_ids),
+        token_ids=token_ids,
         sampling=_workers_sampling(request, codec, max_tokens),
         stop_token_ids=tuple(sorted(model_stops.union(request.sampling.stop_token_ids))),
         stop_strings=tuple(request.sampling.stop),
@@ -293,7 +295,7 @@ def _tokenized(
     cache_scope: str,
     *,
     add_generation_prompt: bool,
-) -> tuple[Sequence[int], dict[str, str]]:
+) -> tuple[array[int], dict[str, str]]:
     """The prompt's tokens, and the violations that only they show."""
     try:
         token_ids = _prompt_tokens(
@@ -306,10 +308,10 @@ def _tokenized(
     except TooManyTokens as error:
         if not error.count:
             why = f"has far too many tokens, and {CONTEXT_WORDS} {context} tokens; shorten it"
-            return (), {_prompt_field(request): why}
-        return (), _length_violations(request, error.count, context)
+            return array("I"), {_prompt_field(request): why}
+        return array("I"), _length_violations(request, error.count, context)
     except InvalidRequest as error:
-        return (), error.violations
+        return array("I"), error.violations
     return token_ids, _length_violations(request, len(token_ids), context)
 
 
@@ -320,11 +322,11 @@ def _prompt_tokens(
     cache_scope: str,
     *,
     add_generation_prompt: bool,
-) -> Sequence[int]:
+) -> array[int]:
     if request.HasField("tokens"):
-        return request.tokens.ids
+        return array("I", request.tokens.ids)
     if request.HasField("text"):
-        return codec.encode(request.text, tokens_max)
+        return array("I", codec.encode(request.text, tokens_max))
     return codec.encode_chat(
         messages_of(request.chat),
         continue_final_message=request.chat.continue_final_message,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic
@@ -45,6 +46,12 @@ class AdmittedRequest(Generic[AttemptT]):
     slot_wait_s: Callable[[], float] = lambda: 0.0
 
     @property
-    def known_token_ids(self) -> tuple[int, ...]:
+    def known_token_ids(self) -> array[int]:
         """The prompt and the completion so far."""
-        return self.prepared.token_ids + self.response.generated
+        generated = self.response.generated
+        # Lookups of the same object are cached.
+        return (
+            self.prepared.token_ids + array("I", generated)
+            if generated
+            else self.prepared.token_ids
+        )

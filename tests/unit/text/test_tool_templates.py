@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceCodec:
     return HuggingFaceCodec(folder)
 
 
-def _control(codec: HuggingFaceCodec, ids: list[int]) -> list[str]:
+def _control(codec: HuggingFaceCodec, ids: Sequence[int]) -> list[str]:
     names = {codec._tokenizer.token_to_id(text): text for text in (*_SPECIAL, _CALL)}
     return [names[token_id] for token_id in ids if token_id in names]
 

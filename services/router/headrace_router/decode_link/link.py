@@ -13,6 +13,7 @@ import grpc.aio
 from opentelemetry.context import Context
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.inference.v1 import inference_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import (
@@ -80,9 +81,16 @@ class DecodeLink:
         return time.monotonic() - self._started_s
 
     def open(
-        self, request: decode_pb2.GenerateRequest, deadline: Deadline, context: Context
+        self,
+        request: decode_pb2.GenerateRequest,
+        token_ids: inference_pb2.TokenIds,
+        deadline: Deadline,
+        context: Context,
     ) -> LinkedAnswer:
-        """Sends a request. `context` is that of the caller's span. The caller must end it by `release`."""
+        """Sends a request, with these tokens. `context` is that of the caller's span.
+
+        The caller must end it by `release`.
+        """
         self._last_stream_id += 1
         stream_id = self._last_stream_id
         remaining_s = deadline.remaining_s()
@@ -95,7 +103,8 @@ class DecodeLink:
                 traceparent=carrier.get("traceparent", ""),
                 tracestate=carrier.get("tracestate", ""),
                 credit_tokens=WINDOW_TOKENS,
-            )
+            ),
+            token_ids,
         )
         self._outgoing.set_token_interval(self._token_interval_us)
         self._wake.set()

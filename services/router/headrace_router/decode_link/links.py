@@ -10,6 +10,7 @@ import grpc.aio
 from opentelemetry.context import Context
 
 from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import inference_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError
 from headrace_common.limits import LINK_STREAMS_MAX
@@ -76,11 +77,15 @@ class DecodeLinks:
         return len(self._open)
 
     def open(
-        self, request: decode_pb2.GenerateRequest, deadline: Deadline, context: Context
+        self,
+        request: decode_pb2.GenerateRequest,
+        token_ids: inference_pb2.TokenIds,
+        deadline: Deadline,
+        context: Context,
     ) -> LinkedCall:
-        """Sends a request. Close the call when its attempt ends."""
+        """Sends a request, with these tokens. Close the call when its attempt ends."""
         link = self._usable()
-        return LinkedCall(link, link.open(request, deadline, context))
+        return LinkedCall(link, link.open(request, token_ids, deadline, context))
 
     def _usable(self) -> DecodeLink:
         link = self._current

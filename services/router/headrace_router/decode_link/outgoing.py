@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import inference_pb2
 
 # Most bytes of a credit or a cancel.
 _ENTRY_BYTES = 24
+# Most bytes of the lengths around an open and its tokens, and of a token.
+_OPEN_BYTES = 24
+_TOKEN_BYTES = 5
 
 
 class OutgoingRequests:
@@ -14,7 +18,7 @@ class OutgoingRequests:
     def __init__(self, bytes_max: int) -> None:
         """`bytes_max`: the size from which messages are split. A single open may be longer."""
         self._bytes_max = bytes_max
-        self._opens: dict[int, decode_pb2.LinkOpen] = {}
+        self._opens: dict[int, tuple[decode_pb2.LinkOpen, inference_pb2.TokenIds]] = {}
         self._credits: dict[int, int] = {}
         self._cancels: list[int] = []
         self._interval_us = 0
@@ -29,9 +33,9 @@ class OutgoingRequests:
         low, high = sorted((interval_us, self._sent_interval_us))
         return high >= 2 * low and high > 0
 
-    def open(self, opened: decode_pb2.LinkOpen) -> None:
-        """Adds a request. Ids must increase."""
-        self._opens[opened.stream_id] = opened
+    def open(self, opened: decode_pb2.LinkOpen, token_ids: inference_pb2.TokenIds) -> None:
+        """Adds a request, and its tokens. Ids must increase."""
+        self._opens[opened.stream_id] = opened, token_ids
 
     def grant(self, stream_id: int, credit_tokens: int) -> None:
         """Adds to the credit of a request."""
@@ -63,9 +67,12 @@ class OutgoingRequests:
         del self._cancels[:fitting]
         while self._opens:
             stream_id = next(iter(self._opens))
-            open_bytes = self._opens[stream_id].ByteSize()
+            opened, token_ids = self._opens[stream_id]
+            open_bytes = opened.ByteSize() + _OPEN_BYTES + _TOKEN_BYTES * len(token_ids.ids)
             if open_bytes > room_bytes and room_bytes < self._bytes_max:
                 break
-            message.opens.append(self._opens.pop(stream_id))
+            del self._opens[stream_id]
+            message.opens.append(opened)
+            message.opens[-1].request.token_ids.MergeFrom(token_ids.ids)
             room_bytes -= open_bytes
         return None if room_bytes == self._bytes_max else message

@@ -20,6 +20,7 @@ from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError, NotFound, ProtocolViolation, WorkerGone
 from headrace_common.identity import new_transfer_id
 from headrace_common.logs import TRACE_NAMES
+from headrace_common.rpc.token_ids import detach_token_ids
 from headrace_common.rpc.trace_context import traceparent
 from headrace_common.telemetry.setup import child_context
 from headrace_frontend.running.completion import AttemptOutcome
@@ -107,6 +108,7 @@ class Attempt:
             generated=request.response.generated,
             first_token=plan.first_token,
         )
+        self._token_ids = detach_token_ids(self._request)
         self._request.ticket_key_id = context.ticket_key_id
         if plan.bounds is not None:
             self._request.bounds.CopyFrom(plan.bounds)
@@ -177,6 +179,7 @@ class Attempt:
             self._links,
             self.decode_worker,
             self._request,
+            self._token_ids,
             deadline=self._deadline,
             context=trace.set_span_in_context(self._span),
             waited_for=self._waited_for,
@@ -195,7 +198,7 @@ class Attempt:
             return nullcontext()
         return self._queue.expect_task(
             self._decision.worker.layout,
-            self._terms.missing_tokens(len(self._request.token_ids) - 1),
+            self._terms.missing_tokens(len(self._token_ids.ids) - 1),
             self._terms.priority,
             self._terms.tenant,
         )
@@ -205,6 +208,7 @@ class Attempt:
             return
         task = prefill_task(
             self._request,
+            self._token_ids,
             self._decision,
             start_token=reserved.start_token,
             first_token=self._first_token_by,

@@ -9,6 +9,7 @@ import grpc.aio
 from opentelemetry.context import Context
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
+from headrace.inference.v1 import inference_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
     DeadlineExceeded,
@@ -35,6 +36,7 @@ class DecodeCall:
         links: DecodeLinks,
         worker: WorkerRef,
         request: decode_pb2.GenerateRequest,
+        token_ids: inference_pb2.TokenIds,
         *,
         deadline: Deadline,
         context: Context,
@@ -46,7 +48,7 @@ class DecodeCall:
         self._context = context
         self._waited_for = waited_for
         self._links = links
-        self._call = links.open(request, deadline, context)
+        self._call = links.open(request, token_ids, deadline, context)
         self._read_ahead: asyncio.Task[AnswerEvent] | None = None
 
     @property

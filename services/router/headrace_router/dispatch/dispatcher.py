@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from array import array
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from headrace.registry.v1 import registry_pb2
@@ -55,14 +56,14 @@ _POLL_INTERVAL_S = 0.1
 class PrefixSource(Protocol):
     """How much of a prompt each worker has in its prefix cache, for requests with a cache salt."""
 
-    def cached_tokens(self, table: LoadTable, token_ids: Sequence[int], cache_salt: str) -> Numbers:
+    def cached_tokens(self, table: LoadTable, token_ids: array[int], cache_salt: str) -> Numbers:
         """Cached prompt tokens of each worker in the table, weighted less in slower tiers. Shape [worker]."""
         ...
 
     def cached_refs(
         self,
         model: str,
-        token_ids: Sequence[int],
+        token_ids: array[int],
         cache_salt: str,
         refs: Collection[WorkerRef],
     ) -> dict[WorkerRef, int]:
@@ -188,7 +189,7 @@ class RequestDispatcher:
         workers = self._workers.table(request.model).workers if avoid else ()
         avoided = {worker.ref for worker in workers if worker.ref.worker_id in avoid}
         retries = RetryState(self._budget, self._migration_wait_s, avoided=avoided)
-        token_ids = request.token_ids + request.generated
+        token_ids = request.token_ids + array("I", request.generated)
         attempt = timeline.attempt_started(AttemptTimeline(self._clocks))
         targets = self._targets(request, timeline.arrival_ns)
         return self._route(request, token_ids, attempt, deadline, retries, targets)
@@ -196,7 +197,7 @@ class RequestDispatcher:
     def task_terms(
         self,
         worker: Worker,
-        token_ids: Sequence[int],
+        token_ids: array[int],
         cache_salt: str,
         deadline: Deadline,
         *,
@@ -266,7 +267,7 @@ class RequestDispatcher:
     def _route(
         self,
         request: PreparedRequest,
-        token_ids: Sequence[int],
+        token_ids: array[int],
         timeline: AttemptTimeline,
         deadline: Deadline,
         retries: RetryState,
@@ -290,7 +291,7 @@ class RequestDispatcher:
     def _placement_request(
         self,
         request: PreparedRequest,
-        token_ids: Sequence[int],
+        token_ids: array[int],
         deadline: Deadline,
         retries: RetryState,
         targets: TokenTargets,
@@ -323,7 +324,7 @@ class RequestDispatcher:
             answer_tokens=self._lengths.expected(request.model, request.sampling.max_tokens),
         )
 
-    def _candidates(self, request: PreparedRequest, token_ids: Sequence[int]) -> Candidates:
+    def _candidates(self, request: PreparedRequest, token_ids: array[int]) -> Candidates:
         table = self._workers.table(request.model)
         cached_tokens: Numbers | None = None
         if not request.sampling.HasField("prompt_logprobs"):
@@ -344,7 +345,7 @@ class RequestDispatcher:
     def _plan(
         self,
         request: RoutedRequest,
-        token_ids: Sequence[int],
+        token_ids: array[int],
         decision: Decision,
         links: DecodeLinks,
         number: int,
@@ -354,7 +355,7 @@ class RequestDispatcher:
         generated_tokens = request.response.completion_tokens
         terms = self.task_terms(
             decision.worker,
-            token_ids if decision.remote else (),
+            token_ids if decision.remote else array("I"),
             request.prepared.cache_salt,
             request.deadline,
             avoid=retries.failed,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import sampling_pb2
+from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_frontend.request.decode_request import decode_request as base_request
 from headrace_frontend.request.validation import PreparedRequest
@@ -33,13 +33,14 @@ def decode_request(
 
 def prefill_task(
     request: decode_pb2.GenerateRequest,
+    token_ids: inference_pb2.TokenIds,
     decision: Decision,
     *,
     start_token: int,
     first_token: Policy,
     traceparent: str,
 ) -> prefill_pb2.PrefillTask:
-    """The task that computes the KV cache for `request`, from the reservation's `start_token`.
+    """The task that computes the KV cache for `request` and its tokens, from the reservation's `start_token`.
 
     Decode computes the KV cache of the last token itself when it makes the first token.
     """
@@ -49,10 +50,10 @@ def prefill_task(
         sampling = sampling_pb2.SamplingParams()
         sampling.CopyFrom(request.sampling)
         sampling.stop_token_ids.extend(request.stop_token_ids)
-    return prefill_pb2.PrefillTask(
+    task = prefill_pb2.PrefillTask(
         transfer_id=request.transfer_id,
         request_id=request.request_id,
-        token_ids=request.token_ids[:-1] if first_token == BY_DECODE else request.token_ids,
+        token_ids=token_ids.ids,
         start_token=start_token,
         decode_worker_id=worker.ref.worker_id,
         decode_incarnation=worker.ref.incarnation,
@@ -64,3 +65,6 @@ def prefill_task(
         adapter=request.adapter if request.HasField("adapter") else None,
         bounds=request.bounds if request.HasField("bounds") else None,
     )
+    if first_token == BY_DECODE:
+        del task.token_ids[-1]
+    return task

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -102,7 +103,7 @@ class OwnPrompts:
         self._reject_repeated(request.transfer_id)
         terms = self._dispatcher.task_terms(
             worker=worker,
-            token_ids=tuple(request.token_ids),
+            token_ids=array("I", request.token_ids),
             cache_salt=request.cache_salt,
             deadline=deadline,
             priority=priority,
@@ -173,10 +174,10 @@ class OwnPrompts:
 
 def _task_of(request: prefill_pb2.EnqueueRequest, worker: Worker) -> prefill_pb2.PrefillTask:
     """The task, without the last token, which decode computes."""
-    return prefill_pb2.PrefillTask(
+    task = prefill_pb2.PrefillTask(
         transfer_id=request.transfer_id,
         request_id=request.request_id,
-        token_ids=request.token_ids[:-1],
+        token_ids=request.token_ids,
         start_token=request.start_token,
         decode_worker_id=worker.ref.worker_id,
         decode_incarnation=worker.ref.incarnation,
@@ -185,6 +186,8 @@ def _task_of(request: prefill_pb2.EnqueueRequest, worker: Worker) -> prefill_pb2
         cache_salt=request.cache_salt,
         adapter=request.adapter if request.HasField("adapter") else None,
     )
+    del task.token_ids[-1]
+    return task
 
 
 async def _ended(queued: QueuedTask, deadline: Deadline) -> TaskOutcome:

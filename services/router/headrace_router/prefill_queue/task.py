@@ -16,6 +16,7 @@ from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError
 from headrace_common.latency.clocks import clocks_now
 from headrace_common.registry.adapters import Adapter
+from headrace_common.rpc.token_ids import detach_token_ids
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 
@@ -77,11 +78,15 @@ class QueuedTask:
         fits_pair: Callable[[WorkerRef], bool] | None = None,
         extra_tokens: Callable[[WorkerRef], float] | None = None,
     ) -> None:
-        """`fits_pair` and `extra_tokens` are those of the policy for pairs, for the task's decode worker."""
+        """The tokens leave `task`.
+
+        `fits_pair` and `extra_tokens` are those of the policy for pairs, for the task's decode worker.
+        """
         self.task = task
         self.decode = WorkerRef(task.decode_worker_id, task.decode_incarnation)
         self.group_key = group_key
-        self.tokens = len(task.token_ids)
+        self._token_ids = detach_token_ids(task)
+        self.tokens = len(self._token_ids.ids)
         self.missing_tokens = terms.missing_tokens(self.tokens)
         self.number = number
         self.adapter = (
@@ -155,6 +160,7 @@ class QueuedTask:
     def message(self, handoff_ticket: bytes) -> prefill_pb2.PullResponse:
         """The task for a worker, with its ticket and the time that is left for it now."""
         message = prefill_pb2.PullResponse(task=self.task)
+        message.task.token_ids.MergeFrom(self._token_ids.ids)
         message.task.handoff_ticket = handoff_ticket
         message.task.priority = self.priority.to_proto()
         remaining_s = self._deadline.remaining_s()

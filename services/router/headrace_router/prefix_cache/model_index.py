@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
@@ -48,11 +49,11 @@ class ModelIndex:
         self._indexed: dict[type, IndexedWorkers] = {}
 
     def prompt(self, key: int, token_ids: TokenIds, cache_salt: str) -> PromptHashes:
-        """The hashes of a prompt. Cached for a tuple, because a request looks up its prompt several times."""
+        """The hashes of a prompt. Cached for an array, because a request looks up its prompt several times."""
         if self._prompt is None or self._tokens is not token_ids or self._cache_salt != cache_salt:
             hasher = self._hasher_of(key)
             prompt = hasher.lazy(token_ids, hasher.root_of(cache_salt))
-            if not isinstance(token_ids, tuple):
+            if not isinstance(token_ids, array):
                 return prompt
             self._tokens, self._cache_salt, self._prompt = token_ids, cache_salt, prompt
         return self._prompt

@@ -12,6 +12,7 @@ import pytest
 from opentelemetry.context import Context
 
 from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import inference_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, ProtocolViolation
 from headrace_common.process.pacing import LoopLoad
@@ -55,8 +56,9 @@ async def channel(worker: FakeDecode) -> AsyncIterator[grpc.aio.Channel]:
 
 
 def opened_on(links: DecodeLinks, name: str = "x", deadline_s: float = 30.0) -> LinkedCall:
-    request = decode_pb2.GenerateRequest(transfer_id=name, token_ids=[1, 2])
-    return links.open(request, Deadline.after(deadline_s), Context())
+    request = decode_pb2.GenerateRequest(transfer_id=name)
+    token_ids = inference_pb2.TokenIds(ids=[1, 2])
+    return links.open(request, token_ids, Deadline.after(deadline_s), Context())
 
 
 async def kind_of(call: LinkedCall) -> str:

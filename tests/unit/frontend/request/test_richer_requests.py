@@ -412,7 +412,11 @@ def test_functions_that_make_no_schema_together_are_refused(
 def test_prefill_knows_the_tokens_that_end_an_answer() -> None:
     """With min_tokens or a grammar, they matter for the first token."""
     worker = SimpleNamespace(ref=WorkerRef("d", "1"), endpoint="d:1")
-    request = decode_pb2.GenerateRequest(token_ids=[1, 2], stop_token_ids=[9])
+    request = decode_pb2.GenerateRequest(stop_token_ids=[9])
+    token_ids = inference_pb2.TokenIds(ids=[1, 2])
     decision: Any = SimpleNamespace(worker=worker)
-    task = prefill_task(request, decision, start_token=0, first_token=BY_PREFILL, traceparent="")
+    task = prefill_task(
+        request, token_ids, decision, start_token=0, first_token=BY_PREFILL, traceparent=""
+    )
+    assert list(task.token_ids) == [1, 2]
     assert list(task.sampling.stop_token_ids) == [9]

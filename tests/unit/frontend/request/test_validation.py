@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import Any
 
 import pytest
@@ -184,7 +185,7 @@ def test_cached_tokens_of_chats_belong_to_a_salt() -> None:
     scopes: list[str] = []
 
     class Recording(ByteCodec):
-        def encode_chat(self, *args: Any, cache_scope: str = "", **named: Any) -> list[int]:
+        def encode_chat(self, *args: Any, cache_scope: str = "", **named: Any) -> array[int]:
             scopes.append(cache_scope)
             return super().encode_chat(*args, **named)
 

@@ -11,6 +11,7 @@ import pytest
 from opentelemetry.context import Context
 
 from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import inference_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, HeadraceError, WorkerGone
 from headrace_common.process.pacing import LoopLoad
@@ -53,7 +54,9 @@ def _from_grpc(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
 async def _failure_on(failure: BaseException) -> HeadraceError:
     channel: Any = _Channel(_Call(failure))
     link = DecodeLink(channel, lambda _: None, LoopLoad())
-    answer = link.open(decode_pb2.GenerateRequest(), Deadline.after(10), Context())
+    answer = link.open(
+        decode_pb2.GenerateRequest(), inference_pb2.TokenIds(), Deadline.after(10), Context()
+    )
     try:
         async with asyncio.timeout(5):
             await answer.read()
@@ -84,7 +87,9 @@ async def test_a_broken_link_is_a_lost_worker(failure: BaseException) -> None:
 async def test_a_link_that_this_router_closes_is_none() -> None:
     channel: Any = _Channel(_Call(asyncio.CancelledError()))
     link = DecodeLink(channel, lambda _: None, LoopLoad())
-    answer = link.open(decode_pb2.GenerateRequest(), Deadline.after(10), Context())
+    answer = link.open(
+        decode_pb2.GenerateRequest(), inference_pb2.TokenIds(), Deadline.after(10), Context()
+    )
     await link.close()
     with pytest.raises(Cancelled):
         await answer.read()

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import inference_pb2
 from headrace_router.decode_link.outgoing import OutgoingRequests
 
 
-def opening(stream_id: int, tokens: int = 1) -> decode_pb2.LinkOpen:
-    request = decode_pb2.GenerateRequest(token_ids=[2**28] * tokens)
-    return decode_pb2.LinkOpen(stream_id=stream_id, request=request)
+def opening(stream_id: int, tokens: int = 1) -> tuple[decode_pb2.LinkOpen, inference_pb2.TokenIds]:
+    request = decode_pb2.GenerateRequest(transfer_id=f"transfer {stream_id}")
+    opened = decode_pb2.LinkOpen(stream_id=stream_id, request=request)
+    return opened, inference_pb2.TokenIds(ids=[2**28] * tokens)
 
 
 def test_a_request_that_is_cancelled_before_it_is_sent_is_never_sent() -> None:
     outgoing = OutgoingRequests(10_000)
-    outgoing.open(opening(1))
+    outgoing.open(*opening(1))
     outgoing.grant(1, 5)
     outgoing.cancel(1)
     assert outgoing.next_message() is None
@@ -23,7 +25,7 @@ def test_long_messages_are_split_and_a_long_request_goes_alone() -> None:
     outgoing = OutgoingRequests(1_000)
     sizes = [10, 150, 10, 400, 10]
     for stream_id, tokens in enumerate(sizes, 1):
-        outgoing.open(opening(stream_id, tokens))
+        outgoing.open(*opening(stream_id, tokens))
     for stream_id in range(100, 200):
         outgoing.cancel(stream_id)
     opens: list[list[int]] = []
@@ -31,6 +33,7 @@ def test_long_messages_are_split_and_a_long_request_goes_alone() -> None:
     while (message := outgoing.next_message()) is not None:
         opens.append([one.stream_id for one in message.opens])
         cancels += message.cancelled_stream_ids
+        assert all(len(one.request.token_ids) == sizes[one.stream_id - 1] for one in message.opens)
         assert message.ByteSize() <= 1_000 or len(message.opens) == 1
     assert [stream_id for ids in opens for stream_id in ids] == [1, 2, 3, 4, 5]
     assert [4] in opens
@@ -48,11 +51,11 @@ def test_the_interval_between_tokens_goes_with_the_next_message() -> None:
     assert not outgoing.set_token_interval(2_000)
     assert outgoing.next_message() is None
     assert not outgoing.set_token_interval(3_000), "a small change waits for another message"
-    outgoing.open(opening(1))
+    outgoing.open(*opening(1))
     message = outgoing.next_message()
     assert message is not None
     assert (message.token_interval_us, len(message.opens)) == (3_000, 1)
-    outgoing.open(opening(2))
+    outgoing.open(*opening(2))
     message = outgoing.next_message()
     assert message is not None
     assert not message.HasField("token_interval_us")
