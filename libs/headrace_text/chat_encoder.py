@@ -145,12 +145,13 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> An
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
 
-def reject_far_too_long(tokenizer: Any, text: str, tokens_max: int | None) -> None:
-    """Raises TooManyTokens as soon as the first pieces of a long text have far too many tokens."""
+def reject_far_too_long(tokenizer: Any, texts: Sequence[str], tokens_max: int | None) -> None:
+    """Raises TooManyTokens as soon as the first pieces of long texts have far too many tokens."""
     if tokens_max is None:
         return
-    if len(text) <= max(_CHARACTERS_PER_TOKEN * tokens_max, 2 * _PIECE_CHARACTERS):
+    if sum(map(len, texts)) <= max(_CHARACTERS_PER_TOKEN * tokens_max, 2 * _PIECE_CHARACTERS):
         return
+    text = "\n".join(texts)
     count = 0
     for start in range(0, len(text), _PIECE_CHARACTERS):
         count += len(encode(tokenizer, text[start : start + _PIECE_CHARACTERS]))
@@ -240,8 +241,7 @@ class ChatEncoder:
 
         `cache_scope`: see PieceCache.
         """
-        texts = "\n".join(text for _, text in texts_in(values))
-        reject_far_too_long(self._tokenizer, texts, tokens_max)
+        reject_far_too_long(self._tokenizer, [text for _, text in texts_in(values)], tokens_max)
         escaped = self._control_tokens.escape(values)
         if self._normalizes_control_texts:
             self._check_normalized(escaped.values)

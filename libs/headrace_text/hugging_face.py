@@ -119,7 +119,7 @@ class HuggingFaceCodec(TextCodec):
         )
 
     def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
-        reject_far_too_long(self._tokenizer, text, tokens_max)
+        reject_far_too_long(self._tokenizer, [text], tokens_max)
         return bounded_ids(encode(self._tokenizer, text, add_special_tokens=True), tokens_max)
 
     def encode_chat(

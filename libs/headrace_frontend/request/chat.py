@@ -52,7 +52,7 @@ def chat_violations(chat: inference_pb2.Chat) -> dict[str, str]:
 
 def text_bytes(chat: inference_pb2.Chat) -> int:
     """Bytes of all texts that the chat template may write."""
-    return sum(len(text.encode()) for text in _texts(chat))
+    return sum(len(text) if text.isascii() else len(text.encode()) for text in _texts(chat))
 
 
 def messages_of(chat: inference_pb2.Chat) -> list[ChatMessage]:
