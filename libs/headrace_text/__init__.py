@@ -5,7 +5,8 @@
 - byte_codec: the codec of the simulated model
 - tokenizing: bounded calls of the library tokenizers
 - chat_encoder: conversations to tokens
-- control_tokens: protection against control tokens in clients' texts
+- control_tokens: protection against control tokens in clients' texts, which literal_finder finds
+- piece_cache: tokens of known texts, by tenant
 - chat_template: Jinja chat templates, rendered in a sandbox
 - load: the codecs of all served models
 - detokenizer: tokens to text while they are generated

@@ -40,7 +40,7 @@ class EscapedChat:
         return any(form in text for form in self._sign_forms)
 
     def originals_in(self, text: str) -> tuple[str, ...]:
-        """The replaced texts whose placeholders `text` has, in order."""
+        """The replaced texts, by the placeholders in `text`, in order."""
         if not self.originals:
             return ()
         return tuple(self.originals[int(found[1])] for found in self._placeholders.finditer(text))
