@@ -139,8 +139,8 @@ async def run_turn(client: httpx.AsyncClient, pid: int, messages: Messages) -> T
                 continue
             event = json.loads(line.removeprefix("data: "))
             usage = event.get("usage") or usage
-            latency = event.get("latency") or latency
             for choice in event["choices"]:
+                latency = choice.get("latency") or latency
                 first_s = first_s or time.perf_counter() - begin_s
                 text += choice["delta"].get("content") or ""
     await asyncio.sleep(_PAUSE_S)
