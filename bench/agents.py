@@ -70,7 +70,7 @@ class Conversation:
 
     def median(self, name: str) -> float:
         """The median of one value of the turns."""
-        return statistics.median(getattr(turn, name) for turn in self.turns)
+        return float(statistics.median(getattr(turn, name) for turn in self.turns))
 
 
 class Words:
@@ -131,7 +131,9 @@ async def run_turn(client: httpx.AsyncClient, pid: int, messages: Messages) -> T
     }
     body = json.dumps(wanted).encode()
     begin_cpu_s, begin_s = cpu_seconds(pid), time.perf_counter()
-    first_s, text, latency, usage = 0.0, "", {}, {}
+    first_s, text = 0.0, ""
+    latency: dict[str, Any] = {}
+    usage: dict[str, Any] = {}
     async with client.stream("POST", _PATH, content=body) as response:
         response.raise_for_status()
         async for line in response.aiter_lines():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 CACHE_BYTES_MAX: Final = 128 * 1024 * 1024
@@ -16,12 +15,29 @@ _ENTRY_BYTES: Final = 400
 PieceKey: TypeAlias = tuple[str, ...]
 
 
-@dataclass(slots=True)
 class _Scope:
-    """The entries of one tenant, the least recently used first."""
+    """The entries of one tenant."""
 
-    entries: OrderedDict[PieceKey, array[int]] = field(default_factory=OrderedDict)
-    stored_bytes: int = 0
+    def __init__(self) -> None:
+        self.entries: OrderedDict[PieceKey, array[int]] = OrderedDict()
+        """The least recently used first."""
+        self.stored_bytes = 0
+
+    def get(self, key: PieceKey) -> array[int] | None:
+        tokens = self.entries.get(key)
+        if tokens is not None:
+            self.entries.move_to_end(key)
+        return tokens
+
+    def add(self, key: PieceKey, tokens: array[int]) -> None:
+        self.entries[key] = tokens
+        self.stored_bytes += _entry_bytes(key, tokens)
+
+    def remove_oldest(self) -> int:
+        """Returns its bytes."""
+        size = _entry_bytes(*self.entries.popitem(last=False))
+        self.stored_bytes -= size
+        return size
 
 
 class PieceCache:
@@ -52,10 +68,7 @@ class PieceCache:
         """The tokens of a text, which must not be changed."""
         with self._lock:
             found = self._scopes.get(scope)
-            tokens = found.entries.get(key) if found is not None else None
-            if found is not None and tokens is not None:
-                found.entries.move_to_end(key)
-            return tokens
+            return None if found is None else found.get(key)
 
     def add(self, scope: str, key: PieceKey, tokens: array[int]) -> None:
         """Stores the tokens of a text, unless there are too many."""
@@ -66,20 +79,15 @@ class PieceCache:
             found = self._scopes.setdefault(scope, _Scope())
             if key in found.entries:
                 return
-            found.entries[key] = tokens
-            found.stored_bytes += size
+            found.add(key, tokens)
             self._bytes += size
             while self._bytes > self._bytes_max:
                 self._remove_oldest()
 
     def _remove_oldest(self) -> None:
         name = max(self._scopes, key=lambda name: self._scopes[name].stored_bytes)
-        largest = self._scopes[name]
-        key, tokens = largest.entries.popitem(last=False)
-        size = _entry_bytes(key, tokens)
-        largest.stored_bytes -= size
-        self._bytes -= size
-        if not largest.entries:
+        self._bytes -= self._scopes[name].remove_oldest()
+        if not self._scopes[name].entries:
             del self._scopes[name]
 
 
