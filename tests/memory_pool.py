@@ -43,11 +43,6 @@ class MemoryStore(MooncakeStore):
             self._lost = True
             self.objects.clear()
 
-    def restart(self) -> None:
-        """Ends `lose`, with no objects."""
-        with self._lock:
-            self._lost = False
-
     def change_reads(self, change: Callable[[str, bytes], bytes]) -> None:
         """Replaces what is read, by key and content. A shorter content is a part of the block."""
         self._changes = change
@@ -100,7 +95,7 @@ class MemoryStore(MooncakeStore):
 
 
 class InMemoryPool(RemotePool):
-    """A worker's access to a MemoryStore. After a call that ended late or failed it stays closed until `reopen`."""
+    """A worker's access to a MemoryStore. After a call that ended late or failed it stays closed."""
 
     def __init__(
         self,
@@ -118,10 +113,6 @@ class InMemoryPool(RemotePool):
     @property
     def is_open(self) -> bool:
         return self._is_open
-
-    def reopen(self) -> None:
-        """The store may be asked again."""
-        self._is_open = True
 
     def exists(self, keys: Sequence[str], timeout_s: float) -> Future[list[bool]]:
         return self._start(partial(self._client.exists, keys), len(keys), timeout_s)

@@ -197,9 +197,9 @@ class EventRig:
         await until(lambda: expected.items() <= self.cached(table, prompt).items(), timeout_s)
 
 
-def whole_blocks(prompt: list[int], block_tokens: int = BLOCK_TOKENS) -> int:
+def whole_blocks(prompt: list[int]) -> int:
     """Tokens in the prompt's whole blocks."""
-    return len(prompt) // block_tokens * block_tokens
+    return len(prompt) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 def random_prompt(random: Random, count: int) -> list[int]:

@@ -168,17 +168,6 @@ async def test_a_lost_event_is_detected_and_repaired(rig: EventRig, kind: str) -
     assert len(worker.servicer.requests) == 2
 
 
-async def test_a_new_incarnation_starts_with_no_credit(rig: EventRig) -> None:
-    prompt = random_prompt(Random(7), 40)
-    await rig.add_cached(prompt)
-    new = await rig.add("w-0", generation=2)
-    table = rig.follow([new])
-    assert rig.cached(table, prompt) == {"w-0": 0}
-    await new.answer(prompt[:20])
-    await rig.until_cached(table, prompt, w_0=16)
-    assert len(rig.channels) == 2
-
-
 async def test_a_worker_without_events_has_no_credit_and_is_not_retried(
     rig: EventRig,
 ) -> None:

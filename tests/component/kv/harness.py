@@ -41,6 +41,7 @@ TOKEN_BYTES = 6
 HEAD_BYTES = BLOCK_TOKENS * TOKEN_BYTES
 PARTS = ("k", "v")
 LAYERS = 6
+BLOCK_COUNT = 40
 BLOCKS = (1, 2, 3)
 """Prefill's blocks of the usual prompt."""
 TOKENS = 3 * BLOCK_TOKENS
@@ -64,10 +65,10 @@ def make_layout(tensor_parallel_size: int, heads: int = 4, layers: int = LAYERS)
 class LentTransport(KvTransport):
     """A transport with a registered buffer that several rigs use in turn. Closing Mooncake takes up to a second."""
 
-    def __init__(self, lender: KvTransport, buffer_bytes: int = 1 << 20) -> None:
+    def __init__(self, lender: KvTransport) -> None:
         self.name = lender.name
         self.quiet_after_failure_s = lender.quiet_after_failure_s
-        self.buffer = np.zeros(buffer_bytes, dtype=np.uint8)
+        self.buffer = np.zeros(1 << 20, dtype=np.uint8)
         self._lender = lender
         lender.register(self.buffer.ctypes.data, self.buffer.nbytes)
 
@@ -160,21 +161,15 @@ class Rig:
             layout=self.decode,
         )
 
-    def target(
-        self,
-        transfer: IncomingTransfer,
-        *,
-        timeout_s: float = TRANSFER_S,
-        transfer_id: str = "",
-    ) -> TransferTarget:
-        name = transfer_id or transfer.transfer_id
+    def target(self, transfer: IncomingTransfer) -> TransferTarget:
+        name = transfer.transfer_id
         return TransferTarget(
             transfer_id=name,
             decode=self.decode_ref,
             handoff_endpoint=self.endpoint,
             start_token=transfer.reservation.start_token,
             end_token=transfer.reservation.end_token,
-            deadline_s=time.monotonic() + timeout_s,
+            deadline_s=time.monotonic() + TRANSFER_S,
             ticket=self.ticket(name),
         )
 
@@ -299,14 +294,11 @@ async def running(
     *,
     faults: FaultPlan | None = None,
     quiet_after_failure_s: float = 0.0,
-    lease_ttl_s: float = LEASE_S,
-    quarantine_s: float = QUARANTINE_S,
     receiver_timers: Timers | None = None,
     sender_clock: Clock | None = None,
     claimed_decode: WorkerRef | None = None,
     receiver_limits: ReceiverLimits | None = None,
     sender_limits: SenderLimits | None = None,
-    block_count: int = 40,
     make_broadcast: Callable[[KvDescriptor], LocalBroadcast] = LocalBroadcast,
     make_checks: Callable[[KvDescriptor], DigestChecks] | None = None,
 ) -> AsyncIterator[Rig]:
@@ -327,7 +319,7 @@ async def running(
     reports: list[SendReport] = []
     released: list[tuple[str, float]] = []
     decode_transports = [transports("decode", r) for r in range(decode.tensor_parallel_size)]
-    destinations = [Arena(decode, r, t, block_count) for r, t in enumerate(decode_transports)]
+    destinations = [Arena(decode, r, t, BLOCK_COUNT) for r, t in enumerate(decode_transports)]
     memories = tuple(arena.memory for arena in destinations)
     local = decode.broadcast_width > 1
     broadcast = make_broadcast(KvDescriptor(decode, memories)) if local else None
@@ -336,9 +328,9 @@ async def running(
         ref=decode_ref,
         layout=decode,
         tickets=router.tickets(decode_ref, decode),
-        lease_ttl_s=lease_ttl_s,
+        lease_ttl_s=LEASE_S,
         on_released=lambda transfer_id: released.append((transfer_id, time.monotonic())),
-        quarantine_s=quarantine_s,
+        quarantine_s=QUARANTINE_S,
         limits=receiver_limits,
         timers=receiver_timers,
         features=tuple(filter(None, (broadcast, checks))),
@@ -348,8 +340,8 @@ async def running(
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     prefill_transports = [transports("prefill", r) for r in range(prefill.tensor_parallel_size)]
-    sources = [Arena(prefill, r, t, block_count) for r, t in enumerate(prefill_transports)]
-    shape = (prefill.layer_count, len(PARTS), block_count, prefill.kv_head_count, HEAD_BYTES)
+    sources = [Arena(prefill, r, t, BLOCK_COUNT) for r, t in enumerate(prefill_transports)]
+    shape = (prefill.layer_count, len(PARTS), BLOCK_COUNT, prefill.kv_head_count, HEAD_BYTES)
     truth = np.random.default_rng(1).integers(1, 256, shape, dtype=np.uint8)
     for rank, arena in enumerate(sources):
         arena.cells[:] = truth[:, :, :, heads_of(prefill, rank)]

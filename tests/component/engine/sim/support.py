@@ -114,9 +114,9 @@ async def advance_until(
             await asyncio.sleep(0.001)
 
 
-async def until_running(engine: SimEngine, count: int = 1) -> None:
-    """Waits until so many requests hold blocks."""
-    await until(lambda: engine.usage().running_requests == count)
+async def until_running(engine: SimEngine) -> None:
+    """Waits until one request holds blocks."""
+    await until(lambda: engine.usage().running_requests == 1)
 
 
 def decode_work(

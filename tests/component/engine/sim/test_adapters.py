@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from headrace_common.errors import ConfigError, InvalidRequest
+from headrace_common.errors import InvalidRequest
 from headrace_common.registry.adapters import Adapter
 from headrace_engine.interface import DecodeTokens
-from headrace_engine.sim.model.settings import parse_settings
 from tests.component.engine.sim.support import GREEDY, answer_of, decode_engine, decode_work
 
 MODEL = "sim:context=512,adapters=poet/coder:0b"
@@ -19,12 +18,6 @@ async def test_an_unknown_adapter_is_refused() -> None:
     async with decode_engine(model=MODEL) as engine:
         with pytest.raises(InvalidRequest, match="no adapter 'painter'"):
             await anext(engine.decode(decode_work([1, 2, 3], adapter=Adapter("painter", "0a"))))
-
-
-@pytest.mark.parametrize("text", ["poet/poet", "", "poet:XY"])
-def test_wrong_adapters_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="adapters"):
-        parse_settings(f"sim:adapters={text}")
 
 
 async def test_a_prompt_has_the_logprobs_of_its_adapter() -> None:

@@ -6,11 +6,9 @@ from random import Random
 
 import pytest
 
-from headrace_common.callers.priority import Priority
-from headrace_common.errors import ConfigError, TransferFailed
+from headrace_common.errors import TransferFailed
 from headrace_engine.interface import Sampling
 from headrace_engine.sim.engine import SimEngine
-from headrace_engine.sim.model.settings import parse_settings
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.tier_copier import DiskStorage
 from headrace_kv.transport.memory import Bytes
@@ -19,7 +17,6 @@ from tests.component.engine.sim.support import (
     check_answer,
     decode_engine,
     decode_work,
-    pair,
 )
 
 MODEL = "sim:context=512,host_blocks=12"
@@ -27,11 +24,9 @@ PROMPT_TOKENS = 80
 GREEDY = Sampling(temperature=0.0, max_tokens=3)
 
 
-async def answer(
-    engine: SimEngine, prompt: list[int], name: str, priority: Priority = Priority.NORMAL
-) -> int:
+async def answer(engine: SimEngine, prompt: list[int], name: str) -> int:
     """Checks the answer. Returns how many tokens of the prompt were cached."""
-    work = decode_work(prompt, GREEDY, transfer_id=name, priority=priority)
+    work = decode_work(prompt, GREEDY, transfer_id=name)
     return (await check_answer(engine, work)).cached_tokens
 
 
@@ -73,23 +68,3 @@ async def test_blocks_that_the_disk_has_lost_are_computed_again(
         assert await answer(engine, prompts[0], "e") == 0
         assert engine.usage().used_blocks == 0
         assert engine.free_block_count() == 16
-
-
-async def test_blocks_from_main_memory_are_sent() -> None:
-    random = Random(3)
-    first, second = random_prompt(random, PROMPT_TOKENS), random_prompt(random, PROMPT_TOKENS)
-    model = f"{MODEL},host_copy_s_per_token=0.0001"
-    cached = []
-    async with pair(prefill={"model": model}, num_gpu_blocks_override=16) as engines:
-        for number, prompt in enumerate((first, second, first)):
-            handed = await engines.generate(prompt, transfer_id=f"x{number}")
-            assert handed.outcome is not None
-            cached.append(handed.outcome.cached_tokens)
-    assert cached == [0, 0, 72]
-
-
-def test_only_attention_can_be_offloaded() -> None:
-    with pytest.raises(ConfigError, match="host_blocks"):
-        parse_settings("sim:host_blocks=1,state_layers=1")
-    with pytest.raises(ConfigError, match="set host_blocks too"):
-        parse_settings("sim:disk_blocks=1")

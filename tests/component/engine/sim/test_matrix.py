@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -12,7 +12,6 @@ from headrace_kv.layout.layout import STATE
 from headrace_kv.plan.shard_map import expected_keys
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
-from tests.component.engine.sim.pairings import MODELS, PAIRINGS, Pairing, Side
 from tests.component.engine.sim.support import (
     Handed,
     Pair,
@@ -26,6 +25,79 @@ from tests.component.engine.sim.support import (
 PROMPT = list(range(100, 161))
 # Whole blocks of most sizes, and part of one.
 SHARED_TOKENS = 50
+BLOCKS_OUTER = "order=block/layer/part/head/token"
+APART = "order=part/layer/block/head/token"
+TOGETHER = "order=layer/block/token/head/part"
+NHD = "order=nhd"
+HND = "order=hnd"
+GQA = "layers=3,heads=4,parts=k:16/v:16"
+MLA = "layers=3,heads=1,parts=latent:40"
+MLA_APART = "layers=2,heads=1,parts=nope:32/rope:8"
+OPAQUE = "layers=2,heads=4,parts=k:16/v:16,block_format=token_inner"
+
+
+class Side(NamedTuple):
+    """One worker: ranks of a stage, tokens of a block, and settings of its own.
+
+    `broadcast`: whether its ranks copy equal bytes to each other.
+    """
+
+    ranks: int
+    block_tokens: int = 8
+    settings: str = ""
+    broadcast: bool = False
+
+
+# Each kind of model once. tests/unit/kv/plan/test_plans_against_naive_copies.py has any two layouts.
+PAIRINGS: tuple[tuple[str, Side, Side], ...] = (
+    (GQA, Side(1), Side(1)),
+    (GQA, Side(2), Side(8)),
+    (GQA, Side(8), Side(3)),
+    (GQA, Side(4, settings=TOGETHER), Side(2, settings=APART)),
+    ("layers=2,heads=8", Side(2, 16, NHD), Side(3, 12, BLOCKS_OUTER)),
+    ("layers=2,heads=16,head_bytes=8", Side(4), Side(8, 16)),
+    ("layers=2,heads=1,parts=k:16/v:16", Side(2, settings=NHD), Side(3, settings=APART)),
+    # Heads that the ranks cannot share evenly.
+    ("layers=2,heads=5", Side(3, settings=NHD), Side(2, settings=HND)),
+    ("layers=2,heads=6,parts=k:8/v:8", Side(3, settings="stages=2"), Side(2, 16, "stages=2")),
+    (MLA, Side(4), Side(2)),
+    (MLA, Side(2, settings="stages=3"), Side(4, settings="stages=2", broadcast=True)),
+    (MLA_APART, Side(1, 16), Side(4, 4, broadcast=True)),
+    # Scales beside the values.
+    (
+        "layers=2,heads=4,parts=k:16:int8/v:16:int8/k_scale:4:float32/v_scale:4:float32",
+        Side(4, 16, NHD),
+        Side(2, 8, TOGETHER),
+    ),
+    (
+        "layers=2,heads=1,parts=nope:32:float8_e4m3/scale:4:float32/rope:16:bfloat16",
+        Side(1, 16, TOGETHER),
+        Side(4, 8, broadcast=True),
+    ),
+    # Groups with block sizes of their own.
+    (f"{MLA_APART},index_layers=2", Side(4, 16), Side(2, 8, "index_block_tokens=4,order=nhd")),
+    # States, sent completely at the end.
+    ("layers=2,heads=4,state_layers=2,state_heads=4", Side(4), Side(2, 16, NHD)),
+    (
+        f"{MLA_APART},state_layers=3,state_heads=6",
+        Side(3),
+        Side(4, settings="stages=2", broadcast=True),
+    ),
+    (
+        "layers=2,heads=2,state_layers=2,state_parts=conv:6:int8/ssm:33:int8/scale:2",
+        Side(2, settings=NHD),
+        Side(3),
+    ),
+    (
+        "layers=3,heads=2,parts=k:16:int8/scale:4:float32,index_layers=2,state_layers=2",
+        Side(4, 16, "index_block_tokens=8"),
+        Side(2, 8, "stages=2,order=nhd"),
+    ),
+    # Blocks that can only be copied whole.
+    (OPAQUE, Side(3, settings=NHD), Side(8, settings=BLOCKS_OUTER)),
+    (f"{MLA_APART},block_format=token_inner", Side(2), Side(4, broadcast=True)),
+    ("layers=2,heads=2,state_layers=1,block_format=token_inner", Side(4), Side(3)),
+)
 
 
 class Lent:
@@ -68,7 +140,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def config_of(side: Side, model: str) -> dict[str, Any]:
-    settings = [MODELS[model], "context=256", *filter(None, [side.settings])]
+    settings = [model, "context=256", *filter(None, [side.settings])]
     return {
         "model": f"sim:{','.join(settings)}",
         "tensor_parallel_size": side.ranks,
@@ -112,12 +184,14 @@ async def check_pairing(both: Pair, broadcast: bool) -> None:
     check_bytes(both, second, broadcast)
 
 
-@pytest.mark.parametrize("pairing", PAIRINGS, ids=str)
-async def test_each_pairing_transfers_the_kv(ranks: Ranks, pairing: Pairing) -> None:
+@pytest.mark.parametrize(("model", "prefill", "decode"), PAIRINGS)
+async def test_each_pairing_transfers_the_kv(
+    ranks: Ranks, model: str, prefill: Side, decode: Side
+) -> None:
     numbers = {"prefill": iter(range(64)), "decode": iter(range(64))}
     async with pair(
-        prefill=config_of(pairing.prefill, pairing.model),
-        decode=config_of(pairing.decode, pairing.model),
+        prefill=config_of(prefill, model),
+        decode=config_of(decode, model),
         prefill_transports=lambda: ranks.lend(
             ranks.prefill, next(numbers["prefill"]), receives=False
         ),
@@ -125,4 +199,4 @@ async def test_each_pairing_transfers_the_kv(ranks: Ranks, pairing: Pairing) -> 
     ) as both:
         # The memory stays registered as long as Mooncake's engines exist.
         ranks.kept.append(both)
-        await check_pairing(both, pairing.decode.broadcast)
+        await check_pairing(both, decode.broadcast)

@@ -75,26 +75,25 @@ async def cached_by_another(
     *,
     cache_salt: str = "",
     hash_key: int = HASH_KEY,
-    settings: TierSettings | None = None,
     **changes: Any,
 ) -> int:
     """How many tokens of a prompt a new worker finds. Its answer is right."""
     async with decode_engine(
-        pools=opener(store), tiers=settings or tiers(publishes=False), **changes
+        pools=opener(store), tiers=tiers(publishes=False), **changes
     ) as engine:
         open_pool_of(engine, hash_key)
         return await answer(engine, prompt, cache_salt=cache_salt)
 
 
 async def publish(
-    store: MemoryStore, prompt: list[int], cache_salt: str = "", *, shards: int = 1, **changes: Any
+    store: MemoryStore, prompt: list[int], cache_salt: str = "", **changes: Any
 ) -> None:
-    """Lets a worker compute a prompt, and waits until its blocks are in the store, each in some shards."""
+    """Lets a worker compute a prompt, and waits until its blocks are in the store."""
     async with decode_engine(pools=opener(store), tiers=tiers(), **changes) as engine:
         open_pool_of(engine)
         before = len(store.objects)
         await answer(engine, prompt, cache_salt=cache_salt)
-        await until(lambda: len(store.objects) == before + shards * (len(prompt) // 8))
+        await until(lambda: len(store.objects) == before + len(prompt) // 8)
 
 
 @pytest.fixture

@@ -75,10 +75,10 @@ async def small_pair(host: str = HOST, **changes: Any) -> AsyncIterator[Pair]:
         yield both
 
 
-async def evict(both: Pair, prefix: str = "other", count: int = 2) -> None:
+async def evict(both: Pair, count: int = 2) -> None:
     """Lets other prompts take the prefill engine's KV memory, and empties decode's cache."""
     for number in range(count):
-        name = f"{prefix}{number}"
+        name = f"other{number}"
         await both.generate(random_prompt(Random(name), WHOLE_TOKENS), transfer_id=name)
     assert await both.decode.reset_prefix_cache()
 

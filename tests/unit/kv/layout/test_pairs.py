@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from headrace.registry.v1 import registry_pb2
 from headrace_kv.layout.compatibility import PairSide, pair_faults
-from headrace_kv.layout.layout import KvLayout
+from headrace_kv.layout.layout import CacheGroup, KvLayout
 from headrace_kv.layout.proto import layout_to_proto, pair_faults_of
 
 LAYOUT = KvLayout.attention(
@@ -61,6 +62,28 @@ def test_the_identity_of_the_weights_is_named() -> None:
     assert fault.fields == {"model": "m:1 != m:2"}
     assert "p cannot hand KV over to d" in str(fault)
     assert "model (m:1 != m:2)" in str(fault)
+
+
+def with_part(**changes: Any) -> CacheGroup:
+    (group,) = LAYOUT.groups
+    return replace(group, parts=(replace(group.parts[0], **changes), *group.parts[1:]))
+
+
+@pytest.mark.parametrize(
+    ("group", "field"),
+    [
+        (with_part(dtype="int8"), "attention.k.dtype"),
+        (with_part(unit_bytes=8), "attention.k.unit_bytes"),
+        (with_part(name="x"), "attention.parts"),
+        (with_part(block_format="token_inner"), "attention.k.block_format"),
+        (replace(LAYOUT.groups[0], head_count=2), "attention.head_count"),
+        (replace(LAYOUT.groups[0], layers=(0,)), "attention.layers"),
+        (replace(LAYOUT.groups[0], name="index"), "groups"),
+    ],
+)
+def test_every_field_of_a_cache_is_named(group: CacheGroup, field: str) -> None:
+    (fault,) = pair_faults([side("p")], [side("d", replace(LAYOUT, groups=(group,)))])
+    assert field in fault.fields
 
 
 def test_the_block_size_is_named_where_tokens_are_not_addressable() -> None:

@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from headrace_common.errors import LayoutMismatch, ProtocolViolation
 from headrace_kv.layout.layout import KvLayout, RankMemory
 from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner, Runs, plan_runs
-from headrace_kv.plan.shard_map import HEAD_OUTER, TOKENS_OUTER, Dimension, Edge, place_regions
+from headrace_kv.plan.shard_map import HEAD_OUTER, Dimension, Edge, place_regions
 
 BLOCK_TOKENS = 4
 UNIT = 10
-INTERLEAVED: tuple[Dimension, ...] = ("layer", "block", "head", "token", "part")
 
 
 def memory(
@@ -71,45 +70,6 @@ def test_neighbours_are_merged() -> None:
     # All blocks of k end where those of v begin.
     everything = span(list(range(8)), list(range(8)))
     assert lengths(memory(), memory(), WHOLE, everything) == [64 * HEAD]
-
-
-def test_partial_blocks_are_cut_by_head() -> None:
-    """Tokens [1, 14) of four blocks: the two whole ones join their heads, their neighbours' nearest heads with them."""
-    found = sorted(lengths(memory(), memory(), WHOLE, span([1, 2, 3, 4], [1, 2, 3, 4], 1, 14)))
-    assert found == [2 * UNIT] * 6 + [3 * UNIT] * 6 + [5 * UNIT + 8 * HEAD] * 2
-
-
-def test_token_outer_blocks_need_no_cut() -> None:
-    one = memory(order=TOKENS_OUTER)
-    assert lengths(one, one, WHOLE, span([1, 2, 3, 4], [1, 2, 3, 4], 1, 14)) == [13 * 4 * UNIT] * 2
-    half = Edge(0, 0, 2, 0, 2)
-    assert lengths(one, one, half, span([1], [1])) == [2 * UNIT] * 8
-
-
-def test_between_token_outer_and_head_outer_every_token_is_a_run() -> None:
-    source, destination = memory(order=TOKENS_OUTER), memory()
-    found = lengths(source, destination, WHOLE, span([1, 2], [1, 5]))
-    assert found == [UNIT] * (2 * 8 * 4)
-    one_head = memory(1), memory(1, TOKENS_OUTER)
-    assert lengths(*one_head, Edge(0, 0, 0, 0, 1), span([1, 2], [1, 2])) == [8 * UNIT] * 2
-
-
-def test_merged_and_separate_latents_are_copied_into_each_other() -> None:
-    """nope and rope in one latent are one run per stretch of tokens; apart, one each per token."""
-    parts = {"nope": 16, "rope": 2}
-    merged, apart = memory(1, INTERLEAVED, parts=parts), memory(1, parts=parts)
-    edge = Edge(0, 0, 0, 0, 1)
-    assert lengths(merged, merged, edge, span([1, 2], [4, 5])) == [8 * 18]
-    assert sorted(lengths(apart, apart, edge, span([1, 2], [4, 5]))) == [8 * 2, 8 * 16]
-    assert sorted(lengths(merged, apart, edge, span([1], [4]))) == [2] * 4 + [16] * 4
-
-
-def test_block_sizes_may_differ() -> None:
-    """Blocks of 4 into blocks of 6 from a prefix of 5 on, one head: as many runs as borders."""
-    source, destination = memory(1), memory(1, block_tokens=6)
-    chosen = BlockSpan(5, 21, np.array([7, 0, 2, 4, 6]), 4, np.array([5, 3, 1, 0]), 0)
-    # Source borders at 8, 12, 16, 20 and destination borders at 6, 12, 18 make 7 pieces per part.
-    assert len(plan_runs(source, destination, Edge(0, 0, 0, 0, 1), 0, chosen)) == 14
 
 
 def test_runs_grow_with_fragments_not_tokens() -> None:

@@ -124,16 +124,6 @@ def test_ranks_hold_all_heads_in_order(ranks: int, heads: int) -> None:
     assert [share.heads for share in shards(ranks, heads) for _ in range(share.copies)] == held
 
 
-def test_three_ranks_to_two_with_six_heads() -> None:
-    found = edges(make_layout(3, 6), make_layout(2, 6), 0, "x")
-    assert [(e.source_rank, e.destination_rank, e.source_head, e.head_count) for e in found] == [
-        (0, 0, 0, 2),
-        (1, 0, 0, 1),
-        (1, 1, 1, 1),
-        (2, 1, 0, 2),
-    ]
-
-
 @pytest.mark.parametrize("width, crossing", [(1, 8), (2, 4), (3, 3), (4, 2), (8, 1), (16, 1)])
 def test_each_host_receives_mla_once(width: int, crossing: int) -> None:
     prefill, decode = make_layout(4, 1), make_layout(8, 1, broadcast_width=width)

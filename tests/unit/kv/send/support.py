@@ -30,6 +30,7 @@ LAYOUT = KvLayout.attention(
     parts={"kv": 4},
 )
 NO_BLOCKS = np.zeros(0, dtype=np.int64)
+HUNDRED_BYTES = Runs(np.array([0]), np.array([0]), np.array([100]))
 
 
 async def no_descriptor(ref: WorkerRef, deadline: Deadline) -> KvDescriptor:
@@ -59,18 +60,13 @@ def make_range(name: str, layer: int = 0, end_token: int = BLOCK_TOKENS) -> Laye
     return LayerRange(name, layer, 0, end_token, (0, 1), 0)
 
 
-HUNDRED_BYTES = Runs(np.array([0]), np.array([0]), np.array([100]))
-
-
-def make_write(
-    name: str, layer: int = 0, end_token: int = BLOCK_TOKENS, runs: Runs = HUNDRED_BYTES
-) -> LayerWrite:
-    """A write of one batch to the session `name`, of 100 bytes unless `runs` are given."""
+def make_write(name: str, layer: int = 0, end_token: int = BLOCK_TOKENS) -> LayerWrite:
+    """A write of one batch of 100 bytes to the session `name`."""
     return LayerWrite(
         make_range(name, layer, end_token),
         Edge(0, 0, 0, 0, 1),
         BlockSpan(0, end_token, NO_BLOCKS, 0, NO_BLOCKS, 0),
         name,
-        runs,
+        HUNDRED_BYTES,
         InMemoryTransport(),
     )

@@ -89,36 +89,6 @@ async def test_open_is_sent_again_until_it_is_answered() -> None:
     assert not transfer.must_ask_again(5.0)
 
 
-async def test_it_is_quiet_after_the_last_batch_and_the_longest_quiet_time() -> None:
-    transfer = sending()
-    for _ in range(2):
-        transfer.batch_started()
-    transfer.batch_ended()
-    transfer.batch_failed(7.0)
-    transfer.stop("TRANSFER_FAILED", "first")
-    transfer.stop("CANCELLED", "second")
-    assert transfer.quiet_at_s() is None
-    transfer.batch_ended()
-    transfer.batch_failed(6.0)
-    assert transfer.quiet_at_s() == 7.0
-    report = transfer.report()
-    assert (report.reason, report.detail) == ("TRANSFER_FAILED", "first")
-
-
-async def test_a_stopped_transfer_acknowledges_nothing() -> None:
-    transfer = sending()
-    write = make_write("a")
-    transfer.write_planned(write)
-    transfer.range_pushed(make_range("a", 1))
-    write.start_batch()
-    transfer.stop("CANCELLED", "")
-    write.batch_landed(LANDED, 0)
-    assert transfer.next_landed() is None
-    assert not transfer.sending
-    assert transfer.drop_ranges() == 1
-    assert not transfer.has_ranges
-
-
 @pytest.mark.parametrize("end", [OutgoingTransfer.commit_sent, OutgoingTransfer.stream_lost])
 async def test_decode_waits_from_open_to_the_end(end: Callable[[OutgoingTransfer], None]) -> None:
     transfer = make_transfer("a")

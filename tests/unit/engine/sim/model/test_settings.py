@@ -62,6 +62,11 @@ def test_caches_can_be_given_as_data() -> None:
         ("sim:block_format=inside", "model.block_format"),
         ("sim:layers=2,stages=3", "model.stages"),
         ("sim:verify=0", "model.verify"),
+        ("sim:host_blocks=1,state_layers=1", "model.host_blocks"),
+        ("sim:disk_blocks=1", "model.disk_blocks"),
+        ("sim:adapters=poet/poet", "model.adapters"),
+        ("sim:adapters=", "model.adapters"),
+        ("sim:adapters=poet:XY", "model.adapters"),
         ("sim:heads=0,order=dhn", "model.heads, model.order"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Transports by name, and the faults of the in-memory transport."""
+"""Transports by name, and what an installed Mooncake needs."""
 
 from __future__ import annotations
 
@@ -10,90 +10,16 @@ from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from headrace_common.errors import ConfigError, TransferFailed
-from headrace_kv.plan.copy_plan import Runs
+from headrace_common.errors import ConfigError
 from headrace_kv.transport.factory import open_transport
 from headrace_kv.transport.mooncake import transport as mooncake
-from tests import in_memory_transport as in_memory
-from tests.blocking_clock import BlockingClock
-from tests.in_memory_transport import (
-    Fault,
-    FaultKind,
-    FaultPlan,
-    InMemoryTransport,
-    MemoryFabric,
-)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> BlockingClock:
-    clock = BlockingClock()
-    clock.install(monkeypatch, in_memory)
-    return clock
-
-
-class Pair:
-    """Two transports and their memory."""
-
-    def __init__(self, faults: FaultPlan | None = None) -> None:
-        fabric = MemoryFabric()
-        self.source = np.arange(1, 101, dtype=np.uint8)
-        self.destination = np.zeros(100, dtype=np.uint8)
-        self.sender = InMemoryTransport(faults, fabric=fabric)
-        self.receiver = InMemoryTransport(fabric=fabric)
-        self.sender.register(self.source.ctypes.data, 100)
-        self.receiver.register(self.destination.ctypes.data, 100)
-
-    def write(self, timeout_s: float = 1.0) -> None:
-        """Writes two runs of 50 bytes."""
-        starts = np.array([0, 50])
-        source, destination = self.source.ctypes.data, self.destination.ctypes.data
-        runs = Runs(source + starts, destination + starts, np.array([50, 50]))
-        self.sender.write(self.receiver.session, runs, timeout_s)
-
-
-@pytest.mark.parametrize(
-    "kind, landed", [(FaultKind.FAIL, 0), (FaultKind.TRUNCATE, 50), (FaultKind.FAIL_LATE, 0)]
-)
-def test_a_failing_fault_lands_its_share_of_the_bytes(
-    clock: BlockingClock, kind: FaultKind, landed: int
-) -> None:
-    pair = Pair(FaultPlan({1: Fault(kind, seconds=0.05)}))
-    with pytest.raises(TransferFailed):
-        pair.write()
-    assert np.count_nonzero(pair.destination) == landed
-    if kind is FaultKind.FAIL_LATE:
-        clock.advance_to(clock.time() + 0.05)
-        assert np.count_nonzero(pair.destination) == 100
-    pair.sender.close()
-
-
-def test_drop_delay_and_hold_succeed(clock: BlockingClock) -> None:
-    hold = Fault(FaultKind.HOLD, release=clock.event())
-    pair = Pair(FaultPlan({1: Fault(FaultKind.DROP), 2: Fault(FaultKind.DELAY, 0.05), 3: hold}))
-    pair.write()
-    assert not pair.destination.any()
-    start_s = clock.time()
-    pair.write()
-    assert clock.time() - start_s == pytest.approx(0.05)
-    pair.destination[:] = 0
-    clock.call_later(0.5, hold.release.set)
-    pair.write()
-    assert clock.time() - start_s == pytest.approx(0.55)
-    assert pair.destination.all()
-
-
-def test_a_held_write_fails_at_its_timeout(clock: BlockingClock) -> None:
-    pair = Pair(FaultPlan(every=Fault(FaultKind.HOLD, release=clock.event())))
-    with pytest.raises(TransferFailed, match="beyond its time"):
-        pair.write(timeout_s=0.02)
+from tests.in_memory_transport import KIND
 
 
 def test_an_unknown_kind_is_rejected() -> None:
-    assert open_transport("in_memory", "127.0.0.1").name == "in_memory"
+    assert open_transport(KIND, "127.0.0.1").name == KIND
     with pytest.raises(ConfigError, match="mooncake or in_memory"):
         open_transport("pigeon", "127.0.0.1")
 
