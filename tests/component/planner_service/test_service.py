@@ -75,22 +75,6 @@ async def code_of(call: Any) -> grpc.StatusCode:
     return caught.value.code()
 
 
-async def test_decisions_are_listed_in_pages(planner: Served) -> None:
-    for _ in range(5):
-        planner.steering.end_interval(CALM)
-    numbers: list[int] = []
-    token = ""
-    while True:
-        page = await planner.stub.ListDecisions(
-            planner_pb2.ListDecisionsRequest(page_size=2, page_token=token), timeout=CALL_S
-        )
-        numbers += [one.number for one in page.decisions]
-        token = page.next_page_token
-        if not token:
-            break
-    assert numbers == [5, 4, 3, 2, 1]
-
-
 @pytest.mark.parametrize(
     ("size", "token", "field"),
     [(1_001, "", "page_size"), (0, "x", "page_token"), (0, "9" * 40, "page_token")],

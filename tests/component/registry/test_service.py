@@ -20,12 +20,10 @@ from headrace_common.errors import (
     NotFound,
     PermissionDenied,
     QueueFull,
-    RegistryUnavailable,
     WatchExpired,
 )
 from headrace_common.limits import LEASES_PER_RENEWAL_MAX
 from tests.component.registry.harness import (
-    EtcdServer,
     kv_descriptor,
     ordered,
     reference,
@@ -130,17 +128,6 @@ async def test_wrong_renewals_are_refused(
     await call.write(request_)
     error = await error_of(InvalidRequest, call.read())
     assert list(error.metadata) == [field]
-
-
-async def test_an_invalid_registration_names_every_field(stub: Stub) -> None:
-    bad = worker("Not OK")
-    bad.incarnation = "xyz"
-    bad.endpoint = "nowhere"
-    bad.start_unix_ns = 0
-    bad.ClearField("layout")
-    error = await error_of(InvalidRequest, stub.Register(register(bad, 301)))
-    fields = ("worker_id", "incarnation", "endpoint", "start_unix_ns", "layout")
-    assert set(error.violations) == {*(f"member.{field}" for field in fields), "ttl"}
 
 
 async def test_members_are_listed_by_page_and_role(stub: Stub) -> None:
@@ -337,28 +324,3 @@ async def test_a_watcher_that_does_not_read_expires_and_delays_no_other() -> Non
             assert response.changes[0].member_put == ordered(member, granted.registration_order)
         await error_of(WatchExpired, asyncio.wait_for(read_to_end(slow), PATIENCE_S))
         fast.cancel()
-
-
-@pytest.mark.etcd
-async def test_without_etcd_writes_fail_and_reads_succeed(etcd: EtcdServer) -> None:
-    async with (
-        running_registry(store=f"etcd://127.0.0.1:{etcd.port}") as registry,
-        registry_stub(registry.endpoint) as stub,
-    ):
-        granted = await stub.Register(register(worker()))
-        call = stub.KeepAlive()
-        await call.write(registry_pb2.KeepAliveRequest(lease_id=granted.lease_id))
-        assert isinstance(await call.read(), registry_pb2.KeepAliveResponse)
-        etcd.kill()
-        await call.write(registry_pb2.KeepAliveRequest(lease_id=granted.lease_id))
-        await error_of(RegistryUnavailable, asyncio.wait_for(call.read(), PATIENCE_S))
-        await error_of(
-            RegistryUnavailable, stub.Register(register(worker("decode-1")), timeout=PATIENCE_S)
-        )
-        listed = await stub.ListMembers(registry_pb2.ListMembersRequest(), timeout=PATIENCE_S)
-        assert [member.worker_id for member in listed.members] == ["decode-0"]
-        watch = stub.Watch(registry_pb2.WatchRequest())
-        response = await asyncio.wait_for(watch.read(), PATIENCE_S)
-        assert isinstance(response, registry_pb2.WatchResponse)
-        assert len(response.snapshot.members) == 1
-        watch.cancel()

@@ -124,23 +124,6 @@ def test_the_health_check_asks_the_port_on_which_the_service_answers(service: st
     assert str(ports.HEALTH) in exposed.split()
 
 
-def test_the_images_of_workers_differ_in_their_program_and_ports() -> None:
-    def neutral(service: str) -> list[str]:
-        text = of_service(service).read_text(encoding="utf-8")
-        own = re.compile(rf"\bheadrace-{service}\b|HEADRACE_{service.upper()}_|docker/{service}\.")
-        return [
-            own.sub("OWN", line)
-            for line in text.splitlines()
-            if not re.search(r"^# A |image\.description|^EXPOSE|for program in", line)
-        ]
-
-    assert neutral("prefill") == neutral("decode") == neutral("worker")
-    programs = [
-        re.findall(r"for program in (.*)", of_service(service).read_text()) for service in WORKERS
-    ]
-    assert programs == [programs[0]] * len(WORKERS)
-
-
 @pytest.mark.parametrize("service", SERVICES)
 def test_an_image_installs_a_lock_file(service: str) -> None:
     arguments = {

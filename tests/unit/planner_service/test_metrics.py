@@ -47,19 +47,6 @@ def test_a_decision_sets_the_numbers_and_counts_its_outcome(telemetry: Telemetry
     assert found[schema.METRIC_PLANNER_MISSED_SAMPLES] == {(): 1}
 
 
-def test_a_decision_about_workers_of_both_roles_has_their_number(telemetry: Telemetry) -> None:
-    decision = ScalingDecision(WorkerCounts(0, 0, 2), WorkerCounts(0, 0, 3), ())
-    metrics, spans = PlannerMetrics(telemetry), ended_spans(telemetry)
-    metrics.count_decision(DecisionEntry(1, 100.0, 30.0, decision, Outcome.PUBLISHED))
-    found = values(telemetry)
-    assert found[schema.METRIC_PLANNER_CURRENT] == {("both",): 2}
-    assert found[schema.METRIC_PLANNER_TARGET] == {("both",): 3}
-    (span,) = spans
-    assert span.attributes is not None
-    assert span.attributes[schema.ATTRIBUTE_PLANNER_BOTH] == 2
-    assert span.attributes[schema.ATTRIBUTE_PLANNER_BOTH_TARGET] == 3
-
-
 def test_a_decision_is_a_trace_of_its_own_over_its_interval(telemetry: Telemetry) -> None:
     spans = ended_spans(telemetry)
     PlannerMetrics(telemetry).count_decision(entry(Outcome.ADVISED))

@@ -116,11 +116,6 @@ def test_the_last_decisions_are_kept_and_read_in_pages() -> None:
     assert bench.decisions.set_outcome(1, Outcome.APPLIED) is None
 
 
-def test_a_decision_states_its_reasons() -> None:
-    text = Bench().steering.end_interval(QUEUED).text
-    assert text.startswith("1 P, 2 D -> 2 P, 2 D (published) 5.00 prompts wait")
-
-
 STEPS = st.one_of(
     st.tuples(st.just("interval"), st.integers(1, 4), st.integers(0, 12)),
     st.tuples(st.just("skip"), st.just(0), st.just(0)),

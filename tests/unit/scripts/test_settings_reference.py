@@ -28,18 +28,6 @@ def test_every_setting_has_a_row(service: Service) -> None:
         assert row.endswith(f"| {' '.join(field.description.split())} |")
 
 
-def test_shared_settings_are_described_once() -> None:
-    by_program = {service.program: service for service in SERVICES}
-    worker, decode = by_program["headrace-worker"], by_program["headrace-decode"]
-    fetching = {"prefix_fetch_min_tokens", "prefix_fetch_timeout_s"}
-    assert worker.described.keys() == {"max_prompts", *fetching}
-    assert worker.settings.model_fields.keys() == decode.described.keys() | worker.described.keys()
-    rows = section("headrace-worker", render())
-    assert "all settings of [headrace-decode](#headrace-decode)" in rows
-    assert "| `model` |" not in rows
-    assert decode.described == decode.settings.model_fields
-
-
 @pytest.mark.parametrize("service", SERVICES, ids=SERVICE_IDS)
 def test_services_load_their_settings_as_the_reference_states(service: Service) -> None:
     main = importlib.import_module(f"{service.settings.__module__.partition('.')[0]}.main")

@@ -89,11 +89,3 @@ def test_classes_add_up_to_the_whole() -> None:
     assert 0 < result.attainment < 1
     met = sum(one.attainment * one.requests for one in result.classes)
     assert met == pytest.approx(result.attainment * result.requests)
-
-
-def test_a_request_that_never_fits_does_not_hold_up_the_others_of_its_class() -> None:
-    # One request has room at a time.
-    trace = [request(0), request(1), request(2, prompt_tokens=40_000), request(3)]
-    result = replay(trace, PROFILE.model_copy(update={"kv_tokens": 1_200}))
-    assert result.failures == {"INVALID_FIELD": 1}
-    assert result.requests == len(trace)

@@ -167,25 +167,6 @@ def taken_port_of_clients(folder: Path) -> tuple[list[str], str]:
     return [flags[0].replace("internal-", "")], error.replace("internal_", "")
 
 
-def one_port_for_both(folder: Path) -> tuple[list[str], str]:
-    return (
-        [
-            "--listen=0.0.0.0:7000",
-            "--advertise=kiln:7000",
-            "--internal-listen=127.0.0.1:7000",
-            "--insecure",
-        ],
-        "headrace-kiln: settings: listen and internal_listen both take port 7000: give them different",
-    )
-
-
-def foreign_address(folder: Path) -> tuple[list[str], str]:
-    return [
-        "--internal-listen=192.0.2.1:7000",
-        "--insecure",
-    ], "headrace-kiln: cannot listen on 192.0.2.1:7000: Cannot"
-
-
 def wrong_settings(folder: Path) -> tuple[list[str], str]:
     return [
         "--internal-listen=nowhere",
@@ -207,8 +188,6 @@ HELD: list[socket.socket] = []
     [
         taken_port,
         taken_port_of_clients,
-        one_port_for_both,
-        foreign_address,
         wrong_settings,
         missing_certificate,
     ],

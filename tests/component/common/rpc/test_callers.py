@@ -22,6 +22,7 @@ from headrace_common.callers.hosts import host_of_peer
 from headrace_common.client_config import ClientFacingConfig
 from headrace_common.errors import HeadraceError, InvalidRequest, QueueFull, Unauthenticated
 from headrace_common.rpc import callers as interceptor
+from headrace_common.rpc import server as server_module
 from headrace_common.rpc.channel import MESSAGE_BYTES_MAX, open_channel
 from headrace_common.rpc.server import ClientServices, GrpcServer
 from headrace_common.rpc.status import error_from_rpc
@@ -180,6 +181,26 @@ async def test_a_request_that_does_not_arrive_ends_its_call(
         await missing.done_writing()
         assert await missing.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refused[REFUSED_BODY] == 1
+
+
+async def test_an_endless_stream_ends_by_its_age_and_an_answer_does_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_module, "CLIENT_CONNECTION_AGE_S", 0.3)
+    async with _served(Counter()) as it:
+        asking = asyncio.create_task(it.ask("a"))
+        await until(lambda: it.bounds.calls("tenant:a") == 1, _WAIT_S)
+        # The server never ends a health stream by itself.
+        watch: Any = it.channel.unary_stream("/grpc.health.v1.Health/Watch")
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            async for _ in watch(b"", timeout=_WAIT_S):
+                pass
+        # Its own deadline has another detail.
+        assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "lasts 0.3 s here" in str(ended.value.details())
+        assert not asking.done()
+        it.servicer.release.set()
+        assert await asking == "answer"
 
 
 async def test_a_unary_request_that_cannot_be_parsed_is_invalid() -> None:

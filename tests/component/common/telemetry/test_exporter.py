@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from opentelemetry.sdk.trace.export import SpanExportResult
 
 from headrace_common import reloading
@@ -15,23 +15,15 @@ from headrace_common.access.credentials import TlsFiles
 from headrace_common.config import ServiceConfig
 from headrace_common.rpc.server import GrpcServer
 from headrace_common.telemetry.exporter import CollectorExporter
+from tests.collector import SpanReceiver
 from tests.suite.certificates import Authority
 from tests.waiting import until
-
-
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Accepts all spans."""
-
-    async def Export(
-        self, request: trace_service_pb2.ExportTraceServiceRequest, context: object
-    ) -> trace_service_pb2.ExportTraceServiceResponse:
-        return trace_service_pb2.ExportTraceServiceResponse()
 
 
 async def _serving(files: TlsFiles, listen: str = "127.0.0.1:0") -> tuple[GrpcServer, str]:
     server = GrpcServer(ServiceConfig(internal_listen=listen, **asdict(files)), ())
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(  # type: ignore[no-untyped-call]
-        Collector(), server.server
+        SpanReceiver(), server.server
     )
     return server, await server.start()
 

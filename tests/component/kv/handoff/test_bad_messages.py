@@ -11,15 +11,12 @@ import pytest
 
 from headrace.kv.v1 import handoff_pb2, handoff_pb2_grpc
 from headrace_common.errors import LayoutMismatch, ProtocolViolation, StaleIncarnation
-from headrace_common.limits import write_quiet_s
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
 from headrace_kv.receive.observer import TransferState
-from headrace_kv.receive.receiver import ReceiverLimits
-from tests.component.kv.harness import LEASE_S, QUARANTINE_S, TOKENS, Rig, running
-from tests.model.virtual_time import VirtualTimers
+from tests.component.kv.harness import TOKENS, Rig, running
 from tests.waiting import until
 
 STRANGER = WorkerRef("prefill-9", "b" * 16)
@@ -144,20 +141,3 @@ async def test_hello_is_checked() -> None:
                 mapped = error_from_rpc(raised.value)
                 assert isinstance(mapped, kind)
                 assert detail in mapped.detail
-
-
-async def test_blocks_of_a_rank_that_never_quiesces_are_quarantined() -> None:
-    timers = VirtualTimers()
-    limits = ReceiverLimits(quiesce_timeout_s=10.0)
-    async with running(receiver_limits=limits, receiver_timers=timers) as rig:
-        transfer = rig.reserve()
-        async with raw_stream(rig, hello(rig), opening(rig, transfer.transfer_id)):
-            await until(lambda: transfer.state is TransferState.OPEN)
-            rig.receiver.cancel(transfer.transfer_id, "CANCELLED", "the client left")
-            timers.advance_to(timers.time() + 10.0)
-            # The receiver has ended the rank's stream, and its quarantine begins.
-            await until(lambda: not rig.receiver._peers)
-            timers.advance_to(timers.time() + 0.99 * write_quiet_s(LEASE_S, QUARANTINE_S))
-            assert not rig.released
-            timers.advance_to(timers.time() + 0.1 * write_quiet_s(LEASE_S, QUARANTINE_S))
-            assert rig.released

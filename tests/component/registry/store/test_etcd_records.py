@@ -18,8 +18,6 @@ from tests.component.registry.harness import (
     EtcdServer,
     kv_descriptor,
     reference,
-    registry_stub,
-    running_registry,
     worker,
 )
 from tests.ports import free_port
@@ -107,28 +105,6 @@ async def test_corrupt_records_are_a_metric(shared_etcd: EtcdServer, etcd_prefix
         await put(store, "members/decode-1", GARBAGE)
         await exported(1)
     await store.close()
-
-
-async def test_a_registry_answers_others_beside_a_corrupt_record(
-    shared_etcd: EtcdServer, etcd_prefix: str
-) -> None:
-    store_setting = f"etcd://127.0.0.1:{shared_etcd.port}"
-    async with (
-        running_registry(store=store_setting, store_prefix=etcd_prefix) as registry,
-        registry_stub(registry.endpoint) as stub,
-    ):
-        store = registry.store
-        assert isinstance(store, EtcdStore)
-        for key in ("members/decode-0", "prefix_hash_key", "policy"):
-            await put(store, key, GARBAGE)
-        await until(lambda: store.corrupt_record_count == 3, PATIENCE_S, "the corrupt records")
-        request = registry_pb2.RegisterRequest(member=worker(), prefix_hash_key=5)
-        request.ttl.FromSeconds(30)
-        response = await stub.Register(request, timeout=PATIENCE_S)
-        assert response.prefix_hash_key == 5
-        listed = await stub.ListMembers(registry_pb2.ListMembersRequest(), timeout=PATIENCE_S)
-        assert [member.worker_id for member in listed.members] == ["decode-0"]
-        await stub.GetPolicy(registry_pb2.GetPolicyRequest(), timeout=PATIENCE_S)
 
 
 async def test_lost_data_is_logged(etcd: EtcdServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -178,17 +178,6 @@ async def test_a_watch_from_before_the_history_has_expired(store: Store) -> None
         await take(store.watch(store.revision + 1_000_000))
 
 
-async def test_only_the_watcher_behind_the_history_expires(store: Store) -> None:
-    slow, fast = store.watch(0), store.watch(0)
-    await take(slow)
-    await take(fast)
-    for number in range(10):
-        await store.register(worker(f"decode-{number}"), 30)
-        await take(fast)
-    with pytest.raises(WatchExpired):
-        await take(slow)
-
-
 async def test_a_store_makes_a_key_once(store: Store) -> None:
     keys = await asyncio.gather(*(store.ensure_prefix_hash_key(0) for _ in range(8)))
     assert len(set(keys)) == 1

@@ -24,16 +24,6 @@ def test_without_observations_the_error_is_zero() -> None:
     assert OnlineFit(2).error() == FitError()
 
 
-def test_one_observation_is_repeated() -> None:
-    fit = OnlineFit(2)
-    fit.observe((1.0, 100.0), 0.25)
-    assert fit.predict((1.0, 100.0)) == pytest.approx(0.25)
-
-
-def test_exact_times_are_found() -> None:
-    assert observed(500).coefficients == pytest.approx([0.002, 3e-6], rel=0.02)
-
-
 def test_noise_leaves_its_own_error() -> None:
     fit = observed(500, noise=0.08)
     assert fit.coefficients == pytest.approx([0.002, 3e-6], rel=0.1)

@@ -100,17 +100,6 @@ def test_the_error_after_50_steps_is_within_15_percent(seed: int) -> None:
     assert learner.times.error_p90 < 0.15
 
 
-def test_a_stolen_processor_does_not_break_the_model() -> None:
-    random = Random(7)
-    steps = [random_step(random) for _ in range(600)]
-    stolen = [
-        (step, seconds * (20 if number % 25 == 3 else 1))
-        for number, (step, seconds) in enumerate(steps)
-    ]
-    predicted = learned(stolen).step_s(256, 8, 4_000)
-    assert predicted == pytest.approx(true_step(256, 0, 8, 4_000)[1], rel=0.1)
-
-
 def test_hand_overs_are_known_by_link() -> None:
     learner = HandoverLearner()
     for number in range(100):

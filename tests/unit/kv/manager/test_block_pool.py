@@ -13,14 +13,6 @@ def new_pool(count: int = 8) -> tuple[BlockPool, list[int]]:
     return BlockPool(count, cleared.extend), cleared
 
 
-def test_fragments_are_used_when_nothing_contiguous_is_left() -> None:
-    pool, _ = new_pool(5)
-    assert pool.allocate(5) is not None
-    pool.free([0])
-    pool.free([2, 3])
-    assert pool.allocate(3) == [2, 3, 0]
-
-
 def test_a_second_block_with_a_cached_prefix_stays_private() -> None:
     pool, cleared = new_pool(4)
     assert pool.allocate(2) == [0, 1]

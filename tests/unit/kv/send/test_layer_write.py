@@ -17,8 +17,3 @@ def test_a_write_has_the_times_of_its_first_batch_and_of_its_last_landing() -> N
     assert before_ns <= write.submitted_ns <= after_ns
     assert write.landed_ns == after_ns + 1_000
     assert (write.entry_count, write.gather_ns, write.staging_wait_ns) == (1, 30, 7)
-
-
-def test_a_write_that_was_not_started_has_no_times() -> None:
-    write = make_write("a")
-    assert (write.submitted_ns, write.landed_ns) == (0, 0)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import pytest
-
 from headrace_common.telemetry.layer_stamps import WRITES_MAX, last_write, unpack_writes
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.plan.copy_plan import BlockSpan
@@ -110,29 +108,6 @@ def test_a_long_transfer_keeps_its_last_writes() -> None:
     assert (link.write_count, link.payload_bytes) == (count, 100 * count)
     kept = [write.layer for write in unpack_writes(link.layers)]
     assert kept == list(range(count - WRITES_MAX, count))
-
-
-@pytest.mark.parametrize(
-    "writes,expected",
-    [
-        # The link was idle until the last layer was ready: computing hid the rest.
-        (((0, 100, 200), (5_000, 5_100, 5_200)), ("compute", 4_800)),
-        # Each write takes longer than a layer: the last one waits while the others move.
-        (((0, 10, 1_000), (100, 1_000, 2_000), (200, 2_000, 3_000)), ("move", 2_800)),
-        # Nothing moves while the last layer waits for the sender's thread.
-        (((0, 10, 20), (100, 900, 1_000)), ("queue", 800)),
-    ],
-)
-def test_the_cause_of_the_last_write(
-    writes: tuple[tuple[int, int, int], ...], expected: tuple[str, int]
-) -> None:
-    made = [
-        (write_at(number, ready_us=ready, submitted_us=submitted, landed_us=landed), landed)
-        for number, (ready, submitted, landed) in enumerate(writes)
-    ]
-    last = last_write(record_of(*made).report().layers)
-    assert last is not None
-    assert (last.layer, last.cause, last.cause_ns // US) == (len(writes) - 1, *expected)
 
 
 def test_a_wait_for_the_window_is_named_where_nothing_moves() -> None:

@@ -188,13 +188,6 @@ def test_a_failure_costs_the_engine_and_all_writes_to_that_peer(
     assert rig.dropped == 1
 
 
-def test_a_write_that_does_not_move_fails(rig: Rig, clock: JumpClock) -> None:
-    late = submit_stuck(rig, "bad", 90.0)
-    clock.ahead_s += STALL_S
-    with pytest.raises(TransferFailed, match="has not moved"):
-        late.result(20.0)
-
-
 def test_a_late_write_that_makes_progress_fails_alone(
     rig: Rig, clock: JumpClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
