@@ -9,8 +9,6 @@ from pydantic import ValidationError
 
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.client_config import ClientFacingConfig
-from headrace_decode.config import DecodeConfig
-from headrace_prefill.config import PrefillConfig
 from headrace_router.config import RouterConfig
 
 _TLS: dict[str, Any] = {
@@ -102,8 +100,3 @@ def test_listen_serves_the_internal_certificate_unless_it_has_its_own() -> None:
     config = ClientFacingConfig(**_TLS, **_SERVED, listen_tls_authority_file="clients.pem")
     assert config.listen_tls == TlsFiles("web.pem", "web.key", "clients.pem")
     assert ClientFacingConfig().listen_tls == TlsFiles()
-
-
-def test_only_routers_have_the_listener_for_clients() -> None:
-    assert "listen" not in DecodeConfig.model_fields
-    assert "listen" not in PrefillConfig.model_fields

@@ -116,13 +116,6 @@ def check_snapshot(publisher: PrefixEventLog, follower: Follower) -> None:
         assert seen == follower.sets[tier]
 
 
-def test_a_block_with_a_missing_parent_is_announced_later() -> None:
-    publisher = PrefixEventLog("i")
-    assert publisher.stored(1, [2, 3]) == []
-    (event,) = publisher.stored(None, [1])
-    assert unpack_hashes(event.packed) == [1, 2, 3]
-
-
 def test_replay_returns_none_for_events_that_were_dropped() -> None:
     publisher = PrefixEventLog("i", replay_hashes_max=6)
     events = [event for n in range(5) for event in publisher.stored(None, [2 * n + 1, 2 * n + 2])]

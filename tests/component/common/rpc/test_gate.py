@@ -115,15 +115,6 @@ async def test_a_request_is_rejected_before_it_is_parsed() -> None:
         assert not servicer.calls
 
 
-async def test_a_call_with_the_key_is_served() -> None:
-    async with _served() as (gate, _, generate, list_models):
-        body = inference_pb2.GenerateRequest(text="hi").SerializeToString()
-        responses = [one async for one in generate(body, metadata=_KEY, timeout=20)]
-        assert inference_pb2.GenerateResponse.FromString(responses[0]).text == "hi"
-        assert await list_models(b"", metadata=_KEY, timeout=20) == b""
-        assert gate.received_bytes == [len(body), 0]
-
-
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 async def test_a_message_is_bounded_by_its_size_after_decompression(
     compression: grpc.Compression,

@@ -12,7 +12,6 @@ from typing import Any
 import grpc.aio
 
 from headrace.kv.v1 import handoff_pb2_grpc
-from headrace_common.callers.priority import Priority
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import Cancelled, NotFound
 from headrace_common.registry.adapters import Adapter
@@ -130,7 +129,6 @@ def decode_work(
     from_logits: bool = False,
     cache_salt: str = "",
     adapter: Adapter | None = None,
-    priority: Priority = Priority.NORMAL,
 ) -> DecodeWork:
     """A decode request; by default a local one."""
     return DecodeWork(
@@ -143,7 +141,6 @@ def decode_work(
         from_logits=from_logits,
         cache_salt=cache_salt,
         adapter=adapter,
-        priority=priority,
     )
 
 

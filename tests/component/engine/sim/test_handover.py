@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -16,10 +16,11 @@ from headrace_common.errors import (
     InternalError,
     TransferTimeout,
 )
+from headrace_engine.sim.engine import SimEngine
+from headrace_engine.sim.stepper import Chunk
 from headrace_kv.handoff.messages import LayerSent
 from headrace_kv.receive.observer import TransferState
 from headrace_kv.receive.transfer import IncomingTransfer
-from tests.component.engine.sim.faults import fail_chunk
 from tests.component.engine.sim.support import (
     EVERYTHING,
     Handed,
@@ -41,6 +42,19 @@ MODEL = f"sim:layers={LAYERS},context=512"
 # A chunk of 16 tokens takes 16 s, on a clock that the test advances.
 SLOW = f"{MODEL},prefill_s_per_token=1"
 CHUNK_S = 16.0
+
+
+def fail_chunk(engine: SimEngine, number: int) -> None:
+    """Makes every step fail that computes chunk `number` of a prompt, from 0."""
+    stepper = engine._stepper
+    compute = stepper.compute
+
+    async def fail_orcompute(chunks: Sequence[Chunk]) -> None:
+        if any(not one.is_decode and one.sequence.chunk_count == number for one in chunks):
+            raise InternalError(f"chunk {number} fails: a fault was injected")
+        await compute(chunks)
+
+    vars(stepper)["compute"] = fail_orcompute
 
 
 def sent_layers(handed: Handed) -> list[LayerSent]:

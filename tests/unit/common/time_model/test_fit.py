@@ -20,10 +20,6 @@ def observed(
     return fit
 
 
-def test_without_observations_the_error_is_zero() -> None:
-    assert OnlineFit(2).error() == FitError()
-
-
 def test_noise_leaves_its_own_error() -> None:
     fit = observed(500, noise=0.08)
     assert fit.coefficients == pytest.approx([0.002, 3e-6], rel=0.1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection
-from concurrent.futures import Future
-from dataclasses import replace
 
 import pytest
 
@@ -16,11 +14,9 @@ from headrace_common.errors import HeadraceError, TransferFailed
 from headrace_common.tickets import SigningKey, TicketKeys, sign_handoff
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.handoff.tickets import NoTickets, RouterTickets
-from headrace_kv.layout.layout import KvDescriptor, WorkerRef
+from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.layout.proto import layout_to_proto
-from headrace_kv.plan.shard_map import Key, edges
-from headrace_kv.receive.ledger import LayerLanded
-from headrace_kv.receive.local_broadcast import LocalBroadcast, LocalJob
+from headrace_kv.plan.shard_map import Key
 from headrace_kv.receive.observer import (
     ReceiverFeature,
     ResumeTransfer,
@@ -30,7 +26,6 @@ from headrace_kv.receive.observer import (
 )
 from headrace_kv.receive.receiver import Receiver
 from headrace_kv.receive.transfer import IncomingTransfer, PrefillPeer
-from headrace_kv.receive.verification import DigestChecks
 from tests.model.virtual_time import VirtualDeadline, VirtualTimers
 from tests.unit.kv.receive.test_ledger import make_layout
 from tests.virtually import virtually
@@ -208,53 +203,6 @@ async def test_drain_waits_then_ends_everything() -> None:
     with pytest.raises(TransferFailed, match="shutting down"):
         await stuck.wait()
     assert stage.receiver.active_count == 0
-
-
-class RecordingBroadcast(LocalBroadcast):
-    """Records jobs instead of running them."""
-
-    def __init__(self) -> None:
-        layout = replace(make_layout(2, 1, heads=1), broadcast_width=2)
-        super().__init__(KvDescriptor(layout, ()))
-        self.jobs: list[LocalJob] = []
-
-    def submit(self, job: LocalJob) -> Future[None]:
-        self.jobs.append(job)
-        return Future()
-
-
-class RecordingChecks(DigestChecks):
-    """Records ranges instead of reading them."""
-
-    def __init__(self) -> None:
-        super().__init__(KvDescriptor(make_layout(1, 1, heads=1), ()), "on")
-        self.submitted: list[tuple[LayerLanded, ...]] = []
-
-    def submit(
-        self, reservation: Reservation, ranges: tuple[LayerLanded, ...], seed: int
-    ) -> Future[tuple[LayerLanded, ...]]:
-        self.submitted.append(ranges)
-        return Future()
-
-
-@pytest.mark.parametrize("active", [True, False])
-async def test_features_start_no_work_for_a_failed_transfer(active: bool) -> None:
-    broadcast, checks = RecordingBroadcast(), RecordingChecks()
-    try:
-        layout = replace(make_layout(2, 1, heads=1), broadcast_width=2)
-        transfer = IncomingTransfer(Reservation("x1", (1,), 0, 4), layout, Deadline.after(60))
-        (edge,) = edges(make_layout(1, 1, heads=1), layout, 0, "x1")
-        for feature in (broadcast, checks):
-            observer = feature.observe(transfer, lambda error, late_write_s=0.0: None)
-            observer.on_layer_landed(LayerLanded(edge, 0, 0, 4, 7))
-            transfer.add_observer(observer)
-        if not active:
-            transfer.fail(TransferFailed("gone"), 0.0)
-        transfer.report_progress()
-        assert (len(broadcast.jobs), len(checks.submitted)) == (int(active), int(active))
-    finally:
-        broadcast.close()
-        checks.close()
 
 
 def open_reserved(ticket: bytes, worker_id: str) -> tuple[str, list[str]]:
