@@ -120,21 +120,6 @@ async def test_broken_stream_quarantines_the_blocks() -> None:
         assert rig.released_ids() == [transfer.transfer_id]
 
 
-async def test_a_sender_without_its_stream_writes_nothing() -> None:
-    timers = VirtualTimers()
-    async with running(receiver_timers=timers) as rig:
-        transfer = rig.start()
-        await until(lambda: transfer.state is TransferState.OPEN)
-        (peer,) = transfer.writers
-        peer.end(ProtocolViolation("the test cuts the stream"))
-        await rig.quiet(transfer.transfer_id)
-        rig.push(transfer.transfer_id)
-        timers.advance_to(timers.time() + 1.1 * write_quiet_s(LEASE_S, QUARANTINE_S))
-        assert rig.released
-        await let_a_wrong_step_show()
-        assert not rig.destinations[0].cells.any()
-
-
 async def test_unopened_transfer_is_released_at_once() -> None:
     async with running() as rig:
         transfer = rig.reserve()
