@@ -71,17 +71,18 @@ def test_evicted_prompts_return_with_equal_answers(
 
 
 @pytest.mark.parametrize(
-    ("fault", "at_once"),
-    [("truncated", False), ("changed", True)],
+    ("fault", "at_once", "engine_args"),
+    [("truncated", False, ""), ("changed", True, ""), ("changed", True, STEPS_AHEAD)],
 )
 def test_what_prefill_cannot_load_is_computed_with_equal_answers(
-    run_job: RunJob, fault: str, at_once: bool
+    run_job: RunJob, fault: str, at_once: bool, engine_args: str
 ) -> None:
     found = run_job(
         "tests.vllm.tier_faults:lost_disk",
         model="tiny-llama-deep",
         fault=fault,
         at_once=at_once,
+        engine_args=engine_args,
     )
     assert found["answers"] == [found["plain"]] * 4
     assert found["changed"] > 0

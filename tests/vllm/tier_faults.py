@@ -41,13 +41,14 @@ class Result:
     left_blocks: list[int] = field(default_factory=list)
 
 
-async def lost_disk(model: str, fault: str, at_once: bool) -> Result:
+async def lost_disk(model: str, fault: str, at_once: bool, engine_args: str) -> Result:
     """Hands over the same prompts in each round. `at_once`: the loads of a round fail side by side."""
     with tempfile.TemporaryDirectory() as folder:
         prefill: dict[str, object] = {
             "num_gpu_blocks_override": KV_MEMORY_BLOCKS,
             "max_model_len": 512,
             "tiers": replace(TIERS, disk_folder=folder),
+            "engine_args": engine_args,
         }
         async with running_pair(
             prefill={"model": model, **prefill}, decode={"model": model}
@@ -59,6 +60,7 @@ async def lost_disk(model: str, fault: str, at_once: bool) -> Result:
             # The first round fills the tiers, and the second loads from all of them.
             for number in range(4):
                 if number == 2:
+                    await _evict(pair)
                     result.changed = FAULTS[fault](Path(folder))
                 await _round(pair, prompts, result, at_once=at_once and number == 2)
             for engine in (pair.prefill, pair.decode):
@@ -76,6 +78,12 @@ async def _round(pair: Pair, prompts: list[list[int]], result: Result, *, at_onc
     result.answers.append([answer.token_ids for answer in answers])
     result.cached.append([_cached(answer) for answer in answers])
     result.failed_blocks.append(pair.prefill.tier_loads.failed_blocks().get(Tier.DISK, 0))
+
+
+async def _evict(pair: Pair) -> None:
+    """Other prompts take the KV memory of prefill, so that no prompt of a round finds its blocks there."""
+    for seed in range(100, 100 + KV_MEMORY_BLOCKS // 10):
+        await pair.split(prompt_of(PROMPT_TOKENS, seed))
 
 
 def _cached(answer: Answer) -> int:

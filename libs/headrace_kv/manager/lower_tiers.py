@@ -242,6 +242,21 @@ class LowerTiers:
             plan.changes.append(TierChange(tier, False, tuple(prefixes)))
         return plan
 
+    def drop_loaded(self, hit: TierHit, prefixes: Sequence[int]) -> TierPlan:
+        """Forgets the blocks of a load that has failed, which were those of `prefixes`.
+
+        Blocks that have another prefix by now stay.
+        """
+        plan = TierPlan()
+        for tier in self._tiers:
+            lost = [
+                block
+                for (name, block), prefix in zip(hit.blocks, prefixes, strict=True)
+                if name == tier.name and tier.find(prefix) == block
+            ]
+            plan.changes += self.drop(tier.name, lost).changes
+        return plan
+
     def clear(self) -> TierPlan:
         """Forgets every block that is not held."""
         plan = TierPlan()

@@ -117,7 +117,7 @@ class TierPlanner:
         self._hash_bytes = 0
         self._requests: dict[str, _Request] = {}
         # vLLM finishes a request with a failed load before it reports the failure.
-        self._loading: dict[str, TierHit] = {}
+        self._loading: dict[str, tuple[TierHit, list[int]]] = {}
         self._copies: list[RequestCopy] = []
         self._loads: dict[str, bool] = {}
         self._finished: dict[str, bool] = {}
@@ -175,7 +175,7 @@ class TierPlanner:
         first = request.hit_start
         hit = request.load(len(self._copies))
         self._plan(request_id, self._tiers.load(hit, block_ids[first : first + len(hit)]))
-        self._loading[request_id] = hit
+        self._loading[request_id] = hit, request.prefixes(first, first + len(hit))
         loaded_tokens = len(hit) * self._block_tokens
         self._loads[request_id] = external_tokens > loaded_tokens
         return loaded_tokens
@@ -206,12 +206,9 @@ class TierPlanner:
         """
         failed = set(failed_ids)
         for request_id in request_ids:
-            loaded = self._loading.pop(request_id, _NO_HIT)
-            if request_id not in failed:
-                continue
-            for tier in self._tiers.names:
-                lost = [block for name, block in loaded.blocks if name == tier]
-                self._changes += self._tiers.drop(tier, lost).changes
+            loaded = self._loading.pop(request_id, None)
+            if loaded is not None and request_id in failed:
+                self._changes += self._tiers.drop_loaded(*loaded).changes
 
     def step_planned(
         self, request_id: str, computed_tokens: int, block_ids: Sequence[int], *, replaces: bool

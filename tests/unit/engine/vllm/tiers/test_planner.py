@@ -122,6 +122,20 @@ def test_a_failed_load_forgets_its_blocks(finished: bool) -> None:
     assert tiers.find("c", 0, 4) == 0
 
 
+def test_a_failed_load_keeps_what_was_stored_in_its_place_meanwhile() -> None:
+    tiers, names, others = planner(host=1), hashes(1), hashes(2)
+    answered(tiers, "a", names, [5])
+    tiers.request_added("b", names)
+    tiers.find("b", 0, 4)
+    tiers.blocks_allocated("b", [9], 4)
+    answered(tiers, "c", others, [6])
+    tiers.take_changes()
+    tiers.loads_ended(["b"], ["b"])
+    assert tiers.take_changes() == []
+    tiers.request_added("d", others)
+    assert tiers.find("d", 0, 4) == 4
+
+
 def test_a_preempted_request_stores_its_blocks_again() -> None:
     tiers, names = planner(), hashes(1)
     tiers.request_added("r", names)
