@@ -103,6 +103,23 @@ def test_gather_then_scatter(place: Place, found: list[tuple[int, int, int]]) ->
         assert np.array_equal(expected, actual)
 
 
+def test_main_memory_is_read_and_never_written(place: Place) -> None:
+    host = np.arange(200, dtype=np.uint8)
+    base = int(host.ctypes.data)
+    with pytest.raises(ConfigError):
+        place.memory.admit(base, host.nbytes)
+    place.memory.hold_host(base, host.nbytes)
+    place.memory.admit(base, host.nbytes)
+    addresses, lengths = base + np.array([150, 3]), np.array([20, 10])
+    area = place.memory.allocate(30)
+    place.memory.gather(addresses, lengths, area)
+    assert area.tolist() == [*range(150, 170), *range(3, 13)]
+    with pytest.raises(TransferFailed):
+        place.memory.scatter(area, addresses, lengths)
+    with pytest.raises(TransferFailed):
+        place.memory.gather(*one(base + 190, 11), area)
+
+
 def one(address: int, length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return np.array([address], np.int64), np.array([length], np.int64)
 

@@ -14,7 +14,7 @@ import pytest
 from headrace_common.errors import TransferFailed
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_kv.handoff.messages import LayerRange, TransferTarget
-from headrace_kv.transport.memory import Bytes, Mark
+from headrace_kv.transport.memory import Bytes, Mark, Piece
 
 if TYPE_CHECKING:
     from headrace_engine.torch_memory.device_memory import TorchMemory
@@ -154,11 +154,21 @@ class Stuck:
         return answer
 
 
-def drained(mark: Stuck) -> CopyStream:
+def drained(mark: Stuck, wait_on_device: Callable[[Mark], None] | None = None) -> CopyStream:
     pytest.importorskip("torch")
     from headrace_engine.torch_memory.stream_order import DrainedStream
 
-    return DrainedStream(contextlib.nullcontext, lambda: mark)
+    return DrainedStream(contextlib.nullcontext, lambda: mark, wait_on_device)
+
+
+@pytest.mark.vllm
+def test_a_device_waits_for_marks_in_its_own_queue() -> None:
+    waited: list[Mark] = []
+    never = Stuck()
+    drained(Stuck(), waited.append).wait(never, 0.0)
+    assert waited == [never]
+    with pytest.raises(TransferFailed, match=r"did not compute within 0\.02 s"):
+        drained(Stuck()).wait(never, 0.02)
 
 
 @pytest.mark.vllm
@@ -190,6 +200,7 @@ class LateStream:
 
     def __init__(self) -> None:
         self.queued: list[Callable[[], object]] = []
+        self.waited: list[Mark] = []
         self.before_drain: Callable[[], None] = lambda: None
 
     def use(self) -> contextlib.AbstractContextManager[Any]:
@@ -213,6 +224,10 @@ class LateStream:
 
         return Late()
 
+    def wait(self, mark: Mark, timeout_s: float) -> None:
+        self.waited.append(mark)
+        assert not self.queued
+
     def drain(self, timeout_s: float) -> None:
         from torch.utils._python_dispatch import _disable_current_modes
 
@@ -223,18 +238,59 @@ class LateStream:
         self.queued.clear()
 
 
-@pytest.mark.vllm
-def test_copies_may_all_run_as_late_as_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch = pytest.importorskip("torch")
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[LateStream]:
+    """Those of the memory that the test opens: for gathering, and for scattering."""
+    pytest.importorskip("torch")
     from headrace_engine.torch_memory import device_memory
 
-    streams: list[LateStream] = []
+    opened: list[LateStream] = []
 
     def open_late(device: object) -> LateStream:
-        streams.append(LateStream())
-        return streams[-1]
+        opened.append(LateStream())
+        return opened[-1]
 
     monkeypatch.setattr(device_memory, "open_copy_stream", open_late)
+    return opened
+
+
+@pytest.mark.vllm
+def test_all_pieces_of_a_copy_wait_for_one_mark_and_one_drain(streams: list[LateStream]) -> None:
+    import torch
+
+    from headrace_engine.torch_memory.device_memory import TorchMemory
+
+    memory = TorchMemory(torch.device("cpu"))
+    data = torch.arange(200, dtype=torch.uint8)
+    address, _ = memory.hold(data)
+    areas = [np.zeros(32, np.uint8) for _ in range(2)]
+    lengths = np.full(2, 16, np.int64)
+    pieces = [
+        Piece(address + np.array([start, start + 24]), lengths, area)
+        for start, area in zip((8, 104), areas, strict=True)
+    ]
+    drains: list[int] = []
+    streams[0].before_drain = lambda: drains.append(len(streams[0].queued))
+    streams[1].before_drain = lambda: drains.append(len(streams[1].queued))
+    marks = [Stuck(), Stuck()]
+    memory.to_host(pieces, marks[0])
+    assert [area.tolist() for area in areas] == [
+        [*range(8, 24), *range(32, 48)],
+        [*range(104, 120), *range(128, 144)],
+    ]
+    data.zero_()
+    memory.to_device(pieces, marks[1])
+    assert sorted(set(data.tolist()) - {0}) == sorted(np.concatenate(areas).tolist())
+    assert drains == [4, 4]
+    assert [stream.waited for stream in streams] == [[marks[0]], [marks[1]]]
+
+
+@pytest.mark.vllm
+def test_copies_may_all_run_as_late_as_the_drain(streams: list[LateStream]) -> None:
+    import torch
+
+    from headrace_engine.torch_memory import device_memory
+
     limits = device_memory.CopyLimits(buffer_bytes=256, direct_bytes=100)
     memory = device_memory.TorchMemory(torch.device("cpu"), limits)
     random = np.random.default_rng(1)

@@ -12,10 +12,13 @@ import pytest
 
 from headrace_kv.layout.layout import KvLayout, RankMemory
 from headrace_kv.manager.lower_tiers import TierCopy
-from headrace_kv.plan.shard_map import HEAD_OUTER, place_regions
+from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
+from headrace_kv.plan.shard_map import HEAD_OUTER, Edge, place_regions
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.tier_copier import TierCopier
+from headrace_kv.transport.factory import open_transport
 from tests.gpu.test_streams import keep_busy
+from tests.in_memory_transport import KIND
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,16 +53,17 @@ class Cache:
                 np.random.default_rng(1).integers(0, 256, placed.arena_bytes, np.uint8)
             )
         )
-        memory = TorchMemory(self.device)
-        address, nbytes = memory.hold(self.data)
+        self.memory = TorchMemory(self.device)
+        address, nbytes = self.memory.hold(self.data)
         self.regions = placed.regions
+        self.rank = RankMemory(0, "", "", address, nbytes, placed.regions)
         self.copier = TierCopier(
             layout,
-            RankMemory(0, "", "", address, nbytes, placed.regions),
+            self.rank,
             host_blocks=BLOCKS,
             disk_blocks=BLOCKS,
             disk_folder=folder,
-            device_memory=memory,
+            device_memory=self.memory,
         )
         if device != "cpu":
             # The first launch of a kernel may wait for the device.
@@ -133,6 +137,38 @@ def test_a_load_overwrites_a_block_after_queued_kernels_have_read_it(cache: Cach
     cache.copier.copy(TierCopy(*FROM_HOST, (1,), (8,)), mark_compute(cache.device))
     assert set(read.cpu().numpy().tolist()) == {7}
     assert cache.blocks(8) == [stored]
+
+
+def test_blocks_in_scattered_places_return_by_one_copy(cache: Cache) -> None:
+    before = cache.blocks(*range(BLOCKS))
+    host = (9, 2, 7, 0, 11, 4)
+    cache.copier.copy(TierCopy(*TO_HOST, (1, 3, 5, 7, 9, 11), host))
+    cache.data.zero_()
+    cache.copier.copy(TierCopy(*FROM_HOST, host, (0, 2, 4, 6, 8, 10)))
+    assert cache.blocks(0, 2, 4, 6, 8, 10) == [before[index] for index in (1, 3, 5, 7, 9, 11)]
+
+
+def test_a_transport_sends_blocks_straight_from_main_memory(cache: Cache, tmp_path: Path) -> None:
+    from headrace_engine.torch_memory.device_memory import register_host
+
+    (stored,) = cache.blocks(5)
+    cache.copier.copy(TierCopy(*TO_HOST, (5,), (2,)))
+    cache.data.zero_()
+    peer = Cache(str(cache.device), tmp_path)
+    sender, receiver = (
+        open_transport(KIND, "127.0.0.1", memory=one.memory) for one in (cache, peer)
+    )
+    host = cache.copier.host_memory
+    register_host(sender, host.base_address, host.arena_bytes)
+    receiver.register(peer.rank.base_address, peer.rank.arena_bytes)
+    planner = CopyPlanner(host, peer.rank)
+    span = BlockSpan(0, 16, np.array([2]), 0, np.array([7]), 0)
+    for layer in range(6):
+        sender.write(receiver.session, planner.plan(Edge(0, 0, 0, 0, 4), layer, span), 20.0)
+    assert peer.blocks(7) == [stored]
+    sender.close()
+    receiver.close()
+    peer.copier.close()
 
 
 def test_main_memory_is_page_locked_while_the_copier_is_open(device: str, tmp_path: Path) -> None:

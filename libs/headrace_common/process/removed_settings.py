@@ -48,7 +48,7 @@ REMOVED: Final = {
     "transport": "it is gone: remove it; Mooncake moves KV, over RDMA where the host has it, else over TCP",
     "local_broadcast": f"{_VALUE} true, where the ranks are on processors",
     "kv_offload_min_uses": f"{_VALUE} 1",
-    "kv_send_from_host": f"{_VALUE} true, where the ranks are on processors",
+    "kv_send_from_host": f"{_VALUE} true",
     "registration_timeout_s": f"{_VALUE} 30 s",
     "place_zone": "it is gone: set place to zone=NAME",
     "place_rack": "it is gone: set place to rack=NAME",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from headrace_engine.torch_memory.stream_order import DeviceOrder, open_copy_str
 from headrace_kv.plan.runs import Int64Array
 from headrace_kv.transport.base import KvTransport
 from headrace_kv.transport.factory import open_transport
-from headrace_kv.transport.memory import Bytes
+from headrace_kv.transport.memory import PASSED, Bytes, Mark, MemoryRanges, Piece, gather
 from headrace_kv.transport.networks import Networks
 
 _WORD_BYTES = 8
@@ -129,6 +129,7 @@ def rows_of(segment: Segment, buffer_offset: int) -> Rows:
 
 
 _COPY_TIMEOUT_S = 10.0
+_COMPUTE_TIMEOUT_S = 30.0
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -166,13 +167,18 @@ class _Direction:
             self.buffer = torch.empty(buffer_bytes, dtype=torch.uint8, device=device)
 
     @contextlib.contextmanager
-    def copying(self) -> Iterator[None]:
-        """At the end, also after an error, waits for all work queued inside. Raises TransferFailed."""
+    def copying(self, mark: Mark = PASSED) -> Iterator[None]:
+        """Work that is queued inside begins after the mark. At the end, also after an error, waits for all of it.
+
+        Raises TransferFailed.
+        """
         with self._lock, self._stream.use():
             try:
+                self._stream.wait(mark, _COMPUTE_TIMEOUT_S)
                 yield
             finally:
-                self._stream.drain(_COPY_TIMEOUT_S)
+                compute_s = 0.0 if mark is PASSED else _COMPUTE_TIMEOUT_S
+                self._stream.drain(compute_s + _COPY_TIMEOUT_S)
 
     def packed(self, offset: int, rows: Rows) -> Tensor:
         """Part of the buffer, shape [run, word]."""
@@ -185,6 +191,7 @@ class TorchMemory:
 
     With `direct`, transports read and write it themselves, and copies are only for peers that they do not reach.
     A caller of `gather` ensures that the bytes are written, a caller of `scatter` that no kernel reads them any more.
+    `gather` also reads host memory of `hold_host`, from which transports send.
     """
 
     on_host = False
@@ -196,6 +203,7 @@ class TorchMemory:
         self.staged = not direct
         self._limits = limits or CopyLimits()
         self._spans: tuple[_Span, ...] = ()
+        self._host = MemoryRanges()
         self._gathering = _Direction(device, self._limits.buffer_bytes)
         self._scattering = _Direction(device, self._limits.buffer_bytes)
 
@@ -216,6 +224,10 @@ class TorchMemory:
             self._spans = tuple(sorted(spans, key=lambda span: span.start))
         return address, nbytes
 
+    def hold_host(self, base_address: int, nbytes: int) -> None:
+        """Adds host memory that `gather` may read. The caller keeps it alive."""
+        self._host.add(base_address, nbytes)
+
     def lock_pages(self, area: Bytes) -> None:
         """See DeviceMemory.lock_pages. Takes about as long as the kernel needs to give the memory its pages."""
         if self.device.type == "cuda":
@@ -233,8 +245,10 @@ class TorchMemory:
             torch.cuda.cudart().cudaHostUnregister(area.ctypes.data)
 
     def admit(self, base_address: int, nbytes: int) -> None:
+        ends = np.array([base_address]), np.array([nbytes])
         end = base_address + nbytes
-        if nbytes <= 0 or not any(s.start <= base_address and end <= s.end for s in self._spans):
+        held = any(s.start <= base_address and end <= s.end for s in self._spans)
+        if nbytes <= 0 or not (held or self._host.covers(*ends)):
             raise ConfigError(
                 f"{nbytes} bytes at {base_address:#x} are not in the KV memory of {self.device}"
             )
@@ -245,36 +259,61 @@ class TorchMemory:
         return area
 
     def gather(self, addresses: Int64Array, lengths: Int64Array, target: Bytes) -> None:
-        spans, host, way = self._spans, torch.from_numpy(target), self._gathering
-        with way.copying():
-            for part in self._batches(spans, addresses, lengths):
-                if part.direct:
-                    packed = _run(spans, part.segments[0])
-                else:
-                    packed = way.buffer[: part.stop - part.start]
-                    for segment in part.segments:
-                        offset = segment.packed_offset - part.start
-                        rows = rows_of(segment, offset)
-                        words = spans[segment.span].words(rows)
-                        index = self._upload(rows.index)
-                        torch.index_select(words, 0, index, out=way.packed(offset, rows))
-                host[part.start : part.stop].copy_(packed, non_blocking=True)
+        if self._host.spans and self._host.covers(addresses, lengths):
+            gather(addresses, lengths, target)
+            return
+        self.to_host([Piece(addresses, lengths, target)])
 
     def scatter(self, source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
-        spans, host, way = self._spans, torch.from_numpy(source), self._scattering
-        with way.copying():
-            for part in self._batches(spans, addresses, lengths):
-                if part.direct:
-                    run = _run(spans, part.segments[0])
-                    run.copy_(host[part.start : part.stop], non_blocking=True)
-                    continue
+        self.to_device([Piece(addresses, lengths, source)])
+
+    def to_host(self, pieces: Iterable[Piece], mark: Mark = PASSED) -> None:
+        """See DeviceMemory.to_host."""
+        way = self._gathering
+        with way.copying(mark):
+            for addresses, lengths, area in pieces:
+                self._queue_gather(way, addresses, lengths, torch.from_numpy(area))
+
+    def to_device(self, pieces: Iterable[Piece], mark: Mark = PASSED) -> None:
+        """See DeviceMemory.to_device."""
+        way = self._scattering
+        with way.copying(mark):
+            for addresses, lengths, area in pieces:
+                self._queue_scatter(way, addresses, lengths, torch.from_numpy(area))
+
+    def _queue_gather(
+        self, way: _Direction, addresses: Int64Array, lengths: Int64Array, host: Tensor
+    ) -> None:
+        spans = self._spans
+        for part in self._batches(spans, addresses, lengths):
+            if part.direct:
+                packed = _run(spans, part.segments[0])
+            else:
                 packed = way.buffer[: part.stop - part.start]
-                packed.copy_(host[part.start : part.stop], non_blocking=True)
                 for segment in part.segments:
                     offset = segment.packed_offset - part.start
                     rows = rows_of(segment, offset)
                     words = spans[segment.span].words(rows)
-                    words.index_copy_(0, self._upload(rows.index), way.packed(offset, rows))
+                    index = self._upload(rows.index)
+                    torch.index_select(words, 0, index, out=way.packed(offset, rows))
+            host[part.start : part.stop].copy_(packed, non_blocking=True)
+
+    def _queue_scatter(
+        self, way: _Direction, addresses: Int64Array, lengths: Int64Array, host: Tensor
+    ) -> None:
+        spans = self._spans
+        for part in self._batches(spans, addresses, lengths):
+            if part.direct:
+                run = _run(spans, part.segments[0])
+                run.copy_(host[part.start : part.stop], non_blocking=True)
+                continue
+            packed = way.buffer[: part.stop - part.start]
+            packed.copy_(host[part.start : part.stop], non_blocking=True)
+            for segment in part.segments:
+                offset = segment.packed_offset - part.start
+                rows = rows_of(segment, offset)
+                words = spans[segment.span].words(rows)
+                words.index_copy_(0, self._upload(rows.index), way.packed(offset, rows))
 
     def _batches(
         self, spans: tuple[_Span, ...], addresses: Int64Array, lengths: Int64Array
@@ -374,6 +413,13 @@ def open_tier_memory(tensor: Tensor) -> TorchMemory | None:
     memory = TorchMemory(tensor.device)
     memory.hold(tensor)
     return memory
+
+
+def register_host(transport: KvTransport, base_address: int, nbytes: int) -> None:
+    """Lets a transport send from main memory as well. Raises ConfigError as KvTransport.register does."""
+    if isinstance(transport.memory, TorchMemory):
+        transport.memory.hold_host(base_address, nbytes)
+    transport.register(base_address, nbytes)
 
 
 def order_sender(sender: Sender, order: DeviceOrder) -> EventOrderedSender | None:

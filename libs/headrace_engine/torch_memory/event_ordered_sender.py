@@ -12,7 +12,7 @@ from typing import Protocol
 
 from headrace_common.errors import QueueFull, TransferFailed
 from headrace_kv.handoff.messages import LayerRange, TransferTarget
-from headrace_kv.transport.memory import Mark
+from headrace_kv.transport.memory import PASSED, Mark
 
 _log = logging.getLogger(__name__)
 
@@ -74,9 +74,10 @@ class EventOrderedSender:
         self._sender.open(target)
 
     def push(self, layer_range: LayerRange) -> None:
-        """The thread that has queued the writing kernels calls it."""
+        """The thread that has queued the writing kernels calls it. For blocks of main memory, any thread may."""
         deadline_s = time.monotonic() + self._limits.write_timeout_s
-        if not self._put(_MarkedRange(layer_range, self._mark(), deadline_s)):
+        mark = PASSED if layer_range.in_host_memory else self._mark()
+        if not self._put(_MarkedRange(layer_range, mark, deadline_s)):
             self._reject(layer_range.transfer_id)
 
     def push_logits(self, transfer_id: str, logits: bytes) -> None:

@@ -32,19 +32,38 @@ class CopyStream(Protocol):
     def use(self) -> contextlib.AbstractContextManager[Any]:
         """Torch operations inside are queued on this stream."""
 
+    def wait(self, mark: Mark, timeout_s: float) -> None:
+        """Work that is queued from now on begins after the mark. A device waits by itself, and this call does not.
+
+        Elsewhere it waits, and raises TransferFailed after a timeout or a failure.
+        """
+
     def drain(self, timeout_s: float) -> None:
         """Waits for all queued work. Raises TransferFailed after a timeout or a failure, and on each later call."""
 
 
 class DrainedStream:
-    """A CopyStream made of a context for operations and a function that marks the end of the queued work."""
+    """A CopyStream made of a context for operations and a function that marks the end of the queued work.
+
+    `wait_on_device` makes the device's queue wait for a mark. Without it, the calling thread waits.
+    """
 
     def __init__(
-        self, use: Callable[[], contextlib.AbstractContextManager[Any]], mark: Callable[[], Mark]
+        self,
+        use: Callable[[], contextlib.AbstractContextManager[Any]],
+        mark: Callable[[], Mark],
+        wait_on_device: Callable[[Mark], None] | None = None,
     ) -> None:
         self.use = use
         self._mark = mark
+        self._wait_on_device = wait_on_device
         self._lost = False
+
+    def wait(self, mark: Mark, timeout_s: float) -> None:
+        if self._wait_on_device is not None:
+            self._wait_on_device(mark)
+        elif not wait_for(mark, timeout_s):
+            raise TransferFailed(f"the device did not compute within {timeout_s:g} s")
 
     def drain(self, timeout_s: float) -> None:
         # Copies that did not end may still write, so the memory that they use cannot be used again.
@@ -61,7 +80,12 @@ def open_copy_stream(device: torch.device) -> CopyStream:
     if device.type != "cuda":
         return DrainedStream(contextlib.nullcontext, lambda: PASSED)
     stream = torch.cuda.Stream(device=device)
-    return DrainedStream(lambda: torch.cuda.stream(stream), stream.record_event)
+
+    def wait(mark: Mark) -> None:
+        if mark is not PASSED:
+            stream.wait_event(mark)
+
+    return DrainedStream(lambda: torch.cuda.stream(stream), stream.record_event, wait)
 
 
 def mark_compute(device: torch.device) -> Mark:

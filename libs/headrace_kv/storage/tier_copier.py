@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Protocol
@@ -22,19 +21,26 @@ from headrace_kv.plan.shard_map import Edge, heads_held
 from headrace_kv.pool.memory import PoolMemory
 from headrace_kv.prefix.events import Tier
 from headrace_kv.storage.host import HostStorage, block_bytes_of
-from headrace_kv.transport.memory import PASSED, Bytes, Mark, Memory, bytes_at, copy_runs, wait_for
-
-_COMPUTE_TIMEOUT_S: Final = 30.0
+from headrace_kv.transport.memory import PASSED, Bytes, Mark, Piece, bytes_at, copy_runs
 
 
-class DeviceMemory(Memory, Protocol):
-    """KV memory that this process cannot read by address."""
+class DeviceMemory(Protocol):
+    """KV memory that this process cannot read by address. One thread calls it."""
 
     def lock_pages(self, area: Bytes) -> None:
         """Lets the device copy from and to host memory at once. Raises ConfigError when it cannot."""
 
     def unlock_pages(self, area: Bytes) -> None:
         """Ends `lock_pages`. Precedes the end of the host memory."""
+
+    def to_host(self, pieces: Iterable[Piece], mark: Mark) -> None:
+        """Copies what the device writes before the mark. Returns when the pieces' host memory has the bytes.
+
+        Raises TransferFailed.
+        """
+
+    def to_device(self, pieces: Iterable[Piece], mark: Mark) -> None:
+        """Overwrites what the device reads before the mark. Returns when that is done. Raises TransferFailed."""
 
 
 class DeviceCopies:
@@ -56,45 +62,31 @@ class DeviceCopies:
         return self._failed
 
     def to_host(self, runs: Runs, mark: Mark) -> None:
-        """Copies what the device writes before the mark. Raises TransferFailed.
-
-        `runs` lead from the device to main memory.
-        """
-        with self._after(mark):
-            for host, runs_back in _pieces(runs.reverse()):
-                self._memory.gather(runs_back.destination_addresses, runs_back.lengths, host)
+        """See DeviceMemory.to_host. `runs` lead from the device to main memory."""
+        self._failed = True
+        self._memory.to_host(_pieces(runs.reverse()), mark)
+        self._failed = False
 
     def to_device(self, runs: Runs, mark: Mark) -> None:
-        """Overwrites what the device reads before the mark. Raises TransferFailed.
-
-        `runs` lead from main memory to the device.
-        """
-        with self._after(mark):
-            for host, piece in _pieces(runs):
-                self._memory.scatter(host, piece.destination_addresses, piece.lengths)
+        """See DeviceMemory.to_device. `runs` lead from main memory to the device."""
+        self._failed = True
+        self._memory.to_device(_pieces(runs), mark)
+        self._failed = False
 
     def close(self) -> None:
         """Ends the use of the area, which may then be freed."""
         self._memory.unlock_pages(self._area)
 
-    @contextlib.contextmanager
-    def _after(self, mark: Mark) -> Iterator[None]:
-        self._failed = True
-        if not wait_for(mark, _COMPUTE_TIMEOUT_S):
-            raise TransferFailed(f"the device did not compute within {_COMPUTE_TIMEOUT_S:g} s")
-        yield
-        self._failed = False
 
-
-def _pieces(runs: Runs) -> Iterator[tuple[Bytes, Runs]]:
-    """The source bytes of runs that lie side by side there, and these runs, in the order of their sources."""
+def _pieces(runs: Runs) -> Iterator[Piece]:
+    """Pieces of the source, which is main memory: runs that lie side by side there are one."""
     order = np.argsort(runs.source_addresses)
     sources, lengths = runs.source_addresses[order], runs.lengths[order]
     destinations = runs.destination_addresses[order]
     breaks = np.flatnonzero(sources[1:] != sources[:-1] + lengths[:-1]) + 1
     for piece in np.split(np.arange(len(runs)), breaks):
-        side_by_side = Runs(sources[piece], destinations[piece], lengths[piece])
-        yield bytes_at(int(sources[piece[0]]), side_by_side.payload_bytes), side_by_side
+        area = bytes_at(int(sources[piece[0]]), int(lengths[piece].sum()))
+        yield Piece(destinations[piece], lengths[piece], area)
 
 
 class DiskStorage:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -156,6 +156,14 @@ def kind_of(memory: Memory) -> str:
 
 
 Bytes = NDArray[np.uint8]
+
+
+class Piece(NamedTuple):
+    """Runs of a device, by address and length, and the host memory with the same bytes one after the other."""
+
+    addresses: Int64Array
+    lengths: Int64Array
+    area: Bytes
 
 
 def copy_runs(runs: Runs) -> None:

@@ -17,6 +17,7 @@ from headrace_engine.torch_memory.device_memory import (
     open_tensor_transport,
     open_tier_memory,
     order_sender,
+    register_host,
 )
 from headrace_engine.torch_memory.event_ordered_sender import EventOrderedSender
 from headrace_engine.torch_memory.stream_order import DeviceOrder
@@ -196,7 +197,7 @@ class ConnectorWorker:
         host_memory = None
         if self._copier is not None and self._settings.sends_from_host:
             host_memory = self._copier.host_memory
-            transport.register(host_memory.base_address, host_memory.arena_bytes)
+            register_host(transport, host_memory.base_address, host_memory.arena_bytes)
         context = SenderContext(
             ref=self._settings.ref,
             rank=self._rank,

@@ -165,14 +165,21 @@ class StepExecutor:
         for tokens in self._plan.computed:
             self._push(tokens, layer, ready_ns)
 
-    def send_from_host(self, send: HostSend) -> None:
-        """Blocks of main memory have their content, and the transfer of an earlier plan may read them."""
+    def send_from_host(self, send: HostSend, lost: bool) -> None:
+        """Blocks of main memory have their content, and the transfer of an earlier plan may read them.
+
+        If their content is `lost`, the transfer fails.
+        """
         tokens = send.tokens
         with self._changed:
             if tokens.transfer_id not in self._active:
                 self._ended_host_sends.append(send.number)
                 return
             self._host_sends.setdefault(tokens.transfer_id, []).append(send.number)
+        if lost and self._sender is not None:
+            why = "main memory has lost the blocks"
+            self._sender.stop(tokens.transfer_id, TransferFailed.reason, why)
+            return
         ready_ns = time.monotonic_ns()
         for layer in self._layers:
             self._push(tokens, layer, ready_ns, in_host_memory=True)

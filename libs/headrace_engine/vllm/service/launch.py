@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -295,8 +295,7 @@ def _engine_args(
         rdma_devices=config.rdma_devices,
         admitted=None if config.admitted is None else tuple(map(str, config.admitted)),
         write_quiet_s=config.write_quiet_s,
-        # Senders read a device's memory through the device, and main memory not at all.
-        tiers=replace(config.tiers, sends_from_host=config.tiers.sends_from_host and runs_on_cpu()),
+        tiers=config.tiers,
     )
     ours: dict[str, Any] = dict(
         model=str(folder.path),

@@ -75,7 +75,7 @@ class TierExecutor:
     """The rank's compute thread calls it. One thread of low priority makes all copies, in the order of the plans.
 
     It calls `on_load` after each load, also after one that failed. It calls `send` with blocks of main memory that a
-    transfer may read from then on.
+    transfer may read from then on, and whether they are lost.
     Copies are made when the device has done what was queued before their step: it has passed what `mark` returns.
     """
 
@@ -84,7 +84,7 @@ class TierExecutor:
         copier: TierCopier,
         on_load: Callable[[TierLoad], None],
         pool: PoolExecutor | None = None,
-        send: Callable[[HostSend], None] = lambda send: None,
+        send: Callable[[HostSend, bool], None] = lambda send, lost: None,
         mark: Callable[[], Mark] = lambda: PASSED,
     ) -> None:
         self._copier = copier
@@ -106,11 +106,11 @@ class TierExecutor:
         sends = deque(plan.host_sends)
         for count, one in enumerate(plan.copies):
             while sends and sends[0].copies_before <= count:
-                self._thread.submit(self._send, sends.popleft())
+                self._thread.submit(self._send_blocks, sends.popleft())
             copying = self._thread.submit(self._copy, one.copy, mark)
             self._copies.setdefault(one.request_id, []).append(copying)
         for send in sends:
-            self._thread.submit(self._send, send)
+            self._thread.submit(self._send_blocks, send)
         if self._pool is not None:
             for move in plan.moves:
                 self._thread.submit(self._begin_move, self._pool, move)
@@ -161,6 +161,9 @@ class TierExecutor:
         if self._pool is not None:
             self._pool.close()
         self._copier.close()
+
+    def _send_blocks(self, send: HostSend) -> None:
+        self._send(send, self._copier.host_is_lost)
 
     def _begin_move(self, pool: PoolExecutor, move: PoolMove) -> None:
         if self._copier.host_is_lost:

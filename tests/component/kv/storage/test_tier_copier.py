@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +14,10 @@ import pytest
 from headrace_common.errors import ConfigError, TransferFailed
 from headrace_kv.layout.layout import CacheGroup, KvLayout, Part, RankMemory
 from headrace_kv.manager.lower_tiers import TierCopy
-from headrace_kv.plan.copy_plan import Int64Array
 from headrace_kv.plan.shard_map import HEAD_OUTER, TOKENS_OUTER, Dimension, place_regions
 from headrace_kv.prefix.events import Tier
-from headrace_kv.storage import tier_copier
 from headrace_kv.storage.tier_copier import DiskStorage, TierCopier
-from headrace_kv.transport.memory import Bytes, HostMemory
+from headrace_kv.transport.memory import Bytes, HostMemory, Mark, Piece, wait_for
 
 BLOCKS = 6
 LAYERS = 3
@@ -67,15 +65,19 @@ class Device(HostMemory):
     def unlock_pages(self, area: Bytes) -> None:
         self.locked.pop(next(at for at, one in enumerate(self.locked) if one is area))
 
-    def gather(self, addresses: Int64Array, lengths: Int64Array, target: Bytes) -> None:
-        self._check()
-        super().gather(addresses, lengths, target)
+    def to_host(self, pieces: Iterable[Piece], mark: Mark) -> None:
+        self._begin(mark)
+        for addresses, lengths, area in pieces:
+            self.gather(addresses, lengths, area)
 
-    def scatter(self, source: Bytes, addresses: Int64Array, lengths: Int64Array) -> None:
-        self._check()
-        super().scatter(source, addresses, lengths)
+    def to_device(self, pieces: Iterable[Piece], mark: Mark) -> None:
+        self._begin(mark)
+        for addresses, lengths, area in pieces:
+            self.scatter(area, addresses, lengths)
 
-    def _check(self) -> None:
+    def _begin(self, mark: Mark) -> None:
+        if not wait_for(mark, 0.01):
+            raise TransferFailed("the device did not compute")
         if self.fails:
             raise TransferFailed("the device has stopped copying")
 
@@ -178,9 +180,8 @@ def test_a_device_copies_what_it_wrote_before_the_mark(
 
 @pytest.mark.parametrize("fault", ["copy", "late", "lost"])
 def test_after_a_failure_of_the_device_nothing_returns(
-    copiers: list[TierCopier], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    copiers: list[TierCopier], tmp_path: Path, fault: str
 ) -> None:
-    monkeypatch.setattr(tier_copier, "_COMPUTE_TIMEOUT_S", 0.01)
     device = Device()
     one = rank_of(copiers, tmp_path, device=device)
     one.copier.copy(TierCopy(*TO_HOST, (5, 1), (0, 1)))

@@ -127,6 +127,18 @@ def test_ranges_are_sent_in_order_as_the_device_writes_them(rig: Rig) -> None:
     assert rig.recorder.wait(4)[-1] == "finish a"
 
 
+def test_blocks_of_main_memory_wait_for_no_kernel_and_keep_their_place(rig: Rig) -> None:
+    rig.sender.push(LayerRange("a", 0, 0, 8, (1,), 17, in_host_memory=True))
+    assert rig.recorder.wait(1) == ["push a 0"]
+    assert rig.device.queued == 0
+    rig.push(1)
+    rig.sender.push(LayerRange("a", 2, 0, 8, (1,), 17, in_host_memory=True))
+    rig.device.await_poll()
+    assert rig.recorder.events == ["push a 0"]
+    rig.device.done = 1
+    assert rig.recorder.wait(3) == ["push a 0", "push a 1", "push a 2"]
+
+
 def test_a_stop_is_passed_on_before_waiting_ranges(rig: Rig) -> None:
     rig.push(0)
     rig.sender.stop("a", "CANCELLED", "enough")

@@ -157,7 +157,7 @@ def test_blocks_of_main_memory_are_reported_once_nothing_reads_them() -> None:
     executor, sender, _ = started()
     send = HostSend(7, TokenRange("x1", 0, 64, ((4, 5),)), 0)
     executor.begin_step(StepPlan(opened=[TARGET]))
-    executor.send_from_host(send)
+    executor.send_from_host(send, lost=False)
     assert [(p.layer, p.end_token, p.block_ids, p.in_host_memory) for p in sender.pieces] == [
         (0, 64, (4, 5), True),
         (1, 64, (4, 5), True),
@@ -173,6 +173,16 @@ def test_blocks_of_main_memory_are_reported_once_nothing_reads_them() -> None:
     assert executor.take_ended_host_sends() == []
 
 
+def test_a_transfer_of_lost_blocks_fails() -> None:
+    executor, sender, _ = started()
+    executor.begin_step(StepPlan(opened=[TARGET]))
+    executor.send_from_host(HostSend(7, FIRST, 0), lost=True)
+    assert sender.pieces == []
+    assert sender.events[-1].startswith("stop x1")
+    quiet(executor)
+    assert executor.take_ended_host_sends() == [7]
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_a_transfer_that_is_not_open_reads_no_main_memory(full: bool) -> None:
     """It was stopped before, or could not be opened."""
@@ -180,7 +190,7 @@ def test_a_transfer_that_is_not_open_reads_no_main_memory(full: bool) -> None:
     if not full:
         executor.stop("x1")
     executor.begin_step(StepPlan(opened=[TARGET]))
-    executor.send_from_host(HostSend(7, FIRST, 0))
+    executor.send_from_host(HostSend(7, FIRST, 0), lost=False)
     assert sender.pieces == []
     assert executor.take_ended_host_sends() == [7]
 

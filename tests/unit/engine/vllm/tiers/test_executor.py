@@ -223,18 +223,25 @@ def test_the_forward_pass_goes_before_copies(tiers: TierExecutor, copier: Copier
     assert copier.niceness == max(10, here)
 
 
+@pytest.mark.parametrize("lost", [False, True])
 def test_main_memory_is_sent_between_the_copies_that_it_was_planned_between(
-    copier: Copier,
+    copier: Copier, lost: bool
 ) -> None:
+    copier.host_is_lost = lost
     sends = [HostSend(number, TokenRange("x1", 0, 4, ((1,),)), number) for number in range(3)]
     order: list[object] = []
-    executor = TierExecutor(copier, lambda load: None, send=order.append)  # type: ignore[arg-type]
+
+    def on_send(send: HostSend, lost: bool) -> None:
+        order.append((send, lost))
+
+    executor = TierExecutor(copier, lambda load: None, send=on_send)  # type: ignore[arg-type]
     copier.copy = lambda copy, mark: order.append(copy)  # type: ignore[method-assign]
     copies = [RequestCopy("r", copy) for copy in (STORE, LOAD)]
     executor.begin_step(StepPlan(copies=copies, host_sends=sends))
     executor.begin_step(StepPlan(host_sends=sends[:1]))
     asyncio.run(until(lambda: len(order) == 6))
-    assert order == [sends[0], STORE, sends[1], LOAD, sends[2], sends[0]]
+    first, second, third = ((send, lost) for send in sends)
+    assert order == [first, STORE, second, LOAD, third, first]
     executor.close()
 
 
