@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -13,9 +14,9 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from headrace_common.errors import ConfigError, InternalError, TransferFailed
-from headrace_kv.layout.layout import KvLayout, RankMemory
+from headrace_kv.layout.layout import KvLayout, RankMemory, Region
 from headrace_kv.manager.lower_tiers import TierCopy
-from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner
+from headrace_kv.plan.copy_plan import BlockSpan, CopyPlanner, Int64Array
 from headrace_kv.plan.runs import Runs, interleave
 from headrace_kv.plan.shard_map import Edge, heads_held
 from headrace_kv.pool.memory import PoolMemory
@@ -144,6 +145,23 @@ def _failures(what: str) -> Iterator[None]:
         raise TransferFailed(f"{what} on the disk failed: {error.strerror}") from error
 
 
+def _layer_shifts(memory: RankMemory, layers: Sequence[int]) -> Int64Array | None:
+    """Bytes from the first of the layers to each of them. None where they differ in more than their place."""
+    starts: list[int] = []
+    shapes: set[frozenset[Region]] = set()
+    for layer in layers:
+        regions = [region for region in memory.regions if region.layer == layer]
+        start = min(region.offset_bytes for region in regions)
+        starts.append(start)
+        shapes.add(
+            frozenset(
+                replace(region, layer=0, offset_bytes=region.offset_bytes - start)
+                for region in regions
+            )
+        )
+    return None if len(shapes) > 1 else np.array(starts, np.int64) - starts[0]
+
+
 # Blocks that are read from disk before they are copied on together.
 _BOUNCE_BLOCKS_MAX: Final = 16
 _BOUNCE_BYTES_MAX: Final = 32 << 20
@@ -183,6 +201,8 @@ class TierCopier:
         )
         self._edge = Edge(device.rank, device.rank, 0, 0, len(heads))
         self._planner = CopyPlanner(device, self._host.memory)
+        shifts = [_layer_shifts(one, self._layers) for one in (device, self._host.memory)]
+        self._shifts = None if shifts[0] is None or shifts[1] is None else (shifts[0], shifts[1])
         self._device = (
             None if device_memory is None else DeviceCopies(device_memory, self._host.bytes)
         )
@@ -271,8 +291,17 @@ class TierCopier:
             np.asarray(host_ids, np.int64),
             0,
         )
-        # Layers mostly have equal distances, and blocks have not.
-        return interleave([self._planner.plan(self._edge, layer, span) for layer in self._layers])
+        # Layers mostly have equal distances, and blocks have not. So the layers of a block follow each other.
+        if self._shifts is None:
+            planned = [self._planner.plan(self._edge, layer, span) for layer in self._layers]
+            return interleave(planned)
+        device, host = self._shifts
+        first = self._planner.plan(self._edge, self._layers[0], span)
+        return Runs(
+            (first.source_addresses[:, None] + device).ravel(),
+            (first.destination_addresses[:, None] + host).ravel(),
+            np.repeat(first.lengths, len(self._layers)),
+        )
 
     def _disk_storage(self) -> DiskStorage:
         if self._disk is None:

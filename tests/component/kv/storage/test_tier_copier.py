@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -124,11 +124,24 @@ def rank_of(
     rank: int = 0,
     order: tuple[Dimension, ...] = HEAD_OUTER,
     device: Device | None = None,
+    apart: int = 0,
 ) -> Rank:
+    """`apart`: bytes by which the blocks of each layer are further apart than those of the layer before."""
     layout = layout or layout_of()
     placed = place_regions(layout, rank, (BLOCKS,), order)
-    arena = np.frombuffer(random.Random(1).randbytes(placed.arena_bytes), np.uint8).copy()
-    memory = RankMemory(rank, "", "", int(arena.ctypes.data), arena.nbytes, placed.regions)
+    regions = placed.regions
+    if apart:
+        regions = tuple(
+            replace(
+                one,
+                offset_bytes=one.offset_bytes + LAYERS * BLOCKS * apart * one.layer,
+                block_stride_bytes=one.block_stride_bytes + apart * one.layer,
+            )
+            for one in regions
+        )
+    nbytes = max(one.end_bytes for one in regions)
+    arena = np.frombuffer(random.Random(1).randbytes(nbytes), np.uint8).copy()
+    memory = RankMemory(rank, "", "", int(arena.ctypes.data), arena.nbytes, regions)
     copier = TierCopier(
         layout,
         memory,
@@ -164,6 +177,16 @@ def test_blocks_return_with_their_bytes_from_every_tier(
     one.copier.copy(TierCopy(*FROM_DISK, (0, 2), (5, 4)))
     assert one.blocks(0, 2, 4, 5) == [before[index] for index in (5, 0, 1, 2)]
     assert not any(any(block) for block in one.blocks(1, 3))
+
+
+def test_layers_may_have_their_blocks_at_other_distances(
+    copiers: list[TierCopier], tmp_path: Path
+) -> None:
+    one = rank_of(copiers, tmp_path, layout_of("token_inner"), order=TOKENS_OUTER, apart=8_192)
+    (before,) = one.blocks(5)
+    one.copier.copy(TierCopy(*TO_HOST, (5,), (3,)))
+    one.copier.copy(TierCopy(*FROM_HOST, (3,), (2,)))
+    assert one.blocks(2) == [before]
 
 
 def test_a_device_copies_what_it_wrote_before_the_mark(
