@@ -323,7 +323,11 @@ class TorchMemory:
         return batch(cut(edges, addresses, lengths), limits.buffer_bytes, limits.direct_bytes)
 
     def _upload(self, index: Int64Array) -> Tensor:
-        return torch.from_numpy(index).to(self.device)
+        words = torch.from_numpy(index)
+        if self.device.type == "cuda":
+            # From other memory, the call would wait for all that the stream has to do before.
+            words = words.pin_memory()
+        return words.to(self.device, non_blocking=True)
 
 
 def _run(spans: tuple[_Span, ...], segment: Segment) -> Tensor:

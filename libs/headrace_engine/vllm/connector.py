@@ -15,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from headrace_common.errors import HeadraceError
+from headrace_common.errors import ConfigError, HeadraceError
 from headrace_common.time_model.model import StepTimes
 from headrace_engine.vllm.cache_groups import read_groups
 from headrace_engine.vllm.compat import (
@@ -86,6 +86,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
                 state_group_count=state_group_count(vllm_config),
                 stage_layers_max=stage_layers_max(vllm_config),
             )
+            self._has_one_cache = len(groups) == 1 and groups[0].keeps_all_tokens
             if role == KVConnectorRole.SCHEDULER:
                 self._connector_scheduler = self._deployment.open_scheduler(vllm_config, groups)
             else:
@@ -207,6 +208,22 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler().request_finished(request, (block_ids,))
+
+    def set_loads_beside(self, loads: bool) -> None:
+        """Whether another connector loads KV for requests, of which the engine learns with a step's results."""
+        self._scheduler().set_loads_beside(loads)
+
+    def require_one_cache(self, setting: str) -> None:
+        """Raises ConfigError for a model with windows or states, which cannot be served with `setting`."""
+        if self._has_one_cache:
+            return
+        error = ConfigError(
+            "the model has windows or states, and only full attention can be kept below KV memory: leave out "
+            f"{setting}",
+            metadata={"field": "engine_args"},
+        )
+        self._deployment.report_startup_error(error)
+        raise error
 
     @property
     def step_times(self) -> StepTimes:

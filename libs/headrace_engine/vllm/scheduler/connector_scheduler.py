@@ -90,6 +90,7 @@ class ConnectorScheduler(ABC):
         self._in_lockstep = in_lockstep
         self._steps_under_way = StepsUnderWay(steps_max)
         self._flush_requested = False
+        self._loads_beside = False
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         self._planner.holds.bind(kv_cache_manager)
@@ -158,16 +159,24 @@ class ConnectorScheduler(ABC):
         waits = not (computes or self._in_lockstep or self._steps_under_way.may_have_results)
         if waits:
             # The engine learns of the end of a load with a step's results.
-            idle_s = SHORT_STEP_S if self._tiers.is_loading else self._idle_step_s
+            idle_s = SHORT_STEP_S if self._is_loading else self._idle_step_s
             self._planner.wait_for_event(idle_s)
         scheduled = tuple(scheduled_requests(scheduler_output))
         preempted_ids = scheduler_output.preempted_req_ids or ()
         plan = self._planner.plan_step(scheduled, preempted_ids)
         self._plan_tiers(plan, scheduled, preempted_ids)
         # The end of a load is a result of a step that plans nothing.
-        has_results = computes or plan != StepPlan() or self._tiers.is_loading
+        has_results = computes or plan != StepPlan() or self._is_loading
         self._steps_under_way.add(has_results=has_results)
         return plan
+
+    def set_loads_beside(self, loads: bool) -> None:
+        """Before `build_connector_meta`: whether another connector loads KV for requests."""
+        self._loads_beside = loads
+
+    @property
+    def _is_loading(self) -> bool:
+        return self._loads_beside or self._tiers.is_loading
 
     def _plan_tiers(
         self, plan: StepPlan, scheduled: Iterable[ScheduledRequest], preempted_ids: Iterable[str]

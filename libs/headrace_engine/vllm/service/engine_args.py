@@ -48,9 +48,7 @@ _REASONING = (
 _SAMPLING = "routers fill in the sampling defaults, so that each attempt of a request has the same"
 
 REFUSED: Final[Mapping[str, str]] = {
-    "kv_transfer_config": _CONNECTOR,
-    "kv_offloading_size": _CONNECTOR,
-    "kv_offloading_backend": _CONNECTOR,
+    "kv_offloading_backend": "vLLM's own offloading is the only one that is tested",
     "ec_transfer_config": _CONNECTOR,
     "kv_events_config": "routers need the events of each worker's prefix cache",
     "enable_chunked_prefill": "prompts are computed in chunks: set max_num_batched_tokens",
@@ -102,6 +100,7 @@ KV_ARGUMENTS: Final = (
 """Arguments that change the meaning of the KV bytes: workers with different values must not exchange KV."""
 
 ARGUMENTS_MAX: Final = 256
+_GIB: Final = 1 << 30
 _MESSAGE_CHARACTERS_MAX: Final = 300
 _UNSET: Final = object()
 
@@ -109,6 +108,10 @@ _UNSET: Final = object()
 SPECULATION: Final = "speculative_config"
 """Refused, unless a decode worker's drafts come from the request's own tokens, without a model."""
 DRAFTS_WITHOUT_A_MODEL: Final = ("ngram",)
+OFFLOADING: Final = "OffloadingConnector"
+"""The connector that may run beside Headrace's. The two arguments that select it follow."""
+OFFLOADING_SIZE: Final = "kv_offloading_size"
+TRANSFER_CONFIG: Final = "kv_transfer_config"
 ASYNC_SCHEDULING: Final = "async_scheduling"
 """Unless it is given, vLLM decides by the platform."""
 
@@ -153,6 +156,25 @@ def parse_engine_args(arguments: Sequence[str], role: str = "") -> dict[str, Any
     )
     _check_speculation(given.get(SPECULATION))
     return given
+
+
+def take_offloading(given: dict[str, Any]) -> dict[str, Any] | None:
+    """Removes what selects vLLM's OffloadingConnector. Returns that connector's extra configuration, None without one.
+
+    Raises ConfigError for another connector.
+    """
+    gib, config = given.pop(OFFLOADING_SIZE, None), given.pop(TRANSFER_CONFIG, None)
+    if config is None:
+        return None if gib is None else {"cpu_bytes_to_use": int(gib * _GIB)}
+    if config.kv_connector != OFFLOADING:
+        raise _wrong(
+            f"engine_args: kv_transfer_config has {config.kv_connector}, and {OFFLOADING} is the only connector that "
+            "runs beside Headrace's: leave it out"
+        )
+    return {
+        **config.kv_connector_extra_config,
+        **({"cpu_bytes_to_use": int(gib * _GIB)} if gib else {}),
+    }
 
 
 def _check_speculation(config: Mapping[str, Any] | None) -> None:

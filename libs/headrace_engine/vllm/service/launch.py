@@ -36,10 +36,12 @@ from headrace_engine.vllm.service.adapters import (
     read_adapters,
 )
 from headrace_engine.vllm.service.engine_args import (
+    OFFLOADING,
     check_combinations,
     fingerprint_with,
     parse_engine_args,
     split_engine_args,
+    take_offloading,
 )
 from headrace_engine.vllm.settings import ConnectorSettings
 
@@ -271,6 +273,34 @@ def kv_role(config: EngineConfig) -> str:
     return "kv_both" if config.sends else "kv_consumer"
 
 
+def _transfer_config(
+    config: EngineConfig, settings: ConnectorSettings, offloading: dict[str, Any] | None
+) -> dict[str, Any]:
+    """vLLM's KVTransferConfig. With `offloading`, vLLM's OffloadingConnector gets it and runs beside ours."""
+    ours = {
+        "kv_connector": "HeadraceConnector",
+        "kv_connector_module_path": "headrace_engine.vllm.connector",
+        "kv_role": kv_role(config),
+        # When KV does not come, a prompt is computed. A request that generates fails, and the router tries again.
+        # An engine for both ends both, and PrefillRequest runs the prompt again.
+        "kv_load_failure_policy": "fail" if config.receives else "recompute",
+        "kv_connector_extra_config": settings.to_extra_config(),
+    }
+    if offloading is None:
+        return ours
+    theirs = {
+        "kv_connector": OFFLOADING,
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": offloading,
+    }
+    return {
+        **ours,
+        "kv_connector": "HeadraceOffloadingConnector",
+        "kv_connector_module_path": "headrace_engine.vllm.offload_connector",
+        "kv_connector_extra_config": {"connectors": [ours, theirs]},
+    }
+
+
 def _engine_args(
     config: EngineConfig, folder: ModelFolder, link_path: Path
 ) -> tuple[AsyncEngineArgs, EngineAdapters]:
@@ -281,6 +311,13 @@ def _engine_args(
 
     given = parse_engine_args(split_engine_args(config.engine_args, config.role), config.role)
     check_combinations(given, config.pipeline_parallel_size)
+    offloading = take_offloading(given)
+    if offloading is not None and config.tiers.names:
+        raise ConfigError(
+            "kv_host_gib and vLLM's offloading would keep the same blocks twice: set kv_host_gib to 0, or leave out "
+            "kv_offloading_size and kv_transfer_config of engine_args",
+            metadata={"field": "kv_host_gib"},
+        )
     adapters = read_adapters(given.pop(LORA_MODULES, ()), given)
     settings = ConnectorSettings(
         role=config.role,
@@ -328,15 +365,7 @@ def _engine_args(
         disable_log_stats=True,
         use_tqdm_on_load=False,
         logits_processors=[LOGITS_TAP] if config.sends and runs_on_cpu() else None,
-        kv_transfer_config={
-            "kv_connector": "HeadraceConnector",
-            "kv_connector_module_path": "headrace_engine.vllm.connector",
-            "kv_role": kv_role(config),
-            # When KV does not come, a prompt is computed. A request that generates fails, and the router tries again.
-            # An engine for both ends both, and PrefillRequest runs the prompt again.
-            "kv_load_failure_policy": "fail" if config.receives else "recompute",
-            "kv_connector_extra_config": settings.to_extra_config(),
-        },
+        kv_transfer_config=_transfer_config(config, settings, offloading),
     )
     lora = lora_arguments(adapters, given, on_cpu=runs_on_cpu())
     loaded = EngineAdapters(adapters, given, on_cpu=runs_on_cpu())

@@ -160,6 +160,7 @@ def test_only_these_modules_import_vllm() -> None:
         "continuation.py",
         "compat.py",
         "data_parallel.py",
+        "offload_connector.py",
         "rank/logits_tap.py",
         "scheduler/paced_scheduler.py",
         "service/adapters.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from headrace_engine.vllm.service.engine_args import (
     check_combinations,
     fingerprint_with,
     split_engine_args,
+    take_offloading,
 )
 from headrace_engine.worker.config import WorkerConfig
 from headrace_kv.layout.layout import WorkerRef
@@ -41,6 +43,20 @@ def test_an_argument_that_headrace_owns_is_refused_by_name(name: str, form: str)
     assert SETTINGS.get(name, REFUSED.get(name, "")) in caught.value.detail
 
 
+def test_vllms_offloading_is_the_only_other_connector() -> None:
+    config = SimpleNamespace(kv_connector="OffloadingConnector", kv_connector_extra_config={"a": 1})
+    given: dict[str, object] = {"seed": 3}
+    assert take_offloading(given) is None
+    given |= {"kv_offloading_size": 0.5}
+    assert take_offloading(given) == {"cpu_bytes_to_use": 1 << 29}
+    given |= {"kv_transfer_config": config}
+    assert take_offloading(given) == {"a": 1}
+    assert given == {"seed": 3}
+    config.kv_connector = "NixlConnector"
+    with pytest.raises(ConfigError, match="NixlConnector, and OffloadingConnector is the only"):
+        take_offloading({"kv_transfer_config": config})
+
+
 def test_only_decode_may_speculate() -> None:
     text = "--speculative-config.method ngram"
     assert split_engine_args(text, "decode") == tuple(text.split())
@@ -51,8 +67,8 @@ def test_only_decode_may_speculate() -> None:
 
 def test_all_refused_arguments_are_named_together() -> None:
     with pytest.raises(ConfigError) as caught:
-        split_engine_args("--dtype half --kv-transfer-config {} --config file.yaml")
-    for word in ("set dtype instead", "kv_transfer_config belongs", "config is no argument"):
+        split_engine_args("--dtype half --kv-offloading-backend lmcache --config file.yaml")
+    for word in ("set dtype instead", "kv_offloading_backend belongs", "config is no argument"):
         assert word in caught.value.detail
 
 
