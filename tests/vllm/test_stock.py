@@ -58,7 +58,7 @@ def payload_bytes(tokens: int) -> int:
 
 
 def with_host_tier(headrace: dict[str, Any]) -> dict[str, Any]:
-    """Puts host offloading first, so that its hits are not transferred."""
+    """Joins the connector with vLLM's host offloading."""
     offloading = {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -70,10 +70,11 @@ def with_host_tier(headrace: dict[str, Any]) -> dict[str, Any]:
     }
     policy = headrace.pop("kv_load_failure_policy")
     return {
-        "kv_connector": "MultiConnector",
+        "kv_connector": "HeadraceOffloadingConnector",
+        "kv_connector_module_path": "headrace_engine.vllm.offload_connector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": policy,
-        "kv_connector_extra_config": {"connectors": [offloading, headrace]},
+        "kv_connector_extra_config": {"connectors": [headrace, offloading]},
     }
 
 
@@ -208,6 +209,15 @@ async def test_hits_on_the_device_and_on_the_host_are_not_transferred_again(stoc
     assert await stock.second.metric("external_prefix_cache_hits_total") == hits + whole
     for reply in (first, again, from_host):
         assert reply.token_ids == stock.expected(prompt)
+
+
+async def test_what_follows_a_hit_on_the_host_is_transferred(stock: Stock) -> None:
+    prompt, cached = ODD_PROMPTS[5], 3 * BLOCK_TOKENS
+    await stock.second.generate(prompt[: cached + 1])
+    await stock.forget()
+    reply = await stock.through_proxy(prompt)
+    assert reply.token_ids == stock.expected(prompt)
+    assert reply.transfer["transferred_tokens"] == len(prompt) - 1 - cached
 
 
 async def test_another_prompt_under_the_same_transfer_is_computed(stock: Stock) -> None:

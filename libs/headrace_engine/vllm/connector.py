@@ -213,13 +213,13 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether another connector loads KV for requests, of which the engine learns with a step's results."""
         self._scheduler().set_loads_beside(loads)
 
-    def require_one_cache(self, setting: str) -> None:
-        """Raises ConfigError for a model with windows or states, which cannot be served with `setting`."""
+    def require_one_cache(self, feature: str) -> None:
+        """Raises ConfigError for a model with windows or states, which `feature` cannot serve."""
         if self._has_one_cache:
             return
         error = ConfigError(
             "the model has windows or states, and only full attention can be kept below KV memory: leave out "
-            f"{setting}",
+            f"{feature}",
             metadata={"field": "engine_args"},
         )
         self._deployment.report_startup_error(error)

@@ -58,7 +58,7 @@ class HeadraceOffloadingConnector(MultiConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._ours.require_one_cache("--kv-offloading-size")
+        self._ours.require_one_cache("OffloadingConnector")
         self._rank_count: int = vllm_config.parallel_config.world_size
         self._hits: dict[str, int] = {}
         self._loads_of_both: set[str] = set()
