@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
+BASE = f"{CONNECTORS}.base"
 OUTPUT = "vllm.v1.core.sched.output"
 CACHES = "vllm.v1.kv_cache_interface"
 EVENTS = "vllm.distributed.kv_events"
@@ -141,6 +142,14 @@ FIELDS = {
     f"{CACHES}.MambaSpec": "dtypes mamba_type shapes tp_replicated",
     f"{CACHES}.UniformTypeKVCacheSpecs": "kv_cache_specs",
     f"{CACHES}.KVCacheSpecKind": "FULL_ATTENTION MLA_ATTENTION MAMBA",
+    # vLLM's own offloading, beside our connector.
+    f"{CONNECTORS}.multi_connector.MultiConnector": "_connectors",
+    f"{CONNECTORS}.multi_connector.MultiKVConnectorMetadata": "metadata",
+    f"{CONNECTORS}.multi_connector.MultiKVConnectorWorkerMetadata": "metadata",
+    f"{CONNECTORS}.offloading.common.OffloadingConnectorMetadata": "store_jobs",
+    f"{CONNECTORS}.offloading.common.TransferJob": "src_spec",
+    f"{CONNECTORS}.offloading.common.OffloadingWorkerMetadata": "completed_jobs",
+    "vllm.v1.kv_offload.base.BlockIDsLoadStoreSpec": "block_ids",
     # The steps that vLLM plans before it handles the results of the first.
     "vllm.config.VllmConfig": (
         "model_config parallel_config scheduler_config kv_transfer_config max_concurrent_batches"

@@ -22,6 +22,7 @@ from tests.vllm.contract import (
     BASE,
     CALLS,
     COMMUNICATOR,
+    CONNECTORS,
     ENVIRONMENT,
     EVENTS,
     FIELDS,
@@ -85,6 +86,15 @@ def test_hook(hook: str) -> None:
     assert names == HOOKS[hook], f"KVConnectorBase_V1.{hook} takes {names}"
     # By name and by position, since vLLM uses both.
     assert tuple(parameter.name for parameter in parameters_of(getattr(ours, hook))) == names
+
+
+def test_the_joined_connector_overrides_hooks_of_vllms() -> None:
+    ours = lookup("headrace_engine.vllm.offload_connector.HeadraceOffloadingConnector")
+    base = lookup(f"{CONNECTORS}.multi_connector.MultiConnector")
+    for name, hook in vars(ours).items():
+        if inspect.isfunction(hook) and not name.startswith("_"):
+            theirs = [parameter.name for parameter in parameters_of(getattr(base, name))]
+            assert [parameter.name for parameter in parameters_of(hook)] == theirs, name
 
 
 def test_every_hook_that_we_override_is_listed() -> None:

@@ -60,6 +60,9 @@ class HeadraceOffloadingConnector(MultiConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._ours.require_one_cache("OffloadingConnector")
         self._rank_count: int = vllm_config.parallel_config.world_size
+        self._begin()
+
+    def _begin(self) -> None:
         self._hits: dict[str, int] = {}
         self._loads_of_both: set[str] = set()
         self._loading: set[str] = set()

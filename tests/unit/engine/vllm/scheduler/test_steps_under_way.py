@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
-from headrace_engine.vllm.scheduler.step_planner import StepPlanner
+from headrace_engine.vllm.scheduler.step_planner import SHORT_STEP_S, StepPlanner
 from headrace_engine.vllm.settings import receive_params
 from headrace_engine.vllm.tiers.planner import TierPlanner
 from headrace_kv.manager.lower_tiers import LowerTiers
@@ -100,6 +100,16 @@ def test_a_data_parallel_rank_does_not_wait(
     scheduler = Scheduler(steps_max, waits, in_lockstep=True)
     monkeypatch.setattr(TierPlanner, "is_loading", is_loading)
     assert not any(scheduler.waits(tokens) for tokens in (0, 1, 0, 0, 0))
+
+
+def test_an_idle_step_is_short_while_another_connector_loads(waits: list[float]) -> None:
+    scheduler = Scheduler(1, waits)
+    found = []
+    for loads in (False, True, False):
+        scheduler.set_loads_beside(loads)
+        assert scheduler.waits()
+        found += waits
+    assert found == [1.0, SHORT_STEP_S, 1.0]
 
 
 def test_a_request_that_reads_no_cache_finds_nothing_in_lower_tiers() -> None:
