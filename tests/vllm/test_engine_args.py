@@ -14,6 +14,7 @@ from headrace_engine.vllm.service.engine_args import (
     check_combinations,
     parse_engine_args,
     split_engine_args,
+    take_offloading,
 )
 from tests.vllm.conftest import IMPORTS_VLLM, RunJob
 
@@ -37,6 +38,21 @@ def test_only_given_arguments_are_set() -> None:
         "kv_cache_dtype": "fp8",
         "optimization_level": "2",
     }
+
+
+def test_vllms_offloading_runs_beside_headrace() -> None:
+    config = (
+        '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", '
+        '"kv_connector_extra_config": {"block_size": 64}}'
+    )
+    for text, extra in (
+        ("--kv-offloading-size 0.5", {"cpu_bytes_to_use": 1 << 29}),
+        (f"--kv-transfer-config '{config}'", {"block_size": 64}),
+        ("--seed 3", None),
+    ):
+        given = parse_engine_args(split_engine_args(text))
+        assert take_offloading(given) == extra
+        assert given.keys() <= {"seed"}
 
 
 def test_drafts_come_from_no_model() -> None:
