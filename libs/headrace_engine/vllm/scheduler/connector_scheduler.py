@@ -187,7 +187,7 @@ class ConnectorScheduler(ABC):
         for request in scheduled:
             self._tiers.step_planned(
                 request.request_id,
-                request.computed_tokens + request.step_tokens,
+                request.computed_tokens,
                 request.block_ids[0] if request.block_ids else (),
                 replaces=request.replaces_blocks,
             )
@@ -226,8 +226,12 @@ class ConnectorScheduler(ABC):
 
 
 def scheduled_requests(output: SchedulerOutput) -> Iterator[ScheduledRequest]:
-    """The requests of a step."""
-    steps = output.num_scheduled_tokens
+    """The requests of a step, without the drafts that it verifies."""
+    drafts = output.scheduled_spec_decode_tokens
+    steps = {
+        request_id: count - len(drafts.get(request_id, ()))
+        for request_id, count in output.num_scheduled_tokens.items()
+    }
     for new in output.scheduled_new_reqs:
         yield ScheduledRequest(
             new.req_id, new.num_computed_tokens, steps[new.req_id], new.block_ids, True

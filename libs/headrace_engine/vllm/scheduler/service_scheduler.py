@@ -276,7 +276,9 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         self._report_failure(request)
         self._starts.request_finished(request.request_id)
         times = self._planner.request_finished(request.request_id)
-        copies = self._tiers.request_finished(request.request_id, sends=times is not None)
+        copies = self._tiers.request_finished(
+            request.request_id, request.num_computed_tokens, sends=times is not None
+        )
         if times is None:
             return copies, None
         return True, times.to_params()

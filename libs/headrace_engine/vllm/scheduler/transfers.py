@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class ScheduledRequest:
     """A request's part of a step: the tokens [computed_tokens, computed_tokens + step_tokens).
 
-    `block_ids` are by group of vLLM, and empty when there are no new ones. They replace the known ones
+    Drafts that the step verifies are not among them. With steps planned ahead, `computed_tokens` counts those of the
+    step before. `block_ids` are by group of vLLM, and empty when there are no new ones. They replace the known ones
     when `replaces_blocks`, else they are appended.
     """
 

@@ -31,15 +31,13 @@ class BlockChange:
 class _Request:
     """`block_hashes` is vLLM's own list, which grows. Its first `stored` blocks were offered to the tiers.
 
-    `computed_tokens`: tokens with KV at the end of the last step. `hit`: blocks from its block `hit_start` on.
-    They are held until it has blocks of its own. The load of its `loaded_until` first blocks is copy number
-    `load_copy` of the next step.
+    `hit`: blocks from its block `hit_start` on. They are held until it has blocks of its own. The load of its
+    `loaded_until` first blocks is copy number `load_copy` of the next step.
     """
 
     block_hashes: Sequence[bytes]
     priority: Priority
     block_ids: list[int] = field(default_factory=list)
-    computed_tokens: int = 0
     stored: int = 0
     hit: TierHit = _NO_HIT
     hit_start: int = 0
@@ -61,19 +59,20 @@ class _Request:
         self.has_copies = True
         return loaded
 
-    def step_planned(
-        self, computed_tokens: int, block_ids: Sequence[int], *, replaces: bool
-    ) -> None:
-        """The next step computes the tokens up to `computed_tokens`."""
-        self.computed_tokens = computed_tokens
+    def step_planned(self, block_ids: Sequence[int], *, replaces: bool) -> None:
+        """The next step has these blocks."""
         if replaces:
             self.block_ids.clear()
         self.block_ids.extend(block_ids)
 
-    def take_unstored(self, block_tokens: int) -> list[CachedBlock]:
-        """The computed blocks that were not offered yet."""
+    def take_unstored(self, computed_tokens: int, block_tokens: int) -> list[CachedBlock]:
+        """The blocks that steps until now have computed, and that were not offered yet.
+
+        `computed_tokens` may count drafts of a step under way. Their tokens are not known, so their blocks have no
+        hashes.
+        """
         start = self.stored
-        end = min(self.computed_tokens // block_tokens, len(self.block_hashes), len(self.block_ids))
+        end = min(computed_tokens // block_tokens, len(self.block_hashes), len(self.block_ids))
         self.stored = max(start, end)
         return [
             CachedBlock(prefix, block, self.priority)
@@ -88,7 +87,7 @@ class _Request:
     def preempted(self) -> None:
         """Its blocks are gone, and it begins again."""
         self.block_ids.clear()
-        self.computed_tokens = self.stored = 0
+        self.stored = 0
         self.has_copies = False
 
 
@@ -213,14 +212,14 @@ class TierPlanner:
     def step_planned(
         self, request_id: str, computed_tokens: int, block_ids: Sequence[int], *, replaces: bool
     ) -> None:
-        """The next step computes the request's tokens up to `computed_tokens`. Offers what earlier steps have computed.
+        """Offers the request's tokens up to `computed_tokens`, which steps before the next one compute.
 
         `block_ids` are new blocks of the request, or all of its blocks if it `replaces` them.
         """
         request = self._requests.get(request_id)
         if request is not None:
-            self._store(request_id, request)
-            request.step_planned(computed_tokens, block_ids, replaces=replaces)
+            self._store(request_id, request, computed_tokens)
+            request.step_planned(block_ids, replaces=replaces)
 
     def request_preempted(self, request_id: str) -> bool:
         """Its blocks are about to be overwritten. Returns whether copies may still read them."""
@@ -231,8 +230,8 @@ class TierPlanner:
         request.preempted()
         return had_copies
 
-    def request_finished(self, request_id: str, *, sends: bool) -> bool:
-        """Whether its blocks must stay until its copies have ended.
+    def request_finished(self, request_id: str, computed_tokens: int, *, sends: bool) -> bool:
+        """Whether its blocks must stay until its copies have ended. Offers its tokens up to `computed_tokens`.
 
         `sends`: they also stay until a transfer is quiet.
         """
@@ -244,7 +243,7 @@ class TierPlanner:
         if request_id in self._loading:
             # vLLM frees its blocks when the load ends.
             return False
-        self._store(request_id, request)
+        self._store(request_id, request, computed_tokens)
         self.pool.used(request.prefixes(0, request.stored))
         if request.has_copies:
             self._finished[request_id] = sends
@@ -275,8 +274,8 @@ class TierPlanner:
         plan.plan_copies(self._copies, self._loads, self._finished)
         self._copies, self._loads, self._finished = [], {}, {}
 
-    def _store(self, request_id: str, request: _Request) -> None:
-        offered = request.take_unstored(self._block_tokens)
+    def _store(self, request_id: str, request: _Request, computed_tokens: int) -> None:
+        offered = request.take_unstored(computed_tokens, self._block_tokens)
         if offered:
             self._hash_bytes = len(request.block_hashes[0])
             plan = self._tiers.store(offered)

@@ -49,6 +49,7 @@ class Scheduler(ConnectorScheduler):
         output: Any = SimpleNamespace(
             total_num_scheduled_tokens=tokens,
             num_scheduled_tokens=dict.fromkeys(running, tokens),
+            scheduled_spec_decode_tokens={},
             scheduled_new_reqs=[],
             scheduled_cached_reqs=cached,
             preempted_req_ids=None,

@@ -44,8 +44,8 @@ def answered(
 ) -> None:
     """A request that computes all its blocks in one step, and ends."""
     tiers.request_added(request_id, names, priority)
-    tiers.step_planned(request_id, len(names) * BLOCK, block_ids, replaces=True)
-    tiers.request_finished(request_id, sends=False)
+    tiers.step_planned(request_id, 0, block_ids, replaces=True)
+    tiers.request_finished(request_id, len(names) * BLOCK, sends=False)
 
 
 def test_blocks_of_low_requests_are_evicted_first() -> None:
@@ -62,7 +62,7 @@ def test_blocks_of_low_requests_are_evicted_first() -> None:
 def test_tokens_that_never_ran_are_not_stored() -> None:
     tiers = planner()
     tiers.request_added("r", hashes(1, 2))
-    assert not tiers.request_finished("r", sends=False)
+    assert not tiers.request_finished("r", 0, sends=False)
     assert plan_of(tiers).copies == []
 
 
@@ -73,7 +73,7 @@ def test_an_ended_request_that_loads_leaves_its_blocks_to_the_end_of_the_load() 
     tiers.find("b", 0, 4)
     tiers.blocks_allocated("b", [9], 4)
     plan_of(tiers)
-    assert not tiers.request_finished("b", sends=False)
+    assert not tiers.request_finished("b", 4, sends=False)
     assert plan_of(tiers).finished_stores == {}
 
 
@@ -85,7 +85,7 @@ def test_a_hit_that_vllm_does_not_use_is_released() -> None:
     assert tiers.blocks_allocated("b", [9], 0) == 0
     tiers.request_added("c", names)
     tiers.find("c", 0, 4)
-    tiers.request_finished("c", sends=False)
+    tiers.request_finished("c", 4, sends=False)
     answered(tiers, "d", hashes(2), [6])
     tiers.request_added("e", hashes(2))
     assert tiers.find("e", 0, 4) == 4
@@ -114,7 +114,7 @@ def test_a_failed_load_forgets_its_blocks(finished: bool) -> None:
     tiers.blocks_allocated("b", [9], 4)
     if finished:
         # vLLM finishes the request first.
-        assert not tiers.request_finished("b", sends=False)
+        assert not tiers.request_finished("b", 4, sends=False)
     tiers.loads_ended(["b"], ["b"])
     (change,) = tiers.take_changes()
     assert (change.tier, change.stored, change.block_hashes) == (Tier.HOST, False, names)
@@ -140,13 +140,13 @@ def test_a_preempted_request_stores_its_blocks_again() -> None:
     tiers, names = planner(), hashes(1)
     tiers.request_added("r", names)
     assert not tiers.request_preempted("r")
-    tiers.step_planned("r", 4, [5], replaces=True)
-    tiers.step_planned("r", 5, [6], replaces=False)
+    tiers.step_planned("r", 0, [5], replaces=True)
+    tiers.step_planned("r", 4, [6], replaces=False)
     assert len(plan_of(tiers).copies) == 1
     assert tiers.request_preempted("r")
     tiers.clear()
-    tiers.step_planned("r", 4, [7], replaces=True)
-    tiers.step_planned("r", 5, [], replaces=False)
+    tiers.step_planned("r", 0, [7], replaces=True)
+    tiers.step_planned("r", 4, [], replaces=False)
     assert copies_of(plan_of(tiers)) == [("r", TierCopy(Tier.DEVICE, Tier.HOST, (7,), (0,)))]
 
 

@@ -73,8 +73,8 @@ def moves_of(tiers: TierPlanner) -> list[PoolMove]:
 def computed(tiers: TierPlanner, request_id: str, names: list[bytes]) -> None:
     """A request that computes all its blocks in one step, and ends."""
     tiers.request_added(request_id, names)
-    tiers.step_planned(request_id, len(names) * BLOCK, list(range(len(names))), replaces=True)
-    tiers.request_finished(request_id, sends=False)
+    tiers.step_planned(request_id, 0, list(range(len(names))), replaces=True)
+    tiers.request_finished(request_id, len(names) * BLOCK, sends=False)
 
 
 def test_a_fetch_counts_what_every_rank_has(lookup: Lookup) -> None:
