@@ -11,7 +11,7 @@ import pytest
 from tests.devices import CPU, CUDA, require
 from tests.gpu.pair import LENGTHS, PairResult, Tokens
 from tests.vllm.jobs import run_job
-from tests.vllm.pair import STEPS_AHEAD
+from tests.vllm.pair import DRAFTS, STEPS_AHEAD
 
 MODEL = "models/tiny-llama"
 # Kernels for a chunk of a prompt and for a single token round differently.
@@ -71,6 +71,8 @@ def differ(plain: Tokens, other: Tokens) -> str:
         ),
         pytest.param(CUDA, "bfloat16", False, "", 1.0, id="graphs", marks=GPU),
         pytest.param(CUDA, "bfloat16", False, "", 0.0, id="shares-of-the-memory", marks=GPU),
+        pytest.param(CUDA, "float32", True, DRAFTS, 1.0, id="drafts", marks=GPU),
+        pytest.param(CUDA, "bfloat16", False, DRAFTS, 1.0, id="drafts-with-graphs", marks=GPU),
     ],
 )
 def test_tokens_equal_plain_vllm(

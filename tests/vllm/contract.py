@@ -57,6 +57,7 @@ CALLS = {
         "num_tokens intermediate_tensors sync_self"
     ),
     "vllm.config.model.ModelConfig.get_total_num_hidden_layers": "",
+    "vllm.config.speculative.SpeculativeConfig.uses_draft_kv_cache": "",
     "vllm.v1.core.block_pool.BlockPool.get_new_blocks": "num_blocks",
     "vllm.v1.core.block_pool.BlockPool.get_num_free_blocks": "",
     "vllm.v1.core.block_pool.BlockPool.touch": "blocks",
@@ -111,7 +112,8 @@ FIELDS = {
     "vllm.v1.outputs.KVConnectorOutput": "finished_recving",
     f"{BASE}.KVConnectorRole": "SCHEDULER WORKER",
     f"{OUTPUT}.SchedulerOutput": (
-        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens preempted_req_ids"
+        "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens preempted_req_ids "
+        "scheduled_spec_decode_tokens"
     ),
     f"{OUTPUT}.NewRequestData": "req_id num_computed_tokens block_ids",
     f"{OUTPUT}.CachedRequestData": "req_ids resumed_req_ids num_computed_tokens new_block_ids",
@@ -152,8 +154,10 @@ FIELDS = {
     "vllm.v1.kv_offload.base.BlockIDsLoadStoreSpec": "block_ids",
     # The steps that vLLM plans before it handles the results of the first.
     "vllm.config.VllmConfig": (
-        "model_config parallel_config scheduler_config kv_transfer_config max_concurrent_batches"
+        "model_config parallel_config scheduler_config kv_transfer_config max_concurrent_batches "
+        "speculative_config"
     ),
+    "vllm.config.speculative.SpeculativeConfig": "draft_model_config",
     "vllm.distributed.parallel_state.GroupCoordinator": "cpu_group rank_in_group world_size",
     # With several steps under way, vLLM keeps back the blocks of a request that one still writes to.
     "vllm.v1.core.sched.scheduler.Scheduler": "defer_block_free",
@@ -180,6 +184,7 @@ FIELDS = {
     "vllm.engine.arg_utils.AsyncEngineArgs": (
         "model dtype seed max_model_len tensor_parallel_size pipeline_parallel_size block_size "
         "num_gpu_blocks_override max_num_seqs max_num_batched_tokens enable_prefix_caching "
+        "speculative_config "
         "kv_events_config enable_chunked_prefill long_prefill_token_threshold "
         "long_prefill_token_threshold_adaptive enforce_eager kv_cache_memory_bytes "
         "gpu_memory_utilization async_scheduling skip_tokenizer_init generation_config "

@@ -44,6 +44,10 @@ MODEL = Path(os.environ.get("HEADRACE_TEST_MODEL", "models/tiny-llama-deep"))
 ENGINE_ARGS = os.environ.get("HEADRACE_TEST_ENGINE_ARGS", "")
 """Of engines for which a test gives none. With --async-scheduling, the tests run in that mode."""
 STEPS_AHEAD = "--async-scheduling"
+DRAFTS = (
+    "--speculative-config "
+    '\'{"method": "draft_model", "model": "models/tiny-llama", "num_speculative_tokens": 3}\''
+)
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 512
 TIMEOUT_S = 60.0

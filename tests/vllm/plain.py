@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tests.vllm.hybrids import mend_rotation
+
 
 @dataclass(frozen=True, slots=True)
 class Texts:
@@ -78,3 +80,33 @@ async def chat_texts(model: str, prompts: Sequence[str], max_tokens: int) -> Tex
         for output in scored
     ]
     return Texts(texts, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class GreedyTokens:
+    """The tokens of the answer to each prompt."""
+
+    tokens: list[list[int]]
+
+
+async def greedy_tokens(
+    model: str, prompts: list[list[int]], max_tokens: int, mends_rotation: bool = False
+) -> GreedyTokens:
+    """Greedy answers. `mends_rotation`: of a model with latent attention, see mend_rotation."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    from vllm import LLM, SamplingParams
+
+    if mends_rotation:
+        mend_rotation()
+    llm = LLM(
+        model=model,
+        dtype="float32",
+        max_model_len=2048,
+        enforce_eager=True,
+        attention_backend="CPU_MLA" if mends_rotation else None,
+    )
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+    found = [
+        llm.generate({"prompt_token_ids": prompt}, sampling, use_tqdm=False) for prompt in prompts
+    ]
+    return GreedyTokens([list(outputs[0].outputs[0].token_ids) for outputs in found])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headrace_common.errors import ConfigError
+from headrace_engine.vllm.drafts import DraftModel
 from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.tiers.planner import plan_tiers
 from headrace_kv.layout.layout import STATE, TOKEN_OUTER, TOKENS, CacheGroup
@@ -21,7 +22,10 @@ BEFORE_AFTER = ("before", "after")
 
 
 def groups_of(
-    *found: tuple[list[str], Any], ranks: int = 2, state_groups: int = 0
+    *found: tuple[list[str], Any],
+    ranks: int = 2,
+    state_groups: int = 0,
+    draft: DraftModel | None = None,
 ) -> tuple[LayerGroup, ...]:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
@@ -33,7 +37,11 @@ def groups_of(
         kv_cache_groups=[KVCacheGroupSpec(names, spec) for names, spec in found],
     )
     return read_groups(
-        config, kv_head_count=4, tensor_parallel_size=ranks, state_group_count=state_groups
+        config,
+        kv_head_count=4,
+        tensor_parallel_size=ranks,
+        state_group_count=state_groups,
+        draft=draft,
     )
 
 
@@ -209,3 +217,41 @@ def test_what_windows_cannot_be_used_with_is_refused() -> None:
     groups = groups_of((["m.0.attn"], window()))
     with pytest.raises(ConfigError, match="kv_host_gib"):
         plan_tiers(TierSettings(host_gib=1), groups)
+
+
+def test_layers_of_a_draft_follow_in_groups_of_their_own() -> None:
+    """vLLM has them in the model's group. Their heads differ, which only ranks can see."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    draft = DraftModel(kv_head_count=2, target_layer_count=2)
+    names = ["draft_model.m.0.attn", "m.0.attn", "draft_model.m.1.attn", "m.1.attn"]
+    specs = {
+        name: spec("FullAttentionSpec", num_kv_heads=1 if draft.has(name) else 2) for name in names
+    }
+    on_ranks = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=specs)
+    for found in (on_ranks, specs["m.0.attn"]):
+        groups = groups_of((names, found), draft=draft)
+        with pytest.raises(ConfigError, match="kv_host_gib"):
+            plan_tiers(TierSettings(host_gib=1), groups)
+        assert [(g.index, g.name, g.head_count, g.keeps_all_tokens) for g in groups] == [
+            (0, "attention", 4, True),
+            (0, "draft-attention", 2, True),
+        ]
+        assert [[number for number, _ in group.layers] for group in groups] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.self_attn.attn", "mtp.layers.0.self_attn.attn"])
+def test_layers_of_heads_continue_the_models_numbers(name: str) -> None:
+    draft = DraftModel(kv_head_count=4, target_layer_count=2)
+    layers = [f"model.layers.{number}.self_attn.attn" for number in range(2)]
+    groups = groups_of(([*layers, name], spec("FullAttentionSpec")), draft=draft)
+    assert [group.layers for group in groups] == [tuple(enumerate(layers)), ((2, name),)]
+
+
+def test_what_cannot_be_drafted_for_is_refused() -> None:
+    draft = DraftModel(kv_head_count=4, target_layer_count=2)
+    attention = spec("FullAttentionSpec")
+    with pytest.raises(ConfigError, match="without layers of its own"):
+        groups_of((["m.0.attn", "m.1.attn"], attention), draft=draft)
+    with pytest.raises(ConfigError, match="states, and a draft model"):
+        groups_of((["m.0.attn", "m.2.attn"], attention), (["m.1.conv"], state_spec()), draft=draft)

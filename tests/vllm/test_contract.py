@@ -130,7 +130,12 @@ def test_the_paced_schedulers_find_what_they_change() -> None:
     }.items():
         assert list(inspect.signature(getattr(base, name)).parameters) == names, name
     source = inspect.getsource(base)
-    for attribute in ("max_num_scheduled_tokens", "prefill_capacity_bound", "kv_holding_waiting"):
+    for attribute in (
+        "max_num_scheduled_tokens",
+        "prefill_capacity_bound",
+        "kv_holding_waiting",
+        "num_spec_tokens",
+    ):
         assert f"self.{attribute} = " in source, attribute
     assert "token_budget = self.max_num_scheduled_tokens" in source
     assert "self.is_prefill_chunk = " in inspect.getsource(lookup("vllm.v1.request.Request"))

@@ -7,6 +7,7 @@ from dataclasses import fields
 import pytest
 
 from headrace_common.errors import ConfigError
+from headrace_engine.vllm.drafts import METHODS
 from headrace_engine.vllm.service.engine_args import (
     KV_ARGUMENTS,
     REFUSED,
@@ -55,20 +56,35 @@ def test_vllms_offloading_runs_beside_headrace() -> None:
         assert given.keys() <= {"seed"}
 
 
-def test_drafts_come_from_no_model() -> None:
-    def speculation(method: str) -> object:
-        text = f'--speculative-config \'{{"method": "{method}", "num_speculative_tokens": 3}}\''
-        return parse_engine_args(split_engine_args(text, "decode"), "decode")["speculative_config"]
+def speculation(method: str, role: str) -> object:
+    text = f'--speculative-config \'{{"method": "{method}", "num_speculative_tokens": 3}}\''
+    return parse_engine_args(split_engine_args(text), role)["speculative_config"]
 
-    assert speculation("ngram") == {"method": "ngram", "num_speculative_tokens": 3}
-    with pytest.raises(ConfigError, match="'eagle', which drafts with a model"):
-        speculation("eagle")
+
+@pytest.mark.parametrize("role", ["prefill", "decode", "both"])
+def test_drafts_that_are_not_handed_over_are_refused_by_name(role: str) -> None:
+    for method in METHODS:
+        assert speculation(method, role) == {"method": method, "num_speculative_tokens": 3}
+    for method in ("medusa", "suffix", "dflash", "extract_hidden_states"):
+        with pytest.raises(ConfigError, match=f"'{method}', and Headrace does not hand over"):
+            speculation(method, role)
+    with pytest.raises(ConfigError, match="method None"):
+        parse_engine_args(["--speculative-config.num_speculative_tokens", "3"], role)
+
+
+@pytest.mark.parametrize("role", ["prefill", "both"])
+def test_only_decode_drafts_without_a_model(role: str) -> None:
+    assert speculation("ngram", "decode") == {"method": "ngram", "num_speculative_tokens": 3}
+    with pytest.raises(ConfigError, match="'ngram', which drafts answers without a model"):
+        speculation("ngram", role)
 
 
 @pytest.mark.parametrize(
     ("text", "stages", "words"),
     [
         ("--async-scheduling --speculative-config.method ngram", 1, "leave out async_scheduling"),
+        ("--async-scheduling --speculative-config.method draft_model", 1, ""),
+        ("--speculative-config.method draft_model", 2, "speculative_config"),
         ("--async-scheduling", 2, "leave out async_scheduling"),
         ("--speculative-config.method ngram", 2, "speculative_config"),
         ("--no-async-scheduling --speculative-config.method ngram", 1, ""),
@@ -77,7 +93,7 @@ def test_drafts_come_from_no_model() -> None:
     ],
 )
 def test_steps_ahead_exclude_drafts_and_stages(text: str, stages: int, words: str) -> None:
-    given = parse_engine_args(split_engine_args(text, "decode"), "decode")
+    given = parse_engine_args(split_engine_args(text), "decode")
     if not words:
         check_combinations(given, stages)
         return
@@ -96,7 +112,7 @@ def test_steps_ahead_exclude_drafts_and_stages(text: str, stages: int, words: st
         ("--scheduling-policy lifo", "choose from 'fcfs', 'priority'"),
         ("--max-logprobs 3 stray", "unrecognized arguments: stray"),
         ("-tp 2", "set tensor_parallel_size instead"),
-        ("-sc {}", "speculative_config belongs to Headrace"),
+        ("-sc {}", "speculative_config has method None"),
         (
             "--structured-outputs-config.reasoning_parser=qwen3",
             "set reasoning_parser of the router",

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import (
 
 from headrace_common.errors import ConfigError
 from headrace_engine.vllm.compat import in_model_order
+from headrace_engine.vllm.drafts import DraftModel
 from headrace_engine.vllm.layer_groups import (
     LayerGroup,
     StateArray,
@@ -43,6 +44,16 @@ class _Cache:
     state_parts: tuple[StatePart, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """Layers of vLLM's group `index`: those of the model, or of its draft."""
+
+    index: int
+    names: tuple[str, ...]
+    spec: KVCacheSpec
+    is_draft: bool
+
+
 def read_groups(
     kv_cache_config: KVCacheConfig,
     *,
@@ -50,43 +61,48 @@ def read_groups(
     tensor_parallel_size: int,
     state_group_count: int = 0,
     stage_layers_max: int = 0,
+    draft: DraftModel | None = None,
 ) -> tuple[LayerGroup, ...]:
-    """The groups of a model: first those with all tokens, then those with windows, then states.
+    """The groups of a model: first those with all tokens, then those with windows, then states. Each has those of the
+    draft last.
 
     `state_group_count`: see state_heads. `stage_layers_max`: see LayerGroup. Raises ConfigError for layers with a cache
     that Headrace cannot transfer.
     """
-    groups = kv_cache_config.kv_cache_groups
-    specs = [_one_spec(group.kv_cache_spec) for group in groups]
-    has_states = any(isinstance(spec, MambaSpec) for spec in specs)
+    groups = _divided(kv_cache_config, draft)
+    has_states = any(isinstance(group.spec, MambaSpec) for group in groups)
+    if draft is not None and has_states:
+        # Beside drafts, vLLM keeps a state for each of them.
+        raise _refusal("states, and a draft model")
     caches = [
-        _state_caches(spec, tensor_parallel_size, state_group_count)
-        if isinstance(spec, MambaSpec)
-        else (_token_cache(spec, kv_head_count, tensor_parallel_size, has_states),)
-        for spec in specs
+        _state_caches(group.spec, tensor_parallel_size, state_group_count)
+        if isinstance(group.spec, MambaSpec)
+        else (
+            _token_cache(
+                group.spec,
+                draft.kv_head_count if draft is not None and group.is_draft else kv_head_count,
+                tensor_parallel_size,
+                has_states,
+            ),
+        )
+        for group in groups
     ]
-    numbers = _layer_numbers(
-        {
-            name: len(found)
-            for group, found in zip(groups, caches, strict=True)
-            for name in group.layer_names
-        }
-    )
+    numbers = _layer_numbers(groups, caches)
     found: list[LayerGroup] = []
-    for index, (group, spec) in enumerate(zip(groups, specs, strict=True)):
+    for group, of_group in zip(groups, caches, strict=True):
+        spec = group.spec
         window_tokens, chunk_tokens = _window(spec)
-        for place, cache in enumerate(caches[index]):
+        for place, cache in enumerate(of_group):
+            is_windowed = bool(window_tokens or chunk_tokens)
             found.append(
                 LayerGroup(
-                    index=index,
-                    name=_name(cache.kind, bool(window_tokens or chunk_tokens), found),
+                    index=group.index,
+                    name=_name(cache.kind, is_windowed, group.is_draft, found),
                     kind=cache.kind,
                     head_count=cache.head_count,
                     block_tokens=spec.block_size,
                     block_format=cache.block_format,
-                    layers=tuple(
-                        sorted((numbers[name] + place, name) for name in group.layer_names)
-                    ),
+                    layers=tuple(sorted((numbers[name] + place, name) for name in group.names)),
                     page_bytes=spec.page_size_bytes,
                     window_tokens=window_tokens,
                     chunk_tokens=chunk_tokens,
@@ -102,8 +118,27 @@ def read_groups(
     return tuple(sorted(found, key=lambda group: (group.kind == STATE, group.is_windowed)))
 
 
-def _name(kind: GroupKind, is_windowed: bool, others: Sequence[LayerGroup]) -> str:
+def _divided(kv_cache_config: KVCacheConfig, draft: DraftModel | None) -> list[_Layers]:
+    """vLLM's groups, each divided in layers of the model and of its draft. First those of the model."""
+    found: list[_Layers] = []
+    for is_draft in (False, True):
+        for index, group in enumerate(kv_cache_config.kv_cache_groups):
+            names = tuple(
+                name
+                for name in group.layer_names
+                if (draft is not None and draft.has(name)) == is_draft
+            )
+            if names or not (is_draft or group.layer_names):
+                found.append(_Layers(index, names, _one_spec(group.kv_cache_spec, names), is_draft))
+    if draft is not None and not found[-1].is_draft:
+        raise _refusal("a draft model without layers of its own")
+    return found
+
+
+def _name(kind: GroupKind, is_windowed: bool, is_draft: bool, others: Sequence[LayerGroup]) -> str:
     name = "state" if kind == STATE else "window" if is_windowed else "attention"
+    if is_draft:
+        name = f"draft-{name}"
     before = sum(other.name.partition(".")[0] == name for other in others)
     return f"{name}.{before}" if before else name
 
@@ -148,18 +183,31 @@ def _window(spec: KVCacheSpec) -> tuple[int, int]:
     return 0, 0
 
 
-def _layer_numbers(cache_counts: Mapping[str, int]) -> Mapping[str, int]:
-    """The first number of each layer, in model order. A layer with two caches has two numbers."""
-    names = in_model_order(cache_counts)
-    firsts = accumulate((cache_counts[name] for name in names), initial=0)
+def _layer_numbers(
+    groups: Sequence[_Layers], caches: Sequence[Sequence[_Cache]]
+) -> Mapping[str, int]:
+    """The first number of each layer, in model order, and then of the draft's. A layer with two caches has two."""
+    counts = {
+        name: len(found)
+        for group, found in zip(groups, caches, strict=True)
+        for name in group.names
+    }
+    names = [
+        name
+        for is_draft in (False, True)
+        for name in in_model_order(
+            name for group in groups if group.is_draft == is_draft for name in group.names
+        )
+    ]
+    firsts = accumulate((counts[name] for name in names), initial=0)
     return dict(zip(names, firsts, strict=False))
 
 
-def _one_spec(spec: KVCacheSpec) -> KVCacheSpec:
-    """The spec that all layers of a group share."""
+def _one_spec(spec: KVCacheSpec, names: Sequence[str]) -> KVCacheSpec:
+    """The spec that these layers of a group share."""
     if not isinstance(spec, UniformTypeKVCacheSpecs):
         return spec
-    of_layers = list(spec.kv_cache_specs.values())
+    of_layers = [spec.kv_cache_specs[name] for name in names]
     if any(other != of_layers[0] for other in of_layers):
         raise _refusal("layers of one group with caches of different sizes")
     return of_layers[0]

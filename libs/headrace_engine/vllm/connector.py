@@ -26,6 +26,7 @@ from headrace_engine.vllm.compat import (
     uses_latent_attention,
 )
 from headrace_engine.vllm.deployment import deployment_of
+from headrace_engine.vllm.drafts import draft_model
 from headrace_engine.vllm.rank.connector_worker import ConnectorWorker
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
 from headrace_engine.vllm.stages import stage_layers_max
@@ -85,6 +86,7 @@ class HeadraceConnector(KVConnectorBase_V1, SupportsHMA):
                 tensor_parallel_size=tensor_parallel_size(vllm_config),
                 state_group_count=state_group_count(vllm_config),
                 stage_layers_max=stage_layers_max(vllm_config),
+                draft=draft_model(vllm_config),
             )
             self._has_one_cache = len(groups) == 1 and groups[0].keeps_all_tokens
             if role == KVConnectorRole.SCHEDULER:

@@ -37,6 +37,7 @@ from headrace_engine.vllm.compat import (
     runs_on_cpu,
 )
 from headrace_engine.vllm.data_parallel import GroupPlace, coordinator_sentinel, kill_engine
+from headrace_engine.vllm.drafts import draft_model
 from headrace_engine.vllm.link.messages import EngineLoad
 from headrace_engine.vllm.service.adapters import EngineAdapters
 from headrace_engine.vllm.service.constraints import ConstraintCheck
@@ -166,11 +167,14 @@ class VllmEngine(Engine):
         await self._group.join()
 
     async def _prepare_logits(self) -> None:
-        """For CPUs only: on other devices vLLM samples with other kernels and other random numbers."""
+        """For CPUs only: on other devices vLLM samples with other kernels and other random numbers.
+
+        Not with a draft model: vLLM gives no access to its logits then.
+        """
         from headrace_engine.vllm.service.first_token_sampler import FirstTokenSampler
 
         assert self._llm is not None
-        if not runs_on_cpu():
+        if not runs_on_cpu() or draft_model(self._llm.vllm_config) is not None:
             return
         sampler = FirstTokenSampler(self._llm.vllm_config)
         self.logits_bytes = sampler.logits_bytes

@@ -243,15 +243,15 @@ class ConnectorWorker:
             log.error("rank %d sends no prefixes: %s", self._rank, error.detail)
 
     def save_kv_layer(self, layer_name: str) -> None:
-        """The forward pass has written this step's KV of a layer."""
+        """A forward pass has written this step's KV of a layer. A draft has a pass for each of its tokens."""
         self._executor.layer_written(self._layer_numbers[layer_name])
 
     def wait_for_save(self) -> None:
-        """After the forward pass. Does not wait: blocks are freed only when their transfer is quiet."""
-        self._executor.states_written()
+        """After the last forward pass. Does not wait: blocks are freed only when their transfer is quiet."""
+        self._executor.forward_ended()
 
     def get_transfer_results(self) -> tuple[set[str], set[str], set[str]]:
-        """After the forward pass. See StepExecutor.end_step."""
+        """After the model's forward pass. See StepExecutor.end_step."""
         sent, received, failed = self._executor.end_step()
         if self._tiers is None:
             return sent, received, failed

@@ -52,6 +52,9 @@ class StepExecutor:
         self._known_ids: OrderedDict[str, None] = OrderedDict()
         self._finishing: dict[str, str] = {}
         self._plan = StepPlan()
+        # Of the step until the next one begins, and the layers that were sent.
+        self._computed: Sequence[TokenRange] = ()
+        self._written: set[int] = set()
         self._fence: Callable[[], None] = lambda: None
         self._final: set[str] = set()
         self._host_sends: dict[str, list[int]] = {}
@@ -118,7 +121,8 @@ class StepExecutor:
 
     def begin_step(self, plan: StepPlan) -> None:
         """Before the forward pass."""
-        self._plan = plan
+        self._plan, self._computed = plan, plan.computed
+        self._written.clear()
         self._final = set(plan.final)
         for transfer_id in plan.refused:
             self._refuse(transfer_id, NotFound.reason, "some of the KV is not cached")
@@ -158,11 +162,15 @@ class StepExecutor:
             self._on_report(SendReport(target.transfer_id, self._rank, exc.reason, exc.detail))
 
     def layer_written(self, layer: int) -> None:
-        """The forward pass has written this step's KV of the layer."""
-        if self._sender is None or not self._plan.computed:
+        """A forward pass has written this step's KV of the layer.
+
+        A draft's first pass of a step writes it. Its other passes write behind it, for tokens that may be rejected.
+        """
+        if self._sender is None or not self._computed or layer in self._written:
             return
+        self._written.add(layer)
         ready_ns = time.monotonic_ns()
-        for tokens in self._plan.computed:
+        for tokens in self._computed:
             self._push(tokens, layer, ready_ns)
 
     def send_from_host(self, send: HostSend, lost: bool) -> None:
@@ -195,12 +203,17 @@ class StepExecutor:
         if self._sender is not None and transfer_id in self._final & self._active:
             self._sender.push_logits(transfer_id, read_logits())
 
-    def states_written(self) -> None:
-        """The forward pass has ended. vLLM has no hook for states, which are final with a transfer's last token."""
+    def forward_ended(self) -> None:
+        """The last forward pass has ended. vLLM has no hook for states, which are final with a transfer's last token.
+
+        Near the longest context, vLLM drafts nothing. Then the draft's layers are sent as they are.
+        """
         ready_ns = time.monotonic_ns()
         for layer, kind in self._layers.items():
-            if kind.is_state:
-                for tokens in self._plan.computed:
+            if not kind.is_state:
+                self.layer_written(layer)
+            else:
+                for tokens in self._computed:
                     if tokens.block_ids[kind.group_index]:
                         self._push(tokens, layer, ready_ns)
 
@@ -221,9 +234,10 @@ class StepExecutor:
             )
 
     def end_step(self) -> tuple[set[str], set[str], set[str]]:
-        """After the forward pass. Returns requests that finished sending, that finished receiving, and that failed.
+        """After the model's forward pass. Returns requests that finished sending, that finished receiving, and that
+        failed.
 
-        The failed ones are among those that finished receiving.
+        The failed ones are among those that finished receiving. A draft's forward passes may follow.
         """
         plan, self._plan = self._plan, StepPlan()
         for request_id, transfer_id in plan.finished_sends.items():

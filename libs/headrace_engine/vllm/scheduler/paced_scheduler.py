@@ -49,9 +49,10 @@ class _Pacing(Scheduler):
         if budget is None:
             self.max_num_scheduled_tokens = self._most_tokens
             return super().schedule(throttle_prefills)
-        # One more lets vLLM look at requests that wait for their KV.
+        # One more lets vLLM look at requests that wait for their KV, which begin with places for drafts.
         answers = sum(_next_tokens(one) for one in self.running if not one.is_prefill_chunk)
-        tokens = answers + len(self.kv_holding_waiting) + max(1, budget)
+        answers += len(self.kv_holding_waiting) * (1 + self.num_spec_tokens)
+        tokens = answers + max(1, budget)
         self.max_num_scheduled_tokens = min(self._most_tokens, tokens)
         if budget:
             self.running.sort(key=_is_prompt)

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any, Final, NoReturn
 
 from headrace_common.errors import ConfigError
+from headrace_engine.vllm.drafts import METHODS
 from headrace_engine.vllm.service.adapters import LORA_MODULES
 
 LORA_PARSER_MODULES: Final = (
@@ -38,7 +39,7 @@ _CONNECTOR = "Headrace's connector is the engine's only one"
 _TOKENIZER = "the router tokenizes, with the tokenizer of the folder in its models"
 _ONE_RANK = "a worker is one data-parallel rank: give data_parallel_size and data_parallel_rank"
 _RANKS = "a KV transfer has ranks and stages of one host: set tensor_parallel_size or pipeline_parallel_size"
-_DRAFT = "a KV transfer carries the target model's cache only: on decode, give --speculative-config with method ngram"
+_DRAFT = "part of --speculative-config, which prefill and decode workers take"
 _LORA = "routers select adapters by name: give --enable-lora and --lora-modules"
 _HOOKS = "the connector's hooks depend on vLLM's own class"
 _NETWORK = "the engine has no port of its own"
@@ -74,7 +75,6 @@ REFUSED: Final[Mapping[str, str]] = {
     "data_parallel_hybrid_lb": _ONE_RANK,
     "data_parallel_multi_port_external_lb": _ONE_RANK,
     "enable_elastic_ep": _ONE_RANK,
-    "speculative_config": _DRAFT,
     "spec_method": _DRAFT,
     "spec_model": _DRAFT,
     "spec_tokens": _DRAFT,
@@ -106,8 +106,8 @@ _UNSET: Final = object()
 
 
 SPECULATION: Final = "speculative_config"
-"""Refused, unless a decode worker's drafts come from the request's own tokens, without a model."""
 DRAFTS_WITHOUT_A_MODEL: Final = ("ngram",)
+"""On decode workers only: they come from the request's own tokens, and the model and its KV are the same."""
 OFFLOADING: Final = "OffloadingConnector"
 """The connector that may run beside Headrace's. The two arguments that select it follow."""
 OFFLOADING_SIZE: Final = "kv_offloading_size"
@@ -116,7 +116,7 @@ ASYNC_SCHEDULING: Final = "async_scheduling"
 """Unless it is given, vLLM decides by the platform."""
 
 
-def split_engine_args(text: str, role: str = "") -> tuple[str, ...]:
+def split_engine_args(text: str) -> tuple[str, ...]:
     """Splits arguments as a shell does. Raises ConfigError for those that Headrace owns, without loading vLLM."""
     try:
         arguments = tuple(shlex.split(text))
@@ -129,7 +129,7 @@ def split_engine_args(text: str, role: str = "") -> tuple[str, ...]:
             f"engine_args begins with {arguments[0]!r}: begin with an argument, such as --quantization fp8; "
             "the model is the setting model"
         )
-    _check_owned((_name(argument) for argument in arguments if argument.startswith("--")), role)
+    _check_owned(_name(argument) for argument in arguments if argument.startswith("--"))
     return arguments
 
 
@@ -151,10 +151,9 @@ def parse_engine_args(arguments: Sequence[str], role: str = "") -> dict[str, Any
     # The parser has resolved short names.
     structured = given.get("structured_outputs_config")
     _check_owned(
-        (*given, *(["reasoning_parser"] if getattr(structured, "reasoning_parser", "") else [])),
-        role,
+        (*given, *(["reasoning_parser"] if getattr(structured, "reasoning_parser", "") else []))
     )
-    _check_speculation(given.get(SPECULATION))
+    _check_speculation(given.get(SPECULATION), role)
     return given
 
 
@@ -177,11 +176,19 @@ def take_offloading(given: dict[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _check_speculation(config: Mapping[str, Any] | None) -> None:
-    if config is not None and config.get("method") not in DRAFTS_WITHOUT_A_MODEL:
+def _check_speculation(config: Mapping[str, Any] | None, role: str) -> None:
+    method = None if config is None else config.get("method")
+    if config is None or method in METHODS:
+        return
+    if method not in DRAFTS_WITHOUT_A_MODEL:
         raise _wrong(
-            f"engine_args: speculative_config has method {config.get('method')!r}, which drafts with a model, and a KV "
-            f"transfer carries the target model's cache only: choose {', '.join(DRAFTS_WITHOUT_A_MODEL)}"
+            f"engine_args: speculative_config has method {method!r}, and Headrace does not hand over its drafts: "
+            f"choose {', '.join((*METHODS, *DRAFTS_WITHOUT_A_MODEL))}"
+        )
+    if role != "decode":
+        raise _wrong(
+            f"engine_args: speculative_config has method {method!r}, which drafts answers without a model: give it to "
+            "decode workers only"
         )
 
 
@@ -195,7 +202,7 @@ def check_combinations(given: Mapping[str, Any], stages: int) -> None:
     _check_ranks(given)
     if not given.get(ASYNC_SCHEDULING):
         return
-    if SPECULATION in given:
+    if (given.get(SPECULATION) or {}).get("method") in DRAFTS_WITHOUT_A_MODEL:
         raise _wrong(
             "engine_args: vLLM does not plan steps ahead with drafts by n-grams: leave out async_scheduling, or "
             "speculative_config"
@@ -225,10 +232,10 @@ def _check_ranks(given: Mapping[str, Any]) -> None:
         )
 
 
-def fingerprint_with(fingerprint: str, given: Mapping[str, Any]) -> str:
-    """The model's identity together with the arguments that change the meaning of its KV bytes."""
+def fingerprint_with(fingerprint: str, given: Mapping[str, Any], draft: str = "") -> str:
+    """The model's identity, with its draft's and the arguments that change the meaning of the KV bytes."""
     changes = [f"{name}={given[name]}" for name in KV_ARGUMENTS if name in given]
-    return ";".join((fingerprint, *changes))
+    return ";".join((fingerprint, *changes, *([f"draft={draft}"] if draft else [])))
 
 
 def _name(argument: str) -> str:
@@ -237,12 +244,12 @@ def _name(argument: str) -> str:
     return flag.removeprefix("--").replace("-", "_").removeprefix("no_")
 
 
-def _check_owned(names: Iterable[str], role: str) -> None:
+def _check_owned(names: Iterable[str]) -> None:
     problems: list[str] = []
     for name in dict.fromkeys(names):
         if name in SETTINGS:
             problems.append(f"{name} is a setting of the worker: set {SETTINGS[name]} instead")
-        elif name in REFUSED and not (name == SPECULATION and role == "decode"):
+        elif name in REFUSED:
             problems.append(f"{name} belongs to Headrace ({REFUSED[name]}): leave it out")
         elif name in ("config", "help"):
             problems.append(f"{name} is no argument of the engine: leave it out")

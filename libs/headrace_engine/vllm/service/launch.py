@@ -27,6 +27,7 @@ from headrace_engine.vllm.compat import (
     start_llm,
 )
 from headrace_engine.vllm.data_parallel import GroupPlace, group_place
+from headrace_engine.vllm.drafts import find_draft
 from headrace_engine.vllm.link.messages import read_startup_error
 from headrace_engine.vllm.model_folder import ModelFolder, read_model_folder
 from headrace_engine.vllm.service.adapters import (
@@ -37,6 +38,7 @@ from headrace_engine.vllm.service.adapters import (
 )
 from headrace_engine.vllm.service.engine_args import (
     OFFLOADING,
+    SPECULATION,
     check_combinations,
     fingerprint_with,
     parse_engine_args,
@@ -149,7 +151,7 @@ def check_config(config: EngineConfig) -> ModelFolder:
             metadata={"field": "max_num_batched_tokens"},
         )
     _require_room(config)
-    split_engine_args(config.engine_args, config.role)
+    split_engine_args(config.engine_args)
     return read_model_folder(config.model, config.max_model_len)
 
 
@@ -309,7 +311,7 @@ def _engine_args(
 
     from headrace_engine.vllm.service.kv_events import events_endpoint
 
-    given = parse_engine_args(split_engine_args(config.engine_args, config.role), config.role)
+    given = parse_engine_args(split_engine_args(config.engine_args), config.role)
     check_combinations(given, config.pipeline_parallel_size)
     offloading = take_offloading(given)
     if offloading is not None and config.tiers.names:
@@ -319,13 +321,16 @@ def _engine_args(
             metadata={"field": "kv_host_gib"},
         )
     adapters = read_adapters(given.pop(LORA_MODULES, ()), given)
+    draft = ""
+    if given.get(SPECULATION):
+        given[SPECULATION], draft = find_draft(given[SPECULATION])
     settings = ConnectorSettings(
         role=config.role,
         worker_id=config.ref.worker_id,
         incarnation=config.ref.incarnation,
         host=config.host,
         transport=config.transport,
-        fingerprint=fingerprint_with(folder.fingerprint, given),
+        fingerprint=fingerprint_with(folder.fingerprint, given, draft),
         link_path=str(link_path),
         credentials=config.credentials,
         gpu_direct=config.gpu_direct,
@@ -364,7 +369,8 @@ def _engine_args(
         structured_outputs_config={"backend": "guidance"},
         disable_log_stats=True,
         use_tqdm_on_load=False,
-        logits_processors=[LOGITS_TAP] if config.sends and runs_on_cpu() else None,
+        # vLLM has no processors of logits beside drafts.
+        logits_processors=[LOGITS_TAP] if config.sends and runs_on_cpu() and not draft else None,
         kv_transfer_config=_transfer_config(config, settings, offloading),
     )
     lora = lora_arguments(adapters, given, on_cpu=runs_on_cpu())

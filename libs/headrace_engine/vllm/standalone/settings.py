@@ -24,6 +24,7 @@ from headrace_engine.vllm.compat import (
     model_of,
     replica_count,
 )
+from headrace_engine.vllm.drafts import draft_model
 from headrace_engine.vllm.model_folder import digest_of, read_model_folder
 from headrace_engine.vllm.settings import ConnectorSettings
 from headrace_engine.vllm.stages import stage_count
@@ -131,6 +132,10 @@ def _require_supported(vllm_config: VllmConfig) -> None:
     if stage_count(vllm_config) > 1:
         problems["pipeline_parallel_size"] = (
             "must be 1: use tensor_parallel_size here, or a worker of Headrace, which has stages"
+        )
+    if draft_model(vllm_config) is not None:
+        problems["speculative_config"] = (
+            "must not draft with a model: use a worker of Headrace, which hands over the draft's KV"
         )
     if problems:
         listed = "; ".join(f"{name}: {problem}" for name, problem in problems.items())

@@ -161,6 +161,7 @@ def test_only_these_modules_import_vllm() -> None:
         "compat.py",
         "data_parallel.py",
         "offload_connector.py",
+        "drafts.py",
         "rank/logits_tap.py",
         "scheduler/paced_scheduler.py",
         "service/adapters.py",

@@ -58,6 +58,24 @@ def test_ready_tokens_are_sent_first_then_each_layer_as_it_is_written() -> None:
     assert len(sender.pieces) == 4
 
 
+def test_a_layer_of_a_draft_is_sent_once_although_each_draft_has_a_pass() -> None:
+    executor, sender, _ = started()
+    executor.begin_step(StepPlan(opened=[TARGET], computed=[FIRST]))
+    executor.layer_written(0)
+    # vLLM asks for results before the draft's passes.
+    executor.end_step()
+    for _ in range(3):
+        executor.layer_written(1)
+    executor.forward_ended()
+    assert [(p.layer, p.end_token) for p in sender.pieces] == [(0, 64), (1, 64)]
+    executor.begin_step(StepPlan(computed=[TAIL]))
+    executor.layer_written(0)
+    executor.end_step()
+    # Nothing is drafted in this step.
+    executor.forward_ended()
+    assert [(p.layer, p.end_token) for p in sender.pieces[2:]] == [(0, 96), (1, 96)]
+
+
 def test_a_finished_request_is_reported_once_when_its_sender_is_quiet() -> None:
     executor, sender, _ = started()
     executor.begin_step(StepPlan(opened=[TARGET]))
@@ -94,7 +112,7 @@ def test_blocks_are_overwritten_only_once_the_sender_is_quiet(
     clock.install(monkeypatch, step_executor)
     executor, sender, _ = started(layers=(STATE, TOKENS))
     executor.begin_step(StepPlan(opened=[TARGET], computed=[TAIL]))
-    executor.states_written()
+    executor.forward_ended()
     executor.end_step()
     start_s = clock.time()
     clock.call_later(0.1, lambda: quiet(executor))

@@ -57,14 +57,6 @@ def test_vllms_offloading_is_the_only_other_connector() -> None:
         take_offloading({"kv_transfer_config": config})
 
 
-def test_only_decode_may_speculate() -> None:
-    text = "--speculative-config.method ngram"
-    assert split_engine_args(text, "decode") == tuple(text.split())
-    for role in ("prefill", "both", ""):
-        with pytest.raises(ConfigError, match="speculative_config belongs"):
-            split_engine_args(text, role)
-
-
 def test_all_refused_arguments_are_named_together() -> None:
     with pytest.raises(ConfigError) as caught:
         split_engine_args("--dtype half --kv-offloading-backend lmcache --config file.yaml")
@@ -101,7 +93,7 @@ def test_a_worker_is_one_data_parallel_rank(given: dict[str, Any], problem: str)
 
 def test_data_parallel_ranks_and_experts_are_passed_through() -> None:
     text = "--data-parallel-size 4 --data-parallel-rank 3 --data-parallel-address h --enable-expert-parallel"
-    assert split_engine_args(text, "prefill") == tuple(text.split())
+    assert split_engine_args(text) == tuple(text.split())
     ranks = {"data_parallel_size": 4, "data_parallel_rank": 3, "enable_expert_parallel": True}
     check_combinations(ranks, 1)
     # Each rank's cache is as that of a worker of its own.
@@ -111,6 +103,11 @@ def test_data_parallel_ranks_and_experts_are_passed_through() -> None:
 def test_only_arguments_about_kv_change_the_models_identity() -> None:
     assert fingerprint_with("m:1", {"max_logprobs": 3}) == "m:1"
     assert fingerprint_with("m:1", {"kv_cache_dtype": "fp8"}) == "m:1;kv_cache_dtype=fp8"
+
+
+def test_a_draft_model_is_part_of_the_models_identity() -> None:
+    found = fingerprint_with("m:1", {"kv_cache_dtype": "fp8"}, "mtp")
+    assert found == "m:1;kv_cache_dtype=fp8;draft=mtp"
 
 
 def test_a_file_may_have_a_list() -> None:
