@@ -19,7 +19,7 @@ from headrace_cli.trace_export import otlp_object
 from headrace_common.errors import ConfigError
 from headrace_common.telemetry import schema
 
-RECORDED = Path(__file__).parent / "waterfall" / "golden" / "remote.json"
+RECORDED = Path(__file__).parent / "waterfall" / "golden" / "slow-link.json"
 LAYERS, LINKS = 24, 4
 
 
@@ -95,7 +95,7 @@ def test_the_object_has_the_message_the_sum_and_the_links(trace: trace_pb2.Trace
     assert len(made["spans"]) == len(trace.spans)
     assert made["ttft_ns"] == sum(part["duration_ns"] for part in made["parts"])
     assert len(made["links"]) == LINKS
-    assert made["verdict"].startswith("85 % prefill: ")
+    assert made["verdict"].startswith("82 % transfer exposed: ")
     assert json.loads(json_text(made)) == made
 
 
