@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import grpc.aio
 import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from headrace.worker.v1 import worker_pb2
-from headrace_common.deadlines import Deadline
-from headrace_common.errors import Draining, HeadraceError, InvalidRequest, StaleIncarnation
+from headrace_common.errors import HeadraceError, InvalidRequest, StaleIncarnation
 from headrace_common.rpc.status import error_from_rpc
-from headrace_engine.interface import DecodeTokens
 from tests.component.decode.conftest import Served
-from tests.component.decode.prefill_rank import failure_of
 from tests.component.decode.scripted_engine import REF
 from tests.waiting import PATIENCE_S
 
@@ -23,18 +18,6 @@ async def drain_refused(served: Served, request: worker_pb2.DrainRequest) -> Hea
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await served.worker.Drain(request, timeout=PATIENCE_S)
     return error_from_rpc(refused.value)
-
-
-async def test_a_drain_ends_a_generating_request_after_its_last_token(served: Served) -> None:
-    call = await served.reserve(remote_prefill=False)
-    served.engine.play(DecodeTokens((7,)))
-    assert (await asyncio.wait_for(anext(aiter(call)), PATIENCE_S)).tokens.token_ids == [7]
-    served.service.start_drain()
-    await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), PATIENCE_S)
-    ended = await failure_of(call)
-    assert isinstance(ended, Draining)
-    assert ended.metadata == {"worker_id": REF.worker_id}
-    assert served.engine.closed == 1
 
 
 async def test_drain_responds_at_once_and_a_second_call_changes_nothing(served: Served) -> None:

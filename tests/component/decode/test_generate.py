@@ -13,7 +13,6 @@ from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import handoff_pb2
 from headrace.worker.v1 import worker_pb2
 from headrace_common.deadlines import Deadline
-from headrace_common.errors import TransferFailed
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from headrace_decode.admission.retry_hint import HINT_S_MIN
@@ -149,13 +148,6 @@ async def test_a_full_worker_refuses_until_there_is_room(served: Served) -> None
     await until(lambda: served.service.status().reserved_blocks == 0, what="room")
     # A refused id may be used again, because nothing was spent.
     await served.reserve("full", remote_prefill=False)
-
-
-async def test_an_engine_failure_fails_the_request(served: Served) -> None:
-    call = await served.reserve()
-    served.engine.play(TransferFailed("the engine lost it"))
-    assert (await failure_of(call)).reason == "TRANSFER_FAILED"
-    await until(lambda: served.engine.released_ids == ["x1"], what="release")
 
 
 async def test_a_draining_worker_refuses_and_finishes(served: Served) -> None:

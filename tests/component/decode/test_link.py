@@ -34,6 +34,7 @@ from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_kv.handoff.messages import Reservation
 from tests.component.decode.conftest import Served, request
 from tests.component.decode.prefill_rank import PrefillRank
+from tests.component.decode.scripted_engine import REF
 from tests.waiting import PATIENCE_S, until
 
 
@@ -245,6 +246,8 @@ async def test_a_draining_worker_ends_what_runs_and_then_the_link(
     await asyncio.wait_for(served.service.finish_drain(Deadline.after(0.1)), PATIENCE_S)
     assert isinstance(await link.error(), Draining)
     assert isinstance(link.failures[one], Draining)
+    assert link.failures[one].metadata == {"worker_id": REF.worker_id}
+    assert served.engine.closed == 1
 
 
 async def test_a_stream_id_that_was_used_ends_the_link(served: Served, link: LinkClient) -> None:

@@ -49,42 +49,6 @@ def test_a_step_of_all_requests_is_one_message() -> None:
     assert outgoing.count == 2
 
 
-def test_a_request_without_credit_delays_only_itself() -> None:
-    outgoing = opened((1, 1), (2, 9))
-    outgoing.add_tokens(1, [DecodeTokens((10, 11, 12))])
-    outgoing.finish(1, _END)
-    outgoing.add_tokens(2, [DecodeTokens((20, 21))])
-    assert columns(outgoing.next_message()) == {1: [10], 2: [20, 21]}
-    outgoing.add_tokens(2, [DecodeTokens((22,))])
-    assert columns(outgoing.next_message()) == {2: [22]}
-    outgoing.grant(1, 1)
-    message = outgoing.next_message()
-    assert columns(message) == {1: [11]}
-    assert message is not None
-    assert not message.finished
-    outgoing.grant(1, 5)
-    message = outgoing.next_message()
-    assert columns(message) == {1: [12]}
-    assert message is not None
-    assert [one.stream_id for one in message.finished] == [1]
-    assert outgoing.count == 1
-
-
-def test_an_error_follows_the_tokens_before_it() -> None:
-    outgoing = opened((1, 1))
-    outgoing.add_tokens(1, [DecodeTokens((10, 11))])
-    outgoing.fail(1, b"status")
-    message = outgoing.next_message()
-    assert message is not None
-    assert not message.failures
-    outgoing.grant(1, 1)
-    message = outgoing.next_message()
-    assert columns(message) == {1: [11]}
-    assert message is not None
-    assert [(one.stream_id, one.status) for one in message.failures] == [(1, b"status")]
-    assert outgoing.count == 0
-
-
 def test_nothing_more_is_sent_for_a_dropped_request() -> None:
     outgoing = opened((1, 9), (2, 9))
     outgoing.add_tokens(1, [DecodeTokens((10,))])

@@ -122,20 +122,6 @@ def test_holes_never_hide_a_worker_or_stop_a_lookup(
             assert depth == least[slot] or naive[chain[depth - 1]] >> slot & 1
 
 
-@given(
-    held=st.lists(st.integers(0, 9), min_size=1, max_size=70),
-    start=st.integers(0, 3),
-)
-def test_every_worker_has_the_depth_of_its_slot(held: list[int], start: int) -> None:
-    index = PrefixIndex()
-    refs = [WorkerRef("w", str(number)) for number in range(len(held))]
-    for ref, depth in zip(refs, held, strict=True):
-        join(index, ref, CHAIN[:depth])
-    assert credit(index, CHAIN[start:]) == {
-        ref: depth - start for ref, depth in zip(refs, held, strict=True) if depth > start
-    }
-
-
 def test_a_suspended_worker_gets_credit_again_once_its_set_is_known() -> None:
     index = PrefixIndex()
     publisher = join(index, A, CHAIN[:100])
