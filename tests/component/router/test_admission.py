@@ -14,7 +14,7 @@ import pytest
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_common.errors import ConfigError, DecodeFull, QueueFull, Unauthenticated
+from headrace_common.errors import DecodeFull, QueueFull, Unauthenticated
 from headrace_common.rpc.status import error_from_rpc
 from tests.component.router.fakes import (
     FakeDecode,
@@ -78,11 +78,6 @@ async def test_with_a_keys_file_a_key_is_required_and_never_logged(
     assert await _ask(rig, "late") == "ok"
     assert "wrong-key" not in caplog.text
     assert "key-late" not in caplog.text
-
-
-async def test_a_router_does_not_start_without_its_keys_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="absent cannot be read"):
-        await Rig(api_keys_file=str(tmp_path / "absent")).start()
 
 
 @with_settings(max_concurrent_requests=4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
@@ -102,19 +101,3 @@ async def test_a_router_registers_serves_and_deregisters(processes: Processes) -
         async with asyncio.timeout(PATIENCE_S):
             assert await router.wait() == 0
         assert not (await members.ListMembers(routers, timeout=PATIENCE_S)).members
-
-
-async def test_a_startup_error_is_one_line_and_exit_status_2(
-    processes: Processes, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({}))
-    process, endpoint = await processes.start(
-        *("headrace_router", "--registry", "127.0.0.1:1", "--log-level", "error"),
-        *("--model", f"m={tmp_path}"),
-    )
-    assert endpoint == ""
-    assert process.stderr is not None
-    (line,) = (await process.stderr.read()).decode().splitlines()
-    assert await process.wait() == 2
-    assert line.startswith("headrace-router: ")
-    assert "has no tokenizer.json" in line

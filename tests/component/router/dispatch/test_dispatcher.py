@@ -15,8 +15,6 @@ from headrace_common.errors import (
     Draining,
     HeadraceError,
     QueueFull,
-    StaleIncarnation,
-    TransferFailed,
     TransferTimeout,
     Unauthenticated,
     WorkerGone,
@@ -73,9 +71,8 @@ async def test_a_prompt_is_prefilled_remotely_and_answered(rig: Rig) -> None:
     [
         (DecodeFull("no room", retry_after_s=0.25), 2),
         (Draining("shutting down"), 0),
-        (StaleIncarnation("restarted"), 0),
     ],
-    ids=["full", "draining", "restarted"],
+    ids=["full", "draining"],
 )
 async def test_a_decode_worker_that_rejects_is_asked_once(
     rig: Rig, error: HeadraceError, retry_budget: int
@@ -142,14 +139,6 @@ async def test_decode_prefills_as_the_last_resort(
         await rig.add_prefill(behaviour)
     assert text_of(await rig.ask()) == "ok"
     assert [request.remote_prefill for request in decode.requests] == remote
-
-
-async def test_the_retry_budget_of_the_policy_is_kept(rig: Rig) -> None:
-    rig.policy.policy.retry_budget = 0
-    decode = await rig.add_decode(reply("ok"))
-    await rig.add_prefill(fail("TRANSFER_FAILED"))
-    assert isinstance(await rig.error_of(), TransferFailed)
-    assert len(decode.requests) == 1
 
 
 async def test_decode_dying_before_the_first_token_is_retried_elsewhere(rig: Rig) -> None:

@@ -24,14 +24,6 @@ from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
 pytestmark = with_settings(worker_wait_s=120.0)
 
 
-async def test_a_request_waits_for_the_first_worker(rig: Rig) -> None:
-    asking = [asyncio.create_task(rig.ask()) for _ in range(3)]
-    await let_a_wrong_step_show()
-    assert not any(one.done() for one in asking)
-    await rig.add_decode(reply("ok"))
-    assert [text_of(await one) for one in asking] == ["ok"] * 3
-
-
 async def test_a_request_waits_for_workers_that_left_the_registry(rig: Rig) -> None:
     await rig.add_decode(reply("ok"))
     assert text_of(await rig.ask()) == "ok"

@@ -7,6 +7,7 @@ from array import array
 from typing import Any
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.errors import InvalidRequest
@@ -51,6 +52,12 @@ def _chat(*roles: str, content: str = "x") -> inference_pb2.GenerateRequest:
     return inference_pb2.GenerateRequest(chat=inference_pb2.Chat(messages=messages))
 
 
+def _target(name: str, seconds: int) -> inference_pb2.GenerateRequest:
+    targets: dict[str, Any] = {name: Duration(seconds=seconds)}
+    return inference_pb2.GenerateRequest(text="a", **targets)
+
+
+_TARGETS = ("ttft_target", "tpot_target")
 _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
     (inference_pb2.GenerateRequest(), "prompt", "one of text, chat and tokens"),
     (inference_pb2.GenerateRequest(text="a", chat=_CHAT), "prompt", "text and chat"),
@@ -111,6 +118,7 @@ _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
     (_text(stop_token_ids=range(257)), "sampling.stop_token_ids", "at most 256 tokens, not 257"),
     (_text(stop=["a"] * 17), "sampling.stop", "at most 16"),
     (_text(stop_token_ids=[40_000]), "sampling.stop_token_ids[0]", "below 32000"),
+    *((_target(name, seconds), name, "3600") for name in _TARGETS for seconds in (-1, 0, 3_601)),
 ]
 
 
