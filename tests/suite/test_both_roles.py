@@ -65,10 +65,3 @@ async def test_the_demo_runs_with_workers_of_both_roles(tmp_path: Path) -> None:
     assert answer.strip()
     assert "time to first token" in waterfall
     assert "worker-" in waterfall
-
-
-async def test_up_without_a_worker_that_generates_names_the_options(tmp_path: Path) -> None:
-    counts = ("--prefill", "0", "--decode", "0", "--workers", "0")
-    refused = await headrace("up", "--engine", "sim", *counts, "--logs", str(tmp_path / "logs"))
-    assert refused.status == 2
-    assert "give --decode 1 or more, or --workers 1 or more" in refused.err

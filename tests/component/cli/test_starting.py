@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import grpc.aio
+import pytest
 from typer.testing import CliRunner
 
 from headrace.registry.v1 import registry_pb2, registry_pb2_grpc
@@ -62,12 +63,19 @@ async def test_a_command_waits_for_the_service_that_it_calls_and_for_no_member()
     assert "no answer" in out.decode()
 
 
-async def test_without_a_wait_a_refusal_is_reported_at_once_with_the_remedy() -> None:
-    address = f"127.0.0.1:{free_port()}"
-    for arguments in (["workers", "--registry"], ["chat", "x", "--router"]):
-        ended = await asyncio.to_thread(
-            CliRunner().invoke, app, [*arguments, address, "--wait", "0"]
-        )
-        assert ended.exit_code == 1
-        assert "waiting" not in ended.stderr
-        assert f"nothing serves on {address}: start a deployment with `headrace up`" in ended.stderr
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("chat x", "route x", "trace", "workers", "drain decode-0", "reset-cache decode-0"),
+        *("status", "policy get", "planner explain", "logs", "down"),
+    ],
+)
+def test_every_command_says_the_same_where_nothing_is_running(words: str) -> None:
+    router = f"127.0.0.1:{free_port()}"
+    wait = () if words in ("logs", "down") else ("--wait", "0")
+    ended = CliRunner().invoke(app, [*words.split(), "--router", router, *wait])
+    assert ended.exit_code == 1
+    assert ended.stderr == (
+        f"headrace: nothing serves on {router}: start a deployment with `headrace up`, or name a running one with "
+        "--router HOST:PORT\n"
+    )

@@ -15,6 +15,7 @@ from headrace_cli.app import app
 from headrace_common.version import version
 
 COMMAND = (sys.executable, "-m", "headrace_cli")
+GROUPS = {(), *((group.name,) for group in app.registered_groups)}
 
 
 def run(*arguments: str, **environment: str) -> str:
@@ -69,38 +70,15 @@ def test_help_cuts_nothing_and_has_each_example_on_a_line_of_its_own(
     if not words:
         assert "─ Requests ─" in shown.stdout
     _, found, examples = shown.stdout.partition("Example")
-    assert found or len(words) < 2
+    assert found or words in GROUPS
     for line in examples.splitlines():
         assert line.count("headrace ") <= 1, line
 
 
-@pytest.mark.parametrize(
-    "shell,line",
-    [
-        ("bash", "complete -o default -F _headrace_completion headrace"),
-        ("zsh", "compdef _headrace_completion headrace"),
-        ("fish", "complete --command headrace"),
-    ],
-)
-def test_each_shell_has_a_completion_script(shell: str, line: str) -> None:
-    script = run("--show-completion", shell, _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
-    assert line in script
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"_HEADRACE_COMPLETE": "complete_bash", "COMP_WORDS": "headrace dr", "COMP_CWORD": "1"},
-        {"_HEADRACE_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "headrace dr"},
-        {
-            "_HEADRACE_COMPLETE": "complete_fish",
-            "_TYPER_COMPLETE_ARGS": "headrace dr",
-            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-        },
-    ],
-)
-def test_a_shell_completes_the_names_of_commands(environment: dict[str, str]) -> None:
-    offered = run(**environment)
+def test_bash_completes_the_names_of_commands() -> None:
+    script = run("--show-completion", "bash", _TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION="1")
+    assert "complete -o default -F _headrace_completion headrace" in script
+    offered = run(_HEADRACE_COMPLETE="complete_bash", COMP_WORDS="headrace dr", COMP_CWORD="1")
     assert "drain" in offered
     assert "workers" not in offered
 

@@ -147,7 +147,6 @@ def test_a_malformed_setting_is_rejected_with_the_remedy(text: str) -> None:
         (Topology(model="hf:nowhere"), "hf:OWNER/NAME"),
         (Topology(model="nowhere"), "not a model folder"),
         (Topology(engine="sim", decode_count=0), "--decode 1 or more, or --workers 1 or more"),
-        (Topology(engine="sim", worker_count=9, planner=True), "--planner needs a process"),
         (Topology(engine="sim", decode_count=9, pool_gib=1.0), "--store-pool needs a process"),
         (Topology(engine="sim", decode_count=9, planner=True), "--planner needs a process"),
     ],
