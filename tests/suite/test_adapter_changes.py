@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +17,6 @@ from headrace_common.access.roles import TOKEN_KEY, Role
 from headrace_common.access.tokens import create_token, load_local_key
 from headrace_common.errors import InvalidRequest
 from headrace_common.registry.adapters import Adapter
-from tests.freezing import freeze
 from tests.ports import free_port
 from tests.suite.deployment import Outcome, Suite, greedy, prompt_of, suite
 from tests.waiting import until
@@ -168,45 +166,6 @@ async def test_an_adapter_is_loaded_replaced_and_unloaded_without_a_restart(tmp_
         assert "The lora adapter 'poet' cannot be found." in answer.json()["error"]["message"]
 
 
-async def test_a_failure_of_one_worker_undoes_the_others_and_names_it(tmp_path: Path) -> None:
-    async with changing(tmp_path, prefill_count=1, decode_count=1) as (it, client, folder):
-        await load(client, "poet", folder / "poet")
-        before = await announced(it, "poet")
-        other = f"--adapter-folders={tmp_path / 'other'}"
-        await it.add("decode-1", "decode-0", other, "--member-ttl-s=2")
-        await it.wait_joined(1, 2)
-        # It has no adapter of its peers, as its folders exclude them.
-        assert await announced(it, "poet") == before
-        for name, fields in (("coder", {}), ("poet", {"load_inplace": True})):
-            answer = await load(client, name, folder / "coder", **fields)
-            assert answer.status_code == 400
-            error = answer.json()["error"]
-            assert error["param"] == "lora_path"
-            assert "worker decode-1:" in error["message"]
-            assert "adapter_folders" in error["message"]
-        assert await announced(it, "coder") == {}
-        assert await announced(it, "poet") == before
-        # A worker without an answer delays the change, and its end undoes that.
-        freeze(it.child("decode-1").process.pid)
-        replacing = asyncio.create_task(load(client, "poet", folder / "coder", load_inplace=True))
-        done, _ = await asyncio.wait([replacing], timeout=1.0)
-        assert not done
-        assert await announced(it, "poet") == before
-        it.kill("decode-1")
-        answer = await replacing
-        assert answer.status_code == 503
-        assert "worker decode-1:" in answer.json()["error"]["message"]
-        assert await announced(it, "poet") == before
-
-        async def gone() -> bool:
-            members = await list_members(it.deployment.registry)
-            return all(member.worker_id != "decode-1" for member in members)
-
-        await until(gone)
-        assert (await client.post(UNLOAD, json={"lora_name": "poet"})).status_code == 200
-        assert await announced(it, "poet") == {}
-
-
 async def test_only_the_role_operator_changes_adapters_and_only_from_allowed_folders(
     tmp_path: Path,
 ) -> None:
@@ -250,18 +209,3 @@ async def test_only_the_role_operator_changes_adapters_and_only_from_allowed_fol
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.UnloadAdapter(unload, timeout=20)
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-
-async def test_workers_refuse_it_by_default(tmp_path: Path) -> None:
-    page = f"127.0.0.1:{free_port()}"
-    async with (
-        suite(tmp_path, settings=(("router", "status_listen", page),)) as it,
-        httpx.AsyncClient(
-            base_url=f"http://{page}", headers={TOKEN_KEY: token_of(Role.OPERATOR)}
-        ) as client,
-    ):
-        write_adapter(tmp_path / "poet", "poet")
-        answer = await load(client, "poet", tmp_path / "poet")
-        assert answer.status_code == 400
-        assert "setting adapter_folders is empty" in answer.json()["error"]["message"]
-        assert await announced(it, "poet") == {}

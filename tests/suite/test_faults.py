@@ -5,13 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
-from rich.console import Console
-
 from headrace_cli.client import list_members
-from headrace_cli.commands.workers import drain_worker
 from tests.ports import free_port
-from tests.suite.deployment import prompt_of, suite
+from tests.suite.deployment import suite
 from tests.suite.load import load
 from tests.waiting import until
 
@@ -43,24 +39,3 @@ async def test_no_request_fails_while_the_registry_is_away_and_comes_back(tmp_pa
             await asyncio.sleep(MEMBER_TTL_S)
             await answers.more(10)
         await it.wait_joined(2, 1)
-
-
-@pytest.mark.core
-async def test_tasks_left_after_the_drain_grace_are_computed_elsewhere(
-    tmp_path: Path,
-) -> None:
-    # Requests are in flight when the drain begins.
-    slow = ("prefill", "model", "sim:prefill_s_per_token=0.004")
-    async with suite(tmp_path, prefill_count=2, settings=(slow,)) as it:
-        prompts = [prompt_of(250, number) for number in range(6)]
-        running = [asyncio.create_task(it.generate(prompt, 4)) for prompt in prompts]
-        await it.wait_running("prefill-0")
-        with (tmp_path / "drain.log").open("w") as said:
-            await drain_worker(
-                it.deployment.registry, "prefill-0", 0.0, wait=True, console=Console(file=said)
-            )
-        outcomes = await asyncio.gather(*running)
-        for prompt, outcome in zip(prompts, outcomes, strict=True):
-            assert outcome.token_ids == it.expected(prompt, 4)
-        assert max(outcome.last.timing.attempts for outcome in outcomes) > 1
-        assert it.child("prefill-0").process.returncode == 0

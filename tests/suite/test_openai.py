@@ -306,32 +306,6 @@ async def test_a_closed_connection_frees_the_blocks(tmp_path: Path) -> None:
         assert (await raw(client, get("/load"))).endswith(b'{"server_load": 0}')
 
 
-async def test_a_stream_goes_on_when_its_decode_worker_is_killed(tmp_path: Path) -> None:
-    slow = ("decode", "model", "sim:decode_step_s=0.02")
-    async with served(tmp_path, slow, decode_count=2) as (it, client):
-        expected = await grpc_text(it, 60)
-        texts: list[str] = []
-        usages: list[openai.types.CompletionUsage | None] = []
-        killed = ""
-        async for chunk in await client.chat.completions.create(
-            model="sim",
-            messages=MESSAGES,
-            max_tokens=60,
-            temperature=0,
-            stream=True,
-            stream_options={"include_usage": True},
-        ):
-            usages.append(chunk.usage)
-            texts += [choice.delta.content or "" for choice in chunk.choices]
-            if not killed and len(texts) > 3:
-                killed, _ = await it.busier("decode-0", "decode-1")
-                it.kill(killed)
-        assert killed
-        assert "".join(texts) == expected
-        assert usages[-1] is not None
-        assert usages[-1].completion_tokens == 60
-
-
 async def test_errors_have_openais_shape(tmp_path: Path) -> None:
     async with served(tmp_path) as (_, client):
         with pytest.raises(openai.BadRequestError) as wrong:
