@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,17 +35,11 @@ async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[R
     await rig.close()
 
 
-async def ask(rig: Rig, key: str, **fields: Any) -> list[inference_pb2.GenerateResponse]:
-    request = inference_pb2.GenerateRequest(text="a prompt", **fields)
-    call = rig.stub.Generate(request, timeout=10, metadata=(("x-api-key", key),))
-    return [response async for response in call]
-
-
 async def test_tenants_have_opaque_salts_of_their_own(rig: Rig) -> None:
     decode = await rig.add_decode(reply("ok"))
     prefill = await rig.add_prefill(hand_over)
     for key in ("tenant-a-1", "tenant-a-2", "tenant-b-1"):
-        await ask(rig, key, prefill_placement=REMOTE)
+        await rig.ask(key=key, prefill_placement=REMOTE)
     first, second, third = (request.cache_salt for request in decode.requests)
     assert [task.cache_salt for task in prefill.tasks] == [first, second, third]
     assert first == second != third
@@ -60,16 +53,16 @@ async def test_tenants_have_opaque_salts_of_their_own(rig: Rig) -> None:
 async def test_with_a_shared_cache_there_is_no_salt(rig: Rig) -> None:
     decode = await rig.add_decode(reply("ok"))
     prefill = await rig.add_prefill(hand_over)
-    await ask(rig, "tenant-a-1", prefill_placement=REMOTE)
+    await rig.ask(key="tenant-a-1", prefill_placement=REMOTE)
     assert [request.cache_salt for request in decode.requests] == [""]
     assert [task.cache_salt for task in prefill.tasks] == [""]
 
 
 async def test_a_retried_and_migrated_request_keeps_its_salt(rig: Rig) -> None:
     await rig.add_decodes(recite(3, FakeDecode.die), recite(99))
-    migrated = await ask(rig, "tenant-a-1", sampling=sampling())
+    migrated = await rig.ask(key="tenant-a-1", sampling=sampling())
     failing = await rig.add_prefill(fail("TRANSFER_FAILED"))
-    retried = await ask(rig, "tenant-a-1", sampling=sampling())
+    retried = await rig.ask(key="tenant-a-1", sampling=sampling())
     for responses in (migrated, retried):
         assert text_of(responses) == TEXT
         assert responses[-1].timing.attempts >= 2

@@ -1,4 +1,4 @@
-"""Hand-overs within a zone, by the deployment's policy."""
+"""Hand-overs within a zone, and the roles of workers, by the deployment's policy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pytest
 from headrace.inference.v1 import inference_pb2
 from headrace.registry.v1 import registry_pb2
 from headrace_kv.layout.proto import layout_to_proto
-from tests.component.router.fakes import Rig, hand_over, reply
+from tests.component.router.fakes import FakePrefill, Rig, hand_over, reply
 from tests.component.router.fakes.handoff import LAYOUT
+from tests.waiting import until
 
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
 
@@ -48,3 +49,20 @@ async def test_a_required_zone_decides_which_worker_prefills(
         name = near.worker_id if remote else ""
         assert responses[-1].timing.prefill_worker_id == name
     assert (len(far.tasks), len(near.tasks)) == (0, 3 if remote else 0)
+
+
+async def test_a_worker_of_both_roles_that_is_restricted_to_decode_pulls_no_prompts(
+    rig: Rig,
+) -> None:
+    both = await rig.add_decode(reply("yes"))
+    both.change_member(role=registry_pb2.Member.ROLE_BOTH)
+    own = FakePrefill(both.member.worker_id, rig.handoff, hand_over)
+    own.incarnation = both.member.incarnation
+    rig.prefills.append(await own.start(rig.internal_endpoint))
+    other = await rig.add_prefill(hand_over)
+    rig.refresh()
+    await until(lambda: rig.pulling() == {own.worker_id, other.worker_id})
+    rig.policy.policy.worker_roles[own.worker_id] = registry_pb2.WORKER_ROLE_DECODE
+    rig.refresh()
+    assert rig.router.workers.table("sim").decode_only.all()
+    assert rig.pulling() == {other.worker_id}

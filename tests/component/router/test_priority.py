@@ -33,29 +33,16 @@ async def keyed(tmp_path: Path) -> AsyncIterator[Rig]:
     await rig.close()
 
 
-async def _ask(rig: Rig, tenant: str, priority: int, request_id: str = "") -> str:
-    """The text. Raises the error as a client library would rebuild it."""
-    request = inference_pb2.GenerateRequest(text="a prompt", request_id=request_id)
-    request.priority = priority  # type: ignore[assignment]
-    call = rig.stub.Generate(
-        request, timeout=60.0, metadata=(("authorization", f"Bearer {_KEYS[tenant]}"),)
-    )
-    try:
-        return text_of([response async for response in call])
-    except grpc.aio.AioRpcError as error:
-        raise error_from_rpc(error) from error
-
-
 async def test_a_class_above_the_granted_one_is_refused_by_name(keyed: Rig) -> None:
     rig = keyed
     decode = await rig.add_decode(reply("ok"))
     for tenant, priority in (("plain", _HIGH), ("batch", _HIGH), ("batch", 2)):
-        with pytest.raises(PermissionDenied) as caught:
-            await _ask(rig, tenant, priority)
-        assert caught.value.metadata["field"] == "priority"
-    with pytest.raises(InvalidRequest) as unknown:
-        await _ask(rig, "chat", 9)
-    assert list(unknown.value.violations) == ["priority"]
+        error = await rig.error_of(priority=priority, key=_KEYS[tenant])
+        assert isinstance(error, PermissionDenied)
+        assert error.metadata["field"] == "priority"
+    unknown = await rig.error_of(priority=9, key=_KEYS["chat"])
+    assert isinstance(unknown, InvalidRequest)
+    assert list(unknown.violations) == ["priority"]
     assert not decode.requests
     assert rig.router.admission.requests == 0
     for tenant, priority, sent in (
@@ -64,7 +51,9 @@ async def test_a_class_above_the_granted_one_is_refused_by_name(keyed: Rig) -> N
         ("plain", _LOW, _LOW),
         ("batch", 0, _LOW),
     ):
-        assert await _ask(rig, tenant, priority, request_id=f"{tenant}-{priority}") == "ok"
+        name = f"{tenant}-{priority}"
+        answer = await rig.ask(priority=priority, request_id=name, key=_KEYS[tenant])
+        assert text_of(answer) == "ok"
         assert decode.requests[-1].priority == sent
     (root,) = [
         span for span in (await rig.trace_of("batch-0")).spans if span.name == schema.SPAN_REQUEST
@@ -72,8 +61,8 @@ async def test_a_class_above_the_granted_one_is_refused_by_name(keyed: Rig) -> N
     assert root.attributes[schema.ATTRIBUTE_PRIORITY] == "low"
     # A change of the policy holds for the next request.
     del rig.policy.policy.tenant_priorities["chat"]
-    with pytest.raises(PermissionDenied):
-        await _ask(rig, "chat", _HIGH)
+    again = await rig.error_of(priority=_HIGH, key=_KEYS["chat"])
+    assert isinstance(again, PermissionDenied)
 
 
 async def test_without_keys_the_high_class_is_closed_until_the_operator_opens_it(rig: Rig) -> None:

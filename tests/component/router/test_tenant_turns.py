@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from headrace.inference.v1 import inference_pb2
 from tests.component.router.dispatch.test_own_prompts import enqueue, request_of
 from tests.component.router.fakes import Rig, hand_over, hang, reply, text_of
 from tests.component.router.test_early_refusal import post
@@ -30,13 +29,6 @@ async def keyed(tmp_path: Path) -> AsyncIterator[Rig]:
     await rig.close()
 
 
-async def _ask(rig: Rig, tenant: str, request_id: str, timeout_s: float) -> str:
-    request = inference_pb2.GenerateRequest(text="a prompt", request_id=request_id)
-    metadata = (("authorization", f"Bearer {_KEYS[tenant]}"),)
-    call = rig.stub.Generate(request, timeout=timeout_s, metadata=metadata)
-    return text_of([response async for response in call])
-
-
 async def _until_queued(rig: Rig, count: int) -> None:
     await until(lambda: rig.router.queue.depth == count)
 
@@ -45,7 +37,10 @@ async def test_deadlines_of_a_tenant_do_not_delay_another_over_http(keyed: Rig) 
     await keyed.add_decode(reply("ok"))
     worker = await keyed.add_prefill(hand_over, credit=0)
     names = [f"batch-{number}" for number in range(_LOOPS)]
-    asking = [asyncio.create_task(_ask(keyed, "batch", name, _DUE_S)) for name in names]
+    asking = [
+        asyncio.create_task(keyed.ask(request_id=name, timeout_s=_DUE_S, key=_KEYS["batch"]))
+        for name in names
+    ]
     await _until_queued(keyed, _LOOPS)
     late = asyncio.create_task(
         post(keyed, {"prompt": "a prompt", "request_id": "late"}, _KEYS["chat"])
@@ -54,7 +49,7 @@ async def test_deadlines_of_a_tenant_do_not_delay_another_over_http(keyed: Rig) 
     await worker.give_credit(2)
     status, _, body = await late
     assert (status, body["choices"][0]["text"]) == (200, "ok")
-    assert await asyncio.gather(*asking) == ["ok"] * _LOOPS
+    assert [text_of(answer) for answer in await asyncio.gather(*asking)] == ["ok"] * _LOOPS
     assert "late" in [task.request_id for task in worker.tasks][:2]
 
 

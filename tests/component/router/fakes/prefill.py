@@ -11,7 +11,6 @@ import grpc.aio
 from headrace.prefill.v1 import prefill_pb2, prefill_pb2_grpc
 from headrace_common.identity import new_incarnation
 from headrace_common.rpc.channel import open_channel
-from headrace_kv.layout.layout import KvLayout
 from headrace_kv.layout.proto import layout_to_proto
 from tests.component.router.fakes.handoff import LAYOUT, Handoff
 
@@ -21,14 +20,11 @@ Behaviour = Callable[["FakePrefill", prefill_pb2.PrefillTask], Awaitable[None]]
 class FakePrefill:
     """A prefill worker that pulls, and runs `behaviour` for each task."""
 
-    def __init__(
-        self, worker_id: str, handoff: Handoff, behaviour: Behaviour, layout: KvLayout = LAYOUT
-    ) -> None:
+    def __init__(self, worker_id: str, handoff: Handoff, behaviour: Behaviour) -> None:
         self.worker_id = worker_id
         self.incarnation = new_incarnation()
         self.handoff = handoff
         self.behaviour = behaviour
-        self.layout = layout
         self.tasks: list[prefill_pb2.PrefillTask] = []
         self.cancels: list[str] = []
         self.ended = asyncio.Event()
@@ -47,7 +43,7 @@ class FakePrefill:
                     worker_id=self.worker_id,
                     incarnation=self.incarnation,
                     model="sim",
-                    layout=layout_to_proto(self.layout),
+                    layout=layout_to_proto(LAYOUT),
                 )
             )
         await self.send(self.hello)

@@ -18,13 +18,13 @@ from headrace_common.errors import HeadraceError
 from headrace_common.rpc.channel import open_channel
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry.setup import Telemetry, init_telemetry
-from headrace_kv.layout.layout import KvLayout, WorkerRef
+from headrace_kv.layout.layout import WorkerRef
 from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
 from headrace_text.load import ByteCodec
 from tests.channels import operator_channel
 from tests.component.router.fakes.decode import FakeDecode, Script
-from tests.component.router.fakes.handoff import LAYOUT, Handoff
+from tests.component.router.fakes.handoff import Handoff
 from tests.component.router.fakes.prefill import Behaviour, FakePrefill
 from tests.component.router.fakes.read_tokens import ReadTokens
 from tests.router_key import RouterKey
@@ -128,10 +128,8 @@ class Rig:
     def refresh(self) -> None:
         self.router.update([worker.member for worker in self.decodes])
 
-    async def add_prefill(
-        self, behaviour: Behaviour, credit: int = 4, layout: KvLayout = LAYOUT
-    ) -> FakePrefill:
-        worker = FakePrefill(f"p{len(self.prefills)}", self.handoff, behaviour, layout)
+    async def add_prefill(self, behaviour: Behaviour, credit: int = 4) -> FakePrefill:
+        worker = FakePrefill(f"p{len(self.prefills)}", self.handoff, behaviour)
         await worker.start(self.internal_endpoint, credit)
         self.prefills.append(worker)
         await until(lambda: worker.worker_id in self.pulling())
@@ -144,11 +142,13 @@ class Rig:
         }
 
     async def ask(
-        self, text: str = "a prompt", timeout_s: float = 30.0, **fields: Any
+        self, text: str = "a prompt", timeout_s: float = 30.0, key: str = "", **fields: Any
     ) -> list[inference_pb2.GenerateResponse]:
         """Every message of the response."""
         request = inference_pb2.GenerateRequest(text=text, **fields)
-        return [response async for response in self.stub.Generate(request, timeout=timeout_s)]
+        metadata = (("x-api-key", key),) if key else ()
+        call = self.stub.Generate(request, timeout=timeout_s, metadata=metadata)
+        return [response async for response in call]
 
     async def error_of(self, **fields: Any) -> HeadraceError:
         """The error of a request that must fail, as a client library would rebuild it."""

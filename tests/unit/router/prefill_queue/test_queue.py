@@ -303,17 +303,6 @@ async def test_tasks_are_left_to_restricted_workers_when_the_others_go() -> None
     assert where(add(queue, "b")) is not None
 
 
-async def test_a_change_of_restrictions_hands_waiting_tasks_out() -> None:
-    queue, (first, second) = pulling(1, 0)
-    queue.restrict(frozenset({first.ref}))
-    tasks = [add(queue, name) for name in ("a", "b")]
-    queue.restrict(frozenset({first.ref, second.ref}))
-    assert [where(task) for task in tasks] == [first.ref, None]
-    queue.restrict(frozenset())
-    queue.add_credits(second, 1)
-    assert where(tasks[1]) == second.ref
-
-
 async def test_a_full_worker_does_not_get_the_task_that_it_rejected() -> None:
     queue, (full, other) = pulling(2, 0)
     task = add(queue, "a", returns_max=1)
