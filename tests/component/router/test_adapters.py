@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 
 from headrace.inference.v1 import adapter_pb2, inference_pb2
@@ -88,8 +87,7 @@ async def test_models_are_listed_with_their_adapters(rig: Rig) -> None:
         for one in listed.models
     ]
     assert found == [("sim", "", 2, 2), ("coder", "sim", 0, 1), ("poet", "sim", 1, 1)]
-    transport: Any = httpx.ASGITransport(app=rig.router.openai)
-    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+    async with rig.http() as client:
         models = (await client.get("/v1/models")).json()["data"]
     assert [(one["id"], one.get("parent")) for one in models] == [
         ("sim", None),

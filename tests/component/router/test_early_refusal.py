@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from dataclasses import replace
 from typing import Any, cast
 
@@ -165,41 +163,12 @@ async def test_the_prediction_of_placement_decides_while_workers_learn(
     assert error.retry_after_s is not None
 
 
-async def post(
-    rig: Rig, body: dict[str, Any], key: str = ""
-) -> tuple[int, dict[str, str], dict[str, Any]]:
-    """Status, headers and body of a response over HTTP."""
-    access = [(b"authorization", f"Bearer {key}".encode())] if key else []
-    sent: list[dict[str, Any]] = []
-    parts = [{"type": "http.request", "body": json.dumps(body).encode()}]
-
-    async def receive() -> dict[str, Any]:
-        if not parts:
-            await asyncio.Event().wait()
-        return parts.pop()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": "/v1/completions",
-        "headers": [(b"content-type", b"application/json"), *access],
-        "client": ("127.0.0.1", 1),
-    }
-    await rig.router.openai(scope, receive, send)
-    headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
-    data = b"".join(message.get("body", b"") for message in sent[1:])
-    return sent[0]["status"], headers, json.loads(data)
-
-
 async def test_over_http_the_refusal_is_429_with_retry_after(waiting_rig: Rig) -> None:
-    status, headers, body = await post(waiting_rig, {"prompt": "a prompt", "ttft_target_s": 60})
+    status, headers, body = await waiting_rig.post({"prompt": "a prompt", "ttft_target_s": 60})
     assert status == 429
     assert _WAIT_S - _SHORT_S <= int(headers["retry-after"]) <= _SHORT_S
     assert body["error"]["code"] == "rate_limit_exceeded"
     assert body["error"]["headrace"]["reason"] == "FIRST_TOKEN_LATE"
     for field in ("ttft_target_s", "tpot_target_s"):
-        status, _, body = await post(waiting_rig, {"prompt": "a prompt", field: 0})
+        status, _, body = await waiting_rig.post({"prompt": "a prompt", field: 0})
         assert (status, body["error"]["param"]) == (400, field)

@@ -14,7 +14,6 @@ from headrace_common.errors import HeadraceError, InvalidRequest, PermissionDeni
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from tests.component.router.fakes import Rig, hand_over, reply, text_of
-from tests.component.router.test_early_refusal import post
 from tests.waiting import until
 
 _KEYS = {"chat": "key-chat", "plain": "key-plain", "batch": "key-batch"}
@@ -77,15 +76,15 @@ async def test_without_keys_the_high_class_is_closed_until_the_operator_opens_it
 async def test_over_http_the_class_is_the_number_of_vllm(rig: Rig) -> None:
     decode = await rig.add_decode(reply("ok"))
     for number, priority in ((0, 0), (1, _LOW)):
-        status, _, body = await post(rig, {"prompt": "a prompt", "priority": number})
+        status, _, body = await rig.post({"prompt": "a prompt", "priority": number})
         assert (status, body["choices"][0]["text"]) == (200, "ok")
         assert decode.requests[-1].priority == priority
-    status, _, body = await post(rig, {"prompt": "a prompt", "priority": -1})
+    status, _, body = await rig.post({"prompt": "a prompt", "priority": -1})
     assert (status, body["error"]["code"]) == (403, "permission_denied")
-    status, _, body = await post(rig, {"prompt": "a prompt", "priority": 7})
+    status, _, body = await rig.post({"prompt": "a prompt", "priority": 7})
     assert (status, body["error"]["param"]) == (400, "priority")
     rig.policy.policy.tenant_priorities["default"] = _HIGH
-    status, _, _ = await post(rig, {"prompt": "a prompt", "priority": -1})
+    status, _, _ = await rig.post({"prompt": "a prompt", "priority": -1})
     assert (status, decode.requests[-1].priority) == (200, _HIGH)
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from tests.component.router.dispatch.test_own_prompts import enqueue, request_of
 from tests.component.router.fakes import Rig, hand_over, hang, reply, text_of
-from tests.component.router.test_early_refusal import post
 from tests.waiting import until
 
 _KEYS = {"batch": "key-batch", "chat": "key-chat"}
@@ -43,7 +42,7 @@ async def test_deadlines_of_a_tenant_do_not_delay_another_over_http(keyed: Rig) 
     ]
     await _until_queued(keyed, _LOOPS)
     late = asyncio.create_task(
-        post(keyed, {"prompt": "a prompt", "request_id": "late"}, _KEYS["chat"])
+        keyed.post({"prompt": "a prompt", "request_id": "late"}, _KEYS["chat"])
     )
     await _until_queued(keyed, _LOOPS + 1)
     await worker.give_credit(2)
@@ -74,7 +73,7 @@ async def test_the_timeout_of_a_request_orders_the_prompts_of_its_tenant(keyed: 
     answers = []
     for name, timeout in (("none", {}), ("long", {"timeout_s": 500}), ("short", {"timeout_s": 60})):
         body = {"prompt": "a prompt", "request_id": name, **timeout}
-        answers.append(asyncio.create_task(post(keyed, body, _KEYS["chat"])))
+        answers.append(asyncio.create_task(keyed.post(body, _KEYS["chat"])))
         await _until_queued(keyed, len(answers))
     await worker.give_credit(1)
     assert [status for status, _, _ in await asyncio.gather(*answers)] == [200] * 3
@@ -84,12 +83,12 @@ async def test_the_timeout_of_a_request_orders_the_prompts_of_its_tenant(keyed: 
 async def test_a_request_over_http_ends_at_its_timeout(keyed: Rig) -> None:
     await keyed.add_decode(hang)
     await keyed.add_prefill(hand_over, credit=0)
-    status, _, body = await post(keyed, {"prompt": "a prompt", "timeout_s": 0.2}, _KEYS["chat"])
+    status, _, body = await keyed.post({"prompt": "a prompt", "timeout_s": 0.2}, _KEYS["chat"])
     assert status == 504
     assert body["error"]["headrace"]["reason"] == "DEADLINE_EXCEEDED"
 
 
 @pytest.mark.parametrize("value", [0, -1, 86_401, "soon", True])
 async def test_a_timeout_that_is_none_is_rejected_by_name(keyed: Rig, value: object) -> None:
-    status, _, body = await post(keyed, {"prompt": "a prompt", "timeout_s": value}, _KEYS["chat"])
+    status, _, body = await keyed.post({"prompt": "a prompt", "timeout_s": value}, _KEYS["chat"])
     assert (status, body["error"]["param"]) == (400, "timeout_s")

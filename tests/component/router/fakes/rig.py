@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import grpc.aio
+import httpx
 import pytest
 
 from headrace.decode.v1 import decode_pb2_grpc
@@ -149,6 +150,21 @@ class Rig:
         metadata = (("x-api-key", key),) if key else ()
         call = self.stub.Generate(request, timeout=timeout_s, metadata=metadata)
         return [response async for response in call]
+
+    async def post(
+        self, body: dict[str, Any], key: str = ""
+    ) -> tuple[int, httpx.Headers, dict[str, Any]]:
+        """Status, headers and body of a completion over HTTP."""
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        async with self.http() as client:
+            answer = await client.post("/v1/completions", json=body, headers=headers)
+        return answer.status_code, answer.headers, answer.json()
+
+    def http(self) -> httpx.AsyncClient:
+        """A client of the HTTP API, without a port."""
+        app: Any = self.router.openai
+        transport = httpx.ASGITransport(app=app)
+        return httpx.AsyncClient(transport=transport, base_url="http://router")
 
     async def error_of(self, **fields: Any) -> HeadraceError:
         """The error of a request that must fail, as a client library would rebuild it."""

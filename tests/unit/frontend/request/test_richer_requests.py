@@ -90,7 +90,6 @@ _INVALID: list[tuple[inference_pb2.GenerateRequest, str, str]] = [
         _message(role="assistant", tool_calls=[_CALL] * 129),
         *("chat.messages[1].tool_calls", "at most 128 calls, not 129"),
     ),
-    (_chat(tools=[_tool("")]), "chat.tools[0].name", "1 to 128 letters"),
     (_chat(tools=[_tool("a b")]), "chat.tools[0].name", "1 to 128 letters"),
     (_chat(tools=[_tool(), _tool()]), "chat.tools[1].name", "choose another"),
     (_chat(tools=[_tool(parameters="[]")]), "chat.tools[0].parameters", "not of an array"),
@@ -392,21 +391,13 @@ def test_a_forced_call_becomes_a_structured_output() -> None:
     assert "excludes" in caught.value.violations["chat.tool_choice.mode"]
 
 
-@pytest.mark.parametrize(
-    ("parameters", "field", "remedy"),
-    [
-        (f'{{"%d": "{"x" * 40_000}"}}', "chat.tools", "more than 65536"),
-    ],
-)
-def test_functions_that_make_no_schema_together_are_refused(
-    parameters: str, field: str, remedy: str
-) -> None:
+def test_functions_that_make_no_schema_together_are_refused() -> None:
     request = _choice(mode=Mode.MODE_REQUIRED)
     del request.chat.tools[:]
-    request.chat.tools.extend(_tool(f"t{i}", parameters % i) for i in range(2))
+    request.chat.tools.extend(_tool(f"t{i}", f'{{"{i}": "{"x" * 40_000}"}}') for i in range(2))
     with pytest.raises(InvalidRequest) as caught:
         _prepare(request)
-    assert remedy in caught.value.violations[field]
+    assert "more than 65536" in caught.value.violations["chat.tools"]
 
 
 def test_prefill_knows_the_tokens_that_end_an_answer() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,19 +77,6 @@ def test_no_class_starves_and_the_bound_holds(steps: list[tuple[str, Priority, i
     while hand_out():
         pass
     assert not any(queue.waiting.values())
-
-
-def test_busy_classes_get_tokens_by_their_weights() -> None:
-    queue = Queue()
-    for priority in Priority:
-        for _ in range(4_000):
-            queue.arrive(priority, 10)
-    got = dict.fromkeys(Priority, 0)
-    for _ in range(2_100):
-        handed = queue.hand_out()
-        assert handed is not None
-        got[handed[0]] += 1
-    assert [got[one] for one in Priority] == pytest.approx([1_600, 400, 100], abs=2)
 
 
 def test_a_claimant_pays_nothing_for_the_tokens_that_it_had_alone() -> None:
