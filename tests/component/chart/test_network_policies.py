@@ -84,6 +84,8 @@ PORTS: dict[str, list[tuple[str, tuple[int, int]]] | None] = {
     ],
     "15000 to 17000, two per rank": [("decode", MOONCAKE), ("worker", MOONCAKE)],
     "the same, two to four per rank": [("prefill", MOONCAKE)],
+    # The chart runs no data-parallel ranks.
+    "`--data-parallel-rpc-port` and the port after it, and ports that vLLM chooses": None,
     "`store`": None,
     "`kv_pool_address`, if set": None,
     "the ports of the store's memory": None,
