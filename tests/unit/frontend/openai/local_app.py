@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 from unittest.mock import Mock
@@ -23,11 +23,11 @@ from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck
+from headrace_frontend.request.text_threads import Result, TextThreads
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.tenants import Tenants
 from headrace_text.load import ByteCodec
 
-# The event loop itself prepares requests of this size: no thread runs in virtual time.
 CONTEXT = 512
 ANSWER = "Hi"
 FINGERPRINT = "fp_1"
@@ -44,6 +44,13 @@ class Workers:
 
     async def wait_for_worker(self, model: str, deadline: Deadline) -> bool:
         return False
+
+
+class NoThreads(TextThreads):
+    """Virtual time does not wait for threads."""
+
+    async def run(self, tenant: str, size_bytes: int, work: Callable[[], Result]) -> Result:
+        return work()
 
 
 class Runner:
@@ -135,6 +142,7 @@ class LocalApp:
     def __init__(self, *, rejects_unknown_fields: bool = False, reasoning: str = "qwen3") -> None:
         codecs = {"sim": ByteCodec()}
         preparer = RequestPreparer(codecs, Workers(), lambda tenant: "")
+        preparer._threads = NoThreads()
         self.runner = Runner(preparer)
         parts = OpenAiParts(
             codecs=codecs,
