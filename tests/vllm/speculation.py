@@ -9,7 +9,6 @@ from headrace_engine.interface import Sampling
 from tests.vllm.pair import Answer, prompt_of, running_pair
 
 SAMPLING = Sampling(temperature=0.0, max_tokens=96)
-SEEDED = Sampling(temperature=0.5, seed=7, max_tokens=40)
 SPECULATION = '--speculative-config \'{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}\''
 
 
@@ -17,7 +16,7 @@ SPECULATION = '--speculative-config \'{"method": "ngram", "num_speculative_token
 class SpeculationResult:
     """Tokens by prompt: of the engine without drafts alone, and of both engines in each way of hand-over.
 
-    `steps`: outputs of decode, by answer. `seeded`: an answer with random numbers, twice.
+    `steps`: outputs of decode, by answer.
     """
 
     plain: list[list[int]] = field(default_factory=list)
@@ -25,7 +24,6 @@ class SpeculationResult:
     after_first: list[list[int]] = field(default_factory=list)
     together: list[list[int]] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
-    seeded: list[list[int]] = field(default_factory=list)
 
 
 async def measure(model: str) -> SpeculationResult:
@@ -45,9 +43,6 @@ async def measure(model: str) -> SpeculationResult:
             await pair.reset()
             after_first = await pair.split_after_first(prompt, SAMPLING)
             result.after_first.append(after_first.token_ids)
-            await pair.reset()
-        for _ in range(2):
-            result.seeded.append((await pair.split(prompts[0], SEEDED)).token_ids)
             await pair.reset()
         together = await asyncio.gather(*(pair.split(prompt, SAMPLING) for prompt in prompts))
         result.together = [answer.token_ids for answer in together]

@@ -31,7 +31,6 @@ def test_decode_may_draft_tokens_from_the_request(run_job: RunJob) -> None:
     assert all(len(token_ids) == SAMPLING.max_tokens for token_ids in result["plain"])
     for way in ("split", "after_first", "together"):
         assert result[way] == result["plain"], way
-    assert result["seeded"][0] == result["seeded"][1]
     # Accepted drafts: an output has several tokens.
     assert sum(result["steps"]) < 0.8 * sum(map(len, result["split"]))
 

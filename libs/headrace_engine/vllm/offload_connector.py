@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
 )
+from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
 
 from headrace_common.time_model.model import StepTimes
 from headrace_engine.vllm.connector import HeadraceConnector
@@ -150,6 +151,7 @@ class HeadraceOffloadingConnector(MultiConnector):
         offloading = metadata[_OFFLOADING]
         assert isinstance(offloading, OffloadingConnectorMetadata)
         for number, job in offloading.store_jobs.items():
+            assert isinstance(job.src_spec, BlockIDsLoadStoreSpec)
             self._holds.hold(_name(number), job.src_spec.block_ids.tolist())
             self._missing_reports[number] = self._rank_count
         for name in self._ended:
