@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -40,6 +39,7 @@ from headrace_frontend.openai.conversion import (
     chat_message,
     chat_request,
     completion_requests,
+    id_of,
     openai_violations,
     tokenize_request,
 )
@@ -71,7 +71,6 @@ from headrace_frontend.openai.responses import (
     models_object,
 )
 from headrace_frontend.request.text_threads import Result
-from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
 from headrace_frontend.tenants import tenant_or_none
 
 _LOG = logging.getLogger(__name__)
@@ -88,7 +87,6 @@ _MODEL_ROUTE: Final = "/v1/models/{model}"
 # Of one with logprobs in a response, about.
 _PROMPT_TOKEN_BYTES: Final = 128
 _ANSWER_FIELDS: Final[Sequence[_AnswerField]] = ("text", "token_ids", "logprobs", "stop_text")
-_NO_ID_CHARACTER: Final = re.compile(r"[^!-~]")
 
 _Handler: TypeAlias = Callable[[HttpExchange], Awaitable[None]]
 
@@ -535,7 +533,7 @@ def _request_id(exchange: HttpExchange, body: GenerationBody) -> str:
     """The id of the request in traces. No header is too long for it, and none has a character that it may not have."""
     own = body.request_id and "x-request-id" not in exchange.headers
     given = body.request_id if own else exchange.request_id
-    return _NO_ID_CHARACTER.sub("_", given)[:REQUEST_ID_CHARACTERS_MAX]
+    return id_of(given)
 
 
 def _leave_out_answer(message: inference_pb2.GenerateResponse) -> None:

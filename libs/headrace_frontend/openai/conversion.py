@@ -60,6 +60,11 @@ _RENAMED = (
 )
 
 
+def id_of(text: str) -> str:
+    """The text as an id of a request or a conversation: without other characters, and cut to the size limit."""
+    return _NO_ID_CHARACTER.sub("_", text)[:REQUEST_ID_CHARACTERS_MAX]
+
+
 def chat_request(body: ChatCompletionBody, request_id: str) -> inference_pb2.GenerateRequest:
     """The request of a chat."""
     sampling = _sampling(body)
@@ -83,9 +88,7 @@ def chat_request(body: ChatCompletionBody, request_id: str) -> inference_pb2.Gen
         tpot_target=_target(body.tpot_target_s),
         priority=_PRIORITIES[body.priority],
         cache_salt=body.cache_salt,
-        conversation_id=_NO_ID_CHARACTER.sub("_", body.prompt_cache_key)[
-            :REQUEST_ID_CHARACTERS_MAX
-        ],
+        conversation_id=id_of(body.prompt_cache_key),
     )
 
 
@@ -113,9 +116,7 @@ def completion_requests(
             tpot_target=_target(body.tpot_target_s),
             priority=_PRIORITIES[body.priority],
             cache_salt=body.cache_salt,
-            conversation_id=_NO_ID_CHARACTER.sub("_", body.prompt_cache_key)[
-                :REQUEST_ID_CHARACTERS_MAX
-            ],
+            conversation_id=id_of(body.prompt_cache_key),
             **prompt,
         )
         for index, prompt in enumerate(_prompts(body.prompt))
