@@ -91,8 +91,8 @@ class FrontendConfig(ClientAccessConfig):
     conversations_mib: NonNegativeCount = Field(
         default=256,
         description="MiB of main memory for conversations that clients continue by the id of an answer "
-        "(previous_response_id, resume). Each tenant has an equal part. 0: none is kept, and clients send whole "
-        "conversations.",
+        "(previous_response_id, resume). Without room, the tenant with the most loses its oldest. 0: none is kept, and "
+        "clients send whole conversations.",
     )
     conversations_keep_s: PositiveSeconds = Field(
         default=3_600.0, description="Seconds for which a conversation is kept after its last use."

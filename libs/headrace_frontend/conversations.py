@@ -12,12 +12,12 @@ from typing import Final, TypeAlias
 from headrace.inference.v1 import inference_pb2
 from headrace_common.errors import NotFound
 from headrace_frontend.config import FrontendConfig
-from headrace_frontend.tenants import Tenants
 
 RESPONSE_ID_CHARACTERS_MAX: Final = 256
 # What Python's objects take beside the messages, about.
 _ID_BYTES: Final = 500
 _CONVERSATION_BYTES: Final = 1_000
+_EXPIRY_INTERVAL_S: Final = 1.0
 
 FindElsewhere: TypeAlias = Callable[[str, str], Awaitable[bytes | None]]
 """Asks other processes for the messages of a tenant's conversation up to an answer."""
@@ -92,13 +92,16 @@ class _TenantConversations:
         self._by_id[response_id] = conversation
         self._use(conversation, now_s)
 
-    def drop(self, bytes_max: int, oldest_s: float) -> None:
-        """Drops those that were used least recently: beyond `bytes_max`, or not since `oldest_s`."""
-        while self._by_use:
-            oldest = next(iter(self._by_use))
-            if self.stored_bytes <= bytes_max and oldest.used_s >= oldest_s:
-                return
-            self._drop(oldest)
+    def drop_oldest(self) -> int:
+        """Drops the conversation that was not used for longest. Returns its bytes."""
+        before_bytes = self.stored_bytes
+        self._drop(next(iter(self._by_use)))
+        return before_bytes - self.stored_bytes
+
+    def drop_unused(self, since_s: float) -> None:
+        """Drops those that were not used since then."""
+        while self._by_use and next(iter(self._by_use)).used_s < since_s:
+            self.drop_oldest()
 
     def _use(self, conversation: _Conversation, now_s: float) -> None:
         conversation.use(now_s)
@@ -128,23 +131,24 @@ class _TenantConversations:
 class ConversationStore:
     """The conversations of all tenants, for `keep_s` after their last use. One event loop owns it.
 
-    Each tenant has an equal part of `bytes_max`, so none can evict another's conversations. With 0, nothing is kept.
+    Without room in `bytes_max`, the tenant with the most bytes loses the conversation that it did not use for longest.
+    So none loses one while it has less than its equal share. With 0, nothing is kept.
     """
 
     def __init__(
         self,
         bytes_max: int,
         keep_s: float,
-        tenant_count: Callable[[], int],
         find_elsewhere: FindElsewhere = nowhere,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bytes_max = bytes_max
         self._keep_s = keep_s
-        self._tenant_count = tenant_count
         self._find_elsewhere = find_elsewhere
         self._clock = clock
         self._tenants: dict[str, _TenantConversations] = {}
+        self._expired_s = clock()
+        """When the conversations of all tenants were last checked for their time."""
 
     @property
     def keeps(self) -> bool:
@@ -175,9 +179,10 @@ class ConversationStore:
 
     def find_here(self, tenant: str, response_id: str) -> bytes | None:
         """The messages up to an answer and with it, a serialized Chat, if this process has them."""
-        self._drop()
+        now_s = self._clock()
+        self._expire(tenant, now_s)
         kept = self._tenants.get(tenant)
-        return None if kept is None else kept.find(response_id, self._clock())
+        return None if kept is None else kept.find(response_id, now_s)
 
     def save(
         self, tenant: str, response_id: str, previous_id: str, earlier: bytes, added: bytes
@@ -186,28 +191,38 @@ class ConversationStore:
 
         Both are serialized Chats. An answer with an earlier one's id replaces it.
         """
+        now_s = self._clock()
+        self._expire(tenant, now_s)
         kept = self._tenants.setdefault(tenant, _TenantConversations())
-        kept.save(response_id, previous_id, earlier, added, self._clock())
-        self._drop()
+        stored_bytes = self.stored_bytes - kept.stored_bytes
+        kept.save(response_id, previous_id, earlier, added, now_s)
+        stored_bytes += kept.stored_bytes
+        while stored_bytes > self._bytes_max:
+            largest = max(self._tenants, key=lambda name: self._tenants[name].stored_bytes)
+            stored_bytes -= self._tenants[largest].drop_oldest()
+            self._remove_if_empty(largest)
 
-    def _drop(self) -> None:
-        part = self._bytes_max // max(1, self._tenant_count())
-        oldest_s = self._clock() - self._keep_s
-        for tenant, kept in list(self._tenants.items()):
-            kept.drop(part, oldest_s)
-            if not kept.stored_bytes:
-                del self._tenants[tenant]
+    def _expire(self, tenant: str, now_s: float) -> None:
+        """Drops a tenant's conversations that have had their time, and once a second those of all tenants."""
+        tenants = [tenant] if tenant in self._tenants else []
+        if now_s >= self._expired_s + _EXPIRY_INTERVAL_S:
+            self._expired_s = now_s
+            tenants = list(self._tenants)
+        for name in tenants:
+            self._tenants[name].drop_unused(now_s - self._keep_s)
+            self._remove_if_empty(name)
+
+    def _remove_if_empty(self, tenant: str) -> None:
+        if not self._tenants[tenant].stored_bytes:
+            del self._tenants[tenant]
 
 
 def new_conversation_store(
-    config: FrontendConfig, tenants: Tenants, find_elsewhere: FindElsewhere = nowhere
+    config: FrontendConfig, find_elsewhere: FindElsewhere = nowhere
 ) -> ConversationStore:
-    """The store that the settings describe, with a part for each tenant that has a key."""
+    """The store that the settings describe."""
     return ConversationStore(
-        config.conversations_mib * 1024**2,
-        config.conversations_keep_s,
-        lambda: len(set(tenants.by_digest.values())),
-        find_elsewhere,
+        config.conversations_mib * 1024**2, config.conversations_keep_s, find_elsewhere
     )
 
 

@@ -320,7 +320,7 @@ def _build_requests(
         dispatcher=dispatcher,
         runner=runner,
         models=ModelCatalog(basis.codecs, workers, fleet.queue),
-        conversations=new_conversation_store(config, tenants, basis.other_routers.find),
+        conversations=new_conversation_store(config, basis.other_routers.find),
     )
 
 

@@ -10,7 +10,7 @@ import grpc.aio
 
 from headrace.inference.v1 import conversation_pb2, conversation_pb2_grpc, inference_pb2
 from headrace.registry.v1 import registry_pb2
-from headrace_common.errors import NotFound
+from headrace_common.errors import InvalidRequest, NotFound
 from headrace_frontend.answers import ResponseWriter, request_id_of
 from headrace_frontend.conversations import ConversationStore
 
@@ -87,10 +87,16 @@ async def stored(
 ) -> ResponseWriter:
     """Completes a gRPC request that resumes a conversation, and returns a writer that stores its answer, if it asks so.
 
-    The answer is stored as the client gets it, as content. Raises NotFound. Validation refuses what is wrong.
+    The answer is stored as the client gets it, as content.
+
+    Raises NotFound, and InvalidRequest where none can be stored.
     """
     if not (request.resume or request.store) or not request.HasField("chat"):
         return write
+    if request.store and not store.keeps:
+        raise InvalidRequest(
+            {"store": "this router keeps no conversations: conversations_mib is 0"}
+        )
     turn = await store.resume(tenant, request.resume)
     request.resume = ""
     turn.complete(request.chat)

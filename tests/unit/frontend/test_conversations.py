@@ -21,9 +21,9 @@ class Clock:
         return self.now_s
 
 
-def store_of(bytes_max: int = 2**20, tenants: int = 2) -> tuple[ConversationStore, Clock]:
+def store_of(bytes_max: int = 2**20) -> tuple[ConversationStore, Clock]:
     clock = Clock()
-    return ConversationStore(bytes_max, KEEP_S, lambda: tenants, clock=clock), clock
+    return ConversationStore(bytes_max, KEEP_S, clock=clock), clock
 
 
 def chat_of(text: str, role: str = "user") -> inference_pb2.Chat:
@@ -102,6 +102,19 @@ async def test_tenants_neither_see_nor_evict_each_other() -> None:
         await store.resume("b", "b0")
 
 
+async def test_a_tenant_within_its_share_loses_nothing() -> None:
+    store, clock = store_of(bytes_max=100_000)
+    for number in range(100):
+        await say(store, "big", "", f"b{number}", "x" * 1_000)
+    for number in range(10):
+        await say(store, "small", "", f"s{number}", "x" * 1_000)
+    assert all(store.find_here("small", f"s{number}") for number in range(10))
+    # The memory of tenants that send nothing more is free after their time.
+    clock.now_s = KEEP_S + 2
+    await say(store, "other", "", "o", "x")
+    assert store.stored_bytes < 5_000
+
+
 async def test_what_is_larger_than_the_bound_is_not_kept() -> None:
     store, _ = store_of(bytes_max=20_000)
     await say(store, "t", "", "1", "x" * 50_000)
@@ -119,7 +132,7 @@ async def test_other_processes_are_asked_last() -> None:
         asked.append((tenant, response_id))
         return chat_of("far").SerializeToString() if response_id == "far" else None
 
-    store = ConversationStore(2**20, KEEP_S, lambda: 1, find)
+    store = ConversationStore(2**20, KEEP_S, find)
     await say(store, "t", "", "1", "a")
     await store.resume("t", "1")
     assert await say(store, "t", "far", "2", "b") == "rules far b"

@@ -176,7 +176,7 @@ class HttpDoor:
             size=RequestSizeCheck(model.max_model_len),
             count_failures=nullcontext,
             callers=self._callers,
-            conversations=new_conversation_store(config, tenants),
+            conversations=new_conversation_store(config),
             rejects_unknown_fields=config.reject_unknown_fields,
         )
         metrics = MetricsPage(

@@ -154,7 +154,7 @@ class LocalApp:
             size=RequestSizeCheck(lambda: {"sim": CONTEXT}),
             count_failures=contextlib.nullcontext,
             callers=CallerBounds(1_024, check_s=0.05),
-            conversations=ConversationStore(2**20, 60.0, lambda: 1),
+            conversations=ConversationStore(2**20, 60.0),
             rejects_unknown_fields=rejects_unknown_fields,
         )
         self._app = OpenAiApp(

@@ -39,7 +39,7 @@ def _app(
         size=RequestSizeCheck(lambda: {"sim": _CONTEXT}),
         count_failures=contextlib.nullcontext,
         callers=callers,
-        conversations=ConversationStore(0, 1.0, lambda: 1),
+        conversations=ConversationStore(0, 1.0),
     )
     page = metrics or MetricsPage(Tenants(None), str, "")
     return OpenAiApp(parts, page, deadline_s=1.0, body_bytes_max=2 * _LARGE)
