@@ -17,7 +17,6 @@ from headrace_cli.commands.planner import read_explanation
 from headrace_cli.up.keeping import RestartPolicy, keep
 from headrace_cli.up.topology import Topology
 from headrace_common.errors import HeadraceError
-from headrace_planner.observation import read_intervals
 from tests.suite.deployment import Suite, prompt_of, suite
 from tests.waiting import until
 
@@ -109,12 +108,7 @@ async def test_workers_follow_a_load_that_triples_and_falls_over_a_killed_planne
 ) -> None:
     rules = tmp_path / "planner.toml"
     rules.write_text(RULES)
-    recording = tmp_path / "recording.jsonl"
-    settings = (
-        *SETTINGS,
-        ("planner", "settings_file", str(rules)),
-        ("planner", "recording_file", str(recording)),
-    )
+    settings = (*SETTINGS, ("planner", "settings_file", str(rules)))
     topology = Topology(engine="sim", port=0, settings=settings, planner=True)
     async with (
         suite(tmp_path, settings=settings, planner=True) as it,
@@ -145,15 +139,6 @@ async def test_workers_follow_a_load_that_triples_and_falls_over_a_killed_planne
         await load.finish()
     assert load.failures == []
     assert load.answered > 3 * LOOPS
-    answered = [one.requests for one in read_intervals(recording.read_text().splitlines())]
-    means = [one for one in answered if one is not None]
-    assert 0 < sum(one.request_count for one in means) <= load.answered
-    assert {(one.prompt_tokens, one.answer_tokens) for one in means} == {
-        (PROMPT_TOKENS, ANSWER_TOKENS)
-    }
-    # Computing the prompt takes the time that the settings say, and more where requests wait.
-    assert all(one.ttft_s > 0.19 for one in means)
-    assert all(one.itl_s > 0 and one.duration_s > one.ttft_s for one in means)
     # The planner that started again has removed workers, and explains it.
     removals = [
         reason.rule

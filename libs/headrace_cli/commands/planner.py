@@ -1,12 +1,10 @@
-"""`headrace planner`: what the planner would decide for a recording, and what a running one has decided."""
+"""`headrace planner`: what a planner has decided, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import typer
 
@@ -25,7 +23,6 @@ from headrace_cli.output import (
     Column,
     Json,
     answer_console,
-    failures_as_exit,
     fitted_table,
     message_object,
     print_json,
@@ -33,9 +30,7 @@ from headrace_cli.output import (
 )
 from headrace_cli.state import find_planner
 from headrace_common.durations import seconds_from_duration, unix_s_from_timestamp
-from headrace_planner.observation import Interval, ScalingDecision, WorkerCounts, read_intervals
-from headrace_planner.planner import PlannerState, plan
-from headrace_planner.settings import PlannerSettings, WorkerProfile, read_profile, read_settings
+from headrace_planner.observation import WorkerCounts
 
 PLANNER_VARIABLE: Final = "HEADRACE_PLANNER"
 _DECISIONS_MAX: Final = 1_000
@@ -142,98 +137,17 @@ def _cells(decision: planner_pb2.Decision) -> tuple[str, ...]:
     )
 
 
-def _counts_text(counts: planner_pb2.WorkerCounts | WorkerCounts) -> str:
+def _counts_text(counts: planner_pb2.WorkerCounts) -> str:
     return str(WorkerCounts(counts.prefill, counts.decode, counts.both))
 
 
-_REPLAY_COLUMNS = (
-    Column("Time"),
-    Column("Workers", right=True),
-    Column("Target", right=True),
-    Column("Why"),
-)
-
-
 def register(app: typer.Typer) -> None:
-    """Adds `headrace planner replay` and `headrace planner explain`."""
+    """Adds `headrace planner explain`."""
     planner_app = typer.Typer(
         no_args_is_help=True, help="Plans the numbers of prefill and decode workers."
     )
-    planner_app.command(
-        "replay",
-        epilog="Example:  headrace planner replay monday.jsonl --settings planner.toml --profile profile.json",
-    )(replay)
     planner_app.command(
         "explain",
         epilog="Examples:  headrace planner explain   |   headrace planner explain --planner 10.0.0.5:7058 --changes",
     )(explain)
     app.add_typer(planner_app, name="planner")
-
-
-def replay(
-    recording: Annotated[
-        Path, typer.Argument(help="Observations as JSON lines, one interval a line.")
-    ],
-    settings: Annotated[
-        Path | None, typer.Option(help="TOML file with the planner's settings.")
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="JSON file with a worker's profile, in place of the recorded times."),
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Shows what the planner would decide for each interval of a recording. It changes nothing."""
-    with failures_as_exit():
-        chosen = read_settings(settings)
-        given = read_profile(profile)
-        with recording.open(encoding="utf-8") as lines:
-            decisions = _decisions(chosen, given, read_intervals(lines))
-            if as_json:
-                for interval, decision in decisions:
-                    print_json(decision_object(interval, decision), one_line=True)
-            else:
-                _show_replay(list(decisions))
-
-
-def _decisions(
-    settings: PlannerSettings, profile: WorkerProfile | None, intervals: Iterator[Interval]
-) -> Iterator[tuple[Interval, ScalingDecision]]:
-    state = PlannerState()
-    for interval in intervals:
-        known = interval if profile is None else replace(interval, profile=profile)
-        decision, state = plan(settings, known, state)
-        yield interval, decision
-
-
-def decision_object(interval: Interval, decision: ScalingDecision) -> dict[str, Any]:
-    """The decision for programs."""
-    return {
-        "start_unix_s": interval.start_unix_s,
-        "duration_s": interval.duration_s,
-        "is_changing": interval.is_changing,
-        **asdict(decision),
-    }
-
-
-def _show_replay(decisions: list[tuple[Interval, ScalingDecision]]) -> None:
-    console = answer_console()
-    rows = [
-        (
-            datetime.fromtimestamp(interval.start_unix_s, UTC).isoformat(timespec="seconds"),
-            _counts_text(decision.current),
-            _counts_text(decision.target) if decision.is_change else "",
-            _why(interval, decision),
-        )
-        for interval, decision in decisions
-    ]
-    table, _ = fitted_table(console, _REPLAY_COLUMNS, rows)
-    console.print(table)
-    changes = sum(decision.is_change for _, decision in decisions)
-    console.print(f"{changes} changes in {len(decisions)} intervals.")
-
-
-def _why(interval: Interval, decision: ScalingDecision) -> str:
-    if interval.is_changing:
-        return "Workers join or leave."
-    return " ".join(reason.sentence for reason in decision.reasons)

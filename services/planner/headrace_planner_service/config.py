@@ -107,10 +107,6 @@ class PlannerConfig(ServiceConfig):
     settings_file: str = Field(
         "", description="TOML file of thresholds, goals and budget; empty means their defaults."
     )
-    recording_file: str = Field(
-        "",
-        description="File to which each interval is appended, for `headrace planner replay`; empty means none.",
-    )
     interval_s: PositiveSeconds = Field(30.0, description="Seconds between two decisions.")
     sample_interval_s: PositiveSeconds = Field(
         5.0, description="Seconds between two samples of the load, at most interval_s."

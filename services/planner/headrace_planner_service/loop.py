@@ -7,11 +7,10 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from headrace_common.errors import HeadraceError
 from headrace_common.logs import CauseLog
-from headrace_planner.observation import Interval, LoadSample, interval_line
+from headrace_planner.observation import Interval, LoadSample
 from headrace_planner.settings import WorkerProfile
 from headrace_planner_service.config import PlannerConfig
 from headrace_planner_service.observer import Observer, Reading, Totals, request_statistics
@@ -119,15 +118,4 @@ class PlanningLoop:
             requests,
             collected.profile,
         )
-        self._record(interval)
         return self._steering.end_interval(interval)
-
-    def _record(self, interval: Interval) -> None:
-        """Appends the interval to the recording. Without room on the disk, it is missing there."""
-        if not self._config.recording_file:
-            return
-        try:
-            with Path(self._config.recording_file).open("a", encoding="utf-8") as file:
-                file.write(interval_line(interval) + "\n")
-        except OSError as error:
-            _FAULTS.warn("recording", "recording_file cannot be written: %s", error.strerror)

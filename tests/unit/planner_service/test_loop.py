@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -11,7 +10,7 @@ from pydantic import ValidationError
 
 from headrace.inference.v1 import load_pb2
 from headrace_common.errors import WorkerGone
-from headrace_planner.observation import read_intervals
+from headrace_planner.observation import Interval
 from headrace_planner.settings import PlannerSettings
 from headrace_planner_service.config import PlannerConfig
 from headrace_planner_service.loop import PlanningLoop
@@ -45,20 +44,25 @@ def reading(count: int, queued: int = 0) -> Reading:
     return Reading(sample(prefill=1, queued=queued), {"router": totals})
 
 
+class RecordingSteering(Steering):
+    """Keeps the intervals that it decided for."""
+
+    intervals: tuple[Interval, ...] = ()
+
+    def end_interval(self, interval: Interval) -> DecisionEntry:
+        self.intervals += (interval,)
+        return super().end_interval(interval)
+
+
 class Bench:
     """A loop with two samples an interval."""
 
-    def __init__(self, readings: list[Reading | None], recording: Path | None = None) -> None:
+    def __init__(self, readings: list[Reading | None]) -> None:
         config = PlannerConfig.model_validate(
-            {
-                "model": "m",
-                "interval_s": 0.02,
-                "sample_interval_s": 0.01,
-                "recording_file": str(recording) if recording else "",
-            }
+            {"model": "m", "interval_s": 0.02, "sample_interval_s": 0.01}
         )
         rules = Rules(PlannerSettings(), publishes=False, change_timeout_s=1.0)
-        self.steering = Steering(rules, TargetBoard("p"), DecisionLog(10), lambda: 0.0)
+        self.steering = RecordingSteering(rules, TargetBoard("p"), DecisionLog(10), lambda: 0.0)
         self.decided: list[DecisionEntry] = []
         self.missed = 0
         observer = cast("Observer", FakeObserver(readings))
@@ -68,13 +72,12 @@ class Bench:
         self.missed += 1
 
 
-async def test_an_interval_has_the_requests_since_the_one_before(tmp_path: Path) -> None:
-    path = tmp_path / "recording.jsonl"
-    bench = Bench([reading(5), reading(6), reading(7), reading(9, queued=3)], path)
+async def test_an_interval_has_the_requests_since_the_one_before() -> None:
+    bench = Bench([reading(5), reading(6), reading(7), reading(9, queued=3)])
     assert (await bench.loop.run_interval()).outcome is Outcome.KEEP
     assert (await bench.loop.run_interval()).outcome is Outcome.ADVISED
     assert [entry.number for entry in bench.decided] == [1, 2]
-    first, second = read_intervals(path.read_text().splitlines())
+    first, second = bench.steering.intervals
     assert first.requests is not None
     assert second.requests is not None
     # Before the first reading, it is not known what was answered.
@@ -97,11 +100,6 @@ async def test_without_samples_nothing_is_decided_and_the_cause_is_stated() -> N
     assert "decode-0 sends no status" in entry.detail
     assert bench.loop.fault == "decode-0 sends no status"
     assert bench.loop.last_sample is None
-
-
-async def test_a_recording_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
-    bench = Bench([reading(1), reading(1)], tmp_path / "missing" / "recording.jsonl")
-    assert (await bench.loop.run_interval()).outcome is Outcome.KEEP
 
 
 @pytest.mark.parametrize("sample_interval_s", [31.0, 0.01])
