@@ -24,7 +24,6 @@ from headrace_common.access.roles import Role
 from headrace_common.access.tokens import create_token, new_private_key, public_key_of
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.channel import open_channel
-from tests.security.mooncake_ports import listening_ports
 from tests.security.other_host import HERE, OtherHost
 from tests.suite.deployment import greedy, prompt_of
 
@@ -34,7 +33,18 @@ _ASKS_MAX = 20
 _ASK_AGAIN_S = 0.5
 _ANSWER_S = 30.0
 _LEASE_S = 1.0
-_SCRIPT = "from tests.security.mooncake_ports import listening_ports; print(*listening_ports())"
+_SCRIPT = "from tests.security.transfer_hosts import listening_ports; print(*listening_ports())"
+_LISTENS = "0A"
+
+
+def listening_ports() -> set[int]:
+    """The ports of all listening TCP sockets of the network namespace."""
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path("/proc/self/net", name).read_text(encoding="utf-8").splitlines()[1:]
+    ]
+    return {int(fields[1].rpartition(":")[2], 16) for fields in lines if fields[3] == _LISTENS}
 
 
 class Services:
