@@ -11,7 +11,6 @@ with a prominent message.
 from __future__ import annotations
 
 import argparse
-import json
 import py_compile
 import random
 import signal
@@ -40,16 +39,13 @@ from headrace_common.access.roles import Role  # noqa: E402
 from headrace_common.access.tokens import create_token, new_private_key, public_key_of  # noqa: E402
 from tests.rdma.cases import (  # noqa: E402
     CHAOS,
-    DOCTOR_HOST,
-    DOCTOR_LANE,
     JOBS,
     REQUESTS_VARIABLE,
     SEED_VARIABLE,
     VLLM,
     Job,
 )
-from tests.rdma.doctor import adapters_of_host, check_host  # noqa: E402
-from tests.rdma.report import Result, note_of, parse  # noqa: E402
+from tests.rdma.report import Result, parse  # noqa: E402
 
 CACHE = ROOT / ".cache" / "rdma"
 EXIT_UNAVAILABLE = 3
@@ -80,7 +76,6 @@ CREDENTIALS = "credentials"
 _TOKEN_LIFETIME_S = 7 * 86_400.0
 # Timeout of all jobs together, unless one job has a longer one.
 TOTAL_TIMEOUT_S = 2400.0
-_DOCTOR_TIMEOUT_S = 120.0
 _POLL_S = 1.0
 
 
@@ -105,9 +100,6 @@ def main() -> int:
     print(f"[rdma] virtual machines, {how}, up to {at_once} at once", flush=True)
     with fleet(boot, accel, CACHE) as machines:
         results = run(options, machines, at_once, started_s)
-    if DOCTOR_LANE in {job.name for job in options.jobs}:
-        results.append(examine_host())
-        print(row(results[-1], time.monotonic() - started_s), flush=True)
     failed = sum(not result.passed for result in results)
     if failed:
         print(f"[rdma] the consoles of the machines are in {CACHE}/console-*.log")
@@ -280,21 +272,6 @@ def run(options: Options, machines: Fleet, at_once: int, started_s: float) -> li
 def next_job(waiting: Sequence[Job], free: int) -> Job | None:
     """The first job that fits into the free machines, or None."""
     return next((job for job in waiting if len(job.roles) <= free), None)
-
-
-def examine_host() -> Result:
-    """Runs `headrace doctor` on this host, as in a machine."""
-    started_s = time.monotonic()
-    command = [sys.executable, "-m", "headrace_cli", "doctor", "--json"]
-    try:
-        ended = subprocess.run(
-            command, stdout=subprocess.PIPE, timeout=_DOCTOR_TIMEOUT_S, text=True, check=False
-        )
-        note = check_host(json.loads(ended.stdout)["findings"], adapters_of_host())
-        passed = True
-    except (AssertionError, ValueError, subprocess.TimeoutExpired) as error:
-        note, passed = note_of(error), False
-    return Result(DOCTOR_HOST, passed, time.monotonic() - started_s, note)
 
 
 def missing(job: Job, known: dict[str, Result], why: str) -> list[Result]:

@@ -25,9 +25,6 @@ RANKS = (1, 2, 4)
 WRITES = {case.__name__: f"write: {case.__name__}" for case in CASES}
 WRITES_MOVED = "write: all of it by RDMA"
 CONTROL = "control: over TCP no RDMA packet is sent"
-DOCTOR_FOUND = "doctor: the device, its link and its GID"
-DOCTOR_DOWN = "doctor: the device without a link"
-DOCTOR_HOST = "doctor: adapters of this host"
 CHAOS_FAULTS = "chaos: faults of every kind"
 CHAOS_ANSWERS = "chaos: nothing wrong, late or unnamed"
 CHAOS_FOREIGN = "chaos: foreign writes"
@@ -92,8 +89,6 @@ LANES: Mapping[str, tuple[Group, ...]] = {
     "arrangements": (Group("nhd-to-hnd", 1, (2,)), Group("state-pages", 2, (1,))),
 }
 """Groups by machine in order. Neighbours with one layout share their decode workers."""
-DOCTOR_LANE = "arrangements"
-"""The machine of this lane runs `headrace doctor` after its groups."""
 BETWEEN_HOSTS = (Group("gqa", 2, (4,), True), Group("mla", 4, (2,), True))
 
 WRITES_ROLE = "writes"
@@ -125,8 +120,7 @@ class Job:
         if self.roles == VLLM_ROLES:
             return VLLM_CASES
         groups = BETWEEN_HOSTS if self.roles == HOST_ROLES else LANES[self.name]
-        doctor = (DOCTOR_FOUND, DOCTOR_DOWN) if self.name == DOCTOR_LANE else ()
-        return (*(name for group in groups for name in group.names()), *doctor)
+        return tuple(name for group in groups for name in group.names())
 
 
 # The longest job first, so that the others run beside it.

@@ -16,8 +16,6 @@ from tests.rdma.cases import (
     CHAOS_ANSWERS,
     CHAOS_ROLE,
     CONTROL,
-    DOCTOR_FOUND,
-    DOCTOR_LANE,
     HOST_ROLES,
     LANES,
     VLLM_ROLES,
@@ -29,7 +27,6 @@ from tests.rdma.cases import (
 from tests.rdma.chaos import start_chaos
 from tests.rdma.conformance import CASES, large_runs
 from tests.rdma.device import Traffic, check_crossed_by_rdma, check_moved_by_rdma, traffic
-from tests.rdma.doctor import doctor_cases
 from tests.rdma.harness import Harness
 from tests.rdma.hosts import FIRST_HOST, MEET_TIMEOUT_S, SECOND_HOST, accepted, listening, meet
 from tests.rdma.peers import PeerSettings
@@ -50,7 +47,6 @@ _WELL = "ended well"
 _LANE_TIMEOUT_S = 1100.0
 _WRITES_TIMEOUT_S = 900.0
 _CONTROL_TIMEOUT_S = 200.0
-_DOCTOR_TIMEOUT_S = 300.0
 _CHAOS_END_TIMEOUT_S = 30.0
 _LARGE_BYTES = 26 << 20
 # Emulation on cores that other processes use as well.
@@ -86,8 +82,6 @@ def main() -> None:
     with center(site):
         lane = fork(role, partial(serve_lane, LANES[role], site))
         finish(f"lane: {role}", lane, _LANE_TIMEOUT_S)
-    if role == DOCTOR_LANE:
-        finish(DOCTOR_FOUND, fork("doctor", doctor_cases), _DOCTOR_TIMEOUT_S)
 
 
 def finish(name: str, process: Forked, timeout_s: float) -> None:
