@@ -149,11 +149,6 @@ class ChaosPlan:
         """The model of the engines, without its times."""
         return f"sim:layers=4,heads=4,head_bytes={self.head_bytes},vocabulary=32000"
 
-    @property
-    def steps_ahead(self) -> bool:
-        """Whether engines plan each step before they handle the results of the one before: with odd seeds."""
-        return self.seed % 2 == 1
-
 
 _SAME_WHEN_SLOW = ("layer_s", "pool_gib", "host_gib", "disk_gib")
 

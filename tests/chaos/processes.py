@@ -63,7 +63,7 @@ def settings(plan: ChaosPlan) -> tuple[tuple[str, str, str], ...]:
         "lease_ttl_s": str(plan.lease_ttl_s),
         "quarantine_s": str(plan.quarantine_s),
     }
-    own = f"layer_s={plan.layer_s},steps_ahead={'on' if plan.steps_ahead else 'off'}"
+    own = f"layer_s={plan.layer_s}"
     if plan.host_blocks:
         tiers = f"host_blocks={plan.host_blocks},disk_blocks={plan.disk_blocks}"
         own = f"{own},{tiers},host_copy_s_per_token=0.00005"

@@ -58,7 +58,6 @@ class Scheduler:
         self._loads: dict[str, asyncio.Task[None]] = {}
         # Blocks that may still be written into, by the transfer.
         self._detached: dict[str, tuple[tuple[int, ...], ...]] = {}
-        self._ahead: list[Chunk] = []
         self._work = asyncio.Event()
         self._closing = False
         self.meter = StepMeter()
@@ -140,21 +139,18 @@ class Scheduler:
         """Frees blocks that a step held when `run` was cancelled."""
         for load in self._loads.values():
             load.cancel()
-        self._stepper.end(self._ahead)
         for sequence in tuple(self._by_id.values()):
             self.update(sequence)
 
     async def _step(self) -> bool:
         """Admits requests and computes one step; False when there is nothing to compute."""
-        chunks, self._ahead = self._ahead or self._plan(()), []
+        chunks = self._plan()
         if not chunks:
             return False
         self.meter.planned(step_of(chunks), len(chunks))
         self._on_steps(self.meter.steps)
         try:
             await self._stepper.compute(chunks)
-            if self._shape.settings.steps_ahead:
-                self._ahead = self._plan(chunks)
             self._stepper.advance(chunks)
         except InternalError as exc:
             for chunk in chunks:
@@ -170,15 +166,14 @@ class Scheduler:
         self._running.rotate(-1)
         return True
 
-    def _plan(self, under_way: Items[Chunk]) -> list[Chunk]:
-        """Admits requests and plans a step. That `under_way` is computed, and its results are not handled."""
+    def _plan(self) -> list[Chunk]:
+        """Admits requests and plans a step."""
         self._admit()
         chunks = plan_step(
             [sequence for sequence in self._running if sequence.is_ready],
             self._shape.max_num_batched_tokens,
             self._shape.span_tokens,
             self._prompt_tokens_max,
-            under_way,
         )
         self._stepper.begin(chunks)
         return chunks

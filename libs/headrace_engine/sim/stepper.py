@@ -64,26 +64,19 @@ def plan_step(
     token_budget: int,
     block_tokens: int,
     prompt_tokens_max: Callable[[Items[Chunk], Items[Sequence]], int | None] = lambda *_: None,
-    under_way: Items[Chunk] = (),
 ) -> list[Chunk]:
     """One token of each sequence that generates; prompts share the rest of the budget.
 
     `sequences` are in order of preference. Prompts get equal shares of whole blocks, but for a
     prompt's last chunk. At least one block is computed, unless `prompt_tokens_max` allows none. That gets the chunks
-    of the answers, and the prompts. `under_way`: a step before its results are known.
+    of the answers, and the prompts.
     """
     chunks: list[Chunk] = []
     prompts: list[Sequence] = []
-    starts = {chunk.sequence.transfer_id: chunk.end for chunk in under_way}
     for sequence in sequences:
-        start = starts.setdefault(sequence.transfer_id, sequence.computed)
-        pending = len(sequence.tokens) - start
-        if sequence.generation is not None and start > sequence.computed and not pending:
-            # The step under way gives it a token, perhaps its last one.
-            pending = 1 if start < sequence.capacity else 0
-        if pending == 1 and sequence.generation is not None:
-            chunks.append(Chunk(sequence, start, start + 1))
-        elif pending:
+        if sequence.pending == 1 and sequence.generation is not None:
+            chunks.append(Chunk(sequence, sequence.computed, sequence.computed + 1))
+        elif sequence.pending:
             prompts.append(sequence)
     budget = max(block_tokens, token_budget - len(chunks))
     allowed = prompt_tokens_max(chunks, prompts)
@@ -92,10 +85,9 @@ def plan_step(
     while prompts and budget >= block_tokens:
         sequence = prompts.pop(0)
         share = max(budget // (len(prompts) + 1) // block_tokens, 1) * block_tokens
-        start = starts[sequence.transfer_id]
-        end = min(len(sequence.tokens), start + share)
-        chunks.append(Chunk(sequence, start, end))
-        budget -= end - start
+        end = min(len(sequence.tokens), sequence.computed + share)
+        chunks.append(Chunk(sequence, sequence.computed, end))
+        budget -= end - sequence.computed
     return chunks
 
 
@@ -283,9 +275,6 @@ class Stepper:
 
     def _advance(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
-        if chunk.end > len(sequence.tokens):
-            # It ended without the token that this step was planned for.
-            return
         sequence.chunk_computed(chunk.end)
         self._pools.register(sequence, chunk.start, chunk.end)
         if sequence.handover is not None:

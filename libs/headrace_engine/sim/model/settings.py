@@ -52,8 +52,6 @@ class SimSettings:
       sides need the same one.
     - `index_block_tokens`: tokens of one block of the index; 0 for block_tokens.
     - `stages`: pipeline stages, each with tensor_parallel_size ranks.
-    - `steps_ahead`: "on" plans each step before the results of the one before are handled, as vLLM's asynchronous
-      scheduling does. A request that has ended is then computed for one more step.
     - `host_blocks`: evicted blocks that are kept in main memory, of a model with attention only.
     - `disk_blocks`: blocks that main memory has evicted and that are kept in a file in /var/tmp.
     - `host_copy_s_per_token`: seconds that copying them back takes.
@@ -84,7 +82,6 @@ class SimSettings:
     block_format: str = TOKEN_OUTER
     index_block_tokens: int = 0
     stages: int = 1
-    steps_ahead: bool = False
     host_blocks: int = 0
     disk_blocks: int = 0
     host_copy_s_per_token: float = 0.0
@@ -235,7 +232,6 @@ def _read(key: str, text: str, kind: type) -> object:
         "order": _order,
         "block_format": _parse_block_format,
         "verify": _parse_switch,
-        "steps_ahead": _parse_switch,
         "adapters": _parse_adapters,
     }
     if key in readers:
