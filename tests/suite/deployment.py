@@ -6,11 +6,11 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc.aio
 from rich.console import Console
@@ -35,8 +35,6 @@ from tests.channels import operator_channel
 from tests.fork_server import forking
 from tests.freezing import freeze, thaw
 from tests.ports import free_port
-from tests.sim_clock import ClockController
-from tests.suite.stepped_worker import stepping
 from tests.waiting import until
 
 VOCABULARY = 32_000
@@ -45,9 +43,6 @@ PROMPT_VOCABULARY = 512
 DEADLINE_S = 20.0
 # A process starts in one or two seconds, and on a busy machine in many times that.
 START_S = 40.0
-# The controller waits this long between two steps, so that simulated time is never ahead of real time.
-CLOCK_STEP_S = 0.002
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,46 +367,6 @@ def _on_known_ports(spawn: Spawn) -> Spawn:
         return await spawn(replace(spec, arguments=arguments))
 
     return start
-
-
-@asynccontextmanager
-async def stepped_suite(
-    folder: Path, settings: Sequence[tuple[str, str, str]], **topology: object
-) -> AsyncIterator[tuple[Suite, ClockController]]:
-    """A suite in which the test advances the clock of every role with a `model` in the settings.
-
-    When the body ends, these clocks follow real time, so that the processes can finish their work and stop.
-    """
-    async with AsyncExitStack() as held:
-        clock = await held.enter_async_context(ClockController(folder / "clock"))
-        roles = {role for role, name, _ in settings if name == "model"}
-
-        def spawning(spawn: Spawn) -> Spawn:
-            return stepping(spawn, clock.path, *roles)
-
-        async with suite(
-            folder, sim=None, spawning=spawning, settings=tuple(settings), **topology
-        ) as it:
-            names = [child.spec.name for child in it.deployment.children]
-            await clock.wait_connected(sum(name.partition("-")[0] in roles for name in names))
-            try:
-                yield it, clock
-            finally:
-                await held.aclose()
-
-
-async def advance_until_done(
-    clock: ClockController,
-    *work: Coroutine[Any, Any, Result] | asyncio.Task[Result],
-    step_s: float = CLOCK_STEP_S,
-    timeout_s: float = 60.0,
-) -> list[Result]:
-    """Advances the clock until all the work has ended, by default no faster than real time. Returns the results."""
-    tasks = [one if isinstance(one, asyncio.Task) else asyncio.create_task(one) for one in work]
-    await clock.advance_until(
-        lambda: all(task.done() for task in tasks), step_s=step_s, timeout_s=timeout_s
-    )
-    return await asyncio.gather(*tasks)
 
 
 def default_model() -> SimModel:
