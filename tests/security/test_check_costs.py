@@ -18,7 +18,6 @@ from tests.security.bystander import (
     ROOT,
     STRANGER_KEY,
     Bystander,
-    attack,
     attacked,
     bystander,
 )
@@ -91,22 +90,6 @@ async def test_bodies_of_a_tenant_delay_no_stream_of_another(
             client.report("\nquiet", quiet_s, start_s)
             client.report(f"{name}, {found.total()} bodies", start_s, end_s)
         assert set(found) == {status}
-        _check(client, (quiet_s, start_s), (start_s, end_s))
-
-
-async def test_schemas_of_a_tenant_delay_no_stream_of_another(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async with attacked(tmp_path) as it, bystander(it, KEY) as client:
-        quiet_s = time.monotonic()
-        await asyncio.sleep(QUIET_S)
-        start_s = time.monotonic()
-        found = await attack(it, "schemas", STRANGER_KEY)
-        end_s = time.monotonic()
-        with capsys.disabled():
-            client.report("\nquiet", quiet_s, start_s)
-            client.report("schemas over gRPC", start_s, end_s)
-        assert set(found) == {"OK"}
         _check(client, (quiet_s, start_s), (start_s, end_s))
 
 

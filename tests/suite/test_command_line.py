@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -38,10 +37,6 @@ def processes_in(folder: Path, what: str = "") -> list[int]:
         if str(folder) in command and what in command:
             found.append(int(entry.name))
     return found
-
-
-async def wait_none_in(folder: Path, timeout_s: float = 20.0) -> None:
-    await until(lambda: not processes_in(folder), timeout_s, interval_s=0.1)
 
 
 @asynccontextmanager
@@ -297,27 +292,6 @@ async def test_the_router_is_enough_to_find_the_rest(
         assert status.out.startswith(f"http://{page}/")
 
 
-async def test_killing_up_ends_every_service(tmp_path: Path) -> None:
-    folder = tmp_path / "logs"
-    async with up(folder, "--port", "0") as process:
-        assert len(processes_in(folder)) == 5
-        process.kill()
-        await process.wait()
-        await wait_none_in(folder)
-
-
-async def test_up_ends_and_prints_the_log_of_a_dead_worker(tmp_path: Path) -> None:
-    folder = tmp_path / "logs"
-    async with up(folder, "--port", "0", "--no-restart") as process:
-        assert process.stderr is not None
-        os.kill(processes_in(folder, "headrace_decode")[0], signal.SIGKILL)
-        told = (await asyncio.wait_for(process.stderr.read(), 40)).decode()
-        assert await process.wait() == 1
-    assert "decode-0 was killed by signal 9" in told
-    assert "Traceback" not in told
-    await wait_none_in(folder)
-
-
 async def test_up_repairs_a_killed_worker_and_refuses_a_second_up(tmp_path: Path) -> None:
     folder, port = tmp_path / "logs", free_port()
     heads = ("--set", "prefill.model=sim:heads=3", "--set", "decode.model=sim:heads=6")
@@ -366,15 +340,3 @@ async def test_a_failed_start_prints_one_line_and_exits_with_2(
     assert remedy in last
     assert "Traceback" not in ended.err
     assert processes_in(tmp_path / "logs") == []
-
-
-async def test_a_taken_port_is_named(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        ended = await headrace(
-            "up", "--engine", "sim", "--port", str(port), "--logs", str(tmp_path / "logs")
-        )
-    assert ended.status == 2, ended.err
-    assert str(port) in ended.err.splitlines()[-1]

@@ -165,59 +165,6 @@ async def test_a_decode_worker_scores_the_prompts_of_its_own_clients(tmp_path: P
         await it.wait_empty("decode-0")
 
 
-async def test_a_closed_connection_frees_the_blocks(tmp_path: Path) -> None:
-    settings = (DOOR, ("decode", "model", "sim:decode_step_s=0.02"))
-    async with suite(tmp_path, prefill_count=1, decode_count=1, settings=settings) as it:
-        async with door((await http_endpoints(it))["decode-0"]) as client:
-            stream = await client.chat.completions.create(
-                model="sim", messages=messages(QUESTION), max_tokens=2_000, stream=True
-            )
-            async for _ in stream:
-                break
-            await it.wait_running("decode-0")
-            await stream.close()
-        async with asyncio.timeout(WAIT_S):
-            await it.wait_empty("decode-0")
-
-
-SLOTS = 2
-GREEDY_CHATS = 8
-KEYS = {"greedy": "the-key-of-the-greedy", "late": "the-key-of-the-late"}
-
-
-async def test_tenants_share_the_slots_of_a_worker_and_wait_for_them(tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text("".join(f"{key} {tenant}\n" for tenant, key in KEYS.items()))
-    settings = (
-        DOOR,
-        ("decode", "api_keys_file", str(keys)),
-        ("decode", "admission_wait_s", "60"),
-        ("decode", "max_num_seqs", str(SLOTS)),
-        ("decode", "model", "sim:decode_step_s=0.01"),
-    )
-    async with suite(tmp_path, prefill_count=1, decode_count=1, settings=settings) as it:
-        async with door((await http_endpoints(it))["decode-0"]) as client:
-
-            async def ask(tenant: str, tokens: int) -> str | None:
-                chat = await client.chat.completions.create(
-                    model="sim",
-                    messages=messages(tenant),
-                    max_tokens=tokens,
-                    temperature=0,
-                    extra_body={"ignore_eos": True},
-                    extra_headers={"authorization": f"Bearer {KEYS[tenant]}"},
-                )
-                return chat.choices[0].message.content
-
-            chats = [asyncio.create_task(ask("greedy", 80)) for _ in range(GREEDY_CHATS)]
-            await until(lambda: any(chat.done() for chat in chats), WAIT_S)
-            assert await ask("late", 5)
-            # In the order of arrival, at most one of them would be left.
-            assert sum(chat.done() for chat in chats) <= GREEDY_CHATS - 2
-            assert len({await chat for chat in chats}) == 1
-        await it.wait_empty("decode-0")
-
-
 CHATS = 100
 AT_ONCE = 10
 REST = 6

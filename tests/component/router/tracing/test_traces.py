@@ -130,24 +130,6 @@ async def test_a_rejected_request_has_a_complete_trace(rig: Rig) -> None:
     assert "no live decode worker" in spans[schema.SPAN_REQUEST].error
 
 
-async def test_traces_are_listed_newest_first(rig: Rig) -> None:
-    await rig.add_decode(reply("ok"))
-    for number in range(3):
-        await rig.ask(request_id=f"r{number}")
-    stub: Any = trace_pb2_grpc.TraceServiceStub(rig.internal_channel)
-    first = await stub.ListTraces(trace_pb2.ListTracesRequest(page_size=2), timeout=PATIENCE_S)
-    second = await stub.ListTraces(
-        trace_pb2.ListTracesRequest(page_size=2, page_token=first.next_page_token),
-        timeout=PATIENCE_S,
-    )
-    names = [trace.request_id for trace in (*first.traces, *second.traces)]
-    assert names == ["r2", "r1", "r0"]
-    assert not second.next_page_token
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stub.GetTrace(trace_pb2.GetTraceRequest(id="unknown"), timeout=PATIENCE_S)
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-
 async def test_an_export_beyond_the_bound_is_refused_by_name(rig: Rig) -> None:
     export: Any = rig.internal_channel.unary_unary(f"/{OTLP_SERVICE_NAME}/Export")
     await export(b"", timeout=PATIENCE_S)
