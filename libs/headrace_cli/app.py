@@ -39,6 +39,7 @@ REMOVED: Final[Mapping[tuple[str, str], str]] = {
     ("doctor peer", ""): "test ports with `nc`: docs/operations.md",
     ("doctor pair", ""): "routers and `headrace workers` name what differs when workers join",
     ("demo", "--tensor-parallel"): "write --tensor-parallel-size",
+    ("planner replay", ""): "`headrace simulate --planner` tries other rules: docs/simulator.md",
     ("size", ""): "docs/operations/capacity.md has its formula",
     ("trace", "--html"): "the status page draws traces; --otlp writes a file for tracing tools",
     ("trace", "--perfetto"): "--otlp writes a file for tracing tools",

@@ -93,7 +93,6 @@ class Job:
 
 
 PERCENTILES: Final = (50, 90, 95, 99)
-_HOUR_S: Final = 3_600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,11 +157,6 @@ class SimulationResult:
     def worker_hours(self) -> float:
         """Hours of all workers together."""
         return self.prefill_worker_hours + self.decode_worker_hours + self.both_worker_hours
-
-    @property
-    def changes_per_hour(self) -> float:
-        """Changes of the numbers of workers in an hour."""
-        return len(self.changes) * _HOUR_S / max(1e-9, self.duration_s)
 
 
 def times_of(seconds: Sequence[float]) -> Times:

@@ -58,6 +58,9 @@ REMOVED: Final = {
     "overlap_wait_s": _OVERLAP,
     "task_timeout_s": f"{_VALUE} 600 s",
     "link_gbit_per_s": "it is gone: remove it; traces compare a transfer with the best one to the same host",
+    "recording_file": "it is gone: remove it; `headrace simulate --planner` tries other rules",
+    "decision_count": f"{_VALUE} 1,000",
+    "kubernetes_call_timeout_s": f"{_VALUE} 10 s",
     "trace_layers": "it is gone: remove it; headrace trace shows the times of every layer of a link",
 }
 """By the name of the setting. The error about the unknown setting ends with this text."""

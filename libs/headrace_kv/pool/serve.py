@@ -79,11 +79,6 @@ class StoreServer:
         # The store serves meanwhile.
         threading.Thread(target=self._memory.populate_library_mappings, daemon=True).start()
 
-    @property
-    def master_process_id(self) -> int:
-        """The id of the master's process."""
-        return self._master.pid
-
     def wait(self, stop: threading.Event) -> bool:
         """Waits for `stop`. Returns False when the master has ended before."""
         while not stop.wait(_POLL_S * 10):

@@ -132,14 +132,8 @@ class PlannerConfig(ServiceConfig):
         description="File that names the Kubernetes API and a credential for it; empty means the service account of "
         "the planner's pod.",
     )
-    kubernetes_call_timeout_s: PositiveSeconds = Field(
-        10.0, description="Seconds that one call of the Kubernetes API may take."
-    )
     kubernetes_poll_s: PositiveSeconds = Field(
         2.0, description="Seconds between two looks at workers that start or drain."
-    )
-    decision_count: Annotated[int, Field(gt=0, le=10_000)] = Field(
-        1_000, description="Decisions that are kept for `headrace planner explain`."
     )
 
     @model_validator(mode="after")

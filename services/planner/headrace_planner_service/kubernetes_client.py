@@ -30,10 +30,13 @@ _ERRORS: Final[dict[int, type[HeadraceError]]] = {
 }
 
 
-class KubernetesApi:
-    """Reads and scales workloads of one namespace. Each call has a limit of `timeout_s`."""
+_CALL_TIMEOUT_S: Final = 10.0
 
-    def __init__(self, kubeconfig: str, namespace: str, timeout_s: float) -> None:
+
+class KubernetesApi:
+    """Reads and scales workloads of one namespace."""
+
+    def __init__(self, kubeconfig: str, namespace: str) -> None:
         """`kubeconfig`: a file, empty for the service account of this pod. `namespace`: empty for theirs.
 
         Raises ConfigError.
@@ -41,7 +44,7 @@ class KubernetesApi:
         self._client = AsyncClient(
             _read_config(kubeconfig),
             namespace=namespace or None,
-            timeout=httpx2.Timeout(timeout_s),
+            timeout=httpx2.Timeout(_CALL_TIMEOUT_S),
             lazy=False,
             trust_env=False,
         )

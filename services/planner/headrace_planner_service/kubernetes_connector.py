@@ -161,9 +161,7 @@ async def open_scaler(config: PlannerConfig) -> AsyncIterator[WorkloadScaler]:
         PlannedRole.DECODE: parse_workload(config.kubernetes_decode),
     }
     limits = ScaleLimits(config.kubernetes_poll_s, config.change_timeout_s)
-    api = KubernetesApi(
-        config.kubeconfig, config.kubernetes_namespace, config.kubernetes_call_timeout_s
-    )
+    api = KubernetesApi(config.kubeconfig, config.kubernetes_namespace)
     try:
         for workload in workloads.values():
             try:

@@ -40,6 +40,7 @@ from headrace_planner_service.steering import (
 _LOG = logging.getLogger(__name__)
 
 PROG = "headrace-planner"
+_DECISIONS_MAX = 1_000
 SERVICE = planner_pb2.DESCRIPTOR.services_by_name["PlannerService"].full_name
 
 
@@ -59,7 +60,7 @@ async def serve() -> None:
         math.inf if config.mode == "kubernetes" else config.change_timeout_s,
     )
     board = TargetBoard(new_incarnation())
-    steering = Steering(rules, board, DecisionLog(config.decision_count), time.monotonic)
+    steering = Steering(rules, board, DecisionLog(_DECISIONS_MAX), time.monotonic)
     async with AsyncExitStack() as stack:
         telemetry = init_telemetry("planner", config.planner_id, config)
         stack.push_async_callback(asyncio.to_thread, telemetry.shutdown)

@@ -91,6 +91,7 @@ def test_bash_completes_the_names_of_commands() -> None:
         ("trace last --html page.html", "--otlp"),
         ("size model --gbit 100", "capacity.md"),
         ("doctor pair a.toml b.toml", "headrace workers"),
+        ("planner replay monday.jsonl", "headrace simulate --planner"),
         ("bench --requests 5", "vllm bench serve"),
         ("context use prod", "config.toml"),
         ("workers --context=prod", "HEADRACE_CONFIG"),
