@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Final, Unpack
 
@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, latency_pb2
-from headrace_client.requests import Messages, Sampling, build_request
+from headrace_client.requests import RequestFields, build_request
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import HeadraceError, WorkerGone
@@ -151,25 +151,11 @@ class Client:
         self,
         prompt: str = "",
         *,
-        messages: Messages = (),
-        tokens: Sequence[int] = (),
-        model: str = "",
-        request_id: str = "",
-        include_latency: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        **sampling: Unpack[Sampling],
+        **fields: Unpack[RequestFields],
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
-        """Streams the answer as `stream` does. The prompt and `sampling` are as for build_request."""
-        request = build_request(
-            prompt,
-            messages=messages,
-            tokens=tokens,
-            model=model,
-            request_id=request_id,
-            include_latency=include_latency,
-            **sampling,
-        )
-        return self.stream(request, timeout_s)
+        """Streams the answer as `stream` does. The prompt and `fields` are as for build_request."""
+        return self.stream(build_request(prompt, **fields), timeout_s)
 
     async def models(self, timeout_s: float = LIST_TIMEOUT_S) -> list[inference_pb2.Model]:
         """The models that at least one decode worker serves. Raises HeadraceError."""

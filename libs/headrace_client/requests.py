@@ -47,6 +47,21 @@ class Sampling(TypedDict, total=False):
     structured_outputs: sampling_pb2.StructuredOutputs
 
 
+class RequestFields(Sampling, total=False):
+    """What build_request takes beside the prompt."""
+
+    messages: Messages
+    tokens: Sequence[int]
+    tools: Iterable[tools_pb2.Tool]
+    model: str
+    request_id: str
+    n: int
+    include_latency: bool
+    ttft_target_s: float | None
+    tpot_target_s: float | None
+    priority: priority_pb2.Priority.ValueType
+
+
 def build_request(  # noqa: PLR0913 - every argument is one of the caller's
     prompt: str = "",
     *,

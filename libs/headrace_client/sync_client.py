@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any, Final, TypeVar, Unpack
 
 from headrace.inference.v1 import inference_pb2
 from headrace_client.client import DEFAULT_TIMEOUT_S, LIST_TIMEOUT_S, Client
-from headrace_client.requests import Messages, Sampling, build_request
+from headrace_client.requests import RequestFields, build_request
 from headrace_common.access.credentials import TlsFiles
 
 Result = TypeVar("Result")
@@ -69,25 +69,11 @@ class SyncClient:
         self,
         prompt: str = "",
         *,
-        messages: Messages = (),
-        tokens: Sequence[int] = (),
-        model: str = "",
-        request_id: str = "",
-        include_latency: bool = False,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        **sampling: Unpack[Sampling],
+        **fields: Unpack[RequestFields],
     ) -> Iterator[inference_pb2.GenerateResponse]:
-        """Streams the answer as `stream` does. The prompt and `sampling` are as for build_request."""
-        request = build_request(
-            prompt,
-            messages=messages,
-            tokens=tokens,
-            model=model,
-            request_id=request_id,
-            include_latency=include_latency,
-            **sampling,
-        )
-        return self.stream(request, timeout_s)
+        """Streams the answer as `stream` does. The prompt and `fields` are as for build_request."""
+        return self.stream(build_request(prompt, **fields), timeout_s)
 
     def stream(
         self,
