@@ -39,3 +39,7 @@ async def test_no_request_fails_while_the_registry_is_away_and_comes_back(tmp_pa
             await asyncio.sleep(MEMBER_TTL_S)
             await answers.more(10)
         await it.wait_joined(2, 1)
+        # A service that ends by itself leaves the registry at once.
+        assert await it.terminate("router") == 0
+        names = {member.worker_id for member in await list_members(it.deployment.registry)}
+        assert names == {"prefill-0", "prefill-1", "decode-0"}
