@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 from headrace_common.deadlines import Deadline
 from headrace_common.latency.breakdown import Breakdown, break_down
-from headrace_common.latency.report import call_when_reported, wait_for_report
 from headrace_common.latency.steps import AttemptSteps, RequestSteps
 from headrace_frontend.request.response_stream import ResponseStream
+
+REPORT_WAIT_S: Final = 1.0
+"""Longest wait: a report comes at about the time of the first token."""
 
 
 class AttemptTimeline(Protocol):
@@ -130,3 +132,28 @@ class RequestTimeline(Generic[AttemptT]):
 def now_us() -> int:
     """Microseconds of the monotonic clock."""
     return time.monotonic_ns() // 1_000
+
+
+async def wait_for_report(report: asyncio.Future[Any] | None, deadline: Deadline) -> None:
+    """Returns once the report is there, after REPORT_WAIT_S or half of the time to the deadline at the latest.
+
+    The other half is for the answer that the report is a part of.
+    """
+    if report is not None:
+        await asyncio.wait({report}, timeout=min(REPORT_WAIT_S, deadline.remaining_s() / 2))
+
+
+def call_when_reported(report: asyncio.Future[Any] | None, call: Callable[[], None]) -> None:
+    """Calls `call` once: now if no report is missing, else when it is there, after REPORT_WAIT_S at the latest."""
+    if report is None:
+        call()
+        return
+    waiting = [call]
+
+    def once(_: object = None) -> None:
+        timer.cancel()
+        if waiting:
+            waiting.pop()()
+
+    timer = asyncio.get_running_loop().call_later(REPORT_WAIT_S, once)
+    report.add_done_callback(once)

@@ -43,7 +43,6 @@ from headrace_prefill.bandwidths import LinkBandwidths
 from headrace_prefill.link_spans import LinkSpans, last_link
 from headrace_prefill.prefix_fetch import PrefixFetch, PrefixFetcher
 from headrace_prefill.spans import EndedTask, record_task
-from headrace_prefill.times import task_times
 
 log = logging.getLogger(__name__)
 
@@ -195,7 +194,7 @@ class PrefillWorker:
             if on_first_token is not None:
                 first = _first_token_to_proto(work.target.transfer_id, tokens)
                 sent_ns = start_unix_ns + time.monotonic_ns() - start_ns
-                first.times.CopyFrom(task_times(None, start_unix_ns, sent_ns))
+                first.times.CopyFrom(_task_times(None, start_unix_ns, sent_ns))
                 on_first_token(first)
 
         try:
@@ -303,7 +302,7 @@ def _first_token_to_proto(transfer_id: str, tokens: DecodeTokens) -> prefill_pb2
 def _done_to_proto(ended: EndedTask) -> prefill_pb2.TaskDone:
     done = prefill_pb2.TaskDone(
         transfer_id=ended.task.transfer_id,
-        times=task_times(ended.outcome, ended.start_unix_ns, ended.end_unix_ns),
+        times=_task_times(ended.outcome, ended.start_unix_ns, ended.end_unix_ns),
         last_link=last_link(ended.reports, ended.start_unix_ns),
     )
     if ended.error is not None:
@@ -312,3 +311,22 @@ def _done_to_proto(ended: EndedTask) -> prefill_pb2.TaskDone:
         done.cached_tokens = ended.outcome.cached_tokens
         done.payload_bytes = sum(report.payload_bytes for report in ended.reports)
     return done
+
+
+def _task_times(
+    outcome: PrefillOutcome | None, received_unix_ns: int, sent_unix_ns: int
+) -> prefill_pb2.TaskTimes:
+    """The times of a task until `sent_unix_ns`. Without an outcome, only that it was received."""
+
+    def after_us(unix_ns: int) -> int:
+        return max(1, (unix_ns - received_unix_ns) // 1_000) if unix_ns else 0
+
+    times = prefill_pb2.TaskTimes(received_unix_ns=received_unix_ns, sent_us=after_us(sent_unix_ns))
+    if outcome is not None:
+        times.compute_start_us = after_us(outcome.compute_start_unix_ns)
+        times.compute_end_us = after_us(outcome.compute_end_unix_ns)
+        links = [link for report in outcome.reports for link in report.links]
+        if links:
+            times.first_write_us = after_us(min(link.submitted_unix_ns for link in links))
+            times.last_write_us = after_us(max(link.landed_unix_ns for link in links))
+    return times

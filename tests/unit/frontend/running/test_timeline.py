@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from headrace_common.deadlines import Deadline
-from headrace_common.latency.report import call_when_reported, wait_for_report
+from headrace_frontend.running.timeline import call_when_reported, wait_for_report
 
 
 async def test_an_answer_without_a_prefill_does_not_wait() -> None:
