@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import grpc.aio
@@ -12,7 +11,6 @@ from opentelemetry.sdk.trace import ReadableSpan
 from headrace.inference.v1 import sampling_pb2
 from headrace.kv.v1 import handoff_pb2
 from headrace.worker.v1 import worker_pb2
-from headrace_common.deadlines import Deadline
 from headrace_common.rpc.status import error_from_rpc
 from headrace_common.telemetry import schema
 from headrace_decode.admission.retry_hint import HINT_S_MIN
@@ -25,7 +23,7 @@ from tests.component.decode.prefill_rank import (
     PrefillRank,
     failure_of,
 )
-from tests.waiting import PATIENCE_S, let_a_wrong_step_show, until
+from tests.waiting import let_a_wrong_step_show, until
 
 
 async def test_no_token_is_sent_before_every_layer_is_counted(
@@ -148,18 +146,6 @@ async def test_a_full_worker_refuses_until_there_is_room(served: Served) -> None
     await until(lambda: served.service.status().reserved_blocks == 0, what="room")
     # A refused id may be used again, because nothing was spent.
     await served.reserve("full", remote_prefill=False)
-
-
-async def test_a_draining_worker_refuses_and_finishes(served: Served) -> None:
-    call = await served.reserve(remote_prefill=False)
-    served.service.start_drain()
-    assert (await failure_of(served.generate(request("y1")))).reason == "DRAINING"
-    waiting = asyncio.create_task(served.service.finish_drain(Deadline.after(60.0)))
-    await let_a_wrong_step_show()
-    assert not waiting.done()
-    served.engine.play(DecodeTokens((1,)), DecodeEnded(True, 0))
-    assert [r.kind async for r in call][-1] == "finished"
-    await asyncio.wait_for(waiting, PATIENCE_S)
 
 
 async def test_the_deadline_error_names_the_missing_keys(served: Served) -> None:
