@@ -28,7 +28,9 @@ async def test_every_member_of_a_deployment_is_examined(tmp_path: Path) -> None:
         deployed.kill("decode-0")
 
         async def missing() -> bool:
-            return any("no decode worker" in one.detail for one in await examine(registry, ""))
+            return any(
+                "no worker that generates" in one.detail for one in await examine(registry, "")
+            )
 
         await until(missing, 30.0, "the end of the decode worker", 0.5)
 
