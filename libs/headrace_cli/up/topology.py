@@ -110,13 +110,6 @@ class ProcessSpec:
     keeps_log: bool = False
     worker_count: int = 1
 
-    @property
-    def worker_names(self) -> tuple[str, ...]:
-        """The ids of its workers."""
-        if self.worker_count == 1:
-            return (self.name,)
-        return tuple(f"{self.name}-{number}" for number in range(self.worker_count))
-
 
 def check_topology(topology: Topology) -> None:
     """Raises ConfigError, naming the remedy, for a topology that cannot run."""

@@ -17,7 +17,6 @@ from tests.component.router.fakes import (
     hand_over,
     reply,
     text_of,
-    with_settings,
 )
 
 REMOTE = inference_pb2.PREFILL_PLACEMENT_REMOTE
@@ -25,12 +24,11 @@ TENANTS = ("tenant-a", "tenant-b")
 
 
 @pytest.fixture
-async def rig(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Rig]:
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     """A router with API keys: each tenant's name and a number is one."""
     path = tmp_path / "keys"
     path.write_text("".join(f"{tenant}-{n} {tenant}\n" for tenant in TENANTS for n in (1, 2)))
-    settings = getattr(request, "param", {})
-    rig = await Rig(api_keys_file=str(path), **settings).start()
+    rig = await Rig(api_keys_file=str(path)).start()
     yield rig
     await rig.close()
 
@@ -47,15 +45,6 @@ async def test_tenants_have_opaque_salts_of_their_own(rig: Rig) -> None:
         assert salt
         assert is_cache_salt(salt)
         assert "tenant" not in salt
-
-
-@with_settings(prefix_cache_scope="shared")
-async def test_with_a_shared_cache_there_is_no_salt(rig: Rig) -> None:
-    decode = await rig.add_decode(reply("ok"))
-    prefill = await rig.add_prefill(hand_over)
-    await rig.ask(key="tenant-a-1", prefill_placement=REMOTE)
-    assert [request.cache_salt for request in decode.requests] == [""]
-    assert [task.cache_salt for task in prefill.tasks] == [""]
 
 
 async def test_a_retried_and_migrated_request_keeps_its_salt(rig: Rig) -> None:
