@@ -14,6 +14,7 @@ from headrace_cli.commands import (
     chat,
     credentials,
     doctor,
+    explain,
     pair,
     planner,
     policy,
@@ -79,7 +80,7 @@ app = typer.Typer(
 # The help lists them in this order.
 COMMANDS: Final = {
     "Deployment on this machine": (up,),
-    "Requests": (chat, route, trace),
+    "Requests": (chat, route, trace, explain),
     "Operation": (workers, status, policy, doctor),
     "Credentials": (credentials,),
     "Numbers of workers": (profile, simulate, planner),

@@ -232,6 +232,8 @@ def _notes(view: TraceView) -> str:
         notes.append("the transfer delays the second token, not the first")
     if view.clock_error_ns:
         notes.append(f"clocks of the hosts are known within {format_ms(view.clock_error_ns)}")
+    if view.other:
+        notes.append(f"best other decision: {view.other}")
     return "; ".join(notes)
 
 

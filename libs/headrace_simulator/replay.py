@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from headrace_common.errors import ConfigError, HeadraceError
 from headrace_planner.observation import PlannedRole
 from headrace_planner.settings import WorkerProfile
+from headrace_router.placement import Placement
 from headrace_simulator.fleet import Autoscaler, Decide, Fleet, PlannerDecisions
 from headrace_simulator.job import (
     ChangeRow,
@@ -31,10 +32,14 @@ def simulate(
     profile: WorkerProfile,
     trace: Sequence[TraceRequest],
     decide: Decide | None = None,
+    *,
+    wrap: Callable[[Placement], Placement] = lambda placement: placement,
+    on_ended: Callable[[RequestOutcome], None] = lambda outcome: None,
 ) -> SimulationResult:
     """Replays the trace in virtual time. Equal arguments give equal results.
 
-    `decide` changes the numbers of workers in place of `settings.scaling.scaling`.
+    `decide` changes the numbers of workers in place of `settings.scaling.scaling`. `wrap` makes the placement from that
+    of the settings. `on_ended` gets each request that has ended.
     Raises ConfigError for a profile that lacks the size of a worker's KV memory.
     """
     if profile.kv_tokens < 1 or profile.max_num_seqs < 1:
@@ -42,7 +47,7 @@ def simulate(
             "a simulation needs kv_tokens and max_num_seqs in the profile: `headrace profile` writes them",
             metadata={"field": "profile"},
         )
-    return run_virtually(lambda: _Replay(settings, profile, trace, decide).run())
+    return run_virtually(lambda: _Replay(settings, profile, trace, decide, wrap, on_ended).run())
 
 
 class _Replay:
@@ -52,14 +57,17 @@ class _Replay:
         profile: WorkerProfile,
         trace: Sequence[TraceRequest],
         decide: Decide | None,
+        wrap: Callable[[Placement], Placement],
+        on_ended: Callable[[RequestOutcome], None],
     ) -> None:
         self._settings = settings
         self._trace = trace
         if decide is None and settings.scaling.scaling is Scaling.PLANNER:
             decide = PlannerDecisions(settings.scaling.planner, profile)
         self._decide = decide
+        self._on_ended = on_ended
         self._loop = asyncio.get_running_loop()
-        self._router = SimulatedRouter(settings, profile)
+        self._router = SimulatedRouter(settings, profile, wrap)
         longest = max(request.prompt_tokens for request in trace)
         self._fleet = Fleet(settings, profile, self._router, longest)
         self._outcomes: list[RequestOutcome] = []
@@ -88,6 +96,7 @@ class _Replay:
         except HeadraceError as error:
             outcome = job.failed(error.reason)
         self._outcomes.append(outcome)
+        self._on_ended(outcome)
         if self._autoscaler is not None:
             self._autoscaler.request_ended(outcome)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -87,7 +87,13 @@ class RoundRobin(Placement):
 class SimulatedRouter:
     """Serves one model. `jobs` has the jobs that are under way, by transfer id."""
 
-    def __init__(self, settings: SimulationSettings, profile: WorkerProfile) -> None:
+    def __init__(
+        self,
+        settings: SimulationSettings,
+        profile: WorkerProfile,
+        wrap: Callable[[Placement], Placement] = lambda placement: placement,
+    ) -> None:
+        """`wrap` makes the placement from that of the settings."""
         self.queue = PrefillQueue(_REQUESTS_MAX, sign=lambda task, ref, layout_hash: b"")
         self.jobs: dict[str, Job] = {}
         self._loop = asyncio.get_running_loop()
@@ -97,7 +103,7 @@ class SimulatedRouter:
         self._lengths = AnswerLengths()
         self._is_aware = settings.way in _AWARE
         aware = KvAware(Random(settings.seed))
-        self._placement = RoundRobin(aware) if settings.way is Way.ROUND_ROBIN else aware
+        self._placement = wrap(RoundRobin(aware) if settings.way is Way.ROUND_ROBIN else aware)
         self._policy = RoutePolicy(local_prefill_max_tokens=settings.local_prefill_max_tokens)
         self._cached = CachedPrompts(lambda: _HASH_KEY, TierPrices(self.queue.compute_s_per_token))
         self._hasher = prefix_hasher(_HASH_KEY, MODEL, BLOCK_TOKENS)

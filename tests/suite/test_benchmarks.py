@@ -35,6 +35,7 @@ WITH_OUTPUT: Final = {
     "tier_copies": "--blocks=4 --memory-blocks=16 --rounds=1",
     "security": "--rounds=1 --seconds=0.5 --streams=2 --attacks=stops,without_key",
     "simulation.placements": f"--trace={TRACE} --published={TRACE} --seconds=600",
+    "simulation.regret": "--sample=1",
     "simulation.day": "--hours=0.5 --splits 3:3 --runs planner oracle fixed",
     "registry_members": "--members=40 --stores=memory --leases=20,1 --ttl=5 --idle=0.5",
 }

@@ -24,6 +24,12 @@ async def test_up_with_workers_of_both_roles_answers_lists_and_drains_them(tmp_p
         answered = await headrace(*asked)
         assert answered.status == 0, answered.err
         assert answered.out.strip()
+        # After one prompt, no worker has learned its times.
+        assert "best other decision: no estimate" in (await headrace("trace", *router)).out
+        explained = json.loads((await headrace("explain", "--json", *router)).out)
+        assert [(one["other"], one["request_count"]) for one in explained["regrets"]] == [
+            ("no estimate", 1)
+        ]
         listed = await headrace("workers", *router)
         assert listed.status == 0, listed.err
         rows = [line.split()[:2] for line in listed.out.splitlines() if "worker-" in line]

@@ -141,7 +141,7 @@ async def chosen_trace(client: RouterOperator, name: str, wait_s: float) -> trac
         return await client.trace("" if name == LAST else name, wait_s)
     best: trace_pb2.Trace | None = None
     longest_ns = -1
-    async for trace in _newest(client):
+    async for trace in newest_traces(client):
         view = read_trace(trace)
         if name == FAILED and is_failed(view):
             return trace
@@ -153,7 +153,8 @@ async def chosen_trace(client: RouterOperator, name: str, wait_s: float) -> trac
     return best
 
 
-async def _newest(client: RouterOperator) -> AsyncIterator[trace_pb2.Trace]:
+async def newest_traces(client: RouterOperator) -> AsyncIterator[trace_pb2.Trace]:
+    """The newest SEARCHED_MAX, newest first."""
     for summary in await client.traces(SEARCHED_MAX):
         # The router may have dropped it meanwhile.
         with suppress(NotFound):
@@ -162,7 +163,7 @@ async def _newest(client: RouterOperator) -> AsyncIterator[trace_pb2.Trace]:
 
 async def conversation_turns(client: RouterOperator, conversation_id: str) -> list[Turn]:
     """The turns of a conversation that are stored, oldest first. Raises NotFound."""
-    turns = turns_of([trace async for trace in _newest(client)], conversation_id)
+    turns = turns_of([trace async for trace in newest_traces(client)], conversation_id)
     if not turns:
         raise NotFound(
             f"none of the last {SEARCHED_MAX} requests belongs to conversation {conversation_id}",
@@ -227,6 +228,7 @@ def trace_object(trace: trace_pb2.Trace) -> dict[str, Any]:
     return message_object(trace) | {
         "verdict": verdict(view),
         "ttft_ns": view.ttft_ns if view.answered else None,
+        "best_other_decision": view.other,
         "parts": [{"name": part.name, "duration_ns": part.duration_ns} for part in view.parts],
         "links": [
             {

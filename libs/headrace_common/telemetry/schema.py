@@ -87,6 +87,15 @@ ATTRIBUTE_PLACEMENT: Final = "headrace.placement"
 ATTRIBUTE_EXPLANATION: Final = "headrace.explanation"
 # The decode workers with the lowest costs, with these costs in tokens.
 ATTRIBUTE_CANDIDATES: Final = "headrace.candidates"
+# How the best other placement differs: "local prefill", "remote prefill", "other prefill worker" or "other decode
+# worker". Absent without an estimate.
+ATTRIBUTE_OTHER_DECISION: Final = "headrace.other.decision"
+# Worker that would have generated.
+ATTRIBUTE_OTHER_DECODE_WORKER_ID: Final = "headrace.other.decode_worker_id"
+# Worker that would have computed the prompt.
+ATTRIBUTE_OTHER_PREFILL_WORKER_ID: Final = "headrace.other.prefill_worker_id"
+# By how much the first token would have been earlier with the other placement; negative for later.
+ATTRIBUTE_OTHER_GAIN_MS: Final = "headrace.other.gain_ms"
 # Number of prompts ahead on entering the prefill queue.
 ATTRIBUTE_QUEUE_DEPTH: Final = "headrace.queue.depth"
 # Reason of the error, as in headrace_common.errors.
@@ -323,6 +332,9 @@ METRIC_CLASS_FIRST_TOKEN: Final = "headrace.first_token.by_class"
 # Predicted times from the arrival to the first token, of requests that have a bound on it. Compare with
 # gen_ai.server.time_to_first_token.
 METRIC_PREDICTED_FIRST_TOKEN: Final = "headrace.first_token.predicted"
+# By how much the first token would have been earlier with the best other placement, 0 for later. Counts requests with
+# an estimate.
+METRIC_REGRET: Final = "headrace.placement.regret"
 # Requests that were refused on arrival because of their prediction, by model and bound. headrace.requests counts them
 # too, as FIRST_TOKEN_LATE.
 METRIC_EARLY_REFUSALS: Final = "headrace.early_refusals"

@@ -135,6 +135,8 @@ class TraceView:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: str = ""
+    other: str = ""
+    """The best other placement. Empty for a request that was not placed."""
 
     @property
     def largest_part(self) -> PartTime | None:

@@ -20,6 +20,7 @@ from headrace_common.trace_view.model import (
     Step,
     TraceView,
 )
+from headrace_common.trace_view.regret import regret_text
 
 _NS_PER_MS: Final = 1e6
 
@@ -146,6 +147,7 @@ def read_trace(trace: trace_pb2.Trace) -> TraceView:
         prompt_tokens=root.number(schema.ATTRIBUTE_PROMPT_TOKENS) if root else 0,
         completion_tokens=root.number(schema.ATTRIBUTE_COMPLETION_TOKENS) if root else 0,
         error=root.span.error if root else "",
+        other=regret_text(root.span.attributes) if root and named[schema.SPAN_ROUTE] else "",
     )
 
 

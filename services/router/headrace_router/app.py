@@ -266,6 +266,7 @@ def _build_records(basis: _Basis, fleet: _Fleet) -> _Records:
         traces,
         slow_s=config.slow_trace_s,
         on_latency=metrics.count_latency,
+        on_regret=metrics.count_regret,
     )
     return _Records(metrics, traces, clocks, tracer)
 

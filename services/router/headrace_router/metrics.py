@@ -34,6 +34,7 @@ from headrace_router.load import RequestTotals
 from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
 from headrace_router.status.traffic import BucketSums, TrafficCounts
+from headrace_router.tracing.regret import Regret
 from headrace_router.workers.directory import WorkerDirectory
 
 _SAMPLE_INTERVAL_S: Final = 1.0
@@ -137,6 +138,9 @@ class RouterMetrics(RequestCounter):
             schema.METRIC_CLASS_FIRST_TOKEN, model, schema.ATTRIBUTE_PRIORITY
         )
         self._predicted = store.histogram(schema.METRIC_PREDICTED_FIRST_TOKEN, model)
+        self._regrets = store.histogram(
+            schema.METRIC_REGRET, model, schema.ATTRIBUTE_OTHER_DECISION
+        )
         self._duration = store.histogram(schema.METRIC_REQUEST_DURATION, model)
         self._per_token = store.histogram(schema.METRIC_TIME_PER_OUTPUT_TOKEN, model)
         self._gaps = store.histogram(schema.METRIC_INTER_TOKEN_LATENCY, model)
@@ -255,6 +259,10 @@ class RouterMetrics(RequestCounter):
     def record_prediction(self, model: str, first_token_s: float) -> None:
         """Records a predicted time to first token."""
         self._predicted.record(first_token_s, model)
+
+    def count_regret(self, model: str, regret: Regret) -> None:
+        """Counts a request with an estimate. It has no regret when the other decision would have been no better."""
+        self._regrets.record(max(0.0, regret.gained_s), model, regret.other.kind)
 
     def count_early_refusal(self, model: str, bound: str) -> None:
         """Counts a request that was refused by its prediction. `bound` is what the prediction exceeds."""

@@ -21,7 +21,13 @@ from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import NoDecodeWorker
 from headrace_common.registry.adapters import Adapter
 from headrace_kv.layout.layout import KvLayout, WorkerRef
-from headrace_router.timed_placement import NO_TARGETS, TimedCosts, TokenTargets, timed_costs
+from headrace_router.timed_placement import (
+    NO_TARGETS,
+    OtherDecision,
+    TimedCosts,
+    TokenTargets,
+    timed_costs,
+)
 from headrace_router.workers.table import Flags, LoadTable, Numbers, Worker
 
 EXPLAINED_CANDIDATES: Final = 5
@@ -140,6 +146,8 @@ class Decision:
     """The worker that should compute the prompt. None leaves it to the prefill queue."""
     first_s: float | None = None
     """Predicted seconds to the first token, where this was decided by times."""
+    others: tuple[OtherDecision, ...] = ()
+    """The best other decision of each kind, where this was decided by times."""
     reachable: bool = True
     """False when every worker that may be chosen is unreachable."""
 
@@ -191,11 +199,12 @@ class KvAware(Placement):
         if wants_remote and timed is None:
             paired = _paired(candidates, request.failed)
             faults["unpaired"] = (missing >= _remote_tokens_min(request)) & ~paired
-        row = self._draw(costs, table.requests, _fit(usable, faults), policy.temperature)
+        fit = _fit(usable, faults)
+        row = self._draw(costs, table.requests, fit, policy.temperature)
         reachable = bool(table.reachable[row])
         if timed is not None:
             return _timed_decision(
-                timed, table, missing, needed_tokens, usable, faults, row, reachable=reachable
+                timed, table, missing, needed_tokens, usable, faults, fit, row, reachable=reachable
             )
         remote = wants_remote
         if paired is not None:
@@ -372,6 +381,7 @@ def _timed_decision(
     needed_tokens: int,
     usable: Flags,
     faults: Mapping[str, Flags],
+    fit: Flags,
     row: int,
     *,
     reachable: bool,
@@ -405,5 +415,6 @@ def _timed_decision(
         cached_tokens=needed_tokens - int(missing[prefill_row]),
         prefill=table.workers[prefill_row].ref if remote else None,
         first_s=float(timed.first_s[row]),
+        others=timed.others(table, row, fit),
         reachable=reachable,
     )

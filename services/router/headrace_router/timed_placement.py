@@ -16,6 +16,7 @@ wait, they are computed wherever steps have time to spare.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Final
@@ -25,8 +26,15 @@ from numpy.typing import NDArray
 
 from headrace.inference.v1 import bounds_pb2, inference_pb2
 from headrace_common.durations import duration_from_seconds
-from headrace_router.workers.table import Flags, LoadTable, Numbers, TimeColumns
+from headrace_kv.layout.layout import WorkerRef
+from headrace_router.workers.table import Flags, LoadTable, Numbers, TimeColumns, Worker
 
+Rows = NDArray[np.intp]
+LOCAL: Final = "local prefill"
+REMOTE: Final = "remote prefill"
+OTHER_PREFILL: Final = "other prefill worker"
+OTHER_DECODE: Final = "other decode worker"
+"""How another way differs from the one that was taken."""
 _KEPT: Final = 0.97
 """Of the bound on the time per output token, as the engines keep it."""
 _FIRST_KEPT: Final = 0.85
@@ -34,7 +42,7 @@ _FIRST_KEPT: Final = 0.85
 _LATE_WEIGHT: Final = 2.0
 _OTHERS_WEIGHT: Final = 0.15
 """Of the time that a request takes from others. In a model of steps, 0.05 to 0.25 suited most loads."""
-_MESSAGES_S: Final = 0.02
+MESSAGES_S: Final = 0.02
 """Of a hand-over, beside its writes: the queue, the opening of the transfer, and its last acknowledgement."""
 _SHARE_MIN: Final = 0.05
 _LENGTH_GAIN: Final = 0.05
@@ -85,6 +93,47 @@ class AnswerLengths:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherDecision:
+    """A decision that was not made. `kind`: how it differs.
+
+    `first_s` is its predicted time to first token. With `after_prompt`, the same worker computes the prompt. Then
+    `first_s` counts from the end of computing, after a local prefill from the first token.
+    """
+
+    kind: str
+    worker: Worker
+    prefill: WorkerRef
+    first_s: float
+    after_prompt: bool
+
+    def estimate_s(self, prompt_s: float) -> float:
+        """Its time to first token. `prompt_s` is the observed time of what `first_s` counts from."""
+        return self.first_s + prompt_s if self.after_prompt else self.first_s
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePrefills:
+    """The times of prompts that one worker computes for another one.
+
+    `computed_s` is until a worker has computed and sent it, infinite where it may not. The other columns are of the
+    worker that generates: `step_s` as in TimedCosts, and the bytes that it lacks.
+    """
+
+    computed_s: Numbers
+    handovers: Numbers
+    step_s: Numbers
+    missing_bytes: Numbers
+
+    def first_s(self, prefill_rows: Rows | slice, rows: Rows | int) -> Numbers:
+        """The time to first token of pairs of different workers. Infinite where nothing is missing."""
+        fixed_s, byte_s = self.handovers[:, prefill_rows]
+        found_s = self.computed_s[prefill_rows] + MESSAGES_S + self.step_s[rows]
+        found_s += fixed_s + byte_s * self.missing_bytes[rows]
+        found: Numbers = np.where(self.missing_bytes[rows] > 0, found_s, np.inf)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class TimedCosts:
     """The cheapest way on each generating worker. Arrays have shape [worker].
 
@@ -93,9 +142,50 @@ class TimedCosts:
     """
 
     cost_s: Numbers
-    prefill_row: Numbers
+    prefill_row: Rows
     first_s: Numbers
     step_s: Numbers
+    local_s: Numbers
+    """`first_s` with a local prefill. Infinite where that is not allowed."""
+    remote: RemotePrefills
+    started_s: Numbers
+    """What a step with prompts takes beside them. Infinite where answers run: their slack is not known."""
+    joined_s: Numbers
+    """Until an answer joins the steps of a worker. Infinite beside prompts: their steps may be long."""
+
+    def others(self, table: LoadTable, row: int, fit: Flags) -> tuple[OtherDecision, ...]:
+        """The best decision of each kind other than the cheapest one on worker `row`, which was made.
+
+        Answers may be generated on the workers in `fit`. Decisions without a good prediction are left out.
+        """
+        taken = int(self.prefill_row[row])
+        # What this worker computes will be observed.
+        started_s = self.started_s.copy()
+        started_s[taken] = 0.0
+        own = self.prefill_row == np.arange(len(fit))
+        away_s = self.first_s + np.where(own, 0.0, self.joined_s) + started_s[self.prefill_row]
+        away_s[~fit] = away_s[row] = np.inf
+        here_s = self.remote.first_s(slice(None), row) + self.joined_s[row] + started_s
+        here_s[[taken, row]] = np.inf
+        prompt_s = float((self.local_s if taken == row else self.remote.computed_s)[taken])
+        away, prefill = int(away_s.argmin()), int(here_s.argmin())
+        ways = [
+            (OTHER_DECODE, away, int(self.prefill_row[away]), float(away_s[away])),
+            (REMOTE if taken == row else OTHER_PREFILL, row, prefill, float(here_s[prefill])),
+        ]
+        if taken != row:
+            ways.append((LOCAL, row, row, float(self.local_s[row] + started_s[row])))
+        return tuple(
+            OtherDecision(
+                kind=kind,
+                worker=table.workers[at],
+                prefill=table.workers[by].ref,
+                first_s=first_s - prompt_s if by == taken else first_s,
+                after_prompt=by == taken,
+            )
+            for kind, at, by, first_s in ways
+            if math.isfinite(first_s)
+        )
 
 
 def timed_costs(
@@ -136,31 +226,41 @@ def timed_costs(
     ended_s = alone_s + now_step_s * targets.answer_tokens
     compute_s = np.where(missing > 0, np.minimum(alone_s / share, ended_s), 0.0)
 
-    rows: Numbers = np.arange(len(table), dtype=np.float64)
-    first_s: Numbers = compute_s + step_s
+    rows: Rows = np.arange(len(table))
+    local_s: Numbers = compute_s + step_s
     others_s: Numbers = (step_s - now_step_s) * targets.answer_tokens
-    prefill_row = rows
+    sent_s = sent * missing
+    computed_s = np.full(len(table), np.inf)
     if placement != inference_pb2.PREFILL_PLACEMENT_LOCAL:
-        sent_s = sent * missing
-        best = _computing_rows(compute_s + sent_s, usable & computing)
-        fixed_s, byte_s = columns.handovers[:, best]
-        remote_s = (compute_s + sent_s)[best] + _MESSAGES_S + step_s
-        remote_s += fixed_s + byte_s * table.token_bytes * missing
-        forced: bool | Flags = placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
-        if handing_over is not None:
-            forced = handing_over | forced
-        possible = (missing > 0) & (best != rows) & (usable & computing)[best]
-        chosen = possible & (forced | (remote_s < first_s))
-        first_s = np.where(chosen, remote_s, first_s)
-        # Sending takes the time of one worker, and receiving about as much of the other one.
-        others_s = np.where(chosen, others_s + 2.0 * sent_s[best], others_s)
-        prefill_row = np.where(chosen, best, prefill_row)
+        computed_s = np.where(usable & computing, compute_s + sent_s, np.inf)
+    remote = RemotePrefills(computed_s, columns.handovers, step_s, table.token_bytes * missing)
+    best = _computing_rows(computed_s)
+    remote_s = np.where(best != rows, remote.first_s(best, rows), np.inf)
+    forced: bool | Flags = placement == inference_pb2.PREFILL_PLACEMENT_REMOTE
+    if handing_over is not None:
+        forced = handing_over | forced
+    local_s = np.where(forced & np.isfinite(remote_s), np.inf, local_s)
+    chosen = remote_s < local_s
+    first_s = np.minimum(remote_s, local_s)
+    # Sending takes the time of one worker, and receiving about as much of the other one.
+    others_s = np.where(chosen, others_s + 2.0 * sent_s[best], others_s)
+    prefill_row: Rows = np.where(chosen, best, rows)
     late_s = np.maximum(0.0, step_s - _KEPT * tpot) * targets.answer_tokens
     cost_s = first_s + _OTHERS_WEIGHT * others_s + late_s
     if targets.ttft_s is not None:
         allowed_s = _FIRST_KEPT * targets.ttft_s - targets.elapsed_s
         cost_s = cost_s + _LATE_WEIGHT * np.maximum(0.0, first_s - allowed_s)
-    return TimedCosts(cost_s, prefill_row, first_s, step_s)
+    started_s = np.where(now_step_s > 0, np.inf, fixed)
+    return TimedCosts(
+        cost_s=cost_s,
+        prefill_row=prefill_row,
+        first_s=first_s,
+        step_s=step_s,
+        local_s=local_s,
+        remote=remote,
+        started_s=np.where(missing > 0, started_s, now_step_s / 2),
+        joined_s=np.where(columns.prompts[0] > 0, np.inf, now_step_s / 2),
+    )
 
 
 def _waiting_s(columns: TimeColumns, share: Numbers, now_s: float) -> Numbers:
@@ -174,10 +274,10 @@ def _waiting_s(columns: TimeColumns, share: Numbers, now_s: float) -> Numbers:
     return waiting_s
 
 
-def _computing_rows(compute_s: Numbers, computing: Flags) -> NDArray[np.intp]:
+def _computing_rows(computed_s: Numbers) -> Rows:
     """For each worker, the other one that would compute the prompt first. Its own row where there is no other."""
-    order = np.argsort(np.where(computing, compute_s, np.inf))[:2]
-    best = np.full(len(compute_s), order[0])
+    order = np.argsort(computed_s)[:2]
+    best = np.full(len(computed_s), order[0])
     if len(order) > 1:
         best[order[0]] = order[1]
     return best

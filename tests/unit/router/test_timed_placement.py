@@ -14,7 +14,14 @@ from headrace_common.time_model.model import HandoverTimes, StepTimes, TimeModel
 from headrace_kv.layout.compatibility import fingerprint
 from headrace_kv.layout.layout import KvLayout, WorkerRef
 from headrace_router.placement import Candidates, Decision, KvAware, PlacementRequest, RoutePolicy
-from headrace_router.timed_placement import AnswerLengths, TokenTargets
+from headrace_router.timed_placement import (
+    LOCAL,
+    OTHER_DECODE,
+    OTHER_PREFILL,
+    REMOTE,
+    AnswerLengths,
+    TokenTargets,
+)
 from headrace_router.workers.prompt_work import PromptQueue, PromptWork
 from headrace_router.workers.table import NO_TIMES, Load, LoadTable, Worker
 
@@ -208,6 +215,38 @@ def test_a_worker_restricted_to_decode_gets_no_prompts_of_others() -> None:
     for roles in ("bdb", "ddb", "pdb"):
         decision = _choose(_busy(4), _FREE, _busy(4), roles=roles)
         assert decision.prefill != _ref("w1")
+
+
+def test_other_decisions_have_times_from_the_same_state() -> None:
+    # 302 ms to compute the prompt, 10.5 ms for a step. Another worker's step with prompts takes 10 ms beside them.
+    idle = {one.kind: one for one in _choose(_FREE, _FREE).others}
+    assert set(idle) == {OTHER_DECODE, REMOTE}
+    assert idle[OTHER_DECODE].first_s == pytest.approx(0.3225)
+    # A hand-over takes 10 ms, and its messages 20 ms.
+    assert idle[REMOTE].first_s == pytest.approx(0.3525)
+    assert idle[REMOTE].estimate_s(prompt_s=9.0) == idle[REMOTE].first_s
+
+
+def test_what_the_same_worker_computes_is_not_predicted_again() -> None:
+    decision = _choose(_busy(4), _FREE)
+    (other,) = decision.others
+    assert (other.kind, other.worker.ref, other.prefill) == (OTHER_DECODE, _ref("w1"), _ref("w1"))
+    # One step of 10.5 ms after the end of computing.
+    assert other.after_prompt
+    assert other.estimate_s(prompt_s=1.0) == pytest.approx(1.0105)
+
+
+def test_ways_beside_answers_or_into_long_steps_have_no_estimate() -> None:
+    computing = replace(_FREE, prompts=PromptWork(tokens=300))
+    decision = _choose(_busy(4), _FREE, computing)
+    kinds = {one.kind: one for one in decision.others}
+    # Beside the four answers, the time of a local prefill depends on how early their tokens have come.
+    assert (decision.prefill, LOCAL in kinds) == (_ref("w1"), False)
+    assert kinds[OTHER_PREFILL].prefill == _ref("w2")
+    # The third worker may compute a long step when the answer could join.
+    assert kinds[OTHER_DECODE].worker.ref == _ref("w1")
+    assert not _choose(_busy(1)).others
+    assert not _choose(Load(total_tokens=10_000), _FREE).others
 
 
 def test_a_failed_worker_is_not_chosen_for_the_prompt() -> None:

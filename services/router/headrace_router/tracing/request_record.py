@@ -20,6 +20,7 @@ from headrace_frontend.running.record import NO_RESOURCE, RequestRecord, SpanMak
 from headrace_frontend.running.timeline import now_us
 from headrace_router.placement import Decision
 from headrace_router.prefill_queue.task import QueuedTask
+from headrace_router.tracing.regret import Regret, regret_of
 from headrace_router.tracing.worker_clocks import ClockDifference, clock_attributes
 
 _LINK_METHOD: Final = "headrace.decode.v1.DecodeService/Link"
@@ -95,6 +96,15 @@ class RoutedRecord(RequestRecord):
     """How far workers' clocks are ahead of the router's, by worker id."""
 
     @property
+    def regret(self) -> Regret | None:
+        """See regret_of. None where not the planned worker computed the prompt."""
+        facts = self.attempts[0] if self.attempts else AttemptFacts()
+        planned = facts.decision.prefill if facts.decision is not None else None
+        if planned is not None and planned.worker_id != facts.prefill_worker_id:
+            return None
+        return regret_of(facts.decision, self.steps)
+
+    @property
     def stored_bytes(self) -> int:
         """About as many bytes as the record takes."""
         texts = (self.error, *self.root.attributes.values(), *(one.error for one in self.attempts))
@@ -137,7 +147,9 @@ class _Maker(SpanMaker):
             previous = (facts.context,) if facts.context is not None else previous
 
     def _root_attributes(self) -> dict[str, AttributeValue]:
-        return super()._root_attributes() | clock_attributes(self._record.differences)
+        regret = self._record.regret
+        other = regret.attributes() if regret is not None else {}
+        return super()._root_attributes() | clock_attributes(self._record.differences) | other
 
     def _attempt_spans(
         self, facts: AttemptFacts, steps: AttemptSteps, previous: tuple[SpanContext, ...]

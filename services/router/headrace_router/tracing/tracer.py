@@ -10,6 +10,7 @@ from headrace_frontend.request.response_stream import ResponseStream
 from headrace_frontend.running.record import RequestRecord
 from headrace_frontend.running.timeline import RequestTimeline
 from headrace_frontend.running.tracer import RequestTracer
+from headrace_router.tracing.regret import Regret
 from headrace_router.tracing.request_record import RoutedRecord
 from headrace_router.tracing.store import TraceStore
 from headrace_router.tracing.timeline import AttemptTimeline
@@ -26,10 +27,12 @@ class StoringTracer(RequestTracer[AttemptTimeline]):
         *,
         slow_s: float = 0.0,
         on_latency: Callable[[ResponseStream, Breakdown], None] = lambda _, __: None,
+        on_regret: Callable[[str, Regret], None] = lambda _, __: None,
     ) -> None:
-        """See RequestTracer, and TraceStore.keep."""
+        """See RequestTracer, and TraceStore.keep. `on_regret` gets the model and the regret of a request."""
         super().__init__(telemetry, slow_s=slow_s, on_latency=on_latency)
         self._store = store
+        self._on_regret = on_regret
 
     def _start_stored(
         self, trace_id: str, request_id: str, timeline: RequestTimeline[AttemptTimeline]
@@ -59,6 +62,9 @@ class StoringTracer(RequestTracer[AttemptTimeline]):
             attempts=tuple(attempt.facts for attempt in timeline.attempts),
             differences=differences,
         )
+        regret = routed.regret
+        if regret is not None:
+            self._on_regret(regret.other.worker.model, regret)
         if stored:
             self._store.end_request(routed)
             if kept:

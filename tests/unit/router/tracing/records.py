@@ -22,7 +22,12 @@ START_UNIX_NS = 100
 def decision(*, remote: bool) -> Any:
     worker = SimpleNamespace(ref=WorkerRef("decode-0", "aa"), endpoint="[::1]:7")
     return SimpleNamespace(
-        worker=worker, remote=remote, explanation="cheapest", candidates=("decode-0: 7",)
+        worker=worker,
+        remote=remote,
+        explanation="cheapest",
+        candidates=("decode-0: 7",),
+        prefill=None,
+        others=(),
     )
 
 
