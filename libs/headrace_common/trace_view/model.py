@@ -136,7 +136,7 @@ class TraceView:
     completion_tokens: int = 0
     error: str = ""
     other: str = ""
-    """The best other placement. Empty for a request that was not placed."""
+    """The best other placement. Empty without an estimate."""
 
     @property
     def largest_part(self) -> PartTime | None:

@@ -147,7 +147,7 @@ def read_trace(trace: trace_pb2.Trace) -> TraceView:
         prompt_tokens=root.number(schema.ATTRIBUTE_PROMPT_TOKENS) if root else 0,
         completion_tokens=root.number(schema.ATTRIBUTE_COMPLETION_TOKENS) if root else 0,
         error=root.span.error if root else "",
-        other=regret_text(root.span.attributes) if root and named[schema.SPAN_ROUTE] else "",
+        other=regret_text(root.span.attributes) if root else "",
     )
 
 

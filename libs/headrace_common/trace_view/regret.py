@@ -29,10 +29,10 @@ class Regrets:
 
 
 def regret_text(root: Mapping[str, str]) -> str:
-    """Such as "local prefill on w1: 310 ms earlier", from the attributes of a root span."""
+    """Such as "local prefill on w1: 310 ms earlier", from the attributes of a root span. Empty without an estimate."""
     kind = root.get(schema.ATTRIBUTE_OTHER_DECISION)
     if kind is None:
-        return NO_ESTIMATE
+        return ""
     gained_ms = _gained_ms(root)
     decode = root.get(schema.ATTRIBUTE_OTHER_DECODE_WORKER_ID, "")
     prefill = root.get(schema.ATTRIBUTE_OTHER_PREFILL_WORKER_ID, decode)
