@@ -12,10 +12,11 @@ from typing import Final, Unpack
 import grpc
 import grpc.aio
 
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, latency_pb2
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, keep_pb2, latency_pb2
 from headrace_client.requests import RequestFields, build_request
 from headrace_common.access.credentials import TlsFiles
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import HeadraceError, WorkerGone
 from headrace_common.latency.parts import Part, Sum, sum_from_proto, sum_to_proto
 from headrace_common.rpc.channel import open_channel
@@ -164,6 +165,18 @@ class Client:
                 inference_pb2.ListModelsRequest(), timeout=timeout_s, metadata=self._metadata
             )
         return list(listed.models)
+
+    async def keep(
+        self, promise_id: str, seconds: float = 0.0, timeout_s: float = LIST_TIMEOUT_S
+    ) -> keep_pb2.Kept:
+        """Lets a promise, the `usage.kept.id` of an answer, hold for `seconds` from now on; 0 ends it.
+
+        Raises HeadraceError, NotFound for a promise that has ended.
+        """
+        request = inference_pb2.KeepRequest(id=promise_id, duration=duration_from_seconds(seconds))
+        with rpc_errors(f"the router on {self._endpoint}", self._hint):
+            answer = await self._stub.Keep(request, timeout=timeout_s, metadata=self._metadata)
+        return answer.kept
 
     async def stream(
         self,

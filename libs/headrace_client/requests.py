@@ -59,6 +59,7 @@ class RequestFields(Sampling, total=False):
     include_latency: bool
     ttft_target_s: float | None
     tpot_target_s: float | None
+    keep_s: float | None
     priority: priority_pb2.Priority.ValueType
 
 
@@ -74,6 +75,7 @@ def build_request(  # noqa: PLR0913 - every argument is one of the caller's
     include_latency: bool = False,
     ttft_target_s: float | None = None,
     tpot_target_s: float | None = None,
+    keep_s: float | None = None,
     priority: priority_pb2.Priority.ValueType = priority_pb2.PRIORITY_UNSPECIFIED,
     **sampling: Unpack[Sampling],
 ) -> inference_pb2.GenerateRequest:
@@ -82,7 +84,8 @@ def build_request(  # noqa: PLR0913 - every argument is one of the caller's
     `max_tokens` 0 means what the context leaves, and `n` is the number of answers. With `include_latency`, the last
     response has the parts of the time to the first token, as `timing.latency`. With `ttft_target_s`, the router refuses
     a request at once when it predicts a later first token. `tpot_target_s` is the mean time that each further token may
-    take. `priority` is a class that the tenant may use. Raises
+    take. With `keep_s`, the KV of the answer shall stay for so long after it: the last response has `usage.kept`.
+    `priority` is a class that the tenant may use. Raises
     InvalidRequest unless exactly one kind of prompt is given, and for values of the wrong type. The router validates
     the rest.
     """
@@ -103,6 +106,7 @@ def build_request(  # noqa: PLR0913 - every argument is one of the caller's
             include_latency=include_latency,
             ttft_target=None if ttft_target_s is None else duration_from_seconds(ttft_target_s),
             tpot_target=None if tpot_target_s is None else duration_from_seconds(tpot_target_s),
+            keep=None if keep_s is None else duration_from_seconds(keep_s),
             priority=priority,
             sampling=sampling_pb2.SamplingParams(**given),  # type: ignore[arg-type]
         )

@@ -7,7 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any, Final, TypeVar, Unpack
 
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import inference_pb2, keep_pb2
 from headrace_client.client import DEFAULT_TIMEOUT_S, LIST_TIMEOUT_S, Client
 from headrace_client.requests import RequestFields, build_request
 from headrace_common.access.credentials import TlsFiles
@@ -94,6 +94,12 @@ class SyncClient:
     def models(self, timeout_s: float = LIST_TIMEOUT_S) -> list[inference_pb2.Model]:
         """The models that at least one decode worker serves. Raises HeadraceError."""
         return self._run(self._client.models(timeout_s))
+
+    def keep(
+        self, promise_id: str, seconds: float = 0.0, timeout_s: float = LIST_TIMEOUT_S
+    ) -> keep_pb2.Kept:
+        """As Client.keep."""
+        return self._run(self._client.keep(promise_id, seconds, timeout_s))
 
     def _run(self, work: Coroutine[Any, Any, Result], timeout_s: float | None = None) -> Result:
         """The result of a coroutine on the loop, which is cancelled when the caller is interrupted."""

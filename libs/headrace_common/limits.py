@@ -107,6 +107,8 @@ REQUEST_TIMEOUT_MAX_S: Final = 86_400
 """Longest timeout of a request over HTTP."""
 TOKEN_TARGET_MAX_S: Final = 3_600
 """Longest target for the time to first token, of a request or of the policy."""
+KEEP_MAX_S: Final = 3_600
+"""Longest promise to keep KV."""
 POLICY_TENANT_WEIGHT_MAX: Final = 1_000
 
 

@@ -18,6 +18,7 @@ from headrace_engine.steps import StepWatch
 from headrace_kv.handoff.messages import LayerSent, Reservation, SendReport, TransferTarget
 from headrace_kv.layout.layout import KvDescriptor
 from headrace_kv.manager.load_times import LoadTimes
+from headrace_kv.manager.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
 from headrace_kv.prefix.events import Tier
 from headrace_kv.receive.local_broadcast import LocalBroadcast
 from headrace_kv.transport.memory import Memory
@@ -166,6 +167,8 @@ class DecodeWork:
     """As in PrefillWork."""
     bounds: TokenBounds = NO_BOUNDS
     """As in PrefillWork."""
+    keep: KeepTerms | None = None
+    """Asks for a promise to keep the KV of `token_ids` and the answer. Its name is the transfer id."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -213,6 +216,8 @@ class DecodeEnded:
     cached_tokens: int
     tier_tokens: Mapping[Tier, int] = field(default_factory=dict)
     """As in PrefillOutcome."""
+    kept: Kept | None = None
+    """What is promised for the work's `keep`, also without tokens. None where the engine can promise nothing."""
 
 
 DecodeEvent = Reservation | DecodeTokens | DecodeEnded
@@ -330,6 +335,18 @@ class Engine(ABC):
     def step_times(self) -> StepTimes:
         """What it has learned of the time of its steps."""
         return NO_STEPS
+
+    @property
+    def promises(self) -> PromiseCounts:
+        """Its promises to keep KV."""
+        return NO_PROMISES
+
+    async def keep(self, terms: KeepTerms) -> Kept | None:
+        """Lets the promise of request `terms.name` hold for `terms.seconds` from now on; 0 ends it.
+
+        None when `terms.owner` has no such promise.
+        """
+        return None
 
     async def reset_prefix_cache(self) -> bool:
         """Evicts every cached prefix; False when requests hold blocks, so that it cannot."""

@@ -63,6 +63,18 @@ def test_evicted_prompts_return_with_equal_answers(
     together, one_by_one = found["preempted"]
     assert together == one_by_one
     if disk_blocks:
+        assert found["promised"] == {
+            "kept": WHOLE,
+            "tier": "HOST",
+            "blocks": WHOLE // 32,
+            "held": WHOLE,
+            "unkept": 0,
+            "of another": None,
+            "renewed": WHOLE,
+            "ended": 0,
+            "no more": None,
+            "broken": 0,
+        }
         storm = found["storm"]
         assert "wrong" not in storm
         assert storm["right"] > 24

@@ -11,6 +11,7 @@ from headrace_common.callers.priority import Priority
 from headrace_engine.interface import DecodeEnded, DecodeTokens
 from headrace_engine.vllm.engine import VllmEngine
 from headrace_kv.manager.lower_tiers import TierSettings
+from headrace_kv.manager.promises import KeepTerms
 from headrace_kv.prefix.events import Tier, load_time_from_proto
 from tests.vllm.pair import ENGINE_ARGS, GREEDY, Answer, Pair, prompt_of, running_pair
 from tests.vllm.tier_storm import storm
@@ -33,7 +34,7 @@ class Result:
     `load_times`: announced seconds a block, by tier.
     `preempted`: long answers side by side, and one by one.
     `after_low`: the cached tokens of a prompt after low requests for more blocks than main memory has.
-    `storm`: see tier_storm, on engines with a disk.
+    `storm`: see tier_storm, on engines with a disk. `promised`: see _promised.
     """
 
     first: list[list[int]] = field(default_factory=list)
@@ -50,6 +51,7 @@ class Result:
     preempted: list[list[list[int]]] = field(default_factory=list)
     after_low: int = 0
     storm: dict[str, int] = field(default_factory=dict)
+    promised: dict[str, object] = field(default_factory=dict)
 
 
 async def conversations(
@@ -76,6 +78,7 @@ async def conversations(
         async with running_pair(prefill=changes, decode=decode) as pair:
             result = await _conversations(pair)
             if disk_blocks:
+                result.promised = await _promised(pair)
                 result.storm = dict(await storm(pair, Path(folder)))
             else:
                 result.after_low = await _after_low(pair, host_blocks)
@@ -152,6 +155,40 @@ async def _after_low(pair: Pair, host_blocks: int) -> int:
         async for _ in pair.decode.decode(low):
             pass
     return _cached(await pair.plain(kept))
+
+
+async def _promised(pair: Pair) -> dict[str, object]:
+    """What is promised of a prompt with its answer, and found after more other prompts than the tiers have room for.
+
+    `unkept`: what is found of a prompt without a promise.
+    """
+    await until(pair.decode.reset_prefix_cache)
+    prompt, unkept = prompt_of(PROMPT_TOKENS, 400), prompt_of(PROMPT_TOKENS, 401)
+    work = pair.work(prompt, remote_kv=False)
+    terms = KeepTerms(work.transfer_id, "0a", 3_600.0)
+    answer = Answer()
+    async for event in pair.decode.decode(replace(work, keep=terms)):
+        answer.take(event)
+    await pair.plain(unkept)
+    assert answer.end is not None
+    assert answer.end.kept is not None
+    found: dict[str, object] = {"kept": answer.end.kept.tokens, "tier": answer.end.kept.tier.name}
+    for seed in range(402, 438):
+        await pair.plain(prompt_of(PROMPT_TOKENS, seed))
+    found["blocks"] = sum(pair.decode.promises.blocks.values())
+    found["held"] = _cached(await pair.plain(prompt))
+    found["unkept"] = _cached(await pair.plain(unkept))
+    found["of another"] = await pair.decode.keep(replace(terms, owner="0b", seconds=0.0))
+    renewed = await pair.decode.keep(replace(terms, seconds=60.0))
+    found["renewed"] = None if renewed is None else renewed.tokens
+    ended = await pair.decode.keep(replace(terms, seconds=0.0))
+    found["ended"] = None if ended is None else ended.tokens
+    found["no more"] = await pair.decode.keep(terms)
+    # The next step releases the blocks.
+    await pair.plain(prompt)
+    await until(lambda: not any(pair.decode.promises.blocks.values()))
+    found["broken"] = pair.decode.promises.broken
+    return found
 
 
 def _cached(answer: Answer) -> int:

@@ -178,11 +178,21 @@ def show_turns(turns: Iterable[Turn], *, as_json: bool) -> None:
         print_json({"turns": list(map(asdict, turns))})
         return
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("request", "prompt", "cached", "sent", "computed", "answer", "workers", "why"):
+    for title in (
+        "request",
+        "prompt",
+        "cached",
+        "sent",
+        "computed",
+        "answer",
+        "kept",
+        "workers",
+        "why",
+    ):
         table.add_column(title, overflow="fold")
     for turn in turns:
         counts = [turn.prompt_tokens, turn.cached_tokens, turn.transferred_tokens]
-        counts += [turn.computed_tokens, turn.answer_tokens]
+        counts += [turn.computed_tokens, turn.answer_tokens, turn.kept_tokens]
         workers = " > ".join(filter(None, (turn.prefill_worker, turn.decode_worker)))
         table.add_row(turn.request_id, *map(str, counts), workers, turn.reason)
     answer_console().print(table)

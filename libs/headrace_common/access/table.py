@@ -42,7 +42,7 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
         **_COMMON,
         # API keys guard these, where api_keys_file names some.
         "headrace.inference.v1.InferenceService": dict.fromkeys(
-            ("Generate", "ListModels"), _EVERY_CALLER
+            ("Generate", "Keep", "ListModels"), _EVERY_CALLER
         ),
     },
     Listener.INTERNAL: {
@@ -78,7 +78,9 @@ _BY_SERVICE: Final[Mapping[Listener, Mapping[str, _Methods]]] = {
             "GetPolicy": (*_MEMBERS, _OPERATOR),
             "SetPolicy": (_OPERATOR,),
         },
-        "headrace.decode.v1.DecodeService": {"Link": (_ROUTER,), "SetFirstToken": (_ROUTER,)},
+        "headrace.decode.v1.DecodeService": dict.fromkeys(
+            ("Link", "SetFirstToken", "Keep"), (_ROUTER,)
+        ),
         # A decode worker serves prefill workers only, and a prefill worker decode workers only. One of
         # both roles serves both, where it fetches prefixes: HandoffServicer.
         "headrace.kv.v1.HandoffService": {"Handoff": (_PREFILL, _DECODE)},

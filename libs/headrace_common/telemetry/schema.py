@@ -108,6 +108,8 @@ ATTRIBUTE_DECODE_WORKER_ID: Final = "headrace.decode.worker_id"
 ATTRIBUTE_INCARNATION: Final = "headrace.incarnation"
 # Prompt tokens found in a worker's prefix cache, of a request in the decode worker's.
 ATTRIBUTE_CACHED_TOKENS: Final = "headrace.cached_tokens"
+# Tokens of prompt and answer with a promise that their KV stays. Absent without a request for one.
+ATTRIBUTE_KEPT_TOKENS: Final = "headrace.kept_tokens"
 # Those of the cached tokens with KV from main memory. Absent for none.
 ATTRIBUTE_HOST_TOKENS: Final = "headrace.tier.host_tokens"
 # Those of the cached tokens with KV from disk. Absent for none.
@@ -401,6 +403,13 @@ METRIC_TIER_LOADED_BLOCKS: Final = "headrace.tier.loaded_blocks"
 METRIC_TIER_FAILED_BLOCKS: Final = "headrace.tier.failed_blocks"
 # Blocks of prefixes that a worker has stored in a tier below KV memory, the remote pool included.
 METRIC_TIER_STORED_BLOCKS: Final = "headrace.tier.stored_blocks"
+# Promises to keep KV that are in force on a worker. Those that have ended count until its next step.
+METRIC_PROMISES: Final = "headrace.promises"
+# Blocks below KV memory that promises hold, by tier. A block that two tenants hold counts twice.
+METRIC_PROMISED_BLOCKS: Final = "headrace.promised_blocks"
+# Promises to keep KV that a worker has ended before their time, since their KV was lost: after a failed load, or
+# because an operator has emptied its prefix cache.
+METRIC_BROKEN_PROMISES: Final = "headrace.broken_promises"
 # Bytes of KV transferred, by prefill worker, decode worker, kind of link and transport. Failed transfers count what
 # has landed.
 METRIC_LINK_BYTES: Final = "headrace.link.bytes"

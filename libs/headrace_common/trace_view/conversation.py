@@ -18,6 +18,7 @@ _UNSEEN_TOKENS_MAX: Final = 256
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One request. `cached_tokens`: of the prompt, in the decode worker's tiers. `computed_tokens`: by any worker.
+    `kept_tokens`: of prompt and answer, with a promise.
 
     `reason` says why tokens of earlier turns were computed again. Empty if they were not.
     """
@@ -32,6 +33,7 @@ class Turn:
     decode_worker: str
     prefill_worker: str
     reason: str = ""
+    kept_tokens: int = 0
 
 
 def turns_of(traces: Iterable[trace_pb2.Trace], conversation_id: str) -> list[Turn]:
@@ -73,6 +75,7 @@ def _turn(trace: trace_pb2.Trace, root: Mapping[str, str]) -> Turn:
         computed_tokens=max(0, prompt - max(cached, found)),
         decode_worker=attempt.attributes.get(schema.ATTRIBUTE_DECODE_WORKER_ID, ""),
         prefill_worker=attempt.attributes.get(schema.ATTRIBUTE_PREFILL_WORKER_ID, ""),
+        kept_tokens=_number(root, schema.ATTRIBUTE_KEPT_TOKENS),
     )
 
 

@@ -53,6 +53,7 @@ from headrace_engine.sim.validation import check_decode, check_prefill
 from headrace_engine.steps import StepWatch
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import KvDescriptor, RankMemory
+from headrace_kv.manager.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
 from headrace_kv.pool.engine_blocks import pool_secret
 from headrace_kv.pool.remote import PoolOpener, pool_opener
 from headrace_kv.prefix.events import Tier
@@ -160,6 +161,7 @@ class SimEngine(Engine):
             settings.host_blocks,
             settings.disk_blocks,
             settings.host_copy_s_per_token * layout.block_tokens,
+            self._clock.now_s,
         )
         lower: tuple[Tier, ...] = ()
         if self._lower_tiers is not None:
@@ -261,7 +263,9 @@ class SimEngine(Engine):
         check_decode(work, self.max_model_len)
         self.require_adapter(work.adapter)
         sampling = self._seeded(work.sampling)
-        sequence = decode_sequence(work, sampling, self.model, self.max_model_len)
+        sequence = decode_sequence(
+            work, sampling, self.model, self.max_model_len, partial(self._keep, work.keep)
+        )
         self._requests.submit(sequence, DecodeFull)
         assert sequence.generation is not None
         try:
@@ -270,6 +274,16 @@ class SimEngine(Engine):
         finally:
             sequence.closed()
             self._requests.update(sequence)
+
+    def _keep(self, terms: KeepTerms | None, sequence: Sequence) -> Kept | None:
+        return None if terms is None else self._pools.keep(sequence, terms)
+
+    @property
+    def promises(self) -> PromiseCounts:
+        return NO_PROMISES if self._lower_tiers is None else self._lower_tiers.promises.counts()
+
+    async def keep(self, terms: KeepTerms) -> Kept | None:
+        return None if self._lower_tiers is None else self._lower_tiers.promises.renew(terms)
 
     async def load_adapter(self, name: str, folder: Path, *, is_3d_lora_weight: bool) -> Adapter:
         try:

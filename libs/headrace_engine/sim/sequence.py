@@ -27,6 +27,7 @@ from headrace_engine.sim.model.sampling import is_plain
 from headrace_engine.step_budget import NO_BOUNDS, AnswerPace, DueToken, TokenBounds
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.manager.lower_tiers import NO_BLOCKS, PoolBlocks
+from headrace_kv.manager.promises import Kept
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS, PrefixHasher, root_hash
 
@@ -40,6 +41,8 @@ class Generation:
     transferable_tokens: int
     plain: bool = False
     """Whether `plain_token` chooses its tokens."""
+    keep: Callable[[Sequence], Kept | None] = lambda sequence: None
+    """Promises what is computed when the answer ends."""
     events: DecodeEventQueue = field(default_factory=DecodeEventQueue)
 
 
@@ -325,8 +328,7 @@ class Sequence:
         needs_kv = self._append(token_id, model)
         stopped = token_id in generation.sampling.stop_token_ids
         if stopped or not needs_kv:
-            self.ended = True
-            generation.events.put_end(DecodeEnded(stopped, self.cached, self.tier_tokens))
+            self._end_answer(generation, stopped=stopped)
 
     def prompt_scored(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """Adds the logprobs of the prompt to the events, before the first token."""
@@ -336,8 +338,12 @@ class Sequence:
     def answer_completed(self) -> None:
         """The answer ends after its last token, without a stop token."""
         assert self.generation is not None
+        self._end_answer(self.generation, stopped=True)
+
+    def _end_answer(self, generation: Generation, *, stopped: bool) -> None:
         self.ended = True
-        self.generation.events.put_end(DecodeEnded(True, self.cached, self.tier_tokens))
+        kept = generation.keep(self)
+        generation.events.put_end(DecodeEnded(stopped, self.cached, self.tier_tokens, kept))
 
     def _append(self, token_id: int, model: SimModel) -> bool:
         """Whether the token needs KV. The last one of the longest answer does not."""
@@ -392,9 +398,13 @@ def prefill_sequence(
 
 
 def decode_sequence(
-    work: DecodeWork, sampling: Sampling, model: SimModel, max_model_len: int
+    work: DecodeWork,
+    sampling: Sampling,
+    model: SimModel,
+    max_model_len: int,
+    keep: Callable[[Sequence], Kept | None] = lambda sequence: None,
 ) -> Sequence:
-    """A prompt that is answered. The last token of the answer needs no KV."""
+    """A prompt that is answered. The last token of the answer needs no KV. `keep`: see Generation."""
     total = min(work.prompt_tokens + sampling.max_tokens, max_model_len)
     hashes, hash_sum = _hash_prompt(work, total - 1, model)
     return Sequence(
@@ -407,7 +417,7 @@ def decode_sequence(
         priority=work.priority,
         bounds=work.bounds,
         generation=Generation(
-            sampling, work.remote_kv, work.transferable_tokens, is_plain(sampling)
+            sampling, work.remote_kv, work.transferable_tokens, is_plain(sampling), keep
         ),
         awaits_first_token=work.awaits_first_token,
     )

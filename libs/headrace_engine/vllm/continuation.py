@@ -122,6 +122,13 @@ def failure_id(request: Request) -> str:
     return found
 
 
+def has_answer(request: Request) -> bool:
+    """Whether an ended request has its whole answer: it was not aborted, and has not failed."""
+    from vllm.v1.request import RequestStatus
+
+    return request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
 def install(vllm_config: VllmConfig) -> None:
     """On a rank, before its first request. Makes the V1 model runner start such requests with their output.
 

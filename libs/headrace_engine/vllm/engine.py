@@ -48,6 +48,7 @@ from headrace_engine.vllm.service.prefill_request import PrefillRequest
 from headrace_engine.vllm.service.rank_group import RankGroup
 from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
+from headrace_kv.manager.promises import KeepTerms, Kept, PromiseCounts
 from headrace_kv.prefix.events import Tier
 from headrace_kv.transport.mapped_memory import MappedMemory
 
@@ -292,6 +293,13 @@ class VllmEngine(Engine):
     @property
     def step_times(self) -> StepTimes:
         return self.load.step_times
+
+    @property
+    def promises(self) -> PromiseCounts:
+        return self.load.promises
+
+    async def keep(self, terms: KeepTerms) -> Kept | None:
+        return await self._require_started()[1].keep(terms)
 
     async def load_adapter(self, name: str, folder: Path, *, is_3d_lora_weight: bool) -> Adapter:
         llm, _ = self._require_started()

@@ -11,7 +11,9 @@ from headrace_common.limits import write_quiet_s
 from headrace_kv.handoff.messages import TransferTarget
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.lower_tiers import TierSettings
+from headrace_kv.manager.promises import KeepTerms, Kept
 from headrace_kv.pool.remote import PoolOpener, pool_opener
+from headrace_kv.prefix.events import Tier
 from headrace_kv.transport.networks import parse_networks
 
 PARAMS_KEY = "headrace"
@@ -26,6 +28,8 @@ PRIORITY_KEY = "headrace_priority"
 """In SamplingParams.extra_args: the request's class, if it is not normal."""
 BOUNDS_KEY = "headrace_bounds"
 """In SamplingParams.extra_args: the fields of TokenBounds, if the request has bounds."""
+KEEP_KEY = "headrace_keep"
+"""In SamplingParams.extra_args: the fields of KeepTerms, if the request's KV shall stay after it."""
 _NESTED = ("credentials", "tiers")
 
 
@@ -170,6 +174,23 @@ def consume_params(
     if params is not None:
         params.pop(PARAMS_KEY, None)
     return parsed
+
+
+def keep_terms(extra_args: Mapping[str, Any] | None) -> KeepTerms | None:
+    """What a request's extra_args ask to be kept."""
+    found = (extra_args or {}).get(KEEP_KEY)
+    return KeepTerms(*found) if found else None
+
+
+def kept_params(kept: Kept) -> dict[str, Any]:
+    """For the kv_transfer_params of a decode request's last output."""
+    return {PARAMS_KEY: {"kept": [kept.tokens, int(kept.tier), kept.seconds]}}
+
+
+def read_kept(params: Mapping[str, Any] | None) -> Kept | None:
+    """What is promised. None for an output without it."""
+    found = ((params or {}).get(PARAMS_KEY) or {}).get("kept")
+    return Kept(found[0], Tier(found[1]), found[2]) if found else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,6 +188,13 @@ class WorkerConfig(ServiceConfig):
         "/var/tmp",
         description="Folder of the file with these blocks, which has no name and ends with the worker.",
     )
+    kv_promised_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Most of each of these tiers that promises to clients may hold (GenerateRequest.keep). A tenant "
+        "may hold as much of it as is free still, so a single one holds half of it at most.",
+    )
     kv_pool_address: str = Field(
         "",
         description="host:port of the master of a Mooncake Store, where all workers of the deployment share KV blocks; "
@@ -357,6 +364,7 @@ def engine_config(config: WorkerConfig, *, role: WorkerRole, ref: WorkerRef) -> 
             pool_address=config.kv_pool_address,
             pool_timeout_s=config.kv_pool_timeout_s,
             publishes=role != "decode",
+            promised_share=config.kv_promised_share,
         ),
         step_stall_s=config.step_stall_s,
     )

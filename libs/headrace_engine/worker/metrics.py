@@ -17,6 +17,7 @@ from headrace_common.time_model.model import TimeModel
 from headrace_engine.prefix_events import PrefixEventPublisher
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.manager.load_times import LoadTimes
+from headrace_kv.manager.promises import NO_PROMISES, PromiseCounts
 from headrace_kv.prefix.events import Tier
 
 _NAMES: Final = {
@@ -121,14 +122,22 @@ class WorkerMetrics:
         self._time_errors = store.gauge(
             schema.METRIC_TIME_ERROR, worker, schema.ATTRIBUTE_TIME_OF, schema.ATTRIBUTE_QUANTILE
         )
+        self._promises = store.gauge(schema.METRIC_PROMISES, worker)
+        self._promised_blocks = store.gauge(
+            schema.METRIC_PROMISED_BLOCKS, worker, schema.ATTRIBUTE_TIER
+        )
+        self._broken_promises = store.counter(schema.METRIC_BROKEN_PROMISES, worker)
         self._gauges = (
             *(self._active, self._requests, self._blocks_used, self._blocks_total),
             *(self._blocks_free, self._blocks_reserved, self._blocks_quarantined),
             *(self._states, self._leases, self._stall, self._time_errors),
+            *(self._promises, self._promised_blocks),
         )
         self._has_readers = metrics.has_readers
         self._workers: dict[str, tuple[Status, bool, Incoming | None]] = {}
         self._times: dict[str, Callable[[], TimeModel]] = {}
+        # By worker: its promises, and how many broken ones are counted here.
+        self._promise_counts: dict[str, tuple[Callable[[], PromiseCounts], int]] = {}
         # By worker: how its engine counts blocks by tier, how many of them are counted here, and where.
         self._tier_counts: dict[str, list[_TierCount]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -144,15 +153,17 @@ class WorkerMetrics:
         tier_loads: LoadTimes | None = None,
         prefixes: PrefixEventPublisher | None = None,
         times: Callable[[], TimeModel] = TimeModel,
+        promises: Callable[[], PromiseCounts] = lambda: NO_PROMISES,
     ) -> Iterator[None]:
         """Samples `status` while the context lasts, and removes its gauges at its end.
 
         `reserves_blocks` and `incoming` are for decode workers; prefill workers use their blocks as a cache only.
         `tier_loads` counts the engine's loads from lower tiers, and `prefixes` what it stores there.
-        `times` has the errors of its time model.
+        `times` has the errors of its time model, and `promises` what it keeps for clients.
         """
         self._workers[worker_id] = (status, reserves_blocks, incoming)
         self._times[worker_id] = times
+        self._promise_counts[worker_id] = promises, 0
         counts = self._tier_counts[worker_id] = []
         if tier_loads is not None:
             counts.append(_TierCount(self._tier_blocks, tier_loads.loaded_blocks))
@@ -165,7 +176,7 @@ class WorkerMetrics:
             yield
         finally:
             del self._workers[worker_id], self._times[worker_id]
-            del self._tier_counts[worker_id]
+            del self._tier_counts[worker_id], self._promise_counts[worker_id]
             for gauge in self._gauges:
                 gauge.remove(worker_id)
 
@@ -217,6 +228,21 @@ class WorkerMetrics:
         for worker_id, counts in self._tier_counts.items():
             for one in counts:
                 one.add_new(worker_id)
+        for worker_id, (promises, counted) in self._promise_counts.items():
+            self._count_promises(worker_id, promises, counted)
+
+    def _count_promises(
+        self, worker_id: str, promises: Callable[[], PromiseCounts], counted: int
+    ) -> None:
+        now = promises()
+        if not now.blocks:
+            # Its engine has no tiers, or has not reported them.
+            return
+        self._promises.set(now.promises, worker_id)
+        for tier, count in now.blocks.items():
+            self._promised_blocks.set(count, worker_id, tier.name.lower())
+        self._broken_promises.add(now.broken - counted, worker_id)
+        self._promise_counts[worker_id] = promises, now.broken
 
     def _set_time_errors(self, worker_id: str, model: TimeModel) -> None:
         steps, handovers = model.steps, model.handovers

@@ -223,6 +223,7 @@ async def _serve(
             tier_loads=engine.tier_loads,
             prefixes=engine.prefix_events,
             times=hosted.times,
+            promises=lambda: engine.promises,
         ):
             await host.serve(server, drain)
     finally:

@@ -15,6 +15,7 @@ from opentelemetry import context as otel_context
 
 from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_common.deadlines import Deadline
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import (
     HeadraceError,
     InternalError,
@@ -56,6 +57,7 @@ from headrace_frontend.openai.requests import (
     DetokenizeBody,
     GenerationBody,
     Includes,
+    KeepBody,
     TokenizeBody,
     checked_body,
     parse_body,
@@ -70,6 +72,7 @@ from headrace_frontend.openai.responses import (
     model_object,
     models_object,
 )
+from headrace_frontend.promises import KEEP_HEADER, ask_to_keep, kept_object
 from headrace_frontend.request.text_threads import Result
 from headrace_frontend.tenants import tenant_or_none
 
@@ -128,6 +131,7 @@ class OpenAiApp:
             "/v1/messages": ("POST", self._messages),
             "/v1/messages/count_tokens": ("POST", self._count_tokens),
             "/v1/responses": ("POST", self._respond),
+            "/v1/headrace/keep": ("POST", self._keep),
             "/v1/models": ("GET", self._list_models),
             _MODEL_ROUTE: ("GET", self._describe_model),
             "/tokenize": ("POST", self._tokenize),
@@ -346,6 +350,7 @@ class OpenAiApp:
         respond = self._stream if generation.streamed else self._collect
         chat = not isinstance(generation.format, CompletionFormat)
         try:
+            ask_to_keep(exchange.headers.get(KEEP_HEADER), generation.requests)
             form = generation.format
             includes = generation.includes
             if (includes.prompt or includes.prompt_text) and isinstance(form, ResponseFormat):
@@ -464,6 +469,17 @@ class OpenAiApp:
         )
         _, tokens = await self._tokens_of(prompt, tenant)
         await exchange.respond_object({"input_tokens": len(tokens)})
+
+    async def _keep(self, exchange: HttpExchange) -> None:
+        tenant = self._tenant_of(exchange)
+        body = await self._body(exchange, tenant, KeepBody)
+        request = inference_pb2.KeepRequest(
+            id=body.id, duration=duration_from_seconds(body.seconds)
+        )
+        deadline = Deadline.after(self._deadline_s)
+        async with self._parts.runner.admitted(tenant, deadline):
+            kept = await self._parts.keep(tenant, request, deadline)
+        await exchange.respond_object(kept_object(kept))
 
     async def _tokenize(self, exchange: HttpExchange) -> None:
         tenant = self._tenant_of(exchange)

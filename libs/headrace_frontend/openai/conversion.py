@@ -22,6 +22,7 @@ from headrace_frontend.openai.requests import (
     StructuredOutputsBody,
     TokenizeBody,
 )
+from headrace_frontend.promises import KEEP_HEADER
 from headrace_frontend.request.sampling import SEED_MAX
 from headrace_frontend.request.validation import REQUEST_ID_CHARACTERS_MAX
 
@@ -144,6 +145,7 @@ def openai_violations(
     names = {
         "max_tokens": "max_completion_tokens" if chat else "max_tokens",
         "logprobs": "top_logprobs" if chat else "logprobs",
+        "keep": KEEP_HEADER,
     }
     if echoed:
         names["prompt_logprobs"] = "logprobs"

@@ -14,6 +14,7 @@ from headrace_common.limits import (
     BAD_WORDS_MAX,
     CHAT_TOOLS_MAX,
     CHOICE_TEXTS_MAX,
+    KEEP_MAX_S,
     LOGIT_BIASES_MAX,
     REQUEST_TIMEOUT_MAX_S,
     TOKEN_TARGET_MAX_S,
@@ -353,6 +354,13 @@ class CompletionBody(GenerationBody):
     def generates(self) -> bool:
         """Whether the choices have more than the prompt."""
         return self.max_tokens > 0 or not self.echo
+
+
+class KeepBody(Body):
+    """A request of /v1/headrace/keep, see InferenceService.Keep."""
+
+    id: str
+    seconds: Annotated[float, Field(ge=0, le=KEEP_MAX_S, allow_inf_nan=False)] = 0.0
 
 
 class TokenizeBody(Body):

@@ -13,6 +13,7 @@ from headrace_common.latency.breakdown import breakdown_object
 from headrace_frontend.openai.answers import AnswerRules, ChatAnswer, whole_message
 from headrace_frontend.openai.requests import Includes
 from headrace_frontend.openai.tokens import PromptOffsets, TextOffsets, TokenNames, tokens_within
+from headrace_frontend.promises import kept_field
 from headrace_text.codec import TextCodec
 
 DONE_EVENT: Final = b"data: [DONE]\n\n"
@@ -216,8 +217,8 @@ class ResponseFormat(ABC):
         return b"%b%b%b" % (head, _quote(text).encode(), tail)
 
     def last_event(self, usages: Sequence[inference_pb2.Usage], prompts: int) -> bytes:
-        """The end of the stream, after the event of the usage if that is wanted."""
-        if not self._includes.usage:
+        """The end of the stream, after the event of the usage if that is wanted, or has a promise."""
+        if not self._includes.usage and not any(one.HasField("kept") for one in usages):
             return DONE_EVENT
         usage = json.dumps({**usage_object(usages, prompts), **self._usage_details(())})
         return f'{self._prefix}], "usage": {usage}}}\n\n'.encode() + DONE_EVENT
@@ -490,7 +491,10 @@ def _latency_of(message: inference_pb2.GenerateResponse) -> dict[str, Any] | Non
 
 
 def usage_object(usages: Sequence[inference_pb2.Usage], prompts: int) -> dict[str, Any]:
-    """The usage of a response with the choices of `prompts` prompts. Each prompt counts once."""
+    """The usage of a response with the choices of `prompts` prompts. Each prompt counts once.
+
+    Only a response with a single choice has a promise.
+    """
     per_prompt = len(usages) // prompts
     prompt_usages = usages[::per_prompt]
     prompt_tokens = sum(usage.prompt_tokens for usage in prompt_usages)
@@ -502,6 +506,7 @@ def usage_object(usages: Sequence[inference_pb2.Usage], prompts: int) -> dict[st
         "prompt_tokens_details": {
             "cached_tokens": sum(usage.decode_cached_tokens for usage in prompt_usages)
         },
+        **kept_field(usages[0]),
     }
 
 

@@ -7,6 +7,7 @@ from array import array
 from headrace.decode.v1 import decode_pb2
 from headrace_common.registry.adapters import adapter_to_proto
 from headrace_common.rpc.token_ids import token_ids_message
+from headrace_frontend.promises import terms_to_proto
 from headrace_frontend.request.validation import PreparedRequest
 
 
@@ -35,6 +36,7 @@ def decode_request(
         tenant_salt=request.tenant_salt,
         adapter=None if request.adapter is None else adapter_to_proto(request.adapter),
         priority=request.priority.to_proto(),
+        keep=None if request.keep_s is None else terms_to_proto(request.tenant, request.keep_s),
     )
     if generated:
         # They came with the first token.

@@ -14,6 +14,7 @@ from headrace_common.errors import InvalidRequest
 from headrace_common.limits import (
     ANSWERS_MAX,
     CLIENT_SALT_CHARACTERS_MAX,
+    KEEP_MAX_S,
     PROMPT_LOGPROBS_VALUES_MAX,
     TOKEN_TARGET_MAX_S,
     UNKNOWN_CONTEXT_TOKENS,
@@ -87,6 +88,8 @@ class PreparedRequest:
     """The client's longest time to first token. None for that of the policy."""
     tpot_target_s: float | None = None
     """The client's longest mean time per further token. None for that of the policy."""
+    keep_s: float | None = None
+    """How long the KV shall stay after the answer. None asks for no promise."""
     includes_latency: bool = False
     """Whether the client wants its times to the first tokens as parts."""
     tokenized_ns: tuple[int, int] = (0, 0)
@@ -171,6 +174,7 @@ def prepare(
         tpot_target_s=seconds_from_duration(request.tpot_target)
         if request.HasField("tpot_target")
         else None,
+        keep_s=seconds_from_duration(request.keep) if request.HasField("keep") else None,
         includes_latency=request.include_latency,
     )
 
@@ -252,6 +256,11 @@ def _answer_violations(request: inference_pb2.GenerateRequest) -> Iterator[tuple
         yield "best_of", f"must be from n to {ANSWERS_MAX}, not {request.best_of}"
     elif request.best_of and request.best_of < max(1, request.n):
         yield "best_of", f"must be at least n, {request.n}, not {request.best_of}"
+    if request.HasField("keep"):
+        if not 0 < seconds_from_duration(request.keep) <= KEEP_MAX_S:
+            yield "keep", f"must be above 0 s and at most {KEEP_MAX_S} s"
+        elif max(request.n, request.best_of) > 1:
+            yield "keep", "excludes several answers; ask for one"
     if request.generated.ids and max(request.n, request.best_of) > 1:
         yield "generated", "must be empty for several answers; send n=1 for each of them"
     # Generate has replaced it by the messages.

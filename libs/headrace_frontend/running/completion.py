@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from headrace.inference.v1 import first_token_pb2, inference_pb2, sampling_pb2
+from headrace.inference.v1 import first_token_pb2, inference_pb2, keep_pb2, sampling_pb2
 from headrace_common.durations import duration_from_ns
 from headrace_common.latency.breakdown import breakdown_to_proto
 from headrace_common.telemetry import schema
@@ -18,13 +18,19 @@ _MAKER_NAMES: Final = {
 }
 
 
+_NO_PROMISE: Final = keep_pb2.Kept(
+    reason="the answer ended before the worker's end of it, as at a stop string or with its first token"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptOutcome:
-    """How a successful attempt ended. Both counts are of prompt tokens."""
+    """How a successful attempt ended. Both counts are of prompt tokens. `kept` is what the worker promises."""
 
     reason: sampling_pb2.FinishReason.ValueType
     cached_tokens: int
     transferred_tokens: int
+    kept: keep_pb2.Kept | None = None
 
     @classmethod
     def of_prompt(
@@ -33,10 +39,11 @@ class AttemptOutcome:
         cached_tokens: int,
         transferred_tokens: int,
         prompt_tokens: int,
+        kept: keep_pb2.Kept | None = None,
     ) -> AttemptOutcome:
         """Counts only tokens of the prompt: an attempt after others also computes tokens of the completion again."""
         cached = min(cached_tokens, prompt_tokens)
-        return cls(reason, cached, min(transferred_tokens, prompt_tokens - cached))
+        return cls(reason, cached, min(transferred_tokens, prompt_tokens - cached), kept)
 
 
 async def finish_response(
@@ -63,6 +70,9 @@ async def finish_response(
         decode_cached_tokens=outcome.cached_tokens,
         transferred_tokens=outcome.transferred_tokens,
     )
+    if request.prepared.keep_s is not None:
+        usage.kept.CopyFrom(outcome.kept or _NO_PROMISE)
+        request.root.set_attribute(schema.ATTRIBUTE_KEPT_TOKENS, usage.kept.tokens)
     timing = inference_pb2.Timing(
         time_to_first_token=duration_from_ns(first_unix_ns - timeline.arrival_unix_ns),
         total=duration_from_ns(last_unix_ns - timeline.arrival_unix_ns),

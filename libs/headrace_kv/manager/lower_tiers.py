@@ -30,6 +30,8 @@ class TierSettings:
     blocks of it at most. With `publishes`, blocks that are stored in main memory are stored there too.
 
     With `sends_from_host`, a prefill worker sends cached blocks straight from main memory.
+
+    Promises hold at most `promised_share` of the blocks of each tier.
     """
 
     host_gib: float = 0.0
@@ -39,6 +41,7 @@ class TierSettings:
     pool_timeout_s: float = 1.0
     publishes: bool = False
     sends_from_host: bool = True
+    promised_share: float = 0.5
 
     @property
     def pooled(self) -> bool:
@@ -142,6 +145,15 @@ class LowerTiers:
     def names(self) -> tuple[Tier, ...]:
         """The tiers, from the fastest to the slowest."""
         return tuple(tier.name for tier in self._tiers)
+
+    @property
+    def sizes(self) -> dict[Tier, int]:
+        """All blocks, by tier."""
+        return {tier.name: tier.block_count for tier in self._tiers}
+
+    def has(self, prefix: int, tier: Tier, block: int) -> bool:
+        """Whether a block of a tier has this prefix."""
+        return any(one.name == tier and one.find(prefix) == block for one in self._tiers)
 
     def counts(self) -> dict[Tier, int]:
         """Blocks in use, by tier."""
@@ -311,6 +323,10 @@ class _Tier:
 
     def __contains__(self, prefix: int) -> bool:
         return self.find(prefix) is not None
+
+    @property
+    def block_count(self) -> int:
+        return self._pool.count
 
     @property
     def available_count(self) -> int:

@@ -19,6 +19,7 @@ from headrace_common.errors import (
 from headrace_common.process.pacing import LoopLoad
 from headrace_common.tickets import TicketKey
 from headrace_decode.event_buffer import EventBuffer
+from headrace_decode.proto import kept_to_proto
 from headrace_decode.timestamps import RequestTimestamps
 from headrace_decode.transfer_waiter import TransferWaiter
 from headrace_engine.interface import DecodeEnded, DecodeEvent, DecodeTokens, DecodeWork, Engine
@@ -247,6 +248,8 @@ class DecodeAttempt:
             else sampling_pb2.FINISH_REASON_LENGTH,
             cached_tokens=ended.cached_tokens,
         )
+        if self.work.keep is not None:
+            finished.kept.CopyFrom(kept_to_proto(ended.kept))
         if self.reservation is not None and (self.summary is not None or not self.work.from_logits):
             finished.transferred_tokens = self.reservation.end_token - self.reservation.start_token
         if self.summary is not None:

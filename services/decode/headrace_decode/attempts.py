@@ -7,8 +7,10 @@ import logging
 from collections.abc import Callable
 
 from headrace.decode.v1 import decode_pb2
+from headrace.inference.v1 import keep_pb2
 from headrace_common.deadlines import Deadline
 from headrace_common.errors import (
+    DeadlineExceeded,
     Draining,
     HeadraceError,
     InvalidRequest,
@@ -22,7 +24,7 @@ from headrace_common.telemetry.setup import Telemetry
 from headrace_common.tickets import TicketKey, TicketKeys, unauthenticated
 from headrace_decode.admission.admission import BlockAdmission, SeenTransfers
 from headrace_decode.attempt import DecodeAttempt
-from headrace_decode.proto import work_from_proto
+from headrace_decode.proto import keep_terms, kept_to_proto, work_from_proto
 from headrace_decode.running import RunningAttempt
 from headrace_decode.spans import record_attempt, start_attributes
 from headrace_engine.interface import Engine
@@ -175,6 +177,23 @@ class Attempts:
                 metadata={"transfer_id": request.transfer_id},
             )
         attempt.set_first_token(request.token_id)
+
+    async def keep(
+        self, request: decode_pb2.KeepRequest, deadline: Deadline
+    ) -> decode_pb2.KeepResponse:
+        """Renews or ends a promise. See decode.proto for the errors."""
+        self._check_incarnation(request.incarnation)
+        terms = keep_terms(request)
+        try:
+            async with asyncio.timeout(deadline.remaining_s()):
+                kept = await self._engine.keep(terms)
+        except TimeoutError:
+            raise DeadlineExceeded("the engine did not answer in time") from None
+        if kept is None:
+            raise NotFound("no such promise: it has ended, its KV was lost, or it is another's")
+        return decode_pb2.KeepResponse(
+            kept=kept_to_proto(kept) if kept.tokens else keep_pb2.Kept(reason="it was ended")
+        )
 
     def _end(self, running: RunningAttempt) -> None:
         """Starts to give back the attempt's resources."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import first_token_pb2
+from headrace.inference.v1 import first_token_pb2, keep_pb2
 from headrace_common.callers.priority import Priority
+from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import InvalidRequest
-from headrace_common.limits import TRANSFER_ID_CHARACTERS_MAX
+from headrace_common.limits import KEEP_MAX_S, TRANSFER_ID_CHARACTERS_MAX
 from headrace_common.registry.adapters import Adapter
 from headrace_engine.interface import DecodeTokens, DecodeWork
 from headrace_engine.proto import (
@@ -17,6 +18,7 @@ from headrace_engine.proto import (
     requested_adapter,
     sampling_from_proto,
 )
+from headrace_kv.manager.promises import KeepTerms, Kept
 from headrace_kv.prefix.cache_salt import salt_violations
 
 
@@ -42,6 +44,8 @@ def work_from_proto(
         violations["first_token"] = "needs remote_prefill and no generated tokens"
     if request.sampling.HasField("prompt_logprobs") and (generated or request.remote_prefill):
         violations["sampling.prompt_logprobs"] = "needs a local prefill and no generated tokens"
+    if request.HasField("keep"):
+        violations |= _keep_violations(request.keep)
     if violations:
         raise InvalidRequest(violations)
     return DecodeWork(
@@ -57,7 +61,42 @@ def work_from_proto(
         adapter=requested_adapter(request, adapters),
         priority=Priority.from_proto(request.priority),
         bounds=bounds_from_proto(request.bounds),
+        keep=_terms(request.transfer_id, request.keep) if request.HasField("keep") else None,
     )
+
+
+def keep_terms(request: decode_pb2.KeepRequest) -> KeepTerms:
+    """Raises InvalidRequest naming every wrong or missing field."""
+    violations = _keep_violations(request.keep)
+    if violations:
+        raise InvalidRequest(violations)
+    return _terms(request.transfer_id, request.keep)
+
+
+def kept_to_proto(kept: Kept | None) -> keep_pb2.Kept:
+    """`kept`: see DecodeEnded."""
+    if kept is None:
+        return keep_pb2.Kept(reason="the decode worker keeps no KV below its KV memory")
+    if not kept.tokens:
+        return keep_pb2.Kept(reason="no whole block, or no room for another promise")
+    return keep_pb2.Kept(
+        tokens=kept.tokens,
+        tier=kept.tier.name.lower(),
+        duration=duration_from_seconds(kept.seconds),
+    )
+
+
+def _terms(transfer_id: str, keep: decode_pb2.Keep) -> KeepTerms:
+    return KeepTerms(transfer_id, keep.owner, seconds_from_duration(keep.duration))
+
+
+def _keep_violations(keep: decode_pb2.Keep) -> dict[str, str]:
+    violations: dict[str, str] = {}
+    if not keep.owner or salt_violations(keep.owner):
+        violations["keep.owner"] = "must be as the router sets it"
+    if not 0 <= seconds_from_duration(keep.duration) <= KEEP_MAX_S:
+        violations["keep.duration"] = f"must be at most {KEEP_MAX_S} s"
+    return violations
 
 
 def tokens_to_proto(pieces: Sequence[DecodeTokens]) -> decode_pb2.Tokens:

@@ -75,6 +75,16 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         self._attempts.set_first_token(request)
         return decode_pb2.SetFirstTokenResponse()
 
+    async def Keep(
+        self,
+        request: decode_pb2.KeepRequest,
+        context: grpc.aio.ServicerContext[decode_pb2.KeepRequest, decode_pb2.KeepResponse],
+    ) -> decode_pb2.KeepResponse:
+        """See decode.proto."""
+        return await self._attempts.keep(
+            request, Deadline.from_context(context, self._request_timeout_s)
+        )
+
     def start_drain(self, notice_s: float = 0.0) -> None:
         """Reports DRAINING in `status` at once, and refuses new attempts after `notice_s`."""
         self._attempts.start_drain(notice_s)

@@ -23,6 +23,7 @@ from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import OpenAiApp
 from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts
+from headrace_frontend.promises import Keep
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck, request_bytes_max
 from headrace_frontend.running.runner import RequestRunner, RunnerTraits
@@ -46,6 +47,7 @@ from headrace_router.prefill_queue.queue import PrefillQueue
 from headrace_router.prefill_queue.service import QueueService
 from headrace_router.prefill_queue.task import SignTask
 from headrace_router.prefix_cache.directory import PrefixCacheDirectory
+from headrace_router.promises import PromiseKeeper
 from headrace_router.rpc_services import RouterServices
 from headrace_router.service import InferenceService
 from headrace_router.status.app import StatusApp
@@ -114,6 +116,7 @@ class _Requests:
     runner: RequestRunner[AttemptTimeline]
     models: ModelCatalog
     conversations: ConversationStore
+    keep: Keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +325,7 @@ def _build_requests(
         runner=runner,
         models=ModelCatalog(basis.codecs, workers, fleet.queue),
         conversations=new_conversation_store(config, basis.other_routers.find),
+        keep=PromiseKeeper(workers).keep,
     )
 
 
@@ -356,6 +360,7 @@ def _build_services(
         dispatcher=requests.dispatcher,
         tracer=records.tracer,
         conversations=requests.conversations,
+        keep=requests.keep,
         default_deadline_s=deadline_s,
         endpoints={
             "registry_endpoint": basis.config.registry,
@@ -399,6 +404,7 @@ def _build_openai(basis: _Basis, records: _Records, requests: _Requests) -> Open
         count_failures=records.metrics.count_failures,
         callers=requests.callers,
         conversations=requests.conversations,
+        keep=requests.keep,
         rejects_unknown_fields=config.reject_unknown_fields,
     )
     readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")

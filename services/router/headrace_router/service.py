@@ -13,6 +13,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import Unauthenticated
 from headrace_frontend.answers import request_id_of
 from headrace_frontend.conversations import ConversationStore
+from headrace_frontend.promises import Keep
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.running.runner import RequestRunner
 from headrace_frontend.running.timeline import RequestTimeline
@@ -34,7 +35,7 @@ _DEADLINE_MARGIN_SHARE = 0.1
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
     """Serves requests, and lists the models."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - every argument is a part of the router
         self,
         *,
         models: ModelCatalog,
@@ -45,6 +46,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         dispatcher: RequestDispatcher,
         tracer: StoringTracer,
         conversations: ConversationStore,
+        keep: Keep,
         default_deadline_s: float,
         endpoints: Mapping[str, str],
     ) -> None:
@@ -58,6 +60,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
         self._dispatcher = dispatcher
         self._tracer = tracer
         self._conversations = conversations
+        self._keep = keep
         self._default_deadline_s = default_deadline_s
 
     async def Generate(  # type: ignore[override]
@@ -106,6 +109,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):
             explanation=decision.explanation,
             candidates=_candidates_to_proto(decision.candidates, self._prefixes.faults),
         )
+
+    async def Keep(
+        self,
+        request: inference_pb2.KeepRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> inference_pb2.KeepResponse:
+        """Renews or ends a promise to the caller's tenant."""
+        tenant = self._tenant_of(context)
+        deadline = _deadline_of(context, self._default_deadline_s)
+        async with self._runner.admitted(tenant, deadline):
+            kept = await self._keep(tenant, request, deadline)
+        return inference_pb2.KeepResponse(kept=kept)
 
     async def ListModels(
         self,

@@ -10,7 +10,7 @@ from typing import TypeVar
 import grpc.aio
 import pytest
 
-from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, sampling_pb2
+from headrace.inference.v1 import inference_pb2, inference_pb2_grpc, keep_pb2, sampling_pb2
 from headrace_client import InvalidRequest, QueueFull, SyncClient, WorkerGone
 from headrace_common.errors import HeadraceError
 from headrace_common.rpc.status import ErrorInterceptor
@@ -49,6 +49,15 @@ class Router(inference_pb2_grpc.InferenceServiceServicer):
     async def Route(self, request: object, context: object) -> inference_pb2.RouteResponse:
         raise NotImplementedError
 
+    async def Keep(
+        self,
+        request: inference_pb2.KeepRequest,
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
+    ) -> inference_pb2.KeepResponse:
+        return inference_pb2.KeepResponse(
+            kept=keep_pb2.Kept(id=request.id, tokens=7, duration=request.duration)
+        )
+
     async def ListModels(
         self,
         request: inference_pb2.ListModelsRequest,
@@ -86,6 +95,8 @@ async def test_answers_models_and_retries(served: tuple[Router, str]) -> None:
     router, endpoint = served
 
     def use(client: SyncClient) -> tuple[str, str, list[str]]:
+        kept = client.keep("p1", 30.0)
+        assert (kept.id, kept.tokens, kept.duration.seconds) == ("p1", 7, 30)
         names = [model.name for model in client.models()]
         return text_of(client, "busy"), text_of(client, "hello"), names
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from headrace.decode.v1 import decode_pb2
 from headrace.inference.v1 import adapter_pb2, first_token_pb2, priority_pb2, sampling_pb2
 from headrace_common.callers.priority import Priority
+from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import InvalidRequest
 from headrace_common.registry.adapters import Adapter
-from headrace_decode.proto import tokens_to_proto, work_from_proto
+from headrace_decode.proto import keep_terms, kept_to_proto, tokens_to_proto, work_from_proto
 from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
 from headrace_engine.proto import sampling_from_proto
+from headrace_kv.manager.promises import KeepTerms, Kept
+from headrace_kv.prefix.events import Tier
 
 
 def request(**changes: object) -> decode_pb2.GenerateRequest:
@@ -113,6 +117,32 @@ def test_pieces_become_one_message_in_order() -> None:
     assert list(message.token_ids) == [1, 2, 3]
     assert [entry.logprob for entry in message.logprobs] == [-0.5, -1.0, -2.0]
     assert [alternative.token_id for alternative in message.logprobs[2].alternatives] == [3, 4]
+
+
+def test_a_promise_is_asked_for_an_owner_and_at_most_an_hour() -> None:
+    assert work_from_proto(request()).keep is None
+    keep = decode_pb2.Keep(duration=duration_from_seconds(90.5), owner="0a")
+    assert work_from_proto(request(keep=keep)).keep == KeepTerms("x1", "0a", 90.5)
+    ended = decode_pb2.KeepRequest(transfer_id="x1", keep=decode_pb2.Keep(owner="0a"))
+    assert keep_terms(ended) == KeepTerms("x1", "0a", 0.0)
+    for wrong in (
+        decode_pb2.Keep(owner="tenant", duration=duration_from_seconds(3_601)),
+        decode_pb2.Keep(duration=Duration(seconds=-1)),
+    ):
+        for read in (
+            lambda wrong=wrong: work_from_proto(request(keep=wrong)),
+            lambda wrong=wrong: keep_terms(decode_pb2.KeepRequest(keep=wrong)),
+        ):
+            with pytest.raises(InvalidRequest) as refused:
+                read()
+            assert set(refused.value.violations) == {"keep.owner", "keep.duration"}
+
+
+def test_what_is_not_promised_has_its_reason() -> None:
+    kept = kept_to_proto(Kept(96, Tier.HOST, 30.0))
+    assert (kept.tokens, kept.tier, kept.duration.seconds, kept.reason) == (96, "host", 30, "")
+    assert "below its KV memory" in kept_to_proto(None).reason
+    assert "no room" in kept_to_proto(Kept()).reason
 
 
 def test_the_engine_gets_the_class_of_a_request() -> None:

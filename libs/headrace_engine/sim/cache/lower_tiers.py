@@ -27,6 +27,7 @@ from headrace_kv.manager.lower_tiers import (
     TierPlan,
     TierSettings,
 )
+from headrace_kv.manager.promises import Promises
 from headrace_kv.pool.engine_blocks import BlockLookup, PoolKeys, RankBlocks
 from headrace_kv.pool.memory import PoolMemory
 from headrace_kv.pool.remote import RemotePool, leading
@@ -209,8 +210,11 @@ class SimLowerTiers:
         copiers: Sequence[TierCopier],
         settings: TierSettings,
         load_s_per_block: float,
+        promises: Promises,
     ) -> None:
         self._tiers = tiers
+        self.promises = promises
+        """What stays in the tiers for a time."""
         self._copiers = copiers
         self._settings = settings
         self._load_s_per_block = load_s_per_block
@@ -266,6 +270,7 @@ class SimLowerTiers:
 
     def store(self, offered: Sequence[CachedBlock], reporter: CacheEventReporter) -> None:
         """Copies blocks out of KV memory, parents first. Those that are new in main memory go to the pool too."""
+        self.promises.expire()
         plan = self._tiers.store(offered)
         self._carry_out(plan, reporter)
         if self._remote is not None and self._settings.publishes:
@@ -297,12 +302,14 @@ class SimLowerTiers:
         failed = self._copy(plan, lambda load: self._loaded(load, reporter))
         for copy in failed:
             self._report(self._tiers.drop(copy.source, copy.source_ids), reporter)
+            self.promises.blocks_lost()
         lost = {copy.source for copy in failed}
         whole = (index for index, (tier, _) in enumerate(hit.blocks) if tier in lost)
         return next(whole, len(hit))
 
     def clear(self, reporter: CacheEventReporter) -> None:
         """Forgets every block. The pool keeps its own, which are announced no longer."""
+        self.promises.end_all()
         self._report(self._tiers.clear(), reporter)
         self.pool_lost(reporter)
 
@@ -319,6 +326,7 @@ class SimLowerTiers:
         self._report(plan, reporter)
         for copy in failed:
             self._report(self._tiers.drop(copy.destination, copy.destination_ids), reporter)
+            self.promises.blocks_lost()
 
     def _copy(
         self, plan: TierPlan, on_load: Callable[[TierLoad], None] = lambda _: None
@@ -367,6 +375,7 @@ def open_lower_tiers(
     host_blocks: int,
     disk_blocks: int,
     load_s_per_block: float,
+    clock: Callable[[], float] = time.monotonic,
 ) -> SimLowerTiers | None:
     """The tiers below the memory that `descriptor` describes; None for none.
 
@@ -391,4 +400,6 @@ def open_lower_tiers(
         )
         for memory in descriptor.ranks
     ]
-    return SimLowerTiers(LowerTiers(counts), copiers, settings, load_s_per_block)
+    tiers = LowerTiers(counts)
+    promises = Promises(tiers, descriptor.layout.block_tokens, settings.promised_share, clock)
+    return SimLowerTiers(tiers, copiers, settings, load_s_per_block, promises)

@@ -14,6 +14,7 @@ from headrace_engine.sim.sequence import Sequence
 from headrace_kv.layout.layout import STATE, CacheGroup
 from headrace_kv.manager.block_pool import BlockPool, CachedBlock
 from headrace_kv.manager.lower_tiers import NO_BLOCKS, PoolBlocks, TierHit
+from headrace_kv.manager.promises import KeepTerms, Kept
 from headrace_kv.prefix.events import Tier
 
 
@@ -270,6 +271,17 @@ class CachePools:
             for index in indices
         ]
         self._lower_tiers.store(offered, self._reporter)
+
+    def keep(self, sequence: Sequence, terms: KeepTerms) -> Kept | None:
+        """Stores what a request has computed in lower tiers, and promises it. None without tiers."""
+        if self._lower_tiers is None:
+            return None
+        size = self._groups[0].block_tokens
+        prefixes = sequence.prefixes(size, sequence.computed)
+        blocks = zip(prefixes, sequence.block_ids_by_group[0], strict=False)
+        offered = [CachedBlock(prefix, block, sequence.priority) for prefix, block in blocks]
+        self._lower_tiers.store(offered, self._reporter)
+        return self._lower_tiers.promises.keep(terms, prefixes)
 
     def free(self, sequence: Sequence) -> None:
         """Takes the request's hold from its blocks."""

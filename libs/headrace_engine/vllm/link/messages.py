@@ -21,6 +21,7 @@ from headrace_kv.handoff.messages import (
     reservation_fields,
 )
 from headrace_kv.manager.load_times import TierLoad
+from headrace_kv.manager.promises import NO_PROMISES, KeepTerms, Kept, PromiseCounts
 from headrace_kv.prefix.events import Tier
 
 
@@ -51,8 +52,8 @@ def read_startup_error(link_path: Path) -> HeadraceError | None:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Requests in the batch and outside it. KV blocks that requests hold, all blocks that they can hold, and the
-    times of steps.
+    """Requests in the batch and outside it. KV blocks that requests hold, all blocks that they can hold, the times of
+    steps, and the promises to keep KV.
     """
 
     running_requests: int = 0
@@ -60,6 +61,7 @@ class EngineLoad:
     used_blocks: int = 0
     total_blocks: int = 0
     step_times: StepTimes = NO_STEPS
+    promises: PromiseCounts = NO_PROMISES
 
 
 def reservation_to_proto(reservation: Reservation) -> link_pb2.BlocksReserved:
@@ -68,14 +70,53 @@ def reservation_to_proto(reservation: Reservation) -> link_pb2.BlocksReserved:
 
 def load_to_proto(load: EngineLoad) -> link_pb2.EngineLoad:
     return link_pb2.EngineLoad(
-        **_values(load, _LOAD_FIELDS), step_times=step_times_to_proto(load.step_times)
+        **_values(load, _LOAD_FIELDS),
+        step_times=step_times_to_proto(load.step_times),
+        promises=link_pb2.Promises(
+            count=load.promises.promises,
+            broken_count=load.promises.broken,
+            blocks=[
+                link_pb2.PromisedBlocks(tier=tier, count=count)
+                for tier, count in load.promises.blocks.items()
+            ],
+        ),
     )
 
 
 def load_from_proto(message: link_pb2.EngineLoad) -> EngineLoad:
     return EngineLoad(
-        **_values(message, _LOAD_FIELDS), step_times=step_times_from_proto(message.step_times)
+        **_values(message, _LOAD_FIELDS),
+        step_times=step_times_from_proto(message.step_times),
+        promises=PromiseCounts(
+            message.promises.count,
+            {Tier(one.tier): one.count for one in message.promises.blocks},
+            message.promises.broken_count,
+        ),
     )
+
+
+def terms_from_proto(query: link_pb2.KeepQuery) -> KeepTerms:
+    return KeepTerms(query.transfer_id, query.owner, seconds_from_duration(query.duration))
+
+
+def keep_answer(query_id: int, kept: Kept | None) -> link_pb2.KeepAnswer:
+    """`kept` is None for an unknown promise."""
+    if kept is None:
+        return link_pb2.KeepAnswer(query_id=query_id)
+    return link_pb2.KeepAnswer(
+        query_id=query_id,
+        found=True,
+        token_count=kept.tokens,
+        tier=kept.tier,
+        duration=duration_from_seconds(kept.seconds),
+    )
+
+
+def kept_from_proto(answer: link_pb2.KeepAnswer) -> Kept | None:
+    """None for an unknown promise."""
+    if not answer.found:
+        return None
+    return Kept(answer.token_count, Tier(answer.tier), seconds_from_duration(answer.duration))
 
 
 def steps_to_proto(steps: EngineSteps) -> link_pb2.EngineSteps:

@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 import grpc.aio
 
 from headrace.engine.v1 import link_pb2, link_pb2_grpc
 from headrace_common.deadlines import Deadline
-from headrace_common.durations import seconds_from_duration
+from headrace_common.durations import duration_from_seconds, seconds_from_duration
 from headrace_common.errors import (
     HeadraceError,
     InternalError,
@@ -27,6 +27,7 @@ from headrace_common.rpc.channel import LOCAL_OPTIONS
 from headrace_engine.steps import EngineSteps
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
+    kept_from_proto,
     load_from_proto,
     report_from_proto,
     steps_from_proto,
@@ -45,6 +46,7 @@ from headrace_kv.layout.proto import (
     rank_memory_from_proto,
 )
 from headrace_kv.manager.load_times import TierLoad
+from headrace_kv.manager.promises import KeepTerms, Kept
 from headrace_kv.transport.mapped_memory import MappedMemory
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
     from headrace_kv.transport.networks import Networks
 
 log = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 UNSENT_MAX = 65_536
 QUERIES_MAX = 1024
@@ -106,6 +110,7 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         self._update_ids = count(1)
         # By rank and update.
         self._admissions: dict[tuple[int, int], asyncio.Future[link_pb2.NetworksAdmitted]] = {}
+        self._keeps: dict[int, asyncio.Future[link_pb2.KeepAnswer]] = {}
 
     async def start(self) -> None:
         """Serves on the socket. Raises InternalError when it cannot be bound."""
@@ -233,6 +238,21 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             for key in keys:
                 del self._admissions[key]
 
+    async def keep(self, terms: KeepTerms) -> Kept | None:
+        """Renews or ends a promise. None when its owner has none of that name. The caller bounds the wait."""
+        query = link_pb2.KeepQuery(
+            query_id=next(self._update_ids),
+            transfer_id=terms.name,
+            owner=terms.owner,
+            duration=duration_from_seconds(terms.seconds),
+        )
+        answer = self._keeps[query.query_id] = asyncio.get_running_loop().create_future()
+        self._send(self._scheduler, link_pb2.AttachResponse(keep_query=query))
+        try:
+            return kept_from_proto(await answer)
+        finally:
+            del self._keeps[query.query_id]
+
     def _send(self, peer: _Peer | None, response: link_pb2.AttachResponse) -> None:
         if peer is None:
             return
@@ -312,9 +332,9 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
             self._events.request_failed(failed.transfer_id, failed.load_failed)
         elif kind == "networks_admitted":
             key = (peer.attachment.rank, request.networks_admitted.update_id)
-            answer = self._admissions.get(key)
-            if answer is not None and not answer.done():
-                answer.set_result(request.networks_admitted)
+            _settle(self._admissions.get(key), request.networks_admitted)
+        elif kind == "keep_answer":
+            _settle(self._keeps.get(request.keep_answer.query_id), request.keep_answer)
         elif kind == "descriptor_query" and len(peer.queries) < QUERIES_MAX:
             query = asyncio.create_task(self._answer(peer, request.descriptor_query))
             peer.queries.add(query)
@@ -331,3 +351,9 @@ class LinkServer(link_pb2_grpc.EngineLinkServiceServicer):
         except HeadraceError as exc:
             answer.reason, answer.detail = exc.reason, exc.detail
         self._send(peer, link_pb2.AttachResponse(descriptor_answer=answer))
+
+
+def _settle(waiting: asyncio.Future[Answer] | None, answer: Answer) -> None:
+    """Gives an answer to what waits for it, if anything does still."""
+    if waiting is not None and not waiting.done():
+        waiting.set_result(answer)

@@ -21,17 +21,26 @@ from headrace_engine.vllm.layer_groups import LayerGroup
 from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import (
     EngineLoad,
+    keep_answer,
     load_to_proto,
     reservation_to_proto,
     steps_to_proto,
+    terms_from_proto,
 )
 from headrace_engine.vllm.scheduler.connector_scheduler import ConnectorScheduler
 from headrace_engine.vllm.scheduler.step_planner import LONG_STEP_S
-from headrace_engine.vllm.settings import PRIORITY_KEY, STEP_KEY, ConnectorSettings
+from headrace_engine.vllm.settings import (
+    PRIORITY_KEY,
+    STEP_KEY,
+    ConnectorSettings,
+    keep_terms,
+    kept_params,
+)
 from headrace_engine.vllm.step_plan import StepPlan
 from headrace_engine.vllm.tiers.planner import TierPlanner
 from headrace_kv.handoff.messages import Reservation
 from headrace_kv.layout.proto import layout_from_proto
+from headrace_kv.manager.promises import NO_PROMISES, PromiseCounts
 from headrace_kv.pool.engine_blocks import BlockLookup, PoolKeys, pool_secret
 from headrace_kv.pool.remote import RemotePool
 
@@ -50,11 +59,12 @@ _POLLS_PER_SECOND: Final = 20
 class LoadMeter:
     """Follows requests and steps by the scheduler's hooks, on the scheduling thread. Any thread may read."""
 
-    def __init__(self) -> None:
+    def __init__(self, count_promises: Callable[[], PromiseCounts] = lambda: NO_PROMISES) -> None:
         self._meter = StepMeter()
         self._known: set[str] = set()
         self._running: set[str] = set()
         self._count_blocks: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._count_promises = count_promises
 
     def bind(self, count_blocks: Callable[[], tuple[int, int]]) -> None:
         """`count_blocks` reads vLLM's (used, total) blocks."""
@@ -98,7 +108,7 @@ class LoadMeter:
         used, total = self._count_blocks()
         running = len(self._running)
         waiting = max(0, len(self._known) - running)
-        return EngineLoad(running, waiting, used, total, self.step_times)
+        return EngineLoad(running, waiting, used, total, self.step_times, self._count_promises())
 
 
 def step_of(output: SchedulerOutput, sending: Container[str] = ()) -> Step:
@@ -201,7 +211,7 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         )
         self._settings = settings
         self._pool: RemotePool | None = None
-        self._load = LoadMeter()
+        self._load = LoadMeter(tiers.promises.counts)
         self._starts = StepStarts(self._send_step_started)
         self._link = EngineLink(link_path, link_pb2.Attachment(scheduler=True), self._on_response)
         self._load_reports = asyncio.run_coroutine_threadsafe(
@@ -236,6 +246,10 @@ class ServiceConnectorScheduler(ConnectorScheduler):
             self._planner.request_announced()
         elif response.HasField("open_pool"):
             self._open_pool(response.open_pool)
+        elif response.HasField("keep_query"):
+            kept = self._tiers.promises.renew(terms_from_proto(response.keep_query))
+            answer = keep_answer(response.keep_query.query_id, kept)
+            self._link.send(link_pb2.AttachRequest(keep_answer=answer))
 
     def _open_pool(self, opened: link_pb2.OpenPool) -> None:
         secret, layout = pool_secret(opened.prefix_hash_key), layout_from_proto(opened.layout)
@@ -276,12 +290,21 @@ class ServiceConnectorScheduler(ConnectorScheduler):
         self._report_failure(request)
         self._starts.request_finished(request.request_id)
         times = self._planner.request_finished(request.request_id)
+        kept = self._keep(request)
         copies = self._tiers.request_finished(
             request.request_id, request.num_computed_tokens, sends=times is not None
         )
         if times is None:
-            return copies, None
+            return copies, kept
         return True, times.to_params()
+
+    def _keep(self, request: Request) -> dict[str, Any] | None:
+        """Promises the KV of an answered request that asks for it."""
+        terms = keep_terms(getattr(request.sampling_params, "extra_args", None))
+        if terms is None or not continuation.has_answer(request):
+            return None
+        kept = self._tiers.keep(request.request_id, request.num_computed_tokens, terms)
+        return None if kept is None else kept_params(kept)
 
     def _report_failure(self, request: Request) -> None:
         failed_id = continuation.failure_id(request)

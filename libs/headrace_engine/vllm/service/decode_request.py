@@ -24,7 +24,7 @@ from headrace_engine.vllm.service.sampling import (
     token_prompt,
     tokens_of,
 )
-from headrace_engine.vllm.settings import receive_params
+from headrace_engine.vllm.settings import read_kept, receive_params
 from headrace_kv.handoff.messages import Reservation
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class DecodeRequest:
                 step_of=work.transfer_id,
                 priority=work.priority,
                 bounds=work.bounds,
+                keep=work.keep,
             ),
             work.transfer_id,
             lora_request=lora_request,
@@ -143,7 +144,9 @@ class DecodeRequest:
             if output.finished:
                 if not self._work.remote_kv:
                     cached_tokens = output.num_cached_tokens or 0
-                yield DecodeEnded(await self._stopped(completion.finish_reason), cached_tokens)
+                stopped = await self._stopped(completion.finish_reason)
+                kept = read_kept(output.kv_transfer_params)
+                yield DecodeEnded(stopped, cached_tokens, kept=kept)
                 return
             self._next = asyncio.create_task(self._next_output())
 

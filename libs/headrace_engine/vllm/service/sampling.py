@@ -19,10 +19,12 @@ from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
 from headrace_engine.vllm.settings import (
     BOUNDS_KEY,
     GENERATED_KEY,
+    KEEP_KEY,
     LOGITS_KEY,
     PRIORITY_KEY,
     STEP_KEY,
 )
+from headrace_kv.manager.promises import KeepTerms
 
 if TYPE_CHECKING:
     from vllm.inputs.llm import TokensPrompt
@@ -46,12 +48,13 @@ def sampling_params(
     step_of: str = "",
     priority: Priority = Priority.NORMAL,
     bounds: TokenBounds = NO_BOUNDS,
+    keep: KeepTerms | None = None,
 ) -> SamplingParams:
     """vLLM's settings for a stream of new tokens that contains stop tokens. `generated` tokens precede them.
 
     `logits_for`: id of the transfer that carries the logits before the first token, empty for none.
     `step_of`: id under which the scheduler reports the first step, empty for no report. `priority`, `bounds`: see
-    PrefillWork. Raises InvalidRequest when vLLM rejects them.
+    PrefillWork. `keep`: see DecodeWork. Raises InvalidRequest when vLLM rejects them.
     """
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -68,6 +71,8 @@ def sampling_params(
         extra[PRIORITY_KEY] = int(priority)
     if bounds != NO_BOUNDS:
         extra[BOUNDS_KEY] = list(astuple(bounds))
+    if keep is not None:
+        extra[KEEP_KEY] = list(astuple(keep))
     try:
         params = SamplingParams(
             temperature=sampling.temperature,

@@ -13,6 +13,7 @@ from headrace_engine.vllm.tiers.host_sends import HostSends
 from headrace_engine.vllm.tiers.pool_planner import PoolPlanner, PoolUse
 from headrace_kv.manager.block_pool import CachedBlock
 from headrace_kv.manager.lower_tiers import LowerTiers, TierChange, TierHit, TierPlan, TierSettings
+from headrace_kv.manager.promises import KeepTerms, Kept, Promises
 from headrace_kv.prefix.events import Tier
 
 _NO_HIT = TierHit(())
@@ -105,8 +106,11 @@ class TierPlanner:
         use: PoolUse | None = None,
         *,
         sends_from_host: bool = False,
+        promised_share: float = 0.5,
     ) -> None:
         self._tiers = tiers
+        self.promises = Promises(tiers, block_tokens, promised_share)
+        """What stays in the tiers for a time. Others only read and renew."""
         use = use or PoolUse()
         self.pool = PoolPlanner(tiers, use, self._carry_out)
         """What goes to a remote pool, and comes from it."""
@@ -208,6 +212,7 @@ class TierPlanner:
             loaded = self._loading.pop(request_id, None)
             if loaded is not None and request_id in failed:
                 self._changes += self._tiers.drop_loaded(*loaded).changes
+                self.promises.blocks_lost()
 
     def step_planned(
         self, request_id: str, computed_tokens: int, block_ids: Sequence[int], *, replaces: bool
@@ -230,6 +235,14 @@ class TierPlanner:
         request.preempted()
         return had_copies
 
+    def keep(self, request_id: str, computed_tokens: int, terms: KeepTerms) -> Kept | None:
+        """Promises the request's tokens up to `computed_tokens`, before `request_finished`. None without tiers."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        self._store(request_id, request, computed_tokens)
+        return self.promises.keep(terms, request.prefixes(0, request.stored))
+
     def request_finished(self, request_id: str, computed_tokens: int, *, sends: bool) -> bool:
         """Whether its blocks must stay until its copies have ended. Offers its tokens up to `computed_tokens`.
 
@@ -251,6 +264,7 @@ class TierPlanner:
 
     def clear(self) -> None:
         """Forgets every block. The remote pool keeps its own, which are announced no longer."""
+        self.promises.end_all()
         self._changes += self._tiers.clear().changes
         self._changes += self.host_sends.clear()
         self.pool.lost()
@@ -269,6 +283,7 @@ class TierPlanner:
 
     def add_to(self, plan: StepPlan) -> None:
         """Adds all that was planned since the last step."""
+        self.promises.expire()
         self.pool.add_to(plan)
         self.host_sends.add_to(plan)
         plan.plan_copies(self._copies, self._loads, self._finished)
@@ -313,4 +328,10 @@ def plan_tiers(
     (group,) = groups
     tiers = LowerTiers(settings.block_counts(group.block_bytes))
     use = PoolUse(rank_count, settings.publishes, settings.pool_timeout_s)
-    return TierPlanner(tiers, group.block_tokens, use, sends_from_host=sends_from_host)
+    return TierPlanner(
+        tiers,
+        group.block_tokens,
+        use,
+        sends_from_host=sends_from_host,
+        promised_share=settings.promised_share,
+    )

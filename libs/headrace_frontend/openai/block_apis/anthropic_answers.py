@@ -10,6 +10,7 @@ from headrace.inference.v1 import inference_pb2, sampling_pb2
 from headrace_frontend.openai.block_apis.blocks import Block, BlockFormat, BlockKind, named_event
 from headrace_frontend.openai.errors import AnyError, ErrorForm, error_object, status_of
 from headrace_frontend.openai.responses import CollectedChoice, usage_object
+from headrace_frontend.promises import KEPT_FIELD
 
 _ERROR_TYPES: Final = {
     400: "invalid_request_error",
@@ -135,4 +136,5 @@ def _usage(usage: dict[str, Any]) -> dict[str, Any]:
         "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
         "output_tokens": usage["completion_tokens"],
+        **{name: value for name, value in usage.items() if name == KEPT_FIELD},
     }

@@ -16,6 +16,7 @@ from headrace_frontend.openai.responses import (
     reasoning_details,
     usage_object,
 )
+from headrace_frontend.promises import KEPT_FIELD
 from headrace_text.codec import TextCodec
 
 _Usage = dict[str, Any]
@@ -202,4 +203,5 @@ def _usage(usage: _Usage) -> dict[str, Any]:
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
+        **{name: value for name, value in usage.items() if name == KEPT_FIELD},
     }

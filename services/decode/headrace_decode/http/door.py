@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
-from headrace.inference.v1 import inference_pb2
+from headrace.inference.v1 import inference_pb2, keep_pb2
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.config import split_host_port
 from headrace_common.deadlines import Deadline
+from headrace_common.errors import StaleIncarnation
 from headrace_common.http.bounds import HttpBounds
 from headrace_common.http.server import HttpServer
 from headrace_common.registry.adapters import adapters_from_proto
@@ -33,6 +34,7 @@ from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import OpenAiApp
 from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts, system_fingerprint
+from headrace_frontend.promises import no_promise, worker_request
 from headrace_frontend.request.model_names import Adapters, ModelChoice
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck, request_bytes_max
@@ -177,6 +179,7 @@ class HttpDoor:
             count_failures=nullcontext,
             callers=self._callers,
             conversations=new_conversation_store(config),
+            keep=self._keep,
             rejects_unknown_fields=config.reject_unknown_fields,
         )
         metrics = MetricsPage(
@@ -190,6 +193,18 @@ class HttpDoor:
             deadline_s=config.request_timeout_s,
             body_bytes_max=request_bytes_max(model.max_model_len().values()),
         )
+
+    async def _keep(
+        self, tenant: str, request: inference_pb2.KeepRequest, deadline: Deadline
+    ) -> keep_pb2.Kept:
+        asked = worker_request(tenant, request)
+        try:
+            kept = (await self._worker.attempts.keep(asked, deadline)).kept
+        except StaleIncarnation as error:
+            raise no_promise() from error
+        if kept.tokens:
+            kept.id = request.id
+        return kept
 
     def _weights(self) -> Mapping[str, float]:
         return self._host.members.policy.tenant_weights

@@ -19,6 +19,7 @@ from headrace_decode.http.attempt_timeline import OwnAttemptTimeline
 from headrace_decode.http.prefill import RouterPrefills
 from headrace_decode.http.room import RoomQueue
 from headrace_decode.running import AttemptEvent, RunningAttempt
+from headrace_frontend.promises import kept_of
 from headrace_frontend.request.decode_request import decode_request
 from headrace_frontend.running.completion import AttemptOutcome
 from headrace_frontend.running.request import AdmittedRequest
@@ -137,13 +138,15 @@ class OwnAttempt:
         finished: decode_pb2.Finished | None,
     ) -> AttemptOutcome:
         cached = transferred = 0
+        kept = None
         if finished is not None:
             cached, transferred = finished.cached_tokens, finished.transferred_tokens
+            kept = kept_of(finished, self._call.incarnation, self._call.transfer_id)
         elif self._reserved is not None and self._call.remote_prefill:
             cached = self._reserved.start_token
             transferred = self._reserved.end_token - cached
         prompt_tokens = len(self._request.prepared.token_ids)
-        return AttemptOutcome.of_prompt(reason, cached, transferred, prompt_tokens)
+        return AttemptOutcome.of_prompt(reason, cached, transferred, prompt_tokens, kept)
 
     @property
     def _times_wanted(self) -> bool:

@@ -15,7 +15,7 @@ from opentelemetry import trace
 from opentelemetry.trace import NonRecordingSpan
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import bounds_pb2, sampling_pb2
+from headrace.inference.v1 import bounds_pb2, keep_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.errors import HeadraceError, NotFound, ProtocolViolation, WorkerGone
 from headrace_common.identity import new_transfer_id
@@ -23,6 +23,7 @@ from headrace_common.logs import TRACE_NAMES
 from headrace_common.rpc.token_ids import detach_token_ids
 from headrace_common.rpc.trace_context import traceparent
 from headrace_common.telemetry.setup import child_context
+from headrace_frontend.promises import kept_of
 from headrace_frontend.running.completion import AttemptOutcome
 from headrace_frontend.running.request import AdmittedRequest
 from headrace_kv.layout.layout import WorkerRef
@@ -169,10 +170,14 @@ class Attempt:
         return self._outcome(reason, start, end - start)
 
     def _outcome(
-        self, reason: sampling_pb2.FinishReason.ValueType, cached_tokens: int, transferred: int
+        self,
+        reason: sampling_pb2.FinishReason.ValueType,
+        cached_tokens: int,
+        transferred: int,
+        kept: keep_pb2.Kept | None = None,
     ) -> AttemptOutcome:
         prompt_tokens = len(self._prepared.token_ids)
-        return AttemptOutcome.of_prompt(reason, cached_tokens, transferred, prompt_tokens)
+        return AttemptOutcome.of_prompt(reason, cached_tokens, transferred, prompt_tokens, kept)
 
     def _open_call(self) -> DecodeCall:
         call = DecodeCall(
@@ -283,7 +288,10 @@ class Attempt:
                 if self._response.stopped:
                     return self.outcome_of(sampling_pb2.FINISH_REASON_STOP)
             elif isinstance(event, decode_pb2.Finished):
-                return self._outcome(event.reason, event.cached_tokens, event.transferred_tokens)
+                kept = kept_of(event, self.decode_worker.incarnation, self._transfer_id)
+                return self._outcome(
+                    event.reason, event.cached_tokens, event.transferred_tokens, kept
+                )
             else:
                 raise ProtocolViolation(f"{self.decode_worker} sent Reserved twice")
 

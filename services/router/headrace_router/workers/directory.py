@@ -187,6 +187,14 @@ class WorkerDirectory:
         connection = self._connections.get(ref)
         return None if connection is None else connection.worker
 
+    def channel_of(self, incarnation: str) -> grpc.aio.Channel | None:
+        """The channel to a live decode worker that has reported its status."""
+        found = (one for ref, one in self._connections.items() if ref.incarnation == incarnation)
+        connection = next(found, None)
+        if connection is None or not connection.has_reported:
+            return None
+        return connection.channel
+
     def distrusted(self, ref: WorkerRef) -> frozenset[WorkerRef]:
         """Prefill workers from which a decode worker rejects transfers."""
         connection = self._connections.get(ref)

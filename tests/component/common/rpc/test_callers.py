@@ -54,6 +54,9 @@ class _Servicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Route(self, request: Any, context: Any) -> inference_pb2.RouteResponse:
         raise NotImplementedError
 
+    async def Keep(self, request: Any, context: Any) -> inference_pb2.KeepResponse:
+        raise NotImplementedError
+
 
 class _Served:
     """`removed`: tenants of which no key is known any more."""

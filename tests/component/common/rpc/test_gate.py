@@ -55,6 +55,9 @@ class _Servicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Route(self, request: Any, context: Any) -> inference_pb2.RouteResponse:
         raise NotImplementedError
 
+    async def Keep(self, request: Any, context: Any) -> inference_pb2.KeepResponse:
+        raise NotImplementedError
+
 
 @asynccontextmanager
 async def _served() -> AsyncIterator[tuple[_Gate, _Servicer, Any, Any]]:

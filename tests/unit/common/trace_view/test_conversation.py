@@ -19,6 +19,7 @@ def trace(
     prefill: str = "",
     found: int = 0,
     conversation: str = ID,
+    kept: int = 0,
 ) -> trace_pb2.Trace:
     """One turn with an answer of 100 tokens. `found` are those that the prefill worker had."""
     root = {
@@ -28,6 +29,7 @@ def trace(
         schema.ATTRIBUTE_CACHED_TOKENS: str(cached),
         schema.ATTRIBUTE_TRANSFERRED_TOKENS: str(prompt - cached if prefill else 0),
         schema.ATTRIBUTE_COMPLETION_TOKENS: "100",
+        schema.ATTRIBUTE_KEPT_TOKENS: str(kept),
     }
     attempt = {
         schema.ATTRIBUTE_REQUEST_ID: f"r{number}",
@@ -56,12 +58,12 @@ def test_turns_are_in_order_and_have_their_counts() -> None:
     turns = turns_of(
         [
             trace(2, 5_000, 1_000, prefill="p0", found=3_000),
-            trace(1, 1_000, 0),
+            trace(1, 1_000, 0, kept=1_088),
             trace(3, 9, 0, conversation="other"),
         ],
         ID,
     )
-    assert turns[0] == Turn("r1", 10**9, 1_000, 100, 0, 0, 1_000, "d0", "")
+    assert turns[0] == Turn("r1", 10**9, 1_000, 100, 0, 0, 1_000, "d0", "", kept_tokens=1_088)
     assert turns[1] == Turn("r2", 2 * 10**9, 5_000, 100, 1_000, 4_000, 2_000, "d0", "p0")
 
 

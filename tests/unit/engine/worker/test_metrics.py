@@ -17,6 +17,7 @@ from headrace_engine.worker.metrics import WorkerMetrics
 from headrace_kv.handoff.messages import SendReport
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
+from headrace_kv.manager.promises import NO_PROMISES, PromiseCounts
 from headrace_kv.prefix.events import Tier
 from tests.transfer_links import link_sent
 
@@ -143,6 +144,34 @@ async def test_blocks_stored_below_kv_memory_are_counted_by_tier() -> None:
         assert stored() == {("prefill-0", "host"): 3, ("prefill-0", "remote"): 1}
         prefixes.stored(1, [2], Tier.REMOTE)
         assert stored() == {("prefill-0", "host"): 3, ("prefill-0", "remote"): 2}
+
+
+def test_promises_are_counted_and_broken_ones_once() -> None:
+    metrics = Metrics(Resource.create(), "")
+    workers = WorkerMetrics(metrics)
+    counts = NO_PROMISES
+
+    def points() -> list[object]:
+        workers.sample()
+        found = {one.name: one.points for one in metrics.store.collect()}
+        names = schema.METRIC_PROMISES, schema.METRIC_PROMISED_BLOCKS, schema.METRIC_BROKEN_PROMISES
+        return [found.get(name) for name in names]
+
+    with workers.reporting(
+        "decode-0", worker_pb2.WatchStatusResponse, reserves_blocks=True, promises=lambda: counts
+    ):
+        # An engine without tiers.
+        assert points() == [None, None, None]
+        counts = PromiseCounts(2, {Tier.HOST: 9}, 1)
+        for _ in range(2):
+            assert points() == [
+                {("decode-0",): 2},
+                {("decode-0", "host"): 9},
+                {("decode-0",): 1},
+            ]
+        counts = PromiseCounts(0, {Tier.HOST: 0}, 3)
+        assert points() == [{("decode-0",): 0}, {("decode-0", "host"): 0}, {("decode-0",): 3}]
+    assert points()[:2] == [None, None]
 
 
 def test_the_errors_of_the_time_model_are_shown_once_it_has_learned() -> None:

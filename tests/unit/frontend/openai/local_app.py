@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 from opentelemetry import trace
 
-from headrace.inference.v1 import inference_pb2, sampling_pb2
+from headrace.inference.v1 import inference_pb2, keep_pb2, sampling_pb2
 from headrace_common.callers.bounds import CallerBounds
 from headrace_common.deadlines import Deadline
 from headrace_frontend.answers import Outlets, ResponseWriter, request_id_of
@@ -21,6 +21,7 @@ from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import OpenAiApp
 from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts
+from headrace_frontend.promises import no_promise
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck
 from headrace_frontend.request.text_threads import Result, TextThreads
@@ -98,6 +99,10 @@ class Runner:
                 message.timing.latency.first_token.total_us = 1
             message.usage.prompt_tokens = len(prepared.token_ids)
             message.usage.completion_tokens = len(ANSWER)
+            if request.HasField("keep"):
+                message.usage.kept.MergeFrom(
+                    keep_pb2.Kept(id="known", tokens=96, tier="host", duration=request.keep)
+                )
             await write(message)
 
     @contextlib.asynccontextmanager
@@ -155,11 +160,22 @@ class LocalApp:
             count_failures=contextlib.nullcontext,
             callers=CallerBounds(1_024, check_s=0.05),
             conversations=ConversationStore(2**20, 60.0),
+            keep=self._keep,
             rejects_unknown_fields=rejects_unknown_fields,
         )
         self._app = OpenAiApp(
             parts, MetricsPage(Tenants(None), str, ""), deadline_s=60.0, body_bytes_max=2**20
         )
+
+    async def _keep(
+        self, tenant: str, request: inference_pb2.KeepRequest, deadline: Deadline
+    ) -> keep_pb2.Kept:
+        """One promise, "known"."""
+        if request.id != "known":
+            raise no_promise()
+        if not request.duration.seconds:
+            return keep_pb2.Kept(reason="it was ended")
+        return keep_pb2.Kept(id="known", tokens=96, tier="host", duration=request.duration)
 
     async def post(self, path: str, body: Any, **headers: str) -> Reply:
         """The response to a body, a JSON value or bytes. Underscores in `headers` stand for hyphens."""

@@ -128,6 +128,53 @@ async def test_null_counts_as_left_out_in_every_api(path: str, body: dict[str, A
     assert (reply.status, reply.headers.get("x-headrace-ignored-fields")) == (200, None)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [USER]}),
+        ("/v1/completions", {"prompt": "hi"}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 5}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+async def test_every_api_asks_for_promises_and_has_them_in_the_usage(
+    path: str, body: dict[str, Any], stream: bool
+) -> None:
+    app = LocalApp()
+    promise = {"id": "known", "tokens": 96, "tier": "host", "seconds": 1.5}
+    reply = await app.post(path, {**body, "stream": stream}, x_headrace_keep="1.5")
+    assert reply.requests[0].keep.ToMilliseconds() == 1_500
+    assert f'"headrace_kept": {json.dumps(promise)}' in reply.body.decode()
+    plain = await app.post(path, {**body, "stream": stream})
+    assert not plain.requests[0].HasField("keep")
+    assert "headrace_kept" not in plain.body.decode()
+
+
+@pytest.mark.parametrize("header", ["", "soon", "nan", "inf", "0", "-1", "3601", "1e300"])
+async def test_a_promise_needs_a_time_of_at_most_an_hour(header: str) -> None:
+    app = LocalApp()
+    reply = await app.post("/v1/completions", {"prompt": "hi"}, x_headrace_keep=header)
+    assert (reply.status, reply.error["param"]) == (400, "x-headrace-keep")
+    assert reply.requests == []
+
+
+@pytest.mark.parametrize("body", [{"prompt": "hi", "n": 2}, {"prompt": ["hi", "ho"]}])
+async def test_a_promise_is_for_one_answer(body: dict[str, Any]) -> None:
+    reply = await LocalApp().post("/v1/completions", body, x_headrace_keep="60")
+    assert (reply.status, reply.error["param"]) == (400, "x-headrace-keep")
+
+
+async def test_promises_are_renewed_and_ended() -> None:
+    app = LocalApp()
+    renewed = await app.post("/v1/headrace/keep", {"id": "known", "seconds": 30})
+    assert json.loads(renewed.body) == {"id": "known", "tokens": 96, "tier": "host", "seconds": 30}
+    ended = await app.post("/v1/headrace/keep", {"id": "known"})
+    assert json.loads(ended.body) == {"tokens": 0, "reason": "it was ended"}
+    assert (await app.post("/v1/headrace/keep", {"id": "other"})).status == 404
+    assert (await app.post("/v1/headrace/keep", {"id": "known", "seconds": 3_601})).status == 400
+
+
 async def test_requests_with_another_salt_share_no_cache() -> None:
     app = LocalApp()
     for salt in ("", "a", "b", "a"):

@@ -40,6 +40,7 @@ def _app(
         count_failures=contextlib.nullcontext,
         callers=callers,
         conversations=ConversationStore(0, 1.0),
+        keep=Mock(),
     )
     page = metrics or MetricsPage(Tenants(None), str, "")
     return OpenAiApp(parts, page, deadline_s=1.0, body_bytes_max=2 * _LARGE)

@@ -17,6 +17,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import InternalError, QueueFull, StaleIncarnation
 from headrace_engine.vllm.link.client import EngineLink
 from headrace_engine.vllm.link.messages import (
+    keep_answer,
     read_startup_error,
     report_to_proto,
     reservation_to_proto,
@@ -28,6 +29,7 @@ from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.layout.layout import KvDescriptor, KvLayout, RankMemory, WorkerRef
 from headrace_kv.layout.proto import layout_to_proto, rank_memory_to_proto
 from headrace_kv.manager.load_times import TierLoad
+from headrace_kv.manager.promises import KeepTerms, Kept
 from headrace_kv.prefix.events import Tier
 from headrace_kv.transport.networks import parse_networks
 from tests.transfer_links import link_sent
@@ -165,6 +167,22 @@ async def test_every_rank_confirms_the_networks_that_it_admits(tmp_path: Path) -
         confirm("rank 0", 2)
         with pytest.raises(QueueFull, match="too many networks"):
             await asyncio.wait_for(failing, 5)
+
+
+async def test_the_scheduler_answers_what_becomes_of_a_promise(tmp_path: Path) -> None:
+    async with attached(tmp_path / "link") as ends:
+        await ends.server.wait_attached(2, timeout_s=10)
+        kept = Kept(96, Tier.DISK, 30.5)
+        keeping = asyncio.create_task(ends.server.keep(KeepTerms("x1", "aa", 30.5)))
+        await until(lambda: ends.received["scheduler"] == ["keep_query"])
+        # An answer to another query does not count.
+        for answer in (keep_answer(7, None), keep_answer(1, kept), keep_answer(1, None)):
+            ends.links["scheduler"].send(link_pb2.AttachRequest(keep_answer=answer))
+        assert await asyncio.wait_for(keeping, 5) == kept
+        unknown = asyncio.create_task(ends.server.keep(KeepTerms("x2", "aa", 0.0)))
+        await until(lambda: len(ends.received["scheduler"]) == 2)
+        ends.links["scheduler"].send(link_pb2.AttachRequest(keep_answer=keep_answer(2, None)))
+        assert await asyncio.wait_for(unknown, 5) is None
 
 
 async def test_messages_arrive_at_the_connectors_and_at_the_service(tmp_path: Path) -> None:

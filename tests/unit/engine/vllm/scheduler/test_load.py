@@ -8,6 +8,8 @@ from headrace_common.time_model.model import NO_STEPS
 from headrace_engine.steps import EngineSteps
 from headrace_engine.vllm.link.messages import EngineLoad, load_from_proto, load_to_proto
 from headrace_engine.vllm.scheduler.service_scheduler import LoadMeter, report_changes
+from headrace_kv.manager.promises import PromiseCounts
+from headrace_kv.prefix.events import Tier
 from tests.unit.engine.vllm.scheduler.test_planned_steps import output
 
 
@@ -73,5 +75,6 @@ async def test_only_changes_are_sent() -> None:
 
 
 def test_a_load_is_equal_after_conversion_for_the_link() -> None:
-    load = EngineLoad(1, 2, 3, 4)
+    promises = PromiseCounts(5, {Tier.HOST: 6, Tier.DISK: 0}, 7)
+    load = EngineLoad(1, 2, 3, 4, promises=promises)
     assert load_from_proto(load_to_proto(load)) == load

@@ -113,6 +113,7 @@ class ScoringEngine:
                 outputs=[completion],
                 finished=token_id == 6,
                 num_cached_tokens=0,
+                kv_transfer_params=None,
                 prompt_logprobs=prompt_logprobs,
             )
 

@@ -12,6 +12,7 @@ from headrace_engine.vllm.tiers.planner import TierPlanner, plan_tiers
 from headrace_engine.vllm.tiers.pool_planner import PoolUse
 from headrace_kv.layout.layout import STATE, TOKENS, GroupKind
 from headrace_kv.manager.lower_tiers import LowerTiers, TierCopy, TierSettings
+from headrace_kv.manager.promises import KeepTerms, Kept, PromiseCounts
 from headrace_kv.prefix.events import Tier
 
 BLOCK = 4
@@ -57,6 +58,51 @@ def test_blocks_of_low_requests_are_evicted_first() -> None:
     answered(tiers, "other", hashes(3), [13])
     gone = [one.block_hashes for one in tiers.take_changes() if not one.stored]
     assert gone == [hashes(1)]
+
+
+def test_promised_blocks_stay_while_others_are_evicted() -> None:
+    tiers, names = planner(host=12), hashes(1, 2, 3)
+    tiers.request_added("r", names)
+    tiers.step_planned("r", 0, [5, 6, 7], replaces=True)
+    kept = tiers.keep("r", 2 * BLOCK + 1, KeepTerms("t", "owner", 60.0))
+    assert kept == Kept(2 * BLOCK, Tier.HOST, 60.0)
+    assert tiers.request_finished("r", 2 * BLOCK + 1, sends=False)
+    # What is promised is copied, once.
+    assert [copy.source_ids for _, copy in copies_of(plan_of(tiers))] == [(5, 6)]
+    for number in range(100, 130):
+        answered(tiers, str(number), hashes(number), [9])
+    tiers.request_added("again", names)
+    assert tiers.find("again", 0, 3 * BLOCK) == 2 * BLOCK
+    assert tiers.promises.renew(KeepTerms("t", "another", 0.0)) is None
+    assert tiers.promises.renew(KeepTerms("t", "owner", 0.0)) == Kept()
+    tiers.request_finished("again", 0, sends=False)
+    # The next step ends it.
+    plan_of(tiers)
+    assert tiers.promises.counts() == PromiseCounts(blocks={Tier.HOST: 0})
+
+
+def test_promises_end_with_a_reset_and_with_a_failed_load() -> None:
+    tiers, names = planner(host=12), hashes(1)
+    for broken in (1, 2):
+        tiers.request_added("r", names)
+        tiers.step_planned("r", 0, [5], replaces=True)
+        kept = tiers.keep("r", BLOCK, KeepTerms("t", "owner", 60.0))
+        assert kept == Kept(BLOCK, Tier.HOST, 60.0)
+        tiers.request_finished("r", BLOCK, sends=False)
+        if broken == 1:
+            tiers.request_added("b", names)
+            tiers.find("b", 0, BLOCK)
+            tiers.blocks_allocated("b", [9], BLOCK)
+            tiers.loads_ended(["b"], ["b"])
+        else:
+            tiers.clear()
+        assert tiers.promises.counts() == PromiseCounts(0, {Tier.HOST: 0}, broken)
+
+
+def test_without_tiers_nothing_is_promised() -> None:
+    tiers = TierPlanner(LowerTiers({}), 1)
+    tiers.request_added("r", hashes(1))
+    assert tiers.keep("r", 1, KeepTerms("t", "owner", 60.0)) is None
 
 
 def test_tokens_that_never_ran_are_not_stored() -> None:
