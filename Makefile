@@ -13,6 +13,8 @@ DEEP_MODEL := models/tiny-llama-deep
 MANY_HEADS_MODEL := models/tiny-llama-mha
 TINY_ADAPTERS := models/tiny-llama-adapters
 HYBRID_MODELS := $(addprefix models/tiny-,deepseek-v2 deepseek-v3 deepseek-wide gemma3 gpt-oss lfm2 llama4 mamba2 mamba2-groups qwen3-next qwen3-next-deep)
+VISION_MODELS := $(addprefix models/tiny-,llava qwen2-vl)
+TORCHVISION := build/torchvision
 BASELINE := protos/baseline.binpb
 PYTEST := $(BIN)/python -m pytest
 
@@ -60,6 +62,13 @@ $(TINY_ADAPTERS)/poet/adapter_config.json: | runtime
 $(addsuffix /config.json,$(HYBRID_MODELS)) &: | runtime
 	@$(BIN)/python scripts/make_tiny_hybrids.py
 
+$(addsuffix /config.json,$(VISION_MODELS)) &: | runtime
+	@$(BIN)/python scripts/make_tiny_vision.py
+
+# Image models need it, and the index may have none for processors.
+$(TORCHVISION)/torchvision: | runtime
+	@$(BIN)/python scripts/make_torchvision.py
+
 demo: runtime $(MODEL)/config.json ## ask one question through four processes (PROMPT="..." overrides it)
 	@$(BIN)/headrace demo $(ARGS)
 
@@ -85,7 +94,7 @@ test-all: setup ## everything that make test leaves out, but for hours of load, 
 	@$(BIN)/python scripts/test_all.py $(ARGS)
 
 VLLM_TESTS := vllm
-test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(DEEP_MODEL)/config.json $(MANY_HEADS_MODEL)/config.json $(TINY_ADAPTERS)/poet/adapter_config.json $(addsuffix /config.json,$(HYBRID_MODELS)) ## the tests with vLLM, the long ones too
+test-vllm: setup $(MODEL)/config.json $(TINY_MODEL)/config.json $(SINGLE_HEAD_MODEL)/config.json $(DEEP_MODEL)/config.json $(MANY_HEADS_MODEL)/config.json $(TINY_ADAPTERS)/poet/adapter_config.json $(addsuffix /config.json,$(HYBRID_MODELS)) $(addsuffix /config.json,$(VISION_MODELS)) $(TORCHVISION)/torchvision ## the tests with vLLM, the long ones too
 	@$(PYTEST) -m '$(VLLM_TESTS)' --second-run $(ARGS)
 
 test-clients: setup $(MODEL)/config.json $(TINY_MODEL)/config.json ## chat clients in C++, Go, Java, Node and Rust, libraries, load generators and coding agents: as root it installs Debian packages (CLIENTS="cpp go")

@@ -92,6 +92,16 @@ class RemotePrefix(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PromptImage:
+    """An image in a prompt, as in image.proto. It is an ImageSpan of the prompt's token ids."""
+
+    data: bytes = field(repr=False)
+    content_hash: bytes
+    start_token: int
+    token_count: int
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillWork:
     """Compute `token_ids` and send the KV of [target.start_token, target.end_token), up to their end.
 
@@ -111,11 +121,13 @@ class PrefillWork:
     """Cached blocks that only lower classes have used are reused first, where the engine manages them."""
     bounds: TokenBounds = NO_BOUNDS
     """When its tokens are due."""
+    images: tuple[PromptImage, ...] = ()
+    """In their order. `token_ids` have the placeholders of each one."""
     prefix: RemotePrefix | None = None
     """Where the engine may have KV fetched from that it would compute otherwise."""
     cached_only: bool = False
-    """Only cached KV is sent, with neither sampling nor logits. `prefill` raises NotFound if some of it is not cached.
-    Engines that only receive KV otherwise can do this too.
+    """Only cached KV is sent, with neither sampling nor a hidden state. `prefill` raises NotFound if some of it is not
+    cached. Engines that only receive KV otherwise can do this too.
     """
 
 
@@ -169,6 +181,8 @@ class DecodeWork:
     """As in PrefillWork."""
     keep: KeepTerms | None = None
     """Asks for a promise to keep the KV of `token_ids` and the answer. Its name is the transfer id."""
+    images: tuple[PromptImage, ...] = ()
+    """As in PrefillWork. None of them has the prompt's last token. With `remote_kv` they are not encoded here."""
 
     @property
     def prompt_tokens(self) -> int:

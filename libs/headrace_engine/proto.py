@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import bounds_pb2, sampling_pb2
+from headrace.inference.v1 import bounds_pb2, image_pb2, sampling_pb2
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.durations import seconds_from_duration
 from headrace_common.errors import InvalidRequest
 from headrace_common.registry.adapters import Adapter, adapter_violations
-from headrace_engine.interface import Sampling, StructuredOutputs, TokenLogprobs
+from headrace_engine.interface import PromptImage, Sampling, StructuredOutputs, TokenLogprobs
 from headrace_engine.step_budget import NO_BOUNDS, TokenBounds
+from headrace_kv.prefix.images import CONTENT_HASH_BYTES
 
 
 def sampling_from_proto(
@@ -64,6 +65,34 @@ def requested_adapter(
     if violations:
         raise InvalidRequest(violations)
     return wanted
+
+
+def images_from_proto(
+    messages: Iterable[image_pb2.PromptImage], end_token: int
+) -> tuple[PromptImage, ...]:
+    """The images of a prompt. All placeholders must lie before `end_token`. Raises InvalidRequest."""
+    images = tuple(
+        PromptImage(one.data, one.content_hash, one.start_token, one.token_count)
+        for one in messages
+    )
+    violations: dict[str, str] = {}
+    free_token = 0
+    for number, image in enumerate(images):
+        field = f"images[{number}]"
+        if not image.data:
+            violations[f"{field}.data"] = "must not be empty"
+        if len(image.content_hash) != CONTENT_HASH_BYTES:
+            violations[f"{field}.content_hash"] = f"must be {CONTENT_HASH_BYTES} bytes"
+        if image.start_token < free_token:
+            violations[f"{field}.start_token"] = f"must be {free_token} or more"
+        free_token = image.start_token + image.token_count
+        if not image.token_count or free_token > end_token:
+            violations[f"{field}.token_count"] = (
+                f"must be 1 or more, with all placeholders before token {end_token}"
+            )
+    if violations:
+        raise InvalidRequest(violations)
+    return images
 
 
 def _structured_outputs_from_proto(

@@ -45,6 +45,8 @@ CALLS = {
     "vllm.v1.engine.async_llm.AsyncLLM.from_vllm_config": "vllm_config disable_log_stats",
     "vllm.v1.engine.async_llm.AsyncLLM.generate": "prompt sampling_params request_id lora_request",
     "vllm.v1.engine.async_llm.AsyncLLM.add_lora": "lora_request",
+    "vllm.renderers.base.BaseRenderer.render_cmpl_async": "prompts skip_mm_cache",
+    "vllm.multimodal.media.image.ImageMediaIO.load_bytes": "data",
     "vllm.lora.request.LoRARequest": "lora_name lora_int_id lora_path is_3d_lora_weight",
     "vllm.v1.engine.async_llm.AsyncLLM.reset_prefix_cache": "reset_connector",
     "vllm.v1.engine.async_llm.AsyncLLM.shutdown": "",
@@ -136,6 +138,9 @@ FIELDS = {
     "vllm.lora.request.LoRARequest": "lora_name lora_path",
     "vllm.entrypoints.openai.models.protocol.LoRAModulePath": "name path is_3d_lora_weight",
     "vllm.multimodal.inputs.MultiModalFeatureSpec": "identifier",
+    "vllm.multimodal.inputs.PlaceholderRange": "offset length",
+    "vllm.inputs.engine.MultiModalInput": "prompt_token_ids mm_placeholders",
+    "vllm.config.multimodal.MultiModalConfig": "media_io_kwargs",
     f"{CACHES}.KVCacheConfig": "kv_cache_groups",
     f"{CACHES}.KVCacheGroupSpec": "layer_names kv_cache_spec",
     f"{CACHES}.KVCacheSpec": "block_size page_size_bytes",
@@ -162,7 +167,8 @@ FIELDS = {
     # With several steps under way, vLLM keeps back the blocks of a request that one still writes to.
     "vllm.v1.core.sched.scheduler.Scheduler": "defer_block_free",
     "vllm.config.ModelConfig": (
-        "max_model_len model hf_config hf_text_config logprobs_mode use_fp64_gumbel"
+        "max_model_len model hf_config hf_text_config logprobs_mode use_fp64_gumbel "
+        "multimodal_config supports_multimodal_inputs"
     ),
     "vllm.config.ParallelConfig": (
         "tensor_parallel_size data_parallel_size pipeline_parallel_size data_parallel_rank "
@@ -180,13 +186,15 @@ FIELDS = {
         "kv_connector kv_connector_module_path kv_role engine_id kv_load_failure_policy "
         "kv_connector_extra_config"
     ),
-    "vllm.v1.engine.async_llm.AsyncLLM": "vllm_config output_handler engine_core",
+    "vllm.v1.engine.async_llm.AsyncLLM": (
+        "vllm_config output_handler engine_core model_config renderer"
+    ),
     "vllm.engine.arg_utils.AsyncEngineArgs": (
         "model dtype seed max_model_len tensor_parallel_size pipeline_parallel_size block_size "
         "num_gpu_blocks_override max_num_seqs max_num_batched_tokens enable_prefix_caching "
         "speculative_config "
         "kv_events_config enable_chunked_prefill long_prefill_token_threshold "
-        "long_prefill_token_threshold_adaptive enforce_eager kv_cache_memory_bytes "
+        "long_prefill_token_threshold_adaptive limit_mm_per_prompt enforce_eager kv_cache_memory_bytes "
         "gpu_memory_utilization async_scheduling skip_tokenizer_init generation_config "
         "disable_log_stats use_tqdm_on_load logits_processors kv_transfer_config"
     ),

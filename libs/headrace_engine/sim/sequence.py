@@ -15,6 +15,7 @@ from headrace_engine.interface import (
     DecodeTokens,
     DecodeWork,
     PrefillWork,
+    PromptImage,
     RemotePrefix,
     Sampling,
     TokenLogprobs,
@@ -30,6 +31,7 @@ from headrace_kv.manager.lower_tiers import NO_BLOCKS, PoolBlocks
 from headrace_kv.manager.promises import Kept
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS, PrefixHasher, root_hash
+from headrace_kv.prefix.images import hashed_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class Sequence:
     cache_salt: str = ""
     priority: Priority = Priority.NORMAL
     bounds: TokenBounds = NO_BOUNDS
+    images: tuple[PromptImage, ...] = ()
     handover: Handover | None = None
     generation: Generation | None = None
     first_token: FirstTokenRequest | None = None
@@ -205,7 +208,8 @@ class Sequence:
         hashes = self._block_hashes
         if len(hashes) < count:
             start = len(hashes) - len(hashes) % CHECKPOINT_BLOCKS
-            tokens = self.tokens[start * block_tokens : count * block_tokens]
+            words = hashed_token_ids(self.tokens, self.images) if self.images else self.tokens
+            tokens = words[start * block_tokens : count * block_tokens]
             parent = hashes[start - 1] if start else hasher.root_of(self.cache_salt)
             hashes[start:] = hasher.hashes(tokens, parent)
         return hashes
@@ -315,7 +319,7 @@ class Sequence:
         self._append(token_id, model)
 
     def first_logits_received(self) -> None:
-        """The answer's first token is chosen from logits, and generated here."""
+        """The answer's first token is chosen from a hidden state, and generated here."""
         self.awaits_first_token = False
 
     def token_generated(
@@ -388,6 +392,7 @@ def prefill_sequence(
         cache_salt=work.cache_salt,
         priority=work.priority,
         bounds=work.bounds,
+        images=work.images,
         handover=handover,
         first_token=first_token,
         prefix=work.prefix,
@@ -416,6 +421,7 @@ def decode_sequence(
         cache_salt=work.cache_salt,
         priority=work.priority,
         bounds=work.bounds,
+        images=work.images,
         generation=Generation(
             sampling, work.remote_kv, work.transferable_tokens, is_plain(sampling), keep
         ),
@@ -427,7 +433,9 @@ def _hash_prompt(
     work: PrefillWork | DecodeWork, capacity: int, model: SimModel
 ) -> tuple[U64Array, int]:
     """The prompt's hashes in an array of `capacity` positions, and its hash sum."""
-    sums = model.prefix_sums(work.token_ids, base=model.adapter_sum(work.adapter))
+    # So KV and answers depend on the contents of images.
+    token_ids = hashed_token_ids(work.token_ids, work.images) if work.images else work.token_ids
+    sums = model.prefix_sums(token_ids, base=model.adapter_sum(work.adapter))
     hashes = np.empty(capacity, np.uint64)
     hashes[: len(work.token_ids)] = mix_words(sums)
     return hashes, int(sums[-1])

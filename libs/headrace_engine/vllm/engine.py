@@ -45,6 +45,7 @@ from headrace_engine.vllm.service.decode_request import DecodeRequest
 from headrace_engine.vllm.service.launch import check_config, launch
 from headrace_engine.vllm.service.local_broadcast import open_broadcast
 from headrace_engine.vllm.service.prefill_request import PrefillRequest
+from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.rank_group import RankGroup
 from headrace_kv.handoff.messages import Reservation, SendReport
 from headrace_kv.manager.load_times import LoadTimes, TierLoad
@@ -229,14 +230,18 @@ class VllmEngine(Engine):
         self._require_new(work.transfer_id)
         if work.sampling.structured_outputs is not None:
             await self._constraints.check(work.sampling.structured_outputs, work.tenant_salt)
-            llm, link = self._require_started()
-            self._require_new(work.transfer_id)
+        prompt = await engine_prompt(
+            llm, work.token_ids[: work.prompt_tokens], work.cache_salt, work.images
+        )
+        llm, link = self._require_started()
+        self._require_new(work.transfer_id)
         assert self._adapters is not None
         with self._adapters.used(work.adapter) as lora_request:
             request = DecodeRequest(
                 llm=llm,
                 link=link,
                 work=work,
+                prompt=prompt,
                 sampler=self._first_token_sampler,
                 max_model_len=self.max_model_len,
                 lora_request=lora_request,

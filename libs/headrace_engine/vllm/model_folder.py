@@ -108,7 +108,8 @@ DIGEST_HEX_LENGTH = 12
 class ModelFolder:
     """`fingerprint`: the model's identity for KvLayout.model, "name:digest of config.json".
 
-    A model of a hub has the commit in its name. For another folder, a digest of the weights follows, after a dot.
+    A model of a hub has the commit in its name. For another folder, a digest of the weights follows, after a dot, and
+    the first digest covers the processing of images too.
     `max_model_len`: the longest context that the model was made for, 0 when config.json does not state it.
     `model_type`: as in config.json. `has_tokenizer`: whether it has a tokenizer, which structured outputs need.
     `has_latent_attention`: whether its attention is multi-head latent attention (MLA).
@@ -140,7 +141,7 @@ def read_model_folder(model: str, max_model_len: int) -> ModelFolder:
             model,
             f"model folder {model} does not exist: name a folder with config.json and *.safetensors",
         )
-    config = _read_config(path)
+    config = _read_json(path, "config.json")
     if not isinstance(config.get("architectures"), list):
         raise _wrong(
             model,
@@ -160,7 +161,8 @@ def read_model_folder(model: str, max_model_len: int) -> ModelFolder:
         )
     # The folder of a downloaded model has the name of its commit.
     if hub_model is None:
-        fingerprint = f"{path.resolve().name}:{digest_of(config)}.{_weights_digest(path)}"
+        identity = config | _image_processing(path)
+        fingerprint = f"{path.resolve().name}:{digest_of(identity)}.{_weights_digest(path)}"
     else:
         fingerprint = f"{hub_model.name}@{path.name}:{digest_of(config)}"
     model_type = str(config.get("model_type", ""))
@@ -183,14 +185,20 @@ def _weights_digest(path: Path) -> str:
         ) from exc
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    file = path / "config.json"
+def _image_processing(path: Path) -> dict[str, Any]:
+    """How images become pixels of the model, which their KV depends on. Empty for a model without images."""
+    names = ("preprocessor_config.json", "processor_config.json")
+    return {name: _read_json(path, name) for name in names if (path / name).is_file()}
+
+
+def _read_json(path: Path, name: str) -> dict[str, Any]:
+    file = path / name
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise _wrong(
             str(path),
-            f"{path} is not a model: it has no config.json; name a folder in the Hugging Face layout",
+            f"{path} is not a model: it has no {name}; name a folder in the Hugging Face layout",
         ) from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
         raise _wrong(str(path), f"cannot read {file} ({exc}): fetch the model again") from exc
@@ -200,7 +208,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _longest_context(config: Mapping[str, Any]) -> int:
-    value = config.get("max_position_embeddings", 0)
+    text = config.get("text_config")
+    value = (text if isinstance(text, dict) else config).get("max_position_embeddings", 0)
     return value if isinstance(value, int) else 0
 
 

@@ -17,6 +17,7 @@ from headrace_engine.interface import Engine, PrefillWork
 from headrace_kv.handoff.messages import TransferTarget, prefix_transfer
 from headrace_kv.handoff.tickets import HandoffTickets
 from headrace_kv.layout.layout import WorkerRef
+from headrace_kv.prefix.images import whole_images_end
 
 _TIMEOUT_S: Final = 10.0
 """For callers without a deadline."""
@@ -78,6 +79,8 @@ class PrefixServicer(prefix_pb2_grpc.PrefixServiceServicer):
         if not request.start_token < request.end_token <= cached_tokens:
             remedy = f"give a token above start_token, and at most {cached_tokens}"
             raise InvalidRequest({"end_token": remedy})
+        if whole_images_end(request.end_token, attempt.work.images) != request.end_token:
+            raise InvalidRequest({"end_token": "must not divide the placeholders of an image"})
         return PrefillWork(
             token_ids=attempt.work.token_ids[: request.end_token],
             target=TransferTarget(
@@ -92,5 +95,6 @@ class PrefixServicer(prefix_pb2_grpc.PrefixServiceServicer):
             cache_salt=attempt.work.cache_salt,
             adapter=attempt.work.adapter,
             priority=attempt.work.priority,
+            images=tuple(one for one in attempt.work.images if one.start_token < request.end_token),
             cached_only=True,
         )

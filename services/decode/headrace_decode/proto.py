@@ -14,6 +14,7 @@ from headrace_common.registry.adapters import Adapter
 from headrace_engine.interface import DecodeTokens, DecodeWork
 from headrace_engine.proto import (
     bounds_from_proto,
+    images_from_proto,
     logprobs_to_proto,
     requested_adapter,
     sampling_from_proto,
@@ -62,6 +63,7 @@ def work_from_proto(
         priority=Priority.from_proto(request.priority),
         bounds=bounds_from_proto(request.bounds),
         keep=_terms(request.transfer_id, request.keep) if request.HasField("keep") else None,
+        images=images_from_proto(request.images, len(request.token_ids) - generated - 1),
     )
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +23,7 @@ from headrace_engine.interface import Engine
 from headrace_engine.worker.host import HostedWorker, WorkerHost
 from headrace_kv.handoff.messages import Reservation, TransferTarget, prefix_transfer
 from headrace_kv.layout.layout import STATE, WorkerRef
+from headrace_kv.prefix.images import ImageSpan, whole_images_end
 from headrace_kv.receive.receiver import IncomingTransfer, Receiver
 from headrace_prefill.config import FetchingConfig
 
@@ -127,11 +128,18 @@ class PrefixFetcher:
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
 
-    def offer(self, target: TransferTarget) -> PrefixFetch | None:
-        """The fetch of what decode has of a task's tokens. None when it has too little, or fetching is not worth it."""
-        if not target.ticket or not self._context.rule.may_fetch(target.decode, target.start_token):
+    def offer(self, target: TransferTarget, images: Sequence[ImageSpan] = ()) -> PrefixFetch | None:
+        """The fetch of what decode has of a task's tokens, up to an image that decode has in part.
+
+        None when it has too little, or fetching is not worth it.
+        """
+        end = target.start_token
+        if images:
+            block_tokens = self._context.engine.descriptor.layout.block_tokens
+            end = whole_images_end(end, images, block_tokens)
+        if not target.ticket or not self._context.rule.may_fetch(target.decode, end):
             return None
-        return PrefixFetch(self._context, target, self._channel)
+        return PrefixFetch(self._context, target, self._channel, end)
 
     async def close(self) -> None:
         """Closes every channel."""
@@ -165,20 +173,18 @@ class PrefixFetch:
         context: FetchContext,
         target: TransferTarget,
         channel_of: Callable[[str], grpc.aio.Channel],
+        end_token: int,
     ) -> None:
         self.record: FetchRecord | None = None
         self.transfer_id = prefix_transfer(target.transfer_id)
+        """See RemotePrefix."""
+        self.end_token = end_token
         """See RemotePrefix."""
         self._context = context
         self._target = target
         self._channel_of = channel_of
         self._running: asyncio.Task[None] | None = None
         self._closed = False
-
-    @property
-    def end_token(self) -> int:
-        """See RemotePrefix."""
-        return self._target.start_token
 
     @property
     def least_tokens(self) -> int:

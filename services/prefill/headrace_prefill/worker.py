@@ -31,6 +31,7 @@ from headrace_common.time_model.model import HandoverLearner, TimeModel
 from headrace_engine.interface import DecodeTokens, Engine, PrefillOutcome, PrefillWork
 from headrace_engine.proto import (
     bounds_from_proto,
+    images_from_proto,
     logprobs_to_proto,
     requested_adapter,
     sampling_from_proto,
@@ -113,7 +114,7 @@ class PrefillWorker:
             deadline = self._deadline(task)
             work = _work_from_proto(task, deadline, self._engine.adapters)
             if self._prefixes is not None:
-                fetch = self._prefixes.offer(work.target)
+                fetch = self._prefixes.offer(work.target, work.images)
             outcome = await self._prefill(
                 replace(work, prefix=fetch),
                 deadline,
@@ -288,6 +289,7 @@ def _work_from_proto(
         adapter=requested_adapter(task, adapters),
         priority=Priority.from_proto(task.priority),
         bounds=bounds_from_proto(task.bounds),
+        images=images_from_proto(task.images, len(task.token_ids)),
     )
 
 

@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any, Generic, TypeVar
 
 from headrace.decode.v1 import decode_pb2, decode_pb2_grpc
-from headrace.inference.v1 import first_token_pb2, sampling_pb2
+from headrace.inference.v1 import first_token_pb2, image_pb2, sampling_pb2
 from headrace.kv.v1 import handoff_pb2_grpc, prefix_pb2_grpc
 from headrace.prefill.v1 import prefill_pb2
 from headrace_common.access.roles import Role
@@ -90,7 +90,12 @@ class FetchingWorkers(Generic[EngineT]):
         return self.router.ticket(transfer_id, **(claims | changes))
 
     @asynccontextmanager
-    async def reserved(self, prompt: Sequence[int], token_count: int) -> AsyncIterator[Reserved]:
+    async def reserved(
+        self,
+        prompt: Sequence[int],
+        token_count: int,
+        images: Sequence[image_pb2.PromptImage] = (),
+    ) -> AsyncIterator[Reserved]:
         """A request that holds its blocks on the decode worker.
 
         Its first token is chosen from prefill's logits, which the simulated engine derives from every byte of the KV
@@ -102,6 +107,7 @@ class FetchingWorkers(Generic[EngineT]):
             transfer_id=name,
             incarnation=DECODE.incarnation,
             token_ids=prompt,
+            images=images,
             sampling=sampling_pb2.SamplingParams(max_tokens=token_count, temperature=0.0),
             remote_prefill=True,
             first_token=first_token_pb2.FIRST_TOKEN_POLICY_LOGITS,
@@ -111,13 +117,18 @@ class FetchingWorkers(Generic[EngineT]):
             call = LinkedCall(channel, request, _ANSWER_S)
             try:
                 first = await anext(call)
-                yield Reserved(self, name, list(prompt), token_count, first.reserved, call)
+                yield Reserved(self, name, list(prompt), token_count, first.reserved, call, images)
             finally:
                 call.cancel()
 
-    async def run(self, prompt: Sequence[int], token_count: int) -> Turn:
+    async def run(
+        self,
+        prompt: Sequence[int],
+        token_count: int,
+        images: Sequence[image_pb2.PromptImage] = (),
+    ) -> Turn:
         """Runs a request as a router does."""
-        async with self.reserved(prompt, token_count) as request:
+        async with self.reserved(prompt, token_count, images) as request:
             done = await request.prefill()
             tokens = await request.answer()
         assert done.reason == "", done.detail
@@ -151,6 +162,7 @@ class Reserved:
     token_count: int
     reserved: decode_pb2.Reserved
     call: LinkedCall
+    images: Sequence[image_pb2.PromptImage] = ()
 
     def task(self, **changes: Any) -> prefill_pb2.PrefillTask:
         """The task that a router sends."""
@@ -158,6 +170,7 @@ class Reserved:
             "transfer_id": self.name,
             "request_id": "r",
             "token_ids": self.prompt,
+            "images": self.images,
             "send_logits": True,
             "start_token": self.reserved.start_token,
             "decode_worker_id": DECODE.worker_id,

@@ -6,13 +6,19 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from headrace.decode.v1 import decode_pb2
-from headrace.inference.v1 import adapter_pb2, first_token_pb2, priority_pb2, sampling_pb2
+from headrace.inference.v1 import (
+    adapter_pb2,
+    first_token_pb2,
+    image_pb2,
+    priority_pb2,
+    sampling_pb2,
+)
 from headrace_common.callers.priority import Priority
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import InvalidRequest
 from headrace_common.registry.adapters import Adapter
 from headrace_decode.proto import keep_terms, kept_to_proto, tokens_to_proto, work_from_proto
-from headrace_engine.interface import DecodeTokens, Sampling, TokenLogprobs
+from headrace_engine.interface import DecodeTokens, PromptImage, Sampling, TokenLogprobs
 from headrace_engine.proto import sampling_from_proto
 from headrace_kv.manager.promises import KeepTerms, Kept
 from headrace_kv.prefix.events import Tier
@@ -163,3 +169,32 @@ def test_prompt_logprobs_need_a_whole_prompt_to_compute() -> None:
     entries = (TokenLogprobs(-1.0, ((4, -0.5),), 9),)
     (found,) = tokens_to_proto([DecodeTokens((1,), prompt_logprobs=entries)]).prompt_logprobs
     assert (found.logprob, found.alternatives[0].token_id, found.rank) == (-1.0, 4, 9)
+
+
+def test_images_lie_before_the_last_token_of_the_prompt() -> None:
+    def asked(*spans: tuple[int, int], **changes: object) -> decode_pb2.GenerateRequest:
+        images = [
+            image_pb2.PromptImage(
+                data=b"png", content_hash=b"h" * 16, start_token=start, token_count=count
+            )
+            for start, count in spans
+        ]
+        return request(token_ids=range(10), images=images, **changes)
+
+    assert work_from_proto(asked((0, 4), (4, 5))).images == (
+        PromptImage(b"png", b"h" * 16, 0, 4),
+        PromptImage(b"png", b"h" * 16, 4, 5),
+    )
+    for wrong, field in (
+        (asked((0, 4), (3, 5)), "images[1].start_token"),
+        (asked((0, 4), (4, 0)), "images[1].token_count"),
+        (asked((0, 10)), "images[0].token_count"),
+        (asked((0, 8), generated_token_count=2), "images[0].token_count"),
+    ):
+        with pytest.raises(InvalidRequest) as refused:
+            work_from_proto(wrong)
+        assert set(refused.value.violations) == {field}
+    empty = request(token_ids=range(10), images=[image_pb2.PromptImage(token_count=1)])
+    with pytest.raises(InvalidRequest) as refused:
+        work_from_proto(empty)
+    assert set(refused.value.violations) == {"images[0].data", "images[0].content_hash"}

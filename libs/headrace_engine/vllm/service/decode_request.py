@@ -21,13 +21,13 @@ from headrace_engine.vllm.service.sampling import (
     rejected,
     request_errors,
     sampling_params,
-    token_prompt,
     tokens_of,
 )
 from headrace_engine.vllm.settings import read_kept, receive_params
 from headrace_kv.handoff.messages import Reservation
 
 if TYPE_CHECKING:
+    from vllm.inputs import EngineInput, TokensPrompt
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -51,11 +51,15 @@ class DecodeRequest:
         llm: AsyncLLM,
         link: LinkServer,
         work: DecodeWork,
+        prompt: TokensPrompt | EngineInput,
         sampler: FirstTokenSampler | None = None,
         max_model_len: int = 0,
         lora_request: LoRARequest | None = None,
     ) -> None:
-        """`sampler` chooses the first token of a work with `from_logits`. `max_model_len` is the engine's."""
+        """`prompt`: see engine_prompt. `sampler` chooses the first token of a work with `from_logits`.
+
+        `max_model_len` is the engine's.
+        """
         self._link = link
         self._work = work
         self._sampler = sampler
@@ -73,7 +77,7 @@ class DecodeRequest:
         if work.remote_kv:
             params = receive_params(work.transfer_id, work.awaits_first_token)
         self._outputs = llm.generate(
-            token_prompt(work.token_ids[: work.prompt_tokens], work.cache_salt),
+            prompt,
             sampling_params(
                 work.sampling,
                 params,

@@ -94,6 +94,8 @@ KV_ARGUMENTS: Final = (
     "hf_overrides",
     "kv_cache_dtype",
     "kv_cache_dtype_skip_layers",
+    "media_io_kwargs",
+    "mm_processor_kwargs",
     "mamba_cache_dtype",
     "mamba_ssm_cache_dtype",
 )

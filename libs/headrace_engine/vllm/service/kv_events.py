@@ -16,9 +16,11 @@ import zmq.asyncio
 
 from headrace_common.tasks import end_task, run_forever
 from headrace_engine.prefix_events import PrefixEventPublisher
+from headrace_engine.vllm.service.prompts import image_hash
 from headrace_kv.prefix.cache_salt import is_cache_salt
 from headrace_kv.prefix.events import Tier
 from headrace_kv.prefix.hashing import CHECKPOINT_BLOCKS
+from headrace_kv.prefix.images import placeholder_words
 
 log = logging.getLogger(__name__)
 
@@ -129,15 +131,16 @@ class VllmPrefixes:
         hashes, token_ids, size = event["block_hashes"], event["token_ids"], event["block_size"]
         parent_hash = event["parent_block_hash"]
         parent = None if parent_hash is None else self._blocks.get(parent_hash)
-        cache_salt = _salt_of(event)
+        keys = _keys_of(event)
         if (
             self._events.hasher is None
             or (parent_hash is not None and parent is None)
             or not self._fits(size)
             or len(token_ids) != len(hashes) * size
-            or cache_salt is None
+            or keys is None
         ):
             return
+        cache_salt, images = keys
         chunk: list[_Block] = []
         ancestor = None if parent is None or parent.offset == CHECKPOINT_BLOCKS - 1 else parent
         while ancestor is not None:
@@ -145,7 +148,7 @@ class VllmPrefixes:
             ancestor = ancestor.before
         root = self._events.hasher.root_of(cache_salt)
         seed = chunk[0].seed if chunk else parent.name if parent else root
-        words = array("I", token_ids).tobytes()
+        words = _words_of(token_ids, images, size).tobytes()
         known_words = b"".join(block.words for block in chunk)
         names = self._events.hasher.hashes(known_words + words, seed)[len(chunk) :]
         self._events.stored(parent.name if parent else None, names, tier)
@@ -176,25 +179,73 @@ class VllmPrefixes:
         self._events.removed(gone, tier)
 
 
-def _salt_of(event: Mapping[str, Any]) -> str | None:
-    """The salt of the blocks of an event, "" for none or for blocks with a parent. None when they depend on more.
+@dataclass(frozen=True, slots=True)
+class _ImagePart:
+    """An image that begins at token `start` of its block, before the block if negative."""
 
-    vLLM lists the further keys of each block. With an adapter, the first one is its name. The first block of a prompt
-    has its salt, which depends on the adapter too.
+    content_hash: bytes
+    start: int
+
+
+_BlockImages = Sequence[Sequence[_ImagePart]]
+
+
+def _keys_of(event: Mapping[str, Any]) -> tuple[str, _BlockImages] | None:
+    """The salt of the blocks of an event, and the images in each block. None when they depend on more.
+
+    The salt is "" for none, or for blocks with a parent. vLLM lists the further keys of each block. With an adapter,
+    the first one is its name. Then follow pairs for images. The first block of a prompt has its salt, which depends on
+    the adapter too.
     """
-    adapter = event.get("lora_name")
-    first, *others = [
-        keys[1:] if adapter and keys and keys[0] == adapter else keys
-        for keys in event.get("extra_keys") or [None]
-    ]
-    if any(others):
-        return None
-    if not first:
-        # Without a salt, the names of blocks would be those of the model alone.
-        return None if adapter and event["parent_block_hash"] is None else ""
-    salt, *more = first
-    salted = isinstance(salt, str) and is_cache_salt(salt)
-    return salt if salted and not more and event["parent_block_hash"] is None else None
+    adapter, is_first = event.get("lora_name"), event["parent_block_hash"] is None
+    salt = ""
+    images: list[list[_ImagePart]] = []
+    for number, keys in enumerate(event.get("extra_keys") or [None]):
+        others = list(keys or ())
+        if adapter and others and others[0] == adapter:
+            del others[0]
+        parts = list(map(_image_part, filter(_is_pair, others)))
+        texts = [key for key in others if not _is_pair(key)]
+        if texts and is_first and not number and _is_salt(texts[0]):
+            salt = texts.pop(0)
+        found = [part for part in parts if part is not None]
+        if texts or len(found) < len(parts):
+            return None
+        images.append(found)
+    # Without a salt, the names of blocks would be those of the model alone.
+    return None if adapter and is_first and not salt else (salt, images)
+
+
+def _is_pair(key: Any) -> bool:
+    return isinstance(key, list | tuple) and len(key) == 2
+
+
+def _is_salt(key: Any) -> bool:
+    return isinstance(key, str) and is_cache_salt(key)
+
+
+def _image_part(pair: Sequence[Any]) -> _ImagePart | None:
+    """None for an identifier that has no content hash."""
+    identifier, start = pair
+    found = image_hash(identifier) if isinstance(identifier, str) else None
+    return None if found is None else _ImagePart(found, start)
+
+
+def _words_of(token_ids: Sequence[int], images: _BlockImages, block_tokens: int) -> array[int]:
+    """The token ids that routers hash, see hashed_token_ids. The placeholders of an image are equal tokens."""
+    words = array("I", token_ids)
+    for number, parts in enumerate(images):
+        block_start = number * block_tokens
+        ends = [*(part.start for part in parts[1:]), block_tokens]
+        for part, end in zip(parts, ends, strict=False):
+            start = max(0, part.start)
+            block = token_ids[block_start + start : block_start + end]
+            count = next((i for i, one in enumerate(block) if one != block[0]), len(block))
+            first = block_start + start
+            words[first : first + count] = placeholder_words(
+                part.content_hash, start - part.start, count
+            )
+    return words
 
 
 class KvEventReader:

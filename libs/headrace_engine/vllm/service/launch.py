@@ -356,6 +356,8 @@ def _engine_args(
             enable_kv_cache_events=True, publisher="zmq", endpoint=events_endpoint(link_path)
         ),
         enable_chunked_prefill=True,
+        # Requests have no others. vLLM would reserve memory for the largest ones.
+        limit_mm_per_prompt={"video": 0, "audio": 0},
         # Prompts share each step of a prefill worker. Else a short one would wait until long ones, perhaps of another
         # tenant, have ended. A prompt alone has the whole step.
         long_prefill_token_threshold=1 if config.role == "prefill" else 0,

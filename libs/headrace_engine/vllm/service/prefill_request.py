@@ -17,11 +17,11 @@ from headrace_common.errors import (
     from_reason,
 )
 from headrace_engine.interface import DecodeTokens, PrefillOutcome, PrefillWork, Sampling
+from headrace_engine.vllm.service.prompts import engine_prompt
 from headrace_engine.vllm.service.sampling import (
     rejected,
     request_errors,
     sampling_params,
-    token_prompt,
     tokens_of,
 )
 from headrace_engine.vllm.settings import PrefillTimes, PrefixParams, send_params
@@ -166,7 +166,7 @@ class PrefillRequest:
         if self._work.cached_only:
             # vLLM computes one token at least.
             token_ids = (*token_ids, token_ids[-1])
-        prompt = token_prompt(token_ids, self._work.cache_salt)
+        prompt = await engine_prompt(self._llm, token_ids, self._work.cache_salt, self._work.images)
         last = None
         # A step that waits for another prompt's prefix would delay it.
         self._link.request_coming()

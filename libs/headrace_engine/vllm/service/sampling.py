@@ -1,4 +1,4 @@
-"""Converts prompts and sampling settings to vLLM's, and vLLM's outputs to tokens."""
+"""Converts sampling settings to vLLM's, and vLLM's outputs to tokens."""
 
 from __future__ import annotations
 
@@ -27,17 +27,8 @@ from headrace_engine.vllm.settings import (
 from headrace_kv.manager.promises import KeepTerms
 
 if TYPE_CHECKING:
-    from vllm.inputs.llm import TokensPrompt
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-
-
-def token_prompt(token_ids: Sequence[int], cache_salt: str) -> TokensPrompt:
-    """The prompt for `generate`. vLLM hashes the salt with the first block, so it shares no block with other salts."""
-    prompt: TokensPrompt = {"prompt_token_ids": list(token_ids)}
-    if cache_salt:
-        prompt["cache_salt"] = cache_salt
-    return prompt
 
 
 def sampling_params(

@@ -168,6 +168,7 @@ def test_only_these_modules_import_vllm() -> None:
         "service/engine_args.py",
         "service/first_token_sampler.py",
         "service/launch.py",
+        "service/prompts.py",
         "service/sampling.py",
         "stages.py",
         "standalone/connector_scheduler.py",

@@ -44,6 +44,18 @@ def write_weights(path: Path, **tensors: float) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
+def test_the_processing_of_images_is_part_of_the_identity(tmp_path: Path) -> None:
+    def fingerprint(pixels_max: int) -> str:
+        path = folder(tmp_path / "m", text_config={"max_position_embeddings": 512})
+        settings = path / "preprocessor_config.json"
+        settings.write_text(json.dumps({"max_pixels": pixels_max}))
+        found = read_model_folder(str(path), 0)
+        assert found.max_model_len == 512
+        return found.fingerprint
+
+    assert fingerprint(100) == fingerprint(100) != fingerprint(200)
+
+
 def test_checkpoints_of_one_shape_have_different_fingerprints(tmp_path: Path) -> None:
     def fingerprint(copy: str, **files: dict[str, float]) -> str:
         parent = tmp_path / copy

@@ -20,6 +20,7 @@ from headrace_engine.interface import (
 from headrace_engine.vllm.service import decode_request
 from headrace_engine.vllm.service.decode_request import DecodeRequest
 
+PROMPT: Any = {"prompt_token_ids": [1, 2, 3]}
 FREE = Sampling(max_tokens=4)
 FORMED = Sampling(max_tokens=4, structured_outputs=StructuredOutputs("regex", "[a-z]+"))
 
@@ -51,7 +52,7 @@ async def error_of(
     work = DecodeWork("x1", (1, 2, 3), sampling, remote_kv=remote_kv)
     engine: Any = FailingEngine()
     link: Any = QuietLink()
-    request = DecodeRequest(engine, link, work)
+    request = DecodeRequest(engine, link, work, PROMPT)
     if failed_transfer:
         request.transfer_failed()
     ending = asyncio.ensure_future(anext(request.events()))
@@ -122,7 +123,7 @@ async def test_the_prompt_is_reported_once_with_the_first_token() -> None:
     work = DecodeWork("x1", (1, 2, 3), Sampling(max_tokens=2, prompt_logprobs=1), remote_kv=False)
     engine: Any = ScoringEngine()
     link: Any = QuietLink()
-    request = DecodeRequest(engine, link, work)
+    request = DecodeRequest(engine, link, work, PROMPT)
     first, second, _ = [event async for event in request.events()]
     await request.close()
     best = ((7, -0.5),)

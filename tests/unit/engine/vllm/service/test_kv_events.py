@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -13,6 +13,7 @@ from headrace_engine.vllm.service.kv_events import VllmPrefixes
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.events import Tier, unpack_hashes
 from headrace_kv.prefix.hashing import prefix_hasher
+from headrace_kv.prefix.images import content_hash, hashed_token_ids
 
 BLOCK = 4
 KEY = 77
@@ -234,3 +235,71 @@ async def test_copies_in_a_tier_that_is_not_announced_change_nothing(
     rig.prefixes.apply(removed(*vllm_hashes(tokens)) | {"medium": "STORAGE"})
     assert await rig.announced() == set(names(tokens))
     assert not caplog.records
+
+
+class Span(NamedTuple):
+    content_hash: bytes
+    start_token: int
+    token_count: int
+
+
+def pictured(
+    tokens: list[int], images: list[Span], first: int, end: int, **options: str
+) -> dict[str, Any]:
+    """The event of blocks of a prompt with images, as vLLM reports them."""
+    adapter, salt = options.get("adapter", ""), options.get("salt", "")
+    keys: list[Any] = []
+    for block in range(first, end):
+        start = block * BLOCK
+        found: list[Any] = [adapter] if adapter else []
+        found += [
+            [
+                f"{options.get('prefix', '')}{image.content_hash.hex()}{salt}",
+                image.start_token - start,
+            ]
+            for image in images
+            if image.start_token < start + BLOCK and start < image.start_token + image.token_count
+        ]
+        found += [salt] if salt and not block else []
+        keys.append(found or None)
+    event = stored(tokens, first, end, lora_name=adapter or None)
+    words = hashed_token_ids(tokens, images).tolist()
+    known = salted(salt, [*words, hash(adapter)], first, end)
+    return event | {
+        "extra_keys": keys,
+        "block_hashes": known["block_hashes"],
+        "parent_block_hash": known["parent_block_hash"],
+    }
+
+
+PICTURED = [*range(3), *[9] * 6, *[9] * 5, 1, 2, *[9] * 4, 5, 5, *[9] * 20, 3, 4, 5, 6, 7, 8]
+PICTURES = [
+    Span(content_hash(b"cat"), 3, 6),
+    Span(content_hash(b"dog"), 9, 5),
+    Span(content_hash(b"cat"), 16, 4),
+    Span(content_hash(b"cow"), 22, 20),
+]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "options", [{}, {"salt": "aa"}, {"salt": "aa", "adapter": "poet", "prefix": "poet:"}]
+)
+async def test_images_are_part_of_the_names(rig: Rig, seed: int, options: dict[str, str]) -> None:
+    """However events group the blocks, and for images that touch or begin in an earlier block."""
+    random = Random(seed)
+    first, count = 0, len(PICTURED) // BLOCK
+    while first < count:
+        end = min(first + random.randrange(1, 6), count)
+        rig.prefixes.apply(pictured(PICTURED, PICTURES, first, end, **options))
+        first = end
+    words = hashed_token_ids(PICTURED, PICTURES)
+    assert await rig.announced() == set(names(words, HASHER.root_of(options.get("salt", ""))))
+
+
+@pytest.mark.parametrize(
+    "keys", [["9f", 0], [content_hash(b"x").hex(), 0, 1], ["z" * 32, 0], [7, 0]]
+)
+async def test_blocks_with_other_media_are_ignored(rig: Rig, keys: list[Any]) -> None:
+    rig.prefixes.apply(stored(PICTURED, 0, 1, extra_keys=[[keys]]))
+    assert not await rig.announced()
