@@ -43,6 +43,7 @@ FLOATS: Final = (0.0, -0.0, 0.5, 1.0, 2.0, 1e308, -1e308, float("inf"), float("-
 _SCHEMA: Final = {"type": "object", "properties": {"a": {"type": "string"}}}
 _TOOL: Final = {"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}
 _SHORT: Final = {"max_tokens": 2}
+_IMAGE: Final = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAAAAAAALAAAAAABAAEAAAICTAEAOw=="
 BODIES: Final[Mapping[str, tuple[type[Body], tuple[dict[str, Any], ...]]]] = {
     "/v1/chat/completions": (
         ChatCompletionBody,
@@ -65,6 +66,18 @@ BODIES: Final[Mapping[str, tuple[type[Body], tuple[dict[str, Any], ...]]]] = {
                 "chat_template_kwargs": {"a": "b"},
                 **_SHORT,
             },
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "image_url", "image_url": {"url": _IMAGE, "detail": "low"}},
+                            {"type": "text", "text": "a"},
+                        ],
+                    }
+                ],
+                **_SHORT,
+            },
         ),
     ),
     "/v1/completions": (
@@ -84,7 +97,10 @@ BODIES: Final[Mapping[str, tuple[type[Body], tuple[dict[str, Any], ...]]]] = {
                     },
                     {
                         "role": "user",
-                        "content": [{"type": "tool_result", "tool_use_id": "1", "content": "b"}],
+                        "content": [
+                            {"type": "tool_result", "tool_use_id": "1", "content": "b"},
+                            {"type": "image", "source": {"type": "url", "url": _IMAGE}},
+                        ],
                     },
                 ],
                 "tools": [{"name": "f", "input_schema": _SCHEMA}],
@@ -101,6 +117,7 @@ BODIES: Final[Mapping[str, tuple[type[Body], tuple[dict[str, Any], ...]]]] = {
                     {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
                     {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
                     {"type": "function_call_output", "call_id": "1", "output": "b"},
+                    {"role": "user", "content": [{"type": "input_image", "image_url": _IMAGE}]},
                 ],
                 "tools": [{"type": "function", "name": "f", "parameters": _SCHEMA}],
                 "max_output_tokens": 2,

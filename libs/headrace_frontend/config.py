@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Collection
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -39,6 +40,25 @@ ReasoningParserList = Annotated[
     tuple[str, ...],
     BeforeValidator(split_list),
     AfterValidator(lambda entries: _check_parsers(entries, REASONING_PARSERS)),
+]
+
+
+def _check_image_hosts(hosts: tuple[str, ...]) -> tuple[str, ...]:
+    for host in hosts:
+        parts = urlsplit(f"//{host}")
+        try:
+            is_host = (
+                parts.netloc == host and parts.hostname and parts.port != 0 and "*" not in host
+            )
+        except ValueError:
+            is_host = False
+        if not is_host or parts.username is not None:
+            raise ValueError(f"{host!r} is no host; write HOST or HOST:PORT")
+    return hosts
+
+
+ImageHostList = Annotated[
+    tuple[str, ...], BeforeValidator(split_list), AfterValidator(_check_image_hosts)
 ]
 
 
@@ -86,6 +106,16 @@ class FrontendConfig(ClientAccessConfig):
         default=False,
         description="Whether the HTTP API rejects requests with a field that it does not have. Otherwise it ignores "
         "the field, and names it in the response's header x-headrace-ignored-fields.",
+    )
+
+    image_hosts: ImageHostList = Field(
+        default=(),
+        description="Hosts from which images in requests may be fetched: HOST or HOST:PORT, separated by commas. "
+        "A name must have a public address; list others as an address. Empty: none, and clients send data: URLs.",
+    )
+    images_mib: PositiveCount = Field(
+        default=1_024,
+        description="MiB of images in requests that have not ended, before more are rejected.",
     )
 
     conversations_mib: NonNegativeCount = Field(

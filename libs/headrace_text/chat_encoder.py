@@ -210,13 +210,17 @@ class ChatEncoder:
         tokenizer: Any,
         source: str,
         special_tokens: Mapping[str, str],
+        image_text: str = "",
     ) -> None:
+        """`image_text` is the placeholder for an image, empty for a model without images."""
         self._tokenizer = tokenizer
-        self._template = ChatTemplate(source, special_tokens)
+        self._template = ChatTemplate(source, special_tokens, image_text)
         added: list[dict[str, Any]] = description.get("added_tokens") or []
         texts = control_texts(
             ((token["content"], token["special"]) for token in added), tokenizer, self._frames()
         )
+        if image_text:
+            texts |= {image_text}
         self._control_tokens = ControlTokens(texts)
         self._control_ids = frozenset(map(tokenizer.token_to_id, texts))
         self._runs = RunEncoder(tokenizer, added, texts, self._encode_escaped, PieceCache())

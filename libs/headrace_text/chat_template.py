@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, MutableMapping, Sequence
 from datetime import datetime
-from typing import Any, NoReturn
+from enum import Enum
+from typing import Any, Final, NoReturn
 
 import jinja2
 import jinja2.nodes
@@ -20,6 +21,7 @@ _FIELD = "chat.messages"
 # Marks the end of the final message: text that the template adds after it is cut off. The space after the mark shows
 # whether the template trimmed the message.
 _END_MARK = "\u2060headrace-end-of-message\u2060 "
+_MARK: Final = "headrace-text"
 _TEMPLATE_ERRORS = (
     *(jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError),
     *(AttributeError, RecursionError),
@@ -43,10 +45,26 @@ class _Environment(ImmutableSandboxedEnvironment):
         return {**self.globals, **(d or {})}
 
 
-class ChatTemplate:
-    """One compiled template. `special_tokens` maps the names that it may use, such as bos_token, to their text."""
+class _Contents(Enum):
+    """The contents of messages that a template of a model with images takes."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    TEXTS = "texts"
+    """Texts, with placeholders for images in them."""
+    BOTH = "both"
+    """Texts, and lists of parts."""
+    LISTS = "lists"
+    """Lists of parts."""
+
+
+class ChatTemplate:
+    """One compiled template. `special_tokens` maps the names that it may use, such as bos_token, to their text.
+
+    `image_text` is the placeholder for an image, empty for a model without images.
+    """
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], image_text: str = ""
+    ) -> None:
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
         )
@@ -61,6 +79,10 @@ class ChatTemplate:
                 f"the model's chat template cannot be compiled: {error}; repair it in the model folder",
                 metadata={"cause": str(error)},
             ) from error
+        self._image_text = image_text
+        self._contents = _Contents.BOTH
+        if image_text:
+            self._contents = self._find_contents()
 
     def render(
         self,
@@ -83,6 +105,12 @@ class ChatTemplate:
         return _cut_at_mark(rendered, final["content"])
 
     def _render(self, values: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
+        if self._contents is not _Contents.BOTH:
+            messages = [
+                {**message, "content": self._content_for_template(message["content"])}
+                for message in values["messages"]
+            ]
+            values = {**values, "messages": messages}
         variables = {
             "documents": None,
             **values,
@@ -95,6 +123,30 @@ class ChatTemplate:
             raise InvalidRequest(
                 {_FIELD: f"the chat template rejects them: {str(error) or type(error).__name__}"}
             ) from error
+
+    def _content_for_template(self, content: str | list[dict[str, str]]) -> Any:
+        if isinstance(content, str):
+            is_text = self._contents is _Contents.TEXTS
+            return content if is_text else [{"type": "text", "text": content}]
+        if self._contents is _Contents.LISTS:
+            return content
+        # As in vLLM, images stand before the text.
+        texts = [part["text"] for part in content if part["type"] == "text"]
+        return "\n".join([self._image_text] * (len(content) - len(texts)) + texts)
+
+    def _find_contents(self) -> _Contents:
+        """Tries contents of both kinds."""
+        with_image = self._try([{"type": "image"}, {"type": "text", "text": _MARK}])
+        if with_image.count(self._image_text) != 1 or _MARK not in with_image:
+            return _Contents.TEXTS
+        return _Contents.BOTH if _MARK in self._try(_MARK) else _Contents.LISTS
+
+    def _try(self, content: Any) -> str:
+        values = {"messages": [{"role": "user", "content": content}], "tools": None}
+        try:
+            return self._render(values, add_generation_prompt=True)
+        except InvalidRequest:
+            return ""
 
 
 def template_values(
@@ -112,6 +164,11 @@ def template_values(
 
 def _message_object(message: ChatMessage) -> dict[str, Any]:
     found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.parts:
+        found["content"] = [
+            {"type": "image"} if part is None else {"type": "text", "text": part}
+            for part in message.parts
+        ]
     if message.name:
         found["name"] = message.name
     if message.reasoning:

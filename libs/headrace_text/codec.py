@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from headrace_text.images import ImageRule
+
 SPECIAL_TOKEN_NAMES = (
     "bos_token",
     "eos_token",
@@ -47,6 +49,8 @@ class ChatMessage:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     reasoning: str = ""
+    parts: tuple[str | None, ...] = ()
+    """Texts and images in their order, in place of `content`. None is an image."""
 
 
 class TooManyTokens(Exception):
@@ -68,6 +72,10 @@ class TextCodec(ABC):
     """Tokens of prompt and completion together, at most, by the model's files. 0 means unknown."""
     stop_token_ids: frozenset[int]
     """Tokens with which the model ends a completion."""
+    images: ImageRule | None = None
+    """How the model takes images. None for a model that takes none here."""
+    images_refusal: str = ""
+    """Why not, for a model that takes them elsewhere."""
 
     @abstractmethod
     def encode(self, text: str, tokens_max: int | None = None) -> list[int]:
@@ -95,6 +103,7 @@ class TextCodec(ABC):
         RESERVED_NAMES. Only the template makes control tokens: their text in the arguments stays text. Raises
         InvalidRequest with the template's own error message, and TooManyTokens above `tokens_max`. Only calls with an
         equal `cache_scope` share cached tokens. Without `add_generation_prompt`, the text ends with the last message.
+        Each image becomes one placeholder of `images`.
         """
 
     def encode_part(self, text: str) -> list[int]:

@@ -21,6 +21,7 @@ from headrace_text.chat_encoder import (
 )
 from headrace_text.chat_template import template_values
 from headrace_text.codec import SPECIAL_TOKEN_NAMES, ChatMessage, TextCodec
+from headrace_text.images import image_rule, processor_settings
 
 _REPLACEMENT: Final = "\ufffd"
 
@@ -111,9 +112,22 @@ class HuggingFaceCodec(TextCodec):
         )
         self.stop_token_ids = self._stop_tokens(config, special_tokens)
         self._token_bytes = _token_bytes(description, self._tokenizer)
+        rule = image_rule(
+            config,
+            processor_settings(
+                _read_json(folder, "preprocessor_config.json", required=False),
+                _read_json(folder, "processor_config.json", required=False),
+            ),
+            self._tokenizer.id_to_token,
+        )
+        if isinstance(rule, str):
+            self.images_refusal = rule
+        else:
+            self.images = rule
         source = _template_source(folder, tokenizer_config)
+        image_text = "" if self.images is None else self.images.token_text
         self._chat = (
-            ChatEncoder(folder, description, self._tokenizer, source, special_tokens)
+            ChatEncoder(folder, description, self._tokenizer, source, special_tokens, image_text)
             if source
             else None
         )
@@ -243,7 +257,9 @@ def _template_source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str:
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
-    value = tokenizer_config.get("chat_template") or ""
+    # Models with images may have it beside the settings of their processor.
+    beside = _read_json(folder, "chat_template.json", required=False)
+    value = beside.get("chat_template") or tokenizer_config.get("chat_template") or ""
     if isinstance(value, list):
         named = {entry.get("name"): entry.get("template", "") for entry in value}
         value = named.get("default", "")

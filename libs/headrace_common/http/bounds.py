@@ -12,7 +12,9 @@ HEADERS_MAX: Final = 128
 HEAD_WAIT_S: Final = 10.0
 """Time for the handshake of a connection, and then for the headers of each request from their first byte."""
 BODY_WAIT_S: Final = 30.0
-"""Time for the body of a request."""
+"""Time for the body of a request, beside that for its bytes."""
+BODY_BYTES_PER_S: Final = 256 * 1024
+"""A body of images has more time: a second for so many bytes that have arrived."""
 BODY_PAUSE_S: Final = 10.0
 """Time in which some bytes of a body must arrive, and all of a body that is not read any more."""
 CONNECTION_IDLE_S: Final = 300.0

@@ -22,13 +22,15 @@ from headrace_frontend.admission.fair_share import FairPool
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """`max_queued_tokens` bounds the prompt tokens of requests before their first token. `wait_s` bounds how long a
-    request beyond its tenant's share waits. A request within the share waits until its deadline.
+    """`max_queued_tokens` bounds the prompt tokens of requests before their first token, and `image_bytes` the images
+    of all requests. `wait_s` bounds how long a request beyond its tenant's share waits. A request within the share
+    waits until its deadline.
     """
 
     max_num_seqs: int
     max_queued_tokens: int
     wait_s: float
+    image_bytes: int = 1024 * 1024 * 1024
 
 
 class AdmissionPermit:
@@ -38,6 +40,7 @@ class AdmissionPermit:
         self,
         tenant: str,
         tokens: BoundedResource,
+        images: BoundedResource,
         slots: Mapping[str, BoundedResource],
         deadline: Deadline,
         priority: Priority = Priority.NORMAL,
@@ -46,9 +49,11 @@ class AdmissionPermit:
         self.tenant = tenant
         self.priority = priority
         self._resource = tokens
+        self._images = images
         self._slots = slots
         self._deadline = deadline
         self._tokens = 0
+        self._image_bytes = 0
         self._acquired_s = 0.0
         self._slot: BoundedResource | None = None
         self._slot_acquired_s = 0.0
@@ -67,6 +72,14 @@ class AdmissionPermit:
             )
         await self._resource.acquire(self.tenant, count, self._deadline, self.priority)
         self._tokens, self._acquired_s = count, time.monotonic()
+
+    async def acquire_images(self, size: int) -> None:
+        """Admits the bytes of a request's images, until it ends. Raises QueueFull or DeadlineExceeded."""
+        # Images beyond the bound by themselves are admitted alone.
+        size = min(size, self._images.pool.capacity)
+        if size:
+            await self._images.acquire(self.tenant, size, self._deadline, self.priority)
+            self._image_bytes = size
 
     async def acquire_slot(self, model: str) -> None:
         """Waits for a slot of the model's decode workers. Raises QueueFull or DeadlineExceeded.
@@ -96,6 +109,12 @@ class AdmissionPermit:
             held_s = time.monotonic() - self._slot_acquired_s
             slot.release(self.tenant, 1, held_s, self.priority)
 
+    def release_images(self, held_s: float) -> None:
+        """The request has ended after `held_s`. Repeats are ignored."""
+        if self._image_bytes:
+            size, self._image_bytes = self._image_bytes, 0
+            self._images.release(self.tenant, size, held_s, self.priority)
+
     def release_tokens(self) -> None:
         """The prompt no longer waits. Repeats are ignored."""
         if self._tokens:
@@ -113,6 +132,9 @@ class Admission:
         )
         self._tokens = BoundedResource(
             "tokens", "queued tokens", FairPool(limits.max_queued_tokens, weights), limits.wait_s
+        )
+        self._images = BoundedResource(
+            "images", "bytes of images", FairPool(limits.image_bytes, weights), limits.wait_s
         )
         self._limits = limits
         self._weights = weights
@@ -140,6 +162,7 @@ class Admission:
         pools = (
             self._requests.pool,
             self._tokens.pool,
+            self._images.pool,
             *(one.pool for one in self._slots.values()),
         )
         return sum(pool.waiting for pool in pools)
@@ -158,6 +181,11 @@ class Admission:
     def queued_tokens(self) -> int:
         """Prompt tokens of requests before their first token."""
         return self._tokens.pool.used
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of the images of admitted requests."""
+        return self._images.pool.used
 
     def resize_slots(self, model: str, slots: int) -> None:
         """Sets how many slots of the model's decode workers this process may use.
@@ -188,12 +216,13 @@ class Admission:
         """
         self._tokens.reject_if_full(tenant, priority)
         await self._requests.acquire(tenant, 1, deadline, priority)
-        return AdmissionPermit(tenant, self._tokens, self._slots, deadline, priority)
+        return AdmissionPermit(tenant, self._tokens, self._images, self._slots, deadline, priority)
 
     def release(self, permit: AdmissionPermit, held_s: float) -> None:
         """The request has ended after `held_s`."""
         permit.release_tokens()
         permit.release_slot()
+        permit.release_images(held_s)
         self._requests.release(permit.tenant, 1, held_s, permit.priority)
 
     @contextmanager

@@ -18,6 +18,7 @@ from headrace_frontend.tenants import DEFAULT_TENANT
 _REMEDIES: Final = {
     "requests": "the router's max_concurrent_requests bounds them",
     "tokens": "the router's max_queued_tokens bounds them",
+    "images": "the router's images_mib bounds them",
     "blocks": "add decode workers, or set the admission_wait_s of this one to 0 to wait until the deadline",
     "slots": "add decode workers, or set the router's admission_wait_s to 0 to wait until the deadline",
 }

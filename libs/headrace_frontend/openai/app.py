@@ -298,6 +298,7 @@ class OpenAiApp:
         request_id = _request_id(exchange, body)
         head, model = self._head(body, id_prefix + request_id)
         rules = rules_of(body, self._parts.parsers[model])
+        await self._parts.images.fetch(body.messages, self._parts.codecs[model])
         request = chat_request(body, request_id)
         complete(request)
         if rules.divides:
@@ -501,6 +502,9 @@ class OpenAiApp:
     async def _tokens_of(self, body: TokenizeBody, tenant: str) -> tuple[str, Sequence[int]]:
         """The model, and the tokens of the prompt."""
         preparer = self._parts.preparer
+        if body.messages is not None:
+            model = preparer.choice(body.model).model
+            await self._parts.images.fetch(body.messages, self._parts.codecs[model])
         try:
             async with self._parts.runner.admitted(tenant, Deadline.after(self._deadline_s)):
                 prepared = await preparer.tokenize(

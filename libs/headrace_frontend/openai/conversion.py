@@ -9,10 +9,16 @@ from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
-from headrace.inference.v1 import inference_pb2, priority_pb2, sampling_pb2, tools_pb2
+from headrace.inference.v1 import (
+    image_pb2,
+    inference_pb2,
+    priority_pb2,
+    sampling_pb2,
+    tools_pb2,
+)
 from headrace_common.durations import duration_from_seconds
 from headrace_common.errors import InvalidRequest
-from headrace_frontend.openai.messages import MessageBody, ToolBody, ToolChoice
+from headrace_frontend.openai.messages import ContentPart, MessageBody, ToolBody, ToolChoice
 from headrace_frontend.openai.requests import (
     ChatCompletionBody,
     CompletionBody,
@@ -52,6 +58,8 @@ _PRIORITIES = {
 _RENAMED = (
     (re.compile(r"^chat\.tools\[(\d+)\]\."), r"tools[\1].function."),
     (re.compile(r"^chat\.tool_choice\..*"), "tool_choice"),
+    (re.compile(r"\.parts(\[\d+\])"), r".content\1"),
+    (re.compile(r"(\.content\[\d+\])\.image(\.data)?$"), r"\1.image_url.url"),
     (re.compile(r"^chat\.template_kwargs"), "chat_template_kwargs"),
     (re.compile(r"(\.tool_calls\[\d+\])\.(name|arguments)"), r"\1.function.\2"),
     (re.compile(r"^(tokens\.ids|text)"), "prompt"),
@@ -78,7 +86,7 @@ def chat_request(body: ChatCompletionBody, request_id: str) -> inference_pb2.Gen
     if body.tools and body.tool_choice is not None:
         single = not body.parallel_tool_calls
         chat.tool_choice.CopyFrom(_tool_choice(body.tool_choice, single=single))
-    return inference_pb2.GenerateRequest(
+    request = inference_pb2.GenerateRequest(
         model=body.model,
         chat=chat,
         sampling=sampling,
@@ -91,6 +99,8 @@ def chat_request(body: ChatCompletionBody, request_id: str) -> inference_pb2.Gen
         cache_salt=body.cache_salt,
         conversation_id=id_of(body.prompt_cache_key),
     )
+    _set_images(request.chat, body.messages)
+    return request
 
 
 def completion_requests(
@@ -131,7 +141,9 @@ def tokenize_request(body: TokenizeBody) -> inference_pb2.GenerateRequest:
     if body.messages is not None:
         chat = _chat(body.messages, body.tools, body.chat_template_kwargs or {})
         chat.continue_final_message = body.continue_final_message
-        return inference_pb2.GenerateRequest(model=body.model, chat=chat)
+        request = inference_pb2.GenerateRequest(model=body.model, chat=chat)
+        _set_images(request.chat, body.messages)
+        return request
     return inference_pb2.GenerateRequest(model=body.model, text=body.prompt)
 
 
@@ -236,11 +248,20 @@ def _chat(
     )
 
 
+def _set_images(chat: inference_pb2.Chat, messages: list[MessageBody]) -> None:
+    """Sets the files of images. Each message around them would copy them once more."""
+    for message, body in zip(chat.messages, messages, strict=True):
+        for part, content in zip(message.parts, body.content, strict=False):
+            if isinstance(content, ContentPart) and content.image_url is not None:
+                part.image.data = content.image_url.data
+
+
 def chat_message(body: MessageBody) -> inference_pb2.ChatMessage:
-    """One message."""
+    """One message, without the files of its images."""
     return inference_pb2.ChatMessage(
         role=body.role,
-        content=body.text,
+        content="" if body.has_image else body.text,
+        parts=map(_part, body.content) if body.has_image else (),
         name=body.name,
         tool_calls=[
             tools_pb2.ToolCall(
@@ -251,6 +272,12 @@ def chat_message(body: MessageBody) -> inference_pb2.ChatMessage:
         tool_call_id=body.tool_call_id,
         reasoning=body.reasoning_content or body.reasoning,
     )
+
+
+def _part(body: str | ContentPart) -> image_pb2.ContentPart:
+    if isinstance(body, ContentPart) and body.image_url is not None:
+        return image_pb2.ContentPart(image=image_pb2.Image())
+    return image_pb2.ContentPart(text=body if isinstance(body, str) else body.text)
 
 
 def _tool(body: ToolBody) -> tools_pb2.Tool:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from headrace_common.callers.hosts import host_of
 from headrace_common.errors import Cancelled, HeadraceError
-from headrace_common.http.bounds import BODY_PAUSE_S, BODY_WAIT_S
+from headrace_common.http.bounds import BODY_BYTES_PER_S, BODY_PAUSE_S, BODY_WAIT_S
 from headrace_common.http.input_memory import READ_BODIES
 from headrace_common.http.protocol import BODY_TAKEN_EXTENSION
 from headrace_common.http.server import Message, Receive, Scope, Send
@@ -110,7 +110,7 @@ class HttpExchange:
             if complete:
                 clock.reschedule(None)
                 return b"".join(parts)
-            clock.reschedule(min(end_s, loop.time() + BODY_PAUSE_S))
+            clock.reschedule(min(end_s + size / BODY_BYTES_PER_S, loop.time() + BODY_PAUSE_S))
 
     def end_input(self) -> None:
         """Refuses the request while its body is read, so that others have its memory."""

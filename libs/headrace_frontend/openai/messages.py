@@ -6,15 +6,17 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import CHAT_MESSAGES_MAX, CHAT_TOOLS_MAX
+from headrace_frontend.openai.data_url import data_of, is_data_url
 
 _LOG = logging.getLogger(__name__)
 _PARTS_MAX = 256
+_IMAGE_TYPES: Final = ("image_url", "input_image")
 _UNKNOWN_MAX = 16
 _LOGGED_MAX = 1_000
 _NAME_CHARACTERS_MAX = 128
@@ -96,10 +98,43 @@ def _unknown(body: Body, path: str = "") -> Iterator[str]:
                 yield from _unknown(item, f"{path}{name}.")
 
 
+class ImageUrlBody(Body):
+    """An image: a data: URL, or an address, from which `ImageFetcher` fetches it."""
+
+    # Every image has the resolution that the model's processor gives it.
+    without_effect = frozenset({"detail"})
+
+    url: str
+    _data: bytes = PrivateAttr(b"")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_url(cls, value: Any) -> Any:
+        return {"url": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _decode(self) -> ImageUrlBody:
+        if is_data_url(self.url):
+            self.set_data(data_of(self.url))
+            # It is as long as the image.
+            self.url = ""
+        return self
+
+    @property
+    def data(self) -> bytes:
+        """The file. Empty until it is fetched."""
+        return self._data
+
+    def set_data(self, data: bytes) -> None:
+        """Stores the file."""
+        self._data = data
+
+
 class ContentPart(Body):
-    """A part of a message. Only text is supported."""
+    """A part of a message: an image, or else text."""
 
     text: str
+    image_url: ImageUrlBody | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -109,10 +144,15 @@ class ContentPart(Body):
     @classmethod
     def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
         kind = fields.pop("type", "text")
+        if kind in _IMAGE_TYPES:
+            fields.pop("detail", None)
+            if "image_url" not in fields:
+                raise ValueError("image_url: is missing; send a data: URL")
+            return {**fields, "text": ""}
         name = _PART_TEXTS.get(kind) if isinstance(kind, str) else None
         if name is None:
             raise ValueError(
-                f"type: {str(kind)[:64]!r} is not supported; send parts of type 'text'"
+                f"type: {str(kind)[:64]!r} is not supported; send parts of type 'text' and 'image_url'"
             )
         return {"text": fields.pop(name), **fields} if name in fields else fields
 
@@ -169,6 +209,12 @@ class MessageBody(Body):
         if isinstance(self.content, str):
             return self.content
         return "\n".join(part.text for part in self.content)
+
+    @property
+    def has_image(self) -> bool:
+        """Whether the content has an image."""
+        parts = () if isinstance(self.content, str) else self.content
+        return any(part.image_url is not None for part in parts)
 
 
 Messages = Annotated[

@@ -14,6 +14,7 @@ from headrace_common.registry.adapters import Adapter
 from headrace_common.version import version
 from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai.answers import ModelParsers
+from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_frontend.promises import Keep
 from headrace_frontend.request.model_names import ModelChoice
 from headrace_frontend.request.preparation import RequestPreparer
@@ -61,4 +62,5 @@ class OpenAiParts:
     callers: CallerBounds
     conversations: ConversationStore
     keep: Keep
+    images: ImageFetcher
     rejects_unknown_fields: bool = False

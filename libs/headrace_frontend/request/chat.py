@@ -17,6 +17,7 @@ from headrace_common.limits import (
     SCHEMA_BYTES_MAX,
     TEMPLATE_KWARGS_BYTES_MAX,
 )
+from headrace_frontend.request.images import has_image, image_violations, part_violations
 from headrace_frontend.request.json_text import NO_TEXT, JsonRejected, is_text, parse_object
 from headrace_frontend.request.schema import moved_schema, schema_problem
 from headrace_text.codec import RESERVED_NAMES, ChatMessage, ToolCall
@@ -42,6 +43,10 @@ def chat_violations(chat: inference_pb2.Chat) -> dict[str, str]:
         violations.update(_message_violations(f"chat.messages[{index}]", message))
     if chat.continue_final_message and chat.messages[-1].tool_calls:
         violations["chat.continue_final_message"] = "the final message has tool_calls; leave it out"
+    if chat.continue_final_message and has_image(chat.messages[-1]):
+        violations["chat.continue_final_message"] = "the final message has an image; leave it out"
+    if not violations:
+        violations.update(image_violations(chat))
     violations.update(_tool_violations(chat))
     violations.update(_tool_choice_violations(chat))
     if not violations and forces_call(chat):
@@ -60,7 +65,7 @@ def messages_of(chat: inference_pb2.Chat) -> list[ChatMessage]:
     return [
         ChatMessage(
             message.role,
-            message.content,
+            _content(message),
             name=message.name,
             tool_calls=tuple(
                 ToolCall(call.id, call.name, _arguments(call.arguments))
@@ -68,6 +73,9 @@ def messages_of(chat: inference_pb2.Chat) -> list[ChatMessage]:
             ),
             tool_call_id=message.tool_call_id,
             reasoning=message.reasoning,
+            parts=tuple(None if part.HasField("image") else part.text for part in message.parts)
+            if has_image(message)
+            else (),
         )
         for message in chat.messages
     ]
@@ -144,6 +152,7 @@ def _message_violations(path: str, message: inference_pb2.ChatMessage) -> Iterat
             f"{path}.tool_calls",
             f"must hold at most {CHAT_TOOLS_MAX} calls, not {len(message.tool_calls)}",
         )
+    yield from part_violations(path, message)
     if message.role != "assistant":
         for field in ("tool_calls", "reasoning"):
             if getattr(message, field):
@@ -227,6 +236,7 @@ def _texts(chat: inference_pb2.Chat) -> Iterator[str]:
     yield chat.template_kwargs
     for message in chat.messages:
         yield message.content
+        yield from (part.text for part in message.parts)
         yield message.reasoning
         yield message.name
         for call in message.tool_calls:
@@ -236,6 +246,11 @@ def _texts(chat: inference_pb2.Chat) -> Iterator[str]:
         yield tool.name
         yield tool.description
         yield tool.parameters
+
+
+def _content(message: inference_pb2.ChatMessage) -> str:
+    """The content as one text. Parts are lines of it, as in vLLM."""
+    return "\n".join(part.text for part in message.parts) if message.parts else message.content
 
 
 def _arguments(text: str) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def decode_request(
         adapter=None if request.adapter is None else adapter_to_proto(request.adapter),
         priority=request.priority.to_proto(),
         keep=None if request.keep_s is None else terms_to_proto(request.tenant, request.keep_s),
+        images=request.images,
     )
     if generated:
         # They came with the first token.

@@ -15,6 +15,7 @@ from headrace_common.deadlines import Deadline
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import UNKNOWN_CONTEXT_TOKENS
 from headrace_common.telemetry import schema
+from headrace_frontend.request.images import image_bytes
 from headrace_frontend.request.model_names import Adapters, ModelChoice, resolve_model
 from headrace_frontend.request.text_threads import Result, TextThreads
 from headrace_frontend.request.validation import PreparedRequest, prepare
@@ -98,8 +99,9 @@ class RequestPreparer:
         """Lowers max_tokens to what the prompt leaves of the context. Raises InvalidRequest."""
         sampling, wanted = request.sampling, request.sampling.max_tokens
         context = self.max_model_len(self.choice(request.model).model)
-        # A prompt has fewer tokens than bytes.
-        if not context or wanted + request.ByteSize() <= context:
+        # A prompt has fewer tokens than bytes, but an image may have more.
+        is_short = wanted + request.ByteSize() <= context and not image_bytes(request.chat)
+        if not context or is_short:
             return
         sampling.ClearField("max_tokens")
         prepared = await self.tokenize(request, tenant)
@@ -182,4 +184,6 @@ class RequestPreparer:
             adapters=self._workers.adapters(),
             add_generation_prompt=add_generation_prompt,
         )
-        return await self._threads.run(tenant, request.ByteSize(), prepare_request)
+        # An image is hashed, which takes less time than tokenizing.
+        cost_bytes = request.ByteSize() - image_bytes(request.chat) * 255 // 256
+        return await self._threads.run(tenant, cost_bytes, prepare_request)

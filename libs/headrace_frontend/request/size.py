@@ -7,6 +7,7 @@ from typing import Final
 
 from headrace_common.errors import InvalidRequest
 from headrace_common.limits import (
+    IMAGES_BYTES_MAX,
     JSON_NUMBERS_PER_TOKEN_MAX,
     JSON_PARTS_MAX,
     UNKNOWN_CONTEXT_TOKENS,
@@ -20,6 +21,8 @@ BYTES_PER_TOKEN_MAX: Final = 16
 # A token of the prompt and one of the answer so far, as numbers in a message.
 _NUMBER_BYTES: Final = 10
 _OTHER_BYTES: Final = 1024 * 1024
+# In base64 with line ends.
+_IMAGES_BYTES: Final = IMAGES_BYTES_MAX // 3 * 4 + 1024 * 1024
 
 
 def needed_request_bytes(context: int, bytes_per_token: int = BYTES_PER_TOKEN_MAX) -> int:
@@ -27,23 +30,30 @@ def needed_request_bytes(context: int, bytes_per_token: int = BYTES_PER_TOKEN_MA
     return _OTHER_BYTES + context * (bytes_per_token + _NUMBER_BYTES)
 
 
-def request_bytes_max(contexts: Iterable[int]) -> int:
-    """Bytes that a request may have: what one for the longest context needs, or for UNKNOWN_CONTEXT_TOKENS."""
-    return needed_request_bytes(max((UNKNOWN_CONTEXT_TOKENS, *contexts)))
+def request_bytes_max(contexts: Iterable[int], *, images: bool = False) -> int:
+    """Bytes that a request may have: what one for the longest context needs, or for UNKNOWN_CONTEXT_TOKENS.
+
+    `images`: whether it may have images.
+    """
+    needed = needed_request_bytes(max((UNKNOWN_CONTEXT_TOKENS, *contexts)))
+    return needed + _IMAGES_BYTES * images
 
 
 class RequestSizeCheck:
     """Bounds a request by the longest context.
 
     `max_model_len` returns the context length of each served model, and `bytes_per_token` is the bound on a prompt's
-    text.
+    text. `images`: whether a request may have images.
     """
 
     def __init__(
         self,
         max_model_len: Callable[[], Mapping[str, int]],
         bytes_per_token: int = BYTES_PER_TOKEN_MAX,
+        *,
+        images: bool = False,
     ) -> None:
+        self._images_bytes = _IMAGES_BYTES * images
         self._max_model_len = max_model_len
         self._bytes_per_token = bytes_per_token
 
@@ -52,7 +62,7 @@ class RequestSizeCheck:
         if request_bytes <= _OTHER_BYTES:
             return
         context = self._longest_context()
-        bytes_max = needed_request_bytes(context, self._bytes_per_token)
+        bytes_max = needed_request_bytes(context, self._bytes_per_token) + self._images_bytes
         if request_bytes > bytes_max:
             raise InvalidRequest(
                 {

@@ -29,6 +29,7 @@ from headrace_frontend.request.chat import (
     text_bytes,
     tools_of,
 )
+from headrace_frontend.request.images import PromptImages, rule_for, with_placeholders
 from headrace_frontend.request.model_names import Adapters, resolve_model
 from headrace_frontend.request.sampling import (
     bad_word_tokens,
@@ -41,6 +42,7 @@ from headrace_frontend.request.size import BYTES_PER_TOKEN_MAX, CONTEXT_WORDS
 from headrace_frontend.tenants import DEFAULT_TENANT
 from headrace_kv.layout.layout import WorkerRef
 from headrace_kv.prefix.cache_salt import adapter_salt, client_salt
+from headrace_kv.prefix.images import hashed_token_ids
 from headrace_text.codec import TextCodec, TooManyTokens
 
 REQUEST_ID_CHARACTERS_MAX = 128
@@ -94,10 +96,24 @@ class PreparedRequest:
     """Whether the client wants its times to the first tokens as parts."""
     tokenized_ns: tuple[int, int] = (0, 0)
     """When this was made, by the monotonic clock: the start and the end."""
+    images: PromptImages = ()
+    """Images in the prompt, in order."""
+    image_prefix_ids: array[int] | None = None
+    """`prefix_ids` of a prompt with images."""
 
     def of_caller(self, tenant: str, priority: Priority) -> PreparedRequest:
         """The same request of a tenant, in a class."""
         return replace(self, tenant=tenant, priority=priority)
+
+    @property
+    def prefix_ids(self) -> array[int]:
+        """The words that prefixes are hashed from: the tokens, and in place of placeholders the content of images."""
+        return self.token_ids if self.image_prefix_ids is None else self.image_prefix_ids
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of all images."""
+        return sum(len(image.data) for image in self.images)
 
     @property
     def served_name(self) -> str:
@@ -131,10 +147,11 @@ def prepare(
     codec = codecs[model]
     context = max_model_len.get(model) or codec.max_model_len
     token_ids = array("I")
+    images: PromptImages = ()
     if not any(path.partition(".")[0] in (*_PROMPT_FIELDS, "prompt") for path in violations):
         prompt_violations = _byte_violations(request, codec, context, bytes_per_token)
         if not prompt_violations:
-            token_ids, prompt_violations = _tokenized(
+            token_ids, images, prompt_violations = _tokenized(
                 request, codec, context, cache_salt, add_generation_prompt=add_generation_prompt
             )
         violations.update(prompt_violations)
@@ -176,6 +193,8 @@ def prepare(
         else None,
         keep_s=seconds_from_duration(request.keep) if request.HasField("keep") else None,
         includes_latency=request.include_latency,
+        images=images,
+        image_prefix_ids=hashed_token_ids(token_ids, images) if images else None,
     )
 
 
@@ -304,9 +323,11 @@ def _tokenized(
     cache_scope: str,
     *,
     add_generation_prompt: bool,
-) -> tuple[array[int], dict[str, str]]:
-    """The prompt's tokens, and the violations that only they show."""
+) -> tuple[array[int], PromptImages, dict[str, str]]:
+    """The prompt's tokens and images, and the violations that only they show."""
+    images: PromptImages = ()
     try:
+        rule = rule_for(request.chat, codec)
         token_ids = _prompt_tokens(
             request,
             codec,
@@ -314,14 +335,16 @@ def _tokenized(
             cache_scope,
             add_generation_prompt=add_generation_prompt,
         )
+        if rule is not None:
+            token_ids, images = with_placeholders(token_ids, request.chat, rule)
     except TooManyTokens as error:
         if not error.count:
             why = f"has far too many tokens, and {CONTEXT_WORDS} {context} tokens; shorten it"
-            return array("I"), {_prompt_field(request): why}
-        return array("I"), _length_violations(request, error.count, context)
+            return array("I"), images, {_prompt_field(request): why}
+        return array("I"), images, _length_violations(request, error.count, context)
     except InvalidRequest as error:
-        return array("I"), error.violations
-    return token_ids, _length_violations(request, len(token_ids), context)
+        return array("I"), images, error.violations
+    return token_ids, images, _length_violations(request, len(token_ids), context)
 
 
 def _prompt_tokens(

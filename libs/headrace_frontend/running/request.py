@@ -46,12 +46,9 @@ class AdmittedRequest(Generic[AttemptT]):
     slot_wait_s: Callable[[], float] = lambda: 0.0
 
     @property
-    def known_token_ids(self) -> array[int]:
-        """The prompt and the completion so far."""
+    def prefix_ids(self) -> array[int]:
+        """The prompt and the completion so far, as words that prefixes are hashed from."""
         generated = self.response.generated
         # Lookups of the same object are cached.
-        return (
-            self.prepared.token_ids + array("I", generated)
-            if generated
-            else self.prepared.token_ids
-        )
+        prompt = self.prepared.prefix_ids
+        return prompt + array("I", generated) if generated else prompt

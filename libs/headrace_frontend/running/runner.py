@@ -219,6 +219,7 @@ class RequestRunner(Generic[AttemptT]):
             prepared = await answer.prepare(root, permit.tenant)
             prepared = prepared.of_caller(permit.tenant, terms.priority)
             timeline.tokenized(prepared.tokenized_ns)
+            await permit.acquire_images(prepared.image_bytes)
             await permit.acquire_tokens(len(prepared.token_ids))
             arrived = ArrivedRequest(prepared, terms.deadline, terms.arrival_ns, root)
             traits.check_arrival(arrived, permit.expected_slot_wait_s(prepared.model))

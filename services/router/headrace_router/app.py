@@ -21,6 +21,7 @@ from headrace_frontend.admission.admission import Admission, AdmissionLimits
 from headrace_frontend.conversations import ConversationStore, new_conversation_store
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import OpenAiApp
+from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts
 from headrace_frontend.promises import Keep
@@ -217,6 +218,7 @@ def _build_fleet(basis: _Basis) -> _Fleet:
     limits = AdmissionLimits(
         max_num_seqs=config.max_concurrent_requests,
         max_queued_tokens=config.max_queued_tokens,
+        image_bytes=config.images_mib * 1024**2,
         wait_s=config.admission_wait_s or math.inf,
     )
 
@@ -315,11 +317,14 @@ def _build_requests(
         return {name: live.get(name) or one.max_model_len for name, one in basis.codecs.items()}
 
     tenants = load_tenants(config.api_keys_file)
+    images = any(codec.images is not None for codec in basis.codecs.values())
     return _Requests(
         tenants=tenants,
         callers=callers,
-        size=RequestSizeCheck(max_model_len),
-        bytes_max=request_bytes_max(one.max_model_len for one in basis.codecs.values()),
+        size=RequestSizeCheck(max_model_len, images=images),
+        bytes_max=request_bytes_max(
+            (one.max_model_len for one in basis.codecs.values()), images=images
+        ),
         preparer=preparer,
         dispatcher=dispatcher,
         runner=runner,
@@ -405,6 +410,7 @@ def _build_openai(basis: _Basis, records: _Records, requests: _Requests) -> Open
         callers=requests.callers,
         conversations=requests.conversations,
         keep=requests.keep,
+        images=ImageFetcher(config.image_hosts),
         rejects_unknown_fields=config.reject_unknown_fields,
     )
     readers = load_tenants(config.metrics_keys_file, "metrics_keys_file")

@@ -168,6 +168,15 @@ async def test_a_request_without_a_prompt_goes_to_a_worker_with_few_requests(rig
         assert destination(response) == "10.0.0.1:80"
 
 
+async def test_no_image_is_fetched_to_pick_a_worker(rig: Rig) -> None:
+    await add_worker(rig, "10.0.0.1:80")
+    image = {"type": "image_url", "image_url": {"url": "https://images.test/a.png"}}
+    body = json.dumps({"messages": [{"role": "user", "content": [image]}]}).encode()
+    async with gateway(rig) as process:
+        _, response = await answers(process, parts(body))
+    assert destination(response) == "10.0.0.1:80"
+
+
 @pytest.mark.parametrize("subset", ["", "10.0.0.9:80"])
 async def test_workers_outside_the_subset_are_never_picked(rig: Rig, subset: str) -> None:
     await add_worker(rig, "10.0.0.1:80")

@@ -50,11 +50,22 @@ def test_model_settings_map_names_to_folders(arguments: list[str], models: dict[
         (["--model", "sim", "--reasoning-parser", "x"], "use one of: deepseek_r1"),
         (["--model", "sim", "--tool-call-parser", "b=hermes"], "the model 'b', which model does"),
         (["--model", "sim", "--tool-call-parser", "hermes,mistral"], "two parsers"),
+        *(
+            (["--model", "sim", "--image-hosts", host], "is no host; write HOST or HOST:PORT")
+            for host in ("http://a", "a/b", "u@a", "a:x", "a:0", ":80", "*")
+        ),
+        (["--model", "sim", "--images-mib", "0"], "images_mib"),
     ],
 )
 def test_invalid_settings_are_reported(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _load(*arguments)
+
+
+def test_hosts_of_images_are_names_or_addresses() -> None:
+    assert _load("--model", "sim").image_hosts == ()
+    hosts = "images.test,127.0.0.1:8080,[::1]:80"
+    assert _load("--model", "sim", "--image-hosts", hosts).image_hosts == tuple(hosts.split(","))
 
 
 def test_each_model_has_its_parsers() -> None:

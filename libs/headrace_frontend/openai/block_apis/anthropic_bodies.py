@@ -14,6 +14,7 @@ from headrace_frontend.openai.messages import Body
 _BLOCKS_MAX: Final = 1_024
 _STOPS_MAX: Final = 64
 _CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
+_BLOCKS: Final = ("text", "image", "thinking", "tool_use", "tool_result")
 _IGNORED_BLOCKS: Final = frozenset(("redacted_thinking",))
 
 
@@ -23,12 +24,27 @@ class _Part(Body):
     model_config = ConfigDict(extra="ignore")
 
 
+class SourceBody(_Part):
+    """The file of an image."""
+
+    type: Literal["base64", "url"]
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+
+    @property
+    def as_url(self) -> str:
+        """As chats have it."""
+        return self.url if self.type == "url" else f"data:{self.media_type};base64,{self.data}"
+
+
 class BlockBody(_Part):
-    """A block of a message: text, thinking, a tool's use or a tool's result."""
+    """A block of a message: text, an image, thinking, a tool's use or a tool's result."""
 
     type: str
     text: str = ""
     thinking: str = ""
+    source: SourceBody | None = None
     id: str = ""
     name: str = ""
     input: dict[str, Any] = Field(default_factory=dict)
@@ -37,12 +53,17 @@ class BlockBody(_Part):
         str | Annotated[list[BlockBody], Field(fail_fast=True, max_length=_BLOCKS_MAX)] | None
     ) = None
 
+    @classmethod
+    def translated(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        kind = fields.get("type")
+        if isinstance(kind, str) and kind not in (*_BLOCKS, *_IGNORED_BLOCKS):
+            raise ValueError(f"type: {kind[:64]!r} is not supported; send {', '.join(_BLOCKS)}")
+        return fields
+
     @model_validator(mode="after")
     def _check(self) -> BlockBody:
-        if self.type not in ("text", "thinking", "tool_use", "tool_result", *_IGNORED_BLOCKS):
-            raise ValueError(
-                f"type: {self.type[:64]!r} is not supported; send text, thinking, tool_use and tool_result"
-            )
+        if self.type == "image" and self.source is None:
+            raise ValueError("source: is missing; send the image in base64")
         return self
 
 
@@ -170,8 +191,8 @@ def _output(config: OutputConfig) -> dict[str, Any]:
 
 
 def _system(system: _Blocks | None) -> Iterator[dict[str, Any]]:
-    if text := _text(system):
-        yield {"role": "system", "content": text}
+    if content := _content(system):
+        yield {"role": "system", "content": content}
 
 
 def _messages(messages: Iterable[AnthropicMessage]) -> Iterator[dict[str, Any]]:
@@ -182,8 +203,8 @@ def _messages(messages: Iterable[AnthropicMessage]) -> Iterator[dict[str, Any]]:
             yield _assistant(message.content)
         else:
             yield from _results(message.content)
-            if text := _text(message.content):
-                yield {"role": message.role, "content": text}
+            if content := _content(message.content):
+                yield {"role": message.role, "content": content}
 
 
 def _results(blocks: Iterable[BlockBody]) -> Iterator[dict[str, Any]]:
@@ -198,7 +219,7 @@ def _results(blocks: Iterable[BlockBody]) -> Iterator[dict[str, Any]]:
 
 
 def _assistant(blocks: list[BlockBody]) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": _text(blocks)}
+    message: dict[str, Any] = {"role": "assistant", "content": _content(blocks)}
     if thoughts := [block.thinking for block in blocks if block.type == "thinking"]:
         message["reasoning"] = "\n".join(thoughts)
     calls = [
@@ -214,6 +235,24 @@ def _assistant(blocks: list[BlockBody]) -> dict[str, Any]:
         if block.type == "tool_use"
     ]
     return message | {"tool_calls": calls} if calls else message
+
+
+def _content(content: _Blocks | None) -> str | list[dict[str, Any]]:
+    """The content of a message. Images in the results of tools are part of it, since only users send images."""
+    blocks = content if isinstance(content, list) else []
+    parts = [part for block in blocks for part in _parts(block)]
+    return parts if any(part["type"] == "image_url" for part in parts) else _text(content)
+
+
+def _parts(block: BlockBody) -> Iterator[dict[str, Any]]:
+    if block.type == "image" and block.source is not None:
+        yield {"type": "image_url", "image_url": {"url": block.source.as_url}}
+    elif block.type == "text":
+        yield {"type": "text", "text": block.text}
+    elif isinstance(block.content, list):
+        for inner in block.content:
+            if inner.type == "image":
+                yield from _parts(inner)
 
 
 def _text(content: _Blocks | None) -> str:

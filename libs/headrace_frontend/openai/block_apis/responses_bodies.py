@@ -12,6 +12,7 @@ from headrace_frontend.openai.messages import Body, MessageBody
 
 _PARTS_MAX: Final = 1_024
 _TEXT_PARTS: Final = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_IMAGE: Final = "input_image"
 _ITEMS: Final = ("message", "function_call", "function_call_output", "reasoning")
 _UNSUPPORTED: Final = (
     "is not supported; send previous_response_id, or the whole conversation as input"
@@ -30,12 +31,20 @@ class PartBody(_Part):
     type: str
     text: str = ""
     refusal: str = ""
+    image_url: str = ""
 
     @model_validator(mode="after")
     def _check(self) -> PartBody:
-        if self.type not in (*_TEXT_PARTS, "refusal"):
-            raise ValueError(f"type: {self.type[:64]!r} is not supported; send text")
+        if self.type not in (*_TEXT_PARTS, "refusal", _IMAGE):
+            raise ValueError(f"type: {self.type[:64]!r} is not supported; send text and images")
+        if self.is_image and not self.image_url:
+            raise ValueError("image_url: is missing; send a data: URL")
         return self
+
+    @property
+    def is_image(self) -> bool:
+        """Whether it is an image, and else text."""
+        return self.type == _IMAGE
 
 
 _Parts = Annotated[list[PartBody], Field(fail_fast=True, max_length=_PARTS_MAX)]
@@ -60,6 +69,8 @@ class ItemBody(_Part):
             raise ValueError(f"type: {self.type[:64]!r} is not supported; send {', '.join(_ITEMS)}")
         if self.type == "message" and self.role is None:
             raise ValueError("role: a message needs a role")
+        if self.role != "user" and _has_image(self.content):
+            raise ValueError("content: only messages of role user have images; leave them out")
         return self
 
 
@@ -223,6 +234,9 @@ def _add(item: ItemBody, messages: list[dict[str, Any]]) -> None:
     if item.type == "function_call_output":
         message = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
         messages.append(message)
+        if _has_image(item.output):
+            # Only users send images.
+            messages.append({"role": "user", "content": _parts(item.output, images_only=True)})
         return
     if item.type == "message" and item.role != "assistant":
         role = "user" if item.role == "user" else "system"
@@ -230,7 +244,8 @@ def _add(item: ItemBody, messages: list[dict[str, Any]]) -> None:
         if role == begun.get("role") == "system" and len(messages) == 1:
             begun["content"] += "\n\n" + _text(item.content)
         else:
-            messages.append({"role": role, "content": _text(item.content)})
+            content = _parts(item.content) if _has_image(item.content) else _text(item.content)
+            messages.append({"role": role, "content": content})
         return
     # Text, reasoning and calls that follow each other are one turn of the model.
     turn = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
@@ -249,10 +264,28 @@ def _add(item: ItemBody, messages: list[dict[str, Any]]) -> None:
         turn["content"] = "\n".join(filter(None, (turn["content"], _text(item.content))))
 
 
+def _has_image(content: str | list[PartBody] | None) -> bool:
+    """Whether the content of an item has an image."""
+    return isinstance(content, list) and any(part.is_image for part in content)
+
+
+def _parts(
+    content: str | list[PartBody] | None, *, images_only: bool = False
+) -> list[dict[str, Any]]:
+    """The content of a message with images."""
+    return [
+        {"type": "image_url", "image_url": {"url": part.image_url}}
+        if part.is_image
+        else {"type": "text", "text": part.text or part.refusal}
+        for part in (content if isinstance(content, list) else ())
+        if part.is_image or not images_only
+    ]
+
+
 def _text(content: str | list[PartBody] | None) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(part.text or part.refusal for part in content)
+    return "\n".join(part.text or part.refusal for part in content if not part.is_image)
 
 
 def _seen_name(namespace: str, name: str) -> str:

@@ -85,6 +85,8 @@ class OwnDispatcher:
         return (
             worker.prefills.available
             and prepared.placement != inference_pb2.PREFILL_PLACEMENT_LOCAL
+            # EnqueueRequest has no images.
+            and not prepared.images
             and len(prepared.token_ids) - 1 >= missing_min
             and any(
                 member.model == worker.model

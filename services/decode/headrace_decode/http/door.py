@@ -32,6 +32,7 @@ from headrace_frontend.admission.admission import Admission, AdmissionLimits
 from headrace_frontend.conversations import new_conversation_store
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import OpenAiApp
+from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts, system_fingerprint
 from headrace_frontend.promises import no_promise, worker_request
@@ -168,6 +169,7 @@ class HttpDoor:
             traits=RunnerTraits(self._worker.attempts.refusal, runs_while_draining=True),
         )
         tenants = load_tenants(config.api_keys_file)
+        images = any(codec.images is not None for codec in codecs.values())
         parts = OpenAiParts(
             codecs=codecs,
             parsers={name: ModelParsers(*names) for name, names in config.parsers.items()},
@@ -175,11 +177,12 @@ class HttpDoor:
             tenants=tenants,
             runner=self._runner,
             preparer=self._preparer,
-            size=RequestSizeCheck(model.max_model_len),
+            size=RequestSizeCheck(model.max_model_len, images=images),
             count_failures=nullcontext,
             callers=self._callers,
             conversations=new_conversation_store(config),
             keep=self._keep,
+            images=ImageFetcher(config.image_hosts),
             rejects_unknown_fields=config.reject_unknown_fields,
         )
         metrics = MetricsPage(
@@ -191,7 +194,7 @@ class HttpDoor:
             parts,
             metrics,
             deadline_s=config.request_timeout_s,
-            body_bytes_max=request_bytes_max(model.max_model_len().values()),
+            body_bytes_max=request_bytes_max(model.max_model_len().values(), images=images),
         )
 
     async def _keep(
@@ -214,6 +217,7 @@ class HttpDoor:
         limits = AdmissionLimits(
             max_num_seqs=config.max_concurrent_requests,
             max_queued_tokens=config.max_queued_tokens,
+            image_bytes=config.images_mib * 1024**2,
             wait_s=config.admission_wait_s or math.inf,
         )
         admission = Admission(limits, self._weights)

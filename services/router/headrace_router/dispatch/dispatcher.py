@@ -126,7 +126,7 @@ class RequestDispatcher:
         while outcome is None and not request.response.ended_by:
             await self._wait_for_worker(request, retries, number)
             timeline = request.timeline.attempt_started(AttemptTimeline(self._clocks))
-            token_ids = request.known_token_ids
+            token_ids = request.prefix_ids
             decision = self._route(
                 request=request.prepared,
                 token_ids=token_ids,
@@ -189,7 +189,7 @@ class RequestDispatcher:
         workers = self._workers.table(request.model).workers if avoid else ()
         avoided = {worker.ref for worker in workers if worker.ref.worker_id in avoid}
         retries = RetryState(self._budget, self._migration_wait_s, avoided=avoided)
-        token_ids = request.token_ids + array("I", request.generated)
+        token_ids = request.prefix_ids + array("I", request.generated)
         attempt = timeline.attempt_started(AttemptTimeline(self._clocks))
         targets = self._targets(request, timeline.arrival_ns)
         return self._route(request, token_ids, attempt, deadline, retries, targets)

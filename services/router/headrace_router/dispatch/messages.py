@@ -64,6 +64,7 @@ def prefill_task(
         cache_salt=request.cache_salt,
         adapter=request.adapter if request.HasField("adapter") else None,
         bounds=request.bounds if request.HasField("bounds") else None,
+        images=request.images,
     )
     if first_token == BY_DECODE:
         del task.token_ids[-1]

@@ -164,7 +164,7 @@ class EarlyRefusal:
 
     def _cached_tokens(self, prepared: PreparedRequest) -> int:
         """The prompt tokens in the prefix cache of the worker that has the most."""
-        prefixes, prompt = self._parts.prefixes, (prepared.token_ids, prepared.cache_salt)
+        prefixes, prompt = self._parts.prefixes, (prepared.prefix_ids, prepared.cache_salt)
         table = self._parts.workers.table(prepared.model)
         refs = set().union(*self._parts.queue.pulling_workers(prepared.adapter).values())
         by_prefill = prefixes.cached_refs(prepared.model, *prompt, refs)

@@ -21,6 +21,7 @@ from headrace_frontend.openai.conversion import (
     completion_requests,
     openai_violations,
 )
+from headrace_frontend.openai.image_fetch import has_remote_images
 from headrace_frontend.openai.requests import ChatCompletionBody, CompletionBody, parse_body
 from headrace_frontend.request.preparation import RequestPreparer
 from headrace_frontend.request.size import RequestSizeCheck
@@ -42,11 +43,13 @@ from headrace_router.workers.table import Worker
 # By then the worker's status shows the request.
 _PROMISE_S: Final = 1.0
 
-_Convert: TypeAlias = Callable[[bytes, str], inference_pb2.GenerateRequest]
+_Convert: TypeAlias = Callable[[bytes, str], inference_pb2.GenerateRequest | None]
+"""None for a request with images that only the worker fetches."""
 
 
-def _chat(body: bytes, request_id: str) -> inference_pb2.GenerateRequest:
-    return chat_request(parse_body(ChatCompletionBody, body), request_id)
+def _chat(body: bytes, request_id: str) -> inference_pb2.GenerateRequest | None:
+    chat = parse_body(ChatCompletionBody, body)
+    return None if has_remote_images(chat.messages) else chat_request(chat, request_id)
 
 
 def _completion(body: bytes, request_id: str) -> inference_pb2.GenerateRequest:
@@ -133,6 +136,8 @@ class EndpointPicker:
             request_id = _request_id(headers)
             convert = partial(_PROMPTS[_path(headers)], body, request_id)
             request = await self._parts.preparer.run(tenant, cost_bytes, convert)
+            if request is None:
+                return self._least_loaded(subset).http_endpoint
             prepared = await self._parts.preparer.tokenize(request, tenant)
             prepared = prepared.of_caller(tenant, prepared.priority)
             otel_context.attach(context_from_traceparent(headers.get("traceparent", "")))

@@ -22,6 +22,7 @@ from headrace_common.telemetry.setup import Telemetry, init_telemetry
 from headrace_kv.layout.layout import WorkerRef
 from headrace_router.app import Router, assemble
 from headrace_router.config import RouterConfig
+from headrace_text.codec import TextCodec
 from headrace_text.load import ByteCodec
 from tests.channels import operator_channel
 from tests.component.router.fakes.decode import FakeDecode, Script
@@ -43,6 +44,9 @@ class FixedPolicy:
 
 class Rig:
     """A router on a real port. Tests add workers."""
+
+    codec: TextCodec = ByteCodec()
+    """That of its model, "sim"."""
 
     def __init__(self, **settings: Any) -> None:
         self.config = RouterConfig(
@@ -69,7 +73,7 @@ class Rig:
         self.telemetry: Telemetry = init_telemetry("router", "router-0", self.config)
         self.router: Router = assemble(
             self.config,
-            {"sim": ByteCodec()},
+            {"sim": self.codec},
             self.telemetry,
             self.policy,
             lambda: PREFIX_KEY,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 from unittest.mock import Mock
@@ -19,6 +19,7 @@ from headrace_frontend.answers import Outlets, ResponseWriter, request_id_of
 from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai.answers import ModelParsers
 from headrace_frontend.openai.app import OpenAiApp
+from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts
 from headrace_frontend.promises import no_promise
@@ -27,6 +28,7 @@ from headrace_frontend.request.size import RequestSizeCheck
 from headrace_frontend.request.text_threads import Result, TextThreads
 from headrace_frontend.request.validation import PreparedRequest
 from headrace_frontend.tenants import Tenants
+from headrace_text.codec import TextCodec
 from headrace_text.load import ByteCodec
 
 CONTEXT = 512
@@ -144,8 +146,15 @@ class Reply:
 class LocalApp:
     """The API of one model, "sim". `reasoning` names the parser of its reasoning."""
 
-    def __init__(self, *, rejects_unknown_fields: bool = False, reasoning: str = "qwen3") -> None:
-        codecs = {"sim": ByteCodec()}
+    def __init__(
+        self,
+        *,
+        rejects_unknown_fields: bool = False,
+        reasoning: str = "qwen3",
+        codec: TextCodec | None = None,
+        image_hosts: Sequence[str] = (),
+    ) -> None:
+        codecs: dict[str, TextCodec] = {"sim": codec or ByteCodec()}
         preparer = RequestPreparer(codecs, Workers(), lambda tenant: "")
         preparer._threads = NoThreads()
         self.runner = Runner(preparer)
@@ -161,6 +170,7 @@ class LocalApp:
             callers=CallerBounds(1_024, check_s=0.05),
             conversations=ConversationStore(2**20, 60.0),
             keep=self._keep,
+            images=ImageFetcher(image_hosts),
             rejects_unknown_fields=rejects_unknown_fields,
         )
         self._app = OpenAiApp(

@@ -15,6 +15,7 @@ from headrace_common.callers.bounds import CallerBounds
 from headrace_frontend.conversations import ConversationStore
 from headrace_frontend.openai import exchange
 from headrace_frontend.openai.app import OpenAiApp
+from headrace_frontend.openai.image_fetch import ImageFetcher
 from headrace_frontend.openai.metrics_page import MetricsPage
 from headrace_frontend.openai.parts import OpenAiParts
 from headrace_frontend.request.preparation import RequestPreparer
@@ -41,6 +42,7 @@ def _app(
         callers=callers,
         conversations=ConversationStore(0, 1.0),
         keep=Mock(),
+        images=ImageFetcher(()),
     )
     page = metrics or MetricsPage(Tenants(None), str, "")
     return OpenAiApp(parts, page, deadline_s=1.0, body_bytes_max=2 * _LARGE)
@@ -131,6 +133,22 @@ async def test_a_body_that_does_not_arrive_ends_its_request(
 ) -> None:
     monkeypatch.setattr(exchange, "BODY_WAIT_S", 0.05)
     assert await asyncio.wait_for(_Request().status(_app(_bounds())), 5) == 408
+
+
+@pytest.mark.parametrize(("part_bytes", "status"), [(2**20, 413), (1_000, 408)])
+async def test_a_large_body_has_more_time(part_bytes: int, status: int) -> None:
+    """A part comes each 3 s, so 30 s are over before the body is too large."""
+    request = _Request(b"x" * part_bytes, endless=True)
+    received_at_once = request.receive
+
+    async def receive() -> Any:
+        await asyncio.sleep(3)
+        return await received_at_once()
+
+    request.receive = receive  # type: ignore[method-assign]
+    started_s = asyncio.get_running_loop().time()
+    assert await request.status(_app(_bounds())) == status
+    assert asyncio.get_running_loop().time() - started_s >= 30
 
 
 async def test_a_request_ends_after_its_key_was_removed(

@@ -233,8 +233,44 @@ def test_functions_of_a_namespace_have_one_name_for_the_model() -> None:
         (MessagesBody, {"max_tokens": 0}, "max_tokens"),
         (
             MessagesBody,
-            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
             "messages[0].content[0].type",
+        ),
+        (
+            MessagesBody,
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0].source",
+        ),
+        (
+            MessagesBody,
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image", "source": {"type": "file"}}]}
+                ]
+            },
+            "messages[0].content[0].source.type",
+        ),
+        (
+            ResponsesBody,
+            {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]},
+            "input[0].content[0].type",
+        ),
+        (
+            ResponsesBody,
+            {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "x"}]}]},
+            "input[0].content[0].image_url",
+        ),
+        (
+            ResponsesBody,
+            {
+                "input": [
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "input_image", "image_url": "data:,x"}],
+                    }
+                ]
+            },
+            "input[0].content",
         ),
     ],
 )

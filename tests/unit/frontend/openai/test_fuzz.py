@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -11,8 +12,10 @@ from headrace_common.errors import InvalidRequest
 from headrace_engine.proto import sampling_from_proto
 from headrace_engine.sim.model.sampling import SUPPORTED_FORMS, texts_of_form
 from headrace_frontend.request.validation import prepare
+from headrace_text.hugging_face import HuggingFaceCodec
 from headrace_text.load import ByteCodec
 from tests.fuzzed import BODIES, Fuzzer
+from tests.image_models import write_image_model
 from tests.unit.frontend.openai.local_app import CONTEXT, LocalApp
 
 SEEDS: Final = 400
@@ -20,9 +23,10 @@ SEEDS: Final = 400
 BYTES_MAX: Final = 1_500
 
 
+@pytest.mark.parametrize("images", [False, True])
 @pytest.mark.parametrize("path", BODIES)
-async def test_no_body_fails_the_server(path: str) -> None:
-    app = LocalApp()
+async def test_no_body_fails_the_server(path: str, images: bool, tmp_path: Path) -> None:
+    app = LocalApp(codec=HuggingFaceCodec(write_image_model(tmp_path)) if images else None)
     statuses: list[int] = []
     for seed in range(SEEDS):
         body = Fuzzer(seed).body(path)

@@ -244,9 +244,28 @@ def test_the_bias_of_tokens_is_kept() -> None:
         ),
         ({"max_tokens": 2.5}, "max_tokens", "valid integer"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "messages[0].content[0].type",
-            "'image_url' is not supported; send parts of type 'text'",
+            "'input_audio' is not supported; send parts of type 'text' and 'image_url'",
+        ),
+        *(
+            (
+                {
+                    "messages": [
+                        {"role": "user", "content": [{"type": "image_url", "image_url": image}]}
+                    ]
+                },
+                f"messages[0].content[0].image_url{field}",
+                remedy,
+            )
+            for image, field, remedy in (
+                ({}, ".url", "required"),
+                (None, "", "is missing"),
+                ("data:image/png,x", ".url", "must be data:image/...;base64"),
+                ("data:image/png;base64,", ".url", "no file in base64"),
+                ("data:image/png;base64,A", ".url", "no file in base64"),
+                ("data:video/mp4;base64,AAAA", ".url", "'video/mp4' is not supported"),
+            )
         ),
         ({"temperature": "hot"}, "temperature", "valid number"),
         ({"max_completion_tokens": -1}, "max_completion_tokens", "greater than or equal to 0"),
@@ -358,7 +377,7 @@ def test_tokenize_takes_one_prompt() -> None:
 
 def test_a_part_that_is_no_text_is_the_only_violation() -> None:
     with pytest.raises(InvalidRequest) as caught:
-        chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
+        chat(messages=[{"role": "user", "content": [{"type": "video_url", "video_url": {}}]}])
     assert list(caught.value.violations) == ["messages[0].content[0].type"]
 
 

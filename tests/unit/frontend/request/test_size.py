@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_common.errors import InvalidRequest
-from headrace_common.limits import JSON_PARTS_MAX, UNKNOWN_CONTEXT_TOKENS
+from headrace_common.limits import IMAGES_BYTES_MAX, JSON_PARTS_MAX, UNKNOWN_CONTEXT_TOKENS
 from headrace_frontend.request.json_text import count_values, is_text, values_at_most
 from headrace_frontend.request.size import (
     RequestSizeCheck,
@@ -68,6 +68,17 @@ def test_a_body_of_many_values_is_rejected_before_it_is_parsed(body: bytes) -> N
     check = RequestSizeCheck(lambda: {"sim": UNKNOWN_CONTEXT_TOKENS})
     with pytest.raises(InvalidRequest, match=f"at most {JSON_PARTS_MAX} strings"):
         check.check_json(body)
+
+
+def test_a_request_with_images_may_have_their_bytes_too() -> None:
+    check = RequestSizeCheck(lambda: {"sim": 2_048}, images=True)
+    largest = IMAGES_BYTES_MAX * 4 // 3
+    check.check(largest)
+    assert largest < request_bytes_max((), images=True) < largest + 8 * 2**20
+    with pytest.raises(InvalidRequest):
+        RequestSizeCheck(lambda: {"sim": 2_048}).check(largest)
+    with pytest.raises(InvalidRequest):
+        check.check(largest + 4 * 2**20)
 
 
 @pytest.mark.parametrize(
